@@ -1,0 +1,44 @@
+"""Files to and from aligned memory, asynchronously: io_uring, or threads where it is refused.
+
+    engine = aio.open_engine("/mnt/nvme")
+    file = engine.open_nameless("/mnt/nvme")
+    file.allocate(0, nbytes)
+    engine.write(file, 0, address, nbytes, what="layers.17.hi", owner=slot).wait()
+
+Every result the kernel reports is looked at: a request ends with the right bytes moved or with an error that
+names it.  Addresses are plain integers; this package knows nothing of torch.
+"""
+
+from infinity.aio.completion import Completion
+from infinity.aio.engine import Engine, EngineStatistics
+from infinity.aio.errors import (
+    EngineClosedError,
+    EngineFailedError,
+    EngineUnavailableError,
+    ForkedError,
+    IoError,
+    IoTimeoutError,
+    StorageFullError,
+)
+from infinity.aio.files import File
+from infinity.aio.library import BLOCK
+from infinity.aio.memory import AlignedMemory
+from infinity.aio.probe import KINDS, open_engine
+
+__all__ = [
+    "BLOCK",
+    "KINDS",
+    "AlignedMemory",
+    "Completion",
+    "Engine",
+    "EngineClosedError",
+    "EngineFailedError",
+    "EngineStatistics",
+    "EngineUnavailableError",
+    "File",
+    "ForkedError",
+    "IoError",
+    "IoTimeoutError",
+    "StorageFullError",
+    "open_engine",
+]

@@ -1,0 +1,109 @@
+/* Files <-> aligned memory, asynchronously: what Python and C agree on.
+ *
+ * gcc compiles this header and cffi parses it (dropping the lines that start with '#'), so every
+ * signature exists once.  Sizes and offsets are in bytes.  Functions that can fail return 0 or a
+ * positive value on success and -errno on failure.
+ *
+ * [Note: who owns a request]
+ * The caller allocates a struct aio_request and keeps it, and the memory it names, untouched until
+ * its state is AIO_DONE.  The engine allocates nothing per request.  Setting AIO_DONE is the last
+ * thing that the engine ever does to a request. */
+#ifndef INFINITY_AIO_H
+#define INFINITY_AIO_H
+#include <stdint.h>
+#pragma GCC visibility push(default)
+
+enum {
+    AIO_ABI = 1,            /* changes with this header; see aio_abi */
+    AIO_BLOCK = 4096,       /* alignment of address, offset and nbytes on O_DIRECT files */
+    AIO_SLICE_MS = 100,     /* no call from Python waits longer: signals must get their turn */
+    AIO_END_OF_FILE = 4096, /* an error that no errno (at most 4095) stands for */
+    AIO_MAX_INJECTIONS = 64
+};
+
+/* Kinds of engine. */
+enum { AIO_IO_URING = 1, AIO_THREADS = 2 };
+
+/* Flags of a request. */
+enum {
+    AIO_WRITE = 1,
+    AIO_URGENT = 2, /* goes before every request that is not */
+    AIO_ALIGNED = 4 /* O_DIRECT: a short transfer is continued from a whole block */
+};
+
+/* States of a request. */
+enum { AIO_IDLE = 0, AIO_IN_FLIGHT = 1, AIO_DONE = 2 };
+
+struct aio_request {
+    struct aio_request *next;
+    uint64_t address;
+    uint64_t offset; /* in the file */
+    uint64_t nbytes;
+    uint64_t cut_nbytes;   /* given out to the backend in pieces, so far */
+    uint64_t error_offset; /* in the file: the first place that failed */
+    int32_t fd;
+    uint32_t flags;
+    uint32_t pieces_in_flight;
+    uint32_t awaited; /* threads in aio_wait for this request */
+    int32_t error;    /* 0, a positive errno or AIO_END_OF_FILE */
+    uint32_t state;   /* read it through aio_done */
+};
+
+struct aio_options {
+    uint32_t kind;
+    uint32_t depth;   /* io_uring: pieces in flight at once */
+    uint32_t threads; /* threads: pieces in flight at once */
+    uint32_t piece_nbytes;
+};
+
+struct aio_statistics {
+    uint64_t requests; /* submitted */
+    uint64_t finished; /* of these, done, with or without an error */
+    uint64_t failed;
+    uint64_t pieces;
+    uint64_t bytes_read;
+    uint64_t bytes_written;
+    uint64_t retries;   /* EINTR, EAGAIN, or less than one block moved */
+    uint64_t continued; /* short transfers */
+    uint64_t in_flight; /* requests */
+    uint64_t pieces_in_flight;
+    uint64_t high_water; /* most pieces in flight at once */
+};
+
+struct aio_engine;
+
+uint32_t aio_abi(void);
+int32_t aio_has_io_uring(void);
+
+/* Start an engine.  aio_stop asks it to finish what it has and end; aio_join ends its threads once
+ * aio_stopped says yes (joining earlier blocks).  aio_free gives the memory back, never before. */
+int32_t aio_open(const struct aio_options *options, struct aio_engine **engine);
+void aio_stop(struct aio_engine *engine);
+int32_t aio_stopped(struct aio_engine *engine, uint32_t timeout_ms);
+int32_t aio_join(struct aio_engine *engine);
+void aio_free(struct aio_engine *engine);
+
+/* `request` must be zeroed, and is used once. */
+int32_t aio_submit(struct aio_engine *engine, struct aio_request *request, int32_t fd,
+                   uint32_t flags, uint64_t address, uint64_t offset, uint64_t nbytes);
+int32_t aio_done(const struct aio_request *request);
+
+/* 1: done.  0: not within timeout_ms.  -errno: the engine broke, and the kernel may use the buffer
+ * for ever after. */
+int32_t aio_wait(struct aio_engine *engine, struct aio_request *request, uint32_t timeout_ms);
+int32_t aio_wait_idle(struct aio_engine *engine, uint32_t timeout_ms);
+/* Waits until the number of finished requests is no longer `seen`; returns that number. */
+uint64_t aio_wait_change(struct aio_engine *engine, uint64_t seen, uint32_t timeout_ms);
+
+void aio_statistics(struct aio_engine *engine, struct aio_statistics *statistics);
+
+int32_t aio_allocate(int32_t fd, uint64_t offset, uint64_t nbytes);
+
+/* Faults for tests, in a normally built library.  The nth attempt from now (1: the next) to move a
+ * piece yields `result`: -errno, 0, or a short count, of which the bytes are really moved. */
+int32_t aio_inject(struct aio_engine *engine, uint64_t nth, int32_t result);
+/* While held, requests are accepted but no piece is started. */
+void aio_hold(struct aio_engine *engine, int32_t held);
+
+#pragma GCC visibility pop
+#endif

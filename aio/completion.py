@@ -1,0 +1,99 @@
+"""The thing to wait for: one request's handle."""
+
+import errno
+import os
+import time
+from typing import TYPE_CHECKING
+
+from infinity.aio.errors import EngineFailedError, ForkedError, IoError, IoTimeoutError, name_of
+from infinity.aio.library import SLICE_MS, WRITE, CData
+
+if TYPE_CHECKING:
+    from infinity.aio.engine import Engine
+    from infinity.aio.files import File
+
+
+class Completion:
+    """A read or write on its way.
+
+    Dropping a pending one is harmless: the engine keeps the request and its owner until the kernel is done.
+    """
+
+    __slots__ = ("_engine", "_file", "_key", "_request", "what")
+
+    def __init__(self, engine: "Engine", key: int, request: CData, file: "File", what: str) -> None:
+        self._engine = engine
+        self._key = key
+        self._request = request
+        self._file = file
+        self.what = what
+
+    @property
+    def done(self) -> bool:
+        """Whether the request is over, well or badly, without waiting."""
+        if self._engine.library.aio_done(self._request):
+            self._engine.release(self._key)
+            return True
+        return False
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until the request is over; `None` waits for ever.
+
+        An exception that a signal raises meanwhile (KeyboardInterrupt) leaves the request in flight.
+
+        Raises:
+            IoError: it failed; every call raises the same.
+            IoTimeoutError: it is not over after `timeout_s` seconds, and still in flight.
+            EngineFailedError: it will never be over, because the engine broke.
+            ForkedError: it was submitted by the parent of this process.
+        """
+        if not self._engine.library.aio_done(self._request):
+            self._wait(timeout_s)
+        self._engine.release(self._key)
+        if self._request.error:
+            raise self._error()
+
+    def _wait(self, timeout_s: float | None) -> None:
+        engine, request = self._engine, self._request
+        if engine.pid != os.getpid():
+            raise ForkedError(f"{self!r} was submitted by process {engine.pid}: wait for it there")
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        slice_ms = SLICE_MS
+        while True:
+            if end_s is not None:
+                left_s = end_s - time.monotonic()
+                slice_ms = min(SLICE_MS, max(0, round(left_s * 1000)))
+            result = engine.library.aio_wait(engine.pointer, request, slice_ms)
+            if result > 0:
+                return
+            if result < 0:
+                raise EngineFailedError.of_engine(-result)
+            if end_s is not None and time.monotonic() >= end_s:
+                raise IoTimeoutError(errno.ETIMEDOUT, f"not done after {timeout_s} s: {self!r}")
+
+    def _error(self) -> IoError:
+        request = self._request
+        return IoError.of_request(
+            request.error,
+            self._verb,
+            self._file.path,
+            offset=request.offset,
+            nbytes=request.nbytes,
+            failed_at=request.error_offset,
+            what=self.what,
+        )
+
+    @property
+    def _verb(self) -> str:
+        return "write" if self._request.flags & WRITE else "read"
+
+    def __repr__(self) -> str:
+        request = self._request
+        if self._engine.library.aio_done(request):
+            state = f"failed: {name_of(request.error)}" if request.error else "done"
+        else:
+            state = "in flight"
+        return (
+            f"<Completion {self._verb} of {self.what or 'unnamed data'}, {request.nbytes} B"
+            f" at {request.offset} of {self._file.path}, {state}>"
+        )

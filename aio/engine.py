@@ -1,0 +1,368 @@
+"""An engine: reads and writes that run while Python does something else.
+
+[Note: who keeps the memory]
+The kernel writes into memory that Python could free.  So the engine's `in_flight` holds each request and the
+owner of its memory from before the submission until the request is seen to be over; the C side never touches
+a request after that (aio.h).  Whatever goes wrong in Python in between (a dropped completion, Ctrl-C
+anywhere), memory is kept too long and never too short.
+"""
+
+import errno
+import itertools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, NamedTuple
+
+from infinity.aio import files
+from infinity.aio.completion import Completion
+from infinity.aio.errors import EngineClosedError, EngineFailedError, ForkedError, IoTimeoutError
+from infinity.aio.files import Descriptor, File, Folder
+from infinity.aio.library import ALIGNED, BLOCK, IDLE, SLICE_MS, URGENT, WRITE, CData, Library, ffi, load
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+EXIT_TIMEOUT_S = 60.0
+"""How long the interpreter's exit, or the collection of a forgotten engine, waits for requests in flight."""
+
+_FIRST_ADDRESS, _END = 1, 1 << 63
+_NO_COUNT = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    """What an engine has done so far."""
+
+    requests: int  # submitted
+    finished: int  # of these, over
+    failed: int  # of these, with an error
+    pieces: int
+    bytes_read: int
+    bytes_written: int
+    retries: int  # after EINTR, EAGAIN, or less than a block moved
+    continued: int  # short transfers
+    in_flight: int  # requests
+    pieces_in_flight: int
+    high_water: int  # most pieces in flight at once
+
+
+class _InFlight(NamedTuple):
+    request: CData
+    owner: object
+    descriptor: Descriptor  # not the File, which refers to the engine: a forgotten engine must be collectable
+
+
+@dataclass(frozen=True, slots=True)
+class _Native:
+    """What must outlive an Engine object: the C engine and what the kernel may still use."""
+
+    library: Library
+    pointer: CData
+    in_flight: dict[int, _InFlight]
+    pid: int
+
+
+_abandoned: list[_Native] = []  # engines whose requests never came back: their memory is never reused
+
+
+def _end(native: _Native, timeout_s: float | None) -> bool:
+    """Stop an engine; whether it is over.  Does nothing in a forked child, which has none."""
+    if native.pid != os.getpid():
+        return True
+    end_s = None if timeout_s is None else time.monotonic() + timeout_s
+    native.library.aio_stop(native.pointer)
+    while not native.library.aio_stopped(native.pointer, SLICE_MS):
+        if end_s is not None and time.monotonic() >= end_s:
+            return False
+    native.library.aio_join(native.pointer)
+    return True
+
+
+def _end_forgotten(native: _Native) -> None:
+    """End the engine of an Engine that was collected, or that was open at exit."""
+    over = _end(native, EXIT_TIMEOUT_S)
+    if not over or not all(native.library.aio_done(entry.request) for entry in native.in_flight.values()):
+        _abandoned.append(native)
+
+
+class Engine:
+    """Asynchronous file I/O; make one with `open_engine`.  All methods may be called from any thread.
+
+    Attributes:
+        kind: "io_uring", "threads" or "buffered".
+        reason: one sentence: why this kind, and why not those before it.
+        direct: whether files are opened with O_DIRECT.
+    """
+
+    def __init__(self, kind: str, reason: str, pointer: CData, *, direct: bool) -> None:
+        self.kind = kind
+        self.reason = reason
+        self.direct = direct
+        self.library = load()
+        self.pointer = pointer
+        self.pid = os.getpid()
+        self._closed = False
+        # Guards _in_flight.  Reentrant: a garbage collection inside it may run a finalizer that comes here.
+        self._lock = threading.RLock()
+        self._in_flight: dict[int, _InFlight] = {}
+        self._keys = itertools.count()
+        native = _Native(self.library, pointer, self._in_flight, self.pid)
+        self._native = native
+        self._finalizer = weakref.finalize(self, _end_forgotten, native)
+
+    # Files
+
+    def open_nameless(self, folder: Folder) -> File:
+        """Open a new file that has no name: its space returns the instant the process ends."""
+        self._check()
+        fd, path = files.open_nameless(folder, self._flags)
+        return File(self, fd, path, direct=self.direct)
+
+    def create_named(self, folder: Folder, name: str) -> File:
+        """Create `name` in a folder, 0600; FileExistsError if there is one."""
+        self._check()
+        fd, path = files.open_named(folder, name, self._flags | os.O_CREAT | os.O_EXCL)
+        return File(self, fd, path, direct=self.direct)
+
+    def open_named(self, folder: Folder, name: str) -> File:
+        """Open `name`, which exists and is no link, in a folder."""
+        self._check()
+        fd, path = files.open_named(folder, name, self._flags)
+        return File(self, fd, path, direct=self.direct)
+
+    @property
+    def _flags(self) -> int:
+        return os.O_DIRECT if self.direct else 0
+
+    # Requests
+
+    def read(
+        self,
+        file: File,
+        offset: int,
+        address: int,
+        nbytes: int,
+        *,
+        what: str = "",
+        owner: object = None,
+        urgent: bool = False,
+    ) -> Completion:
+        """Start to read `nbytes` at `offset` of a file into memory at `address`.
+
+        Args:
+            file: to read from.
+            offset: in the file, in bytes.
+            address: of the memory; writable and untouched by others until the request is over.
+            nbytes: how many bytes.
+            what: names the unit and field in errors.
+            owner: whatever keeps the memory alive; held until the request is over.
+            urgent: go before all requests that are not.
+
+        Raises:
+            ValueError: on a direct file, one of the three numbers is not whole blocks.
+        """
+        flags = URGENT if urgent else 0
+        return self._submit(flags, file, offset, address, nbytes, what=what, owner=owner)
+
+    def write(
+        self,
+        file: File,
+        offset: int,
+        address: int,
+        nbytes: int,
+        *,
+        what: str = "",
+        owner: object = None,
+        urgent: bool = False,
+    ) -> Completion:
+        """Start to write `nbytes` from memory at `address` to a file at `offset`; as `read` otherwise."""
+        flags = WRITE | (URGENT if urgent else 0)
+        return self._submit(flags, file, offset, address, nbytes, what=what, owner=owner)
+
+    def _submit(
+        self, flags: int, file: File, offset: int, address: int, nbytes: int, *, what: str, owner: object
+    ) -> Completion:
+        self._check()
+        if file.direct:
+            flags |= ALIGNED
+        self._check_range(file, offset, address, nbytes, what)
+        request = ffi.new("struct aio_request *")
+        key = next(self._keys)
+        self._in_flight[key] = _InFlight(request, owner, file.descriptor)
+        try:
+            result = self.library.aio_submit(self.pointer, request, file.fd, flags, address, offset, nbytes)
+        except BaseException:  # Ctrl-C, before or after the call did its work
+            if request.state == IDLE:
+                self.release(key)
+            raise
+        if result < 0:
+            self.release(key)
+            raise self._refusal(-result)
+        self._release_oldest()
+        return Completion(self, key, request, file, what)
+
+    def _check_range(self, file: File, offset: int, address: int, nbytes: int, what: str) -> None:
+        if offset < 0 or nbytes < 0 or address < _FIRST_ADDRESS or offset + nbytes >= _END:
+            raise ValueError(f"{what}: {nbytes} B at offset {offset}, address {address:#x}: out of range")
+        if file.direct and (offset | address | nbytes) % BLOCK:
+            raise ValueError(
+                f"{what or 'request'}: address {address:#x}, offset {offset} and {nbytes} B must all be whole"
+                f" blocks of {BLOCK} B, because {file.path} is opened with O_DIRECT"
+            )
+
+    # Waiting
+
+    def wait_any(self, completions: Sequence[Completion], timeout_s: float | None = None) -> Completion:
+        """Wait until one of several requests is over, and give it; its own `wait` says how it ended.
+
+        Raises:
+            IoTimeoutError: none is after `timeout_s` seconds.
+        """
+        self._check_process()
+        if not completions:
+            raise ValueError("wait_any needs at least one completion")
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            seen = self.library.aio_wait_change(self.pointer, _NO_COUNT, 0)
+            for completion in completions:
+                if completion.done:
+                    return completion
+            slice_ms = self._slice_ms(end_s, f"none of {len(completions)} requests done after {timeout_s} s")
+            if self.library.aio_wait_change(self.pointer, seen, slice_ms) == seen:
+                self._raise_if_broken()
+
+    def drain(self, timeout_s: float | None = None) -> None:
+        """Wait until nothing is in flight; errors are left to the completions they belong to.
+
+        Raises:
+            IoTimeoutError: something still is after `timeout_s` seconds.
+        """
+        self._check_process()
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while not (result := self.library.aio_wait_idle(self.pointer, self._slice_ms(end_s, "not idle"))):
+            pass
+        if result < 0:
+            raise EngineFailedError.of_engine(-result)
+        self._release_all()
+
+    def wait_for_file(self, file: File) -> None:
+        """Wait until no request on a file is in flight."""
+        if self.pid != os.getpid():
+            return
+        descriptor = file.descriptor
+        with self._lock:
+            entries = [
+                (key, entry) for key, entry in self._in_flight.items() if entry.descriptor is descriptor
+            ]
+        for key, entry in entries:
+            # One whose submission fails meanwhile is never done, but is let go of.
+            while key in self._in_flight:
+                result = self.library.aio_wait(self.pointer, entry.request, SLICE_MS)
+                if result < 0:
+                    raise EngineFailedError.of_engine(-result)
+                if result > 0:
+                    self.release(key)
+
+    def _slice_ms(self, end_s: float | None, message: str) -> int:
+        if end_s is None:
+            return SLICE_MS
+        left_s = end_s - time.monotonic()
+        if left_s < 0:
+            raise IoTimeoutError(errno.ETIMEDOUT, f"{message}: {self!r}")
+        return min(SLICE_MS, max(1, round(left_s * 1000)))
+
+    def _raise_if_broken(self) -> None:
+        result = self.library.aio_wait_idle(self.pointer, 0)
+        if result < 0:
+            raise EngineFailedError.of_engine(-result)
+
+    # Letting go of memory
+
+    def release(self, key: int) -> None:
+        """Let go of the owner of a request that is over."""
+        if self.pid != os.getpid():
+            return  # whoever held the lock when this process was forked holds it for ever
+        with self._lock:
+            entry = self._in_flight.pop(key, None)
+        del entry  # only now: an owner's finalizer may do anything
+
+    def _release_oldest(self) -> None:
+        """Let go of at most two requests that are over and whose completions may have been dropped.
+
+        Requests end about in the order they began, so two per submission keep up at constant cost.
+        """
+        with self._lock:
+            oldest = list(itertools.islice(self._in_flight.items(), 2))
+        for key, entry in oldest:
+            if self.library.aio_done(entry.request):
+                self.release(key)
+
+    def _release_all(self) -> None:
+        with self._lock:
+            entries = list(self._in_flight.items())
+        for key, entry in entries:
+            if self.library.aio_done(entry.request):
+                self.release(key)
+
+    # Life
+
+    def statistics(self) -> EngineStatistics:
+        """Count what was done so far, and let go of what is over."""
+        self._check_process()
+        self._release_all()
+        counts = ffi.new("struct aio_statistics *")
+        self.library.aio_statistics(self.pointer, counts)
+        return EngineStatistics(
+            **{field.name: getattr(counts, field.name) for field in fields(EngineStatistics)}
+        )
+
+    def close(self) -> None:
+        """Finish all requests, then end the engine's threads.  A second call does nothing."""
+        if self._closed or self.pid != os.getpid():
+            return
+        _end(self._native, None)
+        self._closed = True
+        self._release_all()
+        self._finalizer()
+
+    def _check(self) -> None:
+        self._check_process()
+        if self._closed:
+            raise EngineClosedError(f"{self!r} is closed")
+
+    def _check_process(self) -> None:
+        if self.pid != os.getpid():
+            raise ForkedError(
+                f"this I/O engine belongs to process {self.pid}, and this is a forked child ({os.getpid()})\n"
+                f"  try: open an engine in the child, or start it with the 'spawn' method"
+            )
+
+    def _refusal(self, number: int) -> Exception:
+        if number == errno.ESHUTDOWN:
+            return EngineClosedError(f"{self!r} is closed")
+        return EngineFailedError.of_engine(number)
+
+    def __enter__(self) -> "Self":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: "TracebackType | None"
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self.pid != os.getpid():
+            return f"<Engine {self.kind} of process {self.pid}, forked>"
+        counts = self.statistics()
+        opening = "direct" if self.direct else "buffered"
+        return (
+            f"<Engine {self.kind}, {opening}{', closed' if self._closed else ''},"
+            f" {counts.in_flight} of {counts.requests} requests in flight, {counts.failed} failed,"
+            f" {counts.bytes_read / 1e9:.3f} GB read, {counts.bytes_written / 1e9:.3f} GB written>"
+        )

@@ -1,0 +1,223 @@
+"""What can go wrong with a file or an engine, in words: what, where, numbers, likely cause, cure."""
+
+import errno
+import os
+from typing import NamedTuple
+
+from infinity.aio.library import BLOCK, END_OF_FILE
+
+
+class Advice(NamedTuple):
+    """Why an errno usually happens here, and what helps."""
+
+    cause: str
+    cure: str
+
+
+STARTING, TRYING = "starting it", "a trial write and read"
+"""The steps at which an engine may turn out not to be available."""
+
+_UNKNOWN = Advice("unknown; the system's log may say more", "look at `dmesg`")
+
+_OF_REQUESTS = {
+    errno.EIO: Advice(
+        "the drive, or the network behind the file system, failed at this place",
+        "look at `dmesg` and `smartctl -a`; move `nvme` to another drive",
+    ),
+    errno.ENOSPC: Advice(
+        "the file system, or the thin volume under it, is full although the space had been promised",
+        "free space there, or move `nvme` to another drive",
+    ),
+    errno.EDQUOT: Advice("this user's quota is used up", "raise the quota, or move `nvme` elsewhere"),
+    errno.EFBIG: Advice(
+        "the file would pass the limit on file sizes (RLIMIT_FSIZE, or the file system's own)",
+        "`ulimit -f unlimited`, or a file system that takes larger files",
+    ),
+    errno.EINVAL: Advice(
+        f"the device wants larger alignment than {BLOCK} B, or the file system refuses O_DIRECT here",
+        "INFINITY_AIO=buffered",
+    ),
+    errno.EBADF: Advice("the file was closed by someone else", "close files only through File.close"),
+    errno.EFAULT: Advice(
+        "the memory was given back before the request was done, or is not readable",
+        "pass whatever holds the memory as `owner`",
+    ),
+    errno.ENOMEM: Advice("the kernel is out of memory", "lower `host_memory`, or the engine's depth"),
+    errno.EAGAIN: Advice(
+        "the device or the kernel stayed too busy for many tries", "lower the engine's depth"
+    ),
+    errno.EINTR: Advice("a debugger or a file system interrupted every try", "run without it"),
+    errno.EROFS: Advice(
+        "the kernel remounted the file system read-only after an error", "look at `dmesg`; run fsck"
+    ),
+    errno.ENODATA: Advice("a medium error: these blocks are lost", "replace the drive"),
+    errno.ENODEV: Advice("the drive vanished", "look at `dmesg`"),
+    errno.ENXIO: Advice("the drive vanished", "look at `dmesg`"),
+    errno.ECANCELED: Advice("the kernel cancelled the request", "look at `dmesg`"),
+    errno.EPERM: Advice("the file is immutable or sealed", "`lsattr` on its folder"),
+    errno.EACCES: Advice("this user may not write there", "check the folder's owner and mode"),
+    errno.EMFILE: Advice("too many open files", "`ulimit -n` higher"),
+    errno.ESTALE: Advice("the network file system lost the file", "use a local drive"),
+}
+
+_OF_ENGINES = {
+    errno.EPERM: Advice(
+        "kernel.io_uring_disabled is 2 (or 1), or a container profile filters io_uring",
+        "`sysctl kernel.io_uring_disabled=0`, or run the container with a profile that allows io_uring",
+    ),
+    errno.EACCES: Advice(
+        "a security module (SELinux, AppArmor) forbids io_uring", "allow io_uring in its policy"
+    ),
+    errno.ENOSYS: Advice(
+        "the kernel has no io_uring (gVisor, or old), or a container profile hides it",
+        "Linux 5.11 or newer, or a profile that allows io_uring",
+    ),
+    errno.ENOTSUP: Advice(
+        "this build has no io_uring, or the kernel's lacks what is needed",
+        "install liburing-dev and build again; or Linux 5.11 or newer",
+    ),
+    errno.EINVAL: Advice(
+        "the file system does not take O_DIRECT, or not with 4096 B alignment", "kind='buffered'"
+    ),
+    errno.ENOMEM: Advice("RLIMIT_MEMLOCK is too low for a ring", "`ulimit -l unlimited`, or a lower depth"),
+    errno.EMFILE: Advice("too many open files", "`ulimit -n` higher"),
+    errno.EAGAIN: Advice("too many threads or processes", "`ulimit -u` higher, or fewer threads"),
+}
+
+
+def name_of(number: int) -> str:
+    """Put an errno in words, its symbol in brackets."""
+    if number == END_OF_FILE:
+        return "end of file"
+    return f"{os.strerror(number)} ({errno.errorcode.get(number, number)})"
+
+
+class _DetailedOSError(OSError):
+    """An OSError whose text is its whole message: `[Errno 5]` in front of a paragraph helps nobody."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+class IoError(_DetailedOSError):
+    """A read or write failed for good.
+
+    Attributes:
+        errno: as the kernel reported it; EIO at the end of a file.
+        filename: the file, for a nameless one its folder.
+        offset: in bytes, in the file, where the request starts.
+        nbytes: of the request.
+        failed_at: in bytes, in the file, where the first failure was.
+        what: the unit and field that the caller named.
+        cause: the likely one.
+        cure: what to try.
+    """
+
+    offset: int = 0
+    nbytes: int = 0
+    failed_at: int = 0
+    what: str = ""
+    cause: str = ""
+    cure: str = ""
+
+    @classmethod
+    def of_request(
+        cls, number: int, verb: str, path: str, *, offset: int, nbytes: int, failed_at: int, what: str
+    ) -> "IoError":
+        """Compose the error of one request; `number` is an errno or END_OF_FILE."""
+        if number == END_OF_FILE:
+            advice = Advice(
+                "the file is shorter than what was asked for: never written, or cut by someone",
+                "allocate and write before reading; let nobody else touch the file",
+            )
+        else:
+            advice = _OF_REQUESTS.get(number, _UNKNOWN)
+        error = cls(
+            errno.EIO if number == END_OF_FILE else number,
+            f"{verb} of {what or 'unnamed data'}: {name_of(number)}\n"
+            f"  where: {path}, {nbytes} B at offset {offset}, failed at {failed_at}\n"
+            f"  likely cause: {advice.cause}\n"
+            f"  try: {advice.cure}",
+            path,
+        )
+        error.offset, error.nbytes, error.failed_at, error.what = offset, nbytes, failed_at, what
+        error.cause, error.cure = advice
+        return error
+
+
+class IoTimeoutError(TimeoutError):
+    """A request was not done within the time given to `wait`.
+
+    It is still in flight: its memory stays with the engine until the kernel is done with it.
+    """
+
+
+class StorageFullError(_DetailedOSError):
+    """A file system has no room for what was to be allocated.
+
+    Attributes:
+        needed: in bytes, what was asked for.
+        free: in bytes, what is available to this user there.
+    """
+
+    needed: int = 0
+    free: int = 0
+
+    @classmethod
+    def of_file(cls, number: int, path: str, *, needed: int, free: int) -> "StorageFullError":
+        """Compose the error of one allocation."""
+        advice = _OF_REQUESTS[number]
+        cause = "other data fills the file system" if number == errno.ENOSPC else advice.cause
+        cure = "free space there, or let `nvme` name another drive" if number == errno.ENOSPC else advice.cure
+        error = cls(
+            number,
+            f"allocating {needed} B: {name_of(number)}\n"
+            f"  where: {path}, {free} B free, {max(needed - free, 0)} B short\n"
+            f"  likely cause: {cause}\n"
+            f"  try: {cure}",
+            path,
+        )
+        error.needed, error.free = needed, free
+        return error
+
+
+class EngineUnavailableError(_DetailedOSError):
+    """An engine cannot be started, or does not work on the files of a folder."""
+
+    kind: str = ""
+
+    @classmethod
+    def of_kind(cls, kind: str, number: int, doing: str, path: str) -> "EngineUnavailableError":
+        """Compose the error of one kind of engine; `doing` says at which step it failed."""
+        starting = doing == STARTING
+        advice = (_OF_ENGINES if starting or number == errno.EINVAL else _OF_REQUESTS).get(number, _UNKNOWN)
+        error = cls(
+            number,
+            f"engine {kind} is not available: {doing}: {name_of(number)}\n"
+            f"  where: {path}\n"
+            f"  likely cause: {advice.cause}\n"
+            f"  try: {advice.cure}",
+            path,
+        )
+        error.kind = kind
+        return error
+
+
+class EngineFailedError(_DetailedOSError):
+    """The engine broke while it was running.
+
+    What was not started has failed; what the kernel had is in flight for ever, its memory never reused.
+    """
+
+    @classmethod
+    def of_engine(cls, number: int) -> "EngineFailedError":
+        """Compose the error."""
+        return cls(number, f"the I/O engine failed: {name_of(number)}\n  try: look at `dmesg`; start again")
+
+
+class EngineClosedError(RuntimeError):
+    """The engine was used after `close`."""
+
+
+class ForkedError(RuntimeError):
+    """The engine was used in a forked child: its threads and its ring live in the parent only."""

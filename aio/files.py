@@ -1,0 +1,205 @@
+"""Files that are nobody else's: nameless by default, 0600, opened relative to a folder.
+
+[Note: nameless files]
+A file without a name cannot be opened, deleted or planted by anybody else, and its space returns the instant
+the process dies.  Where the file system has no O_TMPFILE (NFS), it is created under a random name and
+unlinked at once.
+"""
+
+import contextlib
+import errno
+import os
+import secrets
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from infinity.aio.errors import IoError, StorageFullError
+from infinity.aio.library import load
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    from infinity.aio.engine import Engine
+
+Folder = int | str | os.PathLike[str]
+"""A folder: its path, or a descriptor of it."""
+
+_ALLOCATION_NBYTES = 1 << 30  # per system call, so that Ctrl-C is noticed in between
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
+
+
+class Descriptor:
+    """An open file's number, closed when neither its File nor a request in flight needs it any more."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.close = weakref.finalize(self, os.close, fd)
+        # At exit requests may be in flight, and a number that is free again may become another file's.
+        self.close.atexit = False
+
+
+class File:
+    """An open file that an engine reads and writes.
+
+    Attributes:
+        path: for messages.
+        descriptor: its number's owner, which requests in flight keep open.
+        direct: opened with O_DIRECT, so that address, offset and nbytes must be whole blocks.
+    """
+
+    def __init__(self, engine: "Engine", fd: int, path: str, *, direct: bool) -> None:
+        self._engine = engine
+        self.descriptor = Descriptor(fd)
+        self.path = path
+        self.direct = direct
+
+    @property
+    def fd(self) -> int:
+        """The descriptor.
+
+        Raises:
+            ValueError: the file is closed.
+        """
+        if not self.descriptor.close.alive:
+            raise ValueError(f"{self.path} is closed")
+        return self.descriptor.fd
+
+    @property
+    def nbytes(self) -> int:
+        """The file's size, in bytes."""
+        return os.fstat(self.fd).st_size
+
+    def allocate(self, offset: int, nbytes: int) -> None:
+        """Reserve real blocks for `nbytes` at `offset`, so that writing there cannot find the disk full.
+
+        Raises:
+            StorageFullError: there is no room; what this call had reserved is given back.
+        """
+        size, position, end = self.nbytes, offset, offset + nbytes
+        # What certainly does not fit is refused before it fills the file system, if only for a moment.
+        if end - max(size, offset) > self._free(reserved=True):
+            self._refuse(errno.ENOSPC, offset, nbytes)
+        while position < end:
+            step = min(end - position, _ALLOCATION_NBYTES)
+            result = -load().aio_allocate(self.fd, position, step)
+            if result == 0:
+                position += step
+            elif result in (errno.EOPNOTSUPP, errno.ENOSYS):
+                return self._extend(end)
+            elif result != errno.EINTR:
+                if self.nbytes > size:
+                    os.ftruncate(self.fd, size)
+                self._refuse(result, offset, nbytes)
+        return None
+
+    def _extend(self, end: int) -> None:
+        """Make room where blocks cannot be reserved: look whether they are there, and set the size.
+
+        Writing zeros instead would reserve nothing on the file systems concerned, which copy on write.
+        """
+        needed = end - self.nbytes
+        if needed <= 0:
+            return
+        if needed > self._free():
+            self._refuse(errno.ENOSPC, self.nbytes, needed)
+        try:
+            os.ftruncate(self.fd, end)
+        except OSError as error:
+            self._refuse(error.errno or errno.EIO, self.nbytes, needed)
+
+    def _refuse(self, number: int, offset: int, nbytes: int) -> None:
+        if number in _FULL:
+            raise StorageFullError.of_file(number, self.path, needed=nbytes, free=self._free())
+        raise IoError.of_request(
+            number, "allocation", self.path, offset=offset, nbytes=nbytes, failed_at=offset, what="space"
+        )
+
+    def _free(self, *, reserved: bool = False) -> int:
+        """Free space in bytes, with or without what is kept back for root."""
+        status = os.fstatvfs(self.fd)
+        return (status.f_bfree if reserved else status.f_bavail) * status.f_frsize
+
+    def sync(self) -> None:
+        """Flush what was written to the drive; a failure is final, because a second try would lie.
+
+        Raises:
+            IoError: the kernel could not write something, and has forgotten what.
+        """
+        try:
+            os.fdatasync(self.fd)
+        except OSError as error:
+            raise IoError.of_request(
+                error.errno or errno.EIO, "flush", self.path, offset=0, nbytes=0, failed_at=0, what="the file"
+            ) from error
+
+    def close(self) -> None:
+        """Close the file once the requests on it are over; a second call does nothing."""
+        self._engine.wait_for_file(self)
+        self.descriptor.close()
+
+    def __enter__(self) -> "Self":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: "TracebackType | None"
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = f"{self.nbytes} B" if self.descriptor.close.alive else "closed"
+        return f"<File {self.path}, {'direct' if self.direct else 'buffered'}, {state}>"
+
+
+@contextlib.contextmanager
+def opened_folder(folder: Folder) -> Iterator[tuple[int, str]]:
+    """Give a folder's descriptor and its path for messages; close the first if it was opened here."""
+    if isinstance(folder, int):
+        try:
+            path = str(Path(f"/proc/self/fd/{folder}").readlink())
+        except OSError:
+            path = f"folder descriptor {folder}"
+        yield folder, path
+        return
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield fd, os.fspath(folder)
+    finally:
+        os.close(fd)
+
+
+def open_nameless(folder: Folder, flags: int) -> tuple[int, str]:
+    """Open a new file without a name; give its descriptor and a path for messages."""
+    flags |= os.O_RDWR | os.O_CLOEXEC
+    with opened_folder(folder) as (folder_fd, path):
+        try:
+            fd = os.open(".", flags | os.O_TMPFILE, 0o600, dir_fd=folder_fd)
+        except OSError as error:
+            if error.errno not in _NO_TMPFILE:
+                raise
+            fd = _create_and_unlink(folder_fd, flags)
+        return fd, f"{path} (a nameless file)"
+
+
+def _create_and_unlink(folder_fd: int, flags: int) -> int:
+    name = f".infinity-{secrets.token_hex(8)}"
+    flags |= os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    try:
+        return os.open(name, flags, 0o600, dir_fd=folder_fd)
+    finally:
+        # Also after a failure: a file system that refuses O_DIRECT does so when the name is already there.
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=folder_fd)
+
+
+def open_named(folder: Folder, name: str, flags: int) -> tuple[int, str]:
+    """Open the file `name`, which must be a plain name, in a folder; links are not followed."""
+    if not name or "/" in name or name in (".", ".."):
+        raise ValueError(f"{name!r} is not a plain file name")
+    flags |= os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    with opened_folder(folder) as (folder_fd, path):
+        return os.open(name, flags, 0o600, dir_fd=folder_fd), str(Path(path) / name)

@@ -1,0 +1,147 @@
+/* An engine's beginning and end.
+ *
+ * [Note: stop, join, free]
+ * Three steps, because three different things have to be over: the requests (stop), the backend's
+ * threads (join) and the calls of other Python threads that may still be inside aio_wait (free,
+ * which Python calls when nobody refers to the engine any more). */
+#define _GNU_SOURCE
+#include "internal.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/eventfd.h>
+#include <time.h>
+#include <unistd.h>
+
+int32_t aio_has_io_uring(void) {
+#ifdef HAVE_LIBURING
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+static int check(const struct aio_options *options) {
+    bool known = options->kind == AIO_IO_URING || options->kind == AIO_THREADS;
+    if (!known || options->depth == 0 || options->threads == 0) return EINVAL;
+    /* One system call moves at most 2 GiB less a page. */
+    uint32_t piece_nbytes = options->piece_nbytes;
+    if (piece_nbytes == 0 || piece_nbytes % AIO_BLOCK || piece_nbytes > 1u << 30) return EINVAL;
+    if (options->kind == AIO_IO_URING && !aio_has_io_uring()) return ENOTSUP;
+    return 0;
+}
+
+static void init_conditions(struct aio_engine *engine) {
+    pthread_condattr_t monotonic;
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_mutex_init(&engine->lock, NULL);
+    pthread_cond_init(&engine->work, &monotonic);
+    pthread_cond_init(&engine->finished, &monotonic);
+    pthread_condattr_destroy(&monotonic);
+}
+
+/* Signals belong to Python's main thread: a Ctrl-C taken here would wake nobody. */
+static int start_threads(struct aio_engine *engine, void *(*body)(void *)) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int error = 0;
+    pthread_mutex_lock(&engine->lock);
+    for (uint32_t i = 0; i < engine->options.threads && !error; i++) {
+        error = pthread_create(&engine->threads[i], NULL, body, engine);
+        if (!error) {
+            engine->n_threads++;
+            engine->running++;
+        }
+    }
+    pthread_mutex_unlock(&engine->lock);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return error;
+}
+
+/* The ring is made by the thread that uses it (SINGLE_ISSUER), so its outcome must be waited for. */
+static int ring_outcome(struct aio_engine *engine) {
+    pthread_mutex_lock(&engine->lock);
+    while (!engine->started) pthread_cond_wait(&engine->finished, &engine->lock);
+    int error = engine->start_error;
+    pthread_mutex_unlock(&engine->lock);
+    return error;
+}
+
+static int start(struct aio_engine *engine) {
+    engine->threads = calloc(engine->options.threads, sizeof *engine->threads);
+    if (!engine->threads) return ENOMEM;
+    if (engine->options.kind == AIO_THREADS) return start_threads(engine, threads_main);
+#ifdef HAVE_LIBURING
+    engine->wake_fd = eventfd(0, EFD_CLOEXEC);
+    if (engine->wake_fd < 0) return errno;
+    int error = start_threads(engine, uring_main);
+    return error ? error : ring_outcome(engine);
+#else
+    (void)ring_outcome;
+    return ENOTSUP;
+#endif
+}
+
+int32_t aio_open(const struct aio_options *options, struct aio_engine **opened) {
+    int error = check(options);
+    if (error) return -error;
+    struct aio_engine *engine = calloc(1, sizeof *engine);
+    if (!engine) return -ENOMEM;
+    engine->options = *options;
+    engine->wake_fd = -1;
+    if (options->kind == AIO_IO_URING) engine->options.threads = 1;
+    init_conditions(engine);
+    error = start(engine);
+    if (error) {
+        aio_stop(engine);
+        aio_join(engine);
+        aio_free(engine);
+        return -error;
+    }
+    *opened = engine;
+    return 0;
+}
+
+void aio_stop(struct aio_engine *engine) {
+    pthread_mutex_lock(&engine->lock);
+    engine->stopping = true;
+    pthread_mutex_unlock(&engine->lock);
+    aio_hold(engine, 0); /* also wakes the backend */
+}
+
+int32_t aio_stopped(struct aio_engine *engine, uint32_t timeout_ms) {
+    struct timespec deadline = deadline_after(timeout_ms);
+    int rc = 0;
+    pthread_mutex_lock(&engine->lock);
+    while (engine->running && rc == 0)
+        rc = pthread_cond_timedwait(&engine->finished, &engine->lock, &deadline);
+    int32_t stopped = engine->running == 0;
+    pthread_mutex_unlock(&engine->lock);
+    return stopped;
+}
+
+int32_t aio_join(struct aio_engine *engine) {
+    pthread_mutex_lock(&engine->lock);
+    uint32_t n_threads = engine->n_threads;
+    engine->n_threads = 0; /* a second call has nothing to do */
+    pthread_mutex_unlock(&engine->lock);
+    for (uint32_t i = 0; i < n_threads; i++) pthread_join(engine->threads[i], NULL);
+    pthread_mutex_lock(&engine->lock);
+    if (engine->running == 0 && engine->wake_fd >= 0) {
+        close(engine->wake_fd);
+        engine->wake_fd = -1;
+    }
+    pthread_mutex_unlock(&engine->lock);
+    return 0;
+}
+
+/* Only memory.  With threads not joined (in a forked child they look so for ever) it is left behind:
+ * neither lock, ring nor thread may be touched there, and a living thread needs it here. */
+void aio_free(struct aio_engine *engine) {
+    if (engine->n_threads) return;
+    free(engine->threads);
+    free(engine);
+}

@@ -1,0 +1,125 @@
+"""Which engine works here: asked with a real request, not guessed from versions."""
+
+import errno
+import os
+from typing import NamedTuple
+
+from infinity.aio.engine import Engine
+from infinity.aio.errors import STARTING, TRYING, EngineUnavailableError
+from infinity.aio.files import Folder, opened_folder
+from infinity.aio.library import BLOCK, KIND_IO_URING, KIND_THREADS, ffi, load
+from infinity.aio.memory import AlignedMemory
+
+
+class _Kind(NamedTuple):
+    backend: int
+    direct: bool
+
+
+_CHAIN = {
+    "io_uring": _Kind(KIND_IO_URING, direct=True),
+    "threads": _Kind(KIND_THREADS, direct=True),
+    "buffered": _Kind(KIND_THREADS, direct=False),
+}
+
+KINDS = tuple(_CHAIN)
+"""The kinds of engine, best first."""
+
+_LARGEST_DEPTH, _LARGEST_THREADS, _LARGEST_PIECE = 4096, 256, 1 << 30
+
+
+def open_engine(
+    folder: Folder,
+    kind: str | None = None,
+    *,
+    depth: int = 32,
+    threads: int = 8,
+    piece_nbytes: int = 1 << 20,
+) -> Engine:
+    """Start the best engine that works on the files of a folder.
+
+    Args:
+        folder: where the files will be; a nameless file is written and read back there.
+        kind: one of KINDS; else the environment variable INFINITY_AIO; else the first of KINDS that works.
+        depth: pieces that io_uring keeps in flight.
+        threads: of the other kinds, each with one piece in flight.
+        piece_nbytes: into pieces of how many bytes requests are split, whole blocks.
+
+    Raises:
+        ValueError: an unknown kind, or numbers out of range.
+        EngineUnavailableError: the kind asked for, or every kind, does not work here.
+    """
+    _check_numbers(depth, threads, piece_nbytes)
+    asked, by = (kind, "asked for") if kind else (os.environ.get("INFINITY_AIO"), "asked for by INFINITY_AIO")
+    if asked and asked not in _CHAIN:
+        raise ValueError(f"engine {asked!r}, {by}, is unknown: choose one of {', '.join(KINDS)}")
+    options = _numbers(depth, threads, piece_nbytes)
+    with opened_folder(folder) as (folder_fd, path):
+        if asked:
+            return _open(asked, f"{asked}: {by}", options, folder_fd, path)
+        return _open_first(options, folder_fd, path)
+
+
+def _check_numbers(depth: int, threads: int, piece_nbytes: int) -> None:
+    if not 1 <= depth <= _LARGEST_DEPTH:
+        raise ValueError(f"depth is {depth}, and must be from 1 to {_LARGEST_DEPTH}")
+    if not 1 <= threads <= _LARGEST_THREADS:
+        raise ValueError(f"threads is {threads}, and must be from 1 to {_LARGEST_THREADS}")
+    if not BLOCK <= piece_nbytes <= _LARGEST_PIECE or piece_nbytes % BLOCK:
+        raise ValueError(f"piece_nbytes is {piece_nbytes}, and must be whole blocks of {BLOCK} B, to 1 GiB")
+
+
+def _numbers(depth: int, threads: int, piece_nbytes: int) -> dict[str, int]:
+    """Put the numbers as cffi initialises a struct aio_options, all but the kind."""
+    return {"depth": depth, "threads": threads, "piece_nbytes": piece_nbytes}
+
+
+def _open_first(options: dict[str, int], folder_fd: int, path: str) -> Engine:
+    refusals: list[EngineUnavailableError] = []
+    for kind in KINDS:
+        why_not = "; ".join(f"{e.kind} does not work here ({_shortly(e)})" for e in refusals)
+        reason = f"{kind}: {why_not or 'the first choice, and it works here'}"
+        try:
+            return _open(kind, reason, options, folder_fd, path)
+        except EngineUnavailableError as error:
+            refusals.append(error)
+    raise refusals[-1]
+
+
+def _shortly(error: EngineUnavailableError) -> str:
+    """Put an error in one line: what failed, and the likely cause."""
+    what, *details = str(error).splitlines()
+    cause = next((line.strip() for line in details if "likely cause" in line), "")
+    return f"{what.split(': ', 1)[1]}; {cause}"
+
+
+def _open(kind: str, reason: str, options: dict[str, int], folder_fd: int, path: str) -> Engine:
+    """Start one kind of engine and try it, or say why not."""
+    library = load()
+    backend, direct = _CHAIN[kind]
+    opened = ffi.new("struct aio_engine **")
+    result = library.aio_open(ffi.new("struct aio_options *", {"kind": backend, **options}), opened)
+    if result < 0:
+        raise EngineUnavailableError.of_kind(kind, -result, STARTING, path)
+    engine = Engine(kind, reason, ffi.gc(opened[0], library.aio_free), direct=direct)
+    try:
+        _try(engine, folder_fd)
+    except OSError as error:
+        engine.close()
+        number = error.errno or 0
+        raise EngineUnavailableError.of_kind(kind, number, TRYING, path) from error
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def _try(engine: Engine, folder_fd: int) -> None:
+    """Write one block to a nameless file, read it back and compare."""
+    memory = AlignedMemory(2 * BLOCK)
+    memory.view[:BLOCK] = os.urandom(BLOCK)
+    with engine.open_nameless(folder_fd) as file:
+        engine.write(file, 0, memory.address, BLOCK, what="a trial block", owner=memory).wait()
+        engine.read(file, 0, memory.address + BLOCK, BLOCK, what="a trial block", owner=memory).wait()
+    if memory.view[:BLOCK] != memory.view[BLOCK:]:
+        raise OSError(errno.EIO, "a trial block was read back with other bytes than were written")

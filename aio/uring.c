@@ -1,0 +1,276 @@
+/* The io_uring backend: one thread owns the ring, keeps up to `depth` pieces in it, and sleeps in
+ * the kernel when there is nothing to do.
+ *
+ * A read of the eventfd is always pending in the ring, so that one wait covers both completions
+ * and new requests. */
+#ifdef HAVE_LIBURING
+#define _GNU_SOURCE
+#include "internal.h"
+
+#include <errno.h>
+#include <liburing.h>
+#include <stdlib.h>
+#include <time.h>
+#include <unistd.h>
+
+/* Linux 6.6: a NOP's completion carries the wanted result.  Newer than the liburing we build with. */
+#define NOP_INJECT_RESULT 1u
+
+enum { MAX_REFUSALS = 1000 }; /* of io_uring_enter in a row, 1 ms apart */
+
+struct ring {
+    struct aio_engine *engine;
+    struct io_uring uring;
+    uint32_t depth;
+    uint32_t refusals;
+    uint32_t n_free;
+    uint32_t n_delayed;
+    struct piece **free_pieces; /* a stack */
+    struct piece **delayed;     /* to be retried not before their ready_ns */
+    struct piece *pieces;       /* [depth] */
+    uint64_t wake_count;        /* where the eventfd's counter is read to */
+    bool wake_armed;
+};
+
+/* ---- beginning and end ---------------------------------------------------------------------- */
+
+static int allocate_pieces(struct ring *ring) {
+    ring->pieces = calloc(ring->depth, sizeof *ring->pieces);
+    ring->free_pieces = calloc(ring->depth, sizeof(struct piece *));
+    ring->delayed = calloc(ring->depth, sizeof(struct piece *));
+    if (!ring->pieces || !ring->free_pieces || !ring->delayed) return ENOMEM;
+    for (uint32_t i = 0; i < ring->depth; i++) ring->free_pieces[ring->n_free++] = &ring->pieces[i];
+    return 0;
+}
+
+static void free_ring(struct ring *ring) {
+    free(ring->pieces);
+    free(ring->free_pieces);
+    free(ring->delayed);
+    free(ring);
+}
+
+/* Ask for the cheapest way of completion first (Linux 6.1), then for less. */
+static int make_uring(struct ring *ring) {
+    static const unsigned flags[] = {IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN,
+                                     IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_COOP_TASKRUN,
+                                     IORING_SETUP_COOP_TASKRUN, 0};
+    int rc = -EINVAL;
+    for (size_t i = 0; i < sizeof flags / sizeof *flags && rc == -EINVAL; i++)
+        rc = io_uring_queue_init(ring->depth + 1, &ring->uring, flags[i]);
+    if (rc < 0) return -rc;
+    /* Without NODROP a full completion queue would lose results: a buffer would never come back.
+     * Without EXT_ARG (Linux 5.11) a wait with a timeout would put completions of its own there. */
+    unsigned needed = IORING_FEAT_NODROP | IORING_FEAT_EXT_ARG;
+    if ((ring->uring.features & needed) != needed) {
+        io_uring_queue_exit(&ring->uring);
+        return ENOTSUP;
+    }
+    /* Should a forked child ever reach the ring, it must die of it and not submit to ours. */
+    io_uring_ring_dontfork(&ring->uring);
+    return 0;
+}
+
+static int open_ring(struct ring *ring) {
+    int error = allocate_pieces(ring);
+    return error ? error : make_uring(ring);
+}
+
+/* ---- submission ----------------------------------------------------------------------------- */
+
+static void delay(struct ring *ring, struct piece *piece) {
+    ring->delayed[ring->n_delayed++] = piece;
+}
+
+static void prepare(struct ring *ring, struct piece *piece) {
+    struct io_uring_sqe *sqe = io_uring_get_sqe(&ring->uring);
+    if (!sqe) { /* the kernel took fewer than it was offered, lately */
+        piece->ready_ns = 0;
+        delay(ring, piece);
+        return;
+    }
+    piece_begin(ring->engine, piece);
+    void *address = (void *)(uintptr_t)piece->address;
+    unsigned nbytes = (unsigned)piece->attempt_nbytes;
+    int fd = piece->request->fd;
+    if (nbytes == 0) {
+        io_uring_prep_nop(sqe);
+        sqe->rw_flags = NOP_INJECT_RESULT;
+        sqe->len = (unsigned)piece->injected_result;
+    } else if (piece->request->flags & AIO_WRITE) {
+        io_uring_prep_write(sqe, fd, address, nbytes, piece->offset);
+    } else {
+        io_uring_prep_read(sqe, fd, address, nbytes, piece->offset);
+    }
+    io_uring_sqe_set_data(sqe, piece);
+}
+
+static void arm_wake(struct ring *ring) {
+    if (ring->wake_armed) return;
+    struct io_uring_sqe *sqe = io_uring_get_sqe(&ring->uring);
+    if (!sqe) return;
+    io_uring_prep_read(sqe, ring->engine->wake_fd, &ring->wake_count, sizeof ring->wake_count, 0);
+    io_uring_sqe_set_data(sqe, NULL);
+    ring->wake_armed = true;
+}
+
+/* Take what there is room for; false when it is time to end. */
+static bool take(struct ring *ring) {
+    struct aio_engine *engine = ring->engine;
+    uint32_t first = ring->n_free;
+    pthread_mutex_lock(&engine->lock);
+    while (ring->n_free && front_take(engine, ring->free_pieces[ring->n_free - 1])) ring->n_free--;
+    bool end = engine->stopping && front_is_drained(engine);
+    /* With the ring full a new request can wait: the next completion comes here anyway. */
+    engine->sleeping = ring->n_free > 0;
+    pthread_mutex_unlock(&engine->lock);
+    for (uint32_t i = first; i > ring->n_free; i--) prepare(ring, ring->free_pieces[i - 1]);
+    return !end;
+}
+
+/* Submit the delayed pieces whose time has come; the time until the next one, 0 if there is none. */
+static uint64_t retry_delayed(struct ring *ring) {
+    uint64_t now = ring->n_delayed ? monotonic_ns() : 0, next_ns = UINT64_MAX;
+    uint32_t n = ring->n_delayed;
+    ring->n_delayed = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        struct piece *piece = ring->delayed[i];
+        if (piece->ready_ns <= now) {
+            prepare(ring, piece);
+        } else {
+            delay(ring, piece);
+            if (piece->ready_ns < next_ns) next_ns = piece->ready_ns;
+        }
+    }
+    return next_ns == UINT64_MAX ? 0 : next_ns - now;
+}
+
+static void pause_ns(uint64_t ns) {
+    struct timespec time = {.tv_sec = (time_t)(ns / 1000000000u),
+                            .tv_nsec = (long)(ns % 1000000000u)};
+    nanosleep(&time, NULL);
+}
+
+/* Submit and sleep until something happens; an errno when the ring is of no use any more. */
+static int enter(struct ring *ring, uint64_t timeout_ns) {
+    int rc;
+    if (timeout_ns == 0) {
+        rc = io_uring_submit_and_wait(&ring->uring, 1);
+    } else {
+        struct io_uring_cqe *cqe;
+        struct __kernel_timespec time = {.tv_nsec = (long long)timeout_ns};
+        rc = io_uring_submit_and_wait_timeout(&ring->uring, &cqe, 1, &time, NULL);
+    }
+    if (rc >= 0 || rc == -ETIME || rc == -EINTR) {
+        ring->refusals = 0;
+        return 0;
+    }
+    /* EAGAIN: no memory for the request just now.  EBUSY: completions must be reaped first. */
+    if (rc != -EAGAIN && rc != -EBUSY) return -rc;
+    if (++ring->refusals > MAX_REFUSALS) return -rc;
+    pause_ns(1000000);
+    return 0;
+}
+
+/* ---- completion ----------------------------------------------------------------------------- */
+
+/* Act on one result; true when the piece is over. */
+static bool settle(struct ring *ring, struct piece *piece, int result) {
+    switch (piece_advance(piece, piece_result(piece, result))) {
+    case STEP_AGAIN:
+        piece->ready_ns = 0;
+        /* fall through */
+    case STEP_LATER:
+        delay(ring, piece);
+        return false;
+    case STEP_DONE:
+    case STEP_FAILED:
+        break;
+    }
+    return true;
+}
+
+static void reap(struct ring *ring) {
+    struct io_uring_cqe *cqe;
+    unsigned head, n = 0;
+    uint32_t first = ring->n_free;
+    io_uring_for_each_cqe(&ring->uring, head, cqe) {
+        struct piece *piece = io_uring_cqe_get_data(cqe);
+        if (!piece)
+            ring->wake_armed = false;
+        else if (settle(ring, piece, cqe->res))
+            ring->free_pieces[ring->n_free++] = piece;
+        n++;
+    }
+    io_uring_cq_advance(&ring->uring, n);
+    if (ring->n_free == first) return;
+    pthread_mutex_lock(&ring->engine->lock);
+    for (uint32_t i = first; i < ring->n_free; i++) front_finish(ring->engine, ring->free_pieces[i]);
+    pthread_mutex_unlock(&ring->engine->lock);
+}
+
+static int serve(struct ring *ring) {
+    while (take(ring)) {
+        uint64_t timeout_ns = retry_delayed(ring);
+        arm_wake(ring);
+        int error = enter(ring, timeout_ns);
+        if (error) return error;
+        reap(ring);
+    }
+    return 0;
+}
+
+/* The pending read of the eventfd must be back before its buffer goes. */
+static int disarm_wake(struct ring *ring) {
+    uint64_t one = 1;
+    if (ring->wake_armed && write(ring->engine->wake_fd, &one, sizeof one) < 0) return errno;
+    int error = 0;
+    while (ring->wake_armed && !error) {
+        error = enter(ring, 0);
+        if (!error) reap(ring);
+    }
+    return error;
+}
+
+/* Open the ring and tell aio_open how it went. */
+static struct ring *begin(struct aio_engine *engine) {
+    struct ring *ring = calloc(1, sizeof *ring);
+    int error = ENOMEM;
+    if (ring) {
+        ring->engine = engine;
+        ring->depth = engine->options.depth;
+        error = open_ring(ring);
+    }
+    if (error && ring) {
+        free_ring(ring);
+        ring = NULL;
+    }
+    pthread_mutex_lock(&engine->lock);
+    engine->started = true;
+    engine->start_error = error;
+    pthread_cond_broadcast(&engine->finished);
+    pthread_mutex_unlock(&engine->lock);
+    return ring;
+}
+
+/* After a failure the ring's memory is left behind: the kernel may still refer to it. */
+static int end(struct ring *ring, int failure) {
+    if (!failure) failure = disarm_wake(ring);
+    io_uring_queue_exit(&ring->uring);
+    if (!failure) free_ring(ring);
+    return failure;
+}
+
+void *uring_main(void *argument) {
+    struct aio_engine *engine = argument;
+    struct ring *ring = begin(engine);
+    int failure = ring ? end(ring, serve(ring)) : 0;
+    pthread_mutex_lock(&engine->lock);
+    if (failure) front_break(engine, failure);
+    engine->sleeping = false;
+    engine->running--;
+    pthread_cond_broadcast(&engine->finished);
+    pthread_mutex_unlock(&engine->lock);
+    return NULL;
+}
+#endif

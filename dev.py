@@ -1,0 +1,371 @@
+#!/usr/bin/env python3
+"""Set the checkout up and run its tasks: `python3 dev.py demo | test | lint | gpu | build`.
+
+Needs Python 3.10 or newer and pip, nothing else. Each step prints one line; what is done already is skipped.
+Python's packages go into .venv, and liburing, where it cannot be installed, into .deps. Once that is set up,
+nothing needs the network; nothing ever needs root or, `gpu` apart, a GPU.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parent
+DEPS = ROOT / ".deps"
+
+# What `dev.py demo` tells `infinity`, and what `dev.py gpu`, after its tests, tells Python.
+DEMO = ["train", "--preset", "demo"]
+GPU = ["-m", "infinity.bench.gpu", "--out", "bench/results"]
+
+TORCH = "torch==2.13.0"  # what the tests ran on; unpinned, a newer one may bring gigabytes of CUDA libraries
+BUILD = ["setuptools>=77", "wheel"]
+EXTRAS = {"demo": ["train"], "test": ["train", "test"], "lint": ["train", "test", "lint"], "build": []}
+EXTRAS["gpu"] = EXTRAS["test"]
+# What must be importable where nothing can be installed; the packages have the same names.
+MODULES = [
+    "cffi",
+    "matplotlib",
+    "numpy",
+    "psutil",
+    "rich",
+    "setuptools",
+    "torch",
+    "tqdm",
+    "transformers",
+    "xxhash",
+]
+TEST_MODULES = ["hypothesis", "pytest", "pytest_timeout"]
+
+
+class InstallError(Exception):
+    """Something could not be installed; pip has said why, if there is one."""
+
+
+def say(text: str) -> None:
+    """Print the one line of a step."""
+    print(f"dev: {text}", flush=True)
+
+
+def succeeds(command: Sequence[str], **more: object) -> bool:
+    """Run a command silently; whether it exists and exits 0."""
+    try:
+        return subprocess.run(command, capture_output=True, check=False, **more).returncode == 0  # type: ignore[call-overload,no-any-return]
+    except OSError:
+        return False
+
+
+# the system's packages
+# ---------------------
+
+
+def compiler() -> str | None:
+    """Find a C compiler, `$CC` before all others."""
+    candidates = (os.environ.get("CC", ""), "cc", "gcc", "clang")
+    return next((name for name in candidates if name and shutil.which(name.split()[0])), None)
+
+
+def has_liburing() -> bool:
+    """Tell whether setup.py will find a liburing to link."""
+    places = ["/usr/include", "/usr/local/include", str(DEPS / "usr/include")]
+    if prefix := os.environ.get("LIBURING_PREFIX"):
+        places += [prefix, f"{prefix}/include", f"{prefix}/usr/include"]
+    return any(Path(place, "liburing.h").exists() for place in places)
+
+
+def apt_install(*packages: str) -> bool:
+    """Try to install system packages: as root, or by a sudo that asks for no password."""
+    if not shutil.which("apt-get"):
+        return False
+    sudo = [] if os.geteuid() == 0 else ["sudo", "-n"]
+    if sudo and not succeeds([*sudo, "true"]):
+        return False
+    say(f"installing {' '.join(packages)} with apt-get")
+    quick = ["-o", "Acquire::Retries=0", "-o", "Acquire::http::Timeout=20"]
+    apt = [*sudo, "env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "-y", "-qq", *quick]
+    install = [*apt, "install", "--no-install-recommends", *packages]
+    return succeeds(install) or (succeeds([*apt, "update"]) and succeeds(install))
+
+
+def unpack_liburing() -> bool:
+    """Try to put liburing into .deps, which takes no root."""
+    DEPS.mkdir(exist_ok=True)
+    if not succeeds(["apt-get", "download", "-qq", "liburing-dev"], cwd=DEPS):
+        return False
+    packages = DEPS.glob("liburing*.deb")
+    return all(succeeds(["dpkg-deb", "-x", package.name, "."], cwd=DEPS) for package in packages)
+
+
+def system_packages() -> None:
+    """See to a C compiler, and to liburing if it can be had."""
+    if compiler() is None and not (apt_install("gcc", "libc6-dev") and compiler()):
+        raise SystemExit(
+            "dev: no C compiler, and none could be installed: the two C libraries cannot be built.\n"
+            "     install one (Debian, Ubuntu: apt-get install gcc libc6-dev), or name it in CC"
+        )
+    os.environ["CC"] = compiler() or ""
+    if has_liburing() or (apt_install("liburing-dev") and has_liburing()):
+        say("liburing: found, the io_uring engine is built")
+    elif unpack_liburing():
+        say("liburing: unpacked into .deps, the io_uring engine is built")
+    else:
+        say("liburing: cannot be had here, infinity.aio is built with the thread engine alone")
+
+
+# the environment
+# ---------------
+
+
+def find_pip() -> list[str]:
+    """Find a pip that can install into an environment not its own (`--python`: 22.3 and newer)."""
+    for command in ([sys.executable, "-m", "pip"], ["pip3"], ["pip"], ["/usr/bin/pip3"]):
+        try:
+            answer = subprocess.check_output([*command, "--version"], stderr=subprocess.DEVNULL, text=True)
+        except (OSError, subprocess.CalledProcessError):
+            continue
+        version = re.match(r"pip (\d+)\.(\d+)", answer)
+        if version and (int(version[1]), int(version[2])) >= (22, 3):
+            return command
+    raise InstallError("no pip (22.3 or newer) here (Debian, Ubuntu: apt-get install python3-pip)")
+
+
+def pip_install(python: Path, *arguments: str, offline: bool = False) -> None:
+    """Install into the environment of `python`.
+
+    Raises:
+        InstallError: pip failed; what it printed stands above.
+    """
+    quiet = ["-qq", "--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
+    where = ["--no-index", "--find-links", str(DEPS / "wheels")] if offline else []
+    command = [*find_pip(), "--python", str(python), "install", *quiet, *where, *arguments]
+    variables = os.environ | {"PIP_ROOT_USER_ACTION": "ignore"}
+    if subprocess.run(command, env=variables, cwd=ROOT, check=False).returncode:
+        raise InstallError(f"pip could not install {' '.join(arguments)}")
+
+
+def try_install(python: Path, *arguments: str, offline: bool = False) -> bool:
+    """Install as pip_install does; where that fails, say so and go on."""
+    try:
+        pip_install(python, *arguments, offline=offline)
+    except InstallError as error:
+        say(str(error))
+        return False
+    return True
+
+
+def make_environment(folder: Path) -> Path:
+    """Make a virtual environment, unless a working one is there; its Python."""
+    python = folder / "bin/python"
+    if not succeeds([str(python), "-c", ""]):
+        say(f"making {folder.name} with Python {sys.version.split()[0]}")
+        # Without pip: Debian's python3 has no ensurepip, and a pip outside can install into it all the same.
+        made = [sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)]
+        if subprocess.run(made, check=False).returncode:
+            raise SystemExit("dev: python3 -m venv failed (Debian, Ubuntu: apt-get install python3-venv)")
+    return python
+
+
+def missing(python: Path, modules: Sequence[str]) -> list[str]:
+    """Name the packages to install for these modules to be importable."""
+    code = "import sys, importlib.util as u; print(*(n for n in sys.argv[1:] if u.find_spec(n) is None))"
+    found = subprocess.check_output([str(python), "-c", code, *modules], text=True, cwd="/")
+    return found.replace("_", "-").split()
+
+
+def borrow(folder: Path, modules: Sequence[str]) -> Path:
+    """Make an environment that sees the packages of the Python running this script, and needs no network.
+
+    What is missing comes from wheels in .deps/wheels, else from the network if there is one after all.
+    """
+    python = make_environment(folder)
+    site_packages = next(folder.glob("lib/python3*/site-packages"))
+    places = [place for place in sys.path if place.endswith(("site-packages", "dist-packages"))]
+    say(f"using the packages of {sys.executable} ({', '.join(places)})")
+    links = "".join(f"import site; site.addsitedir({place!r})\n" for place in places)
+    (site_packages / "borrowed.pth").write_text(links)
+    if (wanted := missing(python, modules)) and (DEPS / "wheels").is_dir():
+        say(f"installing {' '.join(wanted)}, missing there, from .deps/wheels")
+        try_install(python, *wanted, offline=True)
+    if wanted := missing(python, modules):
+        say(f"installing {' '.join(wanted)}, missing there")
+        try_install(python, "--retries", "0", "--timeout", "10", *wanted)
+    if wanted := missing(python, modules):
+        version = ".".join(map(str, sys.version_info[:2]))
+        raise SystemExit(
+            f"dev: still missing: {' '.join(wanted)}. Where there is a network, run\n"
+            f"     pip download -d .deps/wheels --only-binary=:all: --python-version {version} "
+            f"{' '.join(wanted)}\n     and bring the folder .deps here"
+        )
+    if not try_install(python, "--no-deps", "--no-build-isolation", "-e", ".", offline=True):
+        say("linking infinity into the environment instead")
+        (site_packages / "infinity").unlink(missing_ok=True)
+        (site_packages / "infinity").symlink_to(ROOT / "infinity")
+        command = python.with_name("infinity")
+        command.write_text(f"#!{python}\nimport sys\nfrom infinity.cli import main\n\nsys.exit(main())\n")
+        command.chmod(0o755)
+    return python
+
+
+def install(python: Path, extras: list[str]) -> None:
+    """Install torch, then the checkout itself, editable, with these extras."""
+    say(f"installing {TORCH} (some hundred megabytes, unless it is there already)")
+    pip_install(python, *BUILD, TORCH)
+    name = f".[{','.join(extras)}]" if extras else "."
+    say(f"installing infinity, editable, as {name}")
+    pip_install(python, "--no-build-isolation", "-e", name)
+
+
+def build_c(python: Path) -> None:
+    """Build the C libraries again where a source is newer."""
+    for name in ("aio", "kernels"):
+        library = ROOT / name / f"_{name}.so"
+        sources = [ROOT / "setup.py", *(ROOT / name).glob("*.[ch]")]
+        if not library.exists() or library.stat().st_mtime < max(path.stat().st_mtime for path in sources):
+            say("building the C libraries")
+            subprocess.run([str(python), "setup.py", "-q", "build_c"], cwd=ROOT, check=True)
+            return
+
+
+def set_up(task: str) -> Path:
+    """Bring .venv to what the task needs; its Python."""
+    python = make_environment(ROOT / ".venv")
+    stamp = ROOT / ".venv/dev.json"
+    sources = b"".join((ROOT / name).read_bytes() for name in ("pyproject.toml", "setup.py", "dev.py"))
+    digest = hashlib.sha256(str(ROOT).encode() + sources).hexdigest()  # a copy elsewhere is set up anew
+    done = json.loads(stamp.read_text()) if stamp.exists() else {}
+    extras = set(EXTRAS[task])
+    if done.get("digest") != digest or not extras <= set(done["extras"]):
+        extras |= set(done.get("extras", []))
+        system_packages()
+        try:
+            install(python, sorted(extras))
+        except InstallError as error:
+            if not succeeds([sys.executable, "-c", "import torch"], cwd="/"):
+                raise SystemExit(f"dev: {error}") from None
+            say(f"{error}: going on with what {sys.executable} has")
+            borrow(ROOT / ".venv", MODULES + (TEST_MODULES if "test" in extras else []))
+        stamp.write_text(json.dumps({"digest": digest, "extras": sorted(extras)}))
+    build_c(python)
+    return python
+
+
+# the tasks
+# ---------
+
+
+def environment(python: Path) -> dict[str, str]:
+    """Give a task the environment's commands, and keep the repository's root off its sys.path."""
+    path = f"{python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    return os.environ | {"PYTHONSAFEPATH": "1", "PATH": path}
+
+
+def become(python: Path, *command: str) -> NoReturn:
+    """Run a command in this process's place: its signals, its exit code."""
+    say(f"running {' '.join(command)}")
+    os.chdir(ROOT)
+    os.execve(command[0], command, environment(python))  # noqa: S606 (no shell is wanted)
+
+
+def run(python: Path, *command: str, **more: str) -> bool:
+    """Run a command of the environment in the repository's root; whether it succeeded."""
+    say(f"running {' '.join(command)}")
+    variables = environment(python) | more
+    return subprocess.run([str(python), *command], cwd=ROOT, env=variables, check=False).returncode == 0
+
+
+def demo(rest: list[str]) -> NoReturn:
+    """Train a model whose state is several times its memory budget."""
+    python = set_up("demo")
+    become(python, str(python.with_name("infinity")), *DEMO, *rest)
+
+
+def test(rest: list[str], *, everything: bool) -> NoReturn:
+    """Run the tests: all but the slow ones and those for a GPU; with --all, the slow ones too."""
+    python = set_up("test")
+    kinds = "not gpu" if everything else "not gpu and not slow"
+    become(python, str(python), "-m", "pytest", "-m", kinds, *rest)
+
+
+def lint() -> int:
+    """Check format, style, types and the C compiler's warnings."""
+    python = set_up("lint")
+    checks = (
+        run(python, "-m", "ruff", "format", "--check", "."),
+        run(python, "-m", "ruff", "check", "."),
+        run(python, "-m", "mypy"),
+        run(python, "-m", "mypy", "dev.py"),
+        run(python, "setup.py", "-q", "build_c", "--into", "build/lint", INFINITY_WERROR="1"),
+    )
+    say("lint: clean" if all(checks) else "lint: see above")
+    return 0 if all(checks) else 1
+
+
+def sees_cuda(python: str) -> bool:
+    """Tell whether that Python's torch has a CUDA device."""
+    return succeeds([python, "-c", "import torch; torch.zeros(1, device='cuda')"], cwd="/")
+
+
+def gpu(rest: list[str]) -> int:
+    """Run the tests and measurements that need a CUDA device, with whatever torch sees it."""
+    ours = str(ROOT / ".venv/bin/python")
+    if not sees_cuda(ours) and sees_cuda(sys.executable):
+        system_packages()
+        python = borrow(ROOT / ".venv-gpu", MODULES + TEST_MODULES)
+        build_c(python)
+    elif any(Path("/dev").glob("nvidia[0-9]*")):
+        python = set_up("gpu")
+    else:
+        raise SystemExit("dev: no CUDA device here")
+    tests = run(python, "-m", "pytest", "-m", "gpu")
+    return 0 if run(python, *GPU, *rest) and tests else 1
+
+
+def build() -> int:
+    """Build the sdist, and from it the wheel, into dist/."""
+    python = set_up("build")
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    code = "from setuptools import build_meta; build_meta.build_sdist('dist')"
+    if not run(python, "-c", code):
+        return 1
+    sdist = next((ROOT / "dist").glob("*.tar.gz"))
+    wheel = ["wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(ROOT / "dist"), str(sdist)]
+    done = subprocess.run([*find_pip(), "--python", str(python), *wheel], check=False).returncode
+    say(f"dist: {', '.join(sorted(path.name for path in (ROOT / 'dist').iterdir()))}")
+    return done
+
+
+def main() -> int:
+    """Read the command line and run one task."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    tasks = parser.add_subparsers(dest="task", required=True, metavar="demo | test | lint | gpu | build")
+    for task in (demo, test, lint, gpu, build):
+        summary = (task.__doc__ or "").splitlines()[0]
+        command = tasks.add_parser(task.__name__, help=summary, description=summary)
+        if task is test:
+            everything = "the slow ones too; other arguments go to pytest"
+            command.add_argument("--all", action="store_true", help=everything)
+    options, rest = parser.parse_known_args()
+    if sys.version_info < (3, 10):  # noqa: UP036 (this script is what finds out)
+        raise SystemExit("dev: Python 3.10 or newer, please")
+    if options.task == "demo":
+        demo(rest)
+    if options.task == "test":
+        test(rest, everything=options.all)
+    if options.task == "gpu":
+        return gpu(rest)
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return {"lint": lint, "build": build}[options.task]()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,287 @@
+"""The engine of one `Init`: owns the budget, the stores, the lane and the units, and lets modules, autograd and the optimizer meet.
+
+Nobody holds it but the hooks on the model's modules, the optimizer, and whoever asked: when the model is gone, so is the engine,
+its thread, its memory and its files.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import psutil
+import torch
+from torch import nn
+
+from infinity.config import Config
+from infinity.device import open_device
+from infinity.errors import UnsupportedError
+from infinity.exchange import Exchange
+from infinity.executor import Executor
+from infinity.gradient import GradientStore, OffloadedGradient, applied_message
+from infinity.hooks import Hooks, graph_task
+from infinity.lanes import Pass, StreamLane
+from infinity.memory import Budget, Ledger, Pool, divide
+from infinity.passes import ReadPass, WritePass
+from infinity.released import CONVERSIONS, not_resident, owner_of, set_owner
+from infinity.shard import lay_out
+from infinity.store import HostStore, NvmeStore, Record, Store, Traffic
+from infinity.unit import Unit
+
+logger = logging.getLogger("infinity")
+
+DTYPE = torch.bfloat16
+"""The type that computes: this version has the bf16 record alone."""
+
+Touch = Callable[[Sequence[nn.Parameter], str, Sequence[Any]], object]
+
+
+class Updater(Protocol):
+    """An optimizer that may apply gradients in the backward."""
+
+    def applies_in_backward(self, unit: Unit) -> bool:
+        """Whether it will apply this unit's gradients as soon as they are complete."""
+
+    def applied(self, unit: Unit, index: int) -> bool:
+        """Whether it has applied one since the last step."""
+
+    def apply(self, unit: Unit) -> bool:
+        """Apply a unit's complete gradients; False if that has to wait for the end of the backward."""
+
+    def backward_ended(self) -> None:
+        """Apply what had to wait for the end of the backward."""
+
+
+
+class Engine:
+    """See the module's docstring."""
+
+    def __init__(self, config: Config) -> None:
+        """Check the configuration against the machine, open the stores and start the lane.
+
+        Raises: ConfigError, HostMemoryError, or an OSError naming the path.
+        """
+        self.config = config
+        total = config.host_nbytes
+        if total is None:
+            total = psutil.virtual_memory().available // 2
+        self.budget: Budget = divide(total)
+        self.device = open_device(config.device)
+        self.traffic = Traffic()
+        self.kept = Ledger(self.budget.kept_nbytes)
+        self.host_store = HostStore(self.kept)
+        self.nvme_store = NvmeStore(config.nvme_folder, config.aio) if config.nvme_folder is not None else None
+        self.store: Store = self.nvme_store or self.host_store
+        self.lane = StreamLane(Pool(self.budget.slot_nbytes, self.budget.slots))
+        self.executor = Executor(self.lane, self.device)
+        self.gradients = GradientStore(self.lane, self.device, self.store)
+        self.hooks = Hooks(self.executor)
+        self.units: list[Unit] = []
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._indices: dict[int, tuple[Unit, int]] = {}
+        self._building: Touch | None = None
+        self.exchange = Exchange(self)
+        self.gradients.flush_unit = self.executor.flush
+        self.hooks.backward_ended.append(self._backward_ended)
+        self._finalizer = weakref.finalize(self, _close, self.lane, self.nvme_store, os.getpid())
+
+    # Building
+
+    def build_with(self, touch: Touch | None) -> None:
+        """Send uses of released parameters to `touch` while a model is built; None when it is."""
+        self._building = touch
+
+    def new_record(self, parameters: Sequence[nn.Parameter], name: str) -> Record:
+        """Make a record with room for the weights of `parameters`.
+
+        Raises: aio.StorageFullError or HostMemoryError naming the module, with the numbers.
+        """
+        shard = lay_out([(str(index), parameter.shape) for index, parameter in enumerate(parameters)])
+        record = Record(shard, self.budget.tile_numel, self.traffic, verify=self.config.verify)
+        record.name = name
+        for field in ("hi", "lo"):
+            record.add(field, self.store)
+        return record
+
+    def open(self, units: Iterable[tuple[list[nn.Parameter], Record]]) -> None:
+        """Take over a finished model: its units, in the order of its modules."""
+        self.lane.drain()
+        for parameters, record in units:
+            unit = Unit(len(self.units), parameters, record.shard, record)
+            unit.open(DTYPE, self.device.torch_device)
+            self.hooks.watch(unit)
+            self.units.append(unit)
+            for index, parameter in enumerate(parameters):
+                set_owner(parameter, self)
+                self._indices[id(parameter)] = (unit, index)
+                self._catch_gradient(parameter, unit, index)
+        largest = max((unit.resident_nbytes for unit in self.units), default=0)
+        self.budget = divide(self.budget.total_nbytes, largest)
+        self.kept.limit_nbytes = self.budget.kept_nbytes
+        self.executor.open(self.units, self.budget.tile_numel, self.budget.ahead_nbytes)
+        self.gradients.open(self.budget, self.kept)
+        logger.info("%d units, %s; %s", len(self.units), self.config, self.budget)
+
+    def _catch_gradient(self, parameter: nn.Parameter, unit: Unit, index: int) -> None:
+        engine = weakref.ref(self)
+
+        def caught(parameter: torch.Tensor) -> None:
+            alive = engine()
+            if alive is not None:
+                alive._accumulated(parameter, unit, index)
+
+        required, parameter.requires_grad = parameter.requires_grad, True  # frozen for now: torch would refuse the hook
+        parameter.register_post_accumulate_grad_hook(caught)
+        parameter.requires_grad = required
+
+    def hook(self, module: nn.Module, units: list[Unit]) -> None:
+        """Follow a module's forward, state_dict and load_state_dict."""
+        engine = self
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            engine.hooks.enter(module, units)
+
+        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            engine.hooks.leave(module, (args, kwargs), output)
+
+        module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+        module.register_forward_hook(leave, with_kwargs=True, always_call=True)
+        self.exchange.hook(module)
+
+    def keeps(self, parameter: nn.Parameter) -> bool:
+        """Whether this engine keeps `parameter`."""
+        return id(parameter) in self._indices
+
+    def unit_of(self, parameter: nn.Parameter) -> tuple[Unit, int]:
+        """Return a parameter's unit and its index there."""
+        return self._indices[id(parameter)]
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """Return a parameter's name in the model."""
+        unit, index = self.unit_of(parameter)
+        return unit.shard.segments[index].name
+
+    # Uses of released parameters
+
+    def touch(self, parameters: Sequence[nn.Parameter], operation: str, args: Sequence[Any]) -> object:
+        """See released.Owner."""
+        if self._building is not None:
+            return self._building(parameters, operation, args)
+        if self.hooks.in_forward:
+            for parameter in parameters:
+                self.hooks.touch(self.unit_of(parameter)[0])
+            return None
+        answer = self.exchange.answer(parameters[0], operation, args)
+        if answer is not None:
+            return answer
+        name = self.name_of(parameters[0])
+        if operation in CONVERSIONS:
+            raise UnsupportedError(
+                f"{name}: a model built in Init stays on {self.config.device!r} in {DTYPE}; {operation}() to another device or "
+                "dtype is refused. Set Config(device=..., dtype=...) instead."
+            )
+        raise not_resident(parameters[0], operation, name)
+
+    # Gradients
+
+    def _accumulated(self, parameter: torch.Tensor, unit: Unit, index: int) -> None:
+        """Take over a parameter's gradient, as soon as autograd has accumulated it."""
+        grad = parameter.grad
+        if grad is None:
+            return
+        if not isinstance(grad, OffloadedGradient):
+            if grad.layout != torch.strided:
+                name = self.name_of(unit.parameters[index])
+                raise UnsupportedError(f"{name}: sparse gradients are not supported; use sparse=False")
+            updater = self._updater(unit)
+            if updater is not None and updater.applied(unit, index):
+                raise UnsupportedError(applied_message(unit, "a second backward before step()"))
+            gradient = self.gradients.arrive(unit, index, grad.detach(), keep=updater is None)
+            parameter.grad = OffloadedGradient(unit.parameters[index], gradient, self.gradients)
+        if self.hooks.accumulated(unit, index):
+            updater = self._updater(unit)
+            if updater is None or not updater.apply(unit):
+                self.gradients.settle(unit)
+            self.hooks.end_unit(unit)
+
+    def _updater(self, unit: Unit) -> Updater | None:
+        """Return the optimizer that applies this unit's gradients in the backward, as soon as they are complete."""
+        for optimizer in self.optimizers:
+            if optimizer.applies_in_backward(unit):
+                updater: Updater = optimizer
+                return updater
+        return None
+
+    def _backward_ended(self) -> None:
+        for unit in self.units:
+            unit.arrived.clear()
+            if unit.outgoing:
+                self.gradients.settle(unit)
+        for optimizer in list(self.optimizers):
+            optimizer.backward_ended()
+
+    def finish_backward(self) -> None:
+        """Settle what a backward that raised has left behind. Called before a step is decided."""
+        if graph_task() == -1:
+            self.hooks.end_backward()
+
+    # Reading and writing parameters
+
+    def read(self, parameter: nn.Parameter, fields: Sequence[str]) -> list[torch.Tensor]:
+        """Return fields ("hi", "master", "m", "v") of a parameter as new CPU tensors in its shape, updates applied."""
+        unit, index = self.unit_of(parameter)
+        self.executor.flush(unit)
+        into = {field: torch.empty(parameter.numel(), dtype=DTYPE if field == "hi" else torch.float32) for field in fields}
+        self.run(ReadPass(unit.record, index, self.budget.tile_numel, into))
+        return [into[field].view(parameter.shape) for field in fields]
+
+    def write(self, parameter: nn.Parameter, values: dict[str, torch.Tensor]) -> None:
+        """Set fields ("master", "m", "v") of a parameter, after the updates that are pending."""
+        unit, index = self.unit_of(parameter)
+        self.executor.flush(unit)
+        host = {}
+        for field, tensor in values.items():
+            dtype = DTYPE if field == "master" and tensor.dtype == DTYPE else torch.float32
+            host[field] = tensor.detach().to("cpu", dtype).contiguous()
+        if "master" in values:
+            self.executor.changed(unit)
+        self.run(WritePass(unit.record, self.budget.tile_numel, {index: host}))
+
+    def run(self, job: Pass) -> None:
+        """Do a pass now."""
+        self.lane.submit(job, urgent=True)
+        self.lane.wait(job)
+
+    def close(self) -> None:
+        """Stop the lane and give memory and files back. The parameters' values are gone."""
+        self._finalizer()
+
+
+def _close(lane: StreamLane, store: NvmeStore | None, pid: int) -> None:
+    """End an engine; in a forked child there is no lane and the files are the parent's."""
+    if os.getpid() != pid:
+        return
+    lane.close()
+    if store is not None:
+        store.close()
+
+
+def engine_of(parameter: torch.Tensor) -> Engine | None:
+    """Return the engine that keeps `parameter`, None for an ordinary one."""
+    owner = owner_of(parameter)
+    return owner if isinstance(owner, Engine) else None
+
+
+def engine_of_model(model: nn.Module) -> Engine:
+    """Return the engine that keeps a model's parameters.
+
+    Raises: ValueError for a model that was not built in Init.
+    """
+    for parameter in model.parameters():
+        engine = engine_of(parameter)
+        if engine is not None:
+            return engine
+    raise ValueError(f"{type(model).__name__} has no parameter built inside `with infinity.Init(config):`")

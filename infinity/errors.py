@@ -1,0 +1,31 @@
+"""The errors that Infinity raises. Each message says what, where, the numbers, the likely cause and the cure."""
+
+from __future__ import annotations
+
+
+class InfinityError(Exception):
+    """Any error that Infinity raises by itself (errors of the operating system stay OSError)."""
+
+
+class ConfigError(InfinityError, ValueError):
+    """A setting, or a combination of settings, cannot work."""
+
+
+class HostMemoryError(InfinityError, MemoryError):
+    """A request can never fit the host memory budget, or the memory the machine has."""
+
+
+class NotResidentError(InfinityError, RuntimeError):
+    """A parameter was used outside forward and backward, while its values are in host memory or on NVMe."""
+
+
+class CorruptionError(InfinityError, RuntimeError):
+    """Bytes read back from storage are not the bytes that were written."""
+
+
+class EngineFailedError(InfinityError, RuntimeError):
+    """An earlier error left the engine without a trustworthy state; `__cause__` is that error."""
+
+
+class UnsupportedError(InfinityError, RuntimeError):
+    """Something that cannot be done with offloaded parameters, refused by name."""

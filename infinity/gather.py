@@ -1,0 +1,85 @@
+"""Full, ordinary access to parameters for the length of a `with`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import psutil
+import torch
+from torch import nn
+
+from infinity.engine import Engine, engine_of
+from infinity.errors import HostMemoryError, NotResidentError
+from infinity.passes import WritePass
+from infinity.sizes import format_size
+from infinity.unit import Unit
+
+
+@contextlib.contextmanager
+def gathered(what: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, write: bool = False) -> Iterator[None]:
+    """Give full, ordinary access to parameters inside the `with`; with `write`, changes are kept, masters included.
+
+    what: a module, a parameter, or several. Elements that are changed get masters equal to their new 16-bit values; the others
+    keep theirs. Keep no views of the values beyond the `with`: clone what you need.
+
+    Raises: HostMemoryError, with the numbers, where the values do not fit memory; ValueError for parameters that are not ours.
+    """
+    units = _units_of(what)
+    _check_room(units)
+    held: list[Unit] = []
+    try:
+        for unit, engine in units.items():
+            engine.executor.hold_aside(unit)
+            held.append(unit)
+        shares = {unit: _shares(unit) for unit in units}
+        yield
+        if write:
+            for unit, engine in units.items():
+                _write_back(engine, unit)
+        for unit in units:
+            if _shares(unit) > shares[unit] and unit.users == 1:
+                raise NotResidentError(
+                    f"{unit.name}: a tensor that shares memory with its parameters outlives `with infinity.gathered(...)`, where "
+                    "that memory is given back. Keep a copy instead: p.detach().clone()."
+                )
+    finally:
+        for unit in held:
+            units[unit].executor.drop(unit)
+
+
+def _units_of(what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> dict[Unit, Engine]:
+    if isinstance(what, nn.Module):
+        parameters = list(what.parameters())
+    else:
+        parameters = [what] if isinstance(what, nn.Parameter) else list(what)
+    units: dict[Unit, Engine] = {}
+    for parameter in parameters:
+        engine = engine_of(parameter)
+        if engine is None:
+            shape = tuple(parameter.shape)
+            raise ValueError(f"gathered: a parameter of shape {shape} was not built inside `with infinity.Init(...)`")
+        units[engine.unit_of(parameter)[0]] = engine
+    return units
+
+
+def _check_room(units: dict[Unit, Engine]) -> None:
+    needed = sum(unit.resident_nbytes for unit, engine in units.items() if engine.device.torch_device.type == "cpu")
+    available = psutil.virtual_memory().available
+    if needed > available:
+        raise HostMemoryError(
+            f"gathered: the values take {format_size(needed)}, {format_size(available)} of memory are available. "
+            "Gather fewer parameters at a time."
+        )
+
+
+def _shares(unit: Unit) -> int:
+    """Return how many tensors share the unit's storage."""
+    return int(torch._C._storage_Use_Count(unit.storage_key()))
+
+
+def _write_back(engine: Engine, unit: Unit) -> None:
+    values = {index: {"master": parameter.detach().to("cpu").contiguous()} for index, parameter in enumerate(unit.parameters)}
+    engine.executor.flush(unit)
+    unit.version += 1
+    engine.run(WritePass(unit.record, engine.budget.tile_numel, values, rewrite=True))

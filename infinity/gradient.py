@@ -1,0 +1,381 @@
+"""Gradients after they have accumulated: where they are kept, and the thin tensor that stands for each as `p.grad`.
+
+[Note: who owns a gradient]
+`p.grad` is an `OffloadedGradient`, and it owns the stored gradient: when it goes (zero_grad), so does the gradient. step() reads
+it and leaves it there, as torch does. A gradient of one backward is kept as it came, in 16 bits; a second backward turns the
+stored one into fp32 and adds (DESIGN 3). It lies in host memory while the kept share has room, else in its unit's record.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from infinity import kernels
+from infinity.device import Device
+from infinity.errors import UnsupportedError
+from infinity.lanes import Pass, StreamLane
+from infinity.memory import Budget, Ledger
+from infinity.passes import GRADIENT_FIELD, ReadPass, SpillPart, SpillPass
+from infinity.store import Store
+from infinity.unit import Unit
+
+_KERNEL_DTYPE = {torch.bfloat16: "bf16", torch.float32: "f32"}
+
+
+class Form(Enum):
+    """Where a stored gradient is."""
+
+    HOST = "in host memory"
+    OUTGOING = "in host memory, on its way to the record"
+    SPILLED = "in its unit's record"
+    ZERO = "nowhere: it is zero"
+    APPLIED = "gone: it was applied in the backward"
+
+
+class Gradient:
+    """One parameter's stored gradient."""
+
+    __slots__ = ("_charged", "_ledger", "field", "form", "index", "job", "parts", "scale", "tensor", "unit")
+
+    def __init__(self, unit: Unit, index: int, ledger: Ledger) -> None:
+        """Describe the gradient of `unit.parameters[index]`, zero so far."""
+        self.unit = unit
+        self.index = index
+        self.form = Form.ZERO
+        self.tensor: torch.Tensor | None = None
+        self.field = "grad16"
+        """The record's field that holds it while spilled."""
+        self.parts: SpillPart | None = None
+        """The sum of squares; filled in by `job` where a pass computes it."""
+        self.job: Pass | None = None
+        self.scale = np.float32(1)
+        """The fp32 factor that clipping recorded; applied in the update."""
+        self._ledger = ledger
+        self._charged = 0
+
+    def charge(self, nbytes: int) -> bool:
+        """Make the gradient pay for `nbytes` in all of the kept share; False if they are not to be had."""
+        if nbytes > self._charged and not self._ledger.try_reserve(nbytes - self._charged):
+            return False
+        if nbytes < self._charged:
+            self._ledger.release(self._charged - nbytes)
+        self._charged = nbytes
+        return True
+
+    def __del__(self) -> None:
+        """Give back what was charged."""
+        if self._charged:
+            self._ledger.release(self._charged)
+
+
+class GradientStore:
+    """Takes gradients as they accumulate and keeps them until they are used or dropped."""
+
+    def __init__(self, lane: StreamLane, device: Device, spill_store: Store) -> None:
+        """Keep gradients through `lane`; what does not fit goes to `spill_store`."""
+        self._lane = lane
+        self._device = device
+        self._spill_store = spill_store
+        self._tile_numel = 0
+        self._kept = Ledger(0)
+        self._outgoing = Ledger(0)
+        self._jobs: deque[Pass] = deque()
+        self.flush_unit: Callable[[Unit], None] = lambda unit: None
+        """Applies a unit's pending update before its gradient changes; set by the executor."""
+
+    def open(self, budget: Budget, kept: Ledger) -> None:
+        """Set the shares of the budget; gradients come only later."""
+        self._tile_numel = budget.tile_numel
+        self._kept = kept
+        self._outgoing = Ledger(budget.outgoing_nbytes)
+
+    def arrive(self, unit: Unit, index: int, grad: torch.Tensor, *, keep: bool) -> Gradient:
+        """Take a gradient that starts anew. With `keep` False it stays on its way, to be applied when the unit is complete."""
+        gradient = Gradient(unit, index, self._kept)
+        tensor = self._device.to_host(grad)
+        if keep:
+            gradient.parts = _measured(tensor)
+        self._place(gradient, tensor, keep=keep)
+        return gradient
+
+    def add(self, gradient: Gradient, grad: torch.Tensor) -> None:
+        """Add a further backward's gradient to the stored one, in fp32."""
+        unit, tensor = gradient.unit, self._device.to_host(grad)
+        if gradient.form is Form.APPLIED:
+            raise UnsupportedError(applied_message(unit, "a second backward before step()"))
+        if gradient.index in unit.pending:
+            self.flush_unit(unit)
+        if gradient.form is Form.OUTGOING:
+            self.spill(unit)
+        if gradient.form is Form.SPILLED:
+            gradient.parts = SpillPart(tensor, add=True)
+            self._send(gradient, tensor)
+        elif gradient.form is Form.ZERO:
+            gradient.parts = _measured(tensor)
+            self._place(gradient, tensor, keep=True)
+        else:
+            total = _sum(_present(gradient.tensor), tensor)
+            gradient.parts = _measured(total)
+            self._place(gradient, total, keep=True)
+
+    def _place(self, gradient: Gradient, tensor: torch.Tensor, *, keep: bool) -> None:
+        if keep and gradient.charge(tensor.nbytes):
+            gradient.form, gradient.tensor = Form.HOST, tensor
+            return
+        gradient.charge(0)
+        self._send(gradient, tensor)
+
+    def _send(self, gradient: Gradient, tensor: torch.Tensor) -> None:
+        """Let a gradient wait in memory for the rest of its unit; spilled ones are added to what is stored."""
+        self._make_room(tensor.nbytes)
+        if gradient.form is not Form.SPILLED:
+            gradient.form = Form.OUTGOING
+        gradient.tensor = tensor
+        gradient.unit.outgoing[gradient.index] = gradient
+
+    def _make_room(self, nbytes: int) -> None:
+        """Wait until the outgoing share has room, or nothing is under way that could make any."""
+        while not self._outgoing.try_reserve(nbytes):
+            while self._jobs and self._jobs[0].processed:
+                self._jobs.popleft()
+            if not self._jobs:
+                self._outgoing.reserve_anyway(nbytes)  # larger than the share: it counts as the unit in use
+                return
+            self._lane.wait(self._jobs.popleft())
+
+    def sent(self, job: Pass) -> None:
+        """Remember a pass that will let go of outgoing gradients."""
+        self._jobs.append(job)
+
+    def let_go(self, nbytes: int) -> None:
+        """Count `nbytes` of outgoing gradients as gone."""
+        self._outgoing.release(nbytes)
+
+    def settle(self, unit: Unit) -> None:
+        """Keep a complete unit's outgoing gradients: in host memory where they fit by now, else in the record."""
+        for index, gradient in list(unit.outgoing.items()):
+            if gradient.form is Form.OUTGOING and gradient.parts is None:
+                gradient.parts = _measured(_present(gradient.tensor))
+            if gradient.form is Form.OUTGOING and gradient.charge(_present(gradient.tensor).nbytes):
+                gradient.form = Form.HOST
+                del unit.outgoing[index]
+                self.let_go(_present(gradient.tensor).nbytes)
+        self.spill(unit)
+
+    def spill(self, unit: Unit) -> None:
+        """Write a unit's outgoing gradients to its record."""
+        if not unit.outgoing:
+            return
+        outgoing, unit.outgoing = unit.outgoing, {}
+        for gradient in outgoing.values():
+            if gradient.parts is None:
+                gradient.parts = _measured(_present(gradient.tensor))
+        stored = _spilled(unit)
+        adds = {index for index, gradient in outgoing.items() if gradient.form is Form.SPILLED}
+        carried = {index: gradient for index, gradient in stored.items() if index not in outgoing}
+        wide = bool(adds) or any(_present(gradient.tensor).dtype == torch.float32 for gradient in outgoing.values())
+        survivors = [*carried.values(), *(outgoing[index] for index in adds)]
+        source = survivors[0].field if survivors else None
+        target = "grad32" if wide or source == "grad32" else "grad16"
+        parts = {index: SpillPart(_present(gradient.tensor), add=index in adds) for index, gradient in outgoing.items()}
+        if target not in unit.record:
+            unit.record.add(target, self._spill_store)
+        job = SpillPass(unit, self._tile_numel, parts, set(carried), source, target)
+        nbytes = sum(part.tensor.nbytes for part in parts.values())
+        for index, gradient in (*outgoing.items(), *carried.items()):
+            gradient.form, gradient.field, gradient.tensor = Form.SPILLED, target, None
+            if index in adds:
+                gradient.parts, gradient.job = parts[index], job
+        job.on_processed = lambda parts: self._spilled(parts, nbytes)
+        self._lane.submit(job)
+        self.sent(job)
+
+    def _spilled(self, parts: dict[int, SpillPart], nbytes: int) -> None:
+        for part in parts.values():
+            part.tensor = part.tensor.new_empty(0)
+        self.let_go(nbytes)
+
+    def square_sum(self, gradient: Gradient) -> float:
+        """Return the fp64 sum of the stored gradient's squares, clipping not applied; waits for a pass that is computing it."""
+        if gradient.form is Form.APPLIED:
+            raise UnsupportedError(applied_message(gradient.unit, "clipping, or reading a gradient,"))
+        if gradient.form is Form.ZERO or gradient.parts is None:
+            return 0.0
+        if gradient.job is not None:
+            if gradient.index in gradient.unit.outgoing:
+                self.spill(gradient.unit)
+            self._lane.wait(gradient.job)
+        return gradient.parts.square_sum if gradient.parts.finite else math.nan
+
+    def dense(self, gradient: Gradient) -> torch.Tensor:
+        """Return the gradient as a plain tensor, clipping applied, in the parameter's shape, dtype and device."""
+        parameter = gradient.unit.parameters[gradient.index]
+        if gradient.form is Form.APPLIED:
+            raise UnsupportedError(applied_message(gradient.unit, "reading a gradient"))
+        if gradient.index in gradient.unit.outgoing:
+            self.spill(gradient.unit)
+        if gradient.form is Form.ZERO:
+            return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        if gradient.form is Form.SPILLED:
+            dtype = torch.float32 if gradient.field == "grad32" else torch.bfloat16
+            values = torch.empty(parameter.numel(), dtype=dtype)
+            job = ReadPass(gradient.unit.record, gradient.index, self._tile_numel, {gradient.field: values})
+            self._lane.submit(job, urgent=True)
+            self._lane.wait(job)
+        else:
+            values = _present(gradient.tensor)
+        scaled = values.float().mul(float(gradient.scale)).to(parameter.dtype)
+        return scaled.view(parameter.shape).to(parameter.device)
+
+
+def applied_message(unit: Unit, what: str) -> str:
+    """Return the message for what update="backward" cannot do."""
+    return (
+        f'{unit.name}: {what} needs the gradient, but update="backward" has applied it in the backward already. '
+        'Use AdamW(..., update="forward") for clipping, gradient accumulation or code that reads gradients.'
+    )
+
+
+def _present(tensor: torch.Tensor | None) -> torch.Tensor:
+    if tensor is None:
+        raise AssertionError("expected a gradient in host memory, got none")
+    return tensor
+
+
+def _measured(tensor: torch.Tensor) -> SpillPart:
+    square_sum, finite = kernels.sum_squares(tensor.numel(), tensor.data_ptr(), _KERNEL_DTYPE[tensor.dtype])
+    return SpillPart(tensor.new_empty(0), False, square_sum, finite)
+
+
+def _sum(stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Return fp32(stored) + fp32(new); in place where the stored one is fp32 already."""
+    total = stored
+    if stored.dtype != torch.float32:
+        total = torch.empty(stored.shape, dtype=torch.float32)
+        kernels.widen(stored.numel(), stored.data_ptr(), total.data_ptr())
+    (kernels.accumulate if new.dtype == torch.bfloat16 else kernels.accumulate_f32)(new.numel(), total.data_ptr(), new.data_ptr())
+    return total
+
+
+def _spilled(unit: Unit) -> dict[int, Gradient]:
+    """Return the unit's gradients that are in its record and still stand for something."""
+    return {
+        index: grad.gradient
+        for index, grad in enumerate(parameter.grad for parameter in unit.parameters)
+        if isinstance(grad, OffloadedGradient) and grad.gradient.form is Form.SPILLED
+    }
+
+
+class OffloadedGradient(torch.Tensor):
+    """Stands for a stored gradient: clips, accumulates and zeroes it where it lies; anything else sees its dense values."""
+
+    gradient: Gradient
+    _store: GradientStore
+
+    @staticmethod
+    def __new__(cls, parameter: nn.Parameter, gradient: Gradient, store: GradientStore) -> OffloadedGradient:
+        """Make a tensor of the parameter's shape, dtype and device, without memory."""
+        tensor: OffloadedGradient = torch.Tensor._make_wrapper_subclass(
+            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
+        tensor.gradient, tensor._store = gradient, store
+        return tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Where the gradient is."""
+        return f"OffloadedGradient(shape={tuple(self.shape)}, {self.gradient.form.value})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Run `func` where the gradient lies if it can be; else on dense values, unless it would change them."""
+        name = func.overloadpacket.__name__
+        special = _OPERATIONS.get(name)
+        if special is not None:
+            answer = special(*args, **(kwargs or {}))
+            if answer is not NotImplemented:
+                return answer
+        if func._schema.is_mutable:
+            raise UnsupportedError(
+                f"{name}() on an offloaded gradient: only scaling, zeroing and accumulating change it in place. "
+                "Assign a new tensor to p.grad instead."
+            )
+        args, kwargs = pytree.tree_map_only(cls, lambda grad: grad._store.dense(grad.gradient), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _norm(grad: OffloadedGradient, order: Any = 2, *rest: Any, **named: Any) -> Any:
+    if order != 2 or rest or named:
+        return NotImplemented
+    norm = math.sqrt(grad._store.square_sum(grad.gradient)) * float(grad.gradient.scale)
+    return torch.tensor(norm, dtype=torch.float64, device=grad.device)
+
+
+def _norms(grads: list[OffloadedGradient], order: Any = 2, *rest: Any, **named: Any) -> Any:
+    if order != 2 or rest or named:
+        return NotImplemented
+    return [_norm(grad) for grad in grads]
+
+
+def _scale(grad: OffloadedGradient, factor: Any) -> Any:
+    if isinstance(factor, torch.Tensor) and factor.numel() != 1:
+        return NotImplemented
+    if grad.gradient.form is Form.APPLIED:
+        raise UnsupportedError(applied_message(grad.gradient.unit, "clipping"))
+    grad.gradient.scale = np.float32(grad.gradient.scale * np.float32(float(factor)))
+    return grad
+
+
+def _scale_all(grads: list[OffloadedGradient], factor: Any) -> None:
+    for grad in grads:
+        _scale(grad, factor)
+
+
+def _add(grad: OffloadedGradient, new: Any, *, alpha: Any = 1) -> Any:
+    if not isinstance(new, torch.Tensor) or isinstance(new, OffloadedGradient) or alpha != 1 or new.shape != grad.shape:
+        return NotImplemented
+    if float(grad.gradient.scale) != 1:
+        raise UnsupportedError(
+            f"{grad.gradient.unit.name}: a gradient was clipped and then accumulated onto. Call zero_grad() between step() and the next "
+            "backward, or clip after the last backward."
+        )
+    grad._store.add(grad.gradient, new)
+    return grad
+
+
+def _zero(grad: OffloadedGradient) -> OffloadedGradient:
+    gradient = grad.gradient
+    grad.gradient = Gradient(gradient.unit, gradient.index, gradient._ledger)
+    return grad
+
+
+def _zero_all(grads: list[OffloadedGradient]) -> None:
+    for grad in grads:
+        _zero(grad)
+
+
+def _same(grad: OffloadedGradient) -> OffloadedGradient:
+    return grad
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "linalg_vector_norm": _norm,
+    "_foreach_norm": _norms,
+    "mul_": _scale,
+    "_foreach_mul_": _scale_all,
+    "add_": _add,
+    "zero_": _zero,
+    "_foreach_zero_": _zero_all,
+    "detach": _same,
+}
+"""What runs where the gradient lies."""

@@ -1,0 +1,166 @@
+"""Host memory that Infinity keeps: the budget it may take, and the slots that I/O goes through.
+
+[Note: four shares of one budget]
+host_memory is divided once. *Slots* are allocated at start-up and hold what is in flight between storage and the rest. What is
+fetched *ahead* waits, resident, for its use. *Outgoing* gradients wait to be written or applied. What is left is *kept*:
+gradients of this step, and fields of records pinned in host memory. Each share is a ledger: a request that does not fit is
+answered "no" (and the caller spills, or waits), never granted.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from dataclasses import dataclass
+
+import cffi
+
+from infinity.errors import HostMemoryError
+from infinity.shard import ALIGN_NUMEL
+from infinity.sizes import format_size
+
+_FFI = cffi.FFI()
+
+SLOT_NBYTES_PER_ELEMENT = 16
+"""Bytes: hi 2, lo 2, m 4, v 4, and a gradient of 2 or 4: one tile of a whole record."""
+
+_SLOT_NUMEL_LIMITS = (ALIGN_NUMEL, 1 << 19)
+_SLOT_COUNT = 12
+_SLOT_COUNT_LEAST = 4
+
+
+class Arena:
+    """Page-aligned anonymous memory, not inherited by forked children; returned to the system when dropped."""
+
+    def __init__(self, nbytes: int) -> None:
+        """Map `nbytes` bytes, zero until written; pages are taken when they are first touched."""
+        self.nbytes = nbytes
+        self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._map.madvise(mmap.MADV_DONTFORK)
+        if nbytes >= 1 << 21:
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._pointer = _FFI.from_buffer(self._map)
+        self.address = int(_FFI.cast("uintptr_t", self._pointer))
+
+
+def view(address: int, nbytes: int) -> memoryview:
+    """Return the `nbytes` bytes at `address` as a writable buffer. The caller keeps the memory alive."""
+    return memoryview(_FFI.buffer(_FFI.cast("char *", address), nbytes))
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A leased piece of the pool; fields of one tile lie in it one behind the other."""
+
+    address: int
+    nbytes: int
+
+
+class Pool:
+    """Equal slots in one arena. Used from one thread, the lane that moves records."""
+
+    def __init__(self, slot_nbytes: int, count: int) -> None:
+        """Allocate `count` slots of `slot_nbytes` bytes."""
+        self.slot_nbytes = slot_nbytes
+        self.count = count
+        self._arena = Arena(slot_nbytes * count)
+        self._free = [Slot(self._arena.address + index * slot_nbytes, slot_nbytes) for index in range(count)]
+
+    @property
+    def free(self) -> int:
+        """Slots not leased."""
+        return len(self._free)
+
+    def lease(self) -> Slot:
+        """Take a free slot; the caller has seen that there is one."""
+        return self._free.pop()
+
+    def give_back(self, slot: Slot) -> None:
+        """Return a slot whose I/O is over."""
+        self._free.append(slot)
+
+
+class Ledger:
+    """One share of the budget: bytes that may be held, and bytes that are."""
+
+    def __init__(self, limit_nbytes: int) -> None:
+        """Open a share of `limit_nbytes`."""
+        self.limit_nbytes = limit_nbytes
+        self.held_nbytes = 0
+        self.peak_nbytes = 0
+        self._lock = threading.Lock()
+
+    def try_reserve(self, nbytes: int) -> bool:
+        """Take `nbytes` if the share has them."""
+        with self._lock:
+            if self.held_nbytes + nbytes > self.limit_nbytes:
+                return False
+            self.held_nbytes += nbytes
+            self.peak_nbytes = max(self.peak_nbytes, self.held_nbytes)
+            return True
+
+    def reserve_anyway(self, nbytes: int) -> None:
+        """Take `nbytes` beyond the limit, for what has to exist whatever the budget says."""
+        with self._lock:
+            self.held_nbytes += nbytes
+            self.peak_nbytes = max(self.peak_nbytes, self.held_nbytes)
+
+    def release(self, nbytes: int) -> None:
+        """Give back `nbytes` that were reserved."""
+        with self._lock:
+            self.held_nbytes -= nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How one host_memory is divided, in bytes: see [Note: four shares of one budget]."""
+
+    total_nbytes: int
+    tile_numel: int
+    slots: int
+    ahead_nbytes: int
+    outgoing_nbytes: int
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes of one slot: one tile of a whole record with its gradient."""
+        return self.tile_numel * SLOT_NBYTES_PER_ELEMENT
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes left for gradients of this step and for pinned fields."""
+        return self.total_nbytes - self.slots * self.slot_nbytes - self.ahead_nbytes - self.outgoing_nbytes
+
+    def __str__(self) -> str:
+        """The shares in one line."""
+        shares = (("ahead", self.ahead_nbytes), ("outgoing", self.outgoing_nbytes), ("kept", self.kept_nbytes))
+        slots = f"{self.slots} slots of {format_size(self.slot_nbytes)}"
+        return ", ".join([slots, *(f"{name} {format_size(nbytes)}" for name, nbytes in shares)])
+
+
+def least_budget() -> int:
+    """Bytes: the smallest host_memory that moves records at all, one tile of one block at a time."""
+    return _SLOT_COUNT_LEAST * _SLOT_NUMEL_LIMITS[0] * SLOT_NBYTES_PER_ELEMENT
+
+
+def divide(total_nbytes: int, largest_unit_nbytes: int = 0) -> Budget:
+    """Divide a host_memory of `total_nbytes` for a model whose largest resident unit takes `largest_unit_nbytes`.
+
+    A quarter at most is for slots; what is fetched ahead gets an eighth, or more where two of the largest units need more (up to
+    a third); gradients on their way out an eighth.
+
+    Raises: HostMemoryError with the smallest budget that works.
+    """
+    if total_nbytes < least_budget():
+        raise HostMemoryError(
+            f"host_memory={format_size(total_nbytes)} cannot work: moving records needs at least "
+            f"{format_size(least_budget())} ({_SLOT_COUNT_LEAST} transfers of one block). Give more; a few hundred MiB is fast."
+        )
+    least, most = _SLOT_NUMEL_LIMITS
+    tile_numel = most
+    while tile_numel > least and tile_numel * SLOT_NBYTES_PER_ELEMENT * _SLOT_COUNT > total_nbytes // 4:
+        tile_numel //= 2
+    slots = max(_SLOT_COUNT_LEAST, min(_SLOT_COUNT, total_nbytes // 4 // (tile_numel * SLOT_NBYTES_PER_ELEMENT)))
+    rest = total_nbytes - slots * tile_numel * SLOT_NBYTES_PER_ELEMENT
+    ahead = min(rest // 2, max(total_nbytes // 8, min(2 * largest_unit_nbytes, total_nbytes // 3)))
+    return Budget(total_nbytes, tile_numel, slots, ahead, min(rest - ahead, total_nbytes // 8))

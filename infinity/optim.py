@@ -1,0 +1,297 @@
+"""AdamW over offloaded parameters: an ordinary torch Optimizer whose arithmetic happens where the records pass.
+
+[Note: when an update happens]
+update="forward": step() decides (norm, clip factor, this step's scalars) and returns; a unit's update is applied when its record next
+passes through memory, which is the next forward's fetch. Whoever reads a parameter goes through the same fetch, so it sees
+the updated value. update="backward": the update is applied in the backward, as soon as a unit's gradients are complete, and
+no gradient is kept; that excludes clipping (the norm is not known yet) and a second backward before step().
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
+
+import numpy as np
+import psutil
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from infinity import kernels
+from infinity.engine import Engine, engine_of
+from infinity.errors import HostMemoryError, UnsupportedError
+from infinity.gradient import Form, Gradient, OffloadedGradient, applied_message
+from infinity.passes import Update
+from infinity.sizes import format_size
+from infinity.unit import Unit
+
+
+class AdamW(Optimizer):
+    """AdamW with decoupled weight decay, on parameters built inside `with infinity.Init(...)`.
+
+    params, lr, betas, eps, weight_decay: as torch.optim.AdamW, per group too. max_norm: clip the global gradient norm, in fp32, inside
+    the update (leave it None where you call torch.nn.utils.clip_grad_norm_). update: "forward" or "backward"; see
+    [Note: when an update happens].
+
+    Raises: ValueError for settings out of range and for parameters that were not built in Init.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        max_norm: float | None = None,
+        update: Literal["forward", "backward"] = "forward",
+    ) -> None:
+        """Take the parameters; room for their moments is allocated now."""
+        if update not in ("forward", "backward"):
+            raise ValueError(f'update={update!r}: expected "forward" or "backward"')
+        if max_norm is not None and not max_norm > 0:
+            raise ValueError(f"max_norm={max_norm}: expected a number above 0, or None")
+        if max_norm is not None and update == "backward":
+            raise ValueError('max_norm needs the norm of all gradients before any update: use update="forward"')
+        kernels.AdamWScalars(float(lr), betas[0], betas[1], eps, weight_decay, 1)  # its checks are ours
+        self.max_norm = max_norm
+        self.update = update
+        self.grad_norm: float | None = None
+        """The global gradient norm of the last step, where max_norm made it known."""
+        self._applied: set[int] = set()
+        self._mine: set[int] = set()
+        self._engines: dict[int, Engine] = {}
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take further parameters; room for their moments is allocated now.
+
+        Raises: ValueError for a parameter that was not built in Init, or belongs to another optimizer.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]["params"]
+        try:
+            for parameter in group:
+                self._take(parameter)
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        self._mine.update(map(id, group))
+
+    def _take(self, parameter: nn.Parameter) -> None:
+        engine = engine_of(parameter)
+        if engine is None:
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} was not built inside `with infinity.Init(config):`. Build the whole model "
+                "there, or give ordinary parameters to an optimizer of torch."
+            )
+        for other in engine.optimizers:
+            if other is not self and id(parameter) in other._mine:
+                raise ValueError(f"{engine.name_of(parameter)} already belongs to another infinity optimizer; delete that one first")
+        self._engines[id(engine)] = engine
+        engine.optimizers.add(self)
+        if parameter.requires_grad:
+            self._make_room(engine, parameter)
+
+    @staticmethod
+    def _make_room(engine: Engine, parameter: nn.Parameter) -> None:
+        """Give the parameter's record its moments; until written they are zero."""
+        record = engine.unit_of(parameter)[0].record
+        for field in ("m", "v"):
+            if field not in record:
+                record.add(field, engine.store)
+
+    # A step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Decide the updates of every parameter that has a gradient; see [Note: when an update happens].
+
+        Raises: UnsupportedError where gradients were clipped by hand although max_norm is set.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for engine in self._engines.values():
+            engine.finish_backward()
+        taken = [(group, parameter, self._gradient(parameter)) for group, parameter in self._with_gradient()]
+        taken = [(group, parameter, gradient) for group, parameter, gradient in taken if gradient.form is not Form.APPLIED]
+        factor = self._clip_factor([gradient for _, _, gradient in taken])
+        self._leave_nothing_pending()
+        for group, parameter, gradient in taken:
+            self._decide(group, parameter, gradient, factor)
+        self._applied.clear()
+        for engine in self._engines.values():
+            engine.executor.close_step()
+        return loss
+
+    def _with_gradient(self) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    yield group, parameter
+
+    def _gradient(self, parameter: nn.Parameter) -> Gradient:
+        """Return the stored gradient behind `p.grad`; a plain tensor that the user put there is taken in first."""
+        grad = parameter.grad
+        if not isinstance(grad, OffloadedGradient):
+            engine = _engine(parameter)
+            unit, index = engine.unit_of(parameter)
+            if grad is None or grad.layout != torch.strided:
+                raise UnsupportedError(f"{engine.name_of(parameter)}: sparse gradients are not supported")
+            stored = engine.gradients.arrive(unit, index, grad.detach().clone(), keep=True)
+            parameter.grad = grad = OffloadedGradient(parameter, stored, engine.gradients)
+            engine.gradients.settle(unit)
+        return grad.gradient
+
+    def _clip_factor(self, gradients: list[Gradient]) -> np.float32:
+        """Return the fp32 factor that brings the global norm to max_norm (1 without one): the recipe of DESIGN 3."""
+        if self.max_norm is None:
+            return np.float32(1)
+        clipped = next((gradient for gradient in gradients if gradient.scale != 1), None)
+        if clipped is not None:
+            raise UnsupportedError(
+                f"{clipped.unit.name}: gradients were clipped (clip_grad_norm_) although AdamW has max_norm={self.max_norm}; use one of the two"
+            )
+        total = sum((_engine_of_unit(gradient).gradients.square_sum(gradient) for gradient in gradients), 0.0)
+        norm = np.float32(math.sqrt(total))
+        self.grad_norm = float(norm)
+        return np.float32(np.minimum(np.float32(1), np.float32(self.max_norm) / (norm + np.float32(1e-6))))
+
+    def _leave_nothing_pending(self) -> None:
+        """Apply what the last step decided for units that no forward has used since: at most one update waits per unit."""
+        for engine in self._engines.values():
+            for unit in engine.units:
+                if unit.pending:
+                    engine.executor.flush(unit)
+
+    def _decide(self, group: dict[str, Any], parameter: nn.Parameter, gradient: Gradient, factor: np.float32) -> None:
+        """Put one parameter's update among what is pending for its unit."""
+        engine, unit = _engine(parameter), gradient.unit
+        if unit.users:
+            raise UnsupportedError(f"{unit.name}: step() inside a forward or `with infinity.gathered(...)`")
+        self._make_room(engine, parameter)
+        field = gradient.field if gradient.form is Form.SPILLED else None
+        scalars = self._scalars(group, parameter, float(np.float32(gradient.scale * factor)))
+        unit.pending[gradient.index] = Update(scalars, gradient.tensor if field is None else None, field)
+        unit.version += 1
+
+    def _scalars(self, group: dict[str, Any], parameter: nn.Parameter, clip: float) -> kernels.AdamWScalars:
+        """Count the parameter's step and return its scalars."""
+        state = self.state[parameter]
+        state["step"] = state.get("step", 0) + 1
+        beta1, beta2 = group["betas"]
+        return kernels.AdamWScalars(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], state["step"], clip)
+
+    # Updating in the backward: engine.Updater
+
+    def applies_in_backward(self, unit: Unit) -> bool:
+        """Whether gradients of this unit are applied as they come."""
+        return self.update == "backward" and any(id(parameter) in self._mine for parameter in unit.parameters)
+
+    def applied(self, unit: Unit, index: int) -> bool:
+        """Whether this parameter's gradient has been applied since the last step()."""
+        return id(unit.parameters[index]) in self._applied
+
+    def apply(self, unit: Unit) -> bool:
+        """Apply a unit's complete gradients, if no further use of it in this backward can bring more."""
+        if unit.forward_uses > 1:
+            return False
+        mine = {index: one for index, one in unit.outgoing.items() if id(unit.parameters[index]) in self._mine}
+        if len(mine) < len(unit.outgoing) or any(gradient.form is not Form.OUTGOING for gradient in mine.values()):
+            return False
+        unit.outgoing = {}
+        self._apply_now(unit, list(mine.values()), outgoing=True)
+        return True
+
+    def backward_ended(self) -> None:
+        """Apply the gradients of units that were used more than once, and of those that got only some."""
+        if self.update != "backward":
+            return
+        waiting: dict[Unit, list[Gradient]] = {}
+        for _, parameter in self._with_gradient():
+            gradient = self._gradient(parameter)
+            if gradient.form in (Form.HOST, Form.SPILLED):
+                waiting.setdefault(gradient.unit, []).append(gradient)
+        for unit, gradients in waiting.items():
+            self._apply_now(unit, gradients, outgoing=False)
+
+    def _apply_now(self, unit: Unit, gradients: list[Gradient], *, outgoing: bool) -> None:
+        groups = {id(parameter): group for group in self.param_groups for parameter in group["params"]} if len(self.param_groups) > 1 else {}
+        nbytes = 0
+        for gradient in gradients:
+            parameter = unit.parameters[gradient.index]
+            engine = _engine(parameter)
+            self._decide_in_backward(groups.get(id(parameter), self.param_groups[0]), parameter, gradient, engine)
+            nbytes += gradient.tensor.nbytes if outgoing and gradient.tensor is not None else 0
+            gradient.form, gradient.tensor = Form.APPLIED, None
+            gradient.charge(0)
+            self._applied.add(id(parameter))
+        unit.version += 1
+        job = engine.executor.apply(unit, lambda: engine.gradients.let_go(nbytes))
+        engine.gradients.sent(job)
+
+    def _decide_in_backward(self, group: dict[str, Any], parameter: nn.Parameter, gradient: Gradient, engine: Engine) -> None:
+        if gradient.scale != 1:
+            raise UnsupportedError(applied_message(gradient.unit, "clipping"))
+        self._make_room(engine, parameter)
+        field = gradient.field if gradient.form is Form.SPILLED else None
+        scalars = self._scalars(group, parameter, 1.0)
+        gradient.unit.pending[gradient.index] = Update(scalars, gradient.tensor if field is None else None, field)
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return groups, step counts and moments, as torch.optim.AdamW would: plain CPU tensors ("exp_avg", "exp_avg_sq").
+
+        Raises: HostMemoryError, with the numbers, where they do not fit the machine's memory.
+        """
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        needed = sum(8 * parameter.numel() for parameter in parameters if parameter in self.state)
+        available = psutil.virtual_memory().available
+        if needed > available:
+            raise HostMemoryError(
+                f"optimizer.state_dict: the moments take {format_size(needed)}, {format_size(available)} of memory are available"
+            )
+        packed: dict[str, Any] = super().state_dict()
+        for index, parameter in enumerate(parameters):
+            if index in packed["state"]:
+                exp_avg, exp_avg_sq = _engine(parameter).read(parameter, ["m", "v"])
+                step = torch.tensor(float(self.state[parameter]["step"]))
+                packed["state"][index] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take groups, step counts and moments from what `state_dict` returned here or in torch.optim.AdamW.
+
+        Raises: ValueError where groups or shapes do not match; nothing is changed then.
+        """
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        states = {number: state for number, state in state_dict["state"].items() if number in numbers}
+        by_number = dict(zip(numbers, parameters, strict=False))
+        for number, state in states.items():
+            for key in ("exp_avg", "exp_avg_sq"):
+                if number in by_number and tuple(state[key].shape) != tuple(by_number[number].shape):
+                    raise ValueError(f"{key} of parameter {number}: {tuple(state[key].shape)}, expected {tuple(by_number[number].shape)}")
+        super().load_state_dict({**state_dict, "state": {number: {"step": int(state["step"])} for number, state in states.items()}})
+        for number, state in states.items():
+            parameter = by_number[number]
+            engine = _engine(parameter)
+            self._make_room(engine, parameter)
+            engine.write(parameter, {"m": state["exp_avg"], "v": state["exp_avg_sq"]})
+
+
+def _engine(parameter: nn.Parameter) -> Engine:
+    engine = engine_of(parameter)
+    if engine is None:
+        raise UnsupportedError(f"the model of a parameter of shape {tuple(parameter.shape)} is gone")
+    return engine
+
+
+def _engine_of_unit(gradient: Gradient) -> Engine:
+    return _engine(gradient.unit.parameters[gradient.index])

@@ -1,0 +1,153 @@
+"""Parameters whose values are elsewhere: what stands in for them, and the guard that keeps it from being used.
+
+[Note: released parameters]
+A released parameter is the same Parameter object, with `.data` a placeholder of the true shape (one NaN, stride 0) and
+`__class__` set to `Released`. Metadata (shape, dtype, device, numel, grad, ...) is answered as ever; any other use goes to the
+owner, which brings the values back (inside a forward, or while a model is built) or raises NotResidentError. A storage of size 0
+alone would not do: reading it through torch is a segmentation fault.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
+
+from infinity.errors import NotResidentError
+
+_VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+"""Attributes of a tensor that hand out its values; every other attribute is metadata."""
+
+_METADATA = frozenset(
+    "size dim ndimension numel nelement element_size stride storage_offset is_floating_point is_complex is_contiguous "
+    "get_device requires_grad_ register_hook register_post_accumulate_grad_hook is_same_size is_shared is_inference "
+    "is_conj is_neg is_signed retain_grad __hash__ __len__ has_names".split()
+)
+CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "half", "double", "bfloat16", "type"})
+
+
+class Owner(Protocol):
+    """Whoever keeps the values of released parameters."""
+
+    def touch(self, parameters: Sequence[nn.Parameter], operation: str, args: Sequence[Any]) -> object:
+        """Make the values of `parameters` present for `operation(*args)`, or raise NotResidentError.
+
+        Returns a value to answer the operation with, or None to let it run on the parameters, now present.
+        """
+
+
+_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def owner_of(parameter: torch.Tensor) -> Owner | None:
+    """Return who keeps `parameter`, None for a parameter that is not ours (or whose owner is gone)."""
+    reference = _owners.get(parameter)
+    owner: Owner | None = reference() if reference is not None else None
+    return owner
+
+
+def set_owner(parameter: nn.Parameter, owner: Owner) -> None:
+    """Register who keeps `parameter`. Held weakly on both sides."""
+    _owners[parameter] = weakref.ref(owner)
+
+
+class Released(nn.Parameter):
+    """The class of a parameter while it is released; see [Note: released parameters]."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer metadata; take everything else to the owner."""
+        kwargs = kwargs or {}
+        if _is_metadata(func, args):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        parameters = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) is Released]
+        operation = _name(func)
+        if operation in CONVERSIONS:
+            return _convert(parameters[0], operation, func, args, kwargs)
+        owner = owner_of(parameters[0])
+        if owner is None:
+            raise NotResidentError(f"a parameter of shape {tuple(parameters[0].shape)} is used by {operation}(), but its engine is gone")
+        answer = owner.touch(parameters, operation, args)
+        return answer if answer is not None else func(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Refuse to be pickled as a placeholder."""
+        raise not_resident(self, "pickle")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Copy the values, where they may be had (while a model is built)."""
+        owner = owner_of(self)
+        if owner is None or owner.touch([self], "deepcopy", ()) is not None or type(self) is Released:
+            raise not_resident(self, "deepcopy")
+        copy: nn.Parameter = self.__deepcopy__(memo)
+        return copy
+
+
+def not_resident(parameter: nn.Parameter, operation: str, name: str | None = None) -> NotResidentError:
+    """Return the error for a use of `parameter` while it is released."""
+    what = f"parameter {name!r}" if name else f"a parameter of shape {tuple(parameter.shape)}"
+    return NotResidentError(
+        f"{what} is not resident (its values are in host memory or on NVMe) and was used by {operation}() outside forward and "
+        "backward. Wrap the code in `with infinity.gathered(module_or_parameters):` (write=True to change the values)."
+    )
+
+
+def release(parameter: nn.Parameter, placeholder: torch.Tensor) -> None:
+    """Put `placeholder` in the place of the parameter's values, and the guard on."""
+    parameter.__class__ = nn.Parameter
+    parameter.data = placeholder
+    parameter.__class__ = Released
+
+
+def restore(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    """Take the guard off and let the parameter be `values`."""
+    parameter.__class__ = nn.Parameter
+    parameter.data = values
+
+
+def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """Return a tensor of `shape` that takes the memory of one element, a NaN."""
+    one = torch.full((1,) * len(shape), float("nan"), dtype=dtype, device=device)
+    return one.expand(tuple(shape))
+
+
+def _name(func: Callable[..., Any]) -> str:
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        return str(getattr(getattr(func, "__self__", None), "__name__", name))
+    return name
+
+
+def _is_metadata(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    kind = getattr(func, "__name__", "")
+    name = _name(func)
+    if kind == "__get__":
+        return name not in _VALUES
+    if kind == "__set__":
+        # module.to() of the same device and dtype sets `.data` to the parameter itself
+        return name != "data" or args[0] is args[1]
+    return name in _METADATA
+
+
+def _convert(
+    parameter: nn.Parameter, operation: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Answer `.to()` and its kin: the parameter itself where nothing would change, else as any other use."""
+    probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    if args and args[0] is parameter:
+        result = func(probe, *args[1:], **kwargs)
+        if result is probe or (isinstance(result, torch.Tensor) and (result.dtype, result.device) == (probe.dtype, probe.device)):
+            return parameter
+    owner = owner_of(parameter)
+    if owner is None:
+        raise not_resident(parameter, operation)
+    answer = owner.touch([parameter], operation, args)
+    return answer if answer is not None else func(*args, **kwargs)

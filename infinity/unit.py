@@ -1,0 +1,127 @@
+"""A unit at run time: the parameters that are fetched, used and released together.
+
+[Note: the forms of a parameter]
+master   fp32, never stored as such          the optimizer's truth = join(hi, lo)
+hi, lo   bf16 + 16 bits, flat, in the record   what a step computes with is hi
+flat     bf16, on the device                 hi, while the unit is resident; one torch storage for the unit's whole life
+view     bf16, a parameter's shape           into flat; `parameter.data` while the unit is attached
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from infinity.released import placeholder, release, restore
+from infinity.shard import Shard
+from infinity.store import Record
+
+if TYPE_CHECKING:
+    from infinity.gradient import Gradient
+    from infinity.lanes import Pass
+    from infinity.passes import FetchPass
+    from infinity.optim import Update
+
+
+class Unit:
+    """The state of one unit. Owned by the executor; guarded by the lane's lock where the lane reads it."""
+
+    def __init__(self, index: int, parameters: list[nn.Parameter], shard: Shard, record: Record) -> None:
+        """Describe `parameters`, which lie in `record` as `shard` says and are not resident."""
+        self.index = index
+        self.parameters = parameters
+        self.shard = shard
+        self.record = record
+        self.flat = torch.empty(0)
+        self._views: list[torch.Tensor] = []
+        self._placeholders: list[torch.Tensor] = []
+        # Residence
+        self.fetch: Pass | None = None
+        """The pass that makes, or made, the unit resident; None while it is not."""
+        self.users = 0
+        """Frames and backward leases that need the unit attached."""
+        self.lent: Pass | None = None
+        """The pass that works on the storage of a unit nobody uses, and releases it afterwards."""
+        self.successor: FetchPass | None = None
+        """The pass that the storage is lent to as soon as its last user lets go."""
+        self.attached = False
+        """Whether the parameters are their real values; else they are released."""
+        self.waiting = False
+        """Resident ahead of its use, and charged for it."""
+        self.version = 0
+        """Counts the changes of the values that the user can see (an update counts at step(), not when it is applied)."""
+        # The step
+        self.pending: dict[int, Update] = {}
+        """Updates that step() decided, by parameter, to be applied when the record next passes."""
+        self.outgoing: dict[int, Gradient] = {}
+        """Gradients that wait for the rest of the unit's, to be spilled together."""
+        self.arrived: set[int] = set()
+        """Parameters whose gradient has accumulated since the unit was last complete in this backward."""
+        self.backward_holds: list[int] = []
+        """For each hold that lasts until the gradients accumulate: the graph task in which it began."""
+        self.forward_uses = 0
+        """Uses in forwards since the last step."""
+        self.uses = 0
+        """Uses since the model was built."""
+
+    @property
+    def name(self) -> str:
+        """The module's name, as in `model.named_modules()`."""
+        return self.record.name
+
+    @property
+    def resident_nbytes(self) -> int:
+        """Bytes on the device while resident."""
+        return self.shard.nbytes("hi")
+
+    @property
+    def fetch_processed(self) -> bool:
+        """Whether the values have arrived."""
+        return self.fetch is not None and self.fetch.processed
+
+    @property
+    def trainable(self) -> set[int]:
+        """Parameters that will get a gradient."""
+        return {index for index, parameter in enumerate(self.parameters) if parameter.requires_grad}
+
+    def open(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Build the unit's storage, empty, and the views into it that last its whole life."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self.flat = torch.empty(self.shard.numel, dtype=dtype, device=device)
+            segments = self.shard.segments
+            self._views = [self.flat[segment.start : segment.stop].view(segment.shape) for segment in segments]
+            self._placeholders = [placeholder(segment.shape, dtype, device) for segment in segments]
+        self.flat.untyped_storage().resize_(0)
+        for parameter, stand_in in zip(self.parameters, self._placeholders, strict=True):
+            release(parameter, stand_in)
+
+    def allocate(self) -> None:
+        """Give the storage its bytes; their content is undefined."""
+        self.flat.untyped_storage().resize_(self.resident_nbytes)
+
+    def deallocate(self) -> None:
+        """Take the storage's bytes away. Nobody may be using them."""
+        self.flat.untyped_storage().resize_(0)
+
+    def attach(self) -> None:
+        """Let the parameters be their values."""
+        for parameter, values in zip(self.parameters, self._views, strict=True):
+            restore(parameter, values)
+        self.attached = True
+
+    def detach(self) -> None:
+        """Put the guard on the parameters; the storage stays as it is."""
+        for parameter, stand_in in zip(self.parameters, self._placeholders, strict=True):
+            release(parameter, stand_in)
+        self.attached = False
+
+    def storage_key(self) -> int:
+        """Identify the storage: any tensor that shares it shows the same number."""
+        return int(self.flat.untyped_storage()._cdata)
+
+    def __repr__(self) -> str:
+        """Name and state."""
+        state = "attached" if self.attached else "resident" if self.fetch else "released"
+        return f"<Unit {self.name}, {self.shard.numel} elements, {state}, {self.users} users, {len(self.pending)} pending>"

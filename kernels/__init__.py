@@ -1,0 +1,41 @@
+"""SIMD CPU kernels over raw memory: the optimizer step, the split master, the norm, casts and copies.
+
+Addresses are ints (`tensor.data_ptr()`), `n` counts elements. Every call releases the GIL, may run on several
+Python threads at once and gives the same bits whatever the instruction set, the alignment and the number of
+threads. The caller keeps the memory alive, and nobody else writes to it, until the call returns.
+`kernels.h` states what each operation computes, in which order.
+"""
+
+from infinity.kernels.library import UnsupportedIsaError, isa, set_isa, set_threads, threads
+from infinity.kernels.operations import (
+    GradientDtype,
+    accumulate,
+    accumulate_f32,
+    adamw,
+    copy,
+    join,
+    rewrite,
+    split,
+    sum_squares,
+    widen,
+)
+from infinity.kernels.scalars import AdamWScalars
+
+__all__ = [
+    "AdamWScalars",
+    "GradientDtype",
+    "UnsupportedIsaError",
+    "accumulate",
+    "accumulate_f32",
+    "adamw",
+    "copy",
+    "isa",
+    "join",
+    "rewrite",
+    "set_isa",
+    "set_threads",
+    "split",
+    "sum_squares",
+    "threads",
+    "widen",
+]

@@ -1,0 +1,127 @@
+#ifndef INFINITY_INTERNAL_H
+#define INFINITY_INTERNAL_H
+/* What the kernel sources share among themselves; kernels.h is what Python sees. */
+#include <stdbool.h>
+#include <string.h>
+
+#include "kernels.h"
+
+#if defined(__x86_64__)
+#define INFINITY_X86 1
+#define TARGET_AVX2 __attribute__((target("avx2")))
+#define TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
+#endif
+
+/* Elements per block: what one thread takes at a time, and part of sum_squares' contract. */
+#define BLOCK_NUMEL ((size_t)16384)
+/* Partial sums per block. */
+#define SUM_LANES 32
+#define NAN_U32 0x7FC00000u
+
+/* One instruction set's kernels over one block.  Any n, any alignment; single-threaded. */
+struct isa {
+    const char *name;
+    void (*adamw_bf16)(size_t n, uint16_t *restrict hi, int16_t *restrict lo, float *restrict m,
+                       float *restrict v, const uint16_t *restrict grad,
+                       const struct infinity_adamw *s);
+    void (*adamw_f32)(size_t n, uint16_t *restrict hi, int16_t *restrict lo, float *restrict m,
+                      float *restrict v, const float *restrict grad,
+                      const struct infinity_adamw *s);
+    double (*sum_squares_bf16)(size_t n, const uint16_t *grad);
+    double (*sum_squares_f32)(size_t n, const float *grad);
+    void (*split)(size_t n, const float *restrict f32, uint16_t *restrict hi, int16_t *restrict lo);
+    void (*join)(size_t n, const uint16_t *restrict hi, const int16_t *restrict lo,
+                 float *restrict f32);
+    void (*widen)(size_t n, const uint16_t *restrict bf16, float *restrict f32);
+    void (*accumulate_bf16)(size_t n, float *restrict acc, const uint16_t *restrict grad);
+    void (*accumulate_f32)(size_t n, float *restrict acc, const float *restrict grad);
+    void (*rewrite)(size_t n, const uint16_t *restrict new_hi, uint16_t *restrict hi,
+                    int16_t *restrict lo);
+    void (*stream)(size_t n_bytes, char *restrict dst, const char *restrict src);
+};
+
+/* Defined by adamw_*.c, norm_*.c, cast_*.c and copy_*.c, one each per instruction set. */
+#define DECLARE_KERNELS(isa) \
+    void adamw_bf16_##isa(size_t n, uint16_t *restrict hi, int16_t *restrict lo, \
+                          float *restrict m, float *restrict v, const uint16_t *restrict grad, \
+                          const struct infinity_adamw *s); \
+    void adamw_f32_##isa(size_t n, uint16_t *restrict hi, int16_t *restrict lo, float *restrict m, \
+                         float *restrict v, const float *restrict grad, \
+                         const struct infinity_adamw *s); \
+    double sum_squares_bf16_##isa(size_t n, const uint16_t *grad); \
+    double sum_squares_f32_##isa(size_t n, const float *grad); \
+    void split_##isa(size_t n, const float *restrict f32, uint16_t *restrict hi, \
+                     int16_t *restrict lo); \
+    void join_##isa(size_t n, const uint16_t *restrict hi, const int16_t *restrict lo, \
+                    float *restrict f32); \
+    void widen_##isa(size_t n, const uint16_t *restrict bf16, float *restrict f32); \
+    void accumulate_bf16_##isa(size_t n, float *restrict acc, const uint16_t *restrict grad); \
+    void accumulate_f32_##isa(size_t n, float *restrict acc, const float *restrict grad); \
+    void rewrite_##isa(size_t n, const uint16_t *restrict new_hi, uint16_t *restrict hi, \
+                       int16_t *restrict lo); \
+    void stream_##isa(size_t n_bytes, char *restrict dst, const char *restrict src);
+
+DECLARE_KERNELS(scalar)
+#ifdef INFINITY_X86
+DECLARE_KERNELS(avx2)
+DECLARE_KERNELS(avx512)
+#endif
+
+/* pool.c: calls run(args, first, count) for consecutive pieces of block that cover [0, n), on any
+ * threads in any order, and returns when all are done. */
+typedef void (*block_function)(const void *args, size_t first, size_t count);
+void run_blocks(block_function run, const void *args, size_t n, size_t block);
+
+/* memcpy, since a caller's address may be odd; it compiles to one plain load or store. */
+static inline float f32_of(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline uint32_t bits_of(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static inline uint16_t load_u16(const void *address) {
+    uint16_t value;
+    memcpy(&value, address, sizeof value);
+    return value;
+}
+
+static inline uint32_t load_u32(const void *address) {
+    uint32_t value;
+    memcpy(&value, address, sizeof value);
+    return value;
+}
+
+static inline void store_u16(void *address, uint32_t value) {
+    uint16_t low = (uint16_t)(value & 0xFFFFu);
+    memcpy(address, &low, sizeof low);
+}
+
+static inline void store_u32(void *address, uint32_t value) {
+    memcpy(address, &value, sizeof value);
+}
+
+/* The bits of a computed fp32, all NaNs made one ([Note: one result]). */
+static inline uint32_t canonical_bits(float value) {
+    return value != value ? NAN_U32 : bits_of(value);
+}
+
+static inline uint32_t join_bits(uint16_t hi, uint16_t lo) {
+    /* Sign-extends lo without leaving unsigned arithmetic: 0xFFFF8000 + x wraps as two's complement
+     * does. */
+    uint32_t lo_extended = ((uint32_t)lo ^ 0x8000u) - 0x8000u;
+    return ((uint32_t)hi << 16) + lo_extended;
+}
+
+/* Sums SUM_LANES partial sums as a binary tree: 16 + 16, 8 + 8, ... */
+static inline double sum_lanes(double *lanes) {
+    for (size_t half = SUM_LANES / 2; half > 0; half /= 2)
+        for (size_t i = 0; i < half; i++) lanes[i] = lanes[i] + lanes[i + half];
+    return lanes[0];
+}
+#endif

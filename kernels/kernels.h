@@ -1,0 +1,105 @@
+#ifndef INFINITY_KERNELS_H
+#define INFINITY_KERNELS_H
+/* The CPU kernels of Infinity.  Two readers: the C compiler, and cffi, which drops the lines that
+ * start with '#'; so no macro, no conditional may change what a declaration below means.
+ *
+ * [Note: the split master]
+ * The fp32 master of a weight is stored as two 16-bit fields.  With u the bits of the master:
+ *   hi = (u + 0x8000) >> 16    a bf16: the master rounded to nearest, ties away from zero
+ *   lo = low 16 bits of u, signed, so that  u = (hi << 16) + lo  gives back every bit
+ * (ties to even would round some values up whose lo then does not fit 16 bits).
+ * NaN: hi = 0x7FC0, lo = 0.  A finite master of at least 0x7F7F8000 rounds to infinity: hi = 0x7F80
+ * is what computes, lo is negative, and join gives the finite master back.
+ *
+ * [Note: one result]
+ * Scalar, AVX2 and AVX-512 give the same bits for every n, alignment and number of threads:
+ * no FMA, every operation rounded by itself to nearest-even, denormals never flushed (the caller's
+ * floating-point environment is put aside during a call and restored after it).
+ * NaN: what the hardware would do with payloads depends on operand order, so every NaN that is
+ * *computed* is stored as 0x7FC00000; split, join, widen, rewrite and copy move bits and keep a
+ * payload, but for split's NaN rule above.
+ *
+ * [Note: the adamw step]
+ * In this order, on fp32, each operation rounded by itself (reference.py has the same lines):
+ *   g     = f32(grad) * clip
+ *   p     = p * decay                            decay = 1 - lr * weight_decay
+ *   m     = m + (g - m) * (1 - beta1)            where 1 - beta1 < 0.5, else
+ *   m     = g - (g - m) * beta1                  (torch.lerp's two branches)
+ *   v     = v * beta2
+ *   v     = v + ((1 - beta2) * g) * g
+ *   denom = sqrt(v) / sqrt(1 - beta2^step) + eps
+ *   p     = p + (-(lr / (1 - beta1^step)) * m) / denom
+ * Every scalar is computed in fp64 and rounded to fp32 once; clip is an fp32 already.
+ */
+#include <stddef.h>
+#include <stdint.h>
+#pragma GCC visibility push(default)
+
+/* The scalars of [Note: the adamw step], each already rounded to fp32. */
+struct infinity_adamw {
+    float clip;
+    float decay;       /* 1 - lr * weight_decay */
+    float lerp_weight; /* 1 - beta1, or -beta1 where lerp_from_grad */
+    float beta2;
+    float grad_weight;   /* 1 - beta2 */
+    float denom_divisor; /* sqrt(1 - beta2^step) */
+    float eps;
+    float step_factor;      /* -(lr / (1 - beta1^step)) */
+    int32_t lerp_from_grad; /* 1 - beta1 >= 0.5: the branch that starts from g */
+};
+
+/* What a sum of squares found.  The fp64 sum of fp32 squares cannot overflow, so it is finite
+ * exactly when every element is. */
+struct infinity_sum {
+    double sum;
+    int32_t finite;
+};
+
+/* One AdamW step over n elements, in place.  hi, lo: the split master; m, v: fp32. */
+void infinity_adamw_bf16(size_t n, uint16_t *hi, int16_t *lo, float *m, float *v,
+                         const uint16_t *grad, const struct infinity_adamw *scalars);
+void infinity_adamw_f32(size_t n, uint16_t *hi, int16_t *lo, float *m, float *v, const float *grad,
+                        const struct infinity_adamw *scalars);
+
+/* The fp64 sum of the fp64 squares of n gradients.  Block b covers elements [16384 b, 16384 (b +
+ * 1)); in it, lane j mod 32 sums element j in rising order; the 32 lanes are added as a binary
+ * tree, the blocks in rising order. */
+struct infinity_sum infinity_sum_squares_bf16(size_t n, const uint16_t *grad);
+struct infinity_sum infinity_sum_squares_f32(size_t n, const float *grad);
+
+/* fp32 master <-> hi, lo. */
+void infinity_split(size_t n, const float *f32, uint16_t *hi, int16_t *lo);
+void infinity_join(size_t n, const uint16_t *hi, const int16_t *lo, float *f32);
+
+/* bf16 -> fp32, exactly. */
+void infinity_widen(size_t n, const uint16_t *bf16, float *f32);
+
+/* acc = acc + grad, in fp32. */
+void infinity_accumulate_bf16(size_t n, float *acc, const uint16_t *grad);
+void infinity_accumulate_f32(size_t n, float *acc, const float *grad);
+
+/* Takes a user's edit of the 16-bit weights: where new_hi differs from hi, hi = new_hi and lo = 0.
+ */
+void infinity_rewrite(size_t n, const uint16_t *new_hi, uint16_t *hi, int16_t *lo);
+
+/* memcpy of n_bytes over the pool; the ranges must not overlap. */
+void infinity_copy(size_t n_bytes, void *dst, const void *src);
+
+/* For the benchmark only: the memory traffic of an adamw step on bf16 gradients, with next to no
+ * arithmetic; it is what adamw's speed is divided by.  Adds grad, as 8-byte integers, to hi, lo, m,
+ * v. */
+void infinity_traffic(size_t n, uint16_t *hi, int16_t *lo, float *m, float *v,
+                      const uint16_t *grad);
+
+/* The pool: n_threads counts the calling thread, so 1 means inline.  set waits for a running call.
+ */
+void infinity_set_threads(size_t n_threads);
+size_t infinity_threads(void);
+
+/* The instruction set in use: "scalar", "avx2" or "avx512".  set gives 0, -1 for a name that is
+ * unknown, -2 for one that this machine or this build lacks; NULL takes the best there is. */
+int infinity_set_isa(const char *name);
+const char *infinity_isa(void);
+
+#pragma GCC visibility pop
+#endif

@@ -1,0 +1,109 @@
+"""The compiled kernels, the instruction set they use and the threads they run on."""
+
+# ruff: noqa: D102  (Library repeats kernels.h, which says what each function does)
+
+import os
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, cast
+
+import cffi
+
+Pointer: TypeAlias = Any  # cffi's cdata has no type
+
+MAX_THREADS = 1024  # as in pool.c
+
+
+class UnsupportedIsaError(RuntimeError):
+    """Raised when the instruction set asked for is unknown, or missing in this machine or build."""
+
+
+class Library(Protocol):
+    """The functions of kernels.h, as cffi shows them: pointers are cdata, sizes are ints."""
+
+    def infinity_adamw_bf16(
+        self, n: int, hi: Pointer, lo: Pointer, m: Pointer, v: Pointer, grad: Pointer, scalars: Pointer
+    ) -> None: ...
+    def infinity_adamw_f32(
+        self, n: int, hi: Pointer, lo: Pointer, m: Pointer, v: Pointer, grad: Pointer, scalars: Pointer
+    ) -> None: ...
+    def infinity_sum_squares_bf16(self, n: int, grad: Pointer) -> Pointer: ...
+    def infinity_sum_squares_f32(self, n: int, grad: Pointer) -> Pointer: ...
+    def infinity_split(self, n: int, f32: Pointer, hi: Pointer, lo: Pointer) -> None: ...
+    def infinity_join(self, n: int, hi: Pointer, lo: Pointer, f32: Pointer) -> None: ...
+    def infinity_widen(self, n: int, bf16: Pointer, f32: Pointer) -> None: ...
+    def infinity_accumulate_bf16(self, n: int, acc: Pointer, grad: Pointer) -> None: ...
+    def infinity_accumulate_f32(self, n: int, acc: Pointer, grad: Pointer) -> None: ...
+    def infinity_rewrite(self, n: int, new_hi: Pointer, hi: Pointer, lo: Pointer) -> None: ...
+    def infinity_copy(self, n_bytes: int, dst: Pointer, src: Pointer) -> None: ...
+    def infinity_traffic(
+        self, n: int, hi: Pointer, lo: Pointer, m: Pointer, v: Pointer, grad: Pointer
+    ) -> None: ...
+    def infinity_set_threads(self, n_threads: int) -> None: ...
+    def infinity_threads(self) -> int: ...
+    def infinity_set_isa(self, name: Pointer) -> int: ...
+    def infinity_isa(self) -> Pointer: ...
+
+
+def _load(ffi: cffi.FFI) -> Library:
+    folder = Path(__file__).resolve().parent
+    header = (folder / "kernels.h").read_text(encoding="utf-8")
+    ffi.cdef("\n".join(line for line in header.splitlines() if not line.startswith("#")))
+    path = folder / "_kernels.so"
+    if not path.exists():
+        message = (
+            f"{path} is missing: the C kernels are not built\n"
+            "  try: pip install -e . in the repository (it runs the C compiler), or\n"
+            "       cc -O3 -fPIC -shared -fvisibility=hidden -ffp-contract=off -fno-tree-vectorize -pthread "
+            "kernels/*.c -o kernels/_kernels.so -lm"
+        )
+        raise ImportError(message)
+    # NODELETE: the pool's threads sleep in this code until the process ends, and cffi closes it earlier.
+    return cast("Library", ffi.dlopen(str(path), os.RTLD_NOW | os.RTLD_NODELETE))
+
+
+ffi = cffi.FFI()
+library = _load(ffi)
+
+
+def isa() -> str:
+    """Return the instruction set in use: "scalar", "avx2" or "avx512"."""
+    name: bytes = ffi.string(library.infinity_isa())
+    return name.decode()
+
+
+def set_isa(name: str | None) -> None:
+    """Use one instruction set in all calls that start from now on; None takes the best this machine has.
+
+    Raises:
+        UnsupportedIsaError: the name is unknown, or this machine or build lacks it. The one in use stays.
+    """
+    code = library.infinity_set_isa(ffi.NULL if name is None else name.encode())
+    if code == 0:
+        return
+    cause = "is not an instruction set" if code == -1 else "is not available in this machine or this build"
+    message = (
+        f"{name!r} {cause}\n"
+        f"  in use: {isa()}\n"
+        "  try: INFINITY_ISA=scalar, avx2 or avx512, or leave it unset to take the best there is"
+    )
+    raise UnsupportedIsaError(message)
+
+
+def threads() -> int:
+    """Return how many threads a large call uses, the calling one included."""
+    return library.infinity_threads()
+
+
+def set_threads(n: int) -> None:
+    """Use n threads per large call, the calling one included; 1 runs everything in the caller.
+
+    Waits until the call in progress, if any, is done.
+    """
+    if not 1 <= n <= MAX_THREADS:
+        message = f"{n} threads: expected 1 to {MAX_THREADS}"
+        raise ValueError(message)
+    library.infinity_set_threads(n)
+
+
+set_isa(os.environ.get("INFINITY_ISA") or None)
+set_threads(min(len(os.sched_getaffinity(0)), MAX_THREADS))

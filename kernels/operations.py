@@ -1,0 +1,133 @@
+"""The kernels as typed functions over addresses: checked here, once, then handed to C."""
+
+from typing import Any, Literal, TypeAlias
+
+from infinity.kernels.library import ffi, library
+from infinity.kernels.scalars import AdamWScalars
+
+GradientDtype: TypeAlias = Literal["bf16", "f32"]
+
+HALF = 0.5  # torch.lerp changes its form at this weight
+
+
+def _check(n: int, **addresses: int) -> None:
+    if n < 0:
+        message = f"n={n}: expected a count of at least 0"
+        raise ValueError(message)
+    if n == 0:
+        return
+    for name, address in addresses.items():
+        if address <= 0:
+            message = f"{name}={address}: expected an address, for n={n}"
+            raise ValueError(message)
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype not in ("bf16", "f32"):
+        message = f"dtype={dtype!r}: expected 'bf16' or 'f32'"
+        raise ValueError(message)
+
+
+def _u16(address: int) -> Any:
+    return ffi.cast("uint16_t *", address)
+
+
+def _i16(address: int) -> Any:
+    return ffi.cast("int16_t *", address)
+
+
+def _f32(address: int) -> Any:
+    return ffi.cast("float *", address)
+
+
+def _rounded(scalars: AdamWScalars) -> Any:
+    """Return the C struct: each scalar computed in fp64, then rounded to fp32 by the assignment."""
+    struct = ffi.new("struct infinity_adamw *")
+    struct.clip = scalars.clip
+    struct.decay = 1 - scalars.lr * scalars.weight_decay
+    struct.lerp_weight = 1 - scalars.beta1
+    if not struct.lerp_weight < HALF:
+        struct.lerp_weight = -scalars.beta1
+        struct.lerp_from_grad = 1
+    struct.beta2 = scalars.beta2
+    struct.grad_weight = 1 - scalars.beta2
+    struct.denom_divisor = (1 - scalars.beta2**scalars.step) ** 0.5
+    struct.eps = scalars.eps
+    struct.step_factor = -(scalars.lr / (1 - scalars.beta1**scalars.step))
+    return struct
+
+
+def adamw(
+    n: int, hi: int, lo: int, m: int, v: int, grad: int, dtype: GradientDtype, scalars: AdamWScalars
+) -> None:
+    """Apply one AdamW step to n elements in place: hi and lo (the split fp32 master), m and v (fp32).
+
+    `dtype` is that of the gradient, which is only read.
+    """
+    _check(n, hi=hi, lo=lo, m=m, v=v, grad=grad)
+    _check_dtype(dtype)
+    struct = _rounded(scalars)
+    if dtype == "bf16":
+        library.infinity_adamw_bf16(n, _u16(hi), _i16(lo), _f32(m), _f32(v), _u16(grad), struct)
+    else:
+        library.infinity_adamw_f32(n, _u16(hi), _i16(lo), _f32(m), _f32(v), _f32(grad), struct)
+
+
+def sum_squares(n: int, grad: int, dtype: GradientDtype) -> tuple[float, bool]:
+    """Return the fp64 sum of the fp64 squares of n gradients, and whether all of them are finite."""
+    _check(n, grad=grad)
+    _check_dtype(dtype)
+    if dtype == "bf16":
+        result = library.infinity_sum_squares_bf16(n, _u16(grad))
+    else:
+        result = library.infinity_sum_squares_f32(n, _f32(grad))
+    return result.sum, bool(result.finite)
+
+
+def split(n: int, f32: int, hi: int, lo: int) -> None:
+    """Split n fp32 masters into hi (bf16, to nearest, ties away from zero) and lo (int16 remainder)."""
+    _check(n, f32=f32, hi=hi, lo=lo)
+    library.infinity_split(n, _f32(f32), _u16(hi), _i16(lo))
+
+
+def join(n: int, hi: int, lo: int, f32: int) -> None:
+    """Join n pairs of hi and lo into fp32 masters: what `split` was given, bit for bit."""
+    _check(n, hi=hi, lo=lo, f32=f32)
+    library.infinity_join(n, _u16(hi), _i16(lo), _f32(f32))
+
+
+def widen(n: int, bf16: int, f32: int) -> None:
+    """Convert n bf16 values to fp32, exactly."""
+    _check(n, bf16=bf16, f32=f32)
+    library.infinity_widen(n, _u16(bf16), _f32(f32))
+
+
+def accumulate(n: int, acc: int, grad: int) -> None:
+    """Add n bf16 gradients to the fp32 accumulator, in fp32."""
+    _check(n, acc=acc, grad=grad)
+    library.infinity_accumulate_bf16(n, _f32(acc), _u16(grad))
+
+
+def accumulate_f32(n: int, acc: int, grad: int) -> None:
+    """Add n fp32 gradients to the fp32 accumulator."""
+    _check(n, acc=acc, grad=grad)
+    library.infinity_accumulate_f32(n, _f32(acc), _f32(grad))
+
+
+def rewrite(n: int, new_hi: int, hi: int, lo: int) -> None:
+    """Take a user's edit of n 16-bit weights: where new_hi differs from hi, hi becomes new_hi and lo 0."""
+    _check(n, new_hi=new_hi, hi=hi, lo=lo)
+    library.infinity_rewrite(n, _u16(new_hi), _u16(hi), _i16(lo))
+
+
+def copy(n_bytes: int, dst: int, src: int) -> None:
+    """Copy n_bytes from src to dst over the pool.
+
+    Raises:
+        ValueError: the two ranges overlap.
+    """
+    _check(n_bytes, dst=dst, src=src)
+    if abs(dst - src) < n_bytes:
+        message = f"copy of {n_bytes} B from {src:#x} to {dst:#x}: the ranges overlap"
+        raise ValueError(message)
+    library.infinity_copy(n_bytes, ffi.cast("void *", dst), ffi.cast("void *", src))

@@ -1,0 +1,163 @@
+/* A persistent pool of threads that share one job's blocks.
+ *
+ * [Note: the pool]
+ * One job at a time: its caller holds `submit`.  A second caller does not wait, it runs its own job
+ * inline: with every core busy already, waiting could only lose.  Threads take the next block from
+ * a counter, so who computes a block is left to chance and what it computes is not.  The caller
+ * works too, and at the end waits only for workers that have begun: a worker that is late (its core
+ * busy with I/O) finds no job and sleeps on.  Workers start with the first job that is worth it.
+ * After fork the child has none of them: its handler makes every lock anew, and the child's first
+ * job starts workers of its own.
+ */
+#define _GNU_SOURCE
+#include <fenv.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+
+#include "internal.h"
+
+/* Fewer blocks than this are done before a sleeping worker would have woken. */
+#define INLINE_BLOCKS 4
+#define MAX_THREADS 1024
+
+struct job {
+    block_function run;
+    const void *args;
+    size_t n;
+    size_t block;
+    atomic_size_t next; /* the first element that nobody has taken */
+};
+
+static pthread_mutex_t submit = PTHREAD_MUTEX_INITIALIZER;
+
+/* Under shared.mutex. */
+static struct {
+    pthread_mutex_t mutex;
+    pthread_cond_t posted;
+    pthread_cond_t idle;
+    struct job *job;   /* NULL: none */
+    uint64_t n_posted; /* tells jobs apart: they live on stacks, at the same addresses */
+    size_t n_busy;     /* workers inside the job */
+    bool stopping;
+} shared = {.mutex = PTHREAD_MUTEX_INITIALIZER,
+            .posted = PTHREAD_COND_INITIALIZER,
+            .idle = PTHREAD_COND_INITIALIZER};
+
+/* Under submit; n_threads may be read without it. */
+static pthread_t workers[MAX_THREADS - 1];
+static size_t n_workers;
+static atomic_size_t n_threads = 1;
+static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
+
+static void take_blocks(struct job *job) {
+    /* Kernels are promised the default environment: torch.set_flush_denormal is the caller's own
+     * affair. */
+    fenv_t callers;
+    fegetenv(&callers);
+    fesetenv(FE_DFL_ENV);
+    for (;;) {
+        size_t first = atomic_fetch_add_explicit(&job->next, job->block, memory_order_relaxed);
+        if (first >= job->n) break;
+        size_t left = job->n - first;
+        job->run(job->args, first, left < job->block ? left : job->block);
+    }
+    fesetenv(&callers);
+}
+
+static void *work(void *unused) {
+    pthread_mutex_lock(&shared.mutex);
+    uint64_t n_seen = 0;
+    for (;;) {
+        while (!shared.stopping && (shared.job == NULL || shared.n_posted == n_seen))
+            pthread_cond_wait(&shared.posted, &shared.mutex);
+        if (shared.stopping) break;
+        struct job *job = shared.job;
+        n_seen = shared.n_posted;
+        shared.n_busy++;
+        pthread_mutex_unlock(&shared.mutex);
+        take_blocks(job);
+        pthread_mutex_lock(&shared.mutex);
+        if (--shared.n_busy == 0) pthread_cond_signal(&shared.idle);
+    }
+    pthread_mutex_unlock(&shared.mutex);
+    return unused;
+}
+
+/* In a new child: none of the workers came along, and any lock may have been held by a thread that
+ * did not. The locks are made anew rather than taken before the fork, so that fork never waits for
+ * a kernel. */
+static void forget_workers(void) {
+    pthread_mutex_init(&submit, NULL);
+    pthread_mutex_init(&shared.mutex, NULL);
+    pthread_cond_init(&shared.posted, NULL);
+    pthread_cond_init(&shared.idle, NULL);
+    shared.job = NULL;
+    shared.n_busy = 0;
+    shared.stopping = false;
+    n_workers = 0;
+}
+
+static void watch_forks(void) {
+    pthread_atfork(NULL, NULL, forget_workers);
+}
+
+/* Where a thread cannot be had, the job runs on those there are. */
+static void start_workers(void) {
+    pthread_once(&fork_once, watch_forks);
+    /* Signals are for the program's own threads: Python's handlers, and a debugger's, expect them
+     * there. */
+    sigset_t all, callers;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &callers);
+    while (n_workers + 1 < atomic_load(&n_threads)) {
+        if (pthread_create(&workers[n_workers], NULL, work, NULL) != 0) break;
+        n_workers++;
+    }
+    pthread_sigmask(SIG_SETMASK, &callers, NULL);
+}
+
+static void stop_workers(void) {
+    pthread_mutex_lock(&shared.mutex);
+    shared.stopping = true;
+    pthread_cond_broadcast(&shared.posted);
+    pthread_mutex_unlock(&shared.mutex);
+    for (; n_workers > 0; n_workers--) pthread_join(workers[n_workers - 1], NULL);
+    shared.stopping = false;
+}
+
+void run_blocks(block_function run, const void *args, size_t n, size_t block) {
+    struct job job = {.run = run, .args = args, .n = n, .block = block};
+    atomic_init(&job.next, 0);
+    if (atomic_load(&n_threads) == 1 || n / block < INLINE_BLOCKS ||
+        pthread_mutex_trylock(&submit) != 0) {
+        take_blocks(&job);
+        return;
+    }
+    start_workers();
+    pthread_mutex_lock(&shared.mutex);
+    shared.job = &job;
+    shared.n_posted++;
+    pthread_cond_broadcast(&shared.posted);
+    pthread_mutex_unlock(&shared.mutex);
+
+    take_blocks(&job);
+
+    pthread_mutex_lock(&shared.mutex);
+    shared.job = NULL;
+    while (shared.n_busy > 0) pthread_cond_wait(&shared.idle, &shared.mutex);
+    pthread_mutex_unlock(&shared.mutex);
+    pthread_mutex_unlock(&submit);
+}
+
+void infinity_set_threads(size_t wanted) {
+    pthread_mutex_lock(&submit);
+    stop_workers();
+    atomic_store(&n_threads, wanted < 1 ? 1 : wanted > MAX_THREADS ? MAX_THREADS : wanted);
+    pthread_mutex_unlock(&submit);
+}
+
+size_t infinity_threads(void) {
+    return atomic_load(&n_threads);
+}

@@ -1,0 +1,63 @@
+"""What every test may use: a seed that is printed, and a folder on a real disk.
+
+`INFINITY_TEST_SEED` sets the seed, `INFINITY_TEST_DISK` the folder below which NVMe files are made.
+"""
+
+import os
+import random
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+SEED = int(os.environ.get("INFINITY_TEST_SEED", "2104"), 0)
+IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
+
+# Two cores and a busy disk make single examples slow at random: time is pytest-timeout's business.
+hypothesis.settings.register_profile("infinity", deadline=None, derandomize="CI" in os.environ)
+hypothesis.settings.load_profile("infinity")
+
+
+def pytest_report_header() -> str:
+    return f"seed: {SEED} (INFINITY_TEST_SEED), files in: {disk()} (INFINITY_TEST_DISK)"
+
+
+@pytest.fixture
+def seed() -> int:
+    """The run's seed; Python's and torch's generators start from it."""
+    import torch
+
+    random.seed(SEED)
+    torch.manual_seed(SEED)
+    return SEED
+
+
+def filesystem(folder: Path) -> str:
+    """Name the type of the filesystem that holds a folder."""
+    best, kind = 0, ""
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        left, _, right = line.partition(" - ")
+        mount = Path(left.split()[4])
+        if folder.is_relative_to(mount) and len(mount.parts) >= best:
+            best, kind = len(mount.parts), right.split()[0]
+    return kind
+
+
+def disk() -> Path:
+    """Find a writable folder whose files are not in memory; the last resort is one whose files are."""
+    named = os.environ.get("INFINITY_TEST_DISK")
+    places = [named, tempfile.gettempdir(), "/var/tmp", Path(__file__).parents[1] / "build"]  # noqa: S108
+    folders = [Path(place).resolve() for place in places if place]
+    folders[-1].mkdir(exist_ok=True)
+    writable = [folder for folder in folders if os.access(folder, os.W_OK)]
+    on_disk = [folder for folder in writable if filesystem(folder) not in IN_MEMORY]
+    return next(iter([*on_disk, *writable]))
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """An empty folder on a real disk, gone after the test."""
+    with tempfile.TemporaryDirectory(prefix="infinity-", dir=disk()) as name:
+        yield Path(name)

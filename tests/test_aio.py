@@ -1,0 +1,339 @@
+"""Trusts the file system under folder and the kernel.  Nothing is faked but a disk that hangs (`held`)."""
+
+import errno
+import gc
+import os
+import pickle
+import random
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from infinity import aio
+from infinity.aio import faults
+
+pytestmark = pytest.mark.disk
+
+PIECE = 4 * aio.BLOCK  # small, so that small requests have several pieces
+
+
+def open_or_skip(folder, kind, **numbers):
+    try:
+        return aio.open_engine(folder, kind, **{"piece_nbytes": PIECE, "depth": 8, "threads": 4, **numbers})
+    except aio.EngineUnavailableError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(params=aio.KINDS)
+def engine(request, folder):
+    with open_or_skip(folder, request.param) as engine:
+        yield engine
+
+
+@pytest.fixture
+def file(engine, folder):
+    with engine.open_nameless(folder) as file:
+        file.allocate(0, 64 * PIECE)
+        yield file
+
+
+def random_memory(nbytes, seed=0):
+    memory = aio.AlignedMemory(nbytes)
+    memory.view[:] = random.Random(seed).randbytes(nbytes)
+    return memory
+
+
+# Right bytes
+
+
+def test_many_requests_in_random_order_give_the_right_bytes(engine, file):
+    count, nbytes = 256, aio.BLOCK
+    order = random.Random(1)
+    written, read = random_memory(count * nbytes), aio.AlignedMemory(count * nbytes)
+    places = list(range(0, count * nbytes, nbytes))
+    order.shuffle(places)
+    writes = [engine.write(file, p, written.address + p, nbytes, owner=written) for p in places]
+    order.shuffle(writes)
+    for write in writes:
+        write.wait()
+    order.shuffle(places)
+    reads = [engine.read(file, p, read.address + p, nbytes, owner=read, urgent=p % 3 == 0) for p in places]
+    engine.drain()
+    assert all(read.done for read in reads)
+    assert written.view == read.view
+
+
+def test_a_large_request_is_split_into_pieces_and_put_together_again(engine, file):
+    nbytes = 33 * PIECE + aio.BLOCK
+    written, read = random_memory(nbytes), aio.AlignedMemory(nbytes)
+    before = engine.statistics()
+    engine.write(file, aio.BLOCK, written.address, nbytes, owner=written).wait()
+    engine.read(file, aio.BLOCK, read.address, nbytes, owner=read).wait()
+    after = engine.statistics()
+    assert written.view == read.view
+    assert after.requests - before.requests == 2
+    assert after.pieces - before.pieces == 2 * 34
+    assert (after.bytes_read - before.bytes_read, after.bytes_written - before.bytes_written) == (nbytes,) * 2
+    assert after.in_flight == after.pieces_in_flight == after.failed == 0
+    assert 1 <= after.high_water <= 8
+
+
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    extents=st.lists(
+        st.tuples(st.integers(0, 60 * PIECE), st.integers(0, 4 * PIECE), st.booleans()), max_size=12
+    )
+)
+def test_any_sizes_and_offsets_give_what_a_file_in_memory_gives(engine, file, extents):
+    unit = aio.BLOCK if file.direct else 1
+    model, memory = bytearray(64 * PIECE), random_memory(64 * PIECE)
+    engine.write(file, 0, memory.address, len(memory), owner=memory).wait()
+    model[:] = memory.view
+    memory.view[:] = memory.view[::-1]
+    for start, size, write in extents:
+        offset, nbytes = start // unit * unit, size // unit * unit
+        if write:
+            engine.write(file, offset, memory.address + offset, nbytes, owner=memory).wait()
+            model[offset : offset + nbytes] = memory.view[offset : offset + nbytes]
+        else:
+            read = aio.AlignedMemory(max(nbytes, 1))
+            engine.read(file, offset, read.address, nbytes, owner=read).wait()
+            assert read.view[:nbytes] == model[offset : offset + nbytes]
+
+
+def test_several_threads_use_one_engine(engine, file):
+    wrong = []
+
+    def work(number):
+        written, read = random_memory(PIECE, number), aio.AlignedMemory(PIECE)
+        for _ in range(20):
+            engine.write(file, number * PIECE, written.address, PIECE, owner=written).wait()
+            read.view[:] = bytes(PIECE)
+            engine.read(file, number * PIECE, read.address, PIECE, owner=read).wait()
+            if read.view != written.view:
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_urgent_requests_go_first(folder, engine, file):
+    memory = aio.AlignedMemory(PIECE)
+    with faults.held(engine):
+        normal = [engine.read(file, 0, memory.address, PIECE, owner=memory) for _ in range(4)]
+        urgent = engine.read(file, 0, memory.address, PIECE, owner=memory, urgent=True, what="urgent")
+        faults.inject(engine, 1, -errno.EIO)
+    if engine.kind != "io_uring":
+        engine.drain()  # several threads take pieces in order, and try them in any
+        return
+    with pytest.raises(aio.IoError, match="read of urgent"):
+        urgent.wait()
+    for completion in normal:
+        completion.wait()
+
+
+def test_nothing_to_move_is_done_at_once(engine, file):
+    with faults.held(engine):
+        assert engine.read(file, 0, aio.BLOCK, 0).done
+
+
+# Errors
+
+
+def test_unaligned_requests_on_direct_files_are_refused_before_submission(engine, file):
+    memory = aio.AlignedMemory(2 * aio.BLOCK)
+    for shift in ((1, 0, 0), (0, 512, 0), (0, 0, 100)):
+        offset, address, nbytes = shift[0], memory.address + shift[1], aio.BLOCK + shift[2]
+        if file.direct:
+            with pytest.raises(ValueError, match=r"layers\.3.*whole blocks of 4096 B"):
+                engine.read(file, offset, address, nbytes, what="layers.3")
+        else:
+            engine.read(file, offset, address, nbytes, owner=memory).wait()
+    for numbers in ((-aio.BLOCK, memory.address, 0), (0, 0, aio.BLOCK), (0, memory.address, -aio.BLOCK)):
+        with pytest.raises(ValueError, match="out of range"):
+            engine.write(file, *numbers)
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 3 * PIECE])
+def test_reading_past_the_end_of_a_file_is_an_error_that_says_so(engine, folder, size):
+    memory = aio.AlignedMemory(4 * PIECE)
+    with engine.open_nameless(folder) as file:
+        os.ftruncate(file.fd, size)
+        completion = engine.read(file, 0, memory.address, 4 * PIECE, what="layers.17.hi", owner=memory)
+        with pytest.raises(aio.IoError) as first:
+            completion.wait()
+        with pytest.raises(aio.IoError) as second:
+            completion.wait()
+    error = first.value
+    assert str(error) == str(second.value)
+    assert (error.errno, error.offset, error.nbytes, error.what) == (errno.EIO, 0, 4 * PIECE, "layers.17.hi")
+    assert size - aio.BLOCK < error.failed_at <= size
+    for part in ("read of layers.17.hi: end of file", str(folder), f"{4 * PIECE} B at offset 0", "try: "):
+        assert part in str(error)
+    copy = pickle.loads(pickle.dumps(error))  # noqa: S301 (errors travel between processes)
+    assert (str(copy), copy.errno, copy.what) == (str(error), errno.EIO, "layers.17.hi")
+
+
+def test_a_failed_write_does_not_disturb_the_others(engine, file):
+    memory = random_memory(PIECE)
+    good = [engine.write(file, p * PIECE, memory.address, PIECE, owner=memory) for p in range(4)]
+    bad = engine.write(file, 0, aio.BLOCK, PIECE, what="nobody's memory")
+    for completion in good:
+        completion.wait()
+    with pytest.raises(aio.IoError, match="Bad address") as caught:
+        bad.wait()
+    assert caught.value.errno == errno.EFAULT
+
+
+# Waiting
+
+
+def test_a_wait_ends_after_its_timeout_and_the_request_goes_on(engine, file):
+    memory = random_memory(PIECE)
+    with faults.held(engine):
+        write = engine.write(file, 0, memory.address, PIECE, what="layers.0", owner=memory)
+        with pytest.raises(aio.IoTimeoutError, match=r"not done after 0.05 s: .*write of layers.0"):
+            write.wait(0.05)
+        with pytest.raises(aio.IoTimeoutError):
+            engine.drain(0.05)
+        with pytest.raises(aio.IoTimeoutError):
+            engine.wait_any([write], 0.05)
+        with pytest.raises(aio.IoTimeoutError):
+            write.wait(0)
+        assert not write.done
+        assert "in flight" in repr(write)
+    write.wait(10)
+    assert write.done
+
+
+def test_wait_any_gives_the_request_that_is_over(engine, file):
+    memory = aio.AlignedMemory(PIECE)
+    over = engine.read(file, 0, memory.address, PIECE, owner=memory)
+    over.wait()
+    with faults.held(engine):
+        pending = engine.read(file, 0, memory.address, PIECE, owner=memory)
+        assert engine.wait_any([pending, over]) is over
+        timer = threading.Timer(0.05, lambda: engine.library.aio_hold(engine.pointer, 0))
+        timer.start()
+        assert engine.wait_any([pending]) is pending
+        timer.join()
+    with pytest.raises(ValueError, match="at least one"):
+        engine.wait_any([])
+
+
+class Owner:
+    """Something whose end can be observed."""
+
+
+def test_a_dropped_completion_keeps_its_memory_until_the_kernel_is_done(engine, file):
+    memory = random_memory(PIECE)
+    owner = Owner()
+    end = weakref.ref(owner)
+    with faults.held(engine):
+        engine.write(file, 0, memory.address, PIECE, owner=owner)
+        del owner
+        gc.collect()
+        assert end() is not None
+        assert engine.statistics().in_flight == 1
+    engine.drain()
+    assert end() is None
+
+
+def test_memory_is_let_go_of_without_anybody_waiting(engine, file):
+    memory = aio.AlignedMemory(aio.BLOCK)
+    ends = []
+    for _ in range(50):
+        owner = Owner()
+        ends.append(weakref.ref(owner))
+        read = engine.read(file, 0, memory.address, aio.BLOCK, owner=owner)
+        while not engine.library.aio_done(read._request):
+            pass
+    del owner
+    assert sum(end() is not None for end in ends) <= 2
+
+
+def test_an_owner_may_use_the_engine_when_it_is_let_go_of(engine, file):
+    memory = aio.AlignedMemory(aio.BLOCK)
+    more = []
+
+    class Chained:
+        def __del__(self):
+            more.append(engine.read(file, 0, memory.address, aio.BLOCK, owner=memory))
+
+    for _ in range(10):
+        engine.read(file, 0, memory.address, aio.BLOCK, owner=Chained()).wait()
+    engine.drain()
+    assert len(more) == 10
+
+
+# Life
+
+
+def test_closing_a_file_waits_for_its_requests(engine, folder):
+    memory = random_memory(PIECE)
+    file = engine.open_nameless(folder)
+    with faults.held(engine):
+        write = engine.write(file, 0, memory.address, PIECE, owner=memory)
+        timer = threading.Timer(0.05, lambda: engine.library.aio_hold(engine.pointer, 0))
+        timer.start()
+        file.close()
+        timer.join()
+    assert write.done
+    write.wait()
+    file.close()
+    assert "closed" in repr(file)
+    with pytest.raises(ValueError, match="is closed"):
+        engine.read(file, 0, memory.address, PIECE, owner=memory)
+    assert engine.statistics().in_flight == 0
+
+
+def test_closing_an_engine_finishes_what_was_submitted(folder):
+    for kind in aio.KINDS:
+        engine = open_or_skip(folder, kind)
+        memory = random_memory(32 * PIECE)
+        file = engine.open_nameless(folder)
+        with faults.held(engine):
+            writes = [engine.write(file, p * PIECE, memory.address, PIECE, owner=memory) for p in range(32)]
+            engine.close()
+        assert all(write.done for write in writes)
+        engine.close()
+        assert "closed" in repr(engine)
+        with pytest.raises(aio.EngineClosedError):
+            engine.read(file, 0, memory.address, PIECE)
+        with pytest.raises(aio.EngineClosedError):
+            engine.open_nameless(folder)
+        file.close()
+
+
+def test_a_forgotten_engine_ends_by_itself(folder):
+    for kind in aio.KINDS:
+        before = threads_and_descriptors()
+        engine = open_or_skip(folder, kind)
+        file, memory = engine.open_nameless(folder), random_memory(PIECE)
+        engine.write(file, 0, memory.address, PIECE, owner=memory)
+        del engine, file
+        gc.collect()
+        assert threads_and_descriptors() == before
+
+
+def threads_and_descriptors():
+    gc.collect()
+    return tuple(len(list(Path(f"/proc/self/{kind}").iterdir())) for kind in ("task", "fd"))
+
+
+def test_nothing_leaks_from_a_hundred_engines(folder):
+    for kind in aio.KINDS:
+        open_or_skip(folder, kind).close()
+        before = threads_and_descriptors()
+        for _ in range(100):
+            with open_or_skip(folder, kind, threads=2) as engine, engine.open_nameless(folder):
+                pass
+        assert threads_and_descriptors() == before

@@ -1,0 +1,215 @@
+"""Every fault at every place of a small run: the right bytes, or an error that names the request.
+
+Trusts that infinity.aio.faults puts a fault where it says; the transfers around it are real.
+"""
+
+import errno
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from infinity import aio
+from infinity.aio import faults
+
+pytestmark = pytest.mark.disk
+
+PIECE = 4 * aio.BLOCK
+REQUEST = 3 * PIECE  # three pieces
+REQUESTS = 3
+ATTEMPTS = REQUESTS * 3  # of an undisturbed pass
+
+
+@pytest.fixture(params=aio.KINDS)
+def engine(request, folder):
+    try:
+        engine = aio.open_engine(folder, request.param, piece_nbytes=PIECE, depth=4, threads=3)
+    except aio.EngineUnavailableError as error:
+        pytest.skip(str(error))
+    with engine:
+        yield engine
+
+
+@pytest.fixture
+def file(engine, folder):
+    with engine.open_nameless(folder) as file:
+        file.allocate(0, REQUESTS * REQUEST)
+        yield file
+
+
+def random_memory(seed):
+    memory = aio.AlignedMemory(REQUESTS * REQUEST)
+    memory.view[:] = random.Random(seed).randbytes(len(memory))
+    return memory
+
+
+def run_pass(start, file, memory):
+    """Move all of `memory` in three requests; the error of each, or None."""
+    places = range(0, len(memory), REQUEST)
+    completions = [start(file, p, memory.address + p, REQUEST, what=f"at {p}", owner=memory) for p in places]
+    errors = []
+    for completion in completions:
+        try:
+            completion.wait()
+            errors.append(None)
+        except aio.IoError as error:
+            errors.append(error)
+    return errors
+
+
+def parts(memory):
+    return [bytes(memory.view[p : p + REQUEST]) for p in range(0, len(memory), REQUEST)]
+
+
+def disturbed(engine, file, direction, nth, result, seed):
+    """Write and read one pass with one fault in one of the two; (errors, what was written, what was read)."""
+    written, read = random_memory(seed), aio.AlignedMemory(REQUESTS * REQUEST)
+    if direction == "write":
+        faults.inject(engine, nth, result)
+        errors = run_pass(engine.write, file, written)
+        assert run_pass(engine.read, file, read) == [None] * REQUESTS
+    else:
+        assert run_pass(engine.write, file, written) == [None] * REQUESTS
+        faults.inject(engine, nth, result)
+        errors = run_pass(engine.read, file, read)
+    return errors, parts(written), parts(read)
+
+
+LENGTHS = [1, 511, 512, 4095, 4096, 4097, 8192, PIECE - 4097, PIECE - 4096, PIECE - 1, PIECE]
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_a_short_transfer_is_continued(engine, file, direction):
+    for seed, nbytes in enumerate(LENGTHS):
+        before = engine.statistics()
+        nth = 1 + seed % ATTEMPTS
+        errors, written, read = disturbed(engine, file, direction, nth, nbytes, seed)
+        assert errors == [None] * REQUESTS
+        assert written == read, f"seed {seed}, {nbytes} B"
+        after = engine.statistics()
+        more = (after.continued - before.continued) + (after.retries - before.retries)
+        assert more == (nbytes < PIECE)
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EINTR])
+def test_an_interrupted_transfer_is_tried_again(engine, file, direction, number):
+    for nth in range(1, ATTEMPTS + 1):
+        errors, written, read = disturbed(engine, file, direction, nth, -number, nth)
+        assert errors == [None] * REQUESTS
+        assert written == read, f"attempt {nth}"
+    assert engine.statistics().retries == ATTEMPTS
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+@pytest.mark.parametrize("result", [-errno.EIO, -errno.ENOSPC, -errno.ECANCELED, -errno.ENODATA, 0])
+def test_a_failed_transfer_fails_its_request_and_no_other(engine, file, direction, result):
+    for nth in range(1, ATTEMPTS + 1):
+        errors, written, read = disturbed(engine, file, direction, nth, result, nth)
+        failed = [i for i, error in enumerate(errors) if error]
+        assert len(failed) == 1, f"attempt {nth}"
+        error = errors[failed[0]]
+        assert error.errno == (-result or errno.EIO)
+        assert (error.offset, error.nbytes) == (failed[0] * REQUEST, REQUEST)
+        assert error.offset <= error.failed_at < error.offset + REQUEST
+        assert error.what == f"at {error.offset}"
+        assert str(error).startswith(f"{direction} of at {error.offset}: ")
+        assert error.cause
+        assert error.cure
+        for i in range(REQUESTS):
+            assert (written[i] == read[i]) or i in failed
+        assert engine.statistics().pieces_in_flight == 0
+    assert engine.statistics().failed == ATTEMPTS
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EINTR])
+def test_retries_end(engine, file, number):
+    memory = random_memory(0)
+    for nth in range(1, 40):
+        faults.inject(engine, nth, -number)
+    with pytest.raises(aio.IoError) as caught:
+        engine.write(file, 0, memory.address, PIECE, owner=memory).wait(30)
+    assert caught.value.errno == number
+    assert engine.statistics().retries == 20
+
+
+def test_progress_renews_the_patience_for_retries(engine, file):
+    memory, read = random_memory(0), aio.AlignedMemory(PIECE)
+    for nth in range(1, 61):
+        faults.inject(engine, nth, aio.BLOCK if nth in (16, 32, 48) else -errno.EAGAIN)
+    engine.write(file, 0, memory.address, PIECE, owner=memory).wait(30)
+    faults.inject(engine, 1, 0)
+    with pytest.raises(aio.IoError):
+        engine.read(file, 0, read.address, PIECE, owner=read).wait()
+    engine.read(file, 0, read.address, PIECE, owner=read).wait()
+    assert read.view == memory.view[:PIECE]
+
+
+def test_a_request_with_a_failed_piece_is_over_only_when_all_its_pieces_are(engine, file):
+    """The other pieces were started: the kernel may write to their memory as long as they last."""
+    memory = aio.AlignedMemory(REQUESTS * REQUEST)
+    for nth in range(1, 9):
+        for later in range(20):  # whatever else is in flight is slowed down by its retries
+            faults.inject(engine, nth + 1 + later, -errno.EAGAIN)
+        faults.inject(engine, nth, -errno.EIO)
+        with pytest.raises(aio.IoError):
+            engine.read(file, 0, memory.address, len(memory), owner=memory).wait(30)
+        assert engine.statistics().pieces_in_flight == 0
+        run_pass(engine.read, file, memory)  # uses up the faults that are left
+        run_pass(engine.read, file, memory)
+        run_pass(engine.read, file, memory)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_storm_of_faults_never_gives_wrong_bytes(engine, file, seed):
+    choices = (-errno.EIO, -errno.EAGAIN, -errno.EINTR, 0, 1, 4096, 5000, PIECE - 1)
+    dice = random.Random(seed)
+    for round_ in range(20):
+        written, read = random_memory(dice.random()), aio.AlignedMemory(REQUESTS * REQUEST)
+        for nth in dice.sample(range(1, 20), 6):
+            faults.inject(engine, nth, dice.choice(choices))
+        write_errors = run_pass(engine.write, file, written)
+        read_errors = run_pass(engine.read, file, read)
+        pairs = zip(parts(written), parts(read), write_errors, read_errors, strict=True)
+        for expected, actual, write_error, read_error in pairs:
+            assert write_error or read_error or expected == actual, f"seed {seed}, round {round_}"
+        for _ in range(5):
+            run_pass(engine.read, file, read)  # uses up the faults that are left
+
+
+def test_too_many_faults_and_nonsense_are_refused(engine):
+    with pytest.raises(ValueError, match="counts from 1"):
+        faults.inject(engine, 0, -errno.EIO)
+    for _ in range(64):
+        faults.inject(engine, 1000, -errno.EIO)
+    with pytest.raises(ValueError, match="too many"):
+        faults.inject(engine, 1000, -errno.EIO)
+
+
+def ring_descriptors():
+    links = Path("/proc/self/fd").iterdir()
+    return {int(link.name) for link in links if link.is_symlink() and "io_uring" in str(link.readlink())}
+
+
+def test_a_ring_that_breaks_fails_every_request_and_says_so(folder):
+    before = ring_descriptors()
+    try:
+        engine = aio.open_engine(folder, "io_uring")
+    except aio.EngineUnavailableError as error:
+        pytest.skip(str(error))
+    memory = random_memory(0)
+    file = engine.open_nameless(folder)
+    with faults.held(engine):
+        write = engine.write(file, 0, memory.address, PIECE, owner=memory, what="layers.5")
+        (ring,) = ring_descriptors() - before
+        null = os.open("/dev/null", os.O_RDWR)
+        os.dup2(null, ring)  # the descriptor stays taken: the engine will close it
+    with pytest.raises((aio.IoError, aio.EngineFailedError)):
+        write.wait(10)
+    with pytest.raises((aio.EngineFailedError, aio.IoError)):
+        engine.read(file, 0, memory.address, PIECE, owner=memory).wait(10)
+    with pytest.raises(aio.EngineFailedError):
+        engine.drain(10)
+    engine.close()
+    os.close(null)

@@ -1,0 +1,176 @@
+"""Choosing an engine, and the files it opens.
+
+Trusts the file system under `folder`.  Kernels without O_TMPFILE or fallocate are faked by monkeypatching.
+"""
+
+import errno
+import os
+import random
+import stat
+import subprocess
+
+import pytest
+
+from infinity import aio
+
+pytestmark = pytest.mark.disk
+
+PIECE = 4 * aio.BLOCK
+
+
+def open_or_skip(folder, kind):
+    try:
+        return aio.open_engine(folder, kind, piece_nbytes=PIECE, depth=8, threads=4)
+    except aio.EngineUnavailableError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(params=aio.KINDS)
+def engine(request, folder):
+    with open_or_skip(folder, request.param) as engine:
+        yield engine
+
+
+@pytest.fixture
+def file(engine, folder):
+    with engine.open_nameless(folder) as file:
+        file.allocate(0, 64 * PIECE)
+        yield file
+
+
+def random_memory(nbytes):
+    memory = aio.AlignedMemory(nbytes)
+    memory.view[:] = random.Random(0).randbytes(nbytes)
+    return memory
+
+
+# Opening
+
+
+def test_the_kind_comes_from_the_argument_then_the_environment_then_the_chain(folder, monkeypatch):
+    monkeypatch.setenv("INFINITY_AIO", "threads")
+    with aio.open_engine(folder) as engine:
+        assert (engine.kind, engine.direct) == ("threads", True)
+        assert engine.reason == "threads: asked for by INFINITY_AIO"
+    with aio.open_engine(folder, "buffered") as engine:
+        assert (engine.kind, engine.direct, engine.reason) == ("buffered", False, "buffered: asked for")
+    monkeypatch.delenv("INFINITY_AIO")
+    with aio.open_engine(folder) as engine:
+        assert engine.reason.startswith(f"{engine.kind}: ")
+
+
+def test_an_unknown_kind_is_refused_with_the_choices(folder, monkeypatch):
+    with pytest.raises(ValueError, match=r"'libaio', asked for, is unknown.*io_uring, threads, buffered"):
+        aio.open_engine(folder, "libaio")
+    monkeypatch.setenv("INFINITY_AIO", "uring")
+    with pytest.raises(ValueError, match="INFINITY_AIO"):
+        aio.open_engine(folder)
+
+
+@pytest.mark.parametrize("numbers", ["depth 0", "threads 0", "piece_nbytes 1000", "depth 1000000"])
+def test_numbers_out_of_range_are_refused(folder, numbers):
+    name, number = numbers.split()
+    with pytest.raises(ValueError, match=name):
+        aio.open_engine(folder, **{name: int(number)})
+
+
+def test_a_folder_that_is_not_there_is_named(folder):
+    with pytest.raises(FileNotFoundError, match="missing"):
+        aio.open_engine(folder / "missing")
+
+
+def test_a_nameless_file_is_private_and_leaves_no_name(engine, folder):
+    folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for place in (folder, str(folder), folder_fd):
+            with engine.open_nameless(place) as file:
+                status = os.fstat(file.fd)
+                assert (stat.S_IMODE(status.st_mode), status.st_nlink) == (0o600, 0)
+                assert str(folder) in file.path
+                assert list(folder.iterdir()) == []
+    finally:
+        os.close(folder_fd)
+
+
+def test_without_o_tmpfile_a_file_is_created_and_unlinked(engine, folder, monkeypatch):
+    real = os.open
+
+    def refuse(path, flags, *arguments, **names):
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return real(path, flags, *arguments, **names)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with engine.open_nameless(folder) as file:
+        assert os.fstat(file.fd).st_nlink == 0
+        assert stat.S_IMODE(os.fstat(file.fd).st_mode) == 0o600
+        assert list(folder.iterdir()) == []
+
+
+def test_a_named_file_lasts_and_links_are_not_followed(engine, folder):
+    memory, read = random_memory(PIECE), aio.AlignedMemory(PIECE)
+    with engine.create_named(folder, "weights") as file:
+        file.allocate(0, PIECE)
+        engine.write(file, 0, memory.address, PIECE, owner=memory).wait()
+        file.sync()
+    with engine.open_named(folder, "weights") as file:
+        engine.read(file, 0, read.address, PIECE, owner=read).wait()
+    assert memory.view == read.view == (folder / "weights").read_bytes()
+    with pytest.raises(FileExistsError):
+        engine.create_named(folder, "weights")
+    (folder / "link").symlink_to("weights")
+    with pytest.raises(OSError, match="symbolic links"):
+        engine.open_named(folder, "link")
+    for name in ("../weights", "", ".."):
+        with pytest.raises(ValueError, match="plain file name"):
+            engine.create_named(folder, name)
+
+
+def test_space_is_reserved_and_where_it_cannot_be_it_is_looked_for(engine, file, monkeypatch):
+    status = os.fstat(file.fd)
+    assert status.st_blocks * 512 >= status.st_size == 64 * PIECE
+
+    class NoFallocate:
+        def aio_allocate(self, *_):
+            return -errno.EOPNOTSUPP
+
+    monkeypatch.setattr("infinity.aio.files.load", NoFallocate)
+    file.allocate(0, 65 * PIECE)
+    assert file.nbytes == 65 * PIECE
+    with pytest.raises(aio.StorageFullError):
+        file.allocate(0, 1 << 60)
+    assert file.nbytes == 65 * PIECE
+
+
+# Full file systems
+
+
+def test_a_full_file_system_is_reported_with_the_numbers(engine, file):
+    size, needed = file.nbytes, 1 << 60
+    with pytest.raises(aio.StorageFullError) as caught:
+        file.allocate(size, needed)
+    assert caught.value.errno == errno.ENOSPC
+    assert caught.value.needed == needed
+    assert 0 < caught.value.free < needed
+    assert file.nbytes == size
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+@pytest.mark.parametrize("kind", aio.KINDS)
+def test_writing_to_a_full_file_system_names_the_request(kind, folder):
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=False)  # noqa: S607
+    if mounted.returncode:
+        pytest.skip("mounting is not permitted here")
+    try:
+        memory = random_memory(2 << 20)
+        with open_or_skip(folder, kind) as engine, engine.open_nameless(folder) as file:
+            with pytest.raises(aio.StorageFullError) as full:
+                file.allocate(0, 2 << 20)
+            assert full.value.free <= 1 << 20
+            write = engine.write(file, 0, memory.address, len(memory), what="layers.1.m", owner=memory)
+            with pytest.raises(aio.IoError, match=r"write of layers\.1\.m: No space left") as caught:
+                write.wait()
+            assert caught.value.errno == errno.ENOSPC
+            assert caught.value.failed_at <= 1 << 20
+    finally:
+        subprocess.run(["umount", folder], check=True)  # noqa: S607

@@ -1,0 +1,292 @@
+"""Trusted: torch's single fp32 operations round correctly, numpy-free views of bits. Faked: nothing."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinity import kernels, reference
+
+ISAS = ("scalar", "avx2", "avx512")
+# Either side of every vector width, of a block (16384), of what goes to the pool (65536), and odd ones.
+SIZES = (0, 1, 3, 7, 8, 9, 15, 16, 17, 31, 33, 63, 100, 16383, 16385, 65536 + 29, 200_003)
+
+
+def supported(name):
+    before = kernels.isa()
+    try:
+        kernels.set_isa(name)
+    except kernels.UnsupportedIsaError:
+        return False
+    kernels.set_isa(before)
+    return True
+
+
+@pytest.fixture(autouse=True)
+def _settings_are_put_back():
+    isa, threads = kernels.isa(), kernels.threads()
+    yield
+    kernels.set_isa(isa)
+    kernels.set_threads(threads)
+
+
+@pytest.fixture(params=ISAS)
+def isa(request):
+    if not supported(request.param):
+        pytest.skip(f"this machine has no {request.param}")
+    kernels.set_isa(request.param)
+    return request.param
+
+
+def bits(tensor):
+    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+
+
+def f32_of_bits(patterns):
+    """Takes unsigned 32-bit patterns."""
+    return torch.tensor(patterns, dtype=torch.int64).to(torch.int32).view(torch.float32)
+
+
+def random_bits(n, seed, dtype=torch.float32):
+    """Draw every kind of value: normal ones, denormals, infinities, NaNs of any payload and sign."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.bfloat16:
+        return torch.randint(-(2**15), 2**15, (n,), generator=generator).to(torch.int16).view(dtype)
+    drawn = torch.randint(-(2**31), 2**31, (n,), generator=generator).to(torch.int32).view(dtype)
+    special = f32_of_bits(
+        [0, 1, 0x80000000, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC12345, 0x7F812345, 0x7F7FFFFF]
+    )
+    places = torch.randint(0, 4, (n,), generator=generator) == 0
+    return torch.where(places, special[torch.randint(0, len(special), (n,), generator=generator)], drawn)
+
+
+def split(master):
+    hi, lo = (torch.empty(len(master), dtype=torch.int16) for _ in range(2))
+    kernels.split(len(master), master.data_ptr(), hi.data_ptr(), lo.data_ptr())
+    return hi, lo
+
+
+def join(hi, lo):
+    master = torch.empty(len(hi))
+    kernels.join(len(hi), hi.data_ptr(), lo.data_ptr(), master.data_ptr())
+    return master
+
+
+def scalars(**changes):
+    settings = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "step": 3}
+    return kernels.AdamWScalars(**(settings | changes))
+
+
+def test_join_gives_back_what_was_split_for_every_hi_and_the_lows_around_a_tie(isa):
+    lows = torch.tensor([0, 1, 2, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0x8002, 0xFFFE, 0xFFFF, 0x1234, 0xABCD])
+    patterns = (torch.arange(2**16).unsqueeze(1) << 16) + lows
+    masters = patterns.flatten().to(torch.int32).view(torch.float32)
+    hi, lo = split(masters)
+    expected = torch.where(masters.isnan(), torch.tensor(0x7FC00000, dtype=torch.int32), bits(masters))
+    assert torch.equal(expected, bits(join(hi, lo)))
+    assert torch.equal(bits(reference.rounded(masters)), hi)
+    assert bool((lo[masters.isnan()] == 0).all())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40))
+def test_any_master_survives_the_split_and_hi_is_the_nearest_bf16(patterns):
+    masters = f32_of_bits(patterns)
+    hi, lo = split(masters)
+    rebuilt = join(hi, lo)
+    assert torch.equal(bits(reference.canonical_(masters.clone())), bits(rebuilt))
+    finite = masters.isfinite() & hi.view(torch.bfloat16).isfinite()
+    weights = hi.view(torch.bfloat16).double()
+    either_side = [(hi + change).view(torch.bfloat16).double() for change in (-1, 1)]
+    for other in either_side:
+        nearer = (other - masters.double()).abs() < (weights - masters.double()).abs()
+        assert not bool((nearer & finite & other.isfinite()).any())
+
+
+def test_a_finite_master_that_rounds_to_infinity_is_kept(isa):
+    masters = f32_of_bits([0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, 0xFF7F8000, 0xFF7FFFFF])
+    hi, lo = split(masters)
+    assert hi.view(torch.bfloat16).isinf().tolist() == [False, True, True, True, True]
+    assert torch.equal(masters, join(hi, lo))
+
+
+def every_operation(n, offset, seed):
+    """Run each kernel on slices that start `offset` elements into their storage; return what each gave."""
+
+    def slice_of(tensor):
+        storage = torch.empty(n + offset, dtype=tensor.dtype)
+        storage[offset:] = tensor
+        return storage[offset:]
+
+    master, m, v, grad_f32 = (slice_of(random_bits(n, seed + i)) for i in range(4))
+    v = bits(v).bitwise_and(0x7FFFFFFF).view(torch.float32) if seed % 2 else v
+    grad_bf16 = slice_of(random_bits(n, seed + 4, torch.bfloat16))
+    hi, lo = (slice_of(field) for field in split(master))
+    results = {"split hi": hi.clone(), "split lo": lo.clone(), "join": join(hi, lo)}
+    for dtype, grad in (("bf16", grad_bf16), ("f32", grad_f32)):
+        for label, changes in (("", {}), (" clipped, beta1 0", {"clip": 0.3, "beta1": 0.0})):
+            fields = [slice_of(field) for field in (hi, lo, m, v)]
+            kernels.adamw(n, *(f.data_ptr() for f in fields), grad.data_ptr(), dtype, scalars(**changes))
+            results |= {f"adamw {dtype}{label} {i}": field for i, field in enumerate(fields)}
+        squares, finite = kernels.sum_squares(n, grad.data_ptr(), dtype)
+        results[f"sum {dtype}"] = torch.tensor([squares], dtype=torch.float64).view(torch.int32)
+        assert bool(grad.isfinite().all()) == finite
+        calm = torch.nan_to_num(grad, 0.0, 3.0, -3.0)
+        squares, _ = kernels.sum_squares(n, calm.data_ptr(), dtype)
+        results[f"calm sum {dtype}"] = torch.tensor([squares], dtype=torch.float64).view(torch.int32)
+        results[f"acc {dtype}"] = m.clone()
+        add = kernels.accumulate if dtype == "bf16" else kernels.accumulate_f32
+        add(n, results[f"acc {dtype}"].data_ptr(), grad.data_ptr())
+    results["widen"] = torch.empty(n)
+    kernels.widen(n, grad_bf16.data_ptr(), results["widen"].data_ptr())
+    new_hi = torch.where(
+        random_bits(n, seed + 5).view(torch.int32) % 64 == 0, grad_bf16.view(torch.int16), hi
+    )
+    fields = [hi.clone(), lo.clone()]
+    kernels.rewrite(n, new_hi.data_ptr(), fields[0].data_ptr(), fields[1].data_ptr())
+    results |= {"rewrite hi": fields[0], "rewrite lo": fields[1]}
+    return results
+
+
+@pytest.mark.parametrize(("n", "offset"), list(itertools.product(SIZES, (0, 1))))
+def test_every_isa_gives_the_scalar_bits_at_any_size_and_alignment(n, offset):
+    names = [name for name in ISAS if supported(name)]
+    results = {}
+    for name in names:
+        kernels.set_isa(name)
+        results[name] = every_operation(n, offset, seed=n)
+    for name in names[1:]:
+        for operation, expected in results["scalar"].items():
+            assert torch.equal(bits(expected), bits(results[name][operation])), (name, operation)
+
+
+def test_any_number_of_threads_gives_the_same_bits():
+    n = 16384 * 9 + 5
+    results = []
+    for threads in (1, 2, 3, 8):
+        kernels.set_threads(threads)
+        assert threads == kernels.threads()
+        results.append(every_operation(n, 0, seed=7))
+    for result in results[1:]:
+        for operation, expected in results[0].items():
+            assert torch.equal(bits(expected), bits(result[operation])), operation
+
+
+def test_denormals_survive_a_caller_that_flushes_them(isa):
+    masters = f32_of_bits([1, 2, 0x007FFFFF] * 30_000)
+    hi, lo = split(masters)
+    m, v, grad = (torch.zeros(len(masters)) for _ in range(3))
+    bits(m).fill_(3)
+    before = m.clone()
+    torch.set_flush_denormal(True)
+    try:
+        kernels.accumulate_f32(len(m), m.data_ptr(), masters.data_ptr())
+        step = scalars(lr=0.0)
+        kernels.adamw(
+            len(m),
+            hi.data_ptr(),
+            lo.data_ptr(),
+            grad.data_ptr(),
+            v.data_ptr(),
+            grad.clone().data_ptr(),
+            "f32",
+            step,
+        )
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(bits(before + masters), bits(m))
+    assert torch.equal(bits(masters), bits(join(hi, lo)))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+@pytest.mark.parametrize("changes", [{}, {"beta1": 0.3, "eps": 1e-15}, {"beta1": 0.5, "weight_decay": 0.0}])
+@pytest.mark.parametrize("clip", [1.0, 0.37])
+def test_adamw_equals_the_reference_recipe_bit_for_bit(isa, dtype, changes, clip):
+    n, generator = 50_021, torch.Generator().manual_seed(1)
+    master = torch.randn(n, generator=generator)
+    m, v = torch.zeros(n), torch.zeros(n)
+    hi, lo = split(master)
+    m_kernel, v_kernel = m.clone(), v.clone()
+    clip_f32 = torch.tensor(clip)
+    for step in range(1, 6):
+        scale = 10.0 ** torch.randint(-30, 3, (n,), generator=generator)
+        grad = (torch.randn(n, generator=generator) * scale).to(
+            torch.bfloat16 if dtype == "bf16" else torch.float32
+        )
+        if step == 4:
+            grad[::7] = torch.inf
+            grad[3::7] = torch.nan
+        step_scalars = scalars(step=step, clip=clip_f32.item(), **changes)
+        group = {
+            "lr": step_scalars.lr,
+            "betas": (step_scalars.beta1, step_scalars.beta2),
+            "eps": step_scalars.eps,
+            "weight_decay": step_scalars.weight_decay,
+        }
+        reference.adamw_step(master, m, v, grad, clip_f32, step, group)
+        fields = (hi, lo, m_kernel, v_kernel)
+        kernels.adamw(n, *(field.data_ptr() for field in fields), grad.data_ptr(), dtype, step_scalars)
+        assert torch.equal(bits(m), bits(m_kernel))
+        assert torch.equal(bits(v), bits(v_kernel))
+        assert torch.equal(bits(master), bits(join(hi, lo)))
+        assert torch.equal(bits(reference.rounded(master)), hi)
+
+
+def test_sum_squares_is_the_fp64_sum(isa):
+    grad = torch.randn(123_457, generator=torch.Generator().manual_seed(2)) * 1e30
+    for dtype, values in (("f32", grad), ("bf16", grad.bfloat16())):
+        squares, finite = kernels.sum_squares(len(values), values.data_ptr(), dtype)
+        assert values.double().square().sum().item() == pytest.approx(squares, rel=1e-13)
+        assert finite
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_sum_squares_finds_one_value_that_is_not_finite(isa, bad):
+    grad = torch.ones(70_001)
+    grad[69_999] = bad
+    squares, finite = kernels.sum_squares(len(grad), grad.data_ptr(), "f32")
+    assert not finite
+    assert str(abs(bad)) == str(squares)
+
+
+def test_rewrite_makes_an_edited_weight_its_own_master(isa):
+    master = torch.randn(1000, generator=torch.Generator().manual_seed(3))
+    hi, lo = split(master)
+    new_hi = hi.clone()
+    new_hi.view(torch.bfloat16)[10:20] = 3.0
+    kernels.rewrite(1000, new_hi.data_ptr(), hi.data_ptr(), lo.data_ptr())
+    master[10:20] = 3.0
+    assert torch.equal(bits(master), bits(join(hi, lo)))
+
+
+@pytest.mark.parametrize("n_bytes", [0, 1, 4097, (5 << 20) + 3, (16 << 20) + 77])
+def test_copy_moves_every_byte_and_no_other(isa, n_bytes):
+    source = torch.randint(0, 256, (n_bytes + 2,), dtype=torch.uint8)
+    target = torch.zeros(n_bytes + 2, dtype=torch.uint8)
+    kernels.copy(n_bytes, target.data_ptr() + 1, source.data_ptr() + 1)
+    assert torch.equal(source[1:-1], target[1:-1])
+    assert target[[0, -1]].tolist() == [0, 0]
+
+
+def test_what_cannot_be_meant_is_refused_at_the_border():
+    with pytest.raises(ValueError, match="n=-1"):
+        kernels.widen(-1, 8, 8)
+    with pytest.raises(ValueError, match="f32=0"):
+        kernels.widen(1, 8, 0)
+    with pytest.raises(ValueError, match="bf16"):
+        kernels.sum_squares(1, 8, "f16")
+    with pytest.raises(ValueError, match="overlap"):
+        kernels.copy(10, 1000, 1005)
+    with pytest.raises(ValueError, match="0 threads"):
+        kernels.set_threads(0)
+    for field, value in (("lr", -1.0), ("lr", float("nan")), ("beta2", 1.0), ("step", 0), ("clip", -0.5)):
+        with pytest.raises(ValueError, match=field):
+            scalars(**{field: value})
+
+
+def test_nothing_is_touched_for_no_elements():
+    kernels.split(0, 0, 0, 0)
+    kernels.adamw(0, 0, 0, 0, 0, 0, "bf16", scalars())
+    assert kernels.sum_squares(0, 0, "f32") == (0.0, True)

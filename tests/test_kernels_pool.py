@@ -1,0 +1,158 @@
+"""Trusted: the kernels' results on one thread. Faked: nothing; real threads, forks and processes."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from infinity import kernels
+
+N = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _two_threads():
+    before = kernels.threads()
+    kernels.set_threads(2)
+    yield
+    kernels.set_threads(before)
+
+
+def squares(grad):
+    return kernels.sum_squares(len(grad), grad.data_ptr(), "f32")[0]
+
+
+def test_concurrent_callers_get_the_results_they_would_get_alone():
+    grads = [torch.randn(N, generator=torch.Generator().manual_seed(seed)) for seed in range(6)]
+    expected = [squares(grad) for grad in grads]
+    found = [[] for _ in grads]
+
+    def call(index):
+        found[index].extend(squares(grads[index]) for _ in range(40))
+
+    callers = [threading.Thread(target=call, args=(index,)) for index in range(len(grads))]
+    for caller in callers:
+        caller.start()
+    for threads in (3, 1, 4, 2):  # the pool may change under them
+        kernels.set_threads(threads)
+        time.sleep(0.002)
+    for caller in callers:
+        caller.join()
+    assert [[value] * 40 for value in expected] == found
+
+
+def test_a_call_lets_other_python_threads_run():
+    source, target = (torch.zeros(256 << 20, dtype=torch.uint8) for _ in range(2))
+    began, seen, stop = threading.Event(), [0], threading.Event()
+
+    def count():
+        while not stop.is_set():
+            began.set()
+            seen[0] += 1
+
+    counter = threading.Thread(target=count)
+    counter.start()
+    began.wait()
+    before = seen[0]
+    kernels.set_threads(1)
+    kernels.copy(len(source), target.data_ptr(), source.data_ptr())
+    counted = seen[0] - before
+    stop.set()
+    counter.join()
+    assert counted > 100
+
+
+def in_child(work):
+    """Fork; return True if the child's work gives True within 20 s."""
+    # CPython 3.12 and later warn that a process with threads forks: that is what is tested here.
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(0 if work() else 1)
+        finally:
+            os._exit(2)
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status) == 0
+        time.sleep(0.005)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    return False
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_has_a_pool_of_its_own_and_the_parent_keeps_his():
+    grad = torch.randn(N)
+    expected = squares(grad)
+
+    def work():
+        same = squares(grad) == expected
+        kernels.set_threads(3)
+        return same and squares(grad) == expected
+
+    assert in_child(work)
+    assert in_child(lambda: in_child(work))
+    assert expected == squares(grad)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_forking_while_other_threads_are_inside_kernels_never_hangs():
+    grad = torch.randn(N)
+    expected = squares(grad)
+    stop = threading.Event()
+
+    def keep_busy():
+        while not stop.is_set():
+            squares(grad)
+
+    busy = [threading.Thread(target=keep_busy) for _ in range(2)]
+    for thread in busy:
+        thread.start()
+    try:
+        results = [in_child(lambda: squares(grad) == expected) for _ in range(15)]
+    finally:
+        stop.set()
+        for thread in busy:
+            thread.join()
+    assert all(results)
+
+
+def in_fresh_python(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_infinity_isa_forces_an_instruction_set():
+    result = in_fresh_python("from infinity import kernels; print(kernels.isa())", INFINITY_ISA="scalar")
+    assert result.stdout.strip() == "scalar", result.stderr
+
+
+def test_an_instruction_set_that_does_not_exist_is_refused_by_name():
+    result = in_fresh_python("from infinity import kernels", INFINITY_ISA="sse9")
+    assert result.returncode == 1
+    assert "UnsupportedIsaError: 'sse9' is not an instruction set" in result.stderr
+    assert "try: INFINITY_ISA=scalar" in result.stderr
+
+
+def test_a_process_with_a_running_pool_ends_cleanly():
+    code = (
+        "from infinity import kernels\n"
+        "import array\n"
+        "kernels.set_threads(4)\n"
+        "values = array.array('f', bytes(4 << 20))\n"
+        "print(kernels.sum_squares(1 << 20, values.buffer_info()[0], 'f32'))\n"
+    )
+    results = [in_fresh_python(code) for _ in range(3)]
+    assert [(r.returncode, r.stdout.strip(), r.stderr) for r in results] == [(0, "(0.0, True)", "")] * 3

@@ -1,0 +1,1 @@
+"""Big operators as sequences of tiles (weight, sequence, batch and vocabulary axes)."""
