@@ -92,14 +92,14 @@ def name_of(number: int) -> str:
     return f"{os.strerror(number)} ({errno.errorcode.get(number, number)})"
 
 
-class _DetailedOSError(OSError):
+class _DetailedError(OSError):
     """An OSError whose text is its whole message: `[Errno 5]` in front of a paragraph helps nobody."""
 
     def __str__(self) -> str:
         return str(self.strerror)
 
 
-class IoError(_DetailedOSError):
+class IoError(_DetailedError):
     """A read or write failed for good.
 
     Attributes:
@@ -145,14 +145,14 @@ class IoError(_DetailedOSError):
         return error
 
 
-class IoTimeoutError(TimeoutError):
+class IoTimeoutError(_DetailedError, TimeoutError):
     """A request was not done within the time given to `wait`.
 
     It is still in flight: its memory stays with the engine until the kernel is done with it.
     """
 
 
-class StorageFullError(_DetailedOSError):
+class StorageFullError(_DetailedError):
     """A file system has no room for what was to be allocated.
 
     Attributes:
@@ -181,7 +181,7 @@ class StorageFullError(_DetailedOSError):
         return error
 
 
-class EngineUnavailableError(_DetailedOSError):
+class EngineUnavailableError(_DetailedError):
     """An engine cannot be started, or does not work on the files of a folder."""
 
     kind: str = ""
@@ -203,7 +203,7 @@ class EngineUnavailableError(_DetailedOSError):
         return error
 
 
-class EngineFailedError(_DetailedOSError):
+class EngineFailedError(_DetailedError):
     """The engine broke while it was running.
 
     What was not started has failed; what the kernel had is in flight for ever, its memory never reused.

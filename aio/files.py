@@ -2,8 +2,9 @@
 
 [Note: nameless files]
 A file without a name cannot be opened, deleted or planted by anybody else, and its space returns the instant
-the process dies.  Where the file system has no O_TMPFILE (NFS), it is created under a random name and
-unlinked at once.
+the process dies.  A forked child would keep the space as long as it lives, so there the files are closed at
+once; it could not use them anyway.  Where the file system has no O_TMPFILE (NFS), a file is created under a
+random name and unlinked at once.
 """
 
 import contextlib
@@ -32,6 +33,16 @@ _ALLOCATION_NBYTES = 1 << 30  # per system call, so that Ctrl-C is noticed in be
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 
+_descriptors: "weakref.WeakSet[Descriptor]" = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for descriptor in list(_descriptors):
+        descriptor.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
 
 class Descriptor:
     """An open file's number, closed when neither its File nor a request in flight needs it any more."""
@@ -41,6 +52,7 @@ class Descriptor:
         self.close = weakref.finalize(self, os.close, fd)
         # At exit requests may be in flight, and a number that is free again may become another file's.
         self.close.atexit = False
+        _descriptors.add(self)
 
 
 class File:

@@ -5,7 +5,7 @@ import os
 from typing import NamedTuple
 
 from infinity.aio.engine import Engine
-from infinity.aio.errors import STARTING, TRYING, EngineUnavailableError
+from infinity.aio.errors import STARTING, TRYING, EngineFailedError, EngineUnavailableError
 from infinity.aio.files import Folder, opened_folder
 from infinity.aio.library import BLOCK, KIND_IO_URING, KIND_THREADS, ffi, load
 from infinity.aio.memory import AlignedMemory
@@ -106,8 +106,8 @@ def _open(kind: str, reason: str, options: dict[str, int], folder_fd: int, path:
         _try(engine, folder_fd)
     except OSError as error:
         engine.close()
-        number = error.errno or 0
-        raise EngineUnavailableError.of_kind(kind, number, TRYING, path) from error
+        step = STARTING if isinstance(error, EngineFailedError) else TRYING
+        raise EngineUnavailableError.of_kind(kind, error.errno or errno.EIO, step, path) from error
     except BaseException:
         engine.close()
         raise

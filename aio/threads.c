@@ -45,6 +45,7 @@ static bool next(struct aio_engine *engine, struct piece *piece) {
 void *threads_main(void *argument) {
     struct aio_engine *engine = argument;
     struct piece piece;
+    pthread_setname_np(pthread_self(), "aio-thread");
     pthread_mutex_lock(&engine->lock);
     while (next(engine, &piece)) {
         pthread_mutex_unlock(&engine->lock);

@@ -263,6 +263,7 @@ static int end(struct ring *ring, int failure) {
 
 void *uring_main(void *argument) {
     struct aio_engine *engine = argument;
+    pthread_setname_np(pthread_self(), "aio-ring");
     struct ring *ring = begin(engine);
     int failure = ring ? end(ring, serve(ring)) : 0;
     pthread_mutex_lock(&engine->lock);

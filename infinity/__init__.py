@@ -13,6 +13,7 @@ from infinity.errors import (
 from infinity.gather import gathered
 from infinity.init import Init
 from infinity.optim import AdamW
+from infinity.stats import Stats, stats
 
 __all__ = [
     "AdamW",
@@ -24,6 +25,8 @@ __all__ = [
     "InfinityError",
     "Init",
     "NotResidentError",
+    "Stats",
     "UnsupportedError",
     "gathered",
+    "stats",
 ]

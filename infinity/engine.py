@@ -24,7 +24,7 @@ from infinity.executor import Executor
 from infinity.gradient import GradientStore, OffloadedGradient, applied_message
 from infinity.hooks import Hooks, graph_task
 from infinity.lanes import Pass, StreamLane
-from infinity.memory import Budget, Ledger, Pool, divide
+from infinity.memory import Budget, Ledger, Pool, divide, return_freed_memory
 from infinity.passes import ReadPass, WritePass
 from infinity.released import CONVERSIONS, not_resident, owner_of, set_owner
 from infinity.shard import lay_out
@@ -69,6 +69,7 @@ class Engine:
         if total is None:
             total = psutil.virtual_memory().available // 2
         self.budget: Budget = divide(total)
+        return_freed_memory()
         self.device = open_device(config.device)
         self.traffic = Traffic()
         self.kept = Ledger(self.budget.kept_nbytes)
@@ -254,6 +255,11 @@ class Engine:
         """Do a pass now."""
         self.lane.submit(job, urgent=True)
         self.lane.wait(job)
+
+    def held_nbytes(self) -> int:
+        """Bytes of host_memory in use now."""
+        slots = self.budget.slots * self.budget.slot_nbytes
+        return slots + self.kept.held_nbytes + self.executor.ahead_nbytes + self.gradients.outgoing_nbytes
 
     def close(self) -> None:
         """Stop the lane and give memory and files back. The parameters' values are gone."""

@@ -127,6 +127,11 @@ class Executor:
         guess = [*(Use(Phase.FORWARD, one) for one in order), *(Use(Phase.BACKWARD, one) for one in reversed(order))]
         self._follow(tuple(guess))
 
+    @property
+    def ahead_nbytes(self) -> int:
+        """Bytes of units that wait for their use."""
+        return self._ahead.held_nbytes
+
     def _follow(self, trace: tuple[Use, ...]) -> None:
         self.cursor.follow(make_plan(trace, [unit.resident_nbytes for unit in self.units], self._ahead.limit_nbytes))
         self.counts.plans += 1

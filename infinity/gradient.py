@@ -98,6 +98,11 @@ class GradientStore:
         self._kept = kept
         self._outgoing = Ledger(budget.outgoing_nbytes)
 
+    @property
+    def outgoing_nbytes(self) -> int:
+        """Bytes of gradients on their way out."""
+        return self._outgoing.held_nbytes
+
     def arrive(self, unit: Unit, index: int, grad: torch.Tensor, *, keep: bool) -> Gradient:
         """Take a gradient that starts anew. With `keep` False it stays on its way, to be applied when the unit is complete."""
         gradient = Gradient(unit, index, self._kept)

@@ -9,6 +9,7 @@ answered "no" (and the caller spills, or waits), never granted.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
 from dataclasses import dataclass
@@ -46,6 +47,21 @@ class Arena:
 def view(address: int, nbytes: int) -> memoryview:
     """Return the `nbytes` bytes at `address` as a writable buffer. The caller keeps the memory alive."""
     return memoryview(_FFI.buffer(_FFI.cast("char *", address), nbytes))
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+
+
+def return_freed_memory() -> None:
+    """Make malloc give large blocks back to the system when they are freed (glibc; elsewhere nothing happens).
+
+    By default glibc raises its threshold to 32 MiB as large blocks are freed; units and gradients, allocated and freed all the time
+    in changing sizes, then leave holes that count as ours: measured, 1.3 GiB where 0.3 GiB are in use.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+        mallopt(_M_TRIM_THRESHOLD, 16 << 20)
 
 
 @dataclass(frozen=True, slots=True)

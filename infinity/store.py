@@ -246,6 +246,10 @@ class Record:
         """Where a field lies."""
         return self._extents[name].store.tier
 
+    def tiers(self) -> tuple[tuple[str, str], ...]:
+        """Return (field, tier) of every field it has."""
+        return tuple((name, extent.store.tier) for name, extent in self._extents.items())
+
     def nbytes(self, tier: str) -> int:
         """Bytes the record takes in a tier."""
         return sum(extent.nbytes for extent in self._extents.values() if extent.store.tier == tier)

@@ -12,7 +12,7 @@
 #define TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
 #endif
 
-/* Elements per block: what one thread takes at a time, and part of sum_squares' contract. */
+/* Elements per block: what a kernel is called with, and part of sum_squares' contract. */
 #define BLOCK_NUMEL ((size_t)16384)
 /* Partial sums per block. */
 #define SUM_LANES 32

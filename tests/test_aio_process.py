@@ -127,7 +127,7 @@ if child == 0:
             attempt()
         except aio.ForkedError:
             refused += 1
-    print("refused", refused, write.done, "forked" in repr(engine), flush=True)
+    print("refused", refused, write.done, "forked" in repr(engine), "closed" in repr(file), flush=True)
     file.close()
     engine.close()
     del write, file, engine, memory
@@ -144,7 +144,7 @@ print(memory.view == b"x" * N)
         folder,
         kind,
     )
-    assert output == "refused 6 False True\nchild 7\nTrue\n"
+    assert output == "refused 6 False True True\nchild 7\nTrue\n"
 
 
 def test_forks_at_any_moment_neither_hang_nor_disturb(folder, kind):

@@ -176,27 +176,19 @@ def test_any_number_of_threads_gives_the_same_bits():
 
 def test_denormals_survive_a_caller_that_flushes_them(isa):
     masters = f32_of_bits([1, 2, 0x007FFFFF] * 30_000)
+    n = len(masters)
     hi, lo = split(masters)
-    m, v, grad = (torch.zeros(len(masters)) for _ in range(3))
-    bits(m).fill_(3)
-    before = m.clone()
+    m, v, grad, acc = (torch.zeros(n) for _ in range(4))
+    bits(acc).fill_(3)
+    expected = acc + masters
     torch.set_flush_denormal(True)
     try:
-        kernels.accumulate_f32(len(m), m.data_ptr(), masters.data_ptr())
-        step = scalars(lr=0.0)
-        kernels.adamw(
-            len(m),
-            hi.data_ptr(),
-            lo.data_ptr(),
-            grad.data_ptr(),
-            v.data_ptr(),
-            grad.clone().data_ptr(),
-            "f32",
-            step,
-        )
+        kernels.accumulate_f32(n, acc.data_ptr(), masters.data_ptr())
+        fields = (hi, lo, m, v, grad)
+        kernels.adamw(n, *(field.data_ptr() for field in fields), "f32", scalars(lr=0.0))
     finally:
         torch.set_flush_denormal(False)
-    assert torch.equal(bits(before + masters), bits(m))
+    assert torch.equal(bits(expected), bits(acc))
     assert torch.equal(bits(masters), bits(join(hi, lo)))
 
 
