@@ -23,6 +23,7 @@ from infinity import kernels
 from infinity.kernels.library import ffi, library
 
 TRAFFIC = "traffic (bound)"
+SETTLE_S = 0.02  # torch's OpenMP threads spin after their work and would slow whatever comes next
 # A bf16 weight stored beside its fp32 master, with a bf16 gradient: master, m, v and gradient are read;
 # master, m, v and weight are written. The split master needs no second copy of the weight's upper half: 26.
 BESIDE_BYTES = 28
@@ -108,6 +109,7 @@ def best(rows: list[Row], repeats: int) -> dict[str, float]:
     seconds: dict[str, list[float]] = {row.name: [] for row in rows}
     for repeat in range(repeats + 1):
         for row in rows:
+            time.sleep(SETTLE_S)
             start = time.perf_counter()
             row.call()
             if repeat > 0:

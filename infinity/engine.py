@@ -25,7 +25,8 @@ from infinity.gradient import GradientStore, OffloadedGradient, applied_message
 from infinity.hooks import Hooks, graph_task
 from infinity.lanes import Pass, StreamLane
 from infinity.memory import Budget, Ledger, Pool, divide, return_freed_memory
-from infinity.passes import ReadPass, WritePass
+from infinity.passes import MovePass, ReadPass, WritePass
+from infinity.placement import DENSITY, choose
 from infinity.released import CONVERSIONS, not_resident, owner_of, set_owner
 from infinity.shard import lay_out
 from infinity.store import HostStore, NvmeStore, Record, Store, Traffic
@@ -255,6 +256,26 @@ class Engine:
         """Do a pass now."""
         self.lane.submit(job, urgent=True)
         self.lane.wait(job)
+
+    # Steps
+
+    def close_step(self) -> None:
+        """The optimizer has decided a step. After the first one it is known what gradients take; what is left is for pinning."""
+        self.executor.close_step()
+        if self.executor.counts.steps == 1 and self.nvme_store is not None:
+            self._pin()
+
+    def _pin(self) -> None:
+        """Move fields of records into what host memory has left; see placement."""
+        if self.executor.counts.steps != 1:
+            return
+        fields = [{name: unit.record.shard.nbytes(name) for name in DENSITY if name in unit.record} for unit in self.units]
+        for index, name in choose(fields, self.kept.limit_nbytes, self.kept.peak_nbytes):
+            record = self.units[index].record
+            if self.kept.limit_nbytes - self.kept.held_nbytes < fields[index][name]:
+                continue  # this step's gradients are still there
+            extent = self.host_store.allocate(fields[index][name], f"{record.name}.{name}")
+            self.lane.submit(MovePass(record, name, extent, self.budget.tile_numel))
 
     def held_nbytes(self) -> int:
         """Bytes of host_memory in use now."""

@@ -23,6 +23,9 @@ from infinity.unit import Unit
 _REPLAN_SHARE = 0.1
 """A new plan is made when more than this share of a step's uses was not as planned."""
 
+_NEAR = 64
+"""Uses. A use this close ahead in the plan may come early."""
+
 _TRACE_LIMIT = 1 << 20
 """Uses. Beyond that (a long generation without a step) a step is followed but not remembered."""
 
@@ -47,20 +50,27 @@ class Counts:
 
 
 class Cursor:
-    """Where in the plan the step is, and what was used so far."""
+    """Where in the plan the step is, and what was used so far.
+
+    Uses close by may come in another order than planned (the first plan only guesses the order in a block): they are taken as they
+    come. A use that is not close by is a divergence: the cursor jumps to where the plan has it next.
+    """
 
     def __init__(self) -> None:
         """Without a plan."""
         self.plan: Plan | None = None
         self.position = 0
+        """The first use of the plan that has not come."""
         self.trace: list[Use] = []
-        self.strayed = 0
+        self.reordered = 0
+        """Uses of the step that were not the next of the plan."""
         self.divergences = 0
+        self._early: set[int] = set()
         self._opened = False
         self._places: dict[Use, list[int]] = {}
 
     def follow(self, plan: Plan) -> None:
-        """Take a plan, at its start."""
+        """Take a plan; its opening has not been fetched."""
         self.plan = plan
         places = defaultdict(list)
         for position, step in enumerate(plan.steps):
@@ -72,9 +82,10 @@ class Cursor:
     def restart(self) -> None:
         """Go back to the start of the plan, whose opening is fetched now; forget the uses of the step."""
         self._opened = True
+        self._early.clear()
         self.position = 0
         self.trace = []
-        self.strayed = 0
+        self.reordered = 0
 
     def upcoming(self) -> Iterator[Use]:
         """Return the plan's uses from here to the end of the step."""
@@ -83,24 +94,29 @@ class Cursor:
                 yield self.plan.steps[position].use
 
     def advance(self, use: Use) -> tuple[tuple[int, ...], bool, bool]:
-        """Take note of a use; return the fetches that begin with it, whether its unit stays, and whether it was the planned one."""
+        """Take note of a use; return the fetches that begin with it, whether its unit stays, and whether it was foreseen."""
         if len(self.trace) < _TRACE_LIMIT:
             self.trace.append(use)
-        if self.plan is None:
-            return (), False, True
-        planned = self._opened and self.position < len(self.plan.steps) and self.plan.steps[self.position].use == use
-        if not planned:
-            self.strayed += self._opened
+        places = self._places.get(use, ())
+        if self.plan is None or not places:
+            return (), False, False
+        place = next((one for one in places[bisect_left(places, self.position) :] if one not in self._early), None)
+        foreseen = self._opened and place is not None and place <= self.position + _NEAR
+        if place is None:
+            place = places[0]
+        self.reordered += place != self.position
+        if foreseen:
+            self._early.add(place)
+            while self.position in self._early:
+                self._early.discard(self.position)
+                self.position += 1
+        else:
             self.divergences += self._opened
             self._opened = True
-            places = self._places.get(use)
-            if not places:
-                return (), False, False
-            at = bisect_left(places, self.position)
-            self.position = places[at % len(places)]
-        step = self.plan.steps[self.position]
-        self.position += 1
-        return step.fetch, step.keep, planned
+            self._early.clear()
+            self.position = place + 1
+        step = self.plan.steps[place]
+        return step.fetch, step.keep, foreseen
 
 
 class Executor:
@@ -156,8 +172,8 @@ class Executor:
     def _use(self, unit: Unit, phase: Phase) -> None:
         self.counts.uses += 1
         unit.uses += 1
-        fetch, keep, planned = self.cursor.advance(Use(phase, unit.index))
-        if not planned:
+        fetch, keep, foreseen = self.cursor.advance(Use(phase, unit.index))
+        if not foreseen:
             self.counts.divergences = self.cursor.divergences
             self._look_again(but=unit)
         if keep:
@@ -165,7 +181,7 @@ class Executor:
         else:
             self._staying.discard(unit)
         self.make_resident(unit)
-        if planned:
+        if foreseen:
             self._owed.extend(fetch)
         self.fetch_owed()
 
@@ -310,7 +326,7 @@ class Executor:
         self._owed.clear()
         self._evict_waiting()
         cursor = self.cursor
-        if cursor.plan is None or cursor.strayed > _REPLAN_SHARE * max(1, len(cursor.trace)):
+        if cursor.plan is None or cursor.reordered > _REPLAN_SHARE * max(1, len(cursor.trace)):
             self._follow(tuple(cursor.trace))
         cursor.restart()
         for unit in self.units:

@@ -126,7 +126,7 @@ class AdamW(Optimizer):
             self._decide(group, parameter, gradient, factor)
         self._applied.clear()
         for engine in self._engines.values():
-            engine.executor.close_step()
+            engine.close_step()
         return loss
 
     def _with_gradient(self) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:

@@ -103,6 +103,26 @@ print(memory.view == b"x" * N)
     assert seconds < 2
 
 
+def test_the_threads_of_an_engine_take_no_signals(folder, kind):
+    """One that took Ctrl-C would keep it from Python's main thread."""
+    output = run(
+        """
+engine, file, memory = begin()
+main = str(os.getpid())
+for task in os.listdir("/proc/self/task"):
+    if task != main:
+        with open(f"/proc/self/task/{task}/status") as lines:
+            status = lines.read()
+        blocked = int(status.split("SigBlk:")[1].split()[0], 16)
+        print(blocked >> signal.SIGINT - 1 & blocked >> signal.SIGTERM - 1 & 1)
+engine.close()
+""",
+        folder,
+        kind,
+    )
+    assert set(output.split()) == {"1"}
+
+
 # Forks
 
 
@@ -179,6 +199,34 @@ print(errors, engine.statistics().failed)
         kind,
     )
     assert output == "[] 0\n"
+
+
+def test_a_lock_held_when_a_child_is_forked_does_not_stop_it(folder, kind):
+    output = run(
+        """
+engine, file, memory = begin()
+write = engine.write(file, 0, memory.address, N, owner=memory)
+while not engine.library.aio_done(write._request):
+    pass
+locked, leave = threading.Event(), threading.Event()
+def hold_lock():
+    with engine._lock:
+        locked.set()
+        leave.wait()
+threading.Thread(target=hold_lock).start()
+locked.wait()
+if (child := os.fork()) == 0:
+    signal.alarm(20)
+    print(write.done, flush=True)
+    write.wait()
+    os._exit(0)
+print(os.waitpid(child, 0)[1])
+leave.set()
+""",
+        folder,
+        kind,
+    )
+    assert output == "True\n0\n"
 
 
 # Exits

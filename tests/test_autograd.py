@@ -1,0 +1,172 @@
+"""Trusted: plain torch with the reference recipe. Faked: nothing; every unit is released between uses."""
+
+import dataclasses
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from parity import Wrap, compare, halves, repeatable, tokens, total
+
+
+@pytest.fixture(autouse=True)
+def _repeatable():
+    with repeatable():
+        yield
+
+
+@pytest.fixture(params=["in memory", pytest.param("on disk", marks=pytest.mark.disk)])
+def nvme(request):
+    return None if request.param == "in memory" else request.getfixturevalue("folder")
+
+
+@dataclasses.dataclass
+class Pair:
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+class SavesItsWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+def weight_norm(module):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return torch.nn.utils.weight_norm(module)
+
+
+def batch_norm(module):
+    """Give its buffers the dtype of its parameters, as torch wants them; Init leaves them as they are."""
+    for name, buffer in module.named_buffers():
+        setattr(module, name, buffer.bfloat16() if buffer.is_floating_point() else buffer)
+    return module
+
+
+def tied():
+    model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 16), nn.Linear(16, 32, bias=False))
+    model[2].weight = model[0].weight
+    return model
+
+
+def shared():
+    one = nn.Linear(16, 16)
+    return nn.Sequential(one, nn.Tanh(), nn.Linear(16, 16), one)
+
+
+def lists():
+    return Wrap(
+        lambda self, x: (x @ self.list[0]) * self.dict["scale"] + self.list[1],
+        list=nn.ParameterList([nn.Parameter(torch.randn(16, 16)), nn.Parameter(torch.randn(16))]),
+        dict=nn.ParameterDict({"scale": nn.Parameter(torch.randn(16))}),
+    )
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.1)
+    return nn.TransformerEncoder(layer, 2)
+
+
+def linear():
+    return nn.Linear(16, 16)
+
+
+def inplace(self, x):
+    y = F.relu_(self.a(x))
+    y = self.b(y)
+    y.add_(x)
+    return F.relu(self.a(y), inplace=True)
+
+
+X = halves(2, 5, 16)
+MODELS = {
+    "linear": (linear, X),
+    "MultiheadAttention": (
+        lambda: Wrap(lambda self, x: self.a(x, x, x), a=nn.MultiheadAttention(16, 2, batch_first=True)),
+        X,
+    ),
+    "cross attention": (
+        lambda: Wrap(
+            lambda self, x: self.a(x, x[:, :3].exp(), x[:, :3])[0],
+            a=nn.MultiheadAttention(16, 2, batch_first=True, add_bias_kv=True),
+        ),
+        X,
+    ),
+    "attention, other sizes": (
+        lambda: Wrap(
+            lambda self, x: self.a(x, x[..., :8], x[..., :4]), a=nn.MultiheadAttention(16, 2, kdim=8, vdim=4)
+        ),
+        X,
+    ),
+    "TransformerEncoderLayer": (lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), X),
+    "TransformerEncoder": (encoder, X),
+    "Transformer": (
+        lambda: Wrap(lambda self, x: self.t(x, x * 2), t=nn.Transformer(16, 2, 1, 1, 32, batch_first=True)),
+        X,
+    ),
+    "LSTM": (lambda: nn.LSTM(16, 8, num_layers=2, batch_first=True, bidirectional=True), X),
+    "GRU": (lambda: nn.GRU(16, 8, num_layers=2), X),
+    "LSTMCell": (lambda: Wrap(lambda self, x: self.c(x[0]), c=nn.LSTMCell(16, 8)), X),
+    "weight_norm": (lambda: nn.utils.parametrizations.weight_norm(linear()), X),
+    "old weight_norm": (lambda: weight_norm(linear()), X),
+    "Conv1d": (lambda: nn.Sequential(nn.Conv1d(5, 8, 3), nn.GELU(), nn.ConvTranspose1d(8, 4, 3)), X),
+    "Conv2d": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), batch_norm(nn.BatchNorm2d(4)), nn.ReLU()), halves(2, 2, 8, 8)),
+    "norms": (lambda: nn.Sequential(linear(), nn.LayerNorm(16), nn.GroupNorm(5, 5), nn.RMSNorm(16)), X),
+    "BatchNorm1d": (lambda: nn.Sequential(linear(), batch_norm(nn.BatchNorm1d(16)), nn.Linear(16, 3)), halves(4, 16)),
+    "padding": (lambda: nn.Embedding(32, 16, padding_idx=3), tokens(32, 2, 9)),
+    "EmbeddingBag": (lambda: nn.EmbeddingBag(32, 16, mode="sum"), tokens(32, 4, 9)),
+    "Bilinear": (lambda: Wrap(lambda self, x: self.b(x, x.tanh()), b=nn.Bilinear(16, 16, 4)), X),
+    "PReLU": (lambda: nn.Sequential(linear(), nn.PReLU(16), nn.Softplus()), halves(4, 16)),
+    "called twice": (lambda: Wrap(lambda self, x: self.a(self.a(x).tanh()), a=linear()), X),
+    "tied": (tied, tokens(32, 2, 5)),
+    "shared": (shared, X),
+    "tuple": (lambda: Wrap(lambda self, x: (self.a(x), (self.b(x), None)), a=linear(), b=linear()), X),
+    "dict": (lambda: Wrap(lambda self, x: {"y": self.a(x), "z": [self.b(x)]}, a=linear(), b=linear()), X),
+    "dataclass": (
+        lambda: Wrap(
+            lambda self, x: total([(p := self.p(x)).first, p.second]),
+            p=Wrap(lambda self, x: Pair(self.a(x), self.a(x).tanh()), a=linear()),
+        ),
+        X,
+    ),
+    "in place": (lambda: Wrap(inplace, a=linear(), b=linear()), X),
+    "returns its weight": (
+        lambda: Wrap(lambda self, x: x @ self.w(), w=Wrap(lambda self: self.p, p=nn.Parameter(torch.randn(16, 4)))),
+        X,
+    ),
+    "returns a view of its weight": (
+        lambda: Wrap(
+            lambda self, x: (x @ self.w()[0]) * self.w()[1].sum(),
+            w=Wrap(lambda self: (self.p.t(), self.p[1:3]), p=nn.Parameter(torch.randn(4, 16))),
+        ),
+        X,
+    ),
+    "returns its weight at the end": (lambda: Wrap(lambda self, x: self.p.t(), p=nn.Parameter(torch.randn(4, 16))), X),
+    "child's weight": (
+        lambda: Wrap(lambda self, x: F.linear(x, self.a.weight, self.b.bias) + self.a.weight.sum(), a=linear(), b=linear()),
+        X,
+    ),
+    "ParameterList": (lists, X),
+    "custom Function": (
+        lambda: Wrap(lambda self, x: SavesItsWeight.apply(self.b(x), self.a.weight), a=linear(), b=linear()),
+        X,
+    ),
+    "scalar": (lambda: Wrap(lambda self, x: x * self.p, p=nn.Parameter(torch.randn(()))), X),
+    "empty": (lambda: Wrap(lambda self, x: x * self.p.sum() + x, p=nn.Parameter(torch.randn(0, 3)), a=linear()), X),
+    "unused": (lambda: Wrap(lambda self, x: self.a(x), a=linear(), b=linear()), X),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_equals_plain_training_bit_for_bit(name, nvme):
+    compare(*MODELS[name], nvme=nvme)
