@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -18,17 +19,18 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.device import open_device
-from infinity.errors import UnsupportedError
+from infinity.errors import HostMemoryError, UnsupportedError
 from infinity.exchange import Exchange
 from infinity.executor import Executor
 from infinity.gradient import GradientStore, OffloadedGradient, applied_message
 from infinity.hooks import Hooks, graph_task
 from infinity.lanes import Pass, StreamLane
-from infinity.memory import Budget, Ledger, Pool, divide, return_freed_memory
+from infinity.memory import Budget, Ledger, Pool, divide, least_total, return_freed_memory
 from infinity.passes import MovePass, ReadPass, WritePass
 from infinity.placement import DENSITY, choose
 from infinity.released import CONVERSIONS, not_resident, owner_of, set_owner
 from infinity.shard import lay_out
+from infinity.sizes import format_size
 from infinity.store import HostStore, NvmeStore, Record, Store, Traffic
 from infinity.unit import Unit
 
@@ -83,6 +85,7 @@ class Engine:
         self.hooks = Hooks(self.executor)
         self.units: list[Unit] = []
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._to_pin: deque[tuple[Record, str, int]] = deque()
         self._indices: dict[int, tuple[Unit, int]] = {}
         self._building: Touch | None = None
         self.exchange = Exchange(self)
@@ -263,19 +266,41 @@ class Engine:
         """The optimizer has decided a step. After the first one it is known what gradients take; what is left is for pinning."""
         self.executor.close_step()
         if self.executor.counts.steps == 1 and self.nvme_store is not None:
-            self._pin()
+            self._choose_pins()
+        self._pin()
 
-    def _pin(self) -> None:
-        """Move fields of records into what host memory has left; see placement."""
-        if self.executor.counts.steps != 1:
-            return
+    def _choose_pins(self) -> None:
         fields = [{name: unit.record.shard.nbytes(name) for name in DENSITY if name in unit.record} for unit in self.units]
         for index, name in choose(fields, self.kept.limit_nbytes, self.kept.peak_nbytes):
-            record = self.units[index].record
-            if self.kept.limit_nbytes - self.kept.held_nbytes < fields[index][name]:
-                continue  # this step's gradients are still there
-            extent = self.host_store.allocate(fields[index][name], f"{record.name}.{name}")
+            nbytes = fields[index][name]
+            self.kept.set_aside(nbytes)
+            self._to_pin.append((self.units[index].record, name, nbytes))
+
+    def _pin(self) -> None:
+        """Move chosen fields to host memory, as far as this step's gradients leave room by now; see placement."""
+        while self._to_pin and self._to_pin[0][2] <= self.kept.free_nbytes:
+            record, name, nbytes = self._to_pin.popleft()
+            self.kept.set_aside(-nbytes)
+            extent = self.host_store.allocate(nbytes, f"{record.name}.{name}")
             self.lane.submit(MovePass(record, name, extent, self.budget.tile_numel))
+
+    def check_fits(self, what: str, nbytes: int) -> None:
+        """See that `nbytes` more, and a step's gradients, fit where records lie, if that is host memory.
+
+        Raises: HostMemoryError with the smallest host_memory that works.
+        """
+        if self.nvme_store is not None:
+            return
+        gradients = sum(unit.resident_nbytes for unit in self.units if unit.trainable)
+        needed = self.kept.held_nbytes + nbytes + gradients
+        if needed > self.kept.limit_nbytes:
+            largest = max(unit.resident_nbytes for unit in self.units)
+            raise HostMemoryError(
+                f"{what}: without an NVMe tier all state stays in host memory: weights {format_size(self.kept.held_nbytes)}, moments "
+                f"{format_size(nbytes)}, gradients {format_size(gradients)}, but host_memory={format_size(self.budget.total_nbytes)} leaves "
+                f"{format_size(self.kept.limit_nbytes)} for them. The smallest host_memory that works is "
+                f"{format_size(least_total(needed, largest))}; or give Config a folder on NVMe (nvme=...)."
+            )
 
     def held_nbytes(self) -> int:
         """Bytes of host_memory in use now."""

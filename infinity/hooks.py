@@ -9,11 +9,16 @@ their gradients have accumulated. In all that, nothing relies on the model's str
 [Note: graph tasks]
 Reentrant checkpoints run a backward inside a backward, each a graph task with a higher id. A hold begun by a recomputation in task
 p ends when the unit's gradients accumulate in p itself (non-reentrant) or in the task started right under p (reentrant).
+
+[Note: leases]
+A node of the graph may have saved several weights, and unpacks them one by one. So what it unpacks is leased until another node of
+the same graph task unpacks something, or the task is over. A node that starts a backward of its own keeps its lease meanwhile.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,8 +54,19 @@ class Packed:
     """What autograd keeps of a weight."""
 
     unit: Unit
-    alias: torch.Tensor
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # elements
     version: int
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """The units that one node of the graph works with."""
+
+    task: int  # the graph task
+    node: object
+    units: list[Unit] = field(default_factory=list)
 
 
 class Hooks:
@@ -62,9 +78,8 @@ class Hooks:
         self._frames: list[Frame] = []
         self._saved: torch.autograd.graph.saved_tensors_hooks | None = None
         self._by_storage: dict[int, Unit] = {}
-        self._lingering: list[Unit] = []
         self._tasks: list[int] = []
-        self._lease: Unit | None = None
+        self._leases: list[Lease] = []
         self._counting = False
         self._held: set[Unit] = set()
         self.backward_ended: list[Any] = []
@@ -72,12 +87,18 @@ class Hooks:
 
     @property
     def in_forward(self) -> bool:
-        """Whether a forward of the model is under way (recomputation included)."""
-        return bool(self._frames)
+        """Whether a forward or backward is under way, in which a released parameter may be fetched on demand."""
+        return bool(self._frames) or graph_task() != -1
 
     def watch(self, unit: Unit) -> None:
         """Recognise the storage of `unit` when autograd saves it."""
         self._by_storage[unit.storage_key()] = unit
+
+        def moved(old_key: int) -> None:
+            self._by_storage.pop(old_key, None)
+            self._by_storage[unit.storage_key()] = unit
+
+        unit.moved = moved
 
     # Forward
 
@@ -86,6 +107,8 @@ class Hooks:
         task = graph_task()
         if task == -1 and self._tasks:
             self.end_backward()  # the last one ended with an exception
+        if any(frame.module == id(module) for frame in self._frames) and not _runs_in_itself(module):
+            self._abandon_frames()
         if not self._frames:
             self._enter_outermost(module, task)
         frame = Frame(id(module), task)
@@ -103,9 +126,6 @@ class Hooks:
 
     def _enter_outermost(self, module: nn.Module, task: int) -> None:
         _refuse(module)
-        for unit in self._lingering:
-            self._executor.drop(unit)
-        self._lingering.clear()
         self._counting = task == -1 and torch.is_grad_enabled()
         if task != -1 or not torch.is_grad_enabled():
             return
@@ -120,27 +140,44 @@ class Hooks:
 
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """End a module's forward, also one that raised; units it used are released, or held as the backward needs."""
+        modified: str | None = None
         while self._frames:
             frame = self._frames.pop()
             ours = frame.module == id(module)
             for unit in frame.units:
+                modified = modified or unit.modified
                 self._end_use(unit, frame, inputs if ours else (), output)
             if ours:
                 break
+        self._stop_packing()
+        if modified:
+            raise UnsupportedError(
+                f"{modified} was changed in place inside a forward; the change would be lost when it is released. Change parameters "
+                "between steps, inside `with infinity.gathered(model, write=True):`."
+            )
+
+    def _stop_packing(self) -> None:
         if not self._frames and self._saved is not None:
             saved, self._saved = self._saved, None
             saved.__exit__(None, None, None)
 
+    def _abandon_frames(self) -> None:
+        """End what a forward left behind that was interrupted (KeyboardInterrupt runs no hooks)."""
+        while self._frames:
+            for unit in self._frames.pop().units:
+                self._executor.drop(unit)
+        self._stop_packing()
+
     def _end_use(self, unit: Unit, frame: Frame, inputs: Any, output: Any) -> None:
         if frame.task != -1 and torch.is_grad_enabled():
             self._hold_for_backward(unit, frame.task, inputs)
-        elif self._aliased(unit, output):
-            (self._frames[-1].units if self._frames else self._lingering).append(unit)
+        elif self._frames and self._aliased(unit, output):
+            self._frames[-1].units.append(unit)
         else:
             self._executor.drop(unit)
 
     def _aliased(self, unit: Unit, output: Any) -> bool:
-        """Whether a module returned (a view of) its own weights, whose storage must then outlive its forward."""
+        """Whether a module returned (a view of) its own weights, which its parent then uses."""
         key = unit.storage_key()
         leaves = (output,) if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
         return any(
@@ -148,17 +185,22 @@ class Hooks:
         )
 
     def touch(self, unit: Unit) -> bool:
-        """Make a unit resident for the forward under way, until the module that runs ends; False outside any forward."""
-        if not self._frames:
+        """Make a unit resident until the module, or the node of a backward, that runs ends; False outside both."""
+        if self._frames:
+            self._hold(unit, self._frames[-1])
+        elif graph_task() != -1:
+            self._lend(unit)
+        else:
             return False
-        self._hold(unit, self._frames[-1])
         return True
 
     # Backward
 
     def _pack(self, tensor: torch.Tensor, otherwise: Any) -> Any:
         unit = self._by_storage.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
-        return otherwise(tensor) if unit is None else Packed(unit, tensor.detach(), unit.version)
+        if unit is None or tensor.dtype != unit.flat.dtype:
+            return otherwise(tensor)
+        return Packed(unit, tensor.shape, tensor.stride(), int(tensor.storage_offset()), unit.version)
 
     def _unpack(self, packed: Any, otherwise: Any) -> torch.Tensor:
         if not isinstance(packed, Packed):
@@ -171,24 +213,33 @@ class Hooks:
                 "whose backward is running. Run forward and backward again after a step; "
                 'with retain_graph, call step() after the last backward (and not update="backward").'
             )
-        task = graph_task()
-        if task != -1:
-            self._note_backward(task)
         self._lend(unit)
-        return packed.alias
+        return unit.flat.as_strided(packed.shape, packed.stride, packed.offset)
 
     def _lend(self, unit: Unit) -> None:
-        """Hold `unit` for the node that is running; the lease ends when another unit is asked for."""
-        if self._lease is unit:
-            return
-        self._end_lease()
-        self._executor.hold(unit, Phase.BACKWARD)
-        self._lease = unit
+        """Hold `unit` for the node that is running: see [Note: leases]."""
+        task, node = graph_task(), torch._C._current_autograd_node()
+        if task != -1:
+            self._note_backward(task)
+        lease = self._leases[-1] if self._leases else None
+        if lease is None or lease.task != task:
+            lease = Lease(task, node)
+            self._leases.append(lease)
+        elif lease.node is not node:
+            ended, lease.units = lease.units, [one for one in lease.units if one is unit]
+            lease.node = node
+            for one in ended:
+                if one is not unit:
+                    self._executor.drop(one)
+        if unit not in lease.units:
+            self._executor.hold(unit, Phase.BACKWARD)
+            lease.units.append(unit)
 
-    def _end_lease(self) -> None:
-        unit, self._lease = self._lease, None
-        if unit is not None:
-            self._executor.drop(unit)
+    def _end_leases(self, since: int) -> None:
+        """End the leases of graph tasks from `since` on."""
+        while self._leases and self._leases[-1].task >= since:
+            for unit in self._leases.pop().units:
+                self._executor.drop(unit)
 
     def _hold_for_backward(self, unit: Unit, task: int, inputs: Any) -> None:
         """Keep the frame's hold until the backward is through with what the recomputation saved."""
@@ -215,8 +266,9 @@ class Hooks:
         unit.arrived.clear()
         parent = self._tasks[-2] if len(self._tasks) > 1 else self._tasks[-1]
         self._end_holds(unit, parent)
-        if self._lease is unit:
-            self._end_lease()
+        if self._leases and self._leases[-1].task >= parent and unit in self._leases[-1].units:
+            self._leases[-1].units.remove(unit)
+            self._executor.drop(unit)
 
     def _end_holds(self, unit: Unit, since: int) -> None:
         """End the holds on `unit` that began in graph task `since` or later."""
@@ -232,14 +284,14 @@ class Hooks:
         if not self._tasks:
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         while self._tasks and self._tasks[-1] > task:
-            self._tasks.pop()
+            self._end_leases(self._tasks.pop())
         if not self._tasks or self._tasks[-1] < task:
             self._tasks.append(task)
 
     def end_backward(self) -> None:
         """End every hold of the backward that is over (or died), and tell those who wait for it."""
         self._tasks.clear()
-        self._end_lease()
+        self._end_leases(-1)
         for unit in list(self._held):
             self._end_holds(unit, -1)
             unit.arrived.clear()
@@ -249,6 +301,15 @@ class Hooks:
 
 def _as_is(value: Any) -> Any:
     return value
+
+
+def _runs_in_itself(module: nn.Module) -> bool:
+    """Whether a forward of `module` is under way further up the stack than the one that begins."""
+    calls, frame = 0, sys._getframe()
+    while frame is not None and calls < 2:
+        calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return calls == 2
 
 
 def _of_checkpoint(pack: Any) -> bool:

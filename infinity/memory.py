@@ -104,15 +104,21 @@ class Ledger:
         self.limit_nbytes = limit_nbytes
         self.held_nbytes = 0
         self.peak_nbytes = 0
-        self._lock = threading.Lock()
+        self.aside_nbytes = 0
+        """Bytes that are promised, and not to be had by `try_reserve`."""
+        self._lock = threading.RLock()  # a gradient that is collected gives its bytes back, at any moment
+
+    @property
+    def free_nbytes(self) -> int:
+        """Bytes that nobody holds."""
+        return self.limit_nbytes - self.held_nbytes
 
     def try_reserve(self, nbytes: int) -> bool:
         """Take `nbytes` if the share has them."""
         with self._lock:
-            if self.held_nbytes + nbytes > self.limit_nbytes:
+            if nbytes > self.free_nbytes - self.aside_nbytes:
                 return False
-            self.held_nbytes += nbytes
-            self.peak_nbytes = max(self.peak_nbytes, self.held_nbytes)
+            self.reserve_anyway(nbytes)
             return True
 
     def reserve_anyway(self, nbytes: int) -> None:
@@ -120,6 +126,11 @@ class Ledger:
         with self._lock:
             self.held_nbytes += nbytes
             self.peak_nbytes = max(self.peak_nbytes, self.held_nbytes)
+
+    def set_aside(self, nbytes: int) -> None:
+        """Promise `nbytes` more (fewer, if negative) to what will be reserved later."""
+        with self._lock:
+            self.aside_nbytes += nbytes
 
     def release(self, nbytes: int) -> None:
         """Give back `nbytes` that were reserved."""
@@ -180,3 +191,18 @@ def divide(total_nbytes: int, largest_unit_nbytes: int = 0) -> Budget:
     rest = total_nbytes - slots * tile_numel * SLOT_NBYTES_PER_ELEMENT
     ahead = min(rest // 2, max(total_nbytes // 8, min(2 * largest_unit_nbytes, total_nbytes // 3)))
     return Budget(total_nbytes, tile_numel, slots, ahead, min(rest - ahead, total_nbytes // 8))
+
+
+def least_total(kept_nbytes: int, largest_unit_nbytes: int) -> int:
+    """Return the smallest host_memory, in bytes to the MiB, whose kept share is at least `kept_nbytes`."""
+    step = 1 << 20
+    low, high = 1, 2
+    while divide(high * step, largest_unit_nbytes).kept_nbytes < kept_nbytes:
+        low, high = high, 2 * high
+    while low < high:
+        middle = (low + high) // 2
+        if divide(middle * step, largest_unit_nbytes).kept_nbytes < kept_nbytes:
+            low = middle + 1
+        else:
+            high = middle
+    return high * step

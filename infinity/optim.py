@@ -69,32 +69,37 @@ class AdamW(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take further parameters; room for their moments is allocated now.
 
-        Raises: ValueError for a parameter that was not built in Init, or belongs to another optimizer.
+        Raises: ValueError for a parameter that was not built in Init, or belongs to another optimizer; HostMemoryError, with the
+        smallest budget that works, where the moments have to fit host memory and do not.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]["params"]
         try:
-            for parameter in group:
-                self._take(parameter)
+            engines = {id(parameter): self._check(parameter) for parameter in group}
+            for engine in set(engines.values()):
+                engine.check_fits("AdamW", sum(8 * parameter.numel() for parameter in group if engines[id(parameter)] is engine))
         except BaseException:
             self.param_groups.pop()
             raise
         self._mine.update(map(id, group))
+        for parameter in group:
+            engine = engines[id(parameter)]
+            self._engines[id(engine)] = engine
+            engine.optimizers.add(self)
+            if parameter.requires_grad:
+                self._make_room(engine, parameter)
 
-    def _take(self, parameter: nn.Parameter) -> None:
+    def _check(self, parameter: nn.Parameter) -> Engine:
         engine = engine_of(parameter)
         if engine is None:
             raise ValueError(
-                f"a parameter of shape {tuple(parameter.shape)} was not built inside `with infinity.Init(config):`. Build the whole model "
-                "there, or give ordinary parameters to an optimizer of torch."
+                f"a parameter of shape {tuple(parameter.shape)} was not built inside `with infinity.Init(config):`. Build the whole "
+                "model there, or give ordinary parameters to an optimizer of torch."
             )
         for other in engine.optimizers:
             if other is not self and id(parameter) in other._mine:
                 raise ValueError(f"{engine.name_of(parameter)} already belongs to another infinity optimizer; delete that one first")
-        self._engines[id(engine)] = engine
-        engine.optimizers.add(self)
-        if parameter.requires_grad:
-            self._make_room(engine, parameter)
+        return engine
 
     @staticmethod
     def _make_room(engine: Engine, parameter: nn.Parameter) -> None:

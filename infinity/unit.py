@@ -5,10 +5,17 @@ master   fp32, never stored as such          the optimizer's truth = join(hi, lo
 hi, lo   bf16 + 16 bits, flat, in the record   what a step computes with is hi
 flat     bf16, on the device                 hi, while the unit is resident; one torch storage for the unit's whole life
 view     bf16, a parameter's shape           into flat; `parameter.data` while the unit is attached
+
+[Note: abandoned storage]
+Taking the bytes of a storage away while anyone still has a view of it would be a segmentation fault: a module may cache
+`self.weight.t()`, return its weight, or keep it in a graph of its own. So a release counts who shares the storage. If anybody but the
+unit does, they keep it, with the values it has, and the unit goes on with a new one. That costs memory, never a wrong value.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +31,8 @@ if TYPE_CHECKING:
     from infinity.passes import FetchPass
     from infinity.optim import Update
 
+logger = logging.getLogger("infinity")
+
 
 class Unit:
     """The state of one unit. Owned by the executor; guarded by the lane's lock where the lane reads it."""
@@ -37,6 +46,10 @@ class Unit:
         self.flat = torch.empty(0)
         self._views: list[torch.Tensor] = []
         self._placeholders: list[torch.Tensor] = []
+        self._own_shares = 0
+        self._versions: list[int] = []
+        self.moved: Callable[[int], None] = lambda old_key: None
+        """Called with the old storage's key when the unit has left it to others."""
         # Residence
         self.fetch: Pass | None = None
         """The pass that makes, or made, the unit resident; None while it is not."""
@@ -89,27 +102,51 @@ class Unit:
     def open(self, dtype: torch.dtype, device: torch.device) -> None:
         """Build the unit's storage, empty, and the views into it that last its whole life."""
         with torch.inference_mode(mode=False), torch.no_grad():
-            self.flat = torch.empty(self.shard.numel, dtype=dtype, device=device)
-            segments = self.shard.segments
-            self._views = [self.flat[segment.start : segment.stop].view(segment.shape) for segment in segments]
-            self._placeholders = [placeholder(segment.shape, dtype, device) for segment in segments]
-        self.flat.untyped_storage().resize_(0)
+            self._placeholders = [placeholder(segment.shape, dtype, device) for segment in self.shard.segments]
+        self._new_storage(dtype, device)
         for parameter, stand_in in zip(self.parameters, self._placeholders, strict=True):
             release(parameter, stand_in)
+
+    def _new_storage(self, dtype: torch.dtype, device: torch.device) -> None:
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self.flat = torch.empty(self.shard.numel, dtype=dtype, device=device)
+            self._views = [self.flat[one.start : one.stop].view(one.shape) for one in self.shard.segments]
+        self._own_shares = self.shares()
+        self.flat.untyped_storage().resize_(0)
 
     def allocate(self) -> None:
         """Give the storage its bytes; their content is undefined."""
         self.flat.untyped_storage().resize_(self.resident_nbytes)
 
     def deallocate(self) -> None:
-        """Take the storage's bytes away. Nobody may be using them."""
-        self.flat.untyped_storage().resize_(0)
+        """Take the storage's bytes away; where others share them, leave it to them: see [Note: abandoned storage]."""
+        if self.shares() == self._own_shares:
+            self.flat.untyped_storage().resize_(0)
+            return
+        logger.info("%s: a view of its parameters outlives their use; it keeps their present values and their memory", self.name)
+        key = self.storage_key()
+        self._new_storage(self.flat.dtype, self.flat.device)
+        self.moved(key)
+
+    def shares(self) -> int:
+        """Return how many tensors share the unit's storage."""
+        return int(torch._C._storage_Use_Count(self.storage_key()))
 
     def attach(self) -> None:
         """Let the parameters be their values."""
         for parameter, values in zip(self.parameters, self._views, strict=True):
             restore(parameter, values)
+        self._versions = [parameter._version for parameter in self.parameters]
         self.attached = True
+
+    @property
+    def modified(self) -> str | None:
+        """The name of a parameter that was changed in place since the unit was attached; None if none was."""
+        if self.attached:
+            for parameter, version, segment in zip(self.parameters, self._versions, self.shard.segments, strict=True):
+                if parameter._version != version:
+                    return segment.name
+        return None
 
     def detach(self) -> None:
         """Put the guard on the parameters; the storage stays as it is."""

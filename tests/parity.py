@@ -66,7 +66,7 @@ def build_both(build, *, seed=0, nvme=None, memory=LEAST, waits=False):
     torch.manual_seed(seed)
     plain = reference.prepare(build())
     torch.manual_seed(seed)
-    with infinity.Init(nvme=nvme and str(nvme), host_memory=memory):
+    with infinity.Init(nvme=nvme and str(nvme), host_memory=memory if nvme else "16MiB"):
         ours = build()
     return plain, ours if waits else nothing_waits(ours)
 

@@ -126,10 +126,11 @@ def test_several_threads_use_one_engine(engine, file):
 
 
 def test_urgent_requests_go_first(folder, engine, file):
-    memory = aio.AlignedMemory(PIECE)
+    memory = aio.AlignedMemory(5 * PIECE)
     with faults.held(engine):
-        normal = [engine.read(file, 0, memory.address, PIECE, owner=memory) for _ in range(4)]
-        urgent = engine.read(file, 0, memory.address, PIECE, owner=memory, urgent=True, what="urgent")
+        places = [memory.address + i * PIECE for i in range(5)]
+        normal = [engine.read(file, 0, place, PIECE, owner=memory) for place in places[1:]]
+        urgent = engine.read(file, 0, places[0], PIECE, owner=memory, urgent=True, what="urgent")
         faults.inject(engine, 1, -errno.EIO)
     if engine.kind != "io_uring":
         engine.drain()  # several threads take pieces in order, and try them in any

@@ -40,6 +40,38 @@ class SavesItsWeight(torch.autograd.Function):
         return grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
+class KeepsItsWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad @ ctx.weight, grad.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+class Recomputes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        ctx.save_for_backward(*inputs)
+        return Recomputes.compute(*inputs)
+
+    @staticmethod
+    def compute(x, first, second):
+        return F.linear(F.linear(x, first).tanh(), second)
+
+    @staticmethod
+    def backward(ctx, grad):
+        inputs = [one.detach().requires_grad_() for one in ctx.saved_tensors]
+        with torch.enable_grad():
+            y = Recomputes.compute(*inputs)
+        grads = torch.autograd.grad(y, inputs, grad)
+        return tuple(one + 0 * two.sum() for one, two in zip(grads, ctx.saved_tensors, strict=True))
+
+
 def weight_norm(module):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -163,6 +195,12 @@ MODELS = {
     ),
     "scalar": (lambda: Wrap(lambda self, x: x * self.p, p=nn.Parameter(torch.randn(()))), X),
     "empty": (lambda: Wrap(lambda self, x: x * self.p.sum() + x, p=nn.Parameter(torch.randn(0, 3)), a=linear()), X),
+    "product of two modules' weights": (
+        lambda: Wrap(lambda self, x: x @ (self.a.weight @ self.b.weight) * (self.a.bias * self.b.bias), a=linear(), b=linear()),
+        X,
+    ),
+    "weight kept in ctx": (lambda: Wrap(lambda self, x: KeepsItsWeight.apply(self.b(x), self.a.weight), a=linear(), b=linear()), X),
+    "nested backward": (lambda: Wrap(lambda self, x: Recomputes.apply(x, self.a.weight, self.b.weight), a=linear(), b=linear()), X),
     "unused": (lambda: Wrap(lambda self, x: self.a(x), a=linear(), b=linear()), X),
 }
 

@@ -1,0 +1,60 @@
+"""Shapes of Llama models that `infinity train` knows by name; a name says how many parameters there are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+VOCABULARY = 256
+"""One token per byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """One shape: `layers` blocks of width `hidden`, feed-forward `intermediate`, heads of 64 or 128."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all parameters; input and output embeddings are not tied."""
+        block = 4 * self.hidden**2 + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        return self.layers * block + 2 * VOCABULARY * self.hidden + self.hidden
+
+
+PRESETS = {
+    "1m": Preset(layers=4, hidden=128, intermediate=384, heads=2),
+    "25m": Preset(layers=8, hidden=512, intermediate=1376, heads=8),
+    "125m": Preset(layers=18, hidden=768, intermediate=2048, heads=12),
+    "demo": Preset(layers=24, hidden=1024, intermediate=2816, heads=16),
+    "350m": Preset(layers=27, hidden=1024, intermediate=2816, heads=16),
+    "750m": Preset(layers=27, hidden=1536, intermediate=4096, heads=12),
+    "1.1b": Preset(layers=22, hidden=2048, intermediate=5632, heads=16),
+    "3b": Preset(layers=27, hidden=3072, intermediate=8192, heads=24),
+    "7b": Preset(layers=35, hidden=4096, intermediate=11008, heads=32),
+}
+
+
+def llama(preset: Preset, sequence: int) -> Any:
+    """Build an unmodified LlamaForCausalLM of this shape, for sequences of up to `sequence` tokens.
+
+    Raises: ImportError where transformers is not installed.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=preset.hidden,
+        intermediate_size=preset.intermediate,
+        num_hidden_layers=preset.layers,
+        num_attention_heads=preset.heads,
+        max_position_embeddings=sequence,
+        use_cache=False,
+        attn_implementation="sdpa",
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config)

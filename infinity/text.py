@@ -1,0 +1,146 @@
+"""Batches of bytes from a text file or folder of any size: only the windows that a step asks for are read.
+
+[Note: one long text]
+The files of a folder, in the order of their names, are one long text. A window is drawn anywhere in it, so it may begin in
+one file and end in the next. Kept in memory are the files' paths and where each begins; never what they say.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sysconfig
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from infinity.errors import InfinityError
+
+_LOOK_NBYTES = 4096
+_NOT_TEXT = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
+
+
+class TextError(InfinityError, ValueError):
+    """There is no text to learn from, or it changed while it was being read."""
+
+
+def default_text() -> str:
+    """Return the folder of the sources of Python's standard library."""
+    return sysconfig.get_path("stdlib")
+
+
+class Text:
+    """The bytes of a file, or of all text files below a folder; see [Note: one long text].
+
+    Raises: TextError naming the path, where it holds no text; an OSError naming the file that cannot be read.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Look through the folder, at the first 4 KiB of each file."""
+        self.path = path
+        self._files: list[str] = []
+        sizes: list[int] = []
+        for file, nbytes in _text_files(path):
+            self._files.append(file)
+            sizes.append(nbytes)
+        ends = list(accumulate(sizes))
+        self._starts = [0, *ends[:-1]]
+        self.nbytes = ends[-1] if ends else 0
+        if not self.nbytes:
+            found = "is empty" if self._files or not os.path.isdir(path) else "holds no text file"
+            raise TextError(f"text: {path} {found}. Name a text file, or a folder that holds some.")
+
+    @property
+    def files(self) -> int:
+        """How many files it consists of."""
+        return len(self._files)
+
+    def read(self, start: int, nbytes: int) -> bytes:
+        """Return bytes [start, start + nbytes) of the text.
+
+        Raises: TextError naming a file that has become shorter.
+        """
+        parts = []
+        index = bisect_right(self._starts, start) - 1
+        while nbytes:
+            end = self._starts[index + 1] if index + 1 < len(self._files) else self.nbytes
+            take = min(nbytes, end - start)
+            parts.append(_read(self._files[index], start - self._starts[index], take))
+            start, nbytes, index = start + take, nbytes - take, index + 1
+        return b"".join(parts)
+
+    def __repr__(self) -> str:
+        return f"<Text {self.path}: {self.files} files, {self.nbytes} B>"
+
+
+class Sampler:
+    """An endless stream of batches, the same ones for the same text, seed and shape.
+
+    Raises: TextError where the text is shorter than one sequence.
+    """
+
+    def __init__(self, text: Text, *, batch: int, sequence: int, seed: int) -> None:
+        """Sequences per batch, bytes per sequence, and the seed of the positions."""
+        if text.nbytes < sequence:
+            raise TextError(
+                f"text: {text.path} has {text.nbytes} B, less than one sequence of {sequence}. "
+                "Give more text, or a smaller --sequence."
+            )
+        self._text = text
+        self._batch, self._sequence = batch, sequence
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Yield batches of token ids: int64 [batch, sequence]."""
+        last = self._text.nbytes - self._sequence
+        while True:
+            starts = torch.randint(last + 1, (self._batch,), generator=self._generator).tolist()
+            read = b"".join(self._text.read(start, self._sequence) for start in starts)
+            flat = torch.frombuffer(bytearray(read), dtype=torch.uint8)
+            yield flat.view(self._batch, self._sequence).long()
+
+
+def _text_files(path: str) -> Iterator[tuple[str, int]]:
+    """Yield (path, bytes) of the file, or of the folder's text files in the order of their names.
+
+    In a folder, hidden files, links, installed packages, caches and what begins like a binary file are passed over.
+    """
+    status = os.stat(path)
+    if stat.S_ISREG(status.st_mode):
+        yield path, status.st_size
+        return
+    if not stat.S_ISDIR(status.st_mode):
+        raise TextError(f"text: {path} is neither a file nor a folder")
+    if not os.access(path, os.R_OK | os.X_OK):
+        os.scandir(path).close()  # its error names the folder
+    for folder, below, names in os.walk(path):
+        below[:] = sorted(name for name in below if name not in _NOT_TEXT and not name.startswith("."))
+        for name in sorted(names):
+            file = os.path.join(folder, name)
+            status = os.lstat(file)
+            if stat.S_ISREG(status.st_mode) and not name.startswith(".") and _looks_like_text(file):
+                yield file, status.st_size
+
+
+def _looks_like_text(file: str) -> bool:
+    """Whether the file's beginning has no zero byte; one that cannot be read is passed over."""
+    try:
+        with open(file, "rb", buffering=0) as opened:
+            return b"\0" not in opened.read(_LOOK_NBYTES)
+    except PermissionError:
+        return False
+
+
+def _read(file: str, offset: int, nbytes: int) -> bytes:
+    with open(file, "rb", buffering=0) as opened:
+        opened.seek(offset)
+        parts = []
+        while nbytes and (part := opened.read(nbytes)):
+            parts.append(part)
+            nbytes -= len(part)
+    if nbytes:
+        raise TextError(f"text: {file} has become shorter since training began. Train on a copy that stays as it is.")
+    return b"".join(parts)
