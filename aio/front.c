@@ -119,7 +119,7 @@ bool front_is_drained(const struct aio_engine *engine) {
 
 /* ---- submission ----------------------------------------------------------------------------- */
 
-/* With the lock held, so that wake_fd is still ours: the backend ends only when the lock is free. */
+/* With the lock held, so that wake_fd is still ours: the backend cannot end without the lock. */
 static void wake_backend(struct aio_engine *engine, bool everyone) {
     if (engine->sleeping) {
         uint64_t one = 1;

@@ -14,7 +14,7 @@ struct piece {
     uint64_t offset;
     uint64_t nbytes; /* what is left to move */
     uint64_t moved_nbytes;
-    uint64_t attempt_nbytes; /* what this attempt asks the kernel for; 0: nothing, a fault stands in */
+    uint64_t attempt_nbytes; /* asked of the kernel this time; 0: nothing, a fault stands in */
     uint64_t ready_ns;       /* monotonic: not to be retried before */
     uint32_t attempts_without_progress;
     uint32_t retries;

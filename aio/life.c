@@ -61,7 +61,7 @@ static int start_threads(struct aio_engine *engine, void *(*body)(void *)) {
     return error;
 }
 
-/* The ring is made by the thread that uses it (SINGLE_ISSUER), so its outcome must be waited for. */
+/* The ring is made by the thread that uses it (SINGLE_ISSUER): wait for the outcome. */
 static int ring_outcome(struct aio_engine *engine) {
     pthread_mutex_lock(&engine->lock);
     while (!engine->started) pthread_cond_wait(&engine->finished, &engine->lock);
@@ -138,8 +138,8 @@ int32_t aio_join(struct aio_engine *engine) {
     return 0;
 }
 
-/* Only memory.  With threads not joined (in a forked child they look so for ever) it is left behind:
- * neither lock, ring nor thread may be touched there, and a living thread needs it here. */
+/* Only memory.  With threads not joined (in a forked child they look so for ever) it is left
+ * behind: neither lock, ring nor thread may be touched there, and a living thread needs it here. */
 void aio_free(struct aio_engine *engine) {
     if (engine->n_threads) return;
     free(engine->threads);

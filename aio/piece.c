@@ -6,9 +6,9 @@
 #include <time.h>
 
 enum {
-    MAX_RETRIES = 20,     /* of EINTR and EAGAIN without progress: about 0.1 s with the pauses below */
-    MAX_STALLS = 3,       /* of transfers shorter than a block: a file that ends inside one */
-    PROMPT_RETRIES = 2,   /* without a pause */
+    MAX_RETRIES = 20,   /* of EINTR and EAGAIN without progress: 0.1 s with the pauses below */
+    MAX_STALLS = 3,     /* of transfers shorter than a block: a file that ends inside one */
+    PROMPT_RETRIES = 2, /* without a pause */
     FIRST_PAUSE_NS = 50000,
     MAX_PAUSE_NS = 10000000
 };
@@ -63,7 +63,7 @@ void piece_begin(struct aio_engine *engine, struct piece *piece) {
     if (wanted < piece->nbytes) piece->attempt_nbytes = wanted;
 }
 
-/* The result to act on: the kernel's, unless a fault replaces it and the kernel reports no worse. */
+/* The result to act on: the kernel's, or the fault's where the kernel reports nothing worse. */
 int64_t piece_result(const struct piece *piece, int64_t result) {
     if (!piece->injected) return result;
     if (piece->injected_result > 0 && result < piece->injected_result) return result;

@@ -13,7 +13,7 @@
 #include <time.h>
 #include <unistd.h>
 
-/* Linux 6.6: a NOP's completion carries the wanted result.  Newer than the liburing we build with. */
+/* A NOP's completion carries the wanted result (new kernels).  Newer than liburing 2.3. */
 #define NOP_INJECT_RESULT 1u
 
 enum { MAX_REFUSALS = 1000 }; /* of io_uring_enter in a row, 1 ms apart */
@@ -128,7 +128,7 @@ static bool take(struct ring *ring) {
     return !end;
 }
 
-/* Submit the delayed pieces whose time has come; the time until the next one, 0 if there is none. */
+/* Submit the delayed pieces whose time has come; the time until the next one, 0 without one. */
 static uint64_t retry_delayed(struct ring *ring) {
     uint64_t now = ring->n_delayed ? monotonic_ns() : 0, next_ns = UINT64_MAX;
     uint32_t n = ring->n_delayed;
@@ -205,7 +205,8 @@ static void reap(struct ring *ring) {
     io_uring_cq_advance(&ring->uring, n);
     if (ring->n_free == first) return;
     pthread_mutex_lock(&ring->engine->lock);
-    for (uint32_t i = first; i < ring->n_free; i++) front_finish(ring->engine, ring->free_pieces[i]);
+    for (uint32_t i = first; i < ring->n_free; i++)
+        front_finish(ring->engine, ring->free_pieces[i]);
     pthread_mutex_unlock(&ring->engine->lock);
 }
 

@@ -147,10 +147,10 @@ class Engine:
         engine = self
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            engine.hooks.enter(module, units)
+            engine.hooks.enter(module, units, (args, kwargs))
 
         def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            engine.hooks.leave(module, (args, kwargs), output)
+            engine.hooks.leave(module, output)
 
         module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         module.register_forward_hook(leave, with_kwargs=True, always_call=True)

@@ -46,6 +46,8 @@ class Frame:
 
     module: int  # id()
     task: int  # the graph task it runs in, -1 for an ordinary forward
+    watched: list[torch.Tensor]  # inputs whose gradient ends the holds on frozen units
+    saving: torch.autograd.graph.saved_tensors_hooks | None
     units: list[Unit] = field(default_factory=list)
 
 
@@ -76,7 +78,6 @@ class Hooks:
         """Follow nothing yet."""
         self._executor = executor
         self._frames: list[Frame] = []
-        self._saved: torch.autograd.graph.saved_tensors_hooks | None = None
         self._by_storage: dict[int, Unit] = {}
         self._tasks: list[int] = []
         self._leases: list[Lease] = []
@@ -102,7 +103,7 @@ class Hooks:
 
     # Forward
 
-    def enter(self, module: nn.Module, units: Iterable[Unit]) -> None:
+    def enter(self, module: nn.Module, units: Iterable[Unit], inputs: Any = ()) -> None:
         """Begin a module's forward."""
         task = graph_task()
         if task == -1 and self._tasks:
@@ -110,8 +111,19 @@ class Hooks:
         if any(frame.module == id(module) for frame in self._frames) and not _runs_in_itself(module):
             self._abandon_frames()
         if not self._frames:
-            self._enter_outermost(module, task)
-        frame = Frame(id(module), task)
+            _refuse(module)
+            self._counting = task == -1 and torch.is_grad_enabled()
+        watched: list[torch.Tensor] = []
+        saving = None
+        if torch.is_grad_enabled():
+            pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            checkpointed = pair is not None and _of_checkpoint(pair[0])
+            if task != -1 or checkpointed:
+                leaves = pytree.tree_leaves(inputs)
+                watched = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+            elif pair is None or not hasattr(pair[0], "infinity"):
+                saving = self._packing(*(pair or (_as_is, _as_is)))
+        frame = Frame(id(module), task, watched, saving)
         self._frames.append(frame)
         if task != -1:
             self._note_backward(task)
@@ -123,54 +135,51 @@ class Hooks:
         frame.units.append(unit)
         if frame.task == -1 and self._counting:
             unit.forward_uses += 1
+        if frame.watched and not unit.trainable:
+            self._watch(unit, frame.watched)
 
-    def _enter_outermost(self, module: nn.Module, task: int) -> None:
-        _refuse(module)
-        self._counting = task == -1 and torch.is_grad_enabled()
-        if task != -1 or not torch.is_grad_enabled():
-            return
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if outer is not None and _of_checkpoint(outer[0]):
-            return  # it saves nothing; and with a pair of ours inside, its recomputation would not match
-        pack, unpack = outer or (_as_is, _as_is)
-        self._saved = torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: self._pack(tensor, pack), lambda packed: self._unpack(packed, unpack)
-        )
-        self._saved.__enter__()
+    def _packing(self, pack: Any, unpack: Any) -> torch.autograd.graph.saved_tensors_hooks:
+        """Pack weights from here on; what is no weight goes to the pair that was there before."""
 
-    def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        def ours(tensor: torch.Tensor) -> Any:
+            return self._pack(tensor, pack)
+
+        ours.infinity = True  # type: ignore[attr-defined]
+        pair = torch.autograd.graph.saved_tensors_hooks(ours, lambda packed: self._unpack(packed, unpack))
+        pair.__enter__()
+        return pair
+
+    def leave(self, module: nn.Module, output: Any) -> None:
         """End a module's forward, also one that raised; units it used are released, or held as the backward needs."""
         modified: str | None = None
         while self._frames:
             frame = self._frames.pop()
             ours = frame.module == id(module)
             for unit in frame.units:
-                modified = modified or unit.modified
-                self._end_use(unit, frame, inputs if ours else (), output)
+                modified = unit.modified() or modified
+                self._end_use(unit, frame, output if ours else None)
+            if frame.saving is not None:
+                frame.saving.__exit__(None, None, None)
             if ours:
                 break
-        self._stop_packing()
         if modified:
             raise UnsupportedError(
                 f"{modified} was changed in place inside a forward; the change would be lost when it is released. Change parameters "
                 "between steps, inside `with infinity.gathered(model, write=True):`."
             )
 
-    def _stop_packing(self) -> None:
-        if not self._frames and self._saved is not None:
-            saved, self._saved = self._saved, None
-            saved.__exit__(None, None, None)
-
     def _abandon_frames(self) -> None:
         """End what a forward left behind that was interrupted (KeyboardInterrupt runs no hooks)."""
         while self._frames:
-            for unit in self._frames.pop().units:
+            frame = self._frames.pop()
+            for unit in frame.units:
                 self._executor.drop(unit)
-        self._stop_packing()
+            if frame.saving is not None:
+                frame.saving.__exit__(None, None, None)
 
-    def _end_use(self, unit: Unit, frame: Frame, inputs: Any, output: Any) -> None:
+    def _end_use(self, unit: Unit, frame: Frame, output: Any) -> None:
         if frame.task != -1 and torch.is_grad_enabled():
-            self._hold_for_backward(unit, frame.task, inputs)
+            self._hold_for_backward(unit, frame.task, output)
         elif self._frames and self._aliased(unit, output):
             self._frames[-1].units.append(unit)
         else:
@@ -213,14 +222,19 @@ class Hooks:
                 "whose backward is running. Run forward and backward again after a step; "
                 'with retain_graph, call step() after the last backward (and not update="backward").'
             )
+        if graph_task() == -1 or torch.is_grad_enabled():
+            # Looked at outside a backward, or by create_graph=True, whose graph needs the values for longer than this node.
+            self._executor.hold_aside(unit)
+            copy = unit.flat.as_strided(packed.shape, packed.stride, packed.offset).clone()
+            self._executor.drop(unit)
+            return copy
         self._lend(unit)
         return unit.flat.as_strided(packed.shape, packed.stride, packed.offset)
 
     def _lend(self, unit: Unit) -> None:
         """Hold `unit` for the node that is running: see [Note: leases]."""
         task, node = graph_task(), torch._C._current_autograd_node()
-        if task != -1:
-            self._note_backward(task)
+        self._note_backward(task)
         lease = self._leases[-1] if self._leases else None
         if lease is None or lease.task != task:
             lease = Lease(task, node)
@@ -241,19 +255,31 @@ class Hooks:
             for unit in self._leases.pop().units:
                 self._executor.drop(unit)
 
-    def _hold_for_backward(self, unit: Unit, task: int, inputs: Any) -> None:
+    def _hold_for_backward(self, unit: Unit, task: int, output: Any) -> None:
         """Keep the frame's hold until the backward is through with what the recomputation saved."""
-        if unit.trainable:
-            unit.backward_holds.append(task)
-            self._held.add(unit)
+        leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        if not unit.trainable and leaves and not any(leaf.requires_grad for leaf in leaves):
+            self._executor.drop(unit)  # nothing goes back through it
             return
-        for leaf in pytree.tree_leaves(inputs):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                unit.backward_holds.append(task)
-                self._held.add(unit)
-                leaf.register_hook(lambda grad: self._end_holds(unit, task))
-                return
-        self._executor.drop(unit)
+        unit.backward_holds.append(task)
+        self._held.add(unit)
+
+    def _watch(self, unit: Unit, inputs: list[torch.Tensor]) -> None:
+        """End one hold on a frozen unit when the gradients of all these inputs are there: it has no other sign of being done."""
+        missing = len(inputs)
+
+        def arrived(grad: torch.Tensor) -> None:
+            nonlocal missing
+            missing -= 1
+            if not missing:
+                missing = len(inputs)
+                self._note_backward(graph_task())
+                if unit.backward_holds and unit.backward_holds[-1] >= self._outer_task:
+                    unit.backward_holds.pop()
+                    self._executor.drop(unit)
+
+        for one in inputs:
+            one.register_hook(arrived)
 
     def accumulated(self, unit: Unit, index: int) -> bool:
         """Note that a parameter's gradient has accumulated; True when the unit's have all, and `end_unit` is due."""
@@ -264,11 +290,16 @@ class Hooks:
     def end_unit(self, unit: Unit) -> None:
         """End the holds that waited for a unit's gradients: see [Note: graph tasks]."""
         unit.arrived.clear()
-        parent = self._tasks[-2] if len(self._tasks) > 1 else self._tasks[-1]
+        parent = self._outer_task
         self._end_holds(unit, parent)
         if self._leases and self._leases[-1].task >= parent and unit in self._leases[-1].units:
             self._leases[-1].units.remove(unit)
             self._executor.drop(unit)
+
+    @property
+    def _outer_task(self) -> int:
+        """The graph task around the one that runs; that one itself if it is the outermost."""
+        return self._tasks[-2] if len(self._tasks) > 1 else self._tasks[-1]
 
     def _end_holds(self, unit: Unit, since: int) -> None:
         """End the holds on `unit` that began in graph task `since` or later."""

@@ -45,16 +45,16 @@ def llama(preset: Preset, sequence: int) -> Any:
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=preset.hidden,
-        intermediate_size=preset.intermediate,
-        num_hidden_layers=preset.layers,
-        num_attention_heads=preset.heads,
-        max_position_embeddings=sequence,
-        use_cache=False,
-        attn_implementation="sdpa",
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config)
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": preset.hidden,
+        "intermediate_size": preset.intermediate,
+        "num_hidden_layers": preset.layers,
+        "num_attention_heads": preset.heads,
+        "max_position_embeddings": sequence,
+        "use_cache": False,
+        "attn_implementation": "sdpa",
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return LlamaForCausalLM(LlamaConfig(**shape))

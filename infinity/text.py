@@ -1,8 +1,9 @@
 """Batches of bytes from a text file or folder of any size: only the windows that a step asks for are read.
 
 [Note: one long text]
-The files of a folder, in the order of their names, are one long text. A window is drawn anywhere in it, so it may begin in
-one file and end in the next. Kept in memory are the files' paths and where each begins; never what they say.
+The files of a folder, in the order of their names, are one long text. A window is drawn anywhere in it, so it
+may begin in one file and end in the next. Kept in memory are the files' paths and where each begins; never what
+they say.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sysconfig
 from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import accumulate
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -50,7 +52,7 @@ class Text:
         self._starts = [0, *ends[:-1]]
         self.nbytes = ends[-1] if ends else 0
         if not self.nbytes:
-            found = "is empty" if self._files or not os.path.isdir(path) else "holds no text file"
+            found = "is empty" if self._files or Path(path).is_file() else "holds no text file"
             raise TextError(f"text: {path} {found}. Name a text file, or a folder that holds some.")
 
     @property
@@ -106,7 +108,8 @@ class Sampler:
 def _text_files(path: str) -> Iterator[tuple[str, int]]:
     """Yield (path, bytes) of the file, or of the folder's text files in the order of their names.
 
-    In a folder, hidden files, links, installed packages, caches and what begins like a binary file are passed over.
+    In a folder, hidden files, links, installed packages, caches and what begins like a binary file are passed
+    over.
     """
     status = os.stat(path)
     if stat.S_ISREG(status.st_mode):
@@ -119,7 +122,7 @@ def _text_files(path: str) -> Iterator[tuple[str, int]]:
     for folder, below, names in os.walk(path):
         below[:] = sorted(name for name in below if name not in _NOT_TEXT and not name.startswith("."))
         for name in sorted(names):
-            file = os.path.join(folder, name)
+            file = str(Path(folder, name))
             status = os.lstat(file)
             if stat.S_ISREG(status.st_mode) and not name.startswith(".") and _looks_like_text(file):
                 yield file, status.st_size
@@ -128,19 +131,21 @@ def _text_files(path: str) -> Iterator[tuple[str, int]]:
 def _looks_like_text(file: str) -> bool:
     """Whether the file's beginning has no zero byte; one that cannot be read is passed over."""
     try:
-        with open(file, "rb", buffering=0) as opened:
+        with Path(file).open("rb", buffering=0) as opened:
             return b"\0" not in opened.read(_LOOK_NBYTES)
     except PermissionError:
         return False
 
 
 def _read(file: str, offset: int, nbytes: int) -> bytes:
-    with open(file, "rb", buffering=0) as opened:
+    with Path(file).open("rb", buffering=0) as opened:
         opened.seek(offset)
         parts = []
         while nbytes and (part := opened.read(nbytes)):
             parts.append(part)
             nbytes -= len(part)
     if nbytes:
-        raise TextError(f"text: {file} has become shorter since training began. Train on a copy that stays as it is.")
+        raise TextError(
+            f"text: {file} has become shorter since training began. Train on a copy that stays as it is."
+        )
     return b"".join(parts)

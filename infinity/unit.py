@@ -139,12 +139,12 @@ class Unit:
         self._versions = [parameter._version for parameter in self.parameters]
         self.attached = True
 
-    @property
     def modified(self) -> str | None:
-        """The name of a parameter that was changed in place since the unit was attached; None if none was."""
+        """Return the name of a parameter changed in place since the unit was attached, or since this was asked; None if none was."""
+        before, self._versions = self._versions, [parameter._version for parameter in self.parameters]
         if self.attached:
-            for parameter, version, segment in zip(self.parameters, self._versions, self.shard.segments, strict=True):
-                if parameter._version != version:
+            for version, now, segment in zip(before, self._versions, self.shard.segments, strict=True):
+                if version != now:
                     return segment.name
         return None
 
@@ -153,6 +153,9 @@ class Unit:
         for parameter, stand_in in zip(self.parameters, self._placeholders, strict=True):
             release(parameter, stand_in)
         self.attached = False
+        if self.shares() == self._own_shares:
+            # A graph that saved a parameter itself, as no view, would read the placeholder: let autograd refuse instead.
+            torch.autograd.graph.increment_version(self.parameters)
 
     def storage_key(self) -> int:
         """Identify the storage: any tensor that shares it shows the same number."""

@@ -124,7 +124,7 @@ def train(model, optimizer, batch, *, loss=None, steps=3, seed=7):
         shown += [value.detach(), [one.grad for one in inputs], gradients(model)]
         optimizer.step()
         optimizer.zero_grad()
-    return [*shown, dict(model.state_dict())]
+    return [*shown, {name: value.clone() for name, value in model.state_dict().items()}]
 
 
 def compare(build, batch, *, loss=None, steps=3, nvme=None, memory=LEAST, waits=False, **options):

@@ -267,7 +267,8 @@ def test_an_owner_may_use_the_engine_when_it_is_let_go_of(engine, file):
 
     class Chained:
         def __del__(self):
-            more.append(engine.read(file, 0, memory.address, aio.BLOCK, owner=memory))
+            mine = aio.AlignedMemory(aio.BLOCK)
+            more.append(engine.read(file, 0, mine.address, aio.BLOCK, owner=mine))
 
     for _ in range(10):
         engine.read(file, 0, memory.address, aio.BLOCK, owner=Chained()).wait()

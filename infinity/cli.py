@@ -1,0 +1,224 @@
+"""The command line: `infinity train` and `infinity doctor`.
+
+Exit codes: 0 done; 1 an error, told in one paragraph on stderr; 2 wrong arguments; 130 Ctrl-C; 143 SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import NoReturn
+
+from rich.console import Console
+
+from infinity.errors import InfinityError
+from infinity.presets import PRESETS
+from infinity.sizes import parse_size
+from infinity.train import Interrupted, Settings, train
+
+_ENGINES = ("io_uring", "threads", "buffered")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line asks for, and return the exit code."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return 0
+    try:
+        code: int = options.run(options)
+    except Interrupted as interrupted:
+        return interrupted.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except (InfinityError, OSError) as error:
+        if getattr(options, "traceback", False):
+            raise
+        sys.stderr.write(f"infinity {options.command}: {describe(error)}\n")
+        return 1
+    return code
+
+
+def describe(error: BaseException) -> str:
+    """Put an error in one paragraph: its message, the notes it got on its way, and what caused it."""
+    message = str(error) or type(error).__name__
+    if type(error).__str__ is OSError.__str__ and isinstance(error, OSError) and error.filename is not None:
+        message = f"{error.filename}: {error.strerror}"
+    parts = [message, *getattr(error, "__notes__", ())]
+    if isinstance(error, InfinityError) and error.__cause__ is not None:
+        parts.append(f"cause: {describe(error.__cause__)}")
+    return "\n  ".join(parts)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="infinity",
+        description="Train models larger than GPU and host memory, by streaming their state from NVMe.",
+    )
+    parser.add_argument("--version", action="version", version=f"infinity {_version()}")
+    commands = parser.add_subparsers(dest="command", metavar="train | doctor")
+    _add_train(
+        commands.add_parser("train", help="train a byte-level language model on a text file or folder")
+    )
+    doctor = commands.add_parser("doctor", help="say what this machine offers, and what to fix")
+    doctor.add_argument(
+        "--nvme", metavar="DIR", default=".", help="the folder to look at (default: this one)"
+    )
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    presets = ", ".join(f"{name} ({preset.parameters / 1e6:,.0f} M)" for name, preset in PRESETS.items())
+    default = Settings()
+    add = parser.add_argument
+    add(
+        "--preset",
+        choices=PRESETS,
+        default=default.preset,
+        metavar="NAME",
+        help=f"a Llama: {presets}; default {default.preset}",
+    )
+    add(
+        "--text",
+        metavar="PATH",
+        help="a text file or folder (default: the sources of Python's standard library)",
+    )
+    add(
+        "--nvme",
+        metavar="DIR",
+        help="folder for the state (default: the run's own); its files have no name and vanish",
+    )
+    add("--no-nvme", dest="in_host_memory", action="store_true", help="keep all state in host memory")
+    add(
+        "--host-memory",
+        type=_size,
+        metavar="SIZE",
+        help='hard budget, like "512MiB" (default: half of what is available)',
+    )
+    add("--device", default=default.device, help='"cpu" or "cuda" (default: cpu)')
+    add("--aio", choices=_ENGINES, help="the I/O engine (default: the best that works)")
+    add("--steps", type=_at_least(1), default=default.steps, metavar="N", help=f"default {default.steps}")
+    add("--batch", type=_at_least(1), default=default.batch, metavar="N", help="sequences per forward (1)")
+    add(
+        "--sequence",
+        type=_at_least(2),
+        default=default.sequence,
+        metavar="N",
+        help=f"bytes per sequence ({default.sequence})",
+    )
+    add(
+        "--checkpointing",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="recompute activations (on)",
+    )
+    add("--accumulate", type=_at_least(1), default=1, metavar="N", help="backwards per step (1)")
+    add(
+        "--lr",
+        type=_not_negative,
+        default=default.lr,
+        metavar="X",
+        help=f"the highest learning rate ({default.lr})",
+    )
+    add(
+        "--weight-decay",
+        type=_not_negative,
+        default=default.weight_decay,
+        metavar="X",
+        help=f"({default.weight_decay})",
+    )
+    add(
+        "--warmup",
+        type=_at_least(0),
+        default=default.warmup,
+        metavar="N",
+        help=f"steps up to it, then a cosine ({default.warmup})",
+    )
+    add("--max-norm", type=_norm, metavar="X", help="clip the gradients' norm (default: none)")
+    add(
+        "--update",
+        choices=("auto", "forward", "backward"),
+        default="auto",
+        help="when the optimizer's updates are applied",
+    )
+    add("--seed", type=_at_least(0), default=0, metavar="N", help="of weights and text (0)")
+    add("--out", metavar="DIR", help="a new folder for log and picture (default: runs/<time>)")
+    add("--log-every", type=_at_least(1), default=1, metavar="N", help="steps per line of the log (1)")
+    add("--plain", action="store_true", help="the same in memory, by the reference recipe: for comparison")
+    add("--traceback", action="store_true", help="show where an error came from")
+
+    def run(options: argparse.Namespace) -> int:
+        return _train(options, parser.error)
+
+    parser.set_defaults(run=run)
+
+
+def _train(options: argparse.Namespace, refuse: Callable[[str], NoReturn]) -> int:
+    given = {name: getattr(options, name) for name in Settings.__dataclass_fields__}
+    settings = Settings(**given)
+    if settings.update == "backward" and settings.max_norm is not None:
+        refuse("--update backward excludes --max-norm: the norm is known only after the backward")
+    if settings.update == "backward" and settings.accumulate > 1:
+        refuse("--update backward excludes --accumulate: a second backward would come after the update")
+    if settings.in_host_memory and settings.nvme is not None:
+        refuse("--no-nvme excludes --nvme")
+    train(settings, Console())
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from infinity.doctor import examine
+
+    examination = examine(options.nvme)
+    Console().print(examination.table())
+    return 0 if examination.healthy else 1
+
+
+def _version() -> str:
+    try:
+        return version("zero-infinity")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+# What arguments may be
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, at least {least}")
+        return number
+
+    return parse
+
+
+def _not_negative(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and number >= 0):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number, at least 0")
+    return number
+
+
+def _norm(text: str) -> float | None:
+    return None if text == "none" else _not_negative(text) or None
+
+
+def _size(text: str) -> str:
+    try:
+        parse_size(text, "host_memory")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text

@@ -1,0 +1,254 @@
+"""`infinity doctor`: what this machine offers to training, and what to fix. Leaves no file behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from rich.markup import escape
+from rich.table import Table
+
+from infinity import aio, kernels
+from infinity.errors import InfinityError
+from infinity.sizes import BLOCK, format_size
+from infinity.store import check_folder
+
+_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
+_OVER_NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs"})
+_IO_URING_DISABLED = Path("/proc/sys/kernel/io_uring_disabled")
+_MEANINGS = {
+    "0": ("0: allowed for all", ""),
+    "1": (
+        "1: for root and one group alone",
+        "sysctl kernel.io_uring_disabled=0, or join kernel.io_uring_group",
+    ),
+    "2": ("2: forbidden", "sysctl kernel.io_uring_disabled=0"),
+}
+STATE_NBYTES, SPILLED_NBYTES = 12, 6
+"""Bytes per parameter on NVMe: hi 2, lo 2, m 4, v 4; gradients beyond the budget, in 16 bits and in fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One row: what was looked at, what was found, and, where it could be better, how."""
+
+    subject: str
+    found: str
+    fix: str = ""
+    fatal: bool = False
+    """Training cannot run like this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """All findings for one folder."""
+
+    folder: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether training can run there."""
+        return not any(finding.fatal for finding in self.findings)
+
+    def table(self) -> Table:
+        """The findings, for people."""
+        verdict = "training can run here" if self.healthy else "training cannot run here"
+        table = Table(title=escape(f"infinity doctor, {self.folder}: {verdict}"), title_justify="left")
+        table.add_column("what", style="bold", no_wrap=True)
+        table.add_column("found")
+        table.add_column("fix")
+        for finding in self.findings:
+            style = "red" if finding.fatal else "yellow" if finding.fix else None
+            table.add_row(finding.subject, escape(finding.found), escape(finding.fix), style=style)
+        return table
+
+
+def examine(folder: str) -> Examination:
+    """Look at the folder and at the machine."""
+    return Examination(folder, (*_storage(folder), *_limits(), *_machine()))
+
+
+# Storage
+
+
+def _storage(folder: str) -> Iterator[Finding]:
+    try:
+        check_folder(folder)
+    except InfinityError as error:
+        yield Finding("folder", str(error), "name a folder on the NVMe device: --nvme DIR", fatal=True)
+        return
+    kind = filesystem(Path(folder).resolve())
+    yield Finding("folder", f"{Path(folder).resolve()}, {kind}", _advice_on(kind))
+    yield _engine(folder)
+    yield _direct(folder)
+    yield Finding("alignment", _alignment(folder))
+    yield _space(folder)
+
+
+def filesystem(folder: Path) -> str:
+    """Name the type of the filesystem that holds `folder`."""
+    best, kind = 0, "unknown"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return kind
+    for line in lines:
+        left, _, right = line.partition(" - ")
+        place = Path(left.split()[4].replace("\\040", " "))
+        if folder.is_relative_to(place) and len(place.parts) >= best:
+            best, kind = len(place.parts), right.split()[0]
+    return kind
+
+
+def _advice_on(kind: str) -> str:
+    if kind in _IN_MEMORY:
+        return "it lies in memory: state there takes the memory it should save"
+    return "it lies on a network: use a local drive" if kind in _OVER_NETWORK else ""
+
+
+def _engine(folder: str) -> Finding:
+    asked = os.environ.get("INFINITY_AIO")
+    try:
+        with aio.open_engine(folder) as engine:
+            kind, reason = engine.kind, engine.reason
+    except (OSError, ValueError) as error:
+        fix = "unset INFINITY_AIO" if asked else ""
+        return Finding("I/O engine", str(error), fix, fatal=True)
+    if asked:
+        return Finding(
+            "I/O engine", reason, "" if kind == "io_uring" else "unset INFINITY_AIO to take the best"
+        )
+    try:
+        with aio.open_engine(folder, aio.KINDS[0]):
+            return Finding("I/O engine", reason)
+    except aio.EngineUnavailableError as error:
+        cure = str(error).rpartition("  try: ")[2].strip()
+        return Finding("I/O engine", reason, f"for {aio.KINDS[0]}: {cure}")
+
+
+def _direct(folder: str) -> Finding:
+    """Say whether O_DIRECT works, by the engine that needs nothing else."""
+    try:
+        with aio.open_engine(folder, "threads"):
+            return Finding("O_DIRECT", "works: transfers bypass the page cache")
+    except OSError:
+        return Finding(
+            "O_DIRECT",
+            "refused here: transfers go through the page cache",
+            "use a filesystem that takes it: ext4, xfs",
+        )
+
+
+def _alignment(folder: str) -> str:
+    number = os.stat(folder).st_dev
+    found = f"every transfer is whole {BLOCK} B blocks"
+    device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
+    for queue in (device / "queue", device / ".." / "queue"):  # a partition's is its disk's
+        try:
+            nbytes = (queue / "logical_block_size").read_text().strip()
+        except OSError:
+            continue
+        return f"{found}; the device's are {nbytes} B"
+    return found
+
+
+def _space(folder: str) -> Finding:
+    status = os.statvfs(folder)
+    free = status.f_bavail * status.f_frsize
+    fits, fewer = _count(free / STATE_NBYTES), _count(free / (STATE_NBYTES + SPILLED_NBYTES))
+    tight = free < 4 << 30
+    return Finding(
+        "free space",
+        f"{format_size(free)}: {fits} parameters, {fewer} if gradients spill",
+        "make room, or name another folder" if tight else "",
+        fatal=free < BLOCK * 256,
+    )
+
+
+def _count(number: float) -> str:
+    return f"{number / 1e9:.1f} G" if number >= 1e9 else f"{number / 1e6:.0f} M"
+
+
+# Limits
+
+
+def _limits() -> Iterator[Finding]:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        yield Finding("memlock limit", "none")
+    else:
+        small = soft < 8 << 20
+        limits = (
+            "limits the rings of io_uring before Linux 5.12, and registered buffers, which are not used yet"
+        )
+        yield Finding(
+            "memlock limit", f"{format_size(soft)}: {limits}", "ulimit -l unlimited" if small else ""
+        )
+    try:
+        found, fix = _MEANINGS.get(_IO_URING_DISABLED.read_text().strip(), ("unknown", ""))
+    except OSError:
+        found, fix = "not there (before Linux 6.6): allowed, unless the container's profile filters it", ""
+    yield Finding("io_uring sysctl", found, fix)
+
+
+# The machine
+
+
+def _machine() -> Iterator[Finding]:
+    yield Finding("kernel", f"{platform.system()} {platform.release()}, Python {platform.python_version()}")
+    fast = kernels.isa() != "scalar"
+    slow = "" if fast else "unset INFINITY_ISA, or use a machine with AVX2: updates will be slow"
+    cores = len(os.sched_getaffinity(0))
+    yield Finding(
+        "CPU", f"{_processor()}, {cores} cores; kernels: {kernels.isa()}, {kernels.threads()} threads", slow
+    )
+    memory = psutil.virtual_memory()
+    found = f"{format_size(memory.total)}, {format_size(memory.available)} available"
+    limit = _container_limit()
+    if limit is not None and limit < memory.total:
+        found += f"; this container may use {format_size(limit)}"
+    fix = (
+        "give --host-memory: the default looks at the whole machine" if limit and limit < memory.total else ""
+    )
+    yield Finding("memory", f"{found}; host_memory by default {format_size(memory.available // 2)}", fix)
+    yield Finding("torch", f"{torch.__version__}, {torch.get_num_threads()} threads; {_cuda()}")
+    missing = [name for name in ("transformers", "matplotlib") if importlib.util.find_spec(name) is None]
+    if missing:
+        yield Finding(
+            "infinity train", f"lacks {' and '.join(missing)}", "pip install 'zero-infinity[train]'"
+        )
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def _container_limit() -> int | None:
+    """Return the control group's limit of memory, in bytes; None where there is none."""
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(path).read_text().strip()
+        except OSError:
+            continue
+        return int(text) if text.isdigit() else None
+    return None
+
+
+def _cuda() -> str:
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return f"CUDA {torch.version.cuda}: {', '.join(names)}"

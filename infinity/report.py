@@ -1,0 +1,245 @@
+"""What a run shows and leaves behind: a line per step, a progress bar, a curve, and a closing table."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.table import Table
+from tqdm import tqdm
+
+from infinity.sizes import format_size
+from infinity.stats import Stats
+
+STATE_NBYTES = 12
+"""Bytes of state per parameter: hi 2, lo 2, m 4, v 4."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step as the log has it. The fields' names are the log's keys."""
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float | None
+    """None where nothing made it known."""
+    seconds: float
+    tokens_per_second: float
+    nvme_read_nbytes: int
+    nvme_written_nbytes: int
+    rss_nbytes: int
+    """Resident memory of the process, imports included."""
+    budget_held_nbytes: int
+    """Bytes of host_memory in use."""
+
+    @property
+    def nvme_nbytes(self) -> int:
+        """Bytes moved in either direction."""
+        return self.nvme_read_nbytes + self.nvme_written_nbytes
+
+
+class Meter:
+    """The process as the kernel sees it: memory above a baseline, bytes read and written."""
+
+    def __init__(self) -> None:
+        """Take the baseline, after the imports."""
+        self._process = psutil.Process()
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+        self.baseline_nbytes = self.rss_nbytes()
+        self.counts_io = self._io() is not None
+
+    def rss_nbytes(self) -> int:
+        """Resident memory now."""
+        return int(self._process.memory_info().rss)
+
+    def peak_nbytes(self) -> int:
+        """The most resident memory since the meter was made, above the baseline."""
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return max(0, int(line.split()[1]) * 1024 - self.baseline_nbytes)
+        return max(0, self.rss_nbytes() - self.baseline_nbytes)
+
+    def io_nbytes(self, stats: Stats | None) -> tuple[int, int]:
+        """Bytes (read from, written to) devices; the engine's own count where the kernel shows none."""
+        counted = self._io()
+        if counted is not None:
+            return counted
+        return (stats.nvme_read_nbytes, stats.nvme_written_nbytes) if stats is not None else (0, 0)
+
+    @staticmethod
+    def _io() -> tuple[int, int] | None:
+        try:
+            lines = Path("/proc/self/io").read_text().splitlines()
+        except OSError:
+            return None
+        counts = {key: int(value) for key, _, value in (line.partition(": ") for line in lines)}
+        return counts["read_bytes"], counts["write_bytes"]
+
+
+class StepLog:
+    """A file of JSON lines, one per logged step, each written out at once."""
+
+    def __init__(self, path: Path, every: int = 1) -> None:
+        """Create the file.
+
+        Raises: FileExistsError where there is one.
+        """
+        self._file = path.open("x", encoding="utf-8", buffering=1)
+        self._every = every
+
+    def write(self, step: Step) -> None:
+        """Add a step; a number that is not finite becomes null, as JSON has no other word for it."""
+        if step.step % self._every and step.step != 1:
+            return
+        self._file.write(json.dumps({key: _finite(value) for key, value in asdict(step).items()}) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Progress:
+    """A bar on a terminal; elsewhere about twenty plain lines."""
+
+    def __init__(self, steps: int, budget_nbytes: int | None, baseline_nbytes: int) -> None:
+        """Show nothing done of `steps`."""
+        tqdm.monitor_interval = 0  # its thread would outlive the run
+        self._steps = steps
+        self._budget = "" if budget_nbytes is None else f", budget {format_size(budget_nbytes)}"
+        self._baseline_nbytes = baseline_nbytes
+        terminal = sys.stderr.isatty()
+        self._bar: Any = tqdm(total=steps, unit="step", dynamic_ncols=True, leave=True) if terminal else None
+
+    def show(self, step: Step) -> None:
+        """Show a step that is done."""
+        memory = format_size(max(0, step.rss_nbytes - self._baseline_nbytes))
+        speed = (
+            f"{step.tokens_per_second:.0f} tokens/s, NVMe {step.nvme_nbytes / step.seconds / 1e9:.2f} GB/s"
+        )
+        text = f"loss {step.loss:.3f}, {speed}, memory {memory}{self._budget}"
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update()
+        elif step.step in (1, self._steps) or step.step % max(1, self._steps // 20) == 0:
+            sys.stderr.write(f"step {step.step}/{self._steps}: {text}\n")
+            sys.stderr.flush()
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def plot_loss(path: Path, steps: Sequence[Step], title: str) -> str | None:
+    """Draw the loss over the steps as a PNG; where that cannot be done, return why and what to do."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return "no picture of the loss: matplotlib is not installed (pip install matplotlib)"
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot(
+        [step.step for step in steps], [step.loss for step in steps], marker="." if len(steps) < 80 else ""
+    )
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", title=title)
+    axes.grid(visible=True, alpha=0.3)
+    figure.savefig(path, dpi=120)
+    return None
+
+
+@dataclass(slots=True)
+class Run:
+    """All that the closing table is made of."""
+
+    name: str
+    parameters: int
+    steps: list[Step] = field(default_factory=list)
+    peak_nbytes: int = 0
+    """Memory above the imports."""
+    counts_io: bool = True
+    before: Stats | None = None
+    """Of the engine, when training began; None without one."""
+    after: Stats | None = None
+
+    @property
+    def steady(self) -> list[Step]:
+        """The steps without the first: the order is still being learnt then, and no moments are there yet."""
+        return self.steps[1:] or self.steps
+
+    def table(self) -> Table:
+        """What was done, at what cost."""
+        table = Table(title=f"Infinity: {self.name}", show_header=False, title_justify="left")
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column()
+        for name, value in [*self._model(), *self._time(), *self._engine()]:
+            table.add_row(name, value)
+        return table
+
+    def _model(self) -> list[tuple[str, str]]:
+        state = self.parameters * STATE_NBYTES
+        used = f"{format_size(self.peak_nbytes)}, {self.peak_nbytes / state:.0%} of the state"
+        if self.after is not None:
+            used += f" (host_memory {format_size(self.after.budget_nbytes)})"
+        return [
+            ("parameters", f"{self.parameters / 1e6:,.1f} M"),
+            ("state", f"{format_size(state)}: weights, masters and moments, {STATE_NBYTES} B per parameter"),
+            ("peak memory used", used),
+        ]
+
+    def _time(self) -> list[tuple[str, str]]:
+        if not self.steps:
+            return [("steps", "none")]
+        seconds = sum(step.seconds for step in self.steps)
+        median = statistics.median(step.seconds for step in self.steady)
+        speed = statistics.median(step.tokens_per_second for step in self.steady)
+        return [
+            ("loss", f"{self.steps[0].loss:.3f} at first, {self.steps[-1].loss:.3f} at last"),
+            ("steps", f"{len(self.steps)} in {seconds:.1f} s; median {median:.2f} s, {speed:.0f} tokens/s"),
+        ]
+
+    def _engine(self) -> list[tuple[str, str]]:
+        before, after = self.before, self.after
+        if before is None or after is None:
+            return []
+        rows = [("I/O engine", after.io_engine), ("state on NVMe now", format_size(after.nvme_nbytes))]
+        rows.append(("state in host memory now", format_size(after.host_nbytes)))
+        if self.steps:
+            rows += self._traffic()
+            stall = after.stall_s - before.stall_s
+            compute = sum(step.seconds for step in self.steps) - stall
+            rows.append(("main thread", f"computing {compute:.1f} s, waiting for a unit {stall:.1f} s"))
+        lane = (
+            ("reads awaited", after.lane_read_wait_s - before.lane_read_wait_s),
+            ("work", after.lane_work_s - before.lane_work_s),
+            ("writes awaited", after.lane_write_wait_s - before.lane_write_wait_s),
+            ("idle", after.lane_idle_s - before.lane_idle_s),
+        )
+        rows.append(("record lane", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in lane)))
+        counts = (
+            f"{after.hits:,} hits, {after.misses:,} misses, {after.divergences:,} out of the plan's order"
+        )
+        return [*rows, ("uses of units", counts)]
+
+    def _traffic(self) -> list[tuple[str, str]]:
+        read = statistics.median(step.nvme_read_nbytes for step in self.steady) / self.parameters
+        written = statistics.median(step.nvme_written_nbytes for step in self.steady) / self.parameters
+        rate = statistics.median(step.nvme_nbytes / step.seconds for step in self.steady) / 1e9
+        source = "/proc/self/io" if self.counts_io else "the engine's own count"
+        moved = f"{read + written:.1f} (read {read:.1f}, written {written:.1f}; median, by {source})"
+        return [("NVMe bytes per parameter, step", moved), ("NVMe throughput", f"{rate:.2f} GB/s, median")]

@@ -1,0 +1,320 @@
+"""`infinity train`: a byte-level language model of any size on any text, by a plain PyTorch loop.
+
+The loop is the one that users write: Init around the model, AdamW, a scheduler of torch. With `plain` the same
+model, text and recipe run in memory, through infinity.reference: losses are the same, bit for bit, at the same
+number of torch threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import math
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from infinity import reference
+from infinity.config import Config
+from infinity.engine import engine_of_model
+from infinity.errors import ConfigError, InfinityError
+from infinity.init import Init
+from infinity.optim import AdamW
+from infinity.presets import PRESETS, llama
+from infinity.report import STATE_NBYTES, Meter, Progress, Run, Step, StepLog, plot_loss
+from infinity.sizes import format_size
+from infinity.stats import stats
+from infinity.text import Sampler, Text, default_text
+
+LOG, PICTURE = "log.jsonl", "loss.png"
+LAST_FACTOR = 0.1
+"""What is left of the learning rate at the last step."""
+
+
+class DivergedError(InfinityError, ArithmeticError):
+    """The loss is no longer a number: further steps could not bring it back."""
+
+
+class Interrupted(BaseException):
+    """Ctrl-C, or a request to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.exit_code = 128 + number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What `infinity train` was asked for."""
+
+    preset: str = "25m"
+    text: str | None = None
+    """A file or folder; None: the standard library's sources."""
+    nvme: str | None = None
+    """A folder; None: the run's own."""
+    in_host_memory: bool = False
+    """No NVMe tier at all."""
+    host_memory: str | None = None
+    device: str = "cpu"
+    aio: str | None = None
+    steps: int = 100
+    batch: int = 1
+    """Sequences in one forward."""
+    sequence: int = 256
+    """Bytes of text in one sequence."""
+    checkpointing: bool = True
+    accumulate: int = 1
+    """Backwards per step."""
+    lr: float = 3e-4
+    weight_decay: float = 0.1
+    warmup: int = 10
+    """Steps in which the learning rate rises."""
+    max_norm: float | None = None
+    update: Literal["auto", "forward", "backward"] = "auto"
+    seed: int = 0
+    out: str | None = None
+    log_every: int = 1
+    plain: bool = False
+
+    @property
+    def updates_in(self) -> Literal["forward", "backward"]:
+        """Return "forward" or "backward"; "auto" is the backward wherever no gradient has to be kept."""
+        if self.update == "auto":
+            return "backward" if self.max_norm is None and self.accumulate == 1 else "forward"
+        return self.update
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[Callable[[], None]]:
+    """Turn SIGINT and SIGTERM into Interrupted, once; a second one ends the process at once.
+
+    Gives a function that raises what a signal asked for: Python swallows what is raised inside a destructor.
+    """
+    came: list[int] = []
+
+    def stop(number: int, _: FrameType | None) -> None:
+        came.append(number)
+        for one in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(one, signal.SIG_DFL)
+        raise Interrupted(number)
+
+    def check() -> None:
+        if came:
+            raise Interrupted(came[0])
+
+    before = {one: signal.signal(one, stop) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield check
+    finally:
+        for one, action in before.items():
+            signal.signal(one, action)
+
+
+def learning_rate(step: int, warmup: int, steps: int) -> float:
+    """Return the learning rate's factor at a step, from 0: linear up to 1, then a cosine to LAST_FACTOR."""
+    if step < warmup:
+        return (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return LAST_FACTOR + (1 - LAST_FACTOR) * (1 + math.cos(math.pi * done)) / 2
+
+
+def train(settings: Settings, console: Console) -> None:
+    """Train as asked, show it on `console`, and leave log and picture in the run's folder.
+
+    Raises: Interrupted after a signal, once all is closed and reported; else InfinityError or OSError.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError("infinity train needs transformers: pip install 'zero-infinity[train]'")
+    with interruptible() as check:
+        text = Text(settings.text if settings.text is not None else default_text())
+        sampler = Sampler(text, batch=settings.batch, sequence=settings.sequence, seed=settings.seed)
+        from transformers import LlamaForCausalLM  # noqa: F401 (its imports are no part of what training takes)
+
+        meter = Meter()
+        with run_folder(settings.out) as folder:
+            _train(settings, console, text, sampler, folder, meter, check)
+
+
+def _train(
+    settings: Settings,
+    console: Console,
+    text: Text,
+    sampler: Sampler,
+    folder: Path,
+    meter: Meter,
+    check: Callable[[], None],
+) -> None:
+    """Build, train, and report what was done, however it ended."""
+    model, optimizer = build(settings, folder)
+    run = Run(settings.preset, sum(parameter.numel() for parameter in model.parameters()))
+    run.counts_io = meter.counts_io
+    log = StepLog(folder / LOG, settings.log_every)
+    try:
+        run.before = None if settings.plain else stats(model)
+        _introduce(console, settings, run, text, folder)
+        budget = None if run.before is None else run.before.budget_nbytes
+        with closing(Progress(settings.steps, budget, meter.baseline_nbytes)) as progress:
+            for step in steps(settings, model, optimizer, sampler, meter):
+                run.steps.append(step)
+                log.write(step)
+                progress.show(step)
+                check()
+                if not math.isfinite(step.loss):
+                    raise DivergedError(
+                        f"the loss of step {step.step} is {step.loss}. Likely cause: a learning rate that is too "
+                        "high; try a smaller --lr, a longer --warmup or --max-norm 1"
+                    )
+    finally:
+        log.close()
+        run.after = None if settings.plain else stats(model)
+        run.peak_nbytes = meter.peak_nbytes()
+        if not settings.plain:
+            engine_of_model(model).close()
+        _conclude(console, settings, run, folder)
+
+
+def build(settings: Settings, folder: Path) -> tuple[nn.Module, Any]:
+    """Return the model and its optimizer: offloaded, or, if plain, in memory."""
+    torch.manual_seed(settings.seed)
+    preset = PRESETS[settings.preset]
+    rates: dict[str, Any] = {
+        "lr": settings.lr,
+        "weight_decay": settings.weight_decay,
+        "max_norm": settings.max_norm,
+    }
+    model: Any
+    optimizer: Any
+    if settings.plain:
+        model = reference.prepare(llama(preset, settings.sequence).to(settings.device))
+        optimizer = reference.ReferenceAdamW(model.parameters(), **rates)
+    else:
+        nvme = None if settings.in_host_memory else settings.nvme or str(folder)
+        config = Config(nvme=nvme, host_memory=settings.host_memory, device=settings.device, aio=settings.aio)
+        with Init(config):
+            model = llama(preset, settings.sequence)
+        optimizer = AdamW(model.parameters(), update=settings.updates_in, **rates)
+    model.train()
+    if settings.checkpointing:
+        with warnings.catch_warnings():  # the new name of it is younger than the transformers that we take
+            warnings.simplefilter("ignore", FutureWarning)
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model, optimizer
+
+
+def steps(
+    settings: Settings, model: nn.Module, optimizer: Any, sampler: Sampler, meter: Meter
+) -> Iterator[Step]:
+    """Train step by step, and yield what each was like."""
+    schedule = LambdaLR(optimizer, lambda step: learning_rate(step, settings.warmup, settings.steps))
+    batches = iter(sampler)
+    tokens = settings.batch * settings.sequence * settings.accumulate
+    now = None if settings.plain else stats(model)
+    io = meter.io_nbytes(now)
+    for number in range(1, settings.steps + 1):
+        began = time.perf_counter()
+        lr = optimizer.param_groups[0]["lr"]
+        loss = _accumulate(model, batches, settings)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        value = float(loss)
+        seconds = time.perf_counter() - began
+        now = None if settings.plain else stats(model)
+        io_before, io = io, meter.io_nbytes(now)
+        yield Step(
+            step=number,
+            loss=value,
+            lr=lr,
+            grad_norm=getattr(optimizer, "grad_norm", None),
+            seconds=seconds,
+            tokens_per_second=tokens / seconds,
+            nvme_read_nbytes=io[0] - io_before[0],
+            nvme_written_nbytes=io[1] - io_before[1],
+            rss_nbytes=meter.rss_nbytes(),
+            budget_held_nbytes=0 if now is None else now.budget_held_nbytes,
+        )
+
+
+def _accumulate(model: nn.Module, batches: Iterator[Tensor], settings: Settings) -> Tensor:
+    """Go forward and backward over the batches of one step; return their mean loss."""
+    total = torch.zeros((), device=settings.device)
+    for _ in range(settings.accumulate):
+        ids = next(batches).to(settings.device)
+        loss = model(input_ids=ids, labels=ids).loss / settings.accumulate
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+@contextlib.contextmanager
+def run_folder(out: str | None) -> Iterator[Path]:
+    """Make the folder of a new run; if nothing was trained, an error takes it away again.
+
+    Raises: ConfigError where `out` already holds something.
+    """
+    if out is None:
+        folder = _new_folder(Path("runs"))
+    else:
+        folder = Path(out)
+        if folder.is_dir() and any(folder.iterdir()):
+            raise ConfigError(
+                f"out: {out} is not empty, and a run is never overwritten. Name another folder."
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield folder
+    finally:
+        log = folder / LOG
+        if log.exists() and log.stat().st_size == 0:
+            log.unlink()
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # does nothing to one that holds something
+
+
+def _new_folder(parent: Path) -> Path:
+    """Make a folder named after the time, and, where there is one, a number."""
+    name = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
+    for number in range(1, 1000):
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+    raise ConfigError(f"{parent} has a thousand runs of this second. Name a folder with --out.")
+
+
+def _introduce(console: Console, settings: Settings, run: Run, text: Text, folder: Path) -> None:
+    where = "in memory, the reference recipe"
+    if run.before is not None:
+        tier = "host memory alone" if settings.in_host_memory else f"NVMe {settings.nvme or folder}"
+        where = f"{tier} ({run.before.io_engine}), host_memory {format_size(run.before.budget_nbytes)}"
+    console.print(
+        f"{run.name}: {run.parameters / 1e6:,.1f} M parameters, {format_size(STATE_NBYTES * run.parameters)} of state; "
+        f"{where}\ntext: {text.path}, {text.files:,} files, {format_size(text.nbytes)}; "
+        f"{settings.steps} steps of {settings.accumulate} x {settings.batch} x {settings.sequence} bytes",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _conclude(console: Console, settings: Settings, run: Run, folder: Path) -> None:
+    if not run.steps:
+        return
+    console.print(run.table())
+    how = "in memory" if run.after is None else f"host_memory {format_size(run.after.budget_nbytes)}"
+    title = f"{settings.preset}: {run.parameters / 1e6:,.1f} M parameters, {how}"
+    missing = plot_loss(folder / PICTURE, run.steps, title)
+    written = f"log: {folder / LOG}" + (f"\n{missing}" if missing else f"\nloss: {folder / PICTURE}")
+    console.print(written, markup=False, highlight=False, soft_wrap=True)

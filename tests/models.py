@@ -1,0 +1,102 @@
+"""Small models of transformers, built from their configs, and the loop that trains them."""
+
+from __future__ import annotations
+
+import torch
+import transformers
+
+from infinity import AdamW, Init
+from infinity.engine import engine_of_model
+from infinity.reference import ReferenceAdamW, prepare
+from infinity.reference import clip_grad_norm_ as reference_clip
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+}
+GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
+
+MODELS = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**GPT2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    ),
+    "gpt2-dropout": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2)),
+    "mixtral": lambda: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
+    ),
+}
+
+
+def build(name, seed=0, **init):
+    """Build a model from a seed: in memory, prepared for the reference; or, given Init's fields, offloaded."""
+    torch.manual_seed(seed)
+    if not init:
+        return prepare(MODELS[name]())
+    with Init(**init):
+        return MODELS[name]()
+
+
+def batch(number, rows=2, length=16):
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(0, 64, (rows, length), generator=generator)
+
+
+def checkpointed(model, reentrant):
+    model.train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+
+
+def train(model, optimizer, steps, accumulate=1, clip=None, schedule=None, first=0):
+    """Train a causal language model on random tokens; return the losses."""
+    losses = []
+    for step in range(first, first + steps):
+        for micro in range(accumulate):
+            ids = batch(100 * step + micro)
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            losses.append(loss.item())
+        if clip is not None:
+            reference_clip(optimizer, clip) if isinstance(optimizer, ReferenceAdamW) else torch.nn.utils.clip_grad_norm_(
+                model.parameters(), clip
+            )
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def assert_same_state(model, optimizer, plain, reference):
+    """Compare weights, masters and moments with the reference's, bit for bit."""
+    found, expected = model.state_dict(), plain.state_dict()
+    assert list(found) == list(expected)
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    engine = engine_of_model(model)
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        state = reference.state[theirs]
+        if not state:
+            continue
+        for field, key in (("master", "master"), ("m", "exp_avg"), ("v", "exp_avg_sq")):
+            assert torch.equal(engine.read(ours, [field])[0], state[key]), f"{name}.{field}"
+
+
+def both(name, optimizer, init, *, checkpoint=None, update="forward"):
+    """Return (model, optimizer, schedule) offloaded, and the same in memory."""
+    made = []
+    for fields in (init, {}):
+        model = build(name, **fields)
+        if checkpoint is not None:
+            checkpointed(model, checkpoint == "reentrant")
+        else:
+            model.train()
+        kind, extra = (AdamW, {"update": update}) if fields else (ReferenceAdamW, {})
+        made.append((model, kind(model.parameters(), **optimizer, **extra)))
+    schedules = [torch.optim.lr_scheduler.LinearLR(one, 0.1, 1.0, 5) for _, one in made]
+    return (*made[0], schedules[0]), (*made[1], schedules[1])

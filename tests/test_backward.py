@@ -1,0 +1,356 @@
+"""Trusted: plain torch with the reference recipe. Faked: nothing; every unit is released between uses."""
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from infinity import UnsupportedError
+from parity import (
+    Wrap,
+    build_both,
+    compare,
+    differences,
+    engine_in,
+    gradients,
+    halves,
+    optimizers,
+    repeatable,
+    resident,
+    total,
+    train,
+)
+
+
+@pytest.fixture(autouse=True)
+def _repeatable():
+    with repeatable():
+        yield
+
+
+@pytest.fixture(params=["in memory", pytest.param("on disk", marks=pytest.mark.disk)])
+def nvme(request):
+    return None if request.param == "in memory" else request.getfixturevalue("folder")
+
+
+X = halves(2, 5, 16)
+
+
+def block():
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16), nn.LayerNorm(16))
+
+
+def blocks(*, forward=None):
+    forward = forward or (lambda self, x: self.c(self.b(self.a(x))))
+    return lambda: Wrap(forward, a=block(), b=block(), c=block())
+
+
+def again(reentrant, **options):
+    return lambda module, x: checkpoint(module, x, use_reentrant=reentrant, **options)
+
+
+def each(call):
+    return lambda self, x: call(self.c, call(self.b, call(self.a, x)))
+
+
+def nested(outer, inner):
+    def both(self, x):
+        return outer(lambda x: inner(self.c, inner(self.b, x)) + x, inner(self.a, x))
+
+    return both
+
+
+REENTRANT, PLAIN = again(reentrant=True), again(reentrant=False)
+LATE = again(reentrant=False, early_stop=False)
+CHECKPOINTS = {
+    "reentrant": each(REENTRANT),
+    "non-reentrant": each(PLAIN),
+    "without early stop": each(LATE),
+    "non-reentrant in non-reentrant": nested(PLAIN, PLAIN),
+    "reentrant in reentrant": nested(REENTRANT, REENTRANT),
+    "reentrant in non-reentrant": nested(PLAIN, REENTRANT),
+    "non-reentrant in reentrant": nested(REENTRANT, PLAIN),
+    "sequential": lambda self, x: checkpoint_sequential([self.a, self.b, self.c], 2, x, use_reentrant=False),
+    "sequential reentrant": lambda self, x: checkpoint_sequential([self.a, self.b, self.c], 2, x, use_reentrant=True),
+    "a block used in two checkpoints": lambda self, x: PLAIN(self.b, PLAIN(self.a, PLAIN(self.b, x))),
+    "a block used in two reentrant ones": lambda self, x: REENTRANT(self.b, REENTRANT(self.a, REENTRANT(self.b, x))),
+    "a block used inside and outside": lambda self, x: self.a(PLAIN(self.b, REENTRANT(self.a, x))),
+    "a child's weight": lambda self, x: PLAIN(lambda x: F.linear(x, self.a[0].weight) @ self.b[0].weight, x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_checkpointed_training_equals_plain_training(name, nvme):
+    compare(blocks(forward=CHECKPOINTS[name]), X, nvme=nvme)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_whole_model_may_be_one_checkpoint(reentrant, nvme):
+    def loss(model, inputs):
+        return total(checkpoint(model, *inputs, use_reentrant=reentrant))
+
+    compare(blocks(), X, loss=loss, nvme=nvme)
+
+
+def negated(tensor):
+    return -tensor.detach()
+
+
+HOOKS = {
+    "save_on_cpu": torch.autograd.graph.save_on_cpu,
+    "a pair": lambda: torch.autograd.graph.saved_tensors_hooks(negated, negated),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_of_the_user_around_the_model_see_what_is_not_a_weight(name, nvme):
+    def loss(model, inputs):
+        with HOOKS[name]():
+            return total(model(*inputs))
+
+    compare(blocks(), X, loss=loss, nvme=nvme)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_of_the_user_inside_the_model_get_the_weights_too(name, nvme):
+    def forward(self, x):
+        with HOOKS[name]():
+            return self.b(self.a(x))
+
+    compare(lambda: Wrap(forward, a=block(), b=block()), X, nvme=nvme)
+
+
+def freeze_base():
+    model = blocks()()
+    model.requires_grad_(requires_grad=False)
+    for one in (model.a, model.b, model.c):
+        one.append(nn.Linear(16, 4, bias=False))
+        one.append(nn.Linear(4, 16, bias=False))
+    return model
+
+
+@pytest.mark.parametrize("call", [lambda module, x: module(x), REENTRANT, PLAIN], ids=["plain", "reentrant", "non-reentrant"])
+def test_frozen_units_do_not_pile_up_in_the_backward(call, nvme):
+    def base():
+        model = freeze_base()
+        model._forward = each(call)
+        return model
+
+    ours, optimizer = compare(base, X, nvme=nvme)
+    frozen = [unit for unit in engine_in(ours).units if not unit.trainable]
+    assert len(frozen) == 9
+    assert all("m" not in unit.record for unit in frozen)
+    most = []
+    x = X(torch.Generator())[0].requires_grad_()
+    loss = total(ours(x))
+    for one in ours.parameters():
+        if one.requires_grad:
+            one.register_hook(lambda grad: most.append(sum(unit.attached for unit in engine_in(ours).units)))
+    loss.backward()
+    assert max(most) <= 5  # one block's
+
+
+def test_freezing_and_unfreezing_between_steps_equals_plain_training(nvme):
+    def loop(model, optimizer):
+        shown = train(model, optimizer, X, steps=1)
+        model.a.requires_grad_(requires_grad=False)
+        shown += train(model, optimizer, X, steps=2, seed=8)
+        model.a.requires_grad_(requires_grad=True)
+        model.b[0].weight.requires_grad_(requires_grad=False)
+        return shown + train(model, optimizer, X, steps=2, seed=9)
+
+    plain, ours = build_both(blocks(), nvme=nvme)
+    expected, actual = map(loop, (plain, ours), optimizers(plain, ours))
+    assert differences(expected, actual) == []
+
+
+def look(model, mode):
+    with mode():
+        output = model(X(torch.Generator().manual_seed(3))[0])
+    return output.clone()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_looking_between_steps_and_before_the_first_changes_nothing(mode, nvme):
+    def loop(model, optimizer):
+        shown = [look(model, mode)]
+        for seed in (7, 8):
+            model.train()
+            shown += train(model, optimizer, X, steps=1, seed=seed)
+            model.eval()
+            shown += [look(model, mode), look(model, mode), resident(model)]
+        return shown
+
+    plain, ours = build_both(blocks(), nvme=nvme)
+    expected, actual = map(loop, (plain, ours), optimizers(plain, ours))
+    assert differences(expected, actual) == []
+
+
+class NoiseError(Exception):
+    """What a test throws."""
+
+
+def throw(*rest):
+    raise NoiseError
+
+
+@pytest.mark.parametrize("kind", [NoiseError, KeyboardInterrupt])
+@pytest.mark.parametrize("call", [lambda module, x: module(x), REENTRANT, PLAIN], ids=["plain", "reentrant", "non-reentrant"])
+def test_after_an_exception_in_a_forward_the_next_step_is_right(call, kind, nvme):
+    def loop(model, optimizer):
+        shown = train(model, optimizer, X, steps=1)
+
+        def interrupt(*rest):
+            raise kind
+
+        hook = model.b[2].register_forward_pre_hook(interrupt)
+        with pytest.raises(kind):
+            model(X(torch.Generator())[0].requires_grad_())
+        hook.remove()
+        return shown + train(model, optimizer, X, steps=2, seed=8)
+
+    plain, ours = build_both(blocks(forward=each(call)), nvme=nvme)
+    expected, actual = map(loop, (plain, ours), optimizers(plain, ours))
+    assert differences(expected, actual) == []
+
+
+@pytest.mark.parametrize("call", [lambda module, x: module(x), REENTRANT, PLAIN], ids=["plain", "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("where", ["in a hook", "in the recomputation"])
+def test_after_an_exception_in_a_backward_the_next_step_is_right(call, where, nvme):
+    def loop(model, optimizer):
+        shown = train(model, optimizer, X, steps=1)
+        loss = total(model(X(torch.Generator())[0].requires_grad_()))
+        hook = model.b[2].weight.register_hook(throw)
+        if where != "in a hook":
+            hook.remove()
+            hook = model.b[2].register_forward_hook(throw)
+        if where == "in a hook" or call in (REENTRANT, PLAIN):
+            with pytest.raises(NoiseError):
+                loss.backward()
+        hook.remove()
+        del loss
+        optimizer.zero_grad()
+        return shown + train(model, optimizer, X, steps=2, seed=8)
+
+    plain, ours = build_both(blocks(forward=each(call)), nvme=nvme)
+    expected, actual = map(loop, (plain, ours), optimizers(plain, ours))
+    assert differences(expected, actual) == []
+
+
+@pytest.mark.parametrize("call", [lambda module, x: module(x), PLAIN], ids=["plain", "non-reentrant"])
+def test_gradients_of_inputs_alone_equal_plain_ones(call, nvme):
+    def loop(model, optimizer):
+        x = X(torch.Generator().manual_seed(1))[0].requires_grad_()
+        shown = [torch.autograd.grad(total(model(x)), x), gradients(model), resident(model)]
+        return shown + train(model, optimizer, X, steps=2)
+
+    plain, ours = build_both(blocks(forward=each(call)), nvme=nvme)
+    expected, actual = map(loop, (plain, ours), optimizers(plain, ours))
+    assert differences(expected, actual) == []
+
+
+def test_a_second_backward_over_a_retained_graph_adds_as_plain_torch_does(nvme):
+    def loop(model, optimizer):
+        loss = total(model(X(torch.Generator().manual_seed(1))[0]))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        shown = [gradients(model), resident(model)]
+        optimizer.step()
+        optimizer.zero_grad()
+        return shown + train(model, optimizer, X, steps=2)
+
+    plain, ours = build_both(blocks(), nvme=nvme)
+    expected, actual = map(loop, (plain, ours), optimizers(plain, ours))
+    assert differences(expected, actual) == []
+
+
+def test_a_second_backward_over_a_freed_graph_is_torchs_own_error(nvme):
+    _, ours = build_both(blocks(), nvme=nvme)
+    loss = total(ours(X(torch.Generator())[0]))
+    loss.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+    assert resident(ours) == []
+
+
+def test_a_backward_over_a_graph_older_than_a_step_is_refused(nvme):
+    plain, ours = build_both(blocks(), nvme=nvme)
+    _, optimizer = optimizers(plain, ours)
+    x = X(torch.Generator())[0].requires_grad_()
+    old = total(ours(x))
+    total(ours(x)).backward()
+    optimizer.step()
+    before = gradients(ours)
+    with pytest.raises(RuntimeError, match="changed .* after the forward"):
+        old.backward()
+    assert resident(ours) == []
+    ours(x)
+    assert differences({name: before[name] for name in before if name.startswith("a")}, {name: one for name, one in gradients(ours).items() if name.startswith("a")}) == []
+
+
+@pytest.mark.parametrize("call", [lambda module, x: module(x), PLAIN], ids=["plain", "non-reentrant"])
+def test_gradients_of_gradients_equal_plain_ones(call, nvme):
+    def loop(model, optimizer):
+        x = X(torch.Generator().manual_seed(1))[0].float().requires_grad_()
+        (slope,) = torch.autograd.grad(total(model(x.bfloat16())), x, create_graph=True)
+        gc.collect()
+        (slope.square().sum() + total(model(x.bfloat16()))).backward()
+        shown = [slope.detach(), x.grad, gradients(model), resident(model)]
+        optimizer.step()
+        optimizer.zero_grad()
+        del slope
+        return shown + train(model, optimizer, X, steps=2)
+
+    plain, ours = build_both(blocks(forward=each(call)), nvme=nvme)
+    expected, actual = map(loop, (plain, ours), optimizers(plain, ours))
+    assert differences(expected, actual) == []
+
+
+def test_a_loss_of_nan_does_what_it_does_in_plain_torch(nvme):
+    def loop(model, optimizer):
+        (total(model(X(torch.Generator().manual_seed(1))[0])) * float("nan")).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [{name: one.float() for name, one in model.state_dict().items()}, *train(model, optimizer, X, steps=1)]
+
+    plain, ours = build_both(blocks(), nvme=nvme)
+    expected, actual = map(loop, (plain, ours), optimizers(plain, ours))
+    assert differences(expected, actual) == []
+
+
+def test_a_view_that_outlives_its_forward_keeps_its_values(nvme):
+    def forward(self, x):
+        self.kept.append(self.a.weight.t())
+        return self.a(x)
+
+    def build():
+        model = Wrap(forward, a=nn.Linear(16, 16))
+        model.kept = []
+        return model
+
+    def loop(model, optimizer):
+        shown = train(model, optimizer, X, steps=1)
+        weight = model.state_dict()["a.weight"].clone()
+        model.kept.clear()
+        shown += train(model, optimizer, X, steps=1)
+        return [*shown, model.kept[0].shape, weight if engine_in(model) is None else model.kept[0].t().detach().clone()]
+
+    plain, ours = build_both(build, nvme=nvme)
+    expected, actual = map(loop, (plain, ours), optimizers(plain, ours))
+    assert differences(expected, actual) == []
+
+
+def test_changing_a_weight_in_a_forward_is_refused_by_name(nvme):
+    def forward(self, x):
+        with torch.no_grad():
+            self.a.weight.clamp_(-0.1, 0.1)
+        return self.a(x)
+
+    _, ours = build_both(lambda: Wrap(forward, a=nn.Linear(16, 16)), nvme=nvme)
+    with pytest.raises(UnsupportedError, match=r"a.weight was changed in place.*gathered"):
+        ours(X(torch.Generator())[0])
+    assert resident(ours) == []

@@ -1,0 +1,149 @@
+"""The lane that moves records. The disk is faked: transfers complete in random order, and may fail."""
+
+import threading
+
+import pytest
+import torch
+
+from fakes import FakeDisk
+from infinity.errors import CorruptionError, EngineFailedError
+from infinity.lanes import Pass, StreamLane
+from infinity.memory import Pool
+from infinity.passes import ReadPass, WritePass
+from infinity.shard import ALIGN_NUMEL, lay_out, tiles
+from infinity.store import Record, Traffic
+
+TILE = ALIGN_NUMEL
+
+
+def record_on(disk, numels):
+    record = Record(lay_out([(f"p{index}", (numel,)) for index, numel in enumerate(numels)]), TILE, Traffic(), verify=True)
+    record.name = "layers.3"
+    for field in ("hi", "lo", "m", "v"):
+        record.add(field, disk)
+    return record
+
+
+@pytest.fixture(params=[1, 2, 7], ids="slots={}".format)
+def lane(request):
+    lane = StreamLane(Pool(TILE * 16, request.param))
+    yield lane
+    lane.close()
+
+
+def test_what_was_written_is_read_with_any_number_of_slots(lane, seed):
+    record = record_on(FakeDisk(seed), [5000, 3, 9000])
+    values = {index: {"master": torch.randn(numel), "m": torch.randn(numel)} for index, numel in enumerate([5000, 3, 9000])}
+    lane.submit(WritePass(record, TILE, values))
+    for index, fields in values.items():
+        into = {name: torch.empty_like(tensor) for name, tensor in fields.items()}
+        job = ReadPass(record, index, TILE, into)
+        lane.submit(job)
+        lane.wait(job)
+        assert all(torch.equal(into[name], fields[name]) for name in fields)
+
+
+def test_passes_over_one_record_keep_their_order_even_when_promoted(lane, seed):
+    record, other = (record_on(FakeDisk(seed + n), [6000]) for n in range(2))
+    results = []
+    for number in range(8):
+        for one in (record, other):
+            lane.submit(WritePass(one, TILE, {0: {"master": torch.full((6000,), float(number))}}))
+            into = {"master": torch.empty(6000)}
+            job = ReadPass(one, 0, TILE, into)
+            lane.submit(job, urgent=number % 3 == 0)
+            results.append((job, into["master"], number))
+        lane.promote(other)
+    for job, found, number in results:
+        lane.wait(job)
+        assert found.unique().tolist() == [number]
+
+
+class _Order(Pass):
+    def __init__(self, record, name, log, gate=None):
+        super().__init__(record)
+        self.name, self.log, self.gate, self.begun = name, log, gate, threading.Event()
+
+    def tiles(self):
+        return tiles(TILE, TILE)
+
+    def fields(self, start, stop):
+        return (), ()
+
+    def process(self, start, stop, at):
+        self.begun.set()
+        if self.gate:
+            self.gate.wait(10)
+        self.log.append(self.name)
+
+
+def test_a_promoted_pass_overtakes_those_that_wait(seed):
+    lane = StreamLane(Pool(TILE * 16, 1))
+    records = [record_on(FakeDisk(seed), [10]) for _ in range(4)]
+    log, gate = [], threading.Event()
+    first = _Order(records[0], "first", log, gate)
+    lane.submit(first)
+    assert first.begun.wait(10)
+    jobs = [_Order(records[n], n, log) for n in range(1, 4)]
+    for job in jobs:
+        lane.submit(job)
+    lane.promote(records[3])
+    gate.set()
+    lane.drain()
+    lane.close()
+    assert log == ["first", 3, 1, 2]
+
+
+@pytest.mark.parametrize("fail_at", range(1, 25))
+def test_an_error_of_any_transfer_reaches_who_waits_and_nothing_hangs(fail_at, seed):
+    lane = StreamLane(Pool(TILE * 16, 3))
+    record = record_on(FakeDisk(seed, fail_at=fail_at), [3 * TILE])
+    values = torch.randn(3 * TILE)
+    with pytest.raises(OSError, match=r"layers\.3\.(hi|lo): injected"):
+        for _ in range(3):
+            lane.submit(WritePass(record, TILE, {0: {"master": values}}))
+            into = {"master": torch.empty(3 * TILE)}
+            job = ReadPass(record, 0, TILE, into)
+            lane.submit(job)
+            lane.wait(job, finished=True)
+            assert torch.equal(into["master"], values)
+        lane.drain()
+    with pytest.raises(EngineFailedError, match="injected"):
+        lane.submit(ReadPass(record, 0, TILE, {"master": torch.empty(3 * TILE)}))
+    lane.close()
+
+
+def test_bytes_that_changed_on_the_disk_are_never_handed_out(seed):
+    disk = FakeDisk(seed)
+    lane = StreamLane(Pool(TILE * 16, 3))
+    record = record_on(disk, [2 * TILE])
+    lane.submit(WritePass(record, TILE, {0: {"master": torch.randn(2 * TILE)}}))
+    lane.drain()
+    disk.data[2 * TILE + 77] ^= 4  # in the second tile of hi
+    into = {"hi": torch.empty(2 * TILE, dtype=torch.bfloat16)}
+    job = ReadPass(record, 0, TILE, into)
+    lane.submit(job)
+    with pytest.raises(CorruptionError, match=r"layers\.3\.hi: .*fake disk at byte 4096.*xxh3"):
+        lane.wait(job)
+    lane.close()
+
+
+def test_a_read_that_comes_back_wrong_once_is_refused(seed):
+    lane = StreamLane(Pool(TILE * 16, 2))
+    record = record_on(FakeDisk(seed, flip_at=3), [10])
+    lane.submit(WritePass(record, TILE, {0: {"master": torch.randn(10)}}))
+    lane.drain()
+    job = ReadPass(record, 0, TILE, {"master": torch.empty(10)})
+    lane.submit(job)
+    with pytest.raises(CorruptionError):
+        lane.wait(job)
+    lane.close()
+
+
+def test_a_closed_lane_refuses_work_and_its_thread_is_gone(seed):
+    before = threading.active_count()
+    lane = StreamLane(Pool(TILE * 16, 2))
+    lane.close()
+    assert threading.active_count() == before
+    with pytest.raises(EngineFailedError, match="closed"):
+        lane.submit(ReadPass(record_on(FakeDisk(seed), [10]), 0, TILE, {"hi": torch.empty(10, dtype=torch.bfloat16)}))

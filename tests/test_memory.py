@@ -1,0 +1,62 @@
+"""The budget and its shares. Nothing is faked."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinity.errors import HostMemoryError
+from infinity.memory import Arena, Ledger, Pool, divide, least_budget, least_total, view
+from infinity.sizes import BLOCK
+
+
+@given(st.integers(least_budget(), 1 << 42), st.integers(0, 1 << 34))
+def test_the_shares_never_exceed_the_budget(total, largest):
+    budget = divide(total, largest)
+    assert min(budget.ahead_nbytes, budget.outgoing_nbytes, budget.kept_nbytes) >= 0
+    shares = budget.slots * budget.slot_nbytes + budget.ahead_nbytes + budget.outgoing_nbytes + budget.kept_nbytes
+    assert shares == total
+    assert budget.slots >= 4
+    assert budget.slot_nbytes % BLOCK == 0
+
+
+def test_a_budget_that_cannot_work_is_refused_with_the_least_that_does():
+    with pytest.raises(HostMemoryError, match=r"100\.0 KiB.*128\.0 KiB"):
+        divide(100 << 10)
+    divide(128 << 10)
+
+
+@given(st.integers(1, 1 << 36), st.integers(0, 1 << 30))
+def test_the_least_total_is_the_least(kept, largest):
+    total = least_total(kept, largest)
+    assert divide(total, largest).kept_nbytes >= kept
+    if total > 1 << 20:
+        assert divide(total - (1 << 20), largest).kept_nbytes < kept
+
+
+def test_a_ledger_says_no_and_keeps_what_is_promised():
+    ledger = Ledger(100)
+    ledger.set_aside(30)
+    assert ledger.try_reserve(70)
+    assert not ledger.try_reserve(1)
+    ledger.set_aside(-30)
+    assert ledger.try_reserve(30)
+    ledger.release(60)
+    assert (ledger.held_nbytes, ledger.peak_nbytes, ledger.free_nbytes) == (40, 100, 60)
+
+
+def test_slots_are_aligned_and_apart():
+    pool = Pool(2 * BLOCK, 5)
+    slots = [pool.lease() for _ in range(5)]
+    assert pool.free == 0
+    for number, slot in enumerate(slots):
+        assert slot.address % BLOCK == 0
+        view(slot.address, slot.nbytes)[:] = bytes([number]) * slot.nbytes
+    assert [bytes(view(slot.address, slot.nbytes)) == bytes([number]) * slot.nbytes for number, slot in enumerate(slots)] == [True] * 5
+    for slot in slots:
+        pool.give_back(slot)
+    assert pool.free == 5
+
+
+def test_an_arena_begins_as_zeros():
+    arena = Arena(4 << 20)
+    assert not any(view(arena.address, 4 << 20).tobytes())

@@ -1,0 +1,130 @@
+"""Training from NVMe equals training in memory, bit for bit. Nothing is faked: real files, real models, the reference recipe.
+
+torch runs on one thread, with deterministic algorithms, where it would not repeat itself otherwise.
+"""
+
+import gc
+
+import pytest
+import torch
+
+import models
+from infinity import stats
+
+pytestmark = [
+    pytest.mark.disk,
+    pytest.mark.filterwarnings("ignore:.*use_reentrant.*", "ignore:None of the inputs have requires_grad"),
+]
+
+SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def repeatable():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(mode=True)
+    yield
+    torch.use_deterministic_algorithms(mode=False)
+    torch.set_num_threads(threads)
+    gc.collect()
+
+
+def compare(name, optimizer, init, *, steps=10, checkpoint=None, update="forward", accumulate=1, clip=None):
+    ours, plain = models.both(name, optimizer, init, checkpoint=checkpoint, update=update)
+    losses = [models.train(model, opt, steps, accumulate, clip, schedule) for model, opt, schedule in (ours, plain)]
+    assert losses[0] == losses[1]
+    models.assert_same_state(ours[0], ours[1], plain[0], plain[1])
+    return ours[0]
+
+
+@pytest.mark.parametrize("checkpoint", [None, "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("memory", ["128KiB", "1MiB", "64MiB"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_ten_steps_with_clipping_decay_and_schedule_equal_training_in_memory(folder, name, memory, checkpoint):
+    compare(name, {**SETTINGS, "max_norm": 0.5}, {"nvme": folder, "host_memory": memory}, checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize("aio", ["io_uring", "threads", "buffered"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_every_io_engine_gives_the_same_bits(folder, name, aio):
+    model = compare(name, {**SETTINGS, "max_norm": 0.5}, {"nvme": folder, "host_memory": "1MiB", "aio": aio})
+    assert stats(model).io_engine == aio
+
+
+@pytest.mark.parametrize("memory", ["128KiB", "64MiB"])
+@pytest.mark.parametrize("checkpoint", [None, "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_updating_in_the_backward_gives_the_same_bits(folder, name, checkpoint, memory):
+    compare(name, SETTINGS, {"nvme": folder, "host_memory": memory}, checkpoint=checkpoint, update="backward")
+
+
+@pytest.mark.parametrize("memory", ["128KiB", "64MiB"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_accumulated_gradients_are_summed_in_fp32(folder, name, memory):
+    compare(name, {**SETTINGS, "max_norm": 0.5}, {"nvme": folder, "host_memory": memory}, steps=4, accumulate=3)
+
+
+@pytest.mark.parametrize("memory", ["128KiB", "64MiB"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_torchs_own_clipping_is_right_on_offloaded_gradients(folder, memory, accumulate):
+    compare("llama", SETTINGS, {"nvme": folder, "host_memory": memory}, steps=5, accumulate=accumulate, clip=0.5)
+
+
+def test_without_an_nvme_tier_the_bits_are_the_same():
+    compare("mixtral", {**SETTINGS, "max_norm": 0.5}, {"host_memory": "64MiB"}, checkpoint="non-reentrant")
+
+
+def test_dropout_is_the_same_when_it_is_recomputed(folder):
+    ours, plain = models.both("gpt2-dropout", SETTINGS, {"nvme": folder, "host_memory": "1MiB"}, checkpoint="non-reentrant")
+    losses = []
+    for model, optimizer, schedule in (ours, plain):
+        torch.manual_seed(7)
+        losses.append(models.train(model, optimizer, 5, schedule=schedule))
+    assert losses[0] == losses[1]
+    models.assert_same_state(ours[0], ours[1], plain[0], plain[1])
+
+
+def test_a_step_that_runs_otherwise_costs_a_miss_and_no_bit(folder):
+    ours, plain = models.both("llama", SETTINGS, {"nvme": folder, "host_memory": "1MiB"})
+    results = []
+    for model, optimizer, _ in (ours, plain):
+        losses = models.train(model, optimizer, 3)
+        with torch.no_grad():
+            losses.append(model(input_ids=models.batch(1)).logits.float().sum().item())
+        optimizer.zero_grad()
+        skipped, model.model.layers = model.model.layers, model.model.layers[:2]  # the last layer is left out for two steps
+        losses += models.train(model, optimizer, 2, first=3)
+        model.model.layers = skipped
+        losses += models.train(model, optimizer, 2, first=5)
+        results.append(losses)
+    assert results[0] == results[1]
+    models.assert_same_state(ours[0], ours[1], plain[0], plain[1])
+    assert stats(ours[0]).divergences > 0
+
+
+def test_after_the_first_step_units_are_there_when_they_are_used(folder):
+    model = compare("llama", SETTINGS, {"nvme": folder, "host_memory": "4MiB"}, steps=6)
+    seen = stats(model)
+    assert seen.misses <= 1, "the first use of all is asked for, the others are fetched ahead"
+    assert seen.uses == seen.hits + seen.misses
+    assert {unit.uses for unit in seen.units} == {6, 12}, "an embedding is not needed in the backward"
+
+
+def test_pinned_fields_leave_the_disk_alone(folder):
+    model = compare("llama", SETTINGS, {"nvme": folder, "host_memory": "64MiB"}, steps=6)
+    before = stats(model)
+    assert (before.nvme_nbytes, before.host_nbytes > 0) == (0, True)
+    model(input_ids=models.batch(3))
+    assert stats(model).nvme_read_nbytes == before.nvme_read_nbytes
+
+
+@pytest.mark.parametrize("update", ["forward", "backward"])
+def test_two_models_in_one_process_do_not_meet(folder, update):
+    first = models.both("llama", SETTINGS, {"nvme": folder, "host_memory": "1MiB"}, update=update)
+    second = models.both("gpt2", SETTINGS, {"nvme": folder, "host_memory": "1MiB"}, update=update)
+    for step in range(4):
+        for ours, plain in (first, second):
+            assert models.train(*ours[:2], 1, first=step) == models.train(*plain[:2], 1, first=step)
+    for ours, plain in (first, second):
+        models.assert_same_state(ours[0], ours[1], plain[0], plain[1])
