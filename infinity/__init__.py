@@ -1,4 +1,6 @@
-"""Infinity: train models larger than GPU and host memory, by streaming their state between NVMe, host memory and the device."""
+"""Infinity: train models larger than GPU and host memory, by streaming their state between NVMe, host memory
+and the device.
+"""
 
 from infinity.config import Config
 from infinity.errors import (

@@ -17,12 +17,14 @@ class Config:
     """The settings of one `Init`: what it may use, never how it should go about it.
 
     nvme: a folder on the NVMe device, or None for no NVMe tier (all state stays in host memory).
-    host_memory: bytes, or text like "4GiB": a hard budget for what Infinity keeps in host memory (pools, gradients,
-        pinned state). The units in use, activations and the model's buffers come on top, as in plain training. None: half
-        of the memory that is available when `Init` is entered.
+    host_memory: bytes, or text like "4GiB": a hard budget for what Infinity keeps in host memory (pools,
+    gradients,
+        pinned state). The units in use, activations and the model's buffers come on top, as in plain
+        training. None: half of the memory that is available when `Init` is entered.
     device: where the model computes, "cpu" or "cuda" (one device).
     dtype: the 16-bit type that computes; "bf16".
-    aio: the I/O engine, "io_uring", "threads" or "buffered"; None picks the best that works (and honours INFINITY_AIO).
+    aio: the I/O engine, "io_uring", "threads" or "buffered"; None picks the best that works (and honours
+    INFINITY_AIO).
     verify: check every record read back against the hash of what was written.
 
     Raises: ConfigError, naming the field, what it holds and what it may hold.
@@ -55,7 +57,11 @@ class Config:
     def _folder(self) -> str | None:
         if self.nvme is None:
             return None
-        folders = [self.nvme] if isinstance(self.nvme, str) or not isinstance(self.nvme, Sequence) else list(self.nvme)
+        folders = (
+            [self.nvme]
+            if isinstance(self.nvme, str) or not isinstance(self.nvme, Sequence)
+            else list(self.nvme)
+        )
         if len(folders) != 1:
             raise ConfigError(f"nvme={self.nvme!r}: this version takes one folder, got {len(folders)}")
         if not str(folders[0]):
@@ -70,7 +76,9 @@ class Config:
         except ValueError as error:
             raise ConfigError(str(error)) from None
         if nbytes == 0:
-            raise ConfigError("host_memory=0: the engine needs memory for its transfers; give at least a few MiB")
+            raise ConfigError(
+                "host_memory=0: the engine needs memory for its transfers; give at least a few MiB"
+            )
         return nbytes
 
     def __str__(self) -> str:

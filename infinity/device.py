@@ -1,7 +1,7 @@
 """The device that computes: where units become resident, and how bytes get there and back.
 
-On the CPU an upload is one copy in memory. On CUDA it is a copy from a pinned slot on a stream of its own; the stream that
-computes waits for its event. The CUDA class has not run on a GPU yet.
+On the CPU an upload is one copy in memory. On CUDA it is a copy from a pinned slot on a stream of its own;
+the stream that computes waits for its event. The CUDA class has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ class Device(Protocol):
     torch_device: torch.device
 
     def upload(self, flat: torch.Tensor, start: int, address: int, numel: int) -> None:
-        """Copy `numel` 16-bit elements at `address` to `flat[start:]`; the memory at `address` is free afterwards."""
+        """Copy `numel` 16-bit elements at `address` to `flat[start:]`; the memory at `address` is free
+        afterwards.
+        """
 
     def arrived(self) -> None:
         """Make later work of the calling thread's stream see every upload so far."""

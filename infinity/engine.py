@@ -1,7 +1,8 @@
-"""The engine of one `Init`: owns the budget, the stores, the lane and the units, and lets modules, autograd and the optimizer meet.
+"""The engine of one `Init`: owns the budget, the stores, the lane and the units, and lets modules, autograd
+and the optimizer meet.
 
-Nobody holds it but the hooks on the model's modules, the optimizer, and whoever asked: when the model is gone, so is the engine,
-its thread, its memory and its files.
+Nobody holds it but the hooks on the model's modules, the optimizer, and whoever asked: when the model is
+gone, so is the engine, its thread, its memory and its files.
 """
 
 from __future__ import annotations
@@ -58,7 +59,6 @@ class Updater(Protocol):
         """Apply what had to wait for the end of the backward."""
 
 
-
 class Engine:
     """See the module's docstring."""
 
@@ -77,7 +77,9 @@ class Engine:
         self.traffic = Traffic()
         self.kept = Ledger(self.budget.kept_nbytes)
         self.host_store = HostStore(self.kept)
-        self.nvme_store = NvmeStore(config.nvme_folder, config.aio) if config.nvme_folder is not None else None
+        self.nvme_store = (
+            NvmeStore(config.nvme_folder, config.aio) if config.nvme_folder is not None else None
+        )
         self.store: Store = self.nvme_store or self.host_store
         self.lane = StreamLane(Pool(self.budget.slot_nbytes, self.budget.slots))
         self.executor = Executor(self.lane, self.device)
@@ -138,7 +140,10 @@ class Engine:
             if alive is not None:
                 alive._accumulated(parameter, unit, index)
 
-        required, parameter.requires_grad = parameter.requires_grad, True  # frozen for now: torch would refuse the hook
+        required, parameter.requires_grad = (
+            parameter.requires_grad,
+            True,
+        )  # frozen for now: torch would refuse the hook
         parameter.register_post_accumulate_grad_hook(caught)
         parameter.requires_grad = required
 
@@ -213,7 +218,9 @@ class Engine:
             self.hooks.end_unit(unit)
 
     def _updater(self, unit: Unit) -> Updater | None:
-        """Return the optimizer that applies this unit's gradients in the backward, as soon as they are complete."""
+        """Return the optimizer that applies this unit's gradients in the backward, as soon as they are
+        complete.
+        """
         for optimizer in self.optimizers:
             if optimizer.applies_in_backward(unit):
                 updater: Updater = optimizer
@@ -236,10 +243,15 @@ class Engine:
     # Reading and writing parameters
 
     def read(self, parameter: nn.Parameter, fields: Sequence[str]) -> list[torch.Tensor]:
-        """Return fields ("hi", "master", "m", "v") of a parameter as new CPU tensors in its shape, updates applied."""
+        """Return fields ("hi", "master", "m", "v") of a parameter as new CPU tensors in its shape, updates
+        applied.
+        """
         unit, index = self.unit_of(parameter)
         self.executor.flush(unit)
-        into = {field: torch.empty(parameter.numel(), dtype=DTYPE if field == "hi" else torch.float32) for field in fields}
+        into = {
+            field: torch.empty(parameter.numel(), dtype=DTYPE if field == "hi" else torch.float32)
+            for field in fields
+        }
         self.run(ReadPass(unit.record, index, self.budget.tile_numel, into))
         return [into[field].view(parameter.shape) for field in fields]
 
@@ -263,21 +275,28 @@ class Engine:
     # Steps
 
     def close_step(self) -> None:
-        """The optimizer has decided a step. After the first one it is known what gradients take; what is left is for pinning."""
+        """The optimizer has decided a step. After the first one it is known what gradients take; what is left
+        is for pinning.
+        """
         self.executor.close_step()
         if self.executor.counts.steps == 1 and self.nvme_store is not None:
             self._choose_pins()
         self._pin()
 
     def _choose_pins(self) -> None:
-        fields = [{name: unit.record.shard.nbytes(name) for name in DENSITY if name in unit.record} for unit in self.units]
+        fields = [
+            {name: unit.record.shard.nbytes(name) for name in DENSITY if name in unit.record}
+            for unit in self.units
+        ]
         for index, name in choose(fields, self.kept.limit_nbytes, self.kept.peak_nbytes):
             nbytes = fields[index][name]
             self.kept.set_aside(nbytes)
             self._to_pin.append((self.units[index].record, name, nbytes))
 
     def _pin(self) -> None:
-        """Move chosen fields to host memory, as far as this step's gradients leave room by now; see placement."""
+        """Move chosen fields to host memory, as far as this step's gradients leave room by now; see
+        placement.
+        """
         while self._to_pin and self._to_pin[0][2] <= self.kept.free_nbytes:
             record, name, nbytes = self._to_pin.popleft()
             self.kept.set_aside(-nbytes)

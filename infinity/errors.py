@@ -1,4 +1,5 @@
-"""The errors that Infinity raises. Each message says what, where, the numbers, the likely cause and the cure."""
+"""The errors that Infinity raises. Each message says what, where, the numbers, the likely cause and the cure.
+"""
 
 from __future__ import annotations
 

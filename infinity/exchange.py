@@ -1,7 +1,9 @@
-"""state_dict and load_state_dict of a model whose parameters are elsewhere: plain CPU copies out, masters written in.
+"""state_dict and load_state_dict of a model whose parameters are elsewhere: plain CPU copies out, masters
+written in.
 
-torch's own code runs unchanged: it calls `parameter.detach()` and `parameter.copy_(value)` on each parameter of a module between
-the hooks registered here, and the guard on released parameters asks `answer` what those mean.
+torch's own code runs unchanged: it calls `parameter.detach()` and `parameter.copy_(value)` on each parameter
+of a module between the hooks registered here, and the guard on released parameters asks `answer` what those
+mean.
 """
 
 from __future__ import annotations
@@ -42,9 +44,13 @@ class Exchange:
             exchange._unshare(module, state, prefix)
             exchange._end()
 
-        def before_load(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+        def before_load(
+            module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any
+        ) -> None:
             if metadata.get("assign_to_params_buffers"):
-                raise UnsupportedError("load_state_dict(assign=True) would replace offloaded parameters; call it without assign")
+                raise UnsupportedError(
+                    "load_state_dict(assign=True) would replace offloaded parameters; call it without assign"
+                )
             exchange._module = weakref.ref(module)
 
         def after_load(module: nn.Module, keys: Any) -> None:
@@ -69,20 +75,33 @@ class Exchange:
             self._copies = {}
 
     def _unshare(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """Copy what a state_dict took from attached parameters (inside `gathered`): their memory will be given back."""
+        """Copy what a state_dict took from attached parameters (inside `gathered`): their memory will be
+        given back.
+        """
         engine = self._engine()
         for name, parameter in module._parameters.items():
             value = state.get(prefix + name)
-            if engine is None or parameter is None or not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
+            if (
+                engine is None
+                or parameter is None
+                or not isinstance(value, torch.Tensor)
+                or isinstance(value, nn.Parameter)
+            ):
                 continue
             if engine.keeps(parameter) and engine.unit_of(parameter)[0].attached:
                 state[prefix + name] = value.clone()
 
     def answer(self, parameter: nn.Parameter, operation: str, args: Sequence[Any]) -> object:
-        """Return the answer to `detach` or `copy_` while its module is saved or loaded; None for anything else."""
+        """Return the answer to `detach` or `copy_` while its module is saved or loaded; None for anything
+        else.
+        """
         module = self._module() if self._module is not None else None
         engine = self._engine()
-        if module is None or engine is None or not any(parameter is one for one in module._parameters.values()):
+        if (
+            module is None
+            or engine is None
+            or not any(parameter is one for one in module._parameters.values())
+        ):
             return None
         if operation == "detach":
             if id(parameter) not in self._copies:

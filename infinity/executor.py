@@ -1,6 +1,7 @@
 """Residence: which units are on the device, from the moment they are fetched until the last user lets go.
 
-Walks the plan as uses happen: each use of a unit starts the fetches that the plan put there. A use that the plan did not
+Walks the plan as uses happen: each use of a unit starts the fetches that the plan put there. A use that the
+plan did not
 foresee is the same thing without foresight: it is fetched on demand and counted.
 """
 
@@ -52,8 +53,9 @@ class Counts:
 class Cursor:
     """Where in the plan the step is, and what was used so far.
 
-    Uses close by may come in another order than planned (the first plan only guesses the order in a block): they are taken as they
-    come. A use that is not close by is a divergence: the cursor jumps to where the plan has it next.
+    Uses close by may come in another order than planned (the first plan only guesses the order in a block):
+    they are taken as they come. A use that is not close by is a divergence: the cursor jumps to where the
+    plan has it next.
     """
 
     def __init__(self) -> None:
@@ -94,13 +96,17 @@ class Cursor:
                 yield self.plan.steps[position].use
 
     def advance(self, use: Use) -> tuple[tuple[int, ...], bool, bool]:
-        """Take note of a use; return the fetches that begin with it, whether its unit stays, and whether it was foreseen."""
+        """Take note of a use; return the fetches that begin with it, whether its unit stays, and whether it
+        was foreseen.
+        """
         if len(self.trace) < _TRACE_LIMIT:
             self.trace.append(use)
         places = self._places.get(use, ())
         if self.plan is None or not places:
             return (), False, False
-        place = next((one for one in places[bisect_left(places, self.position) :] if one not in self._early), None)
+        place = next(
+            (one for one in places[bisect_left(places, self.position) :] if one not in self._early), None
+        )
         foreseen = self._opened and place is not None and place <= self.position + _NEAR
         if place is None:
             place = places[0]
@@ -135,12 +141,17 @@ class Executor:
         self._staying: set[Unit] = set()
 
     def open(self, units: list[Unit], tile_numel: int, ahead_nbytes: int) -> None:
-        """Take the units of a finished model, in the order of its modules; a first plan assumes they run in that order."""
+        """Take the units of a finished model, in the order of its modules; a first plan assumes they run in
+        that order.
+        """
         self.units = units
         self._tile_numel = tile_numel
         self._ahead = Ledger(ahead_nbytes)
         order = [unit.index for unit in units]
-        guess = [*(Use(Phase.FORWARD, one) for one in order), *(Use(Phase.BACKWARD, one) for one in reversed(order))]
+        guess = [
+            *(Use(Phase.FORWARD, one) for one in order),
+            *(Use(Phase.BACKWARD, one) for one in reversed(order)),
+        ]
         self._follow(tuple(guess))
 
     @property
@@ -149,7 +160,9 @@ class Executor:
         return self._ahead.held_nbytes
 
     def _follow(self, trace: tuple[Use, ...]) -> None:
-        self.cursor.follow(make_plan(trace, [unit.resident_nbytes for unit in self.units], self._ahead.limit_nbytes))
+        self.cursor.follow(
+            make_plan(trace, [unit.resident_nbytes for unit in self.units], self._ahead.limit_nbytes)
+        )
         self.counts.plans += 1
 
     # Uses
@@ -186,7 +199,9 @@ class Executor:
         self.fetch_owed()
 
     def _look_again(self, but: Unit) -> None:
-        """After a use that was not the planned one: want what the plan has next from here, and give up what else waits."""
+        """After a use that was not the planned one: want what the plan has next from here, and give up what
+        else waits.
+        """
         wanted: dict[int, None] = {}
         room = self._ahead.limit_nbytes
         for use in self.cursor.upcoming():
@@ -273,7 +288,9 @@ class Executor:
                 self._evict(unit)
 
     def apply(self, unit: Unit, on_processed: Callable[[], None]) -> FetchPass:
-        """Apply a unit's pending updates in the backward, from the values on the CPU if they are there; then release it."""
+        """Apply a unit's pending updates in the backward, from the values on the CPU if they are there; then
+        release it.
+        """
         on_cpu = self._device.torch_device.type == "cpu"
         resident = on_cpu and unit.fetch_processed and unit.lent is None
         job = FetchPass(unit, self._device, self._tile_numel, upload=False, resident=resident)
@@ -287,7 +304,9 @@ class Executor:
         return job
 
     def _lend(self, unit: Unit, job: FetchPass) -> None:
-        """Leave the storage of a unit that nobody uses to a pass that starts from its values, and releases it."""
+        """Leave the storage of a unit that nobody uses to a pass that starts from its values, and releases
+        it.
+        """
         unit.lent = job
         if unit.waiting:
             unit.waiting = False
@@ -316,12 +335,16 @@ class Executor:
     def changed(self, unit: Unit) -> None:
         """A unit's values are about to be replaced in its record: what is resident of it is stale."""
         if unit.users:
-            raise UnsupportedError(f"{unit.name}: its parameters are in use and cannot be replaced. Do so outside forward and gathered().")
+            raise UnsupportedError(
+                f"{unit.name}: its parameters are in use and cannot be replaced. Do so outside forward and gathered()."
+            )
         self._evict(unit)
         unit.version += 1
 
     def close_step(self) -> None:
-        """The optimizer has decided its updates: forget what was fetched before, and begin the next step's opening."""
+        """The optimizer has decided its updates: forget what was fetched before, and begin the next step's
+        opening.
+        """
         self.counts.steps += 1
         self._owed.clear()
         self._evict_waiting()

@@ -17,13 +17,17 @@ from infinity.unit import Unit
 
 
 @contextlib.contextmanager
-def gathered(what: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, write: bool = False) -> Iterator[None]:
-    """Give full, ordinary access to parameters inside the `with`; with `write`, changes are kept, masters included.
+def gathered(
+    what: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
+) -> Iterator[None]:
+    """Give full, ordinary access to parameters inside the `with`; with `write`, changes are kept, masters
+    included.
 
-    what: a module, a parameter, or several. Elements that are changed get masters equal to their new 16-bit values; the others
-    keep theirs. Keep no views of the values beyond the `with`: clone what you need.
+    what: a module, a parameter, or several. Elements that are changed get masters equal to their new 16-bit
+    values; the others keep theirs. Keep no views of the values beyond the `with`: clone what you need.
 
-    Raises: HostMemoryError, with the numbers, where the values do not fit memory; ValueError for parameters that are not ours.
+    Raises: HostMemoryError, with the numbers, where the values do not fit memory; ValueError for parameters
+    that are not ours.
     """
     units = _units_of(what)
     _check_room(units)
@@ -58,13 +62,17 @@ def _units_of(what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> dict[U
         engine = engine_of(parameter)
         if engine is None:
             shape = tuple(parameter.shape)
-            raise ValueError(f"gathered: a parameter of shape {shape} was not built inside `with infinity.Init(...)`")
+            raise ValueError(
+                f"gathered: a parameter of shape {shape} was not built inside `with infinity.Init(...)`"
+            )
         units[engine.unit_of(parameter)[0]] = engine
     return units
 
 
 def _check_room(units: dict[Unit, Engine]) -> None:
-    needed = sum(unit.resident_nbytes for unit, engine in units.items() if engine.device.torch_device.type == "cpu")
+    needed = sum(
+        unit.resident_nbytes for unit, engine in units.items() if engine.device.torch_device.type == "cpu"
+    )
     available = psutil.virtual_memory().available
     if needed > available:
         raise HostMemoryError(
@@ -79,7 +87,10 @@ def _shares(unit: Unit) -> int:
 
 
 def _write_back(engine: Engine, unit: Unit) -> None:
-    values = {index: {"master": parameter.detach().to("cpu").contiguous()} for index, parameter in enumerate(unit.parameters)}
+    values = {
+        index: {"master": parameter.detach().to("cpu").contiguous()}
+        for index, parameter in enumerate(unit.parameters)
+    }
     engine.executor.flush(unit)
     unit.version += 1
     engine.run(WritePass(unit.record, engine.budget.tile_numel, values, rewrite=True))

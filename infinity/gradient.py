@@ -1,9 +1,10 @@
-"""Gradients after they have accumulated: where they are kept, and the thin tensor that stands for each as `p.grad`.
+"""Gradients after they have accumulated: where they are kept, and the thin tensor that stands for each as
+`p.grad`.
 
-[Note: who owns a gradient]
-`p.grad` is an `OffloadedGradient`, and it owns the stored gradient: when it goes (zero_grad), so does the gradient. step() reads
-it and leaves it there, as torch does. A gradient of one backward is kept as it came, in 16 bits; a second backward turns the
-stored one into fp32 and adds (DESIGN 3). It lies in host memory while the kept share has room, else in its unit's record.
+[Note: who owns a gradient] `p.grad` is an `OffloadedGradient`, and it owns the stored gradient: when it goes
+(zero_grad), so does the gradient. step() reads it and leaves it there, as torch does. A gradient of one
+backward is kept as it came, in 16 bits; a second backward turns the stored one into fp32 and adds (DESIGN 3).
+It lies in host memory while the kept share has room, else in its unit's record.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from infinity.device import Device
 from infinity.errors import UnsupportedError
 from infinity.lanes import Pass, StreamLane
 from infinity.memory import Budget, Ledger
-from infinity.passes import GRADIENT_FIELD, ReadPass, SpillPart, SpillPass
+from infinity.passes import ReadPass, SpillPart, SpillPass
 from infinity.store import Store
 from infinity.unit import Unit
 
@@ -104,7 +105,9 @@ class GradientStore:
         return self._outgoing.held_nbytes
 
     def arrive(self, unit: Unit, index: int, grad: torch.Tensor, *, keep: bool) -> Gradient:
-        """Take a gradient that starts anew. With `keep` False it stays on its way, to be applied when the unit is complete."""
+        """Take a gradient that starts anew. With `keep` False it stays on its way, to be applied when the
+        unit is complete.
+        """
         gradient = Gradient(unit, index, self._kept)
         tensor = self._device.to_host(grad)
         if keep:
@@ -140,7 +143,8 @@ class GradientStore:
         self._send(gradient, tensor)
 
     def _send(self, gradient: Gradient, tensor: torch.Tensor) -> None:
-        """Let a gradient wait in memory for the rest of its unit; spilled ones are added to what is stored."""
+        """Let a gradient wait in memory for the rest of its unit; spilled ones are added to what is stored.
+        """
         self._make_room(tensor.nbytes)
         if gradient.form is not Form.SPILLED:
             gradient.form = Form.OUTGOING
@@ -166,7 +170,9 @@ class GradientStore:
         self._outgoing.release(nbytes)
 
     def settle(self, unit: Unit) -> None:
-        """Keep a complete unit's outgoing gradients: in host memory where they fit by now, else in the record."""
+        """Keep a complete unit's outgoing gradients: in host memory where they fit by now, else in the
+        record.
+        """
         for index, gradient in list(unit.outgoing.items()):
             if gradient.form is Form.OUTGOING and gradient.parts is None:
                 gradient.parts = _measured(_present(gradient.tensor))
@@ -187,11 +193,16 @@ class GradientStore:
         stored = _spilled(unit)
         adds = {index for index, gradient in outgoing.items() if gradient.form is Form.SPILLED}
         carried = {index: gradient for index, gradient in stored.items() if index not in outgoing}
-        wide = bool(adds) or any(_present(gradient.tensor).dtype == torch.float32 for gradient in outgoing.values())
+        wide = bool(adds) or any(
+            _present(gradient.tensor).dtype == torch.float32 for gradient in outgoing.values()
+        )
         survivors = [*carried.values(), *(outgoing[index] for index in adds)]
         source = survivors[0].field if survivors else None
         target = "grad32" if wide or source == "grad32" else "grad16"
-        parts = {index: SpillPart(_present(gradient.tensor), add=index in adds) for index, gradient in outgoing.items()}
+        parts = {
+            index: SpillPart(_present(gradient.tensor), add=index in adds)
+            for index, gradient in outgoing.items()
+        }
         if target not in unit.record:
             unit.record.add(target, self._spill_store)
         job = SpillPass(unit, self._tile_numel, parts, set(carried), source, target)
@@ -210,7 +221,9 @@ class GradientStore:
         self.let_go(nbytes)
 
     def square_sum(self, gradient: Gradient) -> float:
-        """Return the fp64 sum of the stored gradient's squares, clipping not applied; waits for a pass that is computing it."""
+        """Return the fp64 sum of the stored gradient's squares, clipping not applied; waits for a pass that
+        is computing it.
+        """
         if gradient.form is Form.APPLIED:
             raise UnsupportedError(applied_message(gradient.unit, "clipping, or reading a gradient,"))
         if gradient.form is Form.ZERO or gradient.parts is None:
@@ -222,7 +235,9 @@ class GradientStore:
         return gradient.parts.square_sum if gradient.parts.finite else math.nan
 
     def dense(self, gradient: Gradient) -> torch.Tensor:
-        """Return the gradient as a plain tensor, clipping applied, in the parameter's shape, dtype and device."""
+        """Return the gradient as a plain tensor, clipping applied, in the parameter's shape, dtype and
+        device.
+        """
         parameter = gradient.unit.parameters[gradient.index]
         if gradient.form is Form.APPLIED:
             raise UnsupportedError(applied_message(gradient.unit, "reading a gradient"))
@@ -267,7 +282,9 @@ def _sum(stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     if stored.dtype != torch.float32:
         total = torch.empty(stored.shape, dtype=torch.float32)
         kernels.widen(stored.numel(), stored.data_ptr(), total.data_ptr())
-    (kernels.accumulate if new.dtype == torch.bfloat16 else kernels.accumulate_f32)(new.numel(), total.data_ptr(), new.data_ptr())
+    (kernels.accumulate if new.dtype == torch.bfloat16 else kernels.accumulate_f32)(
+        new.numel(), total.data_ptr(), new.data_ptr()
+    )
     return total
 
 
@@ -281,7 +298,9 @@ def _spilled(unit: Unit) -> dict[int, Gradient]:
 
 
 class OffloadedGradient(torch.Tensor):
-    """Stands for a stored gradient: clips, accumulates and zeroes it where it lies; anything else sees its dense values."""
+    """Stands for a stored gradient: clips, accumulates and zeroes it where it lies; anything else sees its
+    dense values.
+    """
 
     gradient: Gradient
     _store: GradientStore
@@ -302,8 +321,11 @@ class OffloadedGradient(torch.Tensor):
         return f"OffloadedGradient(shape={tuple(self.shape)}, {self.gradient.form.value})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run `func` where the gradient lies if it can be; else on dense values, unless it would change them."""
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run `func` where the gradient lies if it can be; else on dense values, unless it would change them.
+        """
         name = func.overloadpacket.__name__
         special = _OPERATIONS.get(name)
         if special is not None:
@@ -315,7 +337,9 @@ class OffloadedGradient(torch.Tensor):
                 f"{name}() on an offloaded gradient: only scaling, zeroing and accumulating change it in place. "
                 "Assign a new tensor to p.grad instead."
             )
-        args, kwargs = pytree.tree_map_only(cls, lambda grad: grad._store.dense(grad.gradient), (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(
+            cls, lambda grad: grad._store.dense(grad.gradient), (args, kwargs or {})
+        )
         return func(*args, **kwargs)
 
 
@@ -347,7 +371,12 @@ def _scale_all(grads: list[OffloadedGradient], factor: Any) -> None:
 
 
 def _add(grad: OffloadedGradient, new: Any, *, alpha: Any = 1) -> Any:
-    if not isinstance(new, torch.Tensor) or isinstance(new, OffloadedGradient) or alpha != 1 or new.shape != grad.shape:
+    if (
+        not isinstance(new, torch.Tensor)
+        or isinstance(new, OffloadedGradient)
+        or alpha != 1
+        or new.shape != grad.shape
+    ):
         return NotImplemented
     if float(grad.gradient.scale) != 1:
         raise UnsupportedError(

@@ -1,18 +1,19 @@
-"""What a forward and a backward do with units: module hooks, saved-tensor hooks, and leases that end when gradients have come.
+"""What a forward and a backward do with units: module hooks, saved-tensor hooks, and leases that end when
+gradients have come.
 
-[Note: what autograd sees]
-A module's units are held during its forward. What autograd saves of a weight is packed as (unit, alias) and unpacked by
-fetching the unit again, so a released weight costs nothing between its forward and its backward. Inside a checkpoint autograd
-saves nothing in the forward; what the recomputation saves in the backward is the real storage, so units used there are held until
-their gradients have accumulated. In all that, nothing relies on the model's structure.
+[Note: what autograd sees] A module's units are held during its forward. What autograd saves of a weight is
+packed as (unit, alias) and unpacked by fetching the unit again, so a released weight costs nothing between
+its forward and its backward. Inside a checkpoint autograd saves nothing in the forward; what the
+recomputation saves in the backward is the real storage, so units used there are held until their gradients
+have accumulated. In all that, nothing relies on the model's structure.
 
-[Note: graph tasks]
-Reentrant checkpoints run a backward inside a backward, each a graph task with a higher id. A hold begun by a recomputation in task
-p ends when the unit's gradients accumulate in p itself (non-reentrant) or in the task started right under p (reentrant).
+[Note: graph tasks] Reentrant checkpoints run a backward inside a backward, each a graph task with a higher
+id. A hold begun by a recomputation in task p ends when the unit's gradients accumulate in p itself
+(non-reentrant) or in the task started right under p (reentrant).
 
-[Note: leases]
-A node of the graph may have saved several weights, and unpacks them one by one. So what it unpacks is leased until another node of
-the same graph task unpacks something, or the task is over. A node that starts a backward of its own keeps its lease meanwhile.
+[Note: leases] A node of the graph may have saved several weights, and unpacks them one by one. So what it
+unpacks is leased until another node of the same graph task unpacks something, or the task is over. A node
+that starts a backward of its own keeps its lease meanwhile.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ class Lease:
 
 
 class Hooks:
-    """Follows forwards and backwards of one engine's modules. One instance per engine, used by one thread at a time."""
+    """Follows forwards and backwards of one engine's modules. One instance per engine, used by one thread at
+    a time.
+    """
 
     def __init__(self, executor: Executor) -> None:
         """Follow nothing yet."""
@@ -88,7 +91,8 @@ class Hooks:
 
     @property
     def in_forward(self) -> bool:
-        """Whether a forward or backward is under way, in which a released parameter may be fetched on demand."""
+        """Whether a forward or backward is under way, in which a released parameter may be fetched on demand.
+        """
         return bool(self._frames) or graph_task() != -1
 
     def watch(self, unit: Unit) -> None:
@@ -150,7 +154,9 @@ class Hooks:
         return pair
 
     def leave(self, module: nn.Module, output: Any) -> None:
-        """End a module's forward, also one that raised; units it used are released, or held as the backward needs."""
+        """End a module's forward, also one that raised; units it used are released, or held as the backward
+        needs.
+        """
         modified: str | None = None
         while self._frames:
             frame = self._frames.pop()
@@ -190,11 +196,16 @@ class Hooks:
         key = unit.storage_key()
         leaves = (output,) if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
         return any(
-            isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and leaf.untyped_storage()._cdata == key for leaf in leaves
+            isinstance(leaf, torch.Tensor)
+            and leaf.layout == torch.strided
+            and leaf.untyped_storage()._cdata == key
+            for leaf in leaves
         )
 
     def touch(self, unit: Unit) -> bool:
-        """Make a unit resident until the module, or the node of a backward, that runs ends; False outside both."""
+        """Make a unit resident until the module, or the node of a backward, that runs ends; False outside
+        both.
+        """
         if self._frames:
             self._hold(unit, self._frames[-1])
         elif graph_task() != -1:
@@ -206,7 +217,9 @@ class Hooks:
     # Backward
 
     def _pack(self, tensor: torch.Tensor, otherwise: Any) -> Any:
-        unit = self._by_storage.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
+        unit = (
+            self._by_storage.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
+        )
         if unit is None or tensor.dtype != unit.flat.dtype:
             return otherwise(tensor)
         return Packed(unit, tensor.shape, tensor.stride(), int(tensor.storage_offset()), unit.version)
@@ -265,7 +278,9 @@ class Hooks:
         self._held.add(unit)
 
     def _watch(self, unit: Unit, inputs: list[torch.Tensor]) -> None:
-        """End one hold on a frozen unit when the gradients of all these inputs are there: it has no other sign of being done."""
+        """End one hold on a frozen unit when the gradients of all these inputs are there: it has no other
+        sign of being done.
+        """
         missing = len(inputs)
 
         def arrived(grad: torch.Tensor) -> None:
@@ -282,7 +297,9 @@ class Hooks:
             one.register_hook(arrived)
 
     def accumulated(self, unit: Unit, index: int) -> bool:
-        """Note that a parameter's gradient has accumulated; True when the unit's have all, and `end_unit` is due."""
+        """Note that a parameter's gradient has accumulated; True when the unit's have all, and `end_unit` is
+        due.
+        """
         self._note_backward(graph_task())
         unit.arrived.add(index)
         return unit.arrived >= unit.trainable
@@ -350,9 +367,17 @@ def _of_checkpoint(pack: Any) -> bool:
 def _refuse(module: nn.Module) -> None:
     """Refuse what would run around the hooks."""
     if getattr(module, "_is_replica", False):
-        raise UnsupportedError("nn.DataParallel copies parameters that are not resident. Use torchrun with one process per device.")
-    if torch.compiler.is_compiling() or getattr(module, "_compiled_call_impl", None) is not None or _inside_compile():
-        raise UnsupportedError("torch.compile cannot trace fetching and releasing parameters. Run the model without it.")
+        raise UnsupportedError(
+            "nn.DataParallel copies parameters that are not resident. Use torchrun with one process per device."
+        )
+    if (
+        torch.compiler.is_compiling()
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or _inside_compile()
+    ):
+        raise UnsupportedError(
+            "torch.compile cannot trace fetching and releasing parameters. Run the model without it."
+        )
 
 
 def _inside_compile() -> bool:

@@ -1,11 +1,12 @@
 """Init: build any model without ever holding it.
 
-[Note: modules under construction]
-Parameters stay real, in the dtype they are drawn in, while their module is being built: initialisation may work on views, or come
-later. What is real is bounded by a window of half the budget; when it is full, the modules touched longest ago are *evicted*: their
-masters are split and written. An evicted parameter that is touched again (Hugging Face initialises when the whole model
-stands) becomes real again. So the same random numbers are drawn, in the same order and dtype, as without Init. When the `with`
-ends, everything is evicted, and what came without registration (copy.deepcopy) has been found by walking the modules.
+[Note: modules under construction] Parameters stay real, in the dtype they are drawn in, while their module is
+being built: initialisation may work on views, or come later. What is real is bounded by a window of half the
+budget; when it is full, the modules touched longest ago are *evicted*: their masters are split and written.
+An evicted parameter that is touched again (Hugging Face initialises when the whole model stands) becomes real
+again. So the same random numbers are drawn, in the same order and dtype, as without Init. When the `with`
+ends, everything is evicted, and what came without registration (copy.deepcopy) has been found by walking the
+modules.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.nn.parameter import UninitializedParameter
 
 from infinity.config import Config
@@ -29,7 +33,17 @@ from infinity.store import Record
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _OVERWRITES = frozenset(
-    {"normal_", "uniform_", "zero_", "fill_", "copy_", "constant_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_"}
+    {
+        "normal_",
+        "uniform_",
+        "zero_",
+        "fill_",
+        "copy_",
+        "constant_",
+        "kaiming_uniform_",
+        "kaiming_normal_",
+        "xavier_uniform_",
+    }
 )
 """Operations that do not look at what was there: an evicted parameter need not be read for them."""
 
@@ -96,13 +110,21 @@ class _Construction:
             return False  # integers have no gradient: they stay ordinary, like buffers
         what = f"{type(module).__name__}.{name}"
         if isinstance(parameter, UninitializedParameter):
-            raise UnsupportedError(f"{what} is a lazy parameter, whose shape is not known in Init. Give the module its shapes.")
+            raise UnsupportedError(
+                f"{what} is a lazy parameter, whose shape is not known in Init. Give the module its shapes."
+            )
         if type(parameter) is not nn.Parameter:
-            raise UnsupportedError(f"{what} is a {type(parameter).__name__}; only plain nn.Parameter can be offloaded")
+            raise UnsupportedError(
+                f"{what} is a {type(parameter).__name__}; only plain nn.Parameter can be offloaded"
+            )
         if parameter.device.type == "meta":
-            raise UnsupportedError(f"{what} is on the meta device: it has no values to keep. Build the model on the CPU inside Init.")
+            raise UnsupportedError(
+                f"{what} is on the meta device: it has no values to keep. Build the model on the CPU inside Init."
+            )
         if parameter.dtype not in _FLOATS:
-            raise UnsupportedError(f"{what} is {parameter.dtype}, which a record of {DTYPE} with an fp32 master cannot hold")
+            raise UnsupportedError(
+                f"{what} is {parameter.dtype}, which a record of {DTYPE} with an fp32 master cannot hold"
+            )
         entry = self._entries[id(parameter)] = _Entry(parameter, module, name)
         self._real[id(parameter)] = entry
         return True
@@ -110,7 +132,8 @@ class _Construction:
     # Eviction and its reverse
 
     def _make_room(self, keep: nn.Module | None) -> None:
-        """Evict the modules touched longest ago until what is real fits the window; never a part of `keep`."""
+        """Evict the modules touched longest ago until what is real fits the window; never a part of `keep`.
+        """
         self._real = {key: entry for key, entry in self._real.items() if entry.parameter() is not None}
         real_nbytes = sum(entry.nbytes for entry in self._real.values())
         kept = {id(part) for part in keep.modules()} if keep is not None else set()
@@ -120,7 +143,11 @@ class _Construction:
             module = entry.module()
             if module is not None and id(module) in kept:
                 continue
-            together = [other for other in self._real.values() if other.module() is module] if module is not None else [entry]
+            together = (
+                [other for other in self._real.values() if other.module() is module]
+                if module is not None
+                else [entry]
+            )
             real_nbytes -= sum(other.nbytes for other in together)
             self._evict([other for other in together if id(other.parameter()) in self._real])
 
@@ -165,8 +192,12 @@ class _Construction:
         first = self._entries[id(parameters[0])].module()
         self._make_room(keep=first)
         for parameter in parameters:
-            if type(parameter) is Released:  # evicted again by its own kind: several, larger than the window together
-                raise UnsupportedError(f"{operation}() uses parameters that do not fit host_memory together while the model is built")
+            if (
+                type(parameter) is Released
+            ):  # evicted again by its own kind: several, larger than the window together
+                raise UnsupportedError(
+                    f"{operation}() uses parameters that do not fit host_memory together while the model is built"
+                )
         return None
 
     # The end
@@ -179,9 +210,18 @@ class _Construction:
         for root in roots:
             self._sweep(root)
         named = list(_named_modules(roots))
-        found = {id(parameter) for _, module in named for parameter in module._parameters.values() if parameter is not None}
+        found = {
+            id(parameter)
+            for _, module in named
+            for parameter in module._parameters.values()
+            if parameter is not None
+        }
         for _, module in named:
-            real = [self._real[id(one)] for one in module._parameters.values() if one is not None and id(one) in self._real]
+            real = [
+                self._real[id(one)]
+                for one in module._parameters.values()
+                if one is not None and id(one) in self._real
+            ]
             if real:
                 self._evict(real)
         self._real.clear()
@@ -215,10 +255,16 @@ class _Construction:
         self._engine.open(units)
         for _, module in named:
             if any(True for _ in module.parameters()):
-                self._engine.hook(module, [self._engine.units[index] for index in units_of.get(id(module), [])])
+                self._engine.hook(
+                    module, [self._engine.units[index] for index in units_of.get(id(module), [])]
+                )
 
-    def _unit(self, record: Record, entries: list[_Entry], found: set[int]) -> tuple[list[nn.Parameter], Record]:
-        """Return a record's parameters in the order of its segments; one that was replaced since leaves a hole, never trained."""
+    def _unit(
+        self, record: Record, entries: list[_Entry], found: set[int]
+    ) -> tuple[list[nn.Parameter], Record]:
+        """Return a record's parameters in the order of its segments; one that was replaced since leaves a
+        hole, never trained.
+        """
         parameters: list[nn.Parameter] = []
         for entry in sorted(entries, key=lambda entry: entry.index):
             parameter = entry.parameter()
@@ -229,7 +275,9 @@ class _Construction:
         return parameters, record
 
     @staticmethod
-    def _name_segments(named: list[tuple[str, nn.Module]], units: list[tuple[list[nn.Parameter], Record]]) -> None:
+    def _name_segments(
+        named: list[tuple[str, nn.Module]], units: list[tuple[list[nn.Parameter], Record]]
+    ) -> None:
         names: dict[int, str] = {}
         for prefix, module in named:
             for name, parameter in module._parameters.items():
@@ -256,8 +304,8 @@ class Init:
         with infinity.Init(config):
             model = LlamaForCausalLM(llama_config)
 
-    Raises: ConfigError, HostMemoryError, or an OSError naming the path, on entering; on an error inside the `with`, what was written is given
-    back.
+    Raises: ConfigError, HostMemoryError, or an OSError naming the path, on entering; on an error inside the
+    `with`, what was written is given back.
     """
 
     _active: Init | None = None
@@ -285,7 +333,9 @@ class Init:
         Init._active = self
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Hand the finished models over; after an error give everything back."""
         Init._active = None
         for hook in self._hooks:

@@ -1,13 +1,15 @@
-"""The lane that moves records: one thread that keeps reads, work on what was read, and writes going at the same time.
+"""The lane that moves records: one thread that keeps reads, work on what was read, and writes going at the
+same time.
 
-[Note: how the lane makes progress]
-A *pass* walks over the tiles of one record: each tile is read into a slot, worked on, and (if the pass changes it) written back.
-Tiles of the queued passes are admitted in order as long as slots are free, so the reads of the next passes overlap the work
-on this one, and writes overlap both. A slot holds exactly one tile from the beginning of its read to the end of its
-write, and every tile in a slot finishes by itself: nothing it waits for needs another slot, a lock, or the thread that computes. So
-the lane cannot deadlock, with any number of slots from one up.
+[Note: how the lane makes progress] A *pass* walks over the tiles of one record: each tile is read into a
+slot, worked on, and (if the pass changes it) written back. Tiles of the queued passes are admitted in order
+as long as slots are free, so the reads of the next passes overlap the work on this one, and writes overlap
+both. A slot holds exactly one tile from the beginning of its read to the end of its
+write, and every tile in a slot finishes by itself: nothing it waits for needs another slot, a lock, or the
+thread that computes. So the lane cannot deadlock, with any number of slots from one up.
 
-Two passes over one record never overlap: a pass is admitted only when it is the oldest unfinished one of its record.
+Two passes over one record never overlap: a pass is admitted only when it is the oldest unfinished one of its
+record.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ logger = logging.getLogger("infinity")
 
 
 class Pass:
-    """One walk over a record. Subclasses say which fields each tile reads and writes, and what happens in between."""
+    """One walk over a record. Subclasses say which fields each tile reads and writes, and what happens in
+    between.
+    """
 
     def __init__(self, record: Record) -> None:
         """Prepare a walk over `record`."""
@@ -49,7 +53,9 @@ class Pass:
         raise NotImplementedError
 
     def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
-        """Return the fields to read and to write of the tile at elements [start, stop). Called when it is admitted."""
+        """Return the fields to read and to write of the tile at elements [start, stop). Called when it is
+        admitted.
+        """
         raise NotImplementedError
 
     def process(self, start: int, stop: int, at: dict[str, int]) -> None:
@@ -79,7 +85,8 @@ class _Tile:
 
 @dataclass(slots=True)
 class LaneTimes:
-    """Seconds of the lane's thread: waiting for reads, working, waiting for writes, without anything to do."""
+    """Seconds of the lane's thread: waiting for reads, working, waiting for writes, without anything to do.
+    """
 
     read_wait_s: float = 0.0
     work_s: float = 0.0
@@ -127,7 +134,9 @@ class StreamLane:
     def __init__(self, pool: Pool) -> None:
         """Start the thread. `pool` belongs to it from now on."""
         self.changed = threading.Condition()
-        """Notified when a pass is processed or finished, and when the lane fails. Its lock guards all units' state."""
+        """Notified when a pass is processed or finished, and when the lane fails. Its lock guards all units'
+        state.
+        """
         self.times = LaneTimes()
         self.passes: Counter[str] = Counter()
         self._pool = pool
@@ -158,7 +167,9 @@ class StreamLane:
             self._queue.promote(record)
 
     def wait(self, job: Pass, *, finished: bool = False) -> float:
-        """Return when `job` is processed (or finished); the seconds that took. Raises what made the lane fail."""
+        """Return when `job` is processed (or finished); the seconds that took. Raises what made the lane
+        fail.
+        """
         started = time.perf_counter()
         with self.changed:
             while not (job.finished if finished else job.processed):
@@ -202,7 +213,7 @@ class StreamLane:
         try:
             while self._turn():
                 pass
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+        except BaseException as error:
             logger.debug("the lane stops", exc_info=error)
             with self.changed:
                 self._failure = error
@@ -275,7 +286,9 @@ class StreamLane:
         for name in tile.reads:
             record.check(name, tile.start, tile.stop, tile.at[name])
         tile.owner.process(tile.start, tile.stop, tile.at)
-        tile.transfers = [record.write(name, tile.start, tile.stop, tile.at[name], tile.slot) for name in tile.writes]
+        tile.transfers = [
+            record.write(name, tile.start, tile.stop, tile.at[name], tile.slot) for name in tile.writes
+        ]
         self.times.read_wait_s += read - started
         self.times.work_s += time.perf_counter() - read
         with self.changed:
@@ -313,7 +326,9 @@ class StreamLane:
             self.changed.notify_all()
 
     def _drain_transfers(self) -> None:
-        """Wait for whatever is in flight, so that slots may be freed; errors here come after the one that counts."""
+        """Wait for whatever is in flight, so that slots may be freed; errors here come after the one that
+        counts.
+        """
         for tile in (*self._reading, *self._writing):
             for transfer in tile.transfers:
                 try:

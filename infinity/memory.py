@@ -1,10 +1,10 @@
 """Host memory that Infinity keeps: the budget it may take, and the slots that I/O goes through.
 
-[Note: four shares of one budget]
-host_memory is divided once. *Slots* are allocated at start-up and hold what is in flight between storage and the rest. What is
-fetched *ahead* waits, resident, for its use. *Outgoing* gradients wait to be written or applied. What is left is *kept*:
-gradients of this step, and fields of records pinned in host memory. Each share is a ledger: a request that does not fit is
-answered "no" (and the caller spills, or waits), never granted.
+[Note: four shares of one budget] host_memory is divided once. *Slots* are allocated at start-up and hold what
+is in flight between storage and the rest. What is fetched *ahead* waits, resident, for its use. *Outgoing*
+gradients wait to be written or applied. What is left is *kept*: gradients of this step, and fields of records
+pinned in host memory. Each share is a ledger: a request that does not fit is answered "no" (and the caller
+spills, or waits), never granted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _SLOT_COUNT_LEAST = 4
 
 
 class Arena:
-    """Page-aligned anonymous memory, not inherited by forked children; returned to the system when dropped."""
+    """Page-aligned anonymous memory, not inherited by forked children; returned to the system when dropped.
+    """
 
     def __init__(self, nbytes: int) -> None:
         """Map `nbytes` bytes, zero until written; pages are taken when they are first touched."""
@@ -53,9 +54,11 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def return_freed_memory() -> None:
-    """Make malloc give large blocks back to the system when they are freed (glibc; elsewhere nothing happens).
+    """Make malloc give large blocks back to the system when they are freed (glibc; elsewhere nothing
+    happens).
 
-    By default glibc raises its threshold to 32 MiB as large blocks are freed; units and gradients, allocated and freed all the time
+    By default glibc raises its threshold to 32 MiB as large blocks are freed; units and gradients, allocated
+    and freed all the time
     in changing sizes, then leave holes that count as ours: measured, 1.3 GiB where 0.3 GiB are in use.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -160,7 +163,11 @@ class Budget:
 
     def __str__(self) -> str:
         """The shares in one line."""
-        shares = (("ahead", self.ahead_nbytes), ("outgoing", self.outgoing_nbytes), ("kept", self.kept_nbytes))
+        shares = (
+            ("ahead", self.ahead_nbytes),
+            ("outgoing", self.outgoing_nbytes),
+            ("kept", self.kept_nbytes),
+        )
         slots = f"{self.slots} slots of {format_size(self.slot_nbytes)}"
         return ", ".join([slots, *(f"{name} {format_size(nbytes)}" for name, nbytes in shares)])
 
@@ -171,10 +178,11 @@ def least_budget() -> int:
 
 
 def divide(total_nbytes: int, largest_unit_nbytes: int = 0) -> Budget:
-    """Divide a host_memory of `total_nbytes` for a model whose largest resident unit takes `largest_unit_nbytes`.
+    """Divide a host_memory of `total_nbytes` for a model whose largest resident unit takes
+    `largest_unit_nbytes`.
 
-    A quarter at most is for slots; what is fetched ahead gets an eighth, or more where two of the largest units need more (up to
-    a third); gradients on their way out an eighth.
+    A quarter at most is for slots; what is fetched ahead gets an eighth, or more where two of the largest
+    units need more (up to a third); gradients on their way out an eighth.
 
     Raises: HostMemoryError with the smallest budget that works.
     """
@@ -187,7 +195,9 @@ def divide(total_nbytes: int, largest_unit_nbytes: int = 0) -> Budget:
     tile_numel = most
     while tile_numel > least and tile_numel * SLOT_NBYTES_PER_ELEMENT * _SLOT_COUNT > total_nbytes // 4:
         tile_numel //= 2
-    slots = max(_SLOT_COUNT_LEAST, min(_SLOT_COUNT, total_nbytes // 4 // (tile_numel * SLOT_NBYTES_PER_ELEMENT)))
+    slots = max(
+        _SLOT_COUNT_LEAST, min(_SLOT_COUNT, total_nbytes // 4 // (tile_numel * SLOT_NBYTES_PER_ELEMENT))
+    )
     rest = total_nbytes - slots * tile_numel * SLOT_NBYTES_PER_ELEMENT
     ahead = min(rest // 2, max(total_nbytes // 8, min(2 * largest_unit_nbytes, total_nbytes // 3)))
     return Budget(total_nbytes, tile_numel, slots, ahead, min(rest - ahead, total_nbytes // 8))

@@ -1,10 +1,11 @@
-"""AdamW over offloaded parameters: an ordinary torch Optimizer whose arithmetic happens where the records pass.
+"""AdamW over offloaded parameters: an ordinary torch Optimizer whose arithmetic happens where the records
+pass.
 
-[Note: when an update happens]
-update="forward": step() decides (norm, clip factor, this step's scalars) and returns; a unit's update is applied when its record next
-passes through memory, which is the next forward's fetch. Whoever reads a parameter goes through the same fetch, so it sees
-the updated value. update="backward": the update is applied in the backward, as soon as a unit's gradients are complete, and
-no gradient is kept; that excludes clipping (the norm is not known yet) and a second backward before step().
+[Note: when an update happens] update="forward": step() decides (norm, clip factor, this step's scalars) and
+returns; a unit's update is applied when its record next passes through memory, which is the next forward's
+fetch. Whoever reads a parameter goes through the same fetch, so it sees the updated value. update="backward":
+the update is applied in the backward, as soon as a unit's gradients are complete, and no gradient is kept;
+that excludes clipping (the norm is not known yet) and a second backward before step().
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from infinity.unit import Unit
 class AdamW(Optimizer):
     """AdamW with decoupled weight decay, on parameters built inside `with infinity.Init(...)`.
 
-    params, lr, betas, eps, weight_decay: as torch.optim.AdamW, per group too. max_norm: clip the global gradient norm, in fp32, inside
-    the update (leave it None where you call torch.nn.utils.clip_grad_norm_). update: "forward" or "backward"; see
-    [Note: when an update happens].
+    params, lr, betas, eps, weight_decay: as torch.optim.AdamW, per group too. max_norm: clip the global
+    gradient norm, in fp32, inside the update (leave it None where you call torch.nn.utils.clip_grad_norm_).
+    update: "forward" or "backward"; see [Note: when an update happens].
 
     Raises: ValueError for settings out of range and for parameters that were not built in Init.
     """
@@ -55,7 +56,9 @@ class AdamW(Optimizer):
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm={max_norm}: expected a number above 0, or None")
         if max_norm is not None and update == "backward":
-            raise ValueError('max_norm needs the norm of all gradients before any update: use update="forward"')
+            raise ValueError(
+                'max_norm needs the norm of all gradients before any update: use update="forward"'
+            )
         kernels.AdamWScalars(float(lr), betas[0], betas[1], eps, weight_decay, 1)  # its checks are ours
         self.max_norm = max_norm
         self.update = update
@@ -69,15 +72,19 @@ class AdamW(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take further parameters; room for their moments is allocated now.
 
-        Raises: ValueError for a parameter that was not built in Init, or belongs to another optimizer; HostMemoryError, with the
-        smallest budget that works, where the moments have to fit host memory and do not.
+        Raises: ValueError for a parameter that was not built in Init, or belongs to another optimizer;
+        HostMemoryError, with the smallest budget that works, where the moments have to fit host memory and do
+        not.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]["params"]
         try:
             engines = {id(parameter): self._check(parameter) for parameter in group}
             for engine in set(engines.values()):
-                engine.check_fits("AdamW", sum(8 * parameter.numel() for parameter in group if engines[id(parameter)] is engine))
+                engine.check_fits(
+                    "AdamW",
+                    sum(8 * parameter.numel() for parameter in group if engines[id(parameter)] is engine),
+                )
         except BaseException:
             self.param_groups.pop()
             raise
@@ -98,7 +105,9 @@ class AdamW(Optimizer):
             )
         for other in engine.optimizers:
             if other is not self and id(parameter) in other._mine:
-                raise ValueError(f"{engine.name_of(parameter)} already belongs to another infinity optimizer; delete that one first")
+                raise ValueError(
+                    f"{engine.name_of(parameter)} already belongs to another infinity optimizer; delete that one first"
+                )
         return engine
 
     @staticmethod
@@ -124,7 +133,11 @@ class AdamW(Optimizer):
         for engine in self._engines.values():
             engine.finish_backward()
         taken = [(group, parameter, self._gradient(parameter)) for group, parameter in self._with_gradient()]
-        taken = [(group, parameter, gradient) for group, parameter, gradient in taken if gradient.form is not Form.APPLIED]
+        taken = [
+            (group, parameter, gradient)
+            for group, parameter, gradient in taken
+            if gradient.form is not Form.APPLIED
+        ]
         factor = self._clip_factor([gradient for _, _, gradient in taken])
         self._leave_nothing_pending()
         for group, parameter, gradient in taken:
@@ -141,7 +154,9 @@ class AdamW(Optimizer):
                     yield group, parameter
 
     def _gradient(self, parameter: nn.Parameter) -> Gradient:
-        """Return the stored gradient behind `p.grad`; a plain tensor that the user put there is taken in first."""
+        """Return the stored gradient behind `p.grad`; a plain tensor that the user put there is taken in
+        first.
+        """
         grad = parameter.grad
         if not isinstance(grad, OffloadedGradient):
             engine = _engine(parameter)
@@ -154,7 +169,9 @@ class AdamW(Optimizer):
         return grad.gradient
 
     def _clip_factor(self, gradients: list[Gradient]) -> np.float32:
-        """Return the fp32 factor that brings the global norm to max_norm (1 without one): the recipe of DESIGN 3."""
+        """Return the fp32 factor that brings the global norm to max_norm (1 without one): the recipe of
+        DESIGN 3.
+        """
         if self.max_norm is None:
             return np.float32(1)
         clipped = next((gradient for gradient in gradients if gradient.scale != 1), None)
@@ -168,13 +185,17 @@ class AdamW(Optimizer):
         return np.float32(np.minimum(np.float32(1), np.float32(self.max_norm) / (norm + np.float32(1e-6))))
 
     def _leave_nothing_pending(self) -> None:
-        """Apply what the last step decided for units that no forward has used since: at most one update waits per unit."""
+        """Apply what the last step decided for units that no forward has used since: at most one update waits
+        per unit.
+        """
         for engine in self._engines.values():
             for unit in engine.units:
                 if unit.pending:
                     engine.executor.flush(unit)
 
-    def _decide(self, group: dict[str, Any], parameter: nn.Parameter, gradient: Gradient, factor: np.float32) -> None:
+    def _decide(
+        self, group: dict[str, Any], parameter: nn.Parameter, gradient: Gradient, factor: np.float32
+    ) -> None:
         """Put one parameter's update among what is pending for its unit."""
         engine, unit = _engine(parameter), gradient.unit
         if unit.users:
@@ -190,7 +211,9 @@ class AdamW(Optimizer):
         state = self.state[parameter]
         state["step"] = state.get("step", 0) + 1
         beta1, beta2 = group["betas"]
-        return kernels.AdamWScalars(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], state["step"], clip)
+        return kernels.AdamWScalars(
+            float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], state["step"], clip
+        )
 
     # Updating in the backward: engine.Updater
 
@@ -206,8 +229,12 @@ class AdamW(Optimizer):
         """Apply a unit's complete gradients, if no further use of it in this backward can bring more."""
         if unit.forward_uses > 1:
             return False
-        mine = {index: one for index, one in unit.outgoing.items() if id(unit.parameters[index]) in self._mine}
-        if len(mine) < len(unit.outgoing) or any(gradient.form is not Form.OUTGOING for gradient in mine.values()):
+        mine = {
+            index: one for index, one in unit.outgoing.items() if id(unit.parameters[index]) in self._mine
+        }
+        if len(mine) < len(unit.outgoing) or any(
+            gradient.form is not Form.OUTGOING for gradient in mine.values()
+        ):
             return False
         unit.outgoing = {}
         self._apply_now(unit, list(mine.values()), outgoing=True)
@@ -226,12 +253,18 @@ class AdamW(Optimizer):
             self._apply_now(unit, gradients, outgoing=False)
 
     def _apply_now(self, unit: Unit, gradients: list[Gradient], *, outgoing: bool) -> None:
-        groups = {id(parameter): group for group in self.param_groups for parameter in group["params"]} if len(self.param_groups) > 1 else {}
+        groups = (
+            {id(parameter): group for group in self.param_groups for parameter in group["params"]}
+            if len(self.param_groups) > 1
+            else {}
+        )
         nbytes = 0
         for gradient in gradients:
             parameter = unit.parameters[gradient.index]
             engine = _engine(parameter)
-            self._decide_in_backward(groups.get(id(parameter), self.param_groups[0]), parameter, gradient, engine)
+            self._decide_in_backward(
+                groups.get(id(parameter), self.param_groups[0]), parameter, gradient, engine
+            )
             nbytes += gradient.tensor.nbytes if outgoing and gradient.tensor is not None else 0
             gradient.form, gradient.tensor = Form.APPLIED, None
             gradient.charge(0)
@@ -240,18 +273,23 @@ class AdamW(Optimizer):
         job = engine.executor.apply(unit, lambda: engine.gradients.let_go(nbytes))
         engine.gradients.sent(job)
 
-    def _decide_in_backward(self, group: dict[str, Any], parameter: nn.Parameter, gradient: Gradient, engine: Engine) -> None:
+    def _decide_in_backward(
+        self, group: dict[str, Any], parameter: nn.Parameter, gradient: Gradient, engine: Engine
+    ) -> None:
         if gradient.scale != 1:
             raise UnsupportedError(applied_message(gradient.unit, "clipping"))
         self._make_room(engine, parameter)
         field = gradient.field if gradient.form is Form.SPILLED else None
         scalars = self._scalars(group, parameter, 1.0)
-        gradient.unit.pending[gradient.index] = Update(scalars, gradient.tensor if field is None else None, field)
+        gradient.unit.pending[gradient.index] = Update(
+            scalars, gradient.tensor if field is None else None, field
+        )
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return groups, step counts and moments, as torch.optim.AdamW would: plain CPU tensors ("exp_avg", "exp_avg_sq").
+        """Return groups, step counts and moments, as torch.optim.AdamW would: plain CPU tensors ("exp_avg",
+        "exp_avg_sq").
 
         Raises: HostMemoryError, with the numbers, where they do not fit the machine's memory.
         """
@@ -282,8 +320,15 @@ class AdamW(Optimizer):
         for number, state in states.items():
             for key in ("exp_avg", "exp_avg_sq"):
                 if number in by_number and tuple(state[key].shape) != tuple(by_number[number].shape):
-                    raise ValueError(f"{key} of parameter {number}: {tuple(state[key].shape)}, expected {tuple(by_number[number].shape)}")
-        super().load_state_dict({**state_dict, "state": {number: {"step": int(state["step"])} for number, state in states.items()}})
+                    raise ValueError(
+                        f"{key} of parameter {number}: {tuple(state[key].shape)}, expected {tuple(by_number[number].shape)}"
+                    )
+        super().load_state_dict(
+            {
+                **state_dict,
+                "state": {number: {"step": int(state["step"])} for number, state in states.items()},
+            }
+        )
         for number, state in states.items():
             parameter = by_number[number]
             engine = _engine(parameter)

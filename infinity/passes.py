@@ -1,4 +1,5 @@
-"""The walks over records that a step is made of: fetch, update, spill, and reading or writing single parameters.
+"""The walks over records that a step is made of: fetch, update, spill, and reading or writing single
+parameters.
 
 Each says which fields of a tile it reads and writes and what it does in between; the lane does the rest.
 """
@@ -27,8 +28,8 @@ _KERNEL_DTYPE = {"grad16": "bf16", "grad32": "f32"}
 class Update:
     """What step() decided for one parameter: the step's scalars, and where the gradient is.
 
-    tensor: the gradient in host memory, contiguous, bf16 or fp32. field: else the record's field that holds it. Neither: a
-    gradient of zeros.
+    tensor: the gradient in host memory, contiguous, bf16 or fp32. field: else the record's field that holds
+    it. Neither: a gradient of zeros.
     """
 
     scalars: kernels.AdamWScalars
@@ -43,10 +44,13 @@ def _piece_address(base: int, element: int, start: int, field: str) -> int:
 class FetchPass(Pass):
     """Bring a unit's `hi` to the device; updates that were pending are applied on the way and written behind.
 
-    With `resident` given, only update: `hi` is taken from the unit's storage on the CPU if `resident`, else read.
+    With `resident` given, only update: `hi` is taken from the unit's storage on the CPU if `resident`, else
+    read.
     """
 
-    def __init__(self, unit: Unit, device: Device, tile_numel: int, *, upload: bool = True, resident: bool = False) -> None:
+    def __init__(
+        self, unit: Unit, device: Device, tile_numel: int, *, upload: bool = True, resident: bool = False
+    ) -> None:
         """Take over what is pending for `unit`."""
         super().__init__(unit.record)
         self.unit = unit
@@ -74,7 +78,9 @@ class FetchPass(Pass):
         reads = [] if self._resident else ["hi"]
         reads += [name for name in ("lo", "m", "v") if self.record.written(name, start)]
         indices = {piece.index for piece in pieces(self.unit.shard, start, stop)}
-        spilled = {update.field for index, update in self.pending.items() if index in indices and update.field}
+        spilled = {
+            update.field for index, update in self.pending.items() if index in indices and update.field
+        }
         return (*reads, *sorted(spilled)), ("hi", "lo", "m", "v")
 
     def process(self, start: int, stop: int, at: dict[str, int]) -> None:
@@ -126,12 +132,18 @@ class SpillPart:
 class SpillPass(Pass):
     """Write gradients to the record, beside or on top of those that are there.
 
-    parts: new gradients by parameter. carried: parameters whose stored gradient must survive. source: the field that
-    holds it, None if there is none. target: the field to write; fp32 as soon as anything is added.
+    parts: new gradients by parameter. carried: parameters whose stored gradient must survive. source: the
+    field that holds it, None if there is none. target: the field to write; fp32 as soon as anything is added.
     """
 
     def __init__(
-        self, unit: Unit, tile_numel: int, parts: dict[int, SpillPart], carried: set[int], source: str | None, target: str
+        self,
+        unit: Unit,
+        tile_numel: int,
+        parts: dict[int, SpillPart],
+        carried: set[int],
+        source: str | None,
+        target: str,
     ) -> None:
         """Prepare to write `target`."""
         super().__init__(unit.record)
@@ -159,8 +171,14 @@ class SpillPass(Pass):
         for piece in pieces(self._shard, start, stop):
             part = self._parts.get(piece.index)
             to = _piece_address(target, piece.start, start, self._target)
-            if self._source and (piece.index in self._carried or (part and part.add)) and self._source != self._target:
-                kernels.widen(piece.numel, _piece_address(at[self._source], piece.start, start, self._source), to)
+            if (
+                self._source
+                and (piece.index in self._carried or (part and part.add))
+                and self._source != self._target
+            ):
+                kernels.widen(
+                    piece.numel, _piece_address(at[self._source], piece.start, start, self._source), to
+                )
             if part is None:
                 continue
             size = part.tensor.element_size()
@@ -190,7 +208,9 @@ def _tiles_of(segment: Segment, numel: int, tile_numel: int) -> Iterator[tuple[i
 
 
 class ReadPass(Pass):
-    """Copy fields of one parameter into tensors: {"hi": bf16}, {"m": fp32}, or "master" (fp32, joined from hi and lo)."""
+    """Copy fields of one parameter into tensors: {"hi": bf16}, {"m": fp32}, or "master" (fp32, joined from hi
+    and lo).
+    """
 
     def __init__(self, record: Record, index: int, tile_numel: int, into: dict[str, torch.Tensor]) -> None:
         """Prepare to fill the contiguous host tensors `into`, each with as many elements as the parameter."""
@@ -199,7 +219,9 @@ class ReadPass(Pass):
         self._segment = record.shard.segments[index]
         self._tile_numel = tile_numel
         self._into = into
-        self._names = tuple(name for name in into if name != "master") + (("hi", "lo") if "master" in into else ())
+        self._names = tuple(name for name in into if name != "master") + (
+            ("hi", "lo") if "master" in into else ()
+        )
 
     def tiles(self) -> Iterator[tuple[int, int]]:
         """Tiles with a part of the parameter."""
@@ -220,7 +242,11 @@ class ReadPass(Pass):
                     hi, lo = (_piece_address(at[half], piece.start, start, half) for half in ("hi", "lo"))
                     kernels.join(piece.numel, hi, lo, to)
                 elif name in at:
-                    kernels.copy(piece.numel * tensor.element_size(), to, _piece_address(at[name], piece.start, start, name))
+                    kernels.copy(
+                        piece.numel * tensor.element_size(),
+                        to,
+                        _piece_address(at[name], piece.start, start, name),
+                    )
                 else:
                     ctypes.memset(to, 0, piece.numel * tensor.element_size())
 
@@ -228,12 +254,18 @@ class ReadPass(Pass):
 class WritePass(Pass):
     """Set parameters from tensors: fp32 or bf16 values of the master, or of the moments "m" and "v".
 
-    values: by parameter and field, contiguous host tensors; the field "master" becomes hi and lo. With `rewrite`, bf16 masters
-    change only the elements whose 16-bit value differs (the others keep their remainder).
+    values: by parameter and field, contiguous host tensors; the field "master" becomes hi and lo. With
+    `rewrite`, bf16 masters change only the elements whose 16-bit value differs (the others keep their
+    remainder).
     """
 
     def __init__(
-        self, record: Record, tile_numel: int, values: dict[int, dict[str, torch.Tensor]], *, rewrite: bool = False
+        self,
+        record: Record,
+        tile_numel: int,
+        values: dict[int, dict[str, torch.Tensor]],
+        *,
+        rewrite: bool = False,
     ) -> None:
         """Prepare to write `values`."""
         super().__init__(record)
@@ -241,7 +273,9 @@ class WritePass(Pass):
         self._values = values
         self._rewrite = rewrite
         names = {name for fields in values.values() for name in fields}
-        self._names = tuple(name for name in ("m", "v") if name in names) + (("hi", "lo") if "master" in names else ())
+        self._names = tuple(name for name in ("m", "v") if name in names) + (
+            ("hi", "lo") if "master" in names else ()
+        )
 
     def tiles(self) -> Iterator[tuple[int, int]]:
         """Tiles with a part of any of the parameters."""
@@ -252,7 +286,9 @@ class WritePass(Pass):
     def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
         """Read what is there, unless every parameter in the tile is replaced."""
         parts = list(pieces(self.record.shard, start, stop))
-        if not self._rewrite and all(set(self._values.get(part.index, ())) >= self._fields_set() for part in parts):
+        if not self._rewrite and all(
+            set(self._values.get(part.index, ())) >= self._fields_set() for part in parts
+        ):
             return (), self._names
         return tuple(name for name in self._names if self.record.written(name, start)), self._names
 

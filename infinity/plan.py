@@ -1,10 +1,10 @@
 """The schedule of a step, decided before it runs. Pure: no torch, no I/O; a plan is text.
 
-[Note: the window]
-A unit that waits, resident, for its use takes room in the window. Fetching follows the trace: at each use, units that come next
-are fetched as long as all that waits fits the window, so a unit never waits while one needed sooner is absent. A unit just used
-stays when its next use is within reach of that same look-ahead: this is what keeps the last units of a forward for the
-first of its backward. Nothing is fetched across the end of a step, where records change.
+[Note: the window] A unit that waits, resident, for its use takes room in the window. Fetching follows the
+trace: at each use, units that come next are fetched as long as all that waits fits the window, so a unit
+never waits while one needed sooner is absent. A unit just used stays when its next use is within reach of
+that same look-ahead: this is what keeps the last units of a forward for the first of its backward. Nothing is
+fetched across the end of a step, where records change.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from infinity.trace import Phase, Trace, Use
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What happens at one use: the units whose fetch begins with it, and whether its own unit stays afterwards."""
+    """What happens at one use: the units whose fetch begins with it, and whether its own unit stays
+    afterwards.
+    """
 
     use: Use
     fetch: tuple[int, ...] = ()
@@ -66,10 +68,10 @@ def _fetches(line: str) -> tuple[int, ...]:
 
 
 def _parse_step(line: str) -> Step:
-    name = line.split()[0]
+    name = line.split(maxsplit=1)[0]
     try:
         use = Use(Phase(name[0]), int(name[1:]))
-        return Step(use, _fetches(line), line.split()[-1] == "keep")
+        return Step(use, _fetches(line), line.rsplit(maxsplit=1)[-1] == "keep")
     except ValueError as error:
         raise ValueError(f"no step of a plan: {line!r}") from error
 
@@ -79,7 +81,9 @@ def make_plan(trace: Trace, unit_nbytes: Sequence[int], window_nbytes: int) -> P
 
     unit_nbytes: bytes a resident unit takes, by unit index. window_nbytes: bytes that may wait.
     """
-    ahead: Counter[int] = Counter()  # uses of each unit that the look-ahead has taken in and that are still to come
+    ahead: Counter[int] = (
+        Counter()
+    )  # uses of each unit that the look-ahead has taken in and that are still to come
     waiting_nbytes = 0
     reach = 0  # the first position of the trace that the look-ahead has not taken in
 

@@ -1,9 +1,10 @@
-"""Parameters whose values are elsewhere: what stands in for them, and the guard that keeps it from being used.
+"""Parameters whose values are elsewhere: what stands in for them, and the guard that keeps it from being
+used.
 
-[Note: released parameters]
-A released parameter is the same Parameter object, with `.data` a placeholder of the true shape (one NaN, stride 0) and
-`__class__` set to `Released`. Metadata (shape, dtype, device, numel, grad, ...) is answered as ever; any other use goes to the
-owner, which brings the values back (inside a forward, or while a model is built) or raises NotResidentError. A storage of size 0
+[Note: released parameters] A released parameter is the same Parameter object, with `.data` a placeholder of
+the true shape (one NaN, stride 0) and `__class__` set to `Released`. Metadata (shape, dtype, device, numel,
+grad, ...) is answered as ever; any other use goes to the owner, which brings the values back (inside a
+forward, or while a model is built) or raises NotResidentError. A storage of size 0
 alone would not do: reading it through torch is a segmentation fault.
 """
 
@@ -24,9 +25,7 @@ _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 """Attributes of a tensor that hand out its values; every other attribute is metadata."""
 
 _METADATA = frozenset(
-    "size dim ndimension numel nelement element_size stride storage_offset is_floating_point is_complex is_contiguous "
-    "get_device requires_grad_ register_hook register_post_accumulate_grad_hook is_same_size is_shared is_inference "
-    "is_conj is_neg is_signed retain_grad __hash__ __len__ has_names".split()
+    ["size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "is_floating_point", "is_complex", "is_contiguous", "get_device", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "is_same_size", "is_shared", "is_inference", "is_conj", "is_neg", "is_signed", "retain_grad", "__hash__", "__len__", "has_names"]
 )
 CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "half", "double", "bfloat16", "type"})
 
@@ -61,7 +60,11 @@ class Released(nn.Parameter):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Answer metadata; take everything else to the owner."""
         kwargs = kwargs or {}
@@ -74,7 +77,9 @@ class Released(nn.Parameter):
             return _convert(parameters[0], operation, func, args, kwargs)
         owner = owner_of(parameters[0])
         if owner is None:
-            raise NotResidentError(f"a parameter of shape {tuple(parameters[0].shape)} is used by {operation}(), but its engine is gone")
+            raise NotResidentError(
+                f"a parameter of shape {tuple(parameters[0].shape)} is used by {operation}(), but its engine is gone"
+            )
         answer = owner.touch(parameters, operation, args)
         return answer if answer is not None else func(*args, **kwargs)
 
@@ -138,13 +143,19 @@ def _is_metadata(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
 
 
 def _convert(
-    parameter: nn.Parameter, operation: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    parameter: nn.Parameter,
+    operation: str,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """Answer `.to()` and its kin: the parameter itself where nothing would change, else as any other use."""
     probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
     if args and args[0] is parameter:
         result = func(probe, *args[1:], **kwargs)
-        if result is probe or (isinstance(result, torch.Tensor) and (result.dtype, result.device) == (probe.dtype, probe.device)):
+        if result is probe or (
+            isinstance(result, torch.Tensor) and (result.dtype, result.device) == (probe.dtype, probe.device)
+        ):
             return parameter
     owner = owner_of(parameter)
     if owner is None:

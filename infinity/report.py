@@ -21,6 +21,8 @@ from infinity.stats import Stats
 
 STATE_NBYTES = 12
 """Bytes of state per parameter: hi 2, lo 2, m 4, v 4."""
+SMOOTHED = 10
+"""Steps in the mean that the picture shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +156,19 @@ def plot_loss(path: Path, steps: Sequence[Step], title: str) -> str | None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.plot(
-        [step.step for step in steps], [step.loss for step in steps], marker="." if len(steps) < 80 else ""
-    )
+    numbers, losses = [step.step for step in steps], [step.loss for step in steps]
+    axes.plot(numbers, losses, marker="." if len(steps) < 80 else "", alpha=0.4, label="each step")
+    axes.plot(numbers, _smooth(losses), label=f"mean of the last {SMOOTHED}")
+    axes.legend()
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title=title)
     axes.grid(visible=True, alpha=0.3)
     figure.savefig(path, dpi=120)
     return None
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Return, for each value, the mean of it and the up to SMOOTHED - 1 before it."""
+    return [statistics.fmean(values[max(0, at - SMOOTHED + 1) : at + 1]) for at in range(len(values))]
 
 
 @dataclass(slots=True)
@@ -208,8 +216,12 @@ class Run:
         seconds = sum(step.seconds for step in self.steps)
         median = statistics.median(step.seconds for step in self.steady)
         speed = statistics.median(step.tokens_per_second for step in self.steady)
+        last = [step.loss for step in self.steps[-max(1, len(self.steps) // 10) :]]
+        loss = (
+            f"{self.steps[0].loss:.3f} at first, {statistics.fmean(last):.3f} at last (mean of {len(last)})"
+        )
         return [
-            ("loss", f"{self.steps[0].loss:.3f} at first, {self.steps[-1].loss:.3f} at last"),
+            ("loss", loss),
             ("steps", f"{len(self.steps)} in {seconds:.1f} s; median {median:.2f} s, {speed:.0f} tokens/s"),
         ]
 

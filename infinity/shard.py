@@ -1,4 +1,6 @@
-"""How a unit's parameters lie in one flat range, and how that range is cut into tiles. Pure: no torch, no I/O."""
+"""How a unit's parameters lie in one flat range, and how that range is cut into tiles. Pure: no torch, no
+I/O.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,14 @@ from dataclasses import dataclass
 from infinity.sizes import BLOCK, round_up
 
 FIELD_NBYTES = {"hi": 2, "lo": 2, "m": 4, "v": 4, "grad16": 2, "grad32": 4}
-"""Bytes per element of each field of a record (DESIGN 2); grad16 and grad32 are a spilled gradient's two forms."""
+"""Bytes per element of each field of a record (DESIGN 2); grad16 and grad32 are a spilled gradient's two
+forms.
+"""
 
 ALIGN_NUMEL = BLOCK // 2
-"""Elements. Segments start on whole blocks of every field, so each parameter can be read and written by itself."""
+"""Elements. Segments start on whole blocks of every field, so each parameter can be read and written by
+itself.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +48,9 @@ class Shard:
         end = 0
         for segment in self.segments:
             if segment.start % ALIGN_NUMEL or segment.start < end:
-                raise ValueError(f"{segment.name}: starts at element {segment.start}, expected a multiple of {ALIGN_NUMEL} ≥ {end}")
+                raise ValueError(
+                    f"{segment.name}: starts at element {segment.start}, expected a multiple of {ALIGN_NUMEL} ≥ {end}"
+                )
             end = segment.stop
         if self.numel % ALIGN_NUMEL or self.numel < end:
             raise ValueError(f"shard of {self.numel} elements: expected a multiple of {ALIGN_NUMEL} ≥ {end}")

@@ -5,12 +5,18 @@ from __future__ import annotations
 import re
 
 BLOCK = 4096
-"""Bytes. Every extent, transfer and slot is a whole number of these: the unit in which O_DIRECT works everywhere."""
+"""Bytes. Every extent, transfer and slot is a whole number of these: the unit in which O_DIRECT works
+everywhere.
+"""
 
 _UNITS = {
     "": 1,
     "b": 1,
-    **{f"{letter}{suffix}": 1024**power for power, letter in enumerate("kmgt", 1) for suffix in ("", "i", "ib")},
+    **{
+        f"{letter}{suffix}": 1024**power
+        for power, letter in enumerate("kmgt", 1)
+        for suffix in ("", "i", "ib")
+    },
     **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
 }
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
@@ -28,7 +34,9 @@ def parse_size(size: int | str, what: str = "size") -> int:
     else:
         match = _SIZE.fullmatch(size)
         if match is None or match[2].lower() not in _UNITS:
-            raise ValueError(f'{what}: {size!r} is no size; write bytes as int or a text like "512MiB" or "4GiB"')
+            raise ValueError(
+                f'{what}: {size!r} is no size; write bytes as int or a text like "512MiB" or "4GiB"'
+            )
         nbytes = int(float(match[1]) * _UNITS[match[2].lower()])
     if nbytes < 0:
         raise ValueError(f"{what}: {size!r} is negative")

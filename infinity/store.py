@@ -1,7 +1,9 @@
-"""Where records lie: extents on NVMe and in host memory, and the hashes that prove what is read is what was written.
+"""Where records lie: extents on NVMe and in host memory, and the hashes that prove what is read is what was
+written.
 
-A *record* has one place per field. Places are moved between tiers (pinning) by copying and then switching; readers and
-writers only ever see `Record.read` and `Record.write`, so CPU offload and NVMe offload are the same code.
+A *record* has one place per field. Places are moved between tiers (pinning) by copying and then switching;
+readers and writers only ever see `Record.read` and `Record.write`, so CPU offload and NVMe offload are the
+same code.
 """
 
 from __future__ import annotations
@@ -69,15 +71,20 @@ class Store(Protocol):
     def free(self, extent: Extent) -> None:
         """Give an extent back."""
 
-    def read(self, extent: Extent, start: int, address: int, nbytes: int, what: str, owner: object) -> Transfer:
+    def read(
+        self, extent: Extent, start: int, address: int, nbytes: int, what: str, owner: object
+    ) -> Transfer:
         """Begin to copy bytes [start, start + nbytes) of `extent` to `address`."""
 
-    def write(self, extent: Extent, start: int, address: int, nbytes: int, what: str, owner: object) -> Transfer:
+    def write(
+        self, extent: Extent, start: int, address: int, nbytes: int, what: str, owner: object
+    ) -> Transfer:
         """Begin to copy `nbytes` bytes at `address` to byte `start` of `extent`."""
 
 
 class _FreeExtents:
-    """Extents given back, reused by exact size: a run has few sizes, so this leaves no gaps worth the name."""
+    """Extents given back, reused by exact size: a run has few sizes, so this leaves no gaps worth the name.
+    """
 
     def __init__(self) -> None:
         self._offsets: dict[int, list[int]] = {}
@@ -93,7 +100,8 @@ class _FreeExtents:
 class NvmeStore:
     """One nameless file in a folder, grown in large steps as extents are allocated.
 
-    Nameless, so that its space returns the instant the process ends, however it ends, and two runs on one folder cannot meet.
+    Nameless, so that its space returns the instant the process ends, however it ends, and two runs on one
+    folder cannot meet.
     """
 
     tier = "nvme"
@@ -101,7 +109,8 @@ class NvmeStore:
     def __init__(self, folder: str, engine_kind: str | None) -> None:
         """Check `folder`, pick the I/O engine with a real request there, and open the file.
 
-        Raises: ConfigError for a folder that cannot be used; aio.EngineUnavailableError for a forced engine that fails.
+        Raises: ConfigError for a folder that cannot be used; aio.EngineUnavailableError for a forced engine
+        that fails.
         """
         self.folder = folder
         check_folder(folder)
@@ -131,7 +140,9 @@ class NvmeStore:
                 self._file.allocate(self.allocated_nbytes, nbytes)
             except aio.StorageFullError as error:
                 if nbytes == least_nbytes:
-                    error.add_note(f"while making room for {what}; {format_size(self.allocated_nbytes)} are allocated so far")
+                    error.add_note(
+                        f"while making room for {what}; {format_size(self.allocated_nbytes)} are allocated so far"
+                    )
                     raise
             else:
                 self.allocated_nbytes += nbytes
@@ -141,11 +152,15 @@ class NvmeStore:
         """Give an extent back."""
         self._free.give(extent.offset, extent.nbytes)
 
-    def read(self, extent: Extent, start: int, address: int, nbytes: int, what: str, owner: object) -> Transfer:
+    def read(
+        self, extent: Extent, start: int, address: int, nbytes: int, what: str, owner: object
+    ) -> Transfer:
         """Begin a read; see Store."""
         return self.engine.read(self._file, extent.offset + start, address, nbytes, what=what, owner=owner)
 
-    def write(self, extent: Extent, start: int, address: int, nbytes: int, what: str, owner: object) -> Transfer:
+    def write(
+        self, extent: Extent, start: int, address: int, nbytes: int, what: str, owner: object
+    ) -> Transfer:
         """Begin a write; see Store."""
         return self.engine.write(self._file, extent.offset + start, address, nbytes, what=what, owner=owner)
 
@@ -190,12 +205,16 @@ class HostStore:
         del self._arenas[extent.offset]
         self.ledger.release(extent.nbytes)
 
-    def read(self, extent: Extent, start: int, address: int, nbytes: int, what: str, owner: object) -> Transfer:
+    def read(
+        self, extent: Extent, start: int, address: int, nbytes: int, what: str, owner: object
+    ) -> Transfer:
         """Copy now; see Store."""
         kernels.copy(nbytes, address, extent.offset + start)
         return DONE
 
-    def write(self, extent: Extent, start: int, address: int, nbytes: int, what: str, owner: object) -> Transfer:
+    def write(
+        self, extent: Extent, start: int, address: int, nbytes: int, what: str, owner: object
+    ) -> Transfer:
         """Copy now; see Store."""
         kernels.copy(nbytes, extent.offset + start, address)
         return DONE
@@ -235,7 +254,9 @@ class Record:
 
     def rename(self, segments: Sequence[str]) -> None:
         """Give the parameters their names in the finished model."""
-        renamed = tuple(replace(one, name=name) for one, name in zip(self.shard.segments, segments, strict=True))
+        renamed = tuple(
+            replace(one, name=name) for one, name in zip(self.shard.segments, segments, strict=True)
+        )
         self.shard = Shard(renamed, self.shard.numel)
 
     def written(self, name: str, start: int) -> bool:
@@ -273,7 +294,9 @@ class Record:
         old.store.free(old)
 
     def read(self, name: str, start: int, stop: int, address: int, owner: object) -> Transfer:
-        """Begin to read elements [start, stop) of a field to `address`; `check` them when the transfer is over."""
+        """Begin to read elements [start, stop) of a field to `address`; `check` them when the transfer is
+        over.
+        """
         extent, size = self._extents[name], FIELD_NBYTES[name]
         nbytes = (stop - start) * size
         self._traffic.read[extent.store.tier, name] += nbytes
@@ -289,7 +312,8 @@ class Record:
         return extent.store.write(extent, start * size, address, nbytes, f"{self.name}.{name}", owner)
 
     def check(self, name: str, start: int, stop: int, address: int) -> None:
-        """Compare elements [start, stop), whole tiles just read to `address`, with the hashes of what was written.
+        """Compare elements [start, stop), whole tiles just read to `address`, with the hashes of what was
+        written.
 
         Raises: CorruptionError naming unit, field, file and offset.
         """
@@ -311,7 +335,11 @@ class Record:
         if start % self._tile_numel:
             raise ValueError(f"{self.name}: element {start} is inside a tile of {self._tile_numel}")
         return [
-            (at // self._tile_numel, (min(at + self._tile_numel, stop) - at) * size, address + (at - start) * size)
+            (
+                at // self._tile_numel,
+                (min(at + self._tile_numel, stop) - at) * size,
+                address + (at - start) * size,
+            )
             for at in range(start, stop, self._tile_numel)
         ]
 
@@ -329,10 +357,14 @@ def check_folder(folder: str) -> None:
     try:
         status = os.stat(folder)
     except FileNotFoundError:
-        raise ConfigError(f"nvme={folder!r}: there is no such folder. Create it (mkdir -p) on the NVMe device.") from None
+        raise ConfigError(
+            f"nvme={folder!r}: there is no such folder. Create it (mkdir -p) on the NVMe device."
+        ) from None
     except OSError as error:
         raise ConfigError(f"nvme={folder!r}: {error.strerror}") from error
     if not stat.S_ISDIR(status.st_mode):
         raise ConfigError(f"nvme={folder!r} is a file; expected a folder on the NVMe device")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"nvme={folder!r}: user {os.geteuid()} may not write there. Choose another folder, or chown it.")
+        raise ConfigError(
+            f"nvme={folder!r}: user {os.geteuid()} may not write there. Choose another folder, or chown it."
+        )

@@ -2,8 +2,8 @@
 
 [Note: one long text]
 The files of a folder, in the order of their names, are one long text. A window is drawn anywhere in it, so it
-may begin in one file and end in the next. Kept in memory are the files' paths and where each begins; never what
-they say.
+may begin in one file and end in the next. What is kept in memory is the files' paths and where each begins,
+never what they say.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`infinity train`: a byte-level language model of any size on any text, by a plain PyTorch loop.
 
-The loop is the one that users write: Init around the model, AdamW, a scheduler of torch. With `plain` the same
-model, text and recipe run in memory, through infinity.reference: losses are the same, bit for bit, at the same
-number of torch threads.
+The loop is the one that users write: Init around the model, AdamW, a scheduler of torch. With `plain`, the
+same model, text and recipe run in memory, through infinity.reference: losses are the same, bit for bit, at the
+same number of torch threads.
 """
 
 from __future__ import annotations
@@ -171,18 +171,23 @@ def _train(
                 log.write(step)
                 progress.show(step)
                 check()
-                if not math.isfinite(step.loss):
-                    raise DivergedError(
-                        f"the loss of step {step.step} is {step.loss}. Likely cause: a learning rate that is too "
-                        "high; try a smaller --lr, a longer --warmup or --max-norm 1"
-                    )
+                _check_finite(step)
     finally:
         log.close()
         run.after = None if settings.plain else stats(model)
         run.peak_nbytes = meter.peak_nbytes()
         if not settings.plain:
-            engine_of_model(model).close()
+            with contextlib.suppress(InfinityError, OSError):  # what matters has been raised by the step
+                engine_of_model(model).close()
         _conclude(console, settings, run, folder)
+
+
+def _check_finite(step: Step) -> None:
+    if not math.isfinite(step.loss):
+        raise DivergedError(
+            f"the loss of step {step.step} is {step.loss}. Likely cause: a learning rate that is too high; "
+            "try a smaller --lr, a longer --warmup or --max-norm 1"
+        )
 
 
 def build(settings: Settings, folder: Path) -> tuple[nn.Module, Any]:
@@ -299,9 +304,10 @@ def _introduce(console: Console, settings: Settings, run: Run, text: Text, folde
     if run.before is not None:
         tier = "host memory alone" if settings.in_host_memory else f"NVMe {settings.nvme or folder}"
         where = f"{tier} ({run.before.io_engine}), host_memory {format_size(run.before.budget_nbytes)}"
+    state = format_size(STATE_NBYTES * run.parameters)
     console.print(
-        f"{run.name}: {run.parameters / 1e6:,.1f} M parameters, {format_size(STATE_NBYTES * run.parameters)} of state; "
-        f"{where}\ntext: {text.path}, {text.files:,} files, {format_size(text.nbytes)}; "
+        f"{run.name}: {run.parameters / 1e6:,.1f} M parameters, {state} of state; {where}\n"
+        f"text: {text.path}, {text.files:,} files, {format_size(text.nbytes)}; "
         f"{settings.steps} steps of {settings.accumulate} x {settings.batch} x {settings.sequence} bytes",
         markup=False,
         highlight=False,

@@ -1,15 +1,14 @@
 """A unit at run time: the parameters that are fetched, used and released together.
 
-[Note: the forms of a parameter]
-master   fp32, never stored as such          the optimizer's truth = join(hi, lo)
-hi, lo   bf16 + 16 bits, flat, in the record   what a step computes with is hi
-flat     bf16, on the device                 hi, while the unit is resident; one torch storage for the unit's whole life
-view     bf16, a parameter's shape           into flat; `parameter.data` while the unit is attached
+[Note: the forms of a parameter] master   fp32, never stored as such          the optimizer's truth = join(hi,
+lo) hi, lo   bf16 + 16 bits, flat, in the record   what a step computes with is hi flat     bf16, on the
+device                 hi, while the unit is resident; one torch storage for the unit's whole life view
+bf16, a parameter's shape           into flat; `parameter.data` while the unit is attached
 
-[Note: abandoned storage]
-Taking the bytes of a storage away while anyone still has a view of it would be a segmentation fault: a module may cache
-`self.weight.t()`, return its weight, or keep it in a graph of its own. So a release counts who shares the storage. If anybody but the
-unit does, they keep it, with the values it has, and the unit goes on with a new one. That costs memory, never a wrong value.
+[Note: abandoned storage] Taking the bytes of a storage away while anyone still has a view of it would be a
+segmentation fault: a module may cache `self.weight.t()`, return its weight, or keep it in a graph of its own.
+So a release counts who shares the storage. If anybody but the unit does, they keep it, with the values it
+has, and the unit goes on with a new one. That costs memory, never a wrong value.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from infinity.store import Record
 if TYPE_CHECKING:
     from infinity.gradient import Gradient
     from infinity.lanes import Pass
-    from infinity.passes import FetchPass
     from infinity.optim import Update
+    from infinity.passes import FetchPass
 
 logger = logging.getLogger("infinity")
 
@@ -64,7 +63,9 @@ class Unit:
         self.waiting = False
         """Resident ahead of its use, and charged for it."""
         self.version = 0
-        """Counts the changes of the values that the user can see (an update counts at step(), not when it is applied)."""
+        """Counts the changes of the values that the user can see (an update counts at step(), not when it is
+        applied).
+        """
         # The step
         self.pending: dict[int, Update] = {}
         """Updates that step() decided, by parameter, to be applied when the record next passes."""
@@ -102,7 +103,9 @@ class Unit:
     def open(self, dtype: torch.dtype, device: torch.device) -> None:
         """Build the unit's storage, empty, and the views into it that last its whole life."""
         with torch.inference_mode(mode=False), torch.no_grad():
-            self._placeholders = [placeholder(segment.shape, dtype, device) for segment in self.shard.segments]
+            self._placeholders = [
+                placeholder(segment.shape, dtype, device) for segment in self.shard.segments
+            ]
         self._new_storage(dtype, device)
         for parameter, stand_in in zip(self.parameters, self._placeholders, strict=True):
             release(parameter, stand_in)
@@ -119,11 +122,16 @@ class Unit:
         self.flat.untyped_storage().resize_(self.resident_nbytes)
 
     def deallocate(self) -> None:
-        """Take the storage's bytes away; where others share them, leave it to them: see [Note: abandoned storage]."""
+        """Take the storage's bytes away; where others share them, leave it to them: see [Note: abandoned
+        storage].
+        """
         if self.shares() == self._own_shares:
             self.flat.untyped_storage().resize_(0)
             return
-        logger.info("%s: a view of its parameters outlives their use; it keeps their present values and their memory", self.name)
+        logger.info(
+            "%s: a view of its parameters outlives their use; it keeps their present values and their memory",
+            self.name,
+        )
         key = self.storage_key()
         self._new_storage(self.flat.dtype, self.flat.device)
         self.moved(key)
@@ -140,7 +148,9 @@ class Unit:
         self.attached = True
 
     def modified(self) -> str | None:
-        """Return the name of a parameter changed in place since the unit was attached, or since this was asked; None if none was."""
+        """Return the name of a parameter changed in place since the unit was attached, or since this was
+        asked; None if none was.
+        """
         before, self._versions = self._versions, [parameter._version for parameter in self.parameters]
         if self.attached:
             for version, now, segment in zip(before, self._versions, self.shard.segments, strict=True):
@@ -151,11 +161,10 @@ class Unit:
     def detach(self) -> None:
         """Put the guard on the parameters; the storage stays as it is."""
         for parameter, stand_in in zip(self.parameters, self._placeholders, strict=True):
+            if _saved_itself(parameter):
+                torch.autograd.graph.increment_version(parameter)  # it would read the placeholder: let autograd refuse
             release(parameter, stand_in)
         self.attached = False
-        if self.shares() == self._own_shares:
-            # A graph that saved a parameter itself, as no view, would read the placeholder: let autograd refuse instead.
-            torch.autograd.graph.increment_version(self.parameters)
 
     def storage_key(self) -> int:
         """Identify the storage: any tensor that shares it shows the same number."""
@@ -165,3 +174,11 @@ class Unit:
         """Name and state."""
         state = "attached" if self.attached else "resident" if self.fetch else "released"
         return f"<Unit {self.name}, {self.shard.numel} elements, {state}, {self.users} users, {len(self.pending)} pending>"
+
+
+def _saved_itself(parameter: nn.Parameter) -> bool:
+    """Whether a graph holds the parameter itself, which it reads again, and not a view of its values."""
+    if parameter._use_count() == 1:
+        return False
+    node = torch.autograd.graph.get_gradient_edge(parameter) if parameter.requires_grad else None
+    return bool(parameter._use_count() > 1 + (node is not None))

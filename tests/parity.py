@@ -135,7 +135,8 @@ def compare(build, batch, *, loss=None, steps=3, nvme=None, memory=LEAST, waits=
     expected = train(plain, ref_optimizer, batch, loss=loss, steps=steps)
     torch.manual_seed(1)
     actual = train(ours, optimizer, batch, loss=loss, steps=steps)
-    assert differences(expected, actual) == []
+    found = differences(expected, actual)
+    assert found == [], found
     return ours, optimizer
 
 

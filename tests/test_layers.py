@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "infinity"
 
 LAYERS = [
-    {"__main__", "bench", "cli", "doctor", "train"},
+    {"__main__", "bench", "cli", "doctor", "presets", "report", "text", "train"},
     {"__init__"},  # what users import: everything below
     {"engine", "gather"},
     {"checkpoint", "exchange", "gradient", "hooks", "init"},

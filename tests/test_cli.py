@@ -1,0 +1,183 @@
+"""The command line: its arguments, errors and exit codes. Real training, of a model of 0.9 M parameters."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from infinity import cli
+from infinity.errors import EngineFailedError, InfinityError
+from infinity.text import TextError
+
+pytestmark = pytest.mark.disk
+
+TINY = ["--preset", "1m", "--sequence", "32", "--host-memory", "4MiB", "--steps", "2"]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text"
+    path.write_text("It was the best of times, it was the worst of times. " * 20)
+    return str(path)
+
+
+def refused(capsys, *arguments: object) -> tuple[int, str]:
+    """Run a command that must fail; its exit code and its message."""
+    try:
+        code = cli.main([str(argument) for argument in arguments])
+    except SystemExit as exit_:
+        code = int(str(exit_.code))
+    message = capsys.readouterr().err
+    assert "Traceback" not in message
+    return code, message
+
+
+def test_without_a_command_it_prints_what_there_is(capsys):
+    assert cli.main([]) == 0
+    printed = capsys.readouterr().out
+    assert "train" in printed
+    assert "doctor" in printed
+
+
+def test_it_knows_its_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out.startswith("infinity ")
+
+
+def test_python_m_infinity_is_the_same_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "infinity", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "usage: infinity" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--preset", "9t"], "9t"),
+        (["--steps", "0"], "at least 1"),
+        (["--steps", "x"], "'x'"),
+        (["--sequence", "1"], "at least 2"),
+        (["--lr", "-1"], "at least 0"),
+        (["--lr", "nan"], "'nan'"),
+        (["--host-memory", "much"], "'much' is no size"),
+        (["--aio", "magic"], "magic"),
+        (["--update", "backward", "--max-norm", "1"], "--max-norm"),
+        (["--update", "backward", "--accumulate", "2"], "--accumulate"),
+        (["--no-nvme", "--nvme", "/"], "--nvme"),
+        (["--nonsense"], "--nonsense"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(capsys, arguments, named):
+    code, message = refused(capsys, "train", *arguments)
+    assert code == 2
+    assert named in message
+
+
+def test_a_text_that_is_not_there_is_named(capsys, folder):
+    code, message = refused(capsys, "train", *TINY, "--text", folder / "nothing", "--out", folder / "run")
+    assert code == 1
+    assert message == f"infinity train: {folder}/nothing: No such file or directory\n"
+    assert not (folder / "run").exists()
+
+
+def test_an_empty_text_is_named(capsys, folder):
+    (folder / "empty").touch()
+    code, message = refused(capsys, "train", *TINY, "--text", folder / "empty", "--out", folder / "run")
+    assert code == 1
+    assert f"{folder}/empty is empty" in message
+
+
+def test_a_budget_of_zero_is_refused_and_nothing_is_left(capsys, folder, text):
+    arguments = [*TINY, "--host-memory", "0", "--text", text, "--out", folder / "run"]
+    code, message = refused(capsys, "train", *arguments)
+    assert code == 1
+    assert "host_memory=0" in message
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["file", "missing", "unwritable"])
+def test_an_nvme_folder_that_cannot_be_used_is_named(capsys, folder, text, kind):
+    nvme = folder / kind
+    if kind == "file":
+        nvme.touch()
+    elif kind == "unwritable" and os.geteuid() == 0:
+        nvme = Path("/proc/sys")  # not even root makes files there
+    elif kind == "unwritable":
+        nvme.mkdir(mode=0o555)
+    arguments = [*TINY, "--nvme", nvme, "--text", text, "--out", folder / "run"]
+    code, message = refused(capsys, "train", *arguments)
+    assert code == 1
+    assert str(nvme) in message
+    assert not (folder / "run").exists()
+
+
+def test_a_run_is_never_overwritten(capsys, folder, text):
+    (folder / "log.jsonl").write_text("precious")
+    code, message = refused(capsys, "train", *TINY, "--text", text, "--out", folder)
+    assert code == 1
+    assert f"{folder} is not empty" in message
+    assert (folder / "log.jsonl").read_text() == "precious"
+
+
+def test_an_out_that_is_a_file_is_named(capsys, folder, text):
+    (folder / "file").touch()
+    code, message = refused(capsys, "train", *TINY, "--text", text, "--out", folder / "file")
+    assert code == 1
+    assert str(folder / "file") in message
+
+
+def test_runs_of_the_same_second_get_folders_of_their_own(capsys, folder, text, monkeypatch):
+    monkeypatch.chdir(folder)
+    for _ in range(2):
+        assert cli.main(["train", *TINY, "--text", text]) == 0
+    assert len(list((folder / "runs").iterdir())) == 2
+
+
+def test_traceback_shows_where_an_error_came_from(folder):
+    with pytest.raises(FileNotFoundError):
+        cli.main(["train", *TINY, "--text", str(folder / "nothing"), "--traceback"])
+
+
+def test_an_error_is_told_with_its_notes_and_its_cause():
+    error = TextError("no text")
+    error.__notes__ = ["while looking for some"]
+    assert cli.describe(error) == "no text\n  while looking for some"
+    failed = EngineFailedError("the engine has failed")
+    failed.__cause__ = OSError(5, "Input/output error", "/nvme")
+    assert cli.describe(failed) == "the engine has failed\n  cause: /nvme: Input/output error"
+    assert cli.describe(InfinityError()) == "InfinityError"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_training_cleanly(folder, number, code):
+    nvme, out = folder / "nvme", folder / "run"
+    nvme.mkdir()
+    arguments = [*TINY, "--steps", "1000000", "--nvme", nvme, "--out", out]
+    command = [sys.executable, "-m", "infinity", "train", *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            log = out / "log.jsonl"
+            while not (log.exists() and log.read_text().count("\n") >= 3):
+                assert process.poll() is None, process.communicate()
+                time.sleep(0.05)
+            process.send_signal(number)
+            began = time.monotonic()
+            printed, told = process.communicate(timeout=60)
+            took_s = time.monotonic() - began
+        finally:
+            process.kill()
+    assert process.returncode == code, told
+    assert "Traceback" not in told
+    steps = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [step["step"] for step in steps] == list(range(1, len(steps) + 1))
+    assert f"{len(steps)} in " in printed
+    assert sorted(path.name for path in out.iterdir()) == ["log.jsonl", "loss.png"]
+    assert list(nvme.iterdir()) == []
+    assert took_s < 10

@@ -1,0 +1,96 @@
+"""`infinity doctor` says what is there. Trusted: the machine; what it lacks is asked for or faked by name."""
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infinity import cli, doctor
+
+pytestmark = pytest.mark.disk
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "240")
+    monkeypatch.delenv("INFINITY_AIO", raising=False)
+
+
+def found(folder: Path | str) -> dict[str, doctor.Finding]:
+    return {finding.subject: finding for finding in doctor.examine(str(folder)).findings}
+
+
+def test_it_names_the_engine_and_leaves_nothing_behind(folder, capsys):
+    assert cli.main(["doctor", "--nvme", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert "training can run here" in printed
+    for subject in ("I/O engine", "O_DIRECT", "memlock limit", "free space", "CPU", "memory", "torch"):
+        assert subject in printed
+    assert any(kind in printed for kind in ("io_uring: ", "threads: ", "buffered: "))
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["threads", "buffered"])
+def test_an_engine_that_was_forced_is_said_to_be(folder, capsys, monkeypatch, kind):
+    monkeypatch.setenv("INFINITY_AIO", kind)
+    assert cli.main(["doctor", "--nvme", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert f"{kind}: asked for by INFINITY_AIO" in printed
+    assert "unset INFINITY_AIO" in printed
+
+
+def test_an_unknown_engine_is_fatal_with_its_cure(folder, monkeypatch):
+    monkeypatch.setenv("INFINITY_AIO", "magic")
+    engine = found(folder)["I/O engine"]
+    assert engine.fatal
+    assert "magic" in engine.found
+    assert engine.fix == "unset INFINITY_AIO"
+
+
+@pytest.mark.parametrize("kind", ["file", "missing"])
+def test_a_folder_that_cannot_be_used_ends_with_one(folder, capsys, kind):
+    path = folder / kind
+    if kind == "file":
+        path.touch()
+    assert cli.main(["doctor", "--nvme", str(path)]) == 1
+    printed = capsys.readouterr().out
+    assert "training cannot run here" in printed
+    assert kind in printed
+
+
+def test_io_uring_refused_is_found_with_its_cause_and_cure(folder):
+    refuse = [sys.executable, str(Path(__file__).with_name("seccomp_run.py")), "EPERM"]
+    command = [*refuse, sys.executable, "-m", "infinity", "doctor", "--nvme", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "threads: io_uring does not work here" in done.stdout
+    assert "kernel.io_uring_disabled=0" in done.stdout
+
+
+def test_a_filesystem_without_direct_io_is_named_with_advice(folder, monkeypatch):
+    def refuse(path, kind=None):
+        raise doctor.aio.EngineUnavailableError.of_kind("threads", errno.EINVAL, "trying it", str(path))
+
+    monkeypatch.setattr(doctor.aio, "open_engine", refuse)
+    assert "ext4" in found(folder)["O_DIRECT"].fix
+
+
+def test_a_folder_in_memory_is_no_nvme():
+    if doctor.filesystem(Path("/dev/shm")) != "tmpfs":  # noqa: S108
+        pytest.skip("no tmpfs at /dev/shm")
+    assert "it lies in memory" in found("/dev/shm")["folder"].fix  # noqa: S108
+
+
+def test_free_space_is_told_in_parameters(folder, monkeypatch):
+    class Status:
+        f_bavail, f_frsize = 12 * 10**9 // 4096, 4096
+
+    monkeypatch.setattr(doctor.os, "statvfs", lambda path: Status)
+    space = found(folder)["free space"]
+    assert "1.0 G parameters" in space.found
+    assert "667 M if gradients spill" in space.found
+    assert not space.fatal
+    Status.f_bavail = 0
+    assert found(folder)["free space"].fatal
