@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parent
 DEPS = ROOT / ".deps"
 
 # What `dev.py demo` tells `infinity`, and what `dev.py gpu`, after its tests, tells Python.
-DEMO = ["train", "--preset", "demo"]
+DEMO = ["train", "--preset", "demo", "--host-memory", "512MiB"]
+DEMO += ["--steps", "40", "--warmup", "8", "--lr", "2e-4"]
 GPU = ["-m", "infinity.bench.gpu", "--out", "bench/results"]
 
 TORCH = "torch==2.13.0"  # what the tests ran on; unpinned, a newer one may bring gigabytes of CUDA libraries

@@ -23,10 +23,11 @@ from infinity.device import open_device
 from infinity.errors import HostMemoryError, UnsupportedError
 from infinity.exchange import Exchange
 from infinity.executor import Executor
-from infinity.gradient import GradientStore, OffloadedGradient, applied_message
+from infinity.gradient import GradientStore, applied_message
 from infinity.hooks import Hooks, graph_task
 from infinity.lanes import Pass, StreamLane
 from infinity.memory import Budget, Ledger, Pool, divide, least_total, return_freed_memory
+from infinity.offloaded import OffloadedGradient
 from infinity.passes import MovePass, ReadPass, WritePass
 from infinity.placement import DENSITY, choose
 from infinity.released import CONVERSIONS, not_resident, owner_of, set_owner
@@ -138,7 +139,7 @@ class Engine:
         def caught(parameter: torch.Tensor) -> None:
             alive = engine()
             if alive is not None:
-                alive._accumulated(parameter, unit, index)
+                alive.accumulated(parameter, unit, index)
 
         required, parameter.requires_grad = (
             parameter.requires_grad,
@@ -154,7 +155,7 @@ class Engine:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             engine.hooks.enter(module, units, (args, kwargs))
 
-        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def leave(module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
             engine.hooks.leave(module, output)
 
         module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
@@ -190,14 +191,15 @@ class Engine:
         name = self.name_of(parameters[0])
         if operation in CONVERSIONS:
             raise UnsupportedError(
-                f"{name}: a model built in Init stays on {self.config.device!r} in {DTYPE}; {operation}() to another device or "
+                f"{name}: a model built in Init stays on {self.config.device!r} in {DTYPE}; {operation}() to "
+                "another device or "
                 "dtype is refused. Set Config(device=..., dtype=...) instead."
             )
         raise not_resident(parameters[0], operation, name)
 
     # Gradients
 
-    def _accumulated(self, parameter: torch.Tensor, unit: Unit, index: int) -> None:
+    def accumulated(self, parameter: torch.Tensor, unit: Unit, index: int) -> None:
         """Take over a parameter's gradient, as soon as autograd has accumulated it."""
         grad = parameter.grad
         if grad is None:
@@ -315,8 +317,10 @@ class Engine:
         if needed > self.kept.limit_nbytes:
             largest = max(unit.resident_nbytes for unit in self.units)
             raise HostMemoryError(
-                f"{what}: without an NVMe tier all state stays in host memory: weights {format_size(self.kept.held_nbytes)}, moments "
-                f"{format_size(nbytes)}, gradients {format_size(gradients)}, but host_memory={format_size(self.budget.total_nbytes)} leaves "
+                f"{what}: without an NVMe tier all state stays in host memory: weights "
+                f"{format_size(self.kept.held_nbytes)}, moments "
+                f"{format_size(nbytes)}, gradients {format_size(gradients)}, but "
+                f"host_memory={format_size(self.budget.total_nbytes)} leaves "
                 f"{format_size(self.kept.limit_nbytes)} for them. The smallest host_memory that works is "
                 f"{format_size(least_total(needed, largest))}; or give Config a folder on NVMe (nvme=...)."
             )

@@ -1,5 +1,4 @@
-"""The errors that Infinity raises. Each message says what, where, the numbers, the likely cause and the cure.
-"""
+"""The errors that Infinity raises: each says what, where, the numbers, the likely cause and the cure."""
 
 from __future__ import annotations
 

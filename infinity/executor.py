@@ -336,7 +336,8 @@ class Executor:
         """A unit's values are about to be replaced in its record: what is resident of it is stale."""
         if unit.users:
             raise UnsupportedError(
-                f"{unit.name}: its parameters are in use and cannot be replaced. Do so outside forward and gathered()."
+                f"{unit.name}: its parameters are in use and cannot be replaced. Do so outside forward and "
+                "gathered()."
             )
         self._evict(unit)
         unit.version += 1

@@ -1,10 +1,10 @@
-"""Gradients after they have accumulated: where they are kept, and the thin tensor that stands for each as
-`p.grad`.
+"""Gradients after they have accumulated: where they are kept until they are used.
 
-[Note: who owns a gradient] `p.grad` is an `OffloadedGradient`, and it owns the stored gradient: when it goes
-(zero_grad), so does the gradient. step() reads it and leaves it there, as torch does. A gradient of one
-backward is kept as it came, in 16 bits; a second backward turns the stored one into fp32 and adds (DESIGN 3).
-It lies in host memory while the kept share has room, else in its unit's record.
+[Note: who owns a gradient]
+`p.grad` is an `OffloadedGradient`, and it owns the stored gradient: when it goes (zero_grad), so does the
+gradient. step() reads it and leaves it there, as torch does. A gradient of one backward is kept as it came,
+in 16 bits; a second backward turns the stored one into fp32 and adds (DESIGN 3). It lies in host memory while
+the kept share has room, else in its unit's record.
 """
 
 from __future__ import annotations
@@ -13,12 +13,9 @@ import math
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
-from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
-from torch.utils import _pytree as pytree
 
 from infinity import kernels
 from infinity.device import Device
@@ -29,7 +26,7 @@ from infinity.passes import ReadPass, SpillPart, SpillPass
 from infinity.store import Store
 from infinity.unit import Unit
 
-_KERNEL_DTYPE = {torch.bfloat16: "bf16", torch.float32: "f32"}
+_KERNEL_DTYPE: dict[torch.dtype, kernels.GradientDtype] = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
 
 class Form(Enum):
@@ -63,6 +60,10 @@ class Gradient:
         self._ledger = ledger
         self._charged = 0
 
+    def fresh(self) -> Gradient:
+        """Return a gradient of zeros for the same parameter."""
+        return Gradient(self.unit, self.index, self._ledger)
+
     def charge(self, nbytes: int) -> bool:
         """Make the gradient pay for `nbytes` in all of the kept share; False if they are not to be had."""
         if nbytes > self._charged and not self._ledger.try_reserve(nbytes - self._charged):
@@ -90,7 +91,7 @@ class GradientStore:
         self._kept = Ledger(0)
         self._outgoing = Ledger(0)
         self._jobs: deque[Pass] = deque()
-        self.flush_unit: Callable[[Unit], None] = lambda unit: None
+        self.flush_unit: Callable[[Unit], None] = lambda _: None
         """Applies a unit's pending update before its gradient changes; set by the executor."""
 
     def open(self, budget: Budget, kept: Ledger) -> None:
@@ -143,8 +144,7 @@ class GradientStore:
         self._send(gradient, tensor)
 
     def _send(self, gradient: Gradient, tensor: torch.Tensor) -> None:
-        """Let a gradient wait in memory for the rest of its unit; spilled ones are added to what is stored.
-        """
+        """Let a gradient wait for the rest of its unit; a spilled one is added to what is stored."""
         self._make_room(tensor.nbytes)
         if gradient.form is not Form.SPILLED:
             gradient.form = Form.OUTGOING
@@ -260,7 +260,8 @@ class GradientStore:
 def applied_message(unit: Unit, what: str) -> str:
     """Return the message for what update="backward" cannot do."""
     return (
-        f'{unit.name}: {what} needs the gradient, but update="backward" has applied it in the backward already. '
+        f'{unit.name}: {what} needs the gradient, but update="backward" has applied it in the backward '
+        "already. "
         'Use AdamW(..., update="forward") for clipping, gradient accumulation or code that reads gradients.'
     )
 
@@ -290,126 +291,7 @@ def _sum(stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 def _spilled(unit: Unit) -> dict[int, Gradient]:
     """Return the unit's gradients that are in its record and still stand for something."""
+    stored = {index: getattr(one.grad, "gradient", None) for index, one in enumerate(unit.parameters)}
     return {
-        index: grad.gradient
-        for index, grad in enumerate(parameter.grad for parameter in unit.parameters)
-        if isinstance(grad, OffloadedGradient) and grad.gradient.form is Form.SPILLED
+        index: one for index, one in stored.items() if isinstance(one, Gradient) and one.form is Form.SPILLED
     }
-
-
-class OffloadedGradient(torch.Tensor):
-    """Stands for a stored gradient: clips, accumulates and zeroes it where it lies; anything else sees its
-    dense values.
-    """
-
-    gradient: Gradient
-    _store: GradientStore
-
-    @staticmethod
-    def __new__(cls, parameter: nn.Parameter, gradient: Gradient, store: GradientStore) -> OffloadedGradient:
-        """Make a tensor of the parameter's shape, dtype and device, without memory."""
-        tensor: OffloadedGradient = torch.Tensor._make_wrapper_subclass(
-            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
-        )
-        tensor.gradient, tensor._store = gradient, store
-        return tensor
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        """Where the gradient is."""
-        return f"OffloadedGradient(shape={tuple(self.shape)}, {self.gradient.form.value})"
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run `func` where the gradient lies if it can be; else on dense values, unless it would change them.
-        """
-        name = func.overloadpacket.__name__
-        special = _OPERATIONS.get(name)
-        if special is not None:
-            answer = special(*args, **(kwargs or {}))
-            if answer is not NotImplemented:
-                return answer
-        if func._schema.is_mutable:
-            raise UnsupportedError(
-                f"{name}() on an offloaded gradient: only scaling, zeroing and accumulating change it in place. "
-                "Assign a new tensor to p.grad instead."
-            )
-        args, kwargs = pytree.tree_map_only(
-            cls, lambda grad: grad._store.dense(grad.gradient), (args, kwargs or {})
-        )
-        return func(*args, **kwargs)
-
-
-def _norm(grad: OffloadedGradient, order: Any = 2, *rest: Any, **named: Any) -> Any:
-    if order != 2 or rest or named:
-        return NotImplemented
-    norm = math.sqrt(grad._store.square_sum(grad.gradient)) * float(grad.gradient.scale)
-    return torch.tensor(norm, dtype=torch.float64, device=grad.device)
-
-
-def _norms(grads: list[OffloadedGradient], order: Any = 2, *rest: Any, **named: Any) -> Any:
-    if order != 2 or rest or named:
-        return NotImplemented
-    return [_norm(grad) for grad in grads]
-
-
-def _scale(grad: OffloadedGradient, factor: Any) -> Any:
-    if isinstance(factor, torch.Tensor) and factor.numel() != 1:
-        return NotImplemented
-    if grad.gradient.form is Form.APPLIED:
-        raise UnsupportedError(applied_message(grad.gradient.unit, "clipping"))
-    grad.gradient.scale = np.float32(grad.gradient.scale * np.float32(float(factor)))
-    return grad
-
-
-def _scale_all(grads: list[OffloadedGradient], factor: Any) -> None:
-    for grad in grads:
-        _scale(grad, factor)
-
-
-def _add(grad: OffloadedGradient, new: Any, *, alpha: Any = 1) -> Any:
-    if (
-        not isinstance(new, torch.Tensor)
-        or isinstance(new, OffloadedGradient)
-        or alpha != 1
-        or new.shape != grad.shape
-    ):
-        return NotImplemented
-    if float(grad.gradient.scale) != 1:
-        raise UnsupportedError(
-            f"{grad.gradient.unit.name}: a gradient was clipped and then accumulated onto. Call zero_grad() between step() and the next "
-            "backward, or clip after the last backward."
-        )
-    grad._store.add(grad.gradient, new)
-    return grad
-
-
-def _zero(grad: OffloadedGradient) -> OffloadedGradient:
-    gradient = grad.gradient
-    grad.gradient = Gradient(gradient.unit, gradient.index, gradient._ledger)
-    return grad
-
-
-def _zero_all(grads: list[OffloadedGradient]) -> None:
-    for grad in grads:
-        _zero(grad)
-
-
-def _same(grad: OffloadedGradient) -> OffloadedGradient:
-    return grad
-
-
-_OPERATIONS: dict[str, Callable[..., Any]] = {
-    "linalg_vector_norm": _norm,
-    "_foreach_norm": _norms,
-    "mul_": _scale,
-    "_foreach_mul_": _scale_all,
-    "add_": _add,
-    "zero_": _zero,
-    "_foreach_zero_": _zero_all,
-    "detach": _same,
-}
-"""What runs where the gradient lies."""

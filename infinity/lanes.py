@@ -1,12 +1,13 @@
 """The lane that moves records: one thread that keeps reads, work on what was read, and writes going at the
 same time.
 
-[Note: how the lane makes progress] A *pass* walks over the tiles of one record: each tile is read into a
-slot, worked on, and (if the pass changes it) written back. Tiles of the queued passes are admitted in order
-as long as slots are free, so the reads of the next passes overlap the work on this one, and writes overlap
-both. A slot holds exactly one tile from the beginning of its read to the end of its
-write, and every tile in a slot finishes by itself: nothing it waits for needs another slot, a lock, or the
-thread that computes. So the lane cannot deadlock, with any number of slots from one up.
+[Note: how the lane makes progress]
+A *pass* walks over the tiles of one record: each tile is read into a slot, worked on, and (if the pass
+changes it) written back. Tiles of the queued passes are admitted in order as long as slots are free, so the
+reads of the next passes overlap the work on this one, and writes overlap both. A slot holds exactly one tile
+from the beginning of its read to the end of its write, and every tile in a slot finishes by itself: nothing
+it waits for needs another slot, a lock, or the thread that computes. So the lane cannot deadlock, with any
+number of slots from one up.
 
 Two passes over one record never overlap: a pass is admitted only when it is the oldest unfinished one of its
 record.
@@ -85,8 +86,7 @@ class _Tile:
 
 @dataclass(slots=True)
 class LaneTimes:
-    """Seconds of the lane's thread: waiting for reads, working, waiting for writes, without anything to do.
-    """
+    """Seconds of the lane's thread: waiting for reads, at work, waiting for writes, with nothing to do."""
 
     read_wait_s: float = 0.0
     work_s: float = 0.0

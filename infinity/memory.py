@@ -1,10 +1,11 @@
 """Host memory that Infinity keeps: the budget it may take, and the slots that I/O goes through.
 
-[Note: four shares of one budget] host_memory is divided once. *Slots* are allocated at start-up and hold what
-is in flight between storage and the rest. What is fetched *ahead* waits, resident, for its use. *Outgoing*
-gradients wait to be written or applied. What is left is *kept*: gradients of this step, and fields of records
-pinned in host memory. Each share is a ledger: a request that does not fit is answered "no" (and the caller
-spills, or waits), never granted.
+[Note: four shares of one budget]
+host_memory is divided once. *Slots* are allocated at start-up and hold what is in flight between storage and
+the rest. What is fetched *ahead* waits, resident, for its use. *Outgoing* gradients wait to be written or
+applied. What is left is *kept*: gradients of this step, and fields of records pinned in host memory. Each
+share is a ledger: a request that does not fit is answered "no" (and the caller spills, or waits), never
+granted.
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ _SLOT_COUNT_LEAST = 4
 
 
 class Arena:
-    """Page-aligned anonymous memory, not inherited by forked children; returned to the system when dropped.
-    """
+    """Page-aligned anonymous memory, not inherited by forked children; given back when dropped."""
 
     def __init__(self, nbytes: int) -> None:
         """Map `nbytes` bytes, zero until written; pages are taken when they are first touched."""
@@ -189,7 +189,8 @@ def divide(total_nbytes: int, largest_unit_nbytes: int = 0) -> Budget:
     if total_nbytes < least_budget():
         raise HostMemoryError(
             f"host_memory={format_size(total_nbytes)} cannot work: moving records needs at least "
-            f"{format_size(least_budget())} ({_SLOT_COUNT_LEAST} transfers of one block). Give more; a few hundred MiB is fast."
+            f"{format_size(least_budget())} ({_SLOT_COUNT_LEAST} transfers of one block). Give more; a few "
+            "hundred MiB is fast."
         )
     least, most = _SLOT_NUMEL_LIMITS
     tile_numel = most

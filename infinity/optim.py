@@ -1,11 +1,12 @@
 """AdamW over offloaded parameters: an ordinary torch Optimizer whose arithmetic happens where the records
 pass.
 
-[Note: when an update happens] update="forward": step() decides (norm, clip factor, this step's scalars) and
-returns; a unit's update is applied when its record next passes through memory, which is the next forward's
-fetch. Whoever reads a parameter goes through the same fetch, so it sees the updated value. update="backward":
-the update is applied in the backward, as soon as a unit's gradients are complete, and no gradient is kept;
-that excludes clipping (the norm is not known yet) and a second backward before step().
+[Note: when an update happens]
+update="forward": step() decides (norm, clip factor, this step's scalars) and returns; a unit's update is
+applied when its record next passes through memory, which is the next forward's fetch. Whoever reads a
+parameter goes through the same fetch, so it sees the updated value. update="backward": the update is applied
+in the backward, as soon as a unit's gradients are complete, and no gradient is kept; that excludes clipping
+(the norm is not known yet) and a second backward before step().
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from torch.optim import Optimizer
 from infinity import kernels
 from infinity.engine import Engine, engine_of
 from infinity.errors import HostMemoryError, UnsupportedError
-from infinity.gradient import Form, Gradient, OffloadedGradient, applied_message
+from infinity.gradient import Form, Gradient, applied_message
+from infinity.offloaded import OffloadedGradient
 from infinity.passes import Update
 from infinity.sizes import format_size
 from infinity.unit import Unit
@@ -65,7 +67,7 @@ class AdamW(Optimizer):
         self.grad_norm: float | None = None
         """The global gradient norm of the last step, where max_norm made it known."""
         self._applied: set[int] = set()
-        self._mine: set[int] = set()
+        self.mine: set[int] = set()
         self._engines: dict[int, Engine] = {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
@@ -88,7 +90,7 @@ class AdamW(Optimizer):
         except BaseException:
             self.param_groups.pop()
             raise
-        self._mine.update(map(id, group))
+        self.mine.update(map(id, group))
         for parameter in group:
             engine = engines[id(parameter)]
             self._engines[id(engine)] = engine
@@ -100,13 +102,15 @@ class AdamW(Optimizer):
         engine = engine_of(parameter)
         if engine is None:
             raise ValueError(
-                f"a parameter of shape {tuple(parameter.shape)} was not built inside `with infinity.Init(config):`. Build the whole "
+                f"a parameter of shape {tuple(parameter.shape)} was not built inside `with "
+                "infinity.Init(config):`. Build the whole "
                 "model there, or give ordinary parameters to an optimizer of torch."
             )
         for other in engine.optimizers:
-            if other is not self and id(parameter) in other._mine:
+            if other is not self and id(parameter) in other.mine:
                 raise ValueError(
-                    f"{engine.name_of(parameter)} already belongs to another infinity optimizer; delete that one first"
+                    f"{engine.name_of(parameter)} already belongs to another infinity optimizer; delete that "
+                    "one first"
                 )
         return engine
 
@@ -177,7 +181,8 @@ class AdamW(Optimizer):
         clipped = next((gradient for gradient in gradients if gradient.scale != 1), None)
         if clipped is not None:
             raise UnsupportedError(
-                f"{clipped.unit.name}: gradients were clipped (clip_grad_norm_) although AdamW has max_norm={self.max_norm}; use one of the two"
+                f"{clipped.unit.name}: gradients were clipped (clip_grad_norm_) although AdamW has "
+                f"max_norm={self.max_norm}; use one of the two"
             )
         total = sum((_engine_of_unit(gradient).gradients.square_sum(gradient) for gradient in gradients), 0.0)
         norm = np.float32(math.sqrt(total))
@@ -219,7 +224,7 @@ class AdamW(Optimizer):
 
     def applies_in_backward(self, unit: Unit) -> bool:
         """Whether gradients of this unit are applied as they come."""
-        return self.update == "backward" and any(id(parameter) in self._mine for parameter in unit.parameters)
+        return self.update == "backward" and any(id(parameter) in self.mine for parameter in unit.parameters)
 
     def applied(self, unit: Unit, index: int) -> bool:
         """Whether this parameter's gradient has been applied since the last step()."""
@@ -229,9 +234,7 @@ class AdamW(Optimizer):
         """Apply a unit's complete gradients, if no further use of it in this backward can bring more."""
         if unit.forward_uses > 1:
             return False
-        mine = {
-            index: one for index, one in unit.outgoing.items() if id(unit.parameters[index]) in self._mine
-        }
+        mine = {index: one for index, one in unit.outgoing.items() if id(unit.parameters[index]) in self.mine}
         if len(mine) < len(unit.outgoing) or any(
             gradient.form is not Form.OUTGOING for gradient in mine.values()
         ):
@@ -298,7 +301,8 @@ class AdamW(Optimizer):
         available = psutil.virtual_memory().available
         if needed > available:
             raise HostMemoryError(
-                f"optimizer.state_dict: the moments take {format_size(needed)}, {format_size(available)} of memory are available"
+                f"optimizer.state_dict: the moments take {format_size(needed)}, {format_size(available)} of "
+                "memory are available"
             )
         packed: dict[str, Any] = super().state_dict()
         for index, parameter in enumerate(parameters):
@@ -321,7 +325,8 @@ class AdamW(Optimizer):
             for key in ("exp_avg", "exp_avg_sq"):
                 if number in by_number and tuple(state[key].shape) != tuple(by_number[number].shape):
                     raise ValueError(
-                        f"{key} of parameter {number}: {tuple(state[key].shape)}, expected {tuple(by_number[number].shape)}"
+                        f"{key} of parameter {number}: {tuple(state[key].shape)}, expected "
+                        f"{tuple(by_number[number].shape)}"
                     )
         super().load_state_dict(
             {

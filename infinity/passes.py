@@ -21,7 +21,7 @@ from infinity.store import Extent, Record
 from infinity.unit import Unit
 
 GRADIENT_FIELD = {torch.bfloat16: "grad16", torch.float32: "grad32"}
-_KERNEL_DTYPE = {"grad16": "bf16", "grad32": "f32"}
+_KERNEL_DTYPE: dict[str, kernels.GradientDtype] = {"grad16": "bf16", "grad32": "f32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,10 @@ class FetchPass(Pass):
             else:
                 zeros = torch.zeros(piece.numel, dtype=torch.bfloat16)
                 field, gradient = "grad16", zeros.data_ptr()
-            record = (_piece_address(at[name], piece.start, start, name) for name in ("hi", "lo", "m", "v"))
-            kernels.adamw(piece.numel, *record, gradient, _KERNEL_DTYPE[field], update.scalars)
+            hi, lo, m, v = (
+                _piece_address(at[name], piece.start, start, name) for name in ("hi", "lo", "m", "v")
+            )
+            kernels.adamw(piece.numel, hi, lo, m, v, gradient, _KERNEL_DTYPE[field], update.scalars)
 
     def done_processing(self) -> None:
         """Let go of the gradients."""

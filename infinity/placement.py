@@ -1,11 +1,11 @@
 """Which fields of which records stay in host memory. Pure: no torch, no I/O.
 
-[Note: density] A byte of host memory saves NVMe bytes every step, by field: a byte of `hi` 3 (read in forward
-and backward, written by the update), one of `lo`, `m` or `v` 2 (read and written by the update), one of a
-16-bit gradient 2 (written and read). Dense training touches
-every unit equally often, in a cycle: what counts is the field, and a fixed choice is as good as any policy
-could be (Belady). So the densest field is pinned first, for units spread evenly over the model, so that no
-stretch of layers becomes the bottleneck.
+[Note: density]
+A byte of host memory saves NVMe bytes every step, by field: a byte of `hi` 3 (read in forward and backward,
+written by the update), one of `lo`, `m` or `v` 2 (read and written by the update), one of a 16-bit gradient 2
+(written and read). Dense training touches every unit equally often, in a cycle: what counts is the field, and
+a fixed choice is as good as any policy could be (Belady). So the densest field is pinned first, for units
+spread evenly over the model, so that no stretch of layers becomes the bottleneck.
 """
 
 from __future__ import annotations

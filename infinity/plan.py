@@ -1,10 +1,11 @@
 """The schedule of a step, decided before it runs. Pure: no torch, no I/O; a plan is text.
 
-[Note: the window] A unit that waits, resident, for its use takes room in the window. Fetching follows the
-trace: at each use, units that come next are fetched as long as all that waits fits the window, so a unit
-never waits while one needed sooner is absent. A unit just used stays when its next use is within reach of
-that same look-ahead: this is what keeps the last units of a forward for the first of its backward. Nothing is
-fetched across the end of a step, where records change.
+[Note: the window]
+A unit that waits, resident, for its use takes room in the window. Fetching follows the trace: at each use,
+units that come next are fetched as long as all that waits fits the window, so a unit never waits while one
+needed sooner is absent. A unit just used stays when its next use is within reach of that same look-ahead:
+this is what keeps the last units of a forward for the first of its backward. Nothing is fetched across the
+end of a step, where records change.
 """
 
 from __future__ import annotations

@@ -49,7 +49,8 @@ class Shard:
         for segment in self.segments:
             if segment.start % ALIGN_NUMEL or segment.start < end:
                 raise ValueError(
-                    f"{segment.name}: starts at element {segment.start}, expected a multiple of {ALIGN_NUMEL} ≥ {end}"
+                    f"{segment.name}: starts at element {segment.start}, expected a multiple of "
+                    f"{ALIGN_NUMEL} ≥ {end}"
                 )
             end = segment.stop
         if self.numel % ALIGN_NUMEL or self.numel < end:

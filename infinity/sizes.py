@@ -28,7 +28,7 @@ def parse_size(size: int | str, what: str = "size") -> int:
     Raises: ValueError naming `what`, for text that is no size and for negative numbers.
     """
     if isinstance(size, bool) or not isinstance(size, (int, str)):
-        raise ValueError(f'{what}: expected bytes as int or a text like "4GiB", got {size!r}')
+        raise ValueError(f'{what}: expected bytes as int or a text like "4GiB", got {size!r}')  # noqa: TRY004 - one error for all
     if isinstance(size, int):
         nbytes = size
     else:

@@ -81,10 +81,12 @@ class Store(Protocol):
     ) -> Transfer:
         """Begin to copy `nbytes` bytes at `address` to byte `start` of `extent`."""
 
+    def where(self, extent: Extent, start: int) -> str:
+        """Name byte `start` of `extent` for an error message."""
+
 
 class _FreeExtents:
-    """Extents given back, reused by exact size: a run has few sizes, so this leaves no gaps worth the name.
-    """
+    """Extents given back, reused by exact size: a run has few sizes, so the gaps are few."""
 
     def __init__(self) -> None:
         self._offsets: dict[int, list[int]] = {}
@@ -141,7 +143,8 @@ class NvmeStore:
             except aio.StorageFullError as error:
                 if nbytes == least_nbytes:
                     error.add_note(
-                        f"while making room for {what}; {format_size(self.allocated_nbytes)} are allocated so far"
+                        f"while making room for {what}; {format_size(self.allocated_nbytes)} are allocated "
+                        "so far"
                     )
                     raise
             else:
@@ -193,8 +196,10 @@ class HostStore:
         nbytes = round_up(max(nbytes, 1), BLOCK)
         if not self.ledger.try_reserve(nbytes):
             raise HostMemoryError(
-                f"{what}: {format_size(nbytes)} do not fit host memory, which holds {format_size(self.ledger.held_nbytes)} of "
-                f"{format_size(self.ledger.limit_nbytes)}. Give Config a larger host_memory, or a folder on NVMe (nvme=...)."
+                f"{what}: {format_size(nbytes)} do not fit host memory, which holds "
+                f"{format_size(self.ledger.held_nbytes)} of "
+                f"{format_size(self.ledger.limit_nbytes)}. Give Config a larger host_memory, or a folder on "
+                "NVMe (nvme=...)."
             )
         arena = Arena(nbytes)
         self._arenas[arena.address] = arena
@@ -325,8 +330,10 @@ class Record:
             if found != expected:
                 where = extent.store.where(extent, tile * self._tile_numel * size)
                 raise CorruptionError(
-                    f"{self.name}.{name}: the {tile_nbytes} bytes read from {where} are not those that were written "
-                    f"(xxh3 {found:016x}, expected {expected:016x}). Likely cause: the device returned stale or damaged data. "
+                    f"{self.name}.{name}: the {tile_nbytes} bytes read from {where} are not those that were "
+                    "written "
+                    f"(xxh3 {found:016x}, expected {expected:016x}). Likely cause: the device returned stale "
+                    "or damaged data. "
                     "Check it (smartctl, dmesg) and go on from your last checkpoint."
                 )
 

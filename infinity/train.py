@@ -1,7 +1,7 @@
 """`infinity train`: a byte-level language model of any size on any text, by a plain PyTorch loop.
 
 The loop is the one that users write: Init around the model, AdamW, a scheduler of torch. With `plain`, the
-same model, text and recipe run in memory, through infinity.reference: losses are the same, bit for bit, at the
+same model, text and recipe run in memory, by infinity.reference: losses are the same, bit for bit, at the
 same number of torch threads.
 """
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from infinity.released import placeholder, release, restore
 from infinity.shard import Shard
@@ -27,7 +28,7 @@ from infinity.store import Record
 if TYPE_CHECKING:
     from infinity.gradient import Gradient
     from infinity.lanes import Pass
-    from infinity.optim import Update
+    from infinity.passes import Update
     from infinity.passes import FetchPass
 
 logger = logging.getLogger("infinity")
@@ -46,6 +47,7 @@ class Unit:
         self._views: list[torch.Tensor] = []
         self._placeholders: list[torch.Tensor] = []
         self._own_shares = 0
+        self._abandoned: list[StorageWeakRef] = []
         self._versions: list[int] = []
         self.moved: Callable[[int], None] = lambda old_key: None
         """Called with the old storage's key when the unit has left it to others."""
@@ -133,6 +135,7 @@ class Unit:
             self.name,
         )
         key = self.storage_key()
+        self._abandoned.append(StorageWeakRef(self.flat.untyped_storage()))
         self._new_storage(self.flat.dtype, self.flat.device)
         self.moved(key)
 
@@ -160,11 +163,13 @@ class Unit:
 
     def detach(self) -> None:
         """Put the guard on the parameters; the storage stays as it is."""
+        saved = [parameter for parameter in self.parameters if _saved_itself(parameter)]
         for parameter, stand_in in zip(self.parameters, self._placeholders, strict=True):
-            if _saved_itself(parameter):
-                torch.autograd.graph.increment_version(parameter)  # it would read the placeholder: let autograd refuse
             release(parameter, stand_in)
         self.attached = False
+        self._abandoned = [storage for storage in self._abandoned if not storage.expired()]
+        if self.shares() == self._own_shares and not self._abandoned:
+            torch.autograd.graph.increment_version(saved)
 
     def storage_key(self) -> int:
         """Identify the storage: any tensor that shares it shows the same number."""
@@ -178,7 +183,7 @@ class Unit:
 
 def _saved_itself(parameter: nn.Parameter) -> bool:
     """Whether a graph holds the parameter itself, which it reads again, and not a view of its values."""
-    if parameter._use_count() == 1:
+    if parameter._use_count() == 1 or torch.is_inference_mode_enabled():
         return False
     node = torch.autograd.graph.get_gradient_edge(parameter) if parameter.requires_grad else None
     return bool(parameter._use_count() > 1 + (node is not None))

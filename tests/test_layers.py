@@ -15,18 +15,20 @@ PACKAGE = ROOT / "infinity"
 LAYERS = [
     {"__main__", "bench", "cli", "doctor", "presets", "report", "text", "train"},
     {"__init__"},  # what users import: everything below
-    {"engine", "gather"},
-    {"checkpoint", "exchange", "gradient", "hooks", "init"},
-    {"executor", "stats"},
-    {"lanes", "optim", "passes", "unit"},
+    {"gather", "init", "optim", "stats"},  # what they are made of
+    {"engine"},
+    {"exchange", "hooks", "offloaded"},
+    {"executor", "gradient"},
+    {"passes"},
+    {"lanes", "unit"},
     {"device", "memory", "store"},
-    {"config", "plan", "reference", "released", "shard", "trace"},
+    {"config", "placement", "plan", "reference", "released", "shard", "trace"},
     {"errors", "sizes"},
 ]
 # Packages that import nothing of ours, and the lowest layer that may import them.
 LEAVES = {"aio": "store", "kernels": "store", "tiling": "engine"}
 # Modules that decide and compute, and never touch torch or the machine: they run anywhere, in milliseconds.
-PURE = {"config", "errors", "plan", "shard", "sizes", "trace"}
+PURE = {"config", "errors", "placement", "plan", "shard", "sizes", "trace"}
 IMPURE = {"aio", "io", "kernels", "mmap", "os", "shutil", "socket", "subprocess", "tempfile", "torch"}
 
 LEVEL = {module: level for level, layer in enumerate(LAYERS) for module in layer}

@@ -11,7 +11,7 @@ import models
 from infinity import AdamW, Init, UnsupportedError
 from infinity.engine import engine_of_model
 from infinity.errors import HostMemoryError
-from infinity.gradient import OffloadedGradient
+from infinity.offloaded import OffloadedGradient
 from infinity.reference import ReferenceAdamW, prepare
 
 pytestmark = pytest.mark.disk

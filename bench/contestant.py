@@ -1,0 +1,316 @@
+"""One contestant of a comparison: trains in its own process, measures itself, and writes what it saw as JSON.
+
+    python contestant.py '{"kind": "deepspeed", "shape": {...}, "steps": 6, "tokens": 256, "nvme": ..., "out": ...}'
+
+Started by infinity.bench.compare and infinity.bench.memory, which hold the arguments. All kinds go through the same
+loop and the same measurements, so this file imports nothing but torch and transformers until it knows its kind: it runs in
+DeepSpeed's environment, where infinity is not installed, as it does here.
+
+[Note: what is measured]
+Memory: the kernel's high-water mark of the resident set, reset after the imports (those of the kind too), minus the
+resident set then. Bytes: /proc/self/io, which counts every thread of the process, and the whole device's own count beside
+it. Seconds: the wall clock of forward, backward and step. Losses are read after the clock has stopped.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaConfig, LlamaForCausalLM
+
+BETAS, EPS, WEIGHT_DECAY, LR = (0.9, 0.999), 1e-8, 0.01, 1e-4
+SECTOR = 512
+"""Bytes: the unit of /sys/block/*/stat on every device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What to train, and with what."""
+
+    kind: str
+    shape: dict[str, int]
+    steps: int
+    tokens: int
+    nvme: str
+    out: str
+    seed: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of the kind: budget and update of infinity, buffers and groups of DeepSpeed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes since the process, or the machine, started."""
+
+    read: int
+    written: int
+    device_read: int
+    device_written: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step. The fields' names are the keys of the JSON."""
+
+    seconds: float
+    forward_s: float
+    backward_s: float
+    step_s: float
+    loss: float
+    traffic: Traffic
+    """During the step."""
+
+
+@dataclass(slots=True)
+class Result:
+    """What one run saw."""
+
+    kind: str
+    parameters: int
+    versions: dict[str, str]
+    threads: int
+    baseline_nbytes: int
+    build_s: float
+    build_peak_nbytes: int
+    """Above the baseline, as all peaks here."""
+    peak_nbytes: int = 0
+    first_loss: float = 0.0
+    steps: list[Step] = field(default_factory=list)
+    engine: dict[str, Any] = field(default_factory=dict)
+    """What infinity.stats said at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """A model and the two calls that differ between kinds."""
+
+    model: nn.Module
+    parameters: int
+    backward: Callable[[Tensor], None]
+    step: Callable[[], None]
+    report: Callable[[], dict[str, Any]] = dict
+
+
+# Measuring
+
+
+def resident(key: str = "VmRSS") -> int:
+    """Bytes of memory of this process: resident now (VmRSS) or at most (VmHWM)."""
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {key}: this measures on Linux only")
+
+
+def reset_peak() -> None:
+    """Make the high-water mark what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+
+
+def traffic(folder: str) -> Traffic:
+    """Count what this process, and the device behind `folder`, have read and written so far."""
+    lines = Path("/proc/self/io").read_text(encoding="utf-8").splitlines()
+    counts = {key: int(value) for key, _, value in (line.partition(": ") for line in lines)}
+    device = os.stat(folder).st_dev
+    stat = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat")
+    fields = stat.read_text(encoding="utf-8").split() if stat.exists() else ["0"] * 11
+    return Traffic(counts["read_bytes"], counts["write_bytes"], int(fields[2]) * SECTOR, int(fields[6]) * SECTOR)
+
+
+def between(before: Traffic, after: Traffic) -> Traffic:
+    """Return what was moved between two counts."""
+    old, new = asdict(before), asdict(after)
+    return Traffic(**{key: new[key] - old[key] for key in new})
+
+
+# The kinds
+
+
+def llama(spec: Spec) -> nn.Module:
+    """Build the model; each kind calls this inside its own context."""
+    torch.manual_seed(spec.seed)
+    config = LlamaConfig(
+        **spec.shape,
+        num_key_value_heads=spec.shape["num_attention_heads"],
+        max_position_embeddings=max(2048, spec.tokens),
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(config)
+
+
+def checkpointed(model: nn.Module) -> nn.Module:
+    """Recompute each block's activations in the backward, as users do who are short of memory."""
+    model.train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+    return model
+
+
+def count(model: nn.Module) -> int:
+    """Return the elements of all parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def forward_backward(spec: Spec) -> Contestant:
+    """Forward and backward alone, in bf16 in memory: what the computing itself takes."""
+    model = checkpointed(llama(spec).bfloat16())
+
+    def forget() -> None:
+        model.zero_grad(set_to_none=True)
+
+    return Contestant(model, count(model), torch.Tensor.backward, forget)
+
+
+def plain(spec: Spec) -> Contestant:
+    """Plain PyTorch in memory: bf16 weights and gradients, fp32 masters in torch's fused AdamW."""
+    model = checkpointed(llama(spec))
+    masters = [parameter.detach().clone() for parameter in model.parameters()]
+    model.bfloat16()
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(masters, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True)
+
+    @torch.no_grad()
+    def step() -> None:
+        for master, parameter in zip(masters, parameters, strict=True):
+            master.grad = parameter.grad.float() if parameter.grad is not None else None
+            parameter.grad = None
+        optimizer.step()
+        for master, parameter in zip(masters, parameters, strict=True):
+            parameter.copy_(master)
+            master.grad = None
+
+    return Contestant(model, count(model), torch.Tensor.backward, step)
+
+
+def infinity(spec: Spec) -> Contestant:
+    """Infinity; settings: host_memory, update, max_norm."""
+    import infinity as engine
+
+    with engine.Init(nvme=spec.nvme, host_memory=spec.settings["host_memory"]):
+        model = llama(spec)
+    optimizer = engine.AdamW(
+        model.parameters(),
+        lr=LR,
+        betas=BETAS,
+        eps=EPS,
+        weight_decay=WEIGHT_DECAY,
+        update=spec.settings["update"],
+        max_norm=spec.settings.get("max_norm"),
+    )
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def report() -> dict[str, Any]:
+        stats = engine.stats(model)
+        keys = ("host_nbytes", "nvme_nbytes", "budget_nbytes", "hits", "misses", "divergences", "stall_s", "io_engine")
+        return {key: getattr(stats, key) for key in keys}
+
+    return Contestant(checkpointed(model), count(model), torch.Tensor.backward, step, report)
+
+
+def deepspeed(spec: Spec) -> Contestant:
+    """DeepSpeed ZeRO-3 with parameters and optimizer on NVMe; settings: a DeepSpeed configuration, paths left out."""
+    engine = importlib.import_module("deepspeed")
+    zero = spec.settings["zero_optimization"]
+    for part in ("offload_param", "offload_optimizer"):
+        if zero[part]["device"] == "nvme":
+            zero[part]["nvme_path"] = spec.nvme
+    engine.init_distributed(dist_backend="gloo", verbose=False)
+    with engine.zero.Init(config_dict_or_path=spec.settings):
+        model = checkpointed(llama(spec))
+    parameters = sum(parameter.ds_numel for parameter in model.parameters())
+    optimizer = engine.ops.adam.DeepSpeedCPUAdam(
+        model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, adamw_mode=True
+    )
+    runner, *_ = engine.initialize(model=model, optimizer=optimizer, config=spec.settings)
+    return Contestant(runner, parameters, runner.backward, runner.step)
+
+
+KINDS = {"plain": plain, "forward_backward": forward_backward, "infinity": infinity, "deepspeed": deepspeed}
+
+
+# A run
+
+
+def alone() -> None:
+    """Say that this process is the whole group: DeepSpeed asks for it."""
+    for key, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("MASTER_PORT", 29571)):
+        os.environ.setdefault(key, str(value))
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def import_kind(kind: str) -> dict[str, str]:
+    """Import what a kind needs, before the baseline of memory is taken; return versions."""
+    versions = {"torch": str(torch.__version__), "transformers": sys.modules["transformers"].__version__}
+    if kind == "deepspeed":
+        alone()
+        versions["deepspeed"] = importlib.import_module("deepspeed").__version__
+        importlib.import_module("deepspeed.ops.adam")
+    elif kind == "infinity":
+        importlib.import_module("infinity")
+    return versions
+
+
+def one_step(contestant: Contestant, spec: Spec, number: int) -> Step:
+    """Train one step on random tokens that depend on the seed and the step alone."""
+    generator = torch.Generator().manual_seed(1000 * spec.seed + number)
+    ids = torch.randint(0, spec.shape["vocab_size"], (1, spec.tokens), generator=generator)
+    before, start = traffic(spec.nvme), time.perf_counter()
+    loss = contestant.model(input_ids=ids, labels=ids).loss
+    forward_end = time.perf_counter()
+    contestant.backward(loss)
+    backward_end = time.perf_counter()
+    contestant.step()
+    end = time.perf_counter()
+    moved = between(before, traffic(spec.nvme))
+    return Step(
+        end - start, forward_end - start, backward_end - forward_end, end - backward_end, float(loss.detach()), moved
+    )
+
+
+def run(spec: Spec) -> Result:
+    """Build, train, measure."""
+    versions = import_kind(spec.kind)
+    gc.collect()
+    reset_peak()
+    baseline, start = resident(), time.perf_counter()
+    contestant = KINDS[spec.kind](spec)
+    result = Result(
+        spec.kind,
+        contestant.parameters,
+        versions,
+        torch.get_num_threads(),
+        baseline,
+        time.perf_counter() - start,
+        resident("VmHWM") - baseline,
+    )
+    reset_peak()
+    for number in range(spec.steps):
+        result.steps.append(one_step(contestant, spec, number))
+    result.peak_nbytes = resident("VmHWM") - baseline
+    result.engine = contestant.report()
+    return result
+
+
+def main() -> None:
+    """Run what the one argument says."""
+    spec = Spec(**json.loads(sys.argv[1]))
+    Path(spec.out).write_text(json.dumps(asdict(run(spec))), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""The thin tensor that stands for a stored gradient as `p.grad`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from infinity.errors import UnsupportedError
+from infinity.gradient import Form, Gradient, GradientStore, applied_message
+
+
+class OffloadedGradient(torch.Tensor):
+    """Stands for a stored gradient: clips, accumulates and zeroes it where it lies; anything else sees its
+    dense values.
+    """
+
+    gradient: Gradient
+    store: GradientStore
+
+    @staticmethod
+    def __new__(  # noqa: PYI034 - torch makes it
+        cls: type[OffloadedGradient], parameter: nn.Parameter, gradient: Gradient, store: GradientStore
+    ) -> OffloadedGradient:
+        """Make a tensor of the parameter's shape, dtype and device, without memory."""
+        tensor: OffloadedGradient = torch.Tensor._make_wrapper_subclass(
+            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
+        tensor.gradient, tensor.store = gradient, store
+        return tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Where the gradient is."""
+        return f"OffloadedGradient(shape={tuple(self.shape)}, {self.gradient.form.value})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run `func` where the gradient lies if it can be, else on dense values, which it may not change."""
+        name = func.overloadpacket.__name__
+        special = _OPERATIONS.get(name)
+        if special is not None:
+            answer = special(*args, **(kwargs or {}))
+            if answer is not NotImplemented:
+                return answer
+        if func._schema.is_mutable:
+            raise UnsupportedError(
+                f"{name}() on an offloaded gradient: only scaling, zeroing and accumulating change it in "
+                "place. "
+                "Assign a new tensor to p.grad instead."
+            )
+        args, kwargs = pytree.tree_map_only(
+            cls, lambda grad: grad.store.dense(grad.gradient), (args, kwargs or {})
+        )
+        return func(*args, **kwargs)
+
+
+def _norm(grad: OffloadedGradient, order: Any = 2, *rest: Any, **named: Any) -> Any:
+    if order != 2 or rest or named:
+        return NotImplemented
+    norm = math.sqrt(grad.store.square_sum(grad.gradient)) * float(grad.gradient.scale)
+    return torch.tensor(norm, dtype=torch.float64, device=grad.device)
+
+
+def _norms(grads: list[OffloadedGradient], order: Any = 2, *rest: Any, **named: Any) -> Any:
+    if order != 2 or rest or named:
+        return NotImplemented
+    return [_norm(grad) for grad in grads]
+
+
+def _scale(grad: OffloadedGradient, factor: Any) -> Any:
+    if isinstance(factor, torch.Tensor) and factor.numel() != 1:
+        return NotImplemented
+    if grad.gradient.form is Form.APPLIED:
+        raise UnsupportedError(applied_message(grad.gradient.unit, "clipping"))
+    grad.gradient.scale = np.float32(grad.gradient.scale * np.float32(float(factor)))
+    return grad
+
+
+def _scale_all(grads: list[OffloadedGradient], factor: Any) -> None:
+    for grad in grads:
+        _scale(grad, factor)
+
+
+def _add(grad: OffloadedGradient, new: Any, *, alpha: Any = 1) -> Any:
+    if (
+        not isinstance(new, torch.Tensor)
+        or isinstance(new, OffloadedGradient)
+        or alpha != 1
+        or new.shape != grad.shape
+    ):
+        return NotImplemented
+    if float(grad.gradient.scale) != 1:
+        raise UnsupportedError(
+            f"{grad.gradient.unit.name}: a gradient was clipped and then accumulated onto. Call zero_grad() "
+            "between step() and the next "
+            "backward, or clip after the last backward."
+        )
+    grad.store.add(grad.gradient, new)
+    return grad
+
+
+def _zero(grad: OffloadedGradient) -> OffloadedGradient:
+    gradient = grad.gradient
+    grad.gradient = gradient.fresh()
+    return grad
+
+
+def _zero_all(grads: list[OffloadedGradient]) -> None:
+    for grad in grads:
+        _zero(grad)
+
+
+def _same(grad: OffloadedGradient) -> OffloadedGradient:
+    return grad
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "linalg_vector_norm": _norm,
+    "_foreach_norm": _norms,
+    "mul_": _scale,
+    "_foreach_mul_": _scale_all,
+    "add_": _add,
+    "zero_": _zero,
+    "_foreach_zero_": _zero_all,
+    "detach": _same,
+}
+"""What runs where the gradient lies."""
