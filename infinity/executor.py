@@ -282,9 +282,9 @@ class Executor:
         unit.fetch = None
         unit.deallocate()
 
-    def _evict_waiting(self) -> None:
+    def _evict_waiting(self, *, only_pending: bool = False) -> None:
         for unit in self.units:
-            if unit.waiting:
+            if unit.waiting and (unit.pending or not only_pending):
                 self._evict(unit)
 
     def apply(self, unit: Unit, on_processed: Callable[[], None]) -> FetchPass:
@@ -346,10 +346,13 @@ class Executor:
         """The optimizer has decided its updates: forget what was fetched before, and begin the next step's
         opening.
         """
+        cursor = self.cursor
+        if not cursor.trace:  # a further optimizer's step: what it changed is stale, the rest is on its way
+            self._evict_waiting(only_pending=True)
+            return
         self.counts.steps += 1
         self._owed.clear()
         self._evict_waiting()
-        cursor = self.cursor
         if cursor.plan is None or cursor.reordered > _REPLAN_SHARE * max(1, len(cursor.trace)):
             self._follow(tuple(cursor.trace))
         cursor.restart()

@@ -67,6 +67,7 @@ class AdamW(Optimizer):
         self.grad_norm: float | None = None
         """The global gradient norm of the last step, where max_norm made it known."""
         self._applied: set[int] = set()
+        self._decided: set[Unit] = set()
         self.mine: set[int] = set()
         self._engines: dict[int, Engine] = {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -190,13 +191,11 @@ class AdamW(Optimizer):
         return np.float32(np.minimum(np.float32(1), np.float32(self.max_norm) / (norm + np.float32(1e-6))))
 
     def _leave_nothing_pending(self) -> None:
-        """Apply what the last step decided for units that no forward has used since: at most one update waits
-        per unit.
-        """
-        for engine in self._engines.values():
-            for unit in engine.units:
-                if unit.pending:
-                    engine.executor.flush(unit)
+        """Apply what the last step decided for units that no forward has used since: one update at most waits."""
+        decided, self._decided = self._decided, set()
+        for unit in decided:
+            if unit.pending:
+                _engine(unit.parameters[0]).executor.flush(unit)
 
     def _decide(
         self, group: dict[str, Any], parameter: nn.Parameter, gradient: Gradient, factor: np.float32
@@ -209,6 +208,7 @@ class AdamW(Optimizer):
         field = gradient.field if gradient.form is Form.SPILLED else None
         scalars = self._scalars(group, parameter, float(np.float32(gradient.scale * factor)))
         unit.pending[gradient.index] = Update(scalars, gradient.tensor if field is None else None, field)
+        self._decided.add(unit)
         unit.version += 1
 
     def _scalars(self, group: dict[str, Any], parameter: nn.Parameter, clip: float) -> kernels.AdamWScalars:

@@ -309,3 +309,31 @@ def test_losses_of_a_model_train_alike_under_update_backward_and_forward(folder)
         model = models.build("gpt2", nvme=folder, host_memory="1MiB")
         results.append(models.train(model, AdamW(model.parameters(), lr=1e-2, update=update), 4))
     assert results[0] == results[1]
+
+
+def test_two_optimizers_may_share_a_model(folder):
+    torch.manual_seed(0)
+    plain = prepare(Net())
+    torch.manual_seed(0)
+    with Init(nvme=folder, host_memory="1MiB"):
+        model = Net()
+    for net, kind in ((model, AdamW), (plain, ReferenceAdamW)):
+        optimizers = [kind(net.first.parameters(), lr=0.1), kind(net.second.parameters(), lr=0.01)]
+        for number in range(5):
+            net(x(number)).square().sum().backward()
+            for one in optimizers:
+                one.step()
+            net.zero_grad()
+    assert same(model, plain)
+
+
+def test_an_update_that_no_forward_picked_up_is_applied_before_the_next(folder):
+    model, optimizer, plain, reference = pair(folder)
+    for net, one in ((model, optimizer), (plain, reference)):
+        for parameter in net.unused.parameters():
+            parameter.grad = torch.ones_like(parameter, memory_format=torch.contiguous_format) if one is reference else torch.ones(
+                parameter.shape, dtype=torch.bfloat16
+            )
+        for _ in range(3):
+            one.step()
+    assert same(model, plain)
