@@ -24,7 +24,7 @@ from infinity.errors import HostMemoryError, UnsupportedError
 from infinity.exchange import Exchange
 from infinity.executor import Executor
 from infinity.gradient import GradientStore, applied_message
-from infinity.hooks import Hooks, graph_task
+from infinity.hooks import Entering, Hooks, Leaving, graph_task
 from infinity.lanes import Pass, StreamLane
 from infinity.memory import Budget, Ledger, Pool, divide, least_total, return_freed_memory
 from infinity.offloaded import OffloadedGradient
@@ -93,6 +93,7 @@ class Engine:
         self._building: Touch | None = None
         self.exchange = Exchange(self)
         self.gradients.flush_unit = self.executor.flush
+        self.gradients.least_total = self._least_total
         self.hooks.backward_ended.append(self._backward_ended)
         self._finalizer = weakref.finalize(self, _close, self.lane, self.nvme_store, os.getpid())
 
@@ -150,16 +151,8 @@ class Engine:
 
     def hook(self, module: nn.Module, units: list[Unit]) -> None:
         """Follow a module's forward, state_dict and load_state_dict."""
-        engine = self
-
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            engine.hooks.enter(module, units, (args, kwargs))
-
-        def leave(module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
-            engine.hooks.leave(module, output)
-
-        module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
-        module.register_forward_hook(leave, with_kwargs=True, always_call=True)
+        module.register_forward_pre_hook(Entering(self, self.hooks, units), prepend=True, with_kwargs=True)
+        module.register_forward_hook(Leaving(self.hooks), with_kwargs=True, always_call=True)
         self.exchange.hook(module)
 
     def keeps(self, parameter: nn.Parameter) -> bool:
@@ -324,6 +317,12 @@ class Engine:
                 f"{format_size(self.kept.limit_nbytes)} for them. The smallest host_memory that works is "
                 f"{format_size(least_total(needed, largest))}; or give Config a folder on NVMe (nvme=...)."
             )
+
+    def _least_total(self, field: str) -> int:
+        """Return the host_memory that holds what it holds now, and every gradient in `field`."""
+        gradients = sum(unit.shard.nbytes(field) for unit in self.units if unit.trainable)
+        largest = max(unit.resident_nbytes for unit in self.units)
+        return least_total(self.kept.held_nbytes + gradients, largest)
 
     def held_nbytes(self) -> int:
         """Bytes of host_memory in use now."""

@@ -19,10 +19,11 @@ import torch
 
 from infinity import kernels
 from infinity.device import Device
-from infinity.errors import UnsupportedError
+from infinity.errors import HostMemoryError, UnsupportedError
 from infinity.lanes import Pass, StreamLane
 from infinity.memory import Budget, Ledger
 from infinity.passes import ReadPass, SpillPart, SpillPass
+from infinity.sizes import format_size
 from infinity.store import Store
 from infinity.unit import Unit
 
@@ -91,6 +92,8 @@ class GradientStore:
         self._kept = Ledger(0)
         self._outgoing = Ledger(0)
         self._jobs: deque[Pass] = deque()
+        self.least_total: Callable[[str], int] = lambda _: 0
+        """The host_memory, in bytes, that holds all gradients in a field as well; set by the engine."""
         self.flush_unit: Callable[[Unit], None] = lambda _: None
         """Applies a unit's pending update before its gradient changes; set by the executor."""
 
@@ -204,7 +207,7 @@ class GradientStore:
             for index, gradient in outgoing.items()
         }
         if target not in unit.record:
-            unit.record.add(target, self._spill_store)
+            self._make_space(unit, target)
         job = SpillPass(unit, self._tile_numel, parts, set(carried), source, target)
         nbytes = sum(part.tensor.nbytes for part in parts.values())
         for index, gradient in (*outgoing.items(), *carried.items()):
@@ -214,6 +217,19 @@ class GradientStore:
         job.on_processed = lambda parts: self._spilled(parts, nbytes)
         self._lane.submit(job)
         self.sent(job)
+
+    def _make_space(self, unit: Unit, field: str) -> None:
+        """Give the record of `unit` a field for its gradients.
+
+        Raises: HostMemoryError, with the host_memory that would do, where records lie in host memory.
+        """
+        try:
+            unit.record.add(field, self._spill_store)
+        except HostMemoryError as error:
+            raise HostMemoryError(
+                f"{error} With the gradients of the whole model, as this step makes them, "
+                f"host_memory={format_size(self.least_total(field))} would do."
+            ) from None
 
     def _spilled(self, parts: dict[int, SpillPart], nbytes: int) -> None:
         for part in parts.values():

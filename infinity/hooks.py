@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from infinity.errors import UnsupportedError
+from infinity.errors import NotResidentError, UnsupportedError
 from infinity.executor import Executor
 from infinity.trace import Phase
 from infinity.unit import Unit
@@ -345,6 +345,45 @@ class Hooks:
             unit.arrived.clear()
         for call in self.backward_ended:
             call()
+
+
+class Entering:
+    """The hook that begins a module's forward; it keeps `owner`, the engine, alive."""
+
+    def __init__(self, owner: object, hooks: Hooks, units: list[Unit]) -> None:
+        """Fetch `units`."""
+        self._owner, self._hooks, self._units = owner, hooks, units
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """As torch calls it."""
+        self._hooks.enter(module, self._units, (args, kwargs))
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Refuse to be pickled or copied with the module."""
+        raise _not_copied()
+
+
+class Leaving:
+    """The hook that ends a module's forward."""
+
+    def __init__(self, hooks: Hooks) -> None:
+        """Release what `Entering` fetched."""
+        self._hooks = hooks
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """As torch calls it."""
+        self._hooks.leave(module, output)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Refuse to be pickled or copied with the module."""
+        raise _not_copied()
+
+
+def _not_copied() -> NotResidentError:
+    return NotResidentError(
+        "a model built in Init cannot be pickled or copied: its parameters are in host memory or on NVMe. Save model.state_dict(), "
+        "which holds plain tensors, or build another model."
+    )
 
 
 def _as_is(value: Any) -> Any:

@@ -191,7 +191,7 @@ class AdamW(Optimizer):
         return np.float32(np.minimum(np.float32(1), np.float32(self.max_norm) / (norm + np.float32(1e-6))))
 
     def _leave_nothing_pending(self) -> None:
-        """Apply what the last step decided for units that no forward has used since: one update at most waits."""
+        """Apply what the last step decided for units that no forward has used since."""
         decided, self._decided = self._decided, set()
         for unit in decided:
             if unit.pending:

@@ -25,7 +25,7 @@ _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 """Attributes of a tensor that hand out its values; every other attribute is metadata."""
 
 _METADATA = frozenset(
-    ["size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "is_floating_point", "is_complex", "is_contiguous", "get_device", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "is_same_size", "is_shared", "is_inference", "is_conj", "is_neg", "is_signed", "retain_grad", "__hash__", "__len__", "has_names"]
+    ["size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "is_floating_point", "is_complex", "is_contiguous", "get_device", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "is_same_size", "is_shared", "is_inference", "is_conj", "is_neg", "is_signed", "retain_grad", "__hash__", "__len__", "has_names", "_is_view", "_has_compatible_shallow_copy_type"]
 )
 CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "half", "double", "bfloat16", "type"})
 
@@ -82,6 +82,15 @@ class Released(nn.Parameter):
             )
         answer = owner.touch(parameters, operation, args)
         return answer if answer is not None else func(*args, **kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """What is known without the values."""
+        where = f"shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r}"
+        return f"Parameter (released; see infinity.gathered), {where}, requires_grad={self.requires_grad}"
+
+    def __format__(self, spec: str) -> str:
+        """As `repr`."""
+        return format(repr(self), spec)
 
     def __reduce_ex__(self, protocol: object) -> Any:
         """Refuse to be pickled as a placeholder."""

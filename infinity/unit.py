@@ -183,7 +183,8 @@ class Unit:
 
 def _saved_itself(parameter: nn.Parameter) -> bool:
     """Whether a graph holds the parameter itself, which it reads again, and not a view of its values."""
-    if parameter._use_count() == 1 or torch.is_inference_mode_enabled():
+    in_transform = torch.is_inference_mode_enabled() or torch._C._functorch.peek_interpreter_stack() is not None
+    if parameter._use_count() == 1 or in_transform:
         return False
     node = torch.autograd.graph.get_gradient_edge(parameter) if parameter.requires_grad else None
     return bool(parameter._use_count() > 1 + (node is not None))

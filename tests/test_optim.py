@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 
 import pytest
 import torch
@@ -337,3 +338,17 @@ def test_an_update_that_no_forward_picked_up_is_applied_before_the_next(folder):
         for _ in range(3):
             one.step()
     assert same(model, plain)
+
+
+def test_gradients_that_outgrow_host_memory_in_the_first_step_are_refused_with_what_would_do():
+    def trained(memory):
+        with Init(host_memory=memory):
+            model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(8)])
+        optimizer = AdamW(model.parameters())
+        for _ in range(3):
+            model(torch.randn(4, 512).bfloat16()).sum().backward()  # from the second on, gradients are fp32
+        optimizer.step()
+
+    with pytest.raises(HostMemoryError, match=r"host_memory=\d+\.0 MiB would do") as caught:
+        trained("56MiB")
+    trained(re.search(r"host_memory=(\d+)\.0 MiB would do", str(caught.value))[1] + "MiB")
