@@ -1,6 +1,6 @@
 """The GPU's share: a step of a Llama on CUDA, offloaded and in memory, and what the copies reach.
 
-    python -m infinity.bench.gpu --out bench/results
+python -m infinity.bench.gpu --out bench/results
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,11 @@ from rich.console import Console
 from rich.table import Table
 
 import infinity
+from infinity import reference
 
 STEPS = 6
 SETTLING = 2
 """Steps that are not counted: the first is traced, the second still pins."""
-
-SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 20, "num_attention_heads": 16}
 
 
 def copies(nbytes: int = 1 << 28) -> dict[str, float]:
@@ -35,9 +35,9 @@ def copies(nbytes: int = 1 << 28) -> dict[str, float]:
     found = {}
     for kind in ("pinned", "pageable"):
         host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=kind == "pinned")
-        pairs = {"to device": (device, host), "to host": (host, device)}
-        for direction, (to, source) in pairs.items():
-            found[f"{kind}, {direction}"] = nbytes / min(_timed(lambda t=to, s=source: t.copy_(s)) for _ in range(5)) / 1e9
+        for direction, to, source in (("to device", device, host), ("to host", host, device)):
+            seconds = min(_timed(partial(to.copy_, source)) for _ in range(5))
+            found[f"{kind}, {direction}"] = nbytes / seconds / 1e9
     return found
 
 
@@ -51,8 +51,8 @@ def _timed(call: Callable[[], Any]) -> float:
 
 def _steps(model: Any, optimizer: Any, tokens: int) -> tuple[float, float]:
     """Return the median seconds of a step, and the last loss."""
-    ids = torch.randint(0, 8192, (1, tokens), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
-    seconds = []
+    generator = torch.Generator("cuda").manual_seed(0)
+    ids = torch.randint(0, 8192, (1, tokens), device="cuda", generator=generator)
     loss = torch.zeros(())
 
     def step() -> None:
@@ -62,25 +62,31 @@ def _steps(model: Any, optimizer: Any, tokens: int) -> tuple[float, float]:
         optimizer.step()
         optimizer.zero_grad()
 
-    for _ in range(STEPS):
-        seconds.append(_timed(step))
+    seconds = [_timed(step) for _ in range(STEPS)]
     return statistics.median(seconds[SETTLING:]), loss.item()
 
 
 def measure(folder: str, tokens: int, host_memory: str) -> dict[str, dict[str, float]]:
     """Train the same model in memory and offloaded; seconds per step, peak device memory in bytes, last loss."""
-    config = transformers.LlamaConfig(vocab_size=8192, **SIZES)
+    config = transformers.LlamaConfig(
+        vocab_size=8192,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=20,
+        num_attention_heads=16,
+    )
     results = {}
     for name in ("in memory", "offloaded"):
         torch.manual_seed(0)
         torch.cuda.reset_peak_memory_stats()
         if name == "in memory":
-            model = infinity.reference.prepare(transformers.LlamaForCausalLM(config)).cuda()
+            plain: Any = transformers.LlamaForCausalLM(config)
+            model: Any = reference.prepare(plain).cuda()
             optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         else:
             with infinity.Init(nvme=folder, host_memory=host_memory, device="cuda"):
                 model = transformers.LlamaForCausalLM(config)
-            model.to("cuda")  # the buffers; parameters are there when they are used
+            model.to(device="cuda")  # the buffers; parameters are there when they are used
             optimizer = infinity.AdamW(model.parameters(), lr=1e-4, update="backward")
         model.train()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -103,8 +109,12 @@ def main() -> None:
         parser.error("no CUDA device is visible")
     console = Console()
     with tempfile.TemporaryDirectory(dir=arguments.nvme) as folder:
-        found = {
-            "machine": {"gpu": torch.cuda.get_device_name(), "kernel": platform.release(), "torch": torch.__version__},
+        found: dict[str, Any] = {
+            "machine": {
+                "gpu": torch.cuda.get_device_name(),
+                "kernel": platform.release(),
+                "torch": torch.__version__,
+            },
             "copies_gb_per_s": copies(),
             "steps": measure(folder, arguments.tokens, arguments.host_memory),
         }
@@ -112,7 +122,10 @@ def main() -> None:
     for name, speed in found["copies_gb_per_s"].items():
         table.add_row(f"copy, {name}", f"{speed:.1f} GB/s")
     for name, result in found["steps"].items():
-        table.add_row(f"step, {name}", f"{result['seconds']:.3f} s, {result['device_nbytes'] / 2**20:.0f} MiB on the device")
+        table.add_row(
+            f"step, {name}",
+            f"{result['seconds']:.3f} s, {result['device_nbytes'] / 2**20:.0f} MiB on the device",
+        )
     console.print(table)
     if arguments.out:
         (arguments.out / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")

@@ -18,13 +18,14 @@ import psutil
 import torch
 from torch import nn
 
+from infinity.calls import Entering, Leaving
 from infinity.config import Config
 from infinity.device import open_device
 from infinity.errors import HostMemoryError, UnsupportedError
 from infinity.exchange import Exchange
 from infinity.executor import Executor
 from infinity.gradient import GradientStore, applied_message
-from infinity.hooks import Entering, Hooks, Leaving, graph_task
+from infinity.hooks import Hooks, graph_task
 from infinity.lanes import Pass, StreamLane
 from infinity.memory import Budget, Ledger, Pool, divide, least_total, return_freed_memory
 from infinity.offloaded import OffloadedGradient

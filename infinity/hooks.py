@@ -19,7 +19,6 @@ that starts a backward of its own keeps its lease meanwhile.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +27,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from infinity.errors import NotResidentError, UnsupportedError
+from infinity.calls import refuse, runs_in_itself
+from infinity.errors import UnsupportedError
 from infinity.executor import Executor
 from infinity.trace import Phase
 from infinity.unit import Unit
@@ -112,10 +112,10 @@ class Hooks:
         task = graph_task()
         if task == -1 and self._tasks:
             self.end_backward()  # the last one ended with an exception
-        if any(frame.module == id(module) for frame in self._frames) and not _runs_in_itself(module):
+        if any(frame.module == id(module) for frame in self._frames) and not runs_in_itself(module):
             self._abandon_frames()
         if not self._frames:
-            _refuse(module)
+            refuse(module)
             self._counting = task == -1 and torch.is_grad_enabled()
         watched: list[torch.Tensor] = []
         saving = None
@@ -347,78 +347,9 @@ class Hooks:
             call()
 
 
-class Entering:
-    """The hook that begins a module's forward; it keeps `owner`, the engine, alive."""
-
-    def __init__(self, owner: object, hooks: Hooks, units: list[Unit]) -> None:
-        """Fetch `units`."""
-        self._owner, self._hooks, self._units = owner, hooks, units
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """As torch calls it."""
-        self._hooks.enter(module, self._units, (args, kwargs))
-
-    def __reduce_ex__(self, protocol: object) -> Any:
-        """Refuse to be pickled or copied with the module."""
-        raise _not_copied()
-
-
-class Leaving:
-    """The hook that ends a module's forward."""
-
-    def __init__(self, hooks: Hooks) -> None:
-        """Release what `Entering` fetched."""
-        self._hooks = hooks
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """As torch calls it."""
-        self._hooks.leave(module, output)
-
-    def __reduce_ex__(self, protocol: object) -> Any:
-        """Refuse to be pickled or copied with the module."""
-        raise _not_copied()
-
-
-def _not_copied() -> NotResidentError:
-    return NotResidentError(
-        "a model built in Init cannot be pickled or copied: its parameters are in host memory or on NVMe. Save model.state_dict(), "
-        "which holds plain tensors, or build another model."
-    )
-
-
 def _as_is(value: Any) -> Any:
     return value
 
 
-def _runs_in_itself(module: nn.Module) -> bool:
-    """Whether a forward of `module` is under way further up the stack than the one that begins."""
-    calls, frame = 0, sys._getframe()
-    while frame is not None and calls < 2:
-        calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
-        frame = frame.f_back
-    return calls == 2
-
-
 def _of_checkpoint(pack: Any) -> bool:
     return getattr(pack, "__module__", "") == "torch.utils.checkpoint"
-
-
-def _refuse(module: nn.Module) -> None:
-    """Refuse what would run around the hooks."""
-    if getattr(module, "_is_replica", False):
-        raise UnsupportedError(
-            "nn.DataParallel copies parameters that are not resident. Use torchrun with one process per device."
-        )
-    if (
-        torch.compiler.is_compiling()
-        or getattr(module, "_compiled_call_impl", None) is not None
-        or _inside_compile()
-    ):
-        raise UnsupportedError(
-            "torch.compile cannot trace fetching and releasing parameters. Run the model without it."
-        )
-
-
-def _inside_compile() -> bool:
-    callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()
-    return callback not in (None, False)

@@ -12,7 +12,7 @@ modules.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -23,12 +23,13 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.nn.parameter import UninitializedParameter
+from torch.utils import _pytree as pytree
 
 from infinity.config import Config
 from infinity.engine import DTYPE, Engine, engine_of
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.passes import ReadPass, WritePass
-from infinity.released import Released, not_resident, placeholder, release, restore, set_owner
+from infinity.released import not_resident, placeholder, release, restore, set_owner
 from infinity.store import Record
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -62,11 +63,35 @@ class _Entry:
         """Where it was evicted to; None as long as it never was."""
         self.index = 0
 
+    def take(self, parameter: nn.Parameter) -> None:
+        """Look at what the parameter has become (`p.data = ...`): of another dtype, or of a shape that needs another record."""
+        if parameter.dtype not in _FLOATS:
+            raise UnsupportedError(_other_dtype(f"{type(self.module()).__name__}.{self.name}", parameter))
+        self.dtype = parameter.dtype
+        if self.record is not None and self.record.shard.segments[self.index].shape != tuple(parameter.shape):
+            self.record = None
+
     @property
     def nbytes(self) -> int:
         """Bytes while real."""
         parameter = self.parameter()
         return 0 if parameter is None else parameter.numel() * self.dtype.itemsize
+
+
+def _other_dtype(what: str, parameter: torch.Tensor) -> str:
+    return f"{what} is {parameter.dtype}, which a record of {DTYPE} with an fp32 master cannot hold"
+
+
+def _shares(tensor: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+_ALONE = _shares(nn.Parameter(torch.zeros(1)))
+
+
+def _has_views(parameter: torch.Tensor | None) -> bool:
+    """Whether other tensors share a real parameter's memory."""
+    return parameter is not None and _shares(parameter) > _ALONE
 
 
 class _Construction:
@@ -86,14 +111,14 @@ class _Construction:
         self._modules[id(module)] = weakref.ref(module)
         if parameter is None or not self._take(module, name, parameter):
             return
-        self._make_room(keep=module)
+        self._make_room(keep=[module])
 
     def adopted(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
         """A module got a child, perhaps a copy whose parameters were never registered."""
         self._modules[id(module)] = weakref.ref(module)
         if child is not None:
             self._sweep(child)
-            self._make_room(keep=child)
+            self._make_room(keep=[child])
 
     def _sweep(self, module: nn.Module) -> None:
         for part in module.modules():
@@ -122,38 +147,37 @@ class _Construction:
                 f"{what} is on the meta device: it has no values to keep. Build the model on the CPU inside Init."
             )
         if parameter.dtype not in _FLOATS:
-            raise UnsupportedError(
-                f"{what} is {parameter.dtype}, which a record of {DTYPE} with an fp32 master cannot hold"
-            )
+            raise UnsupportedError(_other_dtype(what, parameter))
         entry = self._entries[id(parameter)] = _Entry(parameter, module, name)
         self._real[id(parameter)] = entry
         return True
 
     # Eviction and its reverse
 
-    def _make_room(self, keep: nn.Module | None) -> None:
+    def _make_room(self, keep: Iterable[nn.Module | None]) -> None:
         """Evict the modules touched longest ago until what is real fits the window; never a part of `keep`.
+
+        Nor what others hold a view of (`w = p.data`): they may yet write to it.
         """
         self._real = {key: entry for key, entry in self._real.items() if entry.parameter() is not None}
         real_nbytes = sum(entry.nbytes for entry in self._real.values())
-        kept = {id(part) for part in keep.modules()} if keep is not None else set()
+        kept = {id(part) for module in keep if module is not None for part in module.modules()}
         for entry in list(self._real.values()):
             if real_nbytes <= self._window_nbytes:
                 return
-            module = entry.module()
-            if module is not None and id(module) in kept:
+            parameter, module = entry.parameter(), entry.module()
+            if parameter is None or id(parameter) not in self._real or id(module) in kept:
                 continue
-            together = (
-                [other for other in self._real.values() if other.module() is module]
-                if module is not None
-                else [entry]
-            )
-            real_nbytes -= sum(other.nbytes for other in together)
-            self._evict([other for other in together if id(other.parameter()) in self._real])
+            together = [entry] if module is None else [one for one in self._real.values() if one.module() is module]
+            if not any(_has_views(one.parameter()) for one in together):
+                real_nbytes -= sum(one.nbytes for one in together)
+                self._evict(together)
 
     def _evict(self, entries: Sequence[_Entry]) -> None:
         """Write real parameters of one module to their records, and release them."""
         alive = [(entry, parameter) for entry in entries if (parameter := entry.parameter()) is not None]
+        for entry, parameter in alive:
+            entry.take(parameter)
         fresh = [(entry, parameter) for entry, parameter in alive if entry.record is None]
         if fresh:
             module = fresh[0][0].module()
@@ -189,15 +213,8 @@ class _Construction:
                 values.copy_(read.view(parameter.shape))
             restore(parameter, values)
             self._real[id(parameter)] = entry
-        first = self._entries[id(parameters[0])].module()
-        self._make_room(keep=first)
-        for parameter in parameters:
-            if (
-                type(parameter) is Released
-            ):  # evicted again by its own kind: several, larger than the window together
-                raise UnsupportedError(
-                    f"{operation}() uses parameters that do not fit host_memory together while the model is built"
-                )
+        used = [self._entries.get(id(leaf)) for leaf in pytree.tree_leaves((parameters, args))]
+        self._make_room(keep=[entry.module() for entry in used if entry is not None])
         return None
 
     # The end
@@ -265,11 +282,11 @@ class _Construction:
         """Return a record's parameters in the order of its segments; one that was replaced since leaves a
         hole, never trained.
         """
+        by_index = {entry.index: entry.parameter() for entry in entries}
         parameters: list[nn.Parameter] = []
-        for entry in sorted(entries, key=lambda entry: entry.index):
-            parameter = entry.parameter()
+        for index, segment in enumerate(record.shard.segments):
+            parameter = by_index.get(index)
             if parameter is None or id(parameter) not in found:
-                segment = record.shard.segments[entry.index]
                 parameter = nn.Parameter(placeholder(segment.shape, DTYPE, "cpu"), requires_grad=False)
             parameters.append(parameter)
         return parameters, record

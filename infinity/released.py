@@ -10,6 +10,7 @@ alone would not do: reading it through torch is a segmentation fault.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -80,8 +81,12 @@ class Released(nn.Parameter):
             raise NotResidentError(
                 f"a parameter of shape {tuple(parameters[0].shape)} is used by {operation}(), but its engine is gone"
             )
-        answer = owner.touch(parameters, operation, args)
-        return answer if answer is not None else func(*args, **kwargs)
+        answer = owner.touch(parameters, operation, (*args, *kwargs.values()))
+        if answer is None:
+            answer = func(*args, **kwargs)
+            if operation == "detach" and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+                answer.__class__ = nn.Parameter  # nn.Parameter(p) asks for the type it gave, which has changed meanwhile
+        return answer
 
     def __repr__(self) -> str:  # type: ignore[override]
         """What is known without the values."""
@@ -162,9 +167,9 @@ def _convert(
     probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
     if args and args[0] is parameter:
         result = func(probe, *args[1:], **kwargs)
-        if result is probe or (
-            isinstance(result, torch.Tensor) and (result.dtype, result.device) == (probe.dtype, probe.device)
-        ):
+        if isinstance(result, str):  # p.type()
+            return result
+        if result is probe or (result.dtype, result.device) == (probe.dtype, probe.device):
             return parameter
     owner = owner_of(parameter)
     if owner is None:

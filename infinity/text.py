@@ -29,9 +29,9 @@ class TextError(InfinityError, ValueError):
     """There is no text to learn from, or it changed while it was being read."""
 
 
-def default_text() -> str:
-    """Return the folder of the sources of Python's standard library."""
-    return sysconfig.get_path("stdlib")
+def default_text() -> Text:
+    """Return the sources of Python's standard library."""
+    return Text(sysconfig.get_path("stdlib"), suffix=".py")
 
 
 class Text:
@@ -40,12 +40,12 @@ class Text:
     Raises: TextError naming the path, where it holds no text; an OSError naming the file that cannot be read.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, suffix: str = "") -> None:
         """Look through the folder, at the first 4 KiB of each file."""
         self.path = path
         self._files: list[str] = []
         sizes: list[int] = []
-        for file, nbytes in _text_files(path):
+        for file, nbytes in _text_files(path, suffix):
             self._files.append(file)
             sizes.append(nbytes)
         ends = list(accumulate(sizes))
@@ -105,7 +105,7 @@ class Sampler:
             yield flat.view(self._batch, self._sequence).long()
 
 
-def _text_files(path: str) -> Iterator[tuple[str, int]]:
+def _text_files(path: str, suffix: str) -> Iterator[tuple[str, int]]:
     """Yield (path, bytes) of the file, or of the folder's text files in the order of their names.
 
     In a folder, hidden files, links, installed packages, caches and what begins like a binary file are passed
@@ -124,7 +124,8 @@ def _text_files(path: str) -> Iterator[tuple[str, int]]:
         for name in sorted(names):
             file = str(Path(folder, name))
             status = os.lstat(file)
-            if stat.S_ISREG(status.st_mode) and not name.startswith(".") and _looks_like_text(file):
+            fits = stat.S_ISREG(status.st_mode) and name.endswith(suffix) and not name.startswith(".")
+            if fits and _looks_like_text(file):
                 yield file, status.st_size
 
 

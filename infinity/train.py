@@ -138,7 +138,7 @@ def train(settings: Settings, console: Console) -> None:
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError("infinity train needs transformers: pip install 'zero-infinity[train]'")
     with interruptible() as check:
-        text = Text(settings.text if settings.text is not None else default_text())
+        text = default_text() if settings.text is None else Text(settings.text)
         sampler = Sampler(text, batch=settings.batch, sequence=settings.sequence, seed=settings.seed)
         from transformers import LlamaForCausalLM  # noqa: F401 (its imports are no part of what training takes)
 
@@ -190,6 +190,15 @@ def _check_finite(step: Step) -> None:
         )
 
 
+def _check_device(name: str) -> None:
+    device = torch.device(name)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ConfigError(
+            f"device={name!r}: torch {torch.__version__} sees {count} CUDA devices; try --device cpu"
+        )
+
+
 def build(settings: Settings, folder: Path) -> tuple[nn.Module, Any]:
     """Return the model and its optimizer: offloaded, or, if plain, in memory."""
     torch.manual_seed(settings.seed)
@@ -201,12 +210,13 @@ def build(settings: Settings, folder: Path) -> tuple[nn.Module, Any]:
     }
     model: Any
     optimizer: Any
+    nvme = None if settings.in_host_memory else settings.nvme or str(folder)
+    config = Config(nvme=nvme, host_memory=settings.host_memory, device=settings.device, aio=settings.aio)
+    _check_device(config.device)
     if settings.plain:
         model = reference.prepare(llama(preset, settings.sequence).to(settings.device))
         optimizer = reference.ReferenceAdamW(model.parameters(), **rates)
     else:
-        nvme = None if settings.in_host_memory else settings.nvme or str(folder)
-        config = Config(nvme=nvme, host_memory=settings.host_memory, device=settings.device, aio=settings.aio)
         with Init(config):
             model = llama(preset, settings.sequence)
         optimizer = AdamW(model.parameters(), update=settings.updates_in, **rates)

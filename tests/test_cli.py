@@ -118,6 +118,16 @@ def test_an_nvme_folder_that_cannot_be_used_is_named(capsys, folder, text, kind)
     assert not (folder / "run").exists()
 
 
+@pytest.mark.parametrize("how", [[], ["--plain"]])
+@pytest.mark.parametrize("device", ["tpu", "cuda:99"])
+def test_a_device_that_is_not_there_is_named(capsys, folder, text, device, how):
+    arguments = [*TINY, *how, "--device", device, "--text", text, "--out", folder / "run"]
+    code, message = refused(capsys, "train", *arguments)
+    assert code == 1
+    assert device in message
+    assert not (folder / "run").exists()
+
+
 def test_a_run_is_never_overwritten(capsys, folder, text):
     (folder / "log.jsonl").write_text("precious")
     code, message = refused(capsys, "train", *TINY, "--text", text, "--out", folder)

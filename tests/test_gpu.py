@@ -54,4 +54,6 @@ def test_released_units_take_no_device_memory(folder):
     model = models.build("llama", nvme=folder, host_memory="64MiB", device="cuda")
     model.to("cuda")
     buffers = sum(buffer.nbytes for buffer in model.buffers())
-    assert torch.cuda.memory_allocated() - before <= buffers + 512 * sum(1 for _ in model.parameters()) + (1 << 16)
+    assert torch.cuda.memory_allocated() - before <= buffers + 512 * sum(1 for _ in model.parameters()) + (
+        1 << 16
+    )

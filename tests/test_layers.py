@@ -18,6 +18,7 @@ LAYERS = [
     {"gather", "init", "optim", "stats"},  # what they are made of
     {"engine"},
     {"exchange", "hooks", "offloaded"},
+    {"calls"},
     {"executor", "gradient"},
     {"passes"},
     {"lanes", "unit"},

@@ -119,6 +119,6 @@ def test_a_file_cut_during_training_is_named(tmp_path):
 
 
 def test_the_default_text_is_the_standard_library():
-    text = Text(default_text())
+    text = default_text()
     assert text.files > 500
     assert text.nbytes > 5_000_000

@@ -1,0 +1,228 @@
+"""What measurements that start processes share: one run of a contestant, the machine in words, the record on disk."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from infinity.sizes import format_size
+
+HERE = Path(__file__).resolve().parent
+SETTLING = 2
+"""Steps that are not counted: in the first two an engine learns the order of uses, and its moments are first written."""
+
+SHAPES: dict[str, dict[str, int]] = {
+    "269m": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 20, "num_attention_heads": 16, "vocab_size": 8192},
+    "350m": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 27, "num_attention_heads": 16, "vocab_size": 256},
+    "1.1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 16, "vocab_size": 256},
+}
+"""Llama models; a name says how many parameters there are, about."""
+
+
+class RunError(RuntimeError):
+    """A contestant's process failed; the message ends with the last lines it wrote."""
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """A Python to run contestants in."""
+
+    python: str
+    options: tuple[str, ...] = ("-P",)
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of_venv(cls, folder: Path) -> Environment:
+        """A virtual environment of its own, seen from nowhere else; what DeepSpeed compiles stays in it."""
+        scripts = folder.absolute() / "bin"
+        path = f"{scripts}{os.pathsep}{os.environ.get('PATH', '')}"  # ninja
+        built = str(folder.absolute() / "torch_extensions")
+        return cls(str(scripts / "python"), ("-I",), {"PATH": path, "TORCH_EXTENSIONS_DIR": built})
+
+    def run(self, arguments: Sequence[str]) -> tuple[int, str]:
+        """Run Python; return its exit code and all it wrote."""
+        done = subprocess.run(
+            [self.python, *self.options, *arguments],
+            env={**os.environ, **self.variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+        return done.returncode, done.stdout
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One run. The fields' names are the keys of the JSON."""
+
+    parameters: int
+    seconds: float
+    """Per step: the median of the steady steps."""
+    forward_s: float
+    backward_s: float
+    step_s: float
+    read_per_parameter: float
+    """Bytes per step, mean of the steady steps, by /proc/self/io."""
+    written_per_parameter: float
+    device_per_parameter: float
+    """Bytes read and written per step by the whole device, whoever asked for them."""
+    peak_nbytes: int
+    """Peak resident memory above that after the imports, building included."""
+    build_peak_nbytes: int
+    baseline_nbytes: int
+    build_s: float
+    loss: float
+    """Of the last step."""
+    all_seconds: list[float]
+    all_losses: list[float]
+    load: float
+    """Runnable processes on the machine when the run ended, mean of the last minute; the run's own among them."""
+    engine: dict[str, Any]
+    versions: dict[str, str]
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Bytes read and written per step."""
+        return self.read_per_parameter + self.written_per_parameter
+
+
+def measure(
+    environment: Environment, kind: str, shape: str, folder: Path, *, steps: int, tokens: int, settings: dict[str, Any]
+) -> Measured:
+    """Train a contestant in a process of its own, with its files in a folder that is removed afterwards.
+
+    Raises: RunError with the process's last lines.
+    """
+    with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=folder) as name:
+        out = Path(name) / "result.json"
+        spec = {"kind": kind, "shape": SHAPES[shape], "steps": steps, "tokens": tokens, "nvme": name}
+        spec |= {"out": str(out), "settings": settings}
+        code, said = environment.run([str(HERE / "contestant.py"), json.dumps(spec)])
+        if code or not out.exists():
+            last = "\n".join(said.splitlines()[-15:])
+            raise RunError(f"{kind} on {shape} ended with exit code {code}; its last lines:\n{last}")
+        return _measured(json.loads(out.read_text(encoding="utf-8")))
+
+
+def _measured(result: dict[str, Any]) -> Measured:
+    steps = result["steps"]
+    steady = steps[SETTLING:] or steps[-1:]
+    parameters = result["parameters"]
+
+    def median(key: str) -> float:
+        return statistics.median(step[key] for step in steady)
+
+    def moved(*keys: str) -> float:
+        return statistics.fmean(sum(step["traffic"][key] for key in keys) for step in steady) / parameters
+
+    return Measured(
+        parameters=parameters,
+        seconds=median("seconds"),
+        forward_s=median("forward_s"),
+        backward_s=median("backward_s"),
+        step_s=median("step_s"),
+        read_per_parameter=moved("read"),
+        written_per_parameter=moved("written"),
+        device_per_parameter=moved("device_read", "device_written"),
+        peak_nbytes=max(result["peak_nbytes"], result["build_peak_nbytes"]),
+        build_peak_nbytes=result["build_peak_nbytes"],
+        baseline_nbytes=result["baseline_nbytes"],
+        build_s=result["build_s"],
+        loss=steps[-1]["loss"],
+        all_seconds=[round(step["seconds"], 4) for step in steps],
+        all_losses=[step["loss"] for step in steps],
+        load=os.getloadavg()[0],
+        engine=result["engine"],
+        versions=result["versions"],
+    )
+
+
+@contextmanager
+def folder_on(path: Path) -> Iterator[Path]:
+    """Make a folder for the runs' files below `path`, which is made too; the one below is removed at the end."""
+    path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=path) as name:
+        yield Path(name)
+
+
+# The machine, and the record
+
+
+def here() -> dict[str, Any]:
+    """Say when, and of which sources: what a figure is worth nothing without."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return {"date": f"{now:%Y-%m-%d}", "commit": commit(), "python": platform.python_version(), "torch": str(torch.__version__)}
+
+
+def commit() -> str:
+    """Return the commit of the sources, with a + where files differ from it; "unknown" outside a checkout."""
+    try:
+        head = _git("rev-parse", "--short", "HEAD")
+        return head + ("+" if _git("status", "--porcelain", "--untracked-files=no", "--", "aio", "infinity", "kernels") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(HERE.parent), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def machine(folder: Path) -> dict[str, str]:
+    """Describe the machine in general terms: no names, no paths."""
+    cpu = next(
+        (line.partition(": ")[2] for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines() if line.startswith("model name")),
+        platform.machine(),
+    )
+    return {
+        "cpu": cpu,
+        "cores": str(len(os.sched_getaffinity(0))),
+        "memory": format_size(psutil.virtual_memory().total),
+        "kernel": platform.release(),
+        "filesystem": _filesystem(folder),
+    }
+
+
+def _filesystem(folder: Path) -> str:
+    best: tuple[int, str, str] = (-1, "unknown", "")
+    for part in psutil.disk_partitions(all=True):
+        if folder.absolute().is_relative_to(part.mountpoint) and len(part.mountpoint) >= best[0]:
+            best = (len(part.mountpoint), part.fstype, Path(part.device).name)
+    kinds = {"vd": "virtio disk", "nv": "NVMe disk", "sd": "SCSI disk", "md": "RAID of disks", "dm": "mapped disk"}
+    return f"{best[1]} on a {kinds.get(best[2][:2], 'device of unknown kind')}"
+
+
+def words(facts: Mapping[str, Any]) -> str:
+    """Return the facts in one line."""
+    return ", ".join(f"{key} {value}" for key, value in facts.items())
+
+
+def save(path: Path, record: Mapping[str, Any]) -> None:
+    """Write a record as JSON."""
+    path.write_text(json.dumps(record, indent=1, default=_plain) + "\n", encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Measured):
+        return asdict(value)
+    raise TypeError(f"{value!r} is not for a record")
+
+
+OWN = Environment(sys.executable)
+"""This Python: where infinity is, and plain PyTorch beside it."""
