@@ -1,15 +1,15 @@
 """One contestant of a comparison: trains in its own process, measures itself, and writes what it saw as JSON.
 
-    python contestant.py '{"kind": "deepspeed", "shape": {...}, "steps": 6, "tokens": 256, "nvme": ..., "out": ...}'
+    python contestant.py '{"kind": "plain", "shape": {...}, "steps": 6, "tokens": 256, ...}'
 
-Started by infinity.bench.compare and infinity.bench.memory, which hold the arguments. All kinds go through the same
-loop and the same measurements, so this file imports nothing but torch and transformers until it knows its kind: it runs in
-DeepSpeed's environment, where infinity is not installed, as it does here.
+Started by infinity.bench.compare and infinity.bench.memory, which hold the arguments. All kinds go through
+the same loop and the same measurements, so this file imports nothing but torch and transformers until it
+knows its kind: it runs in DeepSpeed's environment, where infinity is not installed, as it does here.
 
 [Note: what is measured]
-Memory: the kernel's high-water mark of the resident set, reset after the imports (those of the kind too), minus the
-resident set then. Bytes: /proc/self/io, which counts every thread of the process, and the whole device's own count beside
-it. Seconds: the wall clock of forward, backward and step. Losses are read after the clock has stopped.
+Memory: the kernel's high-water mark of the resident set, reset after the imports (those of the kind too),
+minus the resident set then. Bytes: /proc/self/io, which counts every thread of the process, and the whole
+device's own count beside it. Seconds: the wall clock of forward, backward and step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 BETAS, EPS, WEIGHT_DECAY, LR = (0.9, 0.999), 1e-8, 0.01, 1e-4
 SECTOR = 512
@@ -125,7 +126,9 @@ def traffic(folder: str) -> Traffic:
     device = os.stat(folder).st_dev
     stat = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat")
     fields = stat.read_text(encoding="utf-8").split() if stat.exists() else ["0"] * 11
-    return Traffic(counts["read_bytes"], counts["write_bytes"], int(fields[2]) * SECTOR, int(fields[6]) * SECTOR)
+    return Traffic(
+        counts["read_bytes"], counts["write_bytes"], int(fields[2]) * SECTOR, int(fields[6]) * SECTOR
+    )
 
 
 def between(before: Traffic, after: Traffic) -> Traffic:
@@ -140,20 +143,22 @@ def between(before: Traffic, after: Traffic) -> Traffic:
 def llama(spec: Spec) -> nn.Module:
     """Build the model; each kind calls this inside its own context."""
     torch.manual_seed(spec.seed)
-    config = LlamaConfig(
+    settings: dict[str, Any] = {
         **spec.shape,
-        num_key_value_heads=spec.shape["num_attention_heads"],
-        max_position_embeddings=max(2048, spec.tokens),
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
-    return LlamaForCausalLM(config)
+        "num_key_value_heads": spec.shape["num_attention_heads"],
+        "max_position_embeddings": max(2048, spec.tokens),
+        "use_cache": False,
+        "attn_implementation": "sdpa",
+    }
+    model: nn.Module = LlamaForCausalLM(LlamaConfig(**settings))
+    return model
 
 
 def checkpointed(model: nn.Module) -> nn.Module:
     """Recompute each block's activations in the backward, as users do who are short of memory."""
     model.train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+    enable: Any = model.gradient_checkpointing_enable
+    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 
@@ -215,14 +220,15 @@ def infinity(spec: Spec) -> Contestant:
 
     def report() -> dict[str, Any]:
         stats = engine.stats(model)
-        keys = ("host_nbytes", "nvme_nbytes", "budget_nbytes", "hits", "misses", "divergences", "stall_s", "io_engine")
-        return {key: getattr(stats, key) for key in keys}
+        held = ("host_nbytes", "nvme_nbytes", "budget_nbytes")
+        counted = ("hits", "misses", "divergences", "stall_s", "io_engine")
+        return {key: getattr(stats, key) for key in (*held, *counted)}
 
     return Contestant(checkpointed(model), count(model), torch.Tensor.backward, step, report)
 
 
 def deepspeed(spec: Spec) -> Contestant:
-    """DeepSpeed ZeRO-3 with parameters and optimizer on NVMe; settings: a DeepSpeed configuration, paths left out."""
+    """DeepSpeed ZeRO-3, parameters and optimizer on NVMe; settings: its configuration without paths."""
     engine = importlib.import_module("deepspeed")
     zero = spec.settings["zero_optimization"]
     for part in ("offload_param", "offload_optimizer"):
@@ -231,7 +237,7 @@ def deepspeed(spec: Spec) -> Contestant:
     engine.init_distributed(dist_backend="gloo", verbose=False)
     with engine.zero.Init(config_dict_or_path=spec.settings):
         model = checkpointed(llama(spec))
-    parameters = sum(parameter.ds_numel for parameter in model.parameters())
+    parameters = sum(int(getattr(parameter, "ds_numel", 0)) for parameter in model.parameters())
     optimizer = engine.ops.adam.DeepSpeedCPUAdam(
         model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, adamw_mode=True
     )
@@ -278,7 +284,12 @@ def one_step(contestant: Contestant, spec: Spec, number: int) -> Step:
     end = time.perf_counter()
     moved = between(before, traffic(spec.nvme))
     return Step(
-        end - start, forward_end - start, backward_end - forward_end, end - backward_end, float(loss.detach()), moved
+        end - start,
+        forward_end - start,
+        backward_end - forward_end,
+        end - backward_end,
+        float(loss.detach()),
+        moved,
     )
 
 

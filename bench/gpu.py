@@ -67,7 +67,7 @@ def _steps(model: Any, optimizer: Any, tokens: int) -> tuple[float, float]:
 
 
 def measure(folder: str, tokens: int, host_memory: str) -> dict[str, dict[str, float]]:
-    """Train the same model in memory and offloaded; seconds per step, peak device memory in bytes, last loss."""
+    """Train one model in memory and offloaded; seconds per step, peak device memory in bytes, last loss."""
     config = transformers.LlamaConfig(
         vocab_size=8192,
         hidden_size=1024,

@@ -1,4 +1,4 @@
-"""Peak memory of Infinity against its bound, for two sizes of model at one budget: it must not grow with the model.
+"""Peak memory of Infinity against its bound, for two sizes of model at one budget.
 
     python -m infinity.bench.memory --nvme DIR --json bench/results/memory.json
 
@@ -7,8 +7,9 @@ The bound, for peak resident memory above that after the imports, building inclu
     host_memory + 3 x (largest block's parameters and gradients, 16 bits each)
     + (plain forward and backward's peak at the same tokens - its parameters and gradients) + 200 MiB
 
-The plain run's allocator gives freed memory back as Infinity's does; otherwise holes would widen the bound. Growth is what
-the larger model takes more, beyond the terms of the bound that grow with it, per parameter that it has more.
+The plain run's allocator gives freed memory back as Infinity's does; otherwise holes would widen the bound.
+Growth is what the larger model takes more, beyond the terms of the bound that grow with it, per further
+parameter.
 """
 
 from __future__ import annotations
@@ -21,7 +22,19 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from infinity.bench.runs import OWN, SHAPES, Measured, RunError, folder_on, here, machine, measure, save, words
+from infinity.bench.runs import (
+    OWN,
+    SHAPES,
+    Measured,
+    Model,
+    RunError,
+    folder_on,
+    here,
+    machine,
+    measure,
+    save,
+    words,
+)
 from infinity.sizes import format_size, parse_size
 
 ALLOWANCE = 200 << 20
@@ -74,7 +87,7 @@ def rows_of(model: str, options: argparse.Namespace, folder: Path) -> list[Row]:
 
     def run(kind: str, settings: dict[str, Any]) -> Measured:
         own = OWN if kind == "infinity" else replace(OWN, variables=_GIVES_BACK)
-        return measure(own, kind, model, folder, steps=options.steps, tokens=options.tokens, settings=settings)
+        return measure(own, kind, Model(model, options.tokens, options.steps), folder, settings)
 
     alone = run("forward_backward", {})
     rows = []
@@ -108,29 +121,34 @@ def growth(small: Row, large: Row) -> float:
 def table(rows: list[Row]) -> Table:
     """Lay the peaks beside their bounds."""
     lines = Table(title="Peak resident memory above the imports")
-    for heading in ("model", "parameters", "state", "update", "peak", "while building", "bound", "of it blocks", "of it plain", "B per parameter"):
-        lines.add_column(heading, justify="left" if heading in {"model", "update"} else "right")
+    for heading in ("parameters", "state", "peak", "of it building", "bound", "of it blocks", "of it plain"):
+        lines.add_column(heading, justify="right")
+    lines.add_column("B per parameter, step", justify="right")
+    lines.add_column("update")
     for row in rows:
         lines.add_row(
-            row.model,
             f"{row.parameters / 1e6:.1f} M",
             format_size(12 * row.parameters),
-            row.update,
             format_size(row.peak_nbytes),
             format_size(row.build_peak_nbytes),
             format_size(row.bound_nbytes) + (" ✓" if row.peak_nbytes <= row.bound_nbytes else " exceeded"),
             format_size(row.blocks_nbytes),
             format_size(row.plain_nbytes),
             f"{row.bytes_per_parameter:.1f}",
+            row.update,
         )
     return lines
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Print the table and the growth, write the record."""
-    parser = argparse.ArgumentParser(prog="python -m infinity.bench.memory", description="Peak memory against its bound")
+    parser = argparse.ArgumentParser(
+        prog="python -m infinity.bench.memory", description="Peak memory against its bound"
+    )
     parser.add_argument("--nvme", type=Path, required=True, metavar="DIR", help="a folder on the disk")
-    parser.add_argument("--models", nargs=2, choices=SHAPES, default=["350m", "1.1b"], help="the smaller one first")
+    parser.add_argument(
+        "--models", nargs=2, choices=SHAPES, default=["350m", "1.1b"], help="the smaller one first"
+    )
     parser.add_argument("--host-memory", default="512MiB", metavar="SIZE")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--steps", type=int, default=3)
@@ -153,7 +171,8 @@ def main(arguments: list[str] | None = None) -> None:
     if options.json:
         chosen = {key: getattr(options, key) for key in ("models", "host_memory", "tokens", "steps")}
         measured = [{**asdict(row), "bound_nbytes": row.bound_nbytes} for row in rows]
-        save(options.json, {"about": about, "machine": facts, "options": chosen, "rows": measured, "growth": grown})
+        record = {"about": about, "machine": facts, "options": chosen, "rows": measured, "growth": grown}
+        save(options.json, record)
 
 
 if __name__ == "__main__":

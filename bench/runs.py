@@ -1,8 +1,8 @@
-"""What measurements that start processes share: one run of a contestant, the machine in words, the record on disk."""
+"""What measurements that start processes share: a contestant's run, the machine in words, the record."""
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import json
 import os
 import platform
@@ -23,12 +23,21 @@ from infinity.sizes import format_size
 
 HERE = Path(__file__).resolve().parent
 SETTLING = 2
-"""Steps that are not counted: in the first two an engine learns the order of uses, and its moments are first written."""
+"""Steps that are not counted: in the first an engine learns the order of uses and has no moments to read."""
 
 SHAPES: dict[str, dict[str, int]] = {
-    "269m": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 20, "num_attention_heads": 16, "vocab_size": 8192},
-    "350m": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 27, "num_attention_heads": 16, "vocab_size": 256},
-    "1.1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 16, "vocab_size": 256},
+    name: {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 16,
+        "vocab_size": vocabulary,
+    }
+    for name, hidden, intermediate, layers, vocabulary in (
+        ("269m", 1024, 2816, 20, 8192),
+        ("350m", 1024, 2816, 27, 256),
+        ("1.1b", 2048, 5632, 22, 256),
+    )
 }
 """Llama models; a name says how many parameters there are, about."""
 
@@ -55,7 +64,7 @@ class Environment:
 
     def run(self, arguments: Sequence[str]) -> tuple[int, str]:
         """Run Python; return its exit code and all it wrote."""
-        done = subprocess.run(
+        done = subprocess.run(  # noqa: S603 (the caller's own Python)
             [self.python, *self.options, *arguments],
             env={**os.environ, **self.variables},
             stdout=subprocess.PIPE,
@@ -92,7 +101,7 @@ class Measured:
     all_seconds: list[float]
     all_losses: list[float]
     load: float
-    """Runnable processes on the machine when the run ended, mean of the last minute; the run's own among them."""
+    """Runnable processes at the end, mean of the last minute; the run's own among them."""
     engine: dict[str, Any]
     versions: dict[str, str]
 
@@ -101,9 +110,23 @@ class Measured:
         """Bytes read and written per step."""
         return self.read_per_parameter + self.written_per_parameter
 
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes read and written per second."""
+        return self.bytes_per_parameter * self.parameters / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is trained: the name of a shape, tokens of the one sequence in a step, and steps."""
+
+    shape: str
+    tokens: int
+    steps: int
+
 
 def measure(
-    environment: Environment, kind: str, shape: str, folder: Path, *, steps: int, tokens: int, settings: dict[str, Any]
+    environment: Environment, kind: str, model: Model, folder: Path, settings: dict[str, Any]
 ) -> Measured:
     """Train a contestant in a process of its own, with its files in a folder that is removed afterwards.
 
@@ -111,12 +134,12 @@ def measure(
     """
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=folder) as name:
         out = Path(name) / "result.json"
-        spec = {"kind": kind, "shape": SHAPES[shape], "steps": steps, "tokens": tokens, "nvme": name}
-        spec |= {"out": str(out), "settings": settings}
+        spec = {"kind": kind, "shape": SHAPES[model.shape], "steps": model.steps, "tokens": model.tokens}
+        spec |= {"nvme": name, "out": str(out), "settings": settings}
         code, said = environment.run([str(HERE / "contestant.py"), json.dumps(spec)])
         if code or not out.exists():
             last = "\n".join(said.splitlines()[-15:])
-            raise RunError(f"{kind} on {shape} ended with exit code {code}; its last lines:\n{last}")
+            raise RunError(f"{kind} on {model.shape} ended with exit code {code}; its last lines:\n{last}")
         return _measured(json.loads(out.read_text(encoding="utf-8")))
 
 
@@ -126,10 +149,11 @@ def _measured(result: dict[str, Any]) -> Measured:
     parameters = result["parameters"]
 
     def median(key: str) -> float:
-        return statistics.median(step[key] for step in steady)
+        return float(statistics.median(step[key] for step in steady))
 
-    def moved(*keys: str) -> float:
-        return statistics.fmean(sum(step["traffic"][key] for key in keys) for step in steady) / parameters
+    def per_parameter(*keys: str) -> float:
+        moved = sum(step["traffic"][key] for step in steady for key in keys)
+        return float(moved / len(steady) / parameters)
 
     return Measured(
         parameters=parameters,
@@ -137,9 +161,9 @@ def _measured(result: dict[str, Any]) -> Measured:
         forward_s=median("forward_s"),
         backward_s=median("backward_s"),
         step_s=median("step_s"),
-        read_per_parameter=moved("read"),
-        written_per_parameter=moved("written"),
-        device_per_parameter=moved("device_read", "device_written"),
+        read_per_parameter=per_parameter("read"),
+        written_per_parameter=per_parameter("written"),
+        device_per_parameter=per_parameter("device_read", "device_written"),
         peak_nbytes=max(result["peak_nbytes"], result["build_peak_nbytes"]),
         build_peak_nbytes=result["build_peak_nbytes"],
         baseline_nbytes=result["baseline_nbytes"],
@@ -155,7 +179,7 @@ def _measured(result: dict[str, Any]) -> Measured:
 
 @contextmanager
 def folder_on(path: Path) -> Iterator[Path]:
-    """Make a folder for the runs' files below `path`, which is made too; the one below is removed at the end."""
+    """Make a folder for the runs' files below `path` (made too, and left), and remove it at the end."""
     path.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=path) as name:
         yield Path(name)
@@ -166,35 +190,40 @@ def folder_on(path: Path) -> Iterator[Path]:
 
 def here() -> dict[str, Any]:
     """Say when, and of which sources: what a figure is worth nothing without."""
-    now = datetime.datetime.now(datetime.timezone.utc)
-    return {"date": f"{now:%Y-%m-%d}", "commit": commit(), "python": platform.python_version(), "torch": str(torch.__version__)}
+    now = dt.datetime.now(dt.timezone.utc)
+    return {
+        "date": f"{now:%Y-%m-%d}",
+        "commit": commit(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+    }
 
 
 def commit() -> str:
     """Return the commit of the sources, with a + where files differ from it; "unknown" outside a checkout."""
     try:
         head = _git("rev-parse", "--short", "HEAD")
-        return head + ("+" if _git("status", "--porcelain", "--untracked-files=no", "--", "aio", "infinity", "kernels") else "")
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", "aio", "infinity", "kernels")
+        return head + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
 
 def _git(*arguments: str) -> str:
     command = ["git", "-C", str(HERE.parent), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603 (written above)
+    return done.stdout.strip()
 
 
 def machine(folder: Path) -> dict[str, str]:
     """Describe the machine in general terms: no names, no paths."""
-    cpu = next(
-        (line.partition(": ")[2] for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines() if line.startswith("model name")),
-        platform.machine(),
-    )
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
     return {
-        "cpu": cpu,
+        "cpu": names[0] if names else platform.machine(),
         "cores": str(len(os.sched_getaffinity(0))),
         "memory": format_size(psutil.virtual_memory().total),
-        "kernel": platform.release(),
+        "kernel": platform.release().partition("-")[0],
         "filesystem": _filesystem(folder),
     }
 
@@ -204,7 +233,7 @@ def _filesystem(folder: Path) -> str:
     for part in psutil.disk_partitions(all=True):
         if folder.absolute().is_relative_to(part.mountpoint) and len(part.mountpoint) >= best[0]:
             best = (len(part.mountpoint), part.fstype, Path(part.device).name)
-    kinds = {"vd": "virtio disk", "nv": "NVMe disk", "sd": "SCSI disk", "md": "RAID of disks", "dm": "mapped disk"}
+    kinds = {"vd": "virtio disk", "nv": "NVMe disk", "sd": "SCSI disk", "md": "RAID", "dm": "mapped disk"}
     return f"{best[1]} on a {kinds.get(best[2][:2], 'device of unknown kind')}"
 
 

@@ -1,6 +1,7 @@
 """How torch calls modules: the hooks that follow a forward, and the callers that would go around them.
 
-Torch's hooks are objects here, not functions: what torch.save and copy.deepcopy meet first in a module, and refuse by name.
+Torch's hooks are objects here, not functions: what torch.save and copy.deepcopy meet
+first in a module, and refuse by name.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class Leaving:
 
 def _not_copied() -> NotResidentError:
     return NotResidentError(
-        "a model built in Init cannot be pickled or copied: its parameters are in host memory or on NVMe. Save model.state_dict(), "
-        "which holds plain tensors, or build another model."
+        "a model built in Init cannot be pickled or copied: its parameters are in host memory or on NVMe. "
+        "Save model.state_dict(), which holds plain tensors, or build another model."
     )
 
 
@@ -69,7 +70,8 @@ def refuse(module: nn.Module) -> None:
     """Refuse what would run around the hooks."""
     if getattr(module, "_is_replica", False):
         raise UnsupportedError(
-            "nn.DataParallel copies parameters that are not resident. Use torchrun with one process per device."
+            "nn.DataParallel copies parameters that are not resident. "
+            "Use torchrun with one process per device."
         )
     if (
         torch.compiler.is_compiling()

@@ -20,6 +20,7 @@ from infinity.sizes import parse_size
 from infinity.train import Interrupted, Settings, train
 
 _ENGINES = ("io_uring", "threads", "buffered")
+_DEFAULT = Settings()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,89 +74,56 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
-    presets = ", ".join(f"{name} ({preset.parameters / 1e6:,.0f} M)" for name, preset in PRESETS.items())
-    default = Settings()
-    add = parser.add_argument
-    add(
-        "--preset",
-        choices=PRESETS,
-        default=default.preset,
-        metavar="NAME",
-        help=f"a Llama: {presets}; default {default.preset}",
-    )
-    add(
-        "--text",
-        metavar="PATH",
-        help="a text file or folder (default: the sources of Python's standard library)",
-    )
-    add(
-        "--nvme",
-        metavar="DIR",
-        help="folder for the state (default: the run's own); its files have no name and vanish",
-    )
-    add("--no-nvme", dest="in_host_memory", action="store_true", help="keep all state in host memory")
-    add(
-        "--host-memory",
-        type=_size,
-        metavar="SIZE",
-        help='hard budget, like "512MiB" (default: half of what is available)',
-    )
-    add("--device", default=default.device, help='"cpu" or "cuda" (default: cpu)')
-    add("--aio", choices=_ENGINES, help="the I/O engine (default: the best that works)")
-    add("--steps", type=_at_least(1), default=default.steps, metavar="N", help=f"default {default.steps}")
-    add("--batch", type=_at_least(1), default=default.batch, metavar="N", help="sequences per forward (1)")
-    add(
-        "--sequence",
-        type=_at_least(2),
-        default=default.sequence,
-        metavar="N",
-        help=f"bytes per sequence ({default.sequence})",
-    )
-    add(
-        "--checkpointing",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="recompute activations (on)",
-    )
-    add("--accumulate", type=_at_least(1), default=1, metavar="N", help="backwards per step (1)")
-    add(
-        "--lr",
-        type=_not_negative,
-        default=default.lr,
-        metavar="X",
-        help=f"the highest learning rate ({default.lr})",
-    )
-    add(
-        "--weight-decay",
-        type=_not_negative,
-        default=default.weight_decay,
-        metavar="X",
-        help=f"({default.weight_decay})",
-    )
-    add(
-        "--warmup",
-        type=_at_least(0),
-        default=default.warmup,
-        metavar="N",
-        help=f"steps up to it, then a cosine ({default.warmup})",
-    )
-    add("--max-norm", type=_norm, metavar="X", help="clip the gradients' norm (default: none)")
-    add(
-        "--update",
-        choices=("auto", "forward", "backward"),
-        default="auto",
-        help="when the optimizer's updates are applied",
-    )
-    add("--seed", type=_at_least(0), default=0, metavar="N", help="of weights and text (0)")
-    add("--out", metavar="DIR", help="a new folder for log and picture (default: runs/<time>)")
-    add("--log-every", type=_at_least(1), default=1, metavar="N", help="steps per line of the log (1)")
-    add("--plain", action="store_true", help="the same in memory, by the reference recipe: for comparison")
-    add("--traceback", action="store_true", help="show where an error came from")
+    _add_model(parser.add_argument)
+    _add_recipe(parser.add_argument)
+    _add_run(parser.add_argument)
 
     def run(options: argparse.Namespace) -> int:
         return _train(options, parser.error)
 
     parser.set_defaults(run=run)
+
+
+def _add_model(add: Callable[..., object]) -> None:
+    presets = ", ".join(f"{name} ({preset.parameters / 1e6:,.0f} M)" for name, preset in PRESETS.items())
+    preset = _DEFAULT.preset
+    add("--preset", choices=PRESETS, default=preset, metavar="NAME", help=f"a Llama: {presets}; {preset}")
+    text = "a text file or folder (default: the sources of Python's standard library)"
+    add("--text", metavar="PATH", help=text)
+    nvme = "folder for the state (default: the run's own); its files have no name and vanish by themselves"
+    add("--nvme", metavar="DIR", help=nvme)
+    add("--no-nvme", dest="in_host_memory", action="store_true", help="keep all state in host memory")
+    budget = 'hard budget, like "512MiB" (default: half of what is available)'
+    add("--host-memory", type=_size, metavar="SIZE", help=budget)
+    add("--device", default=_DEFAULT.device, help='where the model computes, "cpu" or "cuda" (cpu)')
+    add("--aio", choices=_ENGINES, help="the I/O engine (default: the best that works)")
+
+
+def _add_recipe(add: Callable[..., object]) -> None:
+    def number(flag: str, kind: Callable[[str], object], what: str) -> None:
+        default = getattr(_DEFAULT, flag[2:].replace("-", "_"))
+        add(flag, type=kind, default=default, metavar="N", help=f"{what} ({default})")
+
+    number("--steps", _at_least(1), "updates of the weights")
+    number("--batch", _at_least(1), "sequences per forward")
+    number("--sequence", _at_least(2), "bytes per sequence")
+    number("--accumulate", _at_least(1), "forwards and backwards per step")
+    number("--lr", _not_negative, "the highest learning rate")
+    number("--weight-decay", _not_negative, "decoupled, as AdamW has it")
+    number("--warmup", _at_least(0), "steps in which the rate rises, before it falls along a cosine")
+    number("--seed", _at_least(0), "of weights and text")
+    checkpointing = "recompute activations in the backward (on)"
+    add("--checkpointing", action=argparse.BooleanOptionalAction, default=True, help=checkpointing)
+    add("--max-norm", type=_norm, metavar="X", help="clip the gradients' norm (none)")
+    update = "when updates are applied (auto: in the backward, unless gradients are clipped or accumulated)"
+    add("--update", choices=("auto", "forward", "backward"), default="auto", help=update)
+
+
+def _add_run(add: Callable[..., object]) -> None:
+    add("--out", metavar="DIR", help="a new folder for log and picture (default: runs/<time>)")
+    add("--log-every", type=_at_least(1), default=1, metavar="N", help="steps per line of the log (1)")
+    add("--plain", action="store_true", help="the same in memory, by the reference recipe: for comparison")
+    add("--traceback", action="store_true", help="show where an error came from")
 
 
 def _train(options: argparse.Namespace, refuse: Callable[[str], NoReturn]) -> int:

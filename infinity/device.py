@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from infinity import kernels
+from infinity.errors import ConfigError
 from infinity.memory import view
 
 
@@ -75,5 +76,15 @@ class CudaDevice:
 
 
 def open_device(name: str) -> Device:
-    """Return the device called `name`."""
-    return CpuDevice() if name == "cpu" else CudaDevice(name)
+    """Return the device called `name`.
+
+    Raises: ConfigError for a CUDA device that is not there.
+    """
+    if name == "cpu":
+        return CpuDevice()
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (torch.device(name).index or 0) >= count:
+        raise ConfigError(
+            f"device={name!r}: torch {torch.__version__} sees {count} CUDA devices; use device='cpu'"
+        )
+    return CudaDevice(name)

@@ -127,7 +127,7 @@ class Engine:
             for index, parameter in enumerate(parameters):
                 set_owner(parameter, self)
                 self._indices[id(parameter)] = (unit, index)
-                self._catch_gradient(parameter, unit, index)
+                self._catch_gradient(parameter)
         largest = max((unit.resident_nbytes for unit in self.units), default=0)
         self.budget = divide(self.budget.total_nbytes, largest)
         self.kept.limit_nbytes = self.budget.kept_nbytes
@@ -135,13 +135,13 @@ class Engine:
         self.gradients.open(self.budget, self.kept)
         logger.info("%d units, %s; %s", len(self.units), self.config, self.budget)
 
-    def _catch_gradient(self, parameter: nn.Parameter, unit: Unit, index: int) -> None:
-        engine = weakref.ref(self)
+    def _catch_gradient(self, parameter: nn.Parameter) -> None:
+        engine = weakref.ref(self)  # and no unit: torch would keep it, and its parameters, for ever
 
         def caught(parameter: torch.Tensor) -> None:
             alive = engine()
             if alive is not None:
-                alive.accumulated(parameter, unit, index)
+                alive.accumulated(parameter, *alive._indices[id(parameter)])
 
         required, parameter.requires_grad = (
             parameter.requires_grad,
@@ -295,8 +295,7 @@ class Engine:
         """
         while self._to_pin and self._to_pin[0][2] <= self.kept.free_nbytes:
             record, name, nbytes = self._to_pin.popleft()
-            self.kept.set_aside(-nbytes)
-            extent = self.host_store.allocate(nbytes, f"{record.name}.{name}")
+            extent = self.host_store.allocate_promised(nbytes)
             self.lane.submit(MovePass(record, name, extent, self.budget.tile_numel))
 
     def check_fits(self, what: str, nbytes: int) -> None:

@@ -37,15 +37,15 @@ class Exchange:
         """Listen to a module's state_dict and load_state_dict."""
         exchange = self
 
-        def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        def before_save(module: nn.Module, *_rest: object) -> None:
             exchange._begin(module)
 
-        def after_save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        def after_save(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
             exchange._unshare(module, state, prefix)
             exchange._end()
 
         def before_load(
-            module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any
+            module: nn.Module, _state: Any, _prefix: str, metadata: dict[str, Any], *_rest: object
         ) -> None:
             if metadata.get("assign_to_params_buffers"):
                 raise UnsupportedError(
@@ -53,7 +53,7 @@ class Exchange:
                 )
             exchange._module = weakref.ref(module)
 
-        def after_load(module: nn.Module, keys: Any) -> None:
+        def after_load(_module: nn.Module, _keys: Any) -> None:
             exchange._module = None
 
         module.register_state_dict_pre_hook(before_save)
@@ -118,6 +118,7 @@ def _check_room(module: nn.Module) -> None:
     available = psutil.virtual_memory().available
     if needed > available:
         raise HostMemoryError(
-            f"state_dict: plain copies of the parameters take {format_size(needed)}, {format_size(available)} of memory are "
-            "available. Take the state_dict of one submodule at a time."
+            f"state_dict: plain copies of the parameters take "
+            f"{format_size(needed)}, {format_size(available)} "
+            "of memory are available. Take the state_dict of one submodule at a time."
         )

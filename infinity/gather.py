@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from infinity.engine import Engine, engine_of
-from infinity.errors import HostMemoryError, NotResidentError
+from infinity.errors import HostMemoryError, NotResidentError, UnsupportedError
 from infinity.passes import WritePass
 from infinity.sizes import format_size
 from infinity.unit import Unit
@@ -41,15 +41,27 @@ def gathered(
         if write:
             for unit, engine in units.items():
                 _write_back(engine, unit)
+        else:
+            _refuse_changes(units)
         for unit in units:
             if _shares(unit) > shares[unit] and unit.users == 1:
                 raise NotResidentError(
-                    f"{unit.name}: a tensor that shares memory with its parameters outlives `with infinity.gathered(...)`, where "
+                    f"{unit.name}: a tensor that shares memory with its parameters outlives "
+                    "`with infinity.gathered(...)`, where "
                     "that memory is given back. Keep a copy instead: p.detach().clone()."
                 )
     finally:
         for unit in held:
             units[unit].executor.drop(unit)
+
+
+def _refuse_changes(units: Iterable[Unit]) -> None:
+    changed = [name for unit in units if unit.users == 1 and (name := unit.modified())]
+    if changed:
+        raise UnsupportedError(
+            f"{changed[0]} was changed inside `with infinity.gathered(...)`, and the change is lost: "
+            "use gathered(..., write=True)"
+        )
 
 
 def _units_of(what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> dict[Unit, Engine]:
@@ -76,8 +88,8 @@ def _check_room(units: dict[Unit, Engine]) -> None:
     available = psutil.virtual_memory().available
     if needed > available:
         raise HostMemoryError(
-            f"gathered: the values take {format_size(needed)}, {format_size(available)} of memory are available. "
-            "Gather fewer parameters at a time."
+            f"gathered: the values take {format_size(needed)}, {format_size(available)} of memory are "
+            "available. Gather fewer parameters at a time."
         )
 
 

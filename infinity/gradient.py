@@ -92,6 +92,8 @@ class GradientStore:
         self._kept = Ledger(0)
         self._outgoing = Ledger(0)
         self._jobs: deque[Pass] = deque()
+        self.stall_s = 0.0
+        """Seconds that computing waited for gradients to be written or applied."""
         self.least_total: Callable[[str], int] = lambda _: 0
         """The host_memory, in bytes, that holds all gradients in a field as well; set by the engine."""
         self.flush_unit: Callable[[Unit], None] = lambda _: None
@@ -162,7 +164,7 @@ class GradientStore:
             if not self._jobs:
                 self._outgoing.reserve_anyway(nbytes)  # larger than the share: it counts as the unit in use
                 return
-            self._lane.wait(self._jobs.popleft())
+            self.stall_s += self._lane.wait(self._jobs.popleft())
 
     def sent(self, job: Pass) -> None:
         """Remember a pass that will let go of outgoing gradients."""

@@ -91,17 +91,18 @@ class Hooks:
 
     @property
     def in_forward(self) -> bool:
-        """Whether a forward or backward is under way, in which a released parameter may be fetched on demand.
-        """
+        """Whether a forward or backward is under way: a released parameter may be fetched on demand."""
         return bool(self._frames) or graph_task() != -1
 
     def watch(self, unit: Unit) -> None:
         """Recognise the storage of `unit` when autograd saves it."""
         self._by_storage[unit.storage_key()] = unit
 
+        by_storage = self._by_storage  # not `self`: parameters outlive their engine, and hold the unit
+
         def moved(old_key: int) -> None:
-            self._by_storage.pop(old_key, None)
-            self._by_storage[unit.storage_key()] = unit
+            by_storage.pop(old_key, None)
+            by_storage[unit.storage_key()] = unit
 
         unit.moved = moved
 
@@ -126,7 +127,7 @@ class Hooks:
                 leaves = pytree.tree_leaves(inputs)
                 watched = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
             elif pair is None or not hasattr(pair[0], "infinity"):
-                saving = self._packing(*(pair or (_as_is, _as_is)))
+                saving = self._packing(*((_as_is, _as_is) if pair is None else pair))
         frame = Frame(id(module), task, watched, saving)
         self._frames.append(frame)
         if task != -1:
@@ -170,8 +171,9 @@ class Hooks:
                 break
         if modified:
             raise UnsupportedError(
-                f"{modified} was changed in place inside a forward; the change would be lost when it is released. Change parameters "
-                "between steps, inside `with infinity.gathered(model, write=True):`."
+                f"{modified} was changed in place inside a forward; the change would be lost with its release. "
+                "Change parameters between steps, "
+                "inside `with infinity.gathered(model, write=True):`."
             )
 
     def _abandon_frames(self) -> None:
@@ -231,12 +233,13 @@ class Hooks:
         unit = packed.unit
         if packed.version != unit.version:
             raise RuntimeError(
-                f"{unit.name}: its parameters were changed (by optimizer.step(), gathered(write=True) or load_state_dict) after the forward "
-                "whose backward is running. Run forward and backward again after a step; "
+                f"{unit.name}: its parameters were changed (by optimizer.step(), gathered(write=True) or "
+                "load_state_dict) after the forward whose backward is running. "
+                "Run forward and backward again after a step; "
                 'with retain_graph, call step() after the last backward (and not update="backward").'
             )
         if graph_task() == -1 or torch.is_grad_enabled():
-            # Looked at outside a backward, or by create_graph=True, whose graph needs the values for longer than this node.
+            # Looked at outside a backward, or by create_graph=True, whose graph outlives this node.
             self._executor.hold_aside(unit)
             copy = unit.flat.as_strided(packed.shape, packed.stride, packed.offset).clone()
             self._executor.drop(unit)
@@ -283,7 +286,7 @@ class Hooks:
         """
         missing = len(inputs)
 
-        def arrived(grad: torch.Tensor) -> None:
+        def arrived(_grad: torch.Tensor) -> None:
             nonlocal missing
             missing -= 1
             if not missing:

@@ -12,7 +12,7 @@ modules.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -64,7 +64,7 @@ class _Entry:
         self.index = 0
 
     def take(self, parameter: nn.Parameter) -> None:
-        """Look at what the parameter has become (`p.data = ...`): of another dtype, or of a shape that needs another record."""
+        """Look at what `p.data = ...` made of it: another dtype, or a shape that needs another record."""
         if parameter.dtype not in _FLOATS:
             raise UnsupportedError(_other_dtype(f"{type(self.module()).__name__}.{self.name}", parameter))
         self.dtype = parameter.dtype
@@ -101,6 +101,7 @@ class _Construction:
         self._engine = engine
         self._entries: dict[int, _Entry] = {}
         self._real: dict[int, _Entry] = {}  # oldest touch first
+        self._records: list[Record] = []
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._window_nbytes = max(engine.budget.total_nbytes // 2, 1)
 
@@ -144,7 +145,8 @@ class _Construction:
             )
         if parameter.device.type == "meta":
             raise UnsupportedError(
-                f"{what} is on the meta device: it has no values to keep. Build the model on the CPU inside Init."
+                f"{what} is on the meta device: it has no values to keep. "
+                "Build the model on the CPU inside Init."
             )
         if parameter.dtype not in _FLOATS:
             raise UnsupportedError(_other_dtype(what, parameter))
@@ -155,9 +157,9 @@ class _Construction:
     # Eviction and its reverse
 
     def _make_room(self, keep: Iterable[nn.Module | None]) -> None:
-        """Evict the modules touched longest ago until what is real fits the window; never a part of `keep`.
+        """Evict the modules touched longest ago until what is real fits the window.
 
-        Nor what others hold a view of (`w = p.data`): they may yet write to it.
+        Never a part of `keep`, nor what others hold a view of (`w = p.data`): they may yet write to it.
         """
         self._real = {key: entry for key, entry in self._real.items() if entry.parameter() is not None}
         real_nbytes = sum(entry.nbytes for entry in self._real.values())
@@ -168,7 +170,9 @@ class _Construction:
             parameter, module = entry.parameter(), entry.module()
             if parameter is None or id(parameter) not in self._real or id(module) in kept:
                 continue
-            together = [entry] if module is None else [one for one in self._real.values() if one.module() is module]
+            together = (
+                [entry] if module is None else [one for one in self._real.values() if one.module() is module]
+            )
             if not any(_has_views(one.parameter()) for one in together):
                 real_nbytes -= sum(one.nbytes for one in together)
                 self._evict(together)
@@ -183,6 +187,7 @@ class _Construction:
             module = fresh[0][0].module()
             name = f"{type(module).__name__} no. {len(self._entries)}"
             record = self._engine.new_record([parameter for _, parameter in fresh], name)
+            self._records.append(record)
             for index, (entry, _) in enumerate(fresh):
                 entry.record, entry.index = record, index
         values: dict[Record, dict[int, dict[str, torch.Tensor]]] = {}
@@ -254,27 +259,33 @@ class _Construction:
         taken: dict[Record, int] = {}
         for name, module in named:
             for parameter in module._parameters.values():
-                entry = self._entries.get(id(parameter)) if parameter is not None else None
-                if entry is None or entry.record is None or entry.parameter() is not parameter:
+                known = self._entries.get(id(parameter)) if parameter is not None else None
+                record = known.record if known is not None and known.parameter() is parameter else None
+                if record is None:
                     continue
-                record = entry.record
                 if record not in taken:
                     taken[record] = len(units)
                     record.name = name or type(module).__name__
                     units.append(self._unit(record, records[record], found))
                 if taken[record] not in units_of.setdefault(id(module), []):
                     units_of[id(module)].append(taken[record])
-        for record in records.keys() - taken.keys():
-            for field in ("hi", "lo"):
-                record.drop(field)
+        self._drop_all_but(taken)
         self._name_segments(named, units)
         self._engine.build_with(None)
         self._engine.open(units)
         for _, module in named:
             if any(True for _ in module.parameters()):
-                self._engine.hook(
-                    module, [self._engine.units[index] for index in units_of.get(id(module), [])]
-                )
+                # MultiheadAttention uses its child's weight itself, and its fast path only if it is there.
+                whole = module.modules() if isinstance(module, nn.MultiheadAttention) else (module,)
+                indices = dict.fromkeys(index for part in whole for index in units_of.get(id(part), []))
+                self._engine.hook(module, [self._engine.units[index] for index in indices])
+
+    def _drop_all_but(self, taken: Container[Record]) -> None:
+        """Give back the records of parameters that are in no model."""
+        for record in self._records:
+            if record not in taken:
+                for field in ("hi", "lo"):
+                    record.drop(field)
 
     def _unit(
         self, record: Record, entries: list[_Entry], found: set[int]
@@ -336,7 +347,7 @@ class Init:
         self._construction: _Construction | None = None
         self._hooks: list[Any] = []
 
-    def __enter__(self) -> Init:
+    def __enter__(self) -> Init:  # noqa: PYI034 - Self is of Python 3.11
         """Open the engine and listen to registrations."""
         if Init._active is not None:
             raise UnsupportedError("Init inside another Init: build the models one after the other")

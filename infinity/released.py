@@ -26,7 +26,35 @@ _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 """Attributes of a tensor that hand out its values; every other attribute is metadata."""
 
 _METADATA = frozenset(
-    ["size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "is_floating_point", "is_complex", "is_contiguous", "get_device", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "is_same_size", "is_shared", "is_inference", "is_conj", "is_neg", "is_signed", "retain_grad", "__hash__", "__len__", "has_names", "_is_view", "_has_compatible_shallow_copy_type"]
+    [
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "element_size",
+        "stride",
+        "storage_offset",
+        "is_floating_point",
+        "is_complex",
+        "is_contiguous",
+        "get_device",
+        "requires_grad_",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "is_same_size",
+        "is_shared",
+        "is_inference",
+        "is_conj",
+        "is_neg",
+        "is_signed",
+        "retain_grad",
+        "__hash__",
+        "__len__",
+        "has_names",
+        "_is_view",
+        "_has_compatible_shallow_copy_type",
+    ]
 )
 CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "half", "double", "bfloat16", "type"})
 
@@ -78,14 +106,15 @@ class Released(nn.Parameter):
             return _convert(parameters[0], operation, func, args, kwargs)
         owner = owner_of(parameters[0])
         if owner is None:
+            shape = tuple(parameters[0].shape)
             raise NotResidentError(
-                f"a parameter of shape {tuple(parameters[0].shape)} is used by {operation}(), but its engine is gone"
+                f"a parameter of shape {shape} is used by {operation}(), but its engine is gone"
             )
         answer = owner.touch(parameters, operation, (*args, *kwargs.values()))
         if answer is None:
             answer = func(*args, **kwargs)
             if operation == "detach" and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
-                answer.__class__ = nn.Parameter  # nn.Parameter(p) asks for the type it gave, which has changed meanwhile
+                answer.__class__ = nn.Parameter  # nn.Parameter(p) wants the type back that p has by now
         return answer
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -114,8 +143,9 @@ def not_resident(parameter: nn.Parameter, operation: str, name: str | None = Non
     """Return the error for a use of `parameter` while it is released."""
     what = f"parameter {name!r}" if name else f"a parameter of shape {tuple(parameter.shape)}"
     return NotResidentError(
-        f"{what} is not resident (its values are in host memory or on NVMe) and was used by {operation}() outside forward and "
-        "backward. Wrap the code in `with infinity.gathered(module_or_parameters):` (write=True to change the values)."
+        f"{what} is not resident (its values are in host memory or on NVMe) and was used by "
+        f"{operation}() outside forward and backward. Wrap the code in "
+        "`with infinity.gathered(module_or_parameters):` (write=True to change the values)."
     )
 
 

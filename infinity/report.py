@@ -233,9 +233,14 @@ class Run:
         rows.append(("state in host memory now", format_size(after.host_nbytes)))
         if self.steps:
             rows += self._traffic()
-            stall = after.stall_s - before.stall_s
-            compute = sum(step.seconds for step in self.steps) - stall
-            rows.append(("main thread", f"computing {compute:.1f} s, waiting for a unit {stall:.1f} s"))
+            units = after.stall_s - before.stall_s
+            gradients = after.gradient_stall_s - before.gradient_stall_s
+            main = (
+                ("computing", sum(step.seconds for step in self.steps) - units - gradients),
+                ("waiting for a unit", units),
+                ("for gradients to leave", gradients),
+            )
+            rows.append(("main thread", ", ".join(f"{name} {spent:.1f} s" for name, spent in main)))
         lane = (
             ("reads awaited", after.lane_read_wait_s - before.lane_read_wait_s),
             ("work", after.lane_work_s - before.lane_work_s),

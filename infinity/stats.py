@@ -52,6 +52,8 @@ class Stats:
     """Uses that were not the next one of the plan."""
     stall_s: float
     """Seconds that computing waited for a unit."""
+    gradient_stall_s: float
+    """Seconds that computing waited for gradients to be written or applied."""
     lane_read_wait_s: float
     lane_work_s: float
     lane_write_wait_s: float
@@ -98,6 +100,7 @@ def stats(model: nn.Module) -> Stats:
         misses=counts.misses,
         divergences=counts.divergences,
         stall_s=counts.stall_s,
+        gradient_stall_s=engine.gradients.stall_s,
         lane_read_wait_s=times.read_wait_s,
         lane_work_s=times.work_s,
         lane_write_wait_s=times.write_wait_s,

@@ -142,11 +142,7 @@ class NvmeStore:
                 self._file.allocate(self.allocated_nbytes, nbytes)
             except aio.StorageFullError as error:
                 if nbytes == least_nbytes:
-                    error.add_note(
-                        f"while making room for {what}; {format_size(self.allocated_nbytes)} are allocated "
-                        "so far"
-                    )
-                    raise
+                    raise _named(error, what, self.allocated_nbytes) from None
             else:
                 self.allocated_nbytes += nbytes
                 return
@@ -178,6 +174,14 @@ class NvmeStore:
         self.engine.close()
 
 
+def _named(error: aio.StorageFullError, what: str, allocated_nbytes: int) -> aio.StorageFullError:
+    """Return `error` with what the space was for, and how much there is so far."""
+    text = f"{error.strerror}\n  for: {what}; {format_size(allocated_nbytes)} are allocated so far"
+    named = aio.StorageFullError(error.errno, text, error.filename)
+    named.needed, named.free = error.needed, error.free
+    return named
+
+
 class HostStore:
     """Extents in host memory, charged to a ledger."""
 
@@ -201,6 +205,15 @@ class HostStore:
                 f"{format_size(self.ledger.limit_nbytes)}. Give Config a larger host_memory, or a folder on "
                 "NVMe (nvme=...)."
             )
+        return self._extent(nbytes)
+
+    def allocate_promised(self, nbytes: int) -> Extent:
+        """Return an extent for bytes that were set aside in the ledger, and are free by now."""
+        self.ledger.set_aside(-nbytes)
+        self.ledger.reserve_anyway(nbytes)
+        return self._extent(nbytes)
+
+    def _extent(self, nbytes: int) -> Extent:
         arena = Arena(nbytes)
         self._arenas[arena.address] = arena
         return Extent(self, arena.address, nbytes)

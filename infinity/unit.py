@@ -28,8 +28,7 @@ from infinity.store import Record
 if TYPE_CHECKING:
     from infinity.gradient import Gradient
     from infinity.lanes import Pass
-    from infinity.passes import Update
-    from infinity.passes import FetchPass
+    from infinity.passes import FetchPass, Update
 
 logger = logging.getLogger("infinity")
 
@@ -49,7 +48,7 @@ class Unit:
         self._own_shares = 0
         self._abandoned: list[StorageWeakRef] = []
         self._versions: list[int] = []
-        self.moved: Callable[[int], None] = lambda old_key: None
+        self.moved: Callable[[int], None] = _nothing
         """Called with the old storage's key when the unit has left it to others."""
         # Residence
         self.fetch: Pass | None = None
@@ -178,13 +177,19 @@ class Unit:
     def __repr__(self) -> str:
         """Name and state."""
         state = "attached" if self.attached else "resident" if self.fetch else "released"
-        return f"<Unit {self.name}, {self.shard.numel} elements, {state}, {self.users} users, {len(self.pending)} pending>"
+        uses = f"{self.users} users, {len(self.pending)} pending"
+        return f"<Unit {self.name}, {self.shard.numel} elements, {state}, {uses}>"
+
+
+def _nothing(old_key: int) -> None:
+    """Nobody follows the unit's storage."""
 
 
 def _saved_itself(parameter: nn.Parameter) -> bool:
     """Whether a graph holds the parameter itself, which it reads again, and not a view of its values."""
-    in_transform = torch.is_inference_mode_enabled() or torch._C._functorch.peek_interpreter_stack() is not None
-    if parameter._use_count() == 1 or in_transform:
+    holders: Callable[[], int] = parameter._use_count  # type: ignore[attr-defined]
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    if holders() == 1 or transformed or torch.is_inference_mode_enabled():
         return False
     node = torch.autograd.graph.get_gradient_edge(parameter) if parameter.requires_grad else None
-    return bool(parameter._use_count() > 1 + (node is not None))
+    return holders() > 1 + (node is not None)

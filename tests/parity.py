@@ -1,4 +1,4 @@
-"""Runs a training twice, on a model built plainly and on one built inside Init, and compares all that it shows."""
+"""Runs a training twice, on a model built plainly and on one built inside Init; compares all it shows."""
 
 import contextlib
 import gc
@@ -153,7 +153,7 @@ def tokens(vocabulary, *shape):
 def engines():
     """Return the engines that are alive."""
     gc.collect()
-    return [one for one in gc.get_objects() if isinstance(one, Engine)]
+    return [one for one in gc.get_objects() if type(one) is Engine]
 
 
 class Wrap(nn.Module):

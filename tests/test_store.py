@@ -96,5 +96,5 @@ def test_a_full_disk_is_named_with_what_was_to_be_stored(folder):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert caught.value.errno in (errno.EFBIG, errno.ENOSPC)
-    assert "layers.1.hi" in "".join([str(caught.value), *caught.value.__notes__])
+    assert "for: layers.1.hi" in str(caught.value)
     store.close()

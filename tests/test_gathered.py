@@ -1,0 +1,182 @@
+"""Trusted: masters as the engine reads them. Faked: nothing."""
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity import NotResidentError, UnsupportedError
+from infinity.engine import engine_of
+from parity import (
+    build_both,
+    differences,
+    gradients,
+    halves,
+    nothing_waits,
+    optimizers,
+    repeatable,
+    resident,
+    train,
+)
+
+
+@pytest.fixture(autouse=True)
+def _repeatable():
+    with repeatable():
+        yield
+
+
+@pytest.fixture(params=["in memory", pytest.param("on disk", marks=pytest.mark.disk)])
+def nvme(request):
+    return None if request.param == "in memory" else request.getfixturevalue("folder")
+
+
+X = halves(3, 8)
+
+
+def build():
+    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+
+
+@pytest.fixture
+def both(nvme):
+    return build_both(build, nvme=nvme)
+
+
+def master(parameter):
+    return engine_of(parameter).read(parameter, ["master"])[0]
+
+
+def test_values_are_ordinary_tensors_inside(both):
+    plain, ours = both
+    with infinity.gathered(ours):
+        assert type(ours[0].weight) is nn.Parameter
+        assert differences([*plain.parameters()], [one.clone() for one in ours.parameters()]) == []
+        assert ours[0].weight.data_ptr()
+    assert resident(ours) == []
+    with infinity.gathered(ours[0].weight), pytest.raises(NotResidentError):
+        ours[2].weight.sum()
+    with infinity.gathered([ours[0].weight, ours[2].bias]):
+        assert torch.equal(ours[2].bias, plain[2].bias)
+
+
+def test_updates_that_are_pending_are_seen(both):
+    plain, ours = both
+    for model, optimizer in zip(both, optimizers(plain, ours), strict=True):
+        train(model, optimizer, X, steps=2)
+    with infinity.gathered(ours):
+        assert differences([*plain.parameters()], [one.clone() for one in ours.parameters()]) == []
+
+
+def test_elements_that_change_get_masters_equal_to_them_and_the_others_keep_theirs(both):
+    plain, ours = both
+    pair = optimizers(plain, ours)
+
+    def loop(model, optimizer, change):
+        shown = train(model, optimizer, X, steps=2)
+        change(model)
+        return shown + train(model, optimizer, X, steps=2, seed=9)
+
+    def change_plain(model):
+        with torch.no_grad():
+            model[0].weight[2] = 0.5
+            model[2].bias.add_(1)
+
+    def change_ours(model):
+        before = master(model[0].weight)
+        with infinity.gathered(model, write=True):
+            change_plain(model)
+        after = master(model[0].weight)
+        assert torch.equal(after[2], torch.full((8,), 0.5))
+        assert torch.equal(after[[0, 1, 3, 4, 5, 6, 7]], before[[0, 1, 3, 4, 5, 6, 7]])
+
+    expected = loop(plain, pair[0], change_plain)
+    assert differences(expected, loop(ours, pair[1], change_ours)) == []
+
+
+def test_it_nests(both):
+    _, ours = both
+    with infinity.gathered(ours, write=True):
+        with infinity.gathered(ours[0], write=True), torch.no_grad():
+            ours[0].bias.fill_(3)
+        assert ours[0].bias.tolist() == [3.0] * 8
+        with torch.no_grad():
+            ours[0].weight.fill_(2)
+    assert (master(ours[0].bias) == 3).all()
+    assert (master(ours[0].weight) == 2).all()
+    assert resident(ours) == []
+
+
+def test_a_model_runs_forward_and_backward_inside(both):
+    _, ours = both
+    with infinity.gathered(ours):
+        shown = []
+        for model in both:
+            x = X(torch.Generator().manual_seed(1))[0].requires_grad_()
+            model(x).float().square().sum().backward()
+            shown.append([x.grad, gradients(model)])
+    assert differences(*shown) == []
+    assert resident(ours) == []
+
+
+def test_an_exception_inside_writes_nothing(both):
+    plain, ours = both
+
+    def zero_and_raise():
+        with infinity.gathered(ours, write=True):
+            ours[0].weight.data.zero_()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        zero_and_raise()
+    assert differences(dict(plain.state_dict()), dict(ours.state_dict())) == []
+    assert resident(ours) == []
+
+
+def test_a_view_kept_beyond_the_with_is_an_error_and_keeps_its_values(both):
+    plain, ours = both
+    with pytest.raises(NotResidentError, match=r"0: a tensor that shares memory"), infinity.gathered(ours):
+        kept = ours[0].weight.detach()
+    assert torch.equal(kept, plain[0].weight)
+    assert resident(ours) == []
+    with infinity.gathered(ours):
+        assert torch.equal(ours[0].weight, plain[0].weight)
+
+
+def test_changing_values_without_write_is_an_error(both):
+    plain, ours = both
+    with (
+        pytest.raises(UnsupportedError, match=r"0.weight.*write=True"),
+        infinity.gathered(ours),
+        torch.no_grad(),
+    ):
+        ours[0].weight.zero_()
+    assert differences(dict(plain.state_dict()), dict(ours.state_dict())) == []
+
+
+def test_parameters_that_are_not_ours_are_refused():
+    with pytest.raises(ValueError, match="was not built inside"), infinity.gathered(nn.Linear(2, 2)):
+        pass
+
+
+def test_a_step_inside_is_refused_and_works_afterwards(both):
+    plain, ours = both
+    pair = optimizers(plain, ours)
+    x = X(torch.Generator())[0]
+    for model in both:
+        model(x).float().sum().backward()
+    with pytest.raises(UnsupportedError, match="step"), infinity.gathered(ours):
+        pair[1].step()
+    pair[0].step()
+    pair[1].step()
+    assert differences(dict(plain.state_dict()), dict(ours.state_dict())) == []
+
+
+def test_a_graph_older_than_a_change_is_refused(both):
+    _, ours = both
+    nothing_waits(ours)
+    loss = ours(X(torch.Generator())[0].requires_grad_()).float().sum()
+    with infinity.gathered(ours, write=True), torch.no_grad():
+        ours[0].weight.zero_()
+    with pytest.raises(RuntimeError, match="were changed"):
+        loss.backward()
