@@ -171,7 +171,7 @@ class Hooks:
                 break
         if modified:
             raise UnsupportedError(
-                f"{modified} was changed in place inside a forward; the change would be lost with its release. "
+                f"{modified} was changed in place inside a forward; the change would be lost. "
                 "Change parameters between steps, "
                 "inside `with infinity.gathered(model, write=True):`."
             )

@@ -214,7 +214,7 @@ class HostStore:
         return self._extent(nbytes)
 
     def _extent(self, nbytes: int) -> Extent:
-        arena = Arena(nbytes)
+        arena = Arena(max(nbytes, BLOCK))  # parameters may be empty
         self._arenas[arena.address] = arena
         return Extent(self, arena.address, nbytes)
 

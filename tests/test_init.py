@@ -409,7 +409,7 @@ import infinity
 def rss():
     return int(open("/proc/self/status").read().split("VmRSS:")[1].split()[0]) * 1024
 torch.set_num_threads(1)
-config = transformers.LlamaConfig(vocab_size=16000, hidden_size=1024, num_hidden_layers=13, 
+config = transformers.LlamaConfig(vocab_size=16000, hidden_size=1024, num_hidden_layers=13,
     num_attention_heads=16,
                                   intermediate_size=2816, tie_word_embeddings=False)
 transformers.LlamaForCausalLM
