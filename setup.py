@@ -57,7 +57,9 @@ def build(name: str, into: Path) -> None:
     if name == "aio":
         ring = liburing()
         note = " with io_uring" if ring else " without io_uring (no static liburing found): the thread engine"
-        flags, link = ([*AIO, "-DHAVE_LIBURING", *ring[0]], [*ring[1], "-Wl,--exclude-libs,ALL"]) if ring else (AIO, [])
+        flags, link = (
+            ([*AIO, "-DHAVE_LIBURING", *ring[0]], [*ring[1], "-Wl,--exclude-libs,ALL"]) if ring else (AIO, [])
+        )
     into.mkdir(parents=True, exist_ok=True)
     library = into / f"_{name}.so"
     unfinished = library.with_name(f"{library.name}.{os.getpid()}")  # a running process keeps the old one

@@ -12,7 +12,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import psutil
 import torch
@@ -141,7 +141,7 @@ class Engine:
         def caught(parameter: torch.Tensor) -> None:
             alive = engine()
             if alive is not None:
-                alive.accumulated(parameter, *alive._indices[id(parameter)])
+                alive.accumulated(parameter, *alive.unit_of(cast("nn.Parameter", parameter)))
 
         required, parameter.requires_grad = (
             parameter.requires_grad,

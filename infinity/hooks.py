@@ -1,19 +1,22 @@
 """What a forward and a backward do with units: module hooks, saved-tensor hooks, and leases that end when
 gradients have come.
 
-[Note: what autograd sees] A module's units are held during its forward. What autograd saves of a weight is
-packed as (unit, alias) and unpacked by fetching the unit again, so a released weight costs nothing between
-its forward and its backward. Inside a checkpoint autograd saves nothing in the forward; what the
-recomputation saves in the backward is the real storage, so units used there are held until their gradients
-have accumulated. In all that, nothing relies on the model's structure.
+[Note: what autograd sees]
+A module's units are held during its forward. What autograd saves of a weight is packed as (unit, alias) and
+unpacked by fetching the unit again, so a released weight costs nothing between its forward and its backward.
+Inside a checkpoint autograd saves nothing in the forward; what the recomputation saves in the backward is the
+real storage, so units used there are held until their gradients have accumulated. In all that, nothing relies
+on the model's structure.
 
-[Note: graph tasks] Reentrant checkpoints run a backward inside a backward, each a graph task with a higher
-id. A hold begun by a recomputation in task p ends when the unit's gradients accumulate in p itself
-(non-reentrant) or in the task started right under p (reentrant).
+[Note: graph tasks]
+Reentrant checkpoints run a backward inside a backward, each a graph task with a higher id. A hold begun by a
+recomputation in task p ends when the unit's gradients accumulate in p itself (non-reentrant) or in the task
+started right under p (reentrant).
 
-[Note: leases] A node of the graph may have saved several weights, and unpacks them one by one. So what it
-unpacks is leased until another node of the same graph task unpacks something, or the task is over. A node
-that starts a backward of its own keeps its lease meanwhile.
+[Note: leases]
+A node of the graph may have saved several weights, and unpacks them one by one. So what it unpacks is leased
+until another node of the same graph task unpacks something, or the task is over. A node that starts a
+backward of its own keeps its lease meanwhile.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Init: build any model without ever holding it.
 
-[Note: modules under construction] Parameters stay real, in the dtype they are drawn in, while their module is
-being built: initialisation may work on views, or come later. What is real is bounded by a window of half the
-budget; when it is full, the modules touched longest ago are *evicted*: their masters are split and written.
-An evicted parameter that is touched again (Hugging Face initialises when the whole model stands) becomes real
-again. So the same random numbers are drawn, in the same order and dtype, as without Init. When the `with`
-ends, everything is evicted, and what came without registration (copy.deepcopy) has been found by walking the
-modules.
+[Note: modules under construction]
+Parameters stay real, in the dtype they are drawn in, while their module is being built: initialisation may
+work on views, or come later. What is real is bounded by a window of half the budget; when it is full, the
+modules touched longest ago are *evicted*: their masters are split and written. An evicted parameter that is
+touched again (Hugging Face initialises when the whole model stands) becomes real again. So the same random
+numbers are drawn, in the same order and dtype, as without Init. When the `with` ends, everything is evicted,
+and what came without registration (copy.deepcopy) has been found by walking the modules.
 """
 
 from __future__ import annotations

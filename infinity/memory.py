@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import threading
 from dataclasses import dataclass
 
@@ -110,6 +111,7 @@ class Ledger:
         self.aside_nbytes = 0
         """Bytes that are promised, and not to be had by `try_reserve`."""
         self._lock = threading.RLock()  # a gradient that is collected gives its bytes back, at any moment
+        self._pid = os.getpid()
 
     @property
     def free_nbytes(self) -> int:
@@ -136,7 +138,9 @@ class Ledger:
             self.aside_nbytes += nbytes
 
     def release(self, nbytes: int) -> None:
-        """Give back `nbytes` that were reserved."""
+        """Give back `nbytes` that were reserved. A forked child, whose lock nobody may free, keeps them."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             self.held_nbytes -= nbytes
 

@@ -1,11 +1,12 @@
 """Parameters whose values are elsewhere: what stands in for them, and the guard that keeps it from being
 used.
 
-[Note: released parameters] A released parameter is the same Parameter object, with `.data` a placeholder of
-the true shape (one NaN, stride 0) and `__class__` set to `Released`. Metadata (shape, dtype, device, numel,
-grad, ...) is answered as ever; any other use goes to the owner, which brings the values back (inside a
-forward, or while a model is built) or raises NotResidentError. A storage of size 0
-alone would not do: reading it through torch is a segmentation fault.
+[Note: released parameters]
+A released parameter is the same Parameter object, with `.data` a placeholder of the true shape (one NaN,
+stride 0) and `__class__` set to `Released`. Metadata (shape, dtype, device, numel, grad, ...) is answered as
+ever; any other use goes to the owner, which brings the values back (inside a forward, or while a model is
+built) or raises NotResidentError. A storage of size 0 alone would not do: reading it through torch is a
+segmentation fault.
 """
 
 from __future__ import annotations

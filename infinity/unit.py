@@ -1,14 +1,16 @@
 """A unit at run time: the parameters that are fetched, used and released together.
 
-[Note: the forms of a parameter] master   fp32, never stored as such          the optimizer's truth = join(hi,
-lo) hi, lo   bf16 + 16 bits, flat, in the record   what a step computes with is hi flat     bf16, on the
-device                 hi, while the unit is resident; one torch storage for the unit's whole life view
-bf16, a parameter's shape           into flat; `parameter.data` while the unit is attached
+[Note: the forms of a parameter]
+master   fp32, never stored as such            the optimizer's truth = join(hi, lo)
+hi, lo   bf16 + 16 bits, flat, in the record   what a step computes with is hi
+flat     bf16, on the device                   hi, while the unit is resident; one torch storage
+view     bf16, a parameter's shape             into flat; `parameter.data` while the unit is attached
 
-[Note: abandoned storage] Taking the bytes of a storage away while anyone still has a view of it would be a
-segmentation fault: a module may cache `self.weight.t()`, return its weight, or keep it in a graph of its own.
-So a release counts who shares the storage. If anybody but the unit does, they keep it, with the values it
-has, and the unit goes on with a new one. That costs memory, never a wrong value.
+[Note: abandoned storage]
+Taking the bytes of a storage away while anyone still has a view of it would be a segmentation fault: a module
+may cache `self.weight.t()`, return its weight, or keep it in a graph of its own. So a release counts who
+shares the storage. If anybody but the unit does, they keep it, with the values it has, and the unit goes on
+with a new one. That costs memory, never a wrong value.
 """
 
 from __future__ import annotations

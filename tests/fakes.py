@@ -35,7 +35,7 @@ class _Transfer:
 
 
 class FakeDisk:
-    """A store in a bytearray. `fail_at`: the number of the transfer that raises EIO; `flip_at`: of the read that comes back wrong."""
+    """A store in a bytearray. fail_at, flip_at: which transfer raises EIO, or comes back wrong."""
 
     tier = "nvme"
 

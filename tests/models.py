@@ -18,7 +18,15 @@ SIZES = {
     "num_key_value_heads": 2,
     "intermediate_size": 64,
 }
-GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
+GPT2 = {
+    "vocab_size": 64,
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 
 MODELS = {
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
@@ -33,7 +41,7 @@ MODELS = {
 
 
 def build(name, seed=0, **init):
-    """Build a model from a seed: in memory, prepared for the reference; or, given Init's fields, offloaded."""
+    """Build a model from a seed: in memory, prepared for the reference; given Init's fields, offloaded."""
     torch.manual_seed(seed)
     if not init:
         return prepare(MODELS[name]())
@@ -63,9 +71,9 @@ def train(model, optimizer, steps, accumulate=1, clip=None, schedule=None, first
             loss.backward()
             losses.append(loss.item())
         if clip is not None:
-            reference_clip(optimizer, clip) if isinstance(optimizer, ReferenceAdamW) else torch.nn.utils.clip_grad_norm_(
-                model.parameters(), clip
-            )
+            reference_clip(optimizer, clip) if isinstance(
+                optimizer, ReferenceAdamW
+            ) else torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         if schedule is not None:
             schedule.step()

@@ -17,7 +17,9 @@ TILE = ALIGN_NUMEL
 
 
 def record_on(disk, numels):
-    record = Record(lay_out([(f"p{index}", (numel,)) for index, numel in enumerate(numels)]), TILE, Traffic(), verify=True)
+    record = Record(
+        lay_out([(f"p{index}", (numel,)) for index, numel in enumerate(numels)]), TILE, Traffic(), verify=True
+    )
     record.name = "layers.3"
     for field in ("hi", "lo", "m", "v"):
         record.add(field, disk)
@@ -33,7 +35,10 @@ def lane(request):
 
 def test_what_was_written_is_read_with_any_number_of_slots(lane, seed):
     record = record_on(FakeDisk(seed), [5000, 3, 9000])
-    values = {index: {"master": torch.randn(numel), "m": torch.randn(numel)} for index, numel in enumerate([5000, 3, 9000])}
+    values = {
+        index: {"master": torch.randn(numel), "m": torch.randn(numel)}
+        for index, numel in enumerate([5000, 3, 9000])
+    }
     lane.submit(WritePass(record, TILE, values))
     for index, fields in values.items():
         into = {name: torch.empty_like(tensor) for name, tensor in fields.items()}
@@ -146,4 +151,6 @@ def test_a_closed_lane_refuses_work_and_its_thread_is_gone(seed):
     lane.close()
     assert threading.active_count() == before
     with pytest.raises(EngineFailedError, match="closed"):
-        lane.submit(ReadPass(record_on(FakeDisk(seed), [10]), 0, TILE, {"hi": torch.empty(10, dtype=torch.bfloat16)}))
+        lane.submit(
+            ReadPass(record_on(FakeDisk(seed), [10]), 0, TILE, {"hi": torch.empty(10, dtype=torch.bfloat16)})
+        )

@@ -1,4 +1,4 @@
-"""AdamW as a torch Optimizer: groups, schedulers, every form of zero_grad, state, and wrong use. Nothing is faked."""
+"""AdamW as a torch Optimizer: groups, schedulers, zero_grad, state, and wrong use. Nothing is faked."""
 
 import copy
 import math
@@ -46,7 +46,12 @@ def pair(folder, optimizer=None, **init):
         model = Net()
     update = (optimizer or {}).pop("update", "forward")
     settings = {"lr": 0.05, "weight_decay": 0.1, **(optimizer or {})}
-    return model, AdamW(model.parameters(), update=update, **settings), plain, ReferenceAdamW(plain.parameters(), **settings)
+    return (
+        model,
+        AdamW(model.parameters(), update=update, **settings),
+        plain,
+        ReferenceAdamW(plain.parameters(), **settings),
+    )
 
 
 def x(number=0):
@@ -118,7 +123,10 @@ def test_groups_have_their_own_settings_and_may_come_later(folder):
     with Init(nvme=folder, host_memory="1MiB"):
         model = Net()
     for net, kind in ((model, AdamW), (plain, ReferenceAdamW)):
-        groups = [{"params": [net.first.weight], "weight_decay": 0.0}, {"params": [net.first.bias], "lr": 0.1, "betas": (0.5, 0.9)}]
+        groups = [
+            {"params": [net.first.weight], "weight_decay": 0.0},
+            {"params": [net.first.bias], "lr": 0.1, "betas": (0.5, 0.9)},
+        ]
         one = kind(groups, lr=0.01)
         one.add_param_group({"params": net.second.parameters(), "eps": 1e-4})
         for number in range(5):
@@ -163,7 +171,10 @@ def test_nan_gradients_do_what_they_do_in_torch(folder, error_if_nonfinite):
             with pytest.raises(RuntimeError, match="non-finite"):
                 torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0, error_if_nonfinite=True)
         one.step()
-    assert all(torch.equal(a.isnan(), b.isnan()) for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a.isnan(), b.isnan())
+        for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True)
+    )
 
 
 def test_the_norm_of_the_last_step_is_known_with_max_norm(folder):
@@ -171,7 +182,9 @@ def test_the_norm_of_the_last_step_is_known_with_max_norm(folder):
     for net in (model, plain):
         net(x()).square().sum().backward()
     optimizer.step()
-    expected = math.sqrt(sum(float(p.grad.double().square().sum()) for p in plain.parameters() if p.grad is not None))
+    expected = math.sqrt(
+        sum(float(p.grad.double().square().sum()) for p in plain.parameters() if p.grad is not None)
+    )
     assert optimizer.grad_norm == pytest.approx(expected, rel=1e-6)
 
 
@@ -259,8 +272,13 @@ def test_updating_in_the_backward_keeps_no_gradient_and_says_what_it_cannot_do(f
 
 @pytest.mark.parametrize(
     ("settings", "named"),
-    [({"update": "sideways"}, "sideways"), ({"lr": -1}, "lr"), ({"betas": (1.0, 0.9)}, "beta1"), ({"max_norm": 0}, "max_norm")]
-    + [({"update": "backward", "max_norm": 1.0}, "max_norm")],
+    [
+        ({"update": "sideways"}, "sideways"),
+        ({"lr": -1}, "lr"),
+        ({"betas": (1.0, 0.9)}, "beta1"),
+        ({"max_norm": 0}, "max_norm"),
+        ({"update": "backward", "max_norm": 1.0}, "max_norm"),
+    ],
 )
 def test_a_setting_out_of_range_is_refused_by_name(folder, settings, named):
     with Init(nvme=folder, host_memory="1MiB"):
@@ -291,7 +309,9 @@ def test_frozen_parameters_get_no_state(folder):
 def test_state_that_does_not_fit_host_memory_is_refused_with_the_least_that_does():
     with Init(host_memory="40MiB"):
         model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(8)])
-    with pytest.raises(HostMemoryError, match=r"moments 16\.0 MiB.*smallest host_memory that works is 5\d\.0 MiB"):
+    with pytest.raises(
+        HostMemoryError, match=r"moments 16\.0 MiB.*smallest host_memory that works is 5\d\.0 MiB"
+    ):
         AdamW(model.parameters())
 
 
@@ -332,8 +352,10 @@ def test_an_update_that_no_forward_picked_up_is_applied_before_the_next(folder):
     model, optimizer, plain, reference = pair(folder)
     for net, one in ((model, optimizer), (plain, reference)):
         for parameter in net.unused.parameters():
-            parameter.grad = torch.ones_like(parameter, memory_format=torch.contiguous_format) if one is reference else torch.ones(
-                parameter.shape, dtype=torch.bfloat16
+            parameter.grad = (
+                torch.ones_like(parameter, memory_format=torch.contiguous_format)
+                if one is reference
+                else torch.ones(parameter.shape, dtype=torch.bfloat16)
             )
         for _ in range(3):
             one.step()

@@ -27,7 +27,7 @@ def test_every_parameter_has_its_own_blocks(shapes):
 @given(shapes, st.integers(1, 4))
 def test_tiles_and_pieces_cover_every_element_once(shapes, blocks):
     shard = lay_out([(str(index), shape) for index, shape in enumerate(shapes)])
-    covered = {index: 0 for index in range(len(shapes))}
+    covered = dict.fromkeys(range(len(shapes)), 0)
     for start, stop in tiles(shard.numel, blocks * ALIGN_NUMEL):
         for piece in pieces(shard, start, stop):
             segment = shard.segments[piece.index]

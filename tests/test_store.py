@@ -36,7 +36,7 @@ def test_extents_hold_what_was_written_to_each(folder, kind):
 def test_the_file_has_no_name_and_no_readers_but_its_owner(folder):
     store = NvmeStore(str(folder), None)
     store.allocate(1 << 20, "unit")
-    assert os.listdir(folder) == []
+    assert list(folder.iterdir()) == []
     status = os.fstat(store._file.fd)
     assert (status.st_mode & 0o777, status.st_nlink) == (0o600, 0)
     store.close()
@@ -81,7 +81,9 @@ except ConfigError as error:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 def test_a_folder_one_may_not_write_in_is_refused(folder):
     folder.chmod(0o755)
-    done = subprocess.run([sys.executable, "-c", NOT_OURS, str(folder)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", NOT_OURS, str(folder)], capture_output=True, text=True, check=False
+    )
     assert "may not write" in done.stdout or "Permission denied" in done.stdout, done.stderr
 
 

@@ -1,4 +1,4 @@
-"""Training from NVMe equals training in memory, bit for bit. Nothing is faked: real files, real models, the reference recipe.
+"""Training from NVMe equals training in memory, bit for bit. Real files, real models, the reference recipe.
 
 torch runs on one thread, with deterministic algorithms, where it would not repeat itself otherwise.
 """
@@ -32,7 +32,9 @@ def repeatable():
 
 def compare(name, optimizer, init, *, steps=10, checkpoint=None, update="forward", accumulate=1, clip=None):
     ours, plain = models.both(name, optimizer, init, checkpoint=checkpoint, update=update)
-    losses = [models.train(model, opt, steps, accumulate, clip, schedule) for model, opt, schedule in (ours, plain)]
+    losses = [
+        models.train(model, opt, steps, accumulate, clip, schedule) for model, opt, schedule in (ours, plain)
+    ]
     assert losses[0] == losses[1]
     models.assert_same_state(ours[0], ours[1], plain[0], plain[1])
     return ours[0]
@@ -41,8 +43,12 @@ def compare(name, optimizer, init, *, steps=10, checkpoint=None, update="forward
 @pytest.mark.parametrize("checkpoint", [None, "reentrant", "non-reentrant"])
 @pytest.mark.parametrize("memory", ["128KiB", "1MiB", "64MiB"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
-def test_ten_steps_with_clipping_decay_and_schedule_equal_training_in_memory(folder, name, memory, checkpoint):
-    compare(name, {**SETTINGS, "max_norm": 0.5}, {"nvme": folder, "host_memory": memory}, checkpoint=checkpoint)
+def test_ten_steps_with_clipping_decay_and_schedule_equal_training_in_memory(
+    folder, name, memory, checkpoint
+):
+    compare(
+        name, {**SETTINGS, "max_norm": 0.5}, {"nvme": folder, "host_memory": memory}, checkpoint=checkpoint
+    )
 
 
 @pytest.mark.parametrize("aio", ["io_uring", "threads", "buffered"])
@@ -62,13 +68,17 @@ def test_updating_in_the_backward_gives_the_same_bits(folder, name, checkpoint, 
 @pytest.mark.parametrize("memory", ["128KiB", "64MiB"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_accumulated_gradients_are_summed_in_fp32(folder, name, memory):
-    compare(name, {**SETTINGS, "max_norm": 0.5}, {"nvme": folder, "host_memory": memory}, steps=4, accumulate=3)
+    compare(
+        name, {**SETTINGS, "max_norm": 0.5}, {"nvme": folder, "host_memory": memory}, steps=4, accumulate=3
+    )
 
 
 @pytest.mark.parametrize("memory", ["128KiB", "64MiB"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_torchs_own_clipping_is_right_on_offloaded_gradients(folder, memory, accumulate):
-    compare("llama", SETTINGS, {"nvme": folder, "host_memory": memory}, steps=5, accumulate=accumulate, clip=0.5)
+    compare(
+        "llama", SETTINGS, {"nvme": folder, "host_memory": memory}, steps=5, accumulate=accumulate, clip=0.5
+    )
 
 
 def test_without_an_nvme_tier_the_bits_are_the_same():
@@ -76,7 +86,9 @@ def test_without_an_nvme_tier_the_bits_are_the_same():
 
 
 def test_dropout_is_the_same_when_it_is_recomputed(folder):
-    ours, plain = models.both("gpt2-dropout", SETTINGS, {"nvme": folder, "host_memory": "1MiB"}, checkpoint="non-reentrant")
+    ours, plain = models.both(
+        "gpt2-dropout", SETTINGS, {"nvme": folder, "host_memory": "1MiB"}, checkpoint="non-reentrant"
+    )
     losses = []
     for model, optimizer, schedule in (ours, plain):
         torch.manual_seed(7)
@@ -93,7 +105,10 @@ def test_a_step_that_runs_otherwise_costs_a_miss_and_no_bit(folder):
         with torch.no_grad():
             losses.append(model(input_ids=models.batch(1)).logits.float().sum().item())
         optimizer.zero_grad()
-        skipped, model.model.layers = model.model.layers, model.model.layers[:2]  # the last layer is left out for two steps
+        skipped, model.model.layers = (
+            model.model.layers,
+            model.model.layers[:2],
+        )  # the last layer is left out for two steps
         losses += models.train(model, optimizer, 2, first=3)
         model.model.layers = skipped
         losses += models.train(model, optimizer, 2, first=5)

@@ -1,4 +1,7 @@
-"""Training on a disk that fails: right bits, or an error that names what, where and why; never a hang. Faults are injected in the C core."""
+"""Training on a disk that fails: right bits, or an error that names what, where and why; never a hang.
+
+Faults are injected in the C core.
+"""
 
 import errno
 import gc
@@ -8,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,7 +40,9 @@ def fault_free(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["io_uring", "threads"])
 @pytest.mark.parametrize("where", [0.0, 0.3, 0.7])
-@pytest.mark.parametrize("result", [-errno.EIO, -errno.ENOSPC, -errno.EAGAIN, -errno.EINTR, 512, 4096], ids=str)
+@pytest.mark.parametrize(
+    "result", [-errno.EIO, -errno.ENOSPC, -errno.EAGAIN, -errno.EINTR, 512, 4096], ids=str
+)
 def test_every_fault_gives_the_right_bits_or_a_named_error(folder, fault_free, kind, where, result):
     losses, count = fault_free
     model = models.build("llama", nvme=folder, host_memory="128KiB", aio=kind)
@@ -60,7 +66,7 @@ def test_a_flipped_bit_in_the_file_is_found_when_it_is_read(folder):
     unit = next(unit for unit in engine.units if unit.name == "model.layers.1.mlp.up_proj")
     engine.lane.drain()
     place = unit.record._extents["hi"].offset + 100
-    with open(f"/proc/self/fd/{engine.nvme_store._file.fd}", "r+b") as buffered:  # not O_DIRECT
+    with Path(f"/proc/self/fd/{engine.nvme_store._file.fd}").open("r+b") as buffered:  # not O_DIRECT
         buffered.seek(place)
         flipped = bytes([buffered.read(1)[0] ^ 1])
         buffered.seek(place)
@@ -74,7 +80,8 @@ def test_a_flipped_bit_in_the_file_is_found_when_it_is_read(folder):
 def test_a_disk_that_fills_up_while_building_is_named_and_leaves_nothing(folder):
     import resource
 
-    before = (threading.active_count(), len(os.listdir("/proc/self/fd")))
+    gc.collect()
+    before = (threading.active_count(), len(list(Path("/proc/self/fd").iterdir())))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, limits[1]))
     try:
@@ -85,8 +92,8 @@ def test_a_disk_that_fills_up_while_building_is_named_and_leaves_nothing(folder)
     assert "allocated so far" in str(caught.value)
     caught = None
     gc.collect()
-    assert os.listdir(folder) == []
-    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
+    assert list(folder.iterdir()) == []
+    assert (threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))) == before
 
 
 TRAIN_FOREVER = """
@@ -102,22 +109,33 @@ models.train(model, optimizer, 100000)
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_killed_or_interrupted_run_leaves_nothing_on_disk(folder, number):
-    environment = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ),
+    }
     process = subprocess.Popen(
-        [sys.executable, "-c", TRAIN_FOREVER, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
+        [sys.executable, "-c", TRAIN_FOREVER, str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        text=True,
     )
     assert process.stdout.readline() == "built\n", process.stderr.read()
     time.sleep(1.0)
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == -number if number == signal.SIGKILL else "KeyboardInterrupt" in errors
-    assert os.listdir(folder) == []
+    assert list(folder.iterdir()) == []
 
 
 def test_data_loader_workers_may_fork_and_die(folder):
     model = models.build("llama", nvme=folder, host_memory="1MiB")
     optimizer = AdamW(model.parameters(), lr=1e-2)
-    data = torch.utils.data.DataLoader([models.batch(n)[0] for n in range(8)], batch_size=2, num_workers=2, multiprocessing_context="fork")
+    data = torch.utils.data.DataLoader(
+        [models.batch(n)[0] for n in range(8)], batch_size=2, num_workers=2, multiprocessing_context="fork"
+    )
     losses = []
     for ids in data:
         loss = model(input_ids=ids, labels=ids).loss
@@ -129,6 +147,7 @@ def test_data_loader_workers_may_fork_and_die(folder):
 
 
 def test_an_error_while_building_gives_everything_back(folder):
+    gc.collect()
     before = threading.active_count()
     with pytest.raises(ZeroDivisionError), Init(nvme=folder, host_memory="1MiB"):
         torch.nn.Linear(1000, 1000)
