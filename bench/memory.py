@@ -102,7 +102,7 @@ def rows_of(model: str, options: argparse.Namespace, folder: Path) -> list[Row]:
                 build_peak_nbytes=one.build_peak_nbytes,
                 host_nbytes=parse_size(options.host_memory),
                 blocks_nbytes=3 * 4 * block_parameters(model),
-                plain_nbytes=max(0, alone.peak_nbytes - 4 * alone.parameters),
+                plain_nbytes=max(0, alone.train_peak_nbytes - 4 * alone.parameters),
                 bytes_per_parameter=one.bytes_per_parameter,
             )
         )
@@ -112,10 +112,11 @@ def rows_of(model: str, options: argparse.Namespace, folder: Path) -> list[Row]:
 _GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(16 << 20)}
 
 
-def growth(small: Row, large: Row) -> float:
-    """Return the bytes per further parameter that the larger model takes beyond the bound's terms."""
-    beyond = (large.peak_nbytes - large.growing_nbytes) - (small.peak_nbytes - small.growing_nbytes)
-    return beyond / (large.parameters - small.parameters)
+def growth(small: Row, large: Row) -> dict[str, float]:
+    """Return what the larger model takes more, per further parameter: in all, and beyond the terms."""
+    more, terms = large.peak_nbytes - small.peak_nbytes, large.growing_nbytes - small.growing_nbytes
+    parameters = large.parameters - small.parameters
+    return {"in_all": more / parameters, "beyond_terms": (more - terms) / parameters}
 
 
 def table(rows: list[Row]) -> Table:
@@ -158,13 +159,17 @@ def main(arguments: list[str] | None = None) -> None:
     with folder_on(options.nvme) as folder:
         facts = machine(folder)
         try:
-            rows = [row for model in options.models for row in rows_of(model, options, folder)]
+            with console.status("building and training each model"):
+                rows = [row for model in options.models for row in rows_of(model, options, folder)]
         except RunError as error:
             raise SystemExit(str(error)) from error
     grown = {small.update: growth(small, large) for small, large in zip(rows[:2], rows[2:], strict=True)}
     console.print(table(rows))
-    for update, nbytes in grown.items():
-        console.print(f"update {update}: {nbytes:+.3f} B per further parameter (limit {GROWTH_LIMIT})")
+    for update, more in grown.items():
+        console.print(
+            f"update {update}: {more['in_all']:+.3f} B per further parameter in all, "
+            f"{more['beyond_terms']:+.3f} B beyond the terms of the bound (limit {GROWTH_LIMIT})"
+        )
     about = here()
     console.print(words(facts))
     console.print(words(about))

@@ -94,6 +94,7 @@ class Measured:
     peak_nbytes: int
     """Peak resident memory above that after the imports, building included."""
     build_peak_nbytes: int
+    train_peak_nbytes: int
     baseline_nbytes: int
     build_s: float
     loss: float
@@ -166,6 +167,7 @@ def _measured(result: dict[str, Any]) -> Measured:
         device_per_parameter=per_parameter("device_read", "device_written"),
         peak_nbytes=max(result["peak_nbytes"], result["build_peak_nbytes"]),
         build_peak_nbytes=result["build_peak_nbytes"],
+        train_peak_nbytes=result["peak_nbytes"],
         baseline_nbytes=result["baseline_nbytes"],
         build_s=result["build_s"],
         loss=steps[-1]["loss"],
