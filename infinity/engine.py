@@ -143,10 +143,8 @@ class Engine:
             if alive is not None:
                 alive.accumulated(parameter, *alive.unit_of(cast("nn.Parameter", parameter)))
 
-        required, parameter.requires_grad = (
-            parameter.requires_grad,
-            True,
-        )  # frozen for now: torch would refuse the hook
+        required = parameter.requires_grad
+        parameter.requires_grad = True  # torch refuses the hook on what is frozen for now
         parameter.register_post_accumulate_grad_hook(caught)
         parameter.requires_grad = required
 
@@ -186,8 +184,7 @@ class Engine:
         if operation in CONVERSIONS:
             raise UnsupportedError(
                 f"{name}: a model built in Init stays on {self.config.device!r} in {DTYPE}; {operation}() to "
-                "another device or "
-                "dtype is refused. Set Config(device=..., dtype=...) instead."
+                "another device or dtype is refused. Set Config(device=..., dtype=...) instead."
             )
         raise not_resident(parameters[0], operation, name)
 

@@ -175,8 +175,7 @@ class Hooks:
         if modified:
             raise UnsupportedError(
                 f"{modified} was changed in place inside a forward; the change would be lost. "
-                "Change parameters between steps, "
-                "inside `with infinity.gathered(model, write=True):`."
+                "Change parameters between steps, inside `with infinity.gathered(model, write=True):`."
             )
 
     def _abandon_frames(self) -> None:
