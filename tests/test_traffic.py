@@ -1,0 +1,63 @@
+"""What a step moves and holds, counted by the kernel: a Llama of over 250M parameters on the real disk."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.disk, pytest.mark.timeout(600)]
+
+BLOCK = 4 * 1024 * 1024 + 3 * 1024 * 2816 + 2 * 1024
+"""Parameters of one decoder layer."""
+
+TRAIN = """
+import json, os, resource, sys
+import psutil, torch, transformers
+import infinity
+nvme, memory, update = sys.argv[1:]
+
+def moved():
+    lines = dict(line.split(": ") for line in open("/proc/self/io").read().splitlines())
+    return int(lines["read_bytes"]) + int(lines["write_bytes"])
+
+before = psutil.Process().memory_info().rss
+with infinity.Init(nvme=nvme, host_memory=memory):
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=256, hidden_size=1024, intermediate_size=2816,
+        num_hidden_layers=21, num_attention_heads=16))
+optimizer = infinity.AdamW(model.parameters(), lr=1e-4, update=update)
+model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+ids = torch.randint(0, 256, (1, 64))
+steps = []
+for _ in range(4):
+    start = moved()
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    steps.append(moved() - start)
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps([model.num_parameters(), steps, peak - before]))
+"""
+
+
+@pytest.mark.parametrize(("update", "limit"), [("backward", 26.5), ("forward", 30.5)])
+def test_a_step_moves_no_more_than_it_must_and_stays_in_its_budget(folder, update, limit):
+    command = [
+        sys.executable,
+        "-c",
+        TRAIN,
+        str(folder),
+        "16MiB",
+        update,
+    ]  # nothing worth the name can be pinned
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "TQDM_DISABLE": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    parameters, steps, peak = json.loads(done.stdout.splitlines()[-1])
+    assert parameters > 250_000_000
+    assert sum(steps[2:]) / 2 / parameters <= limit
+    activations = 100 << 20  # of a plain run at these tokens, without parameters and gradients
+    assert peak <= (16 << 20) + 3 * 4 * BLOCK + activations + (200 << 20)
