@@ -271,6 +271,8 @@ class Executor:
 
     def _evict(self, unit: Unit) -> None:
         """Take a unit that nobody uses off the device."""
+        if unit.lent is not None:  # the pass that works on the storage releases it
+            self._lane.wait(unit.lent)
         job = unit.fetch
         if job is None:
             return
@@ -291,6 +293,8 @@ class Executor:
         """Apply a unit's pending updates in the backward, from the values on the CPU if they are there; then
         release it.
         """
+        if unit.fetch is not None and not unit.fetch_processed:
+            self._lane.wait(unit.fetch)  # else it would go on standing for values of before the update
         on_cpu = self._device.torch_device.type == "cpu"
         resident = on_cpu and unit.fetch_processed and unit.lent is None
         job = FetchPass(unit, self._device, self._tile_numel, upload=False, resident=resident)

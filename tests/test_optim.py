@@ -374,3 +374,17 @@ def test_gradients_that_outgrow_host_memory_in_the_first_step_are_refused_with_w
     with pytest.raises(HostMemoryError, match=r"host_memory=\d+\.0 MiB would do") as caught:
         trained("56MiB")
     trained(re.search(r"host_memory=(\d+)\.0 MiB would do", str(caught.value))[1] + "MiB")
+
+
+def test_weights_may_be_replaced_right_after_a_backward_that_updates(folder):
+    with Init(nvme=folder, host_memory="32MiB"):
+        model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(6)])
+    optimizer = AdamW(model.parameters(), lr=0.1, update="backward")
+    weights = {name: torch.randn(value.shape).bfloat16() for name, value in model.state_dict().items()}
+    for _ in range(10):
+        model(torch.randn(4, 512).bfloat16()).square().sum().backward()
+        model.load_state_dict(weights)  # while updates are still being applied
+        found = model.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in weights.items())
+        optimizer.step()
+        optimizer.zero_grad()
