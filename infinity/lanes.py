@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from infinity.store import Record, Transfer
 logger = logging.getLogger("infinity")
 
 
-class Pass:
+class Pass(ABC):
     """One walk over a record. Subclasses say which fields each tile reads and writes, and what happens in
     between.
     """
@@ -49,25 +50,22 @@ class Pass:
         """The next tile to admit."""
         self.unprocessed = 0
 
+    @abstractmethod
     def tiles(self) -> Iterator[tuple[int, int]]:
         """Return element ranges, whole tiles of the record, in the order to walk them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
         """Return the fields to read and to write of the tile at elements [start, stop). Called when it is
         admitted.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def process(self, start: int, stop: int, at: dict[str, int]) -> None:
         """Work on one tile; `at` is the address of each of its fields."""
-        raise NotImplementedError
 
-    def done_processing(self) -> None:
+    def done_processing(self) -> None:  # noqa: B027 - most passes have nothing to do there
         """Called on the lane's thread, with its lock held, when the last tile was worked on."""
-
-    def done(self) -> None:
-        """Called on the lane's thread, with its lock held, when the last write is over."""
 
 
 @dataclass(slots=True)
@@ -322,7 +320,6 @@ class StreamLane:
         if job.processed and not job.open_tiles and not job.finished:
             job.finished = True
             self._queue.retire(job)
-            job.done()
             self.changed.notify_all()
 
     def _drain_transfers(self) -> None:
