@@ -17,8 +17,8 @@ from rich.table import Table
 
 from infinity import aio, kernels
 from infinity.errors import InfinityError
+from infinity.nvme import check_folder
 from infinity.sizes import BLOCK, format_size
-from infinity.store import check_folder
 
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 _OVER_NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs"})

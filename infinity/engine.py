@@ -28,13 +28,14 @@ from infinity.gradient import GradientStore, applied_message
 from infinity.hooks import Hooks, graph_task
 from infinity.lanes import Pass, StreamLane
 from infinity.memory import Budget, Ledger, Pool, divide, least_total, return_freed_memory
+from infinity.nvme import NvmeStore
 from infinity.offloaded import OffloadedGradient
 from infinity.passes import MovePass, ReadPass, WritePass
 from infinity.placement import DENSITY, choose
 from infinity.released import CONVERSIONS, not_resident, owner_of, set_owner
 from infinity.shard import lay_out
 from infinity.sizes import format_size
-from infinity.store import HostStore, NvmeStore, Record, Store, Traffic
+from infinity.store import HostStore, Record, Store, Traffic
 from infinity.unit import Unit
 
 logger = logging.getLogger("infinity")

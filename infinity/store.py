@@ -8,8 +8,6 @@ same code.
 
 from __future__ import annotations
 
-import os
-import stat
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -18,14 +16,11 @@ from typing import Protocol
 
 import xxhash
 
-from infinity import aio, kernels
-from infinity.errors import ConfigError, CorruptionError, HostMemoryError
+from infinity import kernels
+from infinity.errors import CorruptionError, HostMemoryError
 from infinity.memory import Arena, Ledger, view
 from infinity.shard import FIELD_NBYTES, Shard
 from infinity.sizes import BLOCK, format_size, round_up
-
-_GROW_NBYTES = 256 << 20
-_ARENA_NBYTES = 1 << 20
 
 
 class Transfer(Protocol):
@@ -83,103 +78,6 @@ class Store(Protocol):
 
     def where(self, extent: Extent, start: int) -> str:
         """Name byte `start` of `extent` for an error message."""
-
-
-class _FreeExtents:
-    """Extents given back, reused by exact size: a run has few sizes, so the gaps are few."""
-
-    def __init__(self) -> None:
-        self._offsets: dict[int, list[int]] = {}
-
-    def take(self, nbytes: int) -> int | None:
-        offsets = self._offsets.get(nbytes)
-        return offsets.pop() if offsets else None
-
-    def give(self, offset: int, nbytes: int) -> None:
-        self._offsets.setdefault(nbytes, []).append(offset)
-
-
-class NvmeStore:
-    """One nameless file in a folder, grown in large steps as extents are allocated.
-
-    Nameless, so that its space returns the instant the process ends, however it ends, and two runs on one
-    folder cannot meet.
-    """
-
-    tier = "nvme"
-
-    def __init__(self, folder: str, engine_kind: str | None) -> None:
-        """Check `folder`, pick the I/O engine with a real request there, and open the file.
-
-        Raises: ConfigError for a folder that cannot be used; aio.EngineUnavailableError for a forced engine
-        that fails.
-        """
-        self.folder = folder
-        check_folder(folder)
-        self.engine = aio.open_engine(folder, engine_kind)
-        self._file = self.engine.open_nameless(folder)
-        self.allocated_nbytes = 0
-        self._end = 0
-        self._free = _FreeExtents()
-
-    def allocate(self, nbytes: int, what: str) -> Extent:
-        """Return an extent, growing the file if needed.
-
-        Raises: aio.StorageFullError naming `what`, with the bytes needed and free.
-        """
-        nbytes = round_up(max(nbytes, 1), BLOCK)
-        offset = self._free.take(nbytes)
-        if offset is None:
-            if self._end + nbytes > self.allocated_nbytes:
-                self._grow(self._end + nbytes - self.allocated_nbytes, what)
-            offset = self._end
-            self._end += nbytes
-        return Extent(self, offset, nbytes)
-
-    def _grow(self, least_nbytes: int, what: str) -> None:
-        for nbytes in (max(least_nbytes, _GROW_NBYTES), least_nbytes):
-            try:
-                self._file.allocate(self.allocated_nbytes, nbytes)
-            except aio.StorageFullError as error:
-                if nbytes == least_nbytes:
-                    raise _named(error, what, self.allocated_nbytes) from None
-            else:
-                self.allocated_nbytes += nbytes
-                return
-
-    def free(self, extent: Extent) -> None:
-        """Give an extent back."""
-        self._free.give(extent.offset, extent.nbytes)
-
-    def read(
-        self, extent: Extent, start: int, address: int, nbytes: int, what: str, owner: object
-    ) -> Transfer:
-        """Begin a read; see Store."""
-        return self.engine.read(self._file, extent.offset + start, address, nbytes, what=what, owner=owner)
-
-    def write(
-        self, extent: Extent, start: int, address: int, nbytes: int, what: str, owner: object
-    ) -> Transfer:
-        """Begin a write; see Store."""
-        return self.engine.write(self._file, extent.offset + start, address, nbytes, what=what, owner=owner)
-
-    def where(self, extent: Extent, start: int) -> str:
-        """Name a place for an error message."""
-        return f"{self._file.path} at byte {extent.offset + start}"
-
-    def close(self) -> None:
-        """Wait for what is in flight and give the space back."""
-        self.engine.drain()
-        self._file.close()
-        self.engine.close()
-
-
-def _named(error: aio.StorageFullError, what: str, allocated_nbytes: int) -> aio.StorageFullError:
-    """Return `error` with what the space was for, and how much there is so far."""
-    text = f"{error.strerror}\n  for: {what}; {format_size(allocated_nbytes)} are allocated so far"
-    named = aio.StorageFullError(error.errno, text, error.filename)
-    named.needed, named.free = error.needed, error.free
-    return named
 
 
 class HostStore:
@@ -367,24 +265,3 @@ class Record:
 def _hash(address: int, nbytes: int) -> int:
     """Return the tile's hash, never 0: that stands for "not written"."""
     return xxhash.xxh3_64_intdigest(view(address, nbytes)) or 1
-
-
-def check_folder(folder: str) -> None:
-    """See that `folder` is a folder this process may write in.
-
-    Raises: ConfigError with what is wrong and what to do.
-    """
-    try:
-        status = os.stat(folder)
-    except FileNotFoundError:
-        raise ConfigError(
-            f"nvme={folder!r}: there is no such folder. Create it (mkdir -p) on the NVMe device."
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"nvme={folder!r}: {error.strerror}") from error
-    if not stat.S_ISDIR(status.st_mode):
-        raise ConfigError(f"nvme={folder!r} is a file; expected a folder on the NVMe device")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"nvme={folder!r}: user {os.geteuid()} may not write there. Choose another folder, or chown it."
-        )

@@ -22,7 +22,7 @@ LAYERS = [
     {"executor", "gradient"},
     {"passes"},
     {"lanes", "unit"},
-    {"device", "memory", "store"},
+    {"device", "memory", "nvme", "store"},
     {"config", "placement", "plan", "reference", "released", "shard", "trace"},
     {"errors", "sizes"},
 ]

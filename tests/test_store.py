@@ -10,7 +10,8 @@ import pytest
 
 from infinity import ConfigError, HostMemoryError, aio
 from infinity.memory import Arena, Ledger, view
-from infinity.store import HostStore, NvmeStore, check_folder
+from infinity.nvme import NvmeStore, check_folder
+from infinity.store import HostStore
 
 pytestmark = pytest.mark.disk
 
