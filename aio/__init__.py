@@ -21,7 +21,7 @@ from infinity.aio.errors import (
     StorageFullError,
 )
 from infinity.aio.files import File
-from infinity.aio.library import BLOCK
+from infinity.aio.library import BLOCK, Priority
 from infinity.aio.memory import AlignedMemory
 from infinity.aio.probe import KINDS, open_engine
 
@@ -39,6 +39,7 @@ __all__ = [
     "ForkedError",
     "IoError",
     "IoTimeoutError",
+    "Priority",
     "StorageFullError",
     "open_engine",
 ]

@@ -14,10 +14,11 @@
 #pragma GCC visibility push(default)
 
 enum {
-    AIO_ABI = 1,            /* changes with this header; see aio_abi */
+    AIO_ABI = 2,            /* changes with this header; see aio_abi */
     AIO_BLOCK = 4096,       /* alignment of address, offset and nbytes on O_DIRECT files */
     AIO_SLICE_MS = 100,     /* no call from Python waits longer: signals must get their turn */
     AIO_END_OF_FILE = 4096, /* an error that no errno (at most 4095) stands for */
+    AIO_BEHIND_SHARE = 4,   /* of so many pieces one is of those behind, if there are both kinds */
     AIO_MAX_INJECTIONS = 64
 };
 
@@ -27,8 +28,9 @@ enum { AIO_IO_URING = 1, AIO_THREADS = 2 };
 /* Flags of a request. */
 enum {
     AIO_WRITE = 1,
-    AIO_URGENT = 2, /* goes before every request that is not */
-    AIO_ALIGNED = 4 /* O_DIRECT: a short transfer is continued from a whole block */
+    AIO_URGENT = 2,  /* goes before every request that is not */
+    AIO_ALIGNED = 4, /* O_DIRECT: a short transfer is continued from a whole block */
+    AIO_BEHIND = 8   /* goes after those that are not, but for one piece in AIO_BEHIND_SHARE */
 };
 
 /* States of a request. */
@@ -41,6 +43,8 @@ struct aio_request {
     uint64_t nbytes;
     uint64_t cut_nbytes;   /* given out to the backend in pieces, so far */
     uint64_t error_offset; /* in the file: the first place that failed */
+    uint64_t began_ns;     /* CLOCK_MONOTONIC: accepted by the engine */
+    uint64_t ended_ns;     /* CLOCK_MONOTONIC: just before it was done */
     int32_t fd;
     uint32_t flags;
     uint32_t pieces_in_flight;

@@ -36,6 +36,18 @@ class Completion:
             return True
         return False
 
+    @property
+    def began_s(self) -> float:
+        """When the engine accepted the request, in seconds of CLOCK_MONOTONIC (`time.perf_counter`)."""
+        return float(self._request.began_ns) / 1e9
+
+    @property
+    def ended_s(self) -> float | None:
+        """When the request was over, on the same clock; None while it is not."""
+        if not self._engine.library.aio_done(self._request):
+            return None
+        return float(self._request.ended_ns) / 1e9
+
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the request is over; `None` waits for ever.
 

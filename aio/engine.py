@@ -21,7 +21,7 @@ from infinity.aio import files
 from infinity.aio.completion import Completion
 from infinity.aio.errors import EngineClosedError, EngineFailedError, ForkedError, IoTimeoutError
 from infinity.aio.files import Descriptor, File, Folder
-from infinity.aio.library import ALIGNED, BLOCK, IDLE, SLICE_MS, URGENT, WRITE, CData, Library, ffi, load
+from infinity.aio.library import ALIGNED, BLOCK, IDLE, SLICE_MS, WRITE, CData, Library, Priority, ffi, load
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -98,12 +98,18 @@ class Engine:
         kind: "io_uring", "threads" or "buffered".
         reason: one sentence: why this kind, and why not those before it.
         direct: whether files are opened with O_DIRECT.
+        depth: pieces in flight at once.
+        piece_nbytes: into pieces of how many bytes requests are split.
     """
 
-    def __init__(self, kind: str, reason: str, pointer: CData, *, direct: bool) -> None:
+    def __init__(
+        self, kind: str, reason: str, pointer: CData, *, direct: bool, depth: int, piece_nbytes: int
+    ) -> None:
         self.kind = kind
         self.reason = reason
         self.direct = direct
+        self.depth = depth
+        self.piece_nbytes = piece_nbytes
         self.library = load()
         self.pointer = pointer
         self.pid = os.getpid()
@@ -151,7 +157,7 @@ class Engine:
         *,
         what: str = "",
         owner: object = None,
-        urgent: bool = False,
+        priority: Priority = Priority.NORMAL,
     ) -> Completion:
         """Start to read `nbytes` at `offset` of a file into memory at `address`.
 
@@ -162,13 +168,12 @@ class Engine:
             nbytes: how many bytes.
             what: names the unit and field in errors.
             owner: whatever keeps the memory alive; held until the request is over.
-            urgent: go before all requests that are not.
+            priority: which go first of the requests that wait.
 
         Raises:
             ValueError: on a direct file, one of the three numbers is not whole blocks.
         """
-        flags = URGENT if urgent else 0
-        return self._submit(flags, file, offset, address, nbytes, what=what, owner=owner)
+        return self._submit(priority, file, offset, address, nbytes, what=what, owner=owner)
 
     def write(
         self,
@@ -179,11 +184,10 @@ class Engine:
         *,
         what: str = "",
         owner: object = None,
-        urgent: bool = False,
+        priority: Priority = Priority.NORMAL,
     ) -> Completion:
         """Start to write `nbytes` from memory at `address` to a file at `offset`; as `read` otherwise."""
-        flags = WRITE | (URGENT if urgent else 0)
-        return self._submit(flags, file, offset, address, nbytes, what=what, owner=owner)
+        return self._submit(WRITE | priority, file, offset, address, nbytes, what=what, owner=owner)
 
     def _submit(
         self, flags: int, file: File, offset: int, address: int, nbytes: int, *, what: str, owner: object

@@ -22,7 +22,19 @@ uint32_t aio_abi(void) {
 /* ---- the queue ------------------------------------------------------------------------------ */
 
 static struct queue *queue_of(struct aio_engine *engine, const struct aio_request *request) {
-    return request->flags & AIO_URGENT ? &engine->urgent : &engine->normal;
+    if (request->flags & AIO_URGENT) return &engine->urgent;
+    return request->flags & AIO_BEHIND ? &engine->behind : &engine->normal;
+}
+
+/* The queue whose turn it is.  Those behind get their share, else a steady stream of prefetches
+ * would hold up the writes whose memory it waits for, and a drive that reads and writes at the same
+ * time would do one after the other. */
+static struct queue *next_queue(struct aio_engine *engine) {
+    if (engine->urgent.head) return &engine->urgent;
+    if (!engine->behind.head) return &engine->normal;
+    if (engine->normal.head && ++engine->preferred < AIO_BEHIND_SHARE) return &engine->normal;
+    engine->preferred = 0;
+    return &engine->behind;
 }
 
 static void push(struct queue *queue, struct aio_request *request) {
@@ -40,9 +52,10 @@ static void pop(struct queue *queue) {
 }
 
 bool front_take(struct aio_engine *engine, struct piece *piece) {
-    struct queue *queue = engine->urgent.head ? &engine->urgent : &engine->normal;
+    if (engine->held) return false;
+    struct queue *queue = next_queue(engine);
     struct aio_request *request = queue->head;
-    if (!request || engine->held) return false;
+    if (!request) return false;
     uint64_t nbytes = request->nbytes - request->cut_nbytes;
     if (nbytes > engine->options.piece_nbytes) nbytes = engine->options.piece_nbytes;
     *piece = (struct piece){.request = request,
@@ -66,6 +79,7 @@ static void complete(struct aio_engine *engine, struct aio_request *request) {
     statistics->in_flight--;
     statistics->finished++;
     if (request->error) statistics->failed++;
+    request->ended_ns = monotonic_ns();
     /* Wake only who asked for this: one wake-up per request would cost more than small requests. */
     bool wake = request->awaited || engine->change_waiters ||
                 (engine->idle_waiters && statistics->in_flight == 0);
@@ -98,8 +112,8 @@ void front_finish(struct aio_engine *engine, const struct piece *piece) {
 /* The backend cannot go on.  What it never started fails; what the kernel has stays in flight. */
 void front_break(struct aio_engine *engine, int error) {
     engine->failure = error;
-    struct queue *queues[] = {&engine->urgent, &engine->normal};
-    for (int i = 0; i < 2; i++) {
+    struct queue *queues[] = {&engine->urgent, &engine->normal, &engine->behind};
+    for (int i = 0; i < 3; i++) {
         while (queues[i]->head) {
             struct aio_request *request = queues[i]->head;
             pop(queues[i]);
@@ -113,7 +127,7 @@ void front_break(struct aio_engine *engine, int error) {
 }
 
 bool front_is_drained(const struct aio_engine *engine) {
-    return !engine->urgent.head && !engine->normal.head &&
+    return !engine->urgent.head && !engine->normal.head && !engine->behind.head &&
            engine->statistics.pieces_in_flight == 0;
 }
 
@@ -146,6 +160,7 @@ int32_t aio_submit(struct aio_engine *engine, struct aio_request *request, int32
         request->nbytes = nbytes;
         request->fd = fd;
         request->flags = flags;
+        request->began_ns = monotonic_ns();
         __atomic_store_n(&request->state, AIO_IN_FLIGHT, __ATOMIC_RELAXED);
         engine->statistics.requests++;
         engine->statistics.in_flight++;

@@ -48,6 +48,8 @@ struct aio_engine {
     pthread_cond_t finished;
     struct queue urgent;
     struct queue normal;
+    struct queue behind;
+    uint32_t preferred; /* pieces of normal taken in a row while others waited behind */
     struct aio_statistics statistics;
     uint32_t change_waiters; /* threads in aio_wait_change */
     uint32_t idle_waiters;   /* threads in aio_wait_idle, aio_stopped and aio_open */

@@ -1,5 +1,6 @@
 """The C library behind a typed face: loaded once, from the very header the compiler read."""
 
+import enum
 import functools
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -14,9 +15,23 @@ SLICE_MS = 100
 
 # What aio.h calls AIO_...; plain numbers here, because cffi's constants cost a dictionary look-up per use.
 KIND_IO_URING, KIND_THREADS = 1, 2
-WRITE, URGENT, ALIGNED = 1, 2, 4
+WRITE, ALIGNED = 1, 4
 IDLE = 0
 END_OF_FILE = 4096
+
+
+class Priority(enum.IntEnum):
+    """Which of the requests that wait an engine starts first; among equals the oldest.
+
+    The values are aio.h's flags.
+    """
+
+    URGENT = 2
+    """Somebody waits for it: before all others."""
+    NORMAL = 0
+    BEHIND = 8
+    """Nobody waits for it: after all others, but one piece in four, so that these requests never stop."""
+
 
 CData = Any
 """A cffi object: a pointer to, or the memory of, a C struct."""

@@ -101,7 +101,9 @@ def _open(kind: str, reason: str, options: dict[str, int], folder_fd: int, path:
     result = library.aio_open(ffi.new("struct aio_options *", {"kind": backend, **options}), opened)
     if result < 0:
         raise EngineUnavailableError.of_kind(kind, -result, STARTING, path)
-    engine = Engine(kind, reason, ffi.gc(opened[0], library.aio_free), direct=direct)
+    depth = options["depth" if backend == KIND_IO_URING else "threads"]
+    pointer = ffi.gc(opened[0], library.aio_free)
+    engine = Engine(kind, reason, pointer, direct=direct, depth=depth, piece_nbytes=options["piece_nbytes"])
     try:
         _try(engine, folder_fd)
     except OSError as error:

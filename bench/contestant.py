@@ -2,7 +2,7 @@
 
     python contestant.py '{"kind": "plain", "shape": {...}, "steps": 6, "tokens": 256, ...}'
 
-Started by infinity.bench.compare and infinity.bench.memory, which hold the arguments. All kinds go through
+Started by infinity.bench.runs, for the benches that hold the arguments. All kinds go through
 the same loop and the same measurements, so this file imports nothing but torch and transformers until it
 knows its kind: it runs in DeepSpeed's environment, where infinity is not installed, as it does here.
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import itertools
 import json
 import os
 import sys
@@ -198,11 +199,42 @@ def plain(spec: Spec) -> Contestant:
     return Contestant(model, count(model), torch.Tensor.backward, step)
 
 
+def plain_kernels(spec: Spec) -> Contestant:
+    """Plain PyTorch in memory with split masters and Infinity's kernel, called once per parameter.
+
+    It rounds as Infinity does and leaves the buffers alone: losses equal those of exact state, bit for bit.
+    """
+    kernels = importlib.import_module("infinity.kernels")
+    model = llama(spec)
+    weights = list(model.parameters())
+    remainders = [torch.empty(weight.shape, dtype=torch.int16) for weight in weights]
+    for weight, lo in zip(weights, remainders, strict=True):
+        hi = torch.empty(weight.shape, dtype=torch.bfloat16)
+        kernels.split(weight.numel(), weight.data_ptr(), hi.data_ptr(), lo.data_ptr())
+        weight.data = hi
+    moments = [(torch.zeros(weight.shape), torch.zeros(weight.shape)) for weight in weights]
+    count_of_steps = itertools.count(1)
+
+    @torch.no_grad()
+    def step() -> None:
+        scalars = kernels.AdamWScalars(LR, *BETAS, EPS, WEIGHT_DECAY, next(count_of_steps))
+        for hi, lo, (m, v) in zip(weights, remainders, moments, strict=True):
+            if hi.grad is None:
+                continue
+            grad = hi.grad.contiguous()
+            state = (tensor.data_ptr() for tensor in (hi, lo, m, v, grad))
+            kernels.adamw(hi.numel(), *state, "bf16", scalars)
+            hi.grad = None
+
+    return Contestant(checkpointed(model), count(model), torch.Tensor.backward, step)
+
+
 def infinity(spec: Spec) -> Contestant:
-    """Infinity; settings: host_memory, update, max_norm."""
+    """Infinity; settings: host_memory, update, max_norm, and state_dtype where it is not the default."""
     import infinity as engine
 
-    with engine.Init(nvme=spec.nvme, host_memory=spec.settings["host_memory"]):
+    chosen = {key: spec.settings[key] for key in ("host_memory", "state_dtype") if key in spec.settings}
+    with engine.Init(nvme=spec.nvme, **chosen):
         model = llama(spec)
     optimizer = engine.AdamW(
         model.parameters(),
@@ -245,7 +277,13 @@ def deepspeed(spec: Spec) -> Contestant:
     return Contestant(runner, parameters, runner.backward, runner.step)
 
 
-KINDS = {"plain": plain, "forward_backward": forward_backward, "infinity": infinity, "deepspeed": deepspeed}
+KINDS = {
+    "plain": plain,
+    "plain_kernels": plain_kernels,
+    "forward_backward": forward_backward,
+    "infinity": infinity,
+    "deepspeed": deepspeed,
+}
 
 
 # A run
@@ -266,7 +304,7 @@ def import_kind(kind: str) -> dict[str, str]:
         alone()
         versions["deepspeed"] = importlib.import_module("deepspeed").__version__
         importlib.import_module("deepspeed.ops.adam")
-    elif kind == "infinity":
+    elif kind in ("infinity", "plain_kernels"):
         importlib.import_module("infinity")
     return versions
 

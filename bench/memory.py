@@ -25,6 +25,7 @@ from rich.table import Table
 from infinity.bench.runs import (
     OWN,
     SHAPES,
+    UPDATES,
     Measured,
     Model,
     RunError,
@@ -40,10 +41,6 @@ from infinity.sizes import format_size, parse_size
 ALLOWANCE = 200 << 20
 GROWTH_LIMIT = 0.1
 """Bytes per parameter."""
-UPDATES: dict[str, dict[str, Any]] = {
-    "backward": {"update": "backward"},
-    "forward, clipped": {"update": "forward", "max_norm": 1.0},
-}
 
 
 @dataclass(frozen=True, slots=True)

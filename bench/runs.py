@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,40 @@ SHAPES: dict[str, dict[str, int]] = {
         "vocab_size": vocabulary,
     }
     for name, hidden, intermediate, layers, vocabulary in (
+        ("25m", 512, 1376, 8, 256),
         ("269m", 1024, 2816, 20, 8192),
         ("350m", 1024, 2816, 27, 256),
         ("1.1b", 2048, 5632, 22, 256),
     )
 }
 """Llama models; a name says how many parameters there are, about."""
+MAX_NORM = 1.0
+UPDATES: dict[str, dict[str, Any]] = {
+    "backward": {"update": "backward"},
+    "forward, clipped": {"update": "forward", "max_norm": MAX_NORM},
+}
+"""Infinity's two ways to update, and the settings of a contestant that uses them."""
+STATE_DTYPES = ("fp32", "bf16", "int8")
+"""What moments can be kept in; the first is exact, and the default."""
+
+
+def settings_of(
+    host_memory: int | str, update: str = "backward", state_dtype: str = STATE_DTYPES[0]
+) -> dict[str, Any]:
+    """Return the settings of an Infinity contestant; `update` is a key of UPDATES.
+
+    The default dtype of moments is left out, so that sources from before there was a choice run too.
+    """
+    chosen = {} if state_dtype == STATE_DTYPES[0] else {"state_dtype": state_dtype}
+    return {"host_memory": host_memory, **UPDATES[update], **chosen}
+
+
+def parameter_count(shape: str) -> int:
+    """Return the parameters of a shape; input and output embeddings are not tied."""
+    sizes = SHAPES[shape]
+    hidden = sizes["hidden_size"]
+    block = 4 * hidden**2 + 3 * hidden * sizes["intermediate_size"] + 2 * hidden
+    return sizes["num_hidden_layers"] * block + 2 * sizes["vocab_size"] * hidden + hidden
 
 
 class RunError(RuntimeError):
@@ -250,7 +278,7 @@ def save(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Measured):
+    if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     raise TypeError(f"{value!r} is not for a record")
 

@@ -66,9 +66,10 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser("train", help="train a byte-level language model on a text file or folder")
     )
     doctor = commands.add_parser("doctor", help="say what this machine offers, and what to fix")
-    doctor.add_argument(
-        "--nvme", metavar="DIR", default=".", help="the folder to look at (default: this one)"
-    )
+    nvme = "a folder to look at; may be repeated (default: this one)"
+    doctor.add_argument("--nvme", metavar="DIR", action="append", help=nvme)
+    measure = "measure the disks anew, in some seconds each, and keep the result for training"
+    doctor.add_argument("--measure", action="store_true", help=measure)
     doctor.set_defaults(run=_doctor)
     return parser
 
@@ -90,13 +91,18 @@ def _add_model(add: Callable[..., object]) -> None:
     add("--preset", choices=PRESETS, default=preset, metavar="NAME", help=f"a Llama: {presets}; {preset}")
     text = "a text file or folder (default: the sources of Python's standard library)"
     add("--text", metavar="PATH", help=text)
-    nvme = "folder for the state (default: the run's own); its files have no name and vanish by themselves"
-    add("--nvme", metavar="DIR", help=nvme)
+    nvme = (
+        "folder for the state (default: the run's own); its files have no name and vanish by themselves; "
+        "repeated, the state is striped over all of them"
+    )
+    add("--nvme", metavar="DIR", action="append", help=nvme)
     add("--no-nvme", dest="in_host_memory", action="store_true", help="keep all state in host memory")
     budget = 'hard budget, like "512MiB" (default: half of what is available)'
     add("--host-memory", type=_size, metavar="SIZE", help=budget)
     add("--device", default=_DEFAULT.device, help='where the model computes, "cpu" or "cuda" (cpu)')
     add("--aio", choices=_ENGINES, help="the I/O engine (default: the best that works)")
+    state = "how moments are stored: exactly, or in fewer bytes (fp32)"
+    add("--state-dtype", choices=("fp32", "bf16", "int8"), default=_DEFAULT.state_dtype, help=state)
 
 
 def _add_recipe(add: Callable[..., object]) -> None:
@@ -122,6 +128,10 @@ def _add_recipe(add: Callable[..., object]) -> None:
 def _add_run(add: Callable[..., object]) -> None:
     add("--out", metavar="DIR", help="a new folder for log and picture (default: runs/<time>)")
     add("--log-every", type=_at_least(1), default=1, metavar="N", help="steps per line of the log (1)")
+    timeline = "write a trace of the lanes there, for ui.perfetto.dev: a new file, *.json"
+    add("--timeline", metavar="FILE", help=timeline)
+    report = "write a picture of the run there, lanes, memory and bytes: a new file, *.html or *.png"
+    add("--report", metavar="FILE", help=report)
     add("--plain", action="store_true", help="the same in memory, by the reference recipe: for comparison")
     add("--traceback", action="store_true", help="show where an error came from")
 
@@ -135,6 +145,9 @@ def _train(options: argparse.Namespace, refuse: Callable[[str], NoReturn]) -> in
         refuse("--update backward excludes --accumulate: a second backward would come after the update")
     if settings.in_host_memory and settings.nvme is not None:
         refuse("--no-nvme excludes --nvme")
+    for what in ("timeline", "report"):
+        if settings.plain and getattr(settings, what) is not None:
+            refuse(f"--plain excludes --{what}: without an engine there are no lanes to show")
     train(settings, Console())
     return 0
 
@@ -142,7 +155,7 @@ def _train(options: argparse.Namespace, refuse: Callable[[str], NoReturn]) -> in
 def _doctor(options: argparse.Namespace) -> int:
     from infinity.doctor import examine
 
-    examination = examine(options.nvme)
+    examination = examine(options.nvme or ["."], measure=options.measure)
     Console().print(examination.table())
     return 0 if examination.healthy else 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ from infinity.errors import ConfigError
 from infinity.sizes import format_size, parse_size
 
 _DTYPES = {"bf16": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16"}
+_STATE_DTYPES = ("fp32", "bf16", "int8")
 _AIO = (None, "io_uring", "threads", "buffered")
 
 
@@ -16,13 +18,18 @@ _AIO = (None, "io_uring", "threads", "buffered")
 class Config:
     """The settings of one `Init`: what it may use, never how it should go about it.
 
-    nvme: a folder on the NVMe device, or None for no NVMe tier (all state stays in host memory).
+    nvme: a folder on the NVMe device, or a list of folders on as many devices: records are then striped over
+        them in proportion to their measured bandwidth. None for no NVMe tier (all state stays in host
+        memory).
     host_memory: bytes, or text like "4GiB": a hard budget for what Infinity keeps in host memory (pools,
-    gradients,
-        pinned state). The units in use, activations and the model's buffers come on top, as in plain
-        training. None: half of the memory that is available when `Init` is entered.
+        gradients, pinned state). The units in use, activations and the model's buffers come on top, as in
+        plain training. None: half of the memory that is available when `Init` is entered.
     device: where the model computes, "cpu" or "cuda" (one device).
+    device_memory: bytes, or text like "4GiB": what may be used on the device to keep parameters resident.
+        Only for a device with memory of its own: with "cpu", `host_memory` says it all.
     dtype: the 16-bit type that computes; "bf16".
+    state_dtype: how the optimizer's moments are stored: "fp32" (exact), "bf16" (rounded stochastically) or
+        "int8" (block-wise), with 26, 18 and 14 bytes of traffic per parameter and step.
     aio: the I/O engine, "io_uring", "threads" or "buffered"; None picks the best that works (and honours
     INFINITY_AIO).
     verify: check every record read back against the hash of what was written.
@@ -33,55 +40,78 @@ class Config:
     nvme: str | Sequence[str] | None = None
     host_memory: int | str | None = None
     device: str = "cpu"
+    device_memory: int | str | None = None
     dtype: object = "bf16"
+    state_dtype: str = "fp32"
     aio: str | None = None
     verify: bool = True
     host_nbytes: int | None = field(init=False)
     """`host_memory` in bytes, or None."""
-    nvme_folder: str | None = field(init=False)
-    """The one folder of `nvme`, or None."""
+    device_nbytes: int | None = field(init=False)
+    """`device_memory` in bytes, or None."""
+    nvme_folders: tuple[str, ...] = field(init=False)
+    """The folders of `nvme`; none without an NVMe tier."""
 
     def __post_init__(self) -> None:
         """Check every field, and derive what is written in more than one way."""
-        object.__setattr__(self, "nvme_folder", self._folder())
-        object.__setattr__(self, "host_nbytes", self._host_nbytes())
+        object.__setattr__(self, "nvme_folders", self._folders())
+        object.__setattr__(self, "host_nbytes", _nbytes("host_memory", self.host_memory))
+        object.__setattr__(self, "device_nbytes", _nbytes("device_memory", self.device_memory))
         if _DTYPES.get(str(self.dtype)) is None:
             raise ConfigError(f'dtype={self.dtype!r}: this version computes in "bf16" (torch.bfloat16)')
         object.__setattr__(self, "dtype", _DTYPES[str(self.dtype)])
+        if self.state_dtype not in _STATE_DTYPES:
+            choices = ", ".join(map(repr, _STATE_DTYPES))
+            raise ConfigError(f"state_dtype={self.state_dtype!r}: expected one of {choices}")
         if self.aio not in _AIO:
             raise ConfigError(f"aio={self.aio!r}: expected one of {', '.join(map(repr, _AIO))}")
         if str(self.device).split(":")[0] not in ("cpu", "cuda"):
             raise ConfigError(f'device={self.device!r}: expected "cpu", "cuda" or "cuda:N"')
         object.__setattr__(self, "device", str(self.device))
-
-    def _folder(self) -> str | None:
-        if self.nvme is None:
-            return None
-        folders = (
-            [self.nvme]
-            if isinstance(self.nvme, str) or not isinstance(self.nvme, Sequence)
-            else list(self.nvme)
-        )
-        if len(folders) != 1:
-            raise ConfigError(f"nvme={self.nvme!r}: this version takes one folder, got {len(folders)}")
-        if not str(folders[0]):
-            raise ConfigError("nvme='': expected a folder, or None for no NVMe tier")
-        return str(folders[0])
-
-    def _host_nbytes(self) -> int | None:
-        if self.host_memory is None:
-            return None
-        try:
-            nbytes = parse_size(self.host_memory, "host_memory")
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        if nbytes == 0:
+        if self.device.startswith("cpu") and self.device_memory is not None:
             raise ConfigError(
-                "host_memory=0: the engine needs memory for its transfers; give at least a few MiB"
+                f"device_memory={self.device_memory!r}: with device={self.device!r} that is host memory; "
+                "set host_memory alone"
             )
-        return nbytes
+
+    def _folders(self) -> tuple[str, ...]:
+        if self.nvme is None:
+            return ()
+        one = isinstance(self.nvme, str) or not isinstance(self.nvme, Sequence)
+        folders = (str(self.nvme),) if one else tuple(map(str, self.nvme))
+        if not all(folders) or not folders:
+            raise ConfigError(
+                f"nvme={self.nvme!r}: expected a folder, a list of folders, or None for no NVMe tier"
+            )
+        # As text only: links that lead to one folder are found when the store is opened.
+        places = [posixpath.normpath(folder) for folder in folders]
+        for folder, place in zip(folders, places, strict=True):
+            if places.count(place) > 1:
+                raise ConfigError(f"nvme={self.nvme!r}: {folder!r} is named twice; name each folder once")
+        return folders
 
     def __str__(self) -> str:
         """The settings in one line."""
         host = "half of what is available" if self.host_nbytes is None else format_size(self.host_nbytes)
-        return f"nvme={self.nvme_folder}, host_memory={host}, device={self.device}, dtype={self.dtype}"
+        device = self.device
+        if self.device_nbytes is not None:
+            device += f" ({format_size(self.device_nbytes)})"
+        nvme = ", ".join(self.nvme_folders) or None
+        state = "" if self.state_dtype == "fp32" else f", state_dtype={self.state_dtype}"
+        return f"nvme={nvme}, host_memory={host}, device={device}, dtype={self.dtype}{state}"
+
+
+def _nbytes(name: str, size: int | str | None) -> int | None:
+    """Return a budget in bytes.
+
+    Raises: ConfigError naming it.
+    """
+    if size is None:
+        return None
+    try:
+        nbytes = parse_size(size, name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if nbytes == 0:
+        raise ConfigError(f"{name}=0: nothing works in no memory; give at least a few MiB, or leave it out")
+    return nbytes

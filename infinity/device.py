@@ -1,35 +1,115 @@
 """The device that computes: where units become resident, and how bytes get there and back.
 
-On the CPU an upload is one copy in memory. On CUDA it is a copy from a pinned slot on a stream of its own;
-the stream that computes waits for its event. The CUDA class has not run on a GPU yet.
+On the CPU an upload is one copy in memory, and a gradient is in host memory where it is. On CUDA both are
+copies on a stream of their own, beside the one that computes. `CudaDevice` has not run on a GPU yet: its
+order is proven with recorded streams (tests/test_device.py), its calls of torch.cuda are not.
+
+[Note: who waits for whom]
+Nothing here makes the host wait but a `Transfer` that somebody waits for. Streams wait for each other's
+events:
+allocated   compute -> upload    memory that is given out again may still be read by queued kernels
+arrived     upload -> compute    the first kernel that uses a unit comes behind its last tile
+leaving     upload -> compute    memory is given back while uploads that nobody used may still write to it
+download    compute -> download  the copy comes behind the kernel that makes the gradient
+An upload waits only for what was queued before it, and so does all the rest: there is no cycle, and a slot
+whose upload was begun becomes free by itself, whatever the host does.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+import math
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity import kernels
+from infinity.cuda import Event, HostMemory, Streams, TorchStreams
 from infinity.errors import ConfigError
 from infinity.memory import view
+from infinity.store import DONE, Transfer
+
+_POLL_S = 0.0002
+
+
+@dataclass(frozen=True, slots=True)
+class Download:
+    """A copy of a tensor in host memory, contiguous, that may still be under way: a Transfer.
+
+    On CUDA its memory is reused when the last tensor that shares it is gone.
+    """
+
+    tensor: torch.Tensor
+    transfer: Transfer
+
+    @property
+    def done(self) -> bool:
+        """Whether `tensor` may be read."""
+        return self.transfer.done
+
+    @property
+    def began_s(self) -> float:
+        """When it began, by time.perf_counter."""
+        return self.transfer.began_s
+
+    @property
+    def ended_s(self) -> float | None:
+        """When it was over; None while it is not."""
+        return self.transfer.ended_s
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when `tensor` may be read."""
+        self.transfer.wait(timeout_s)
 
 
 class Device(Protocol):
-    """What the lane and the executor ask of a device."""
+    """What the lane, the executor and the gradients ask of a device. `flat`: a unit's memory, 1-D, 16-bit.
+
+    The lane's thread calls `upload`; the others, unless they say so, are for the thread that computes.
+    """
 
     torch_device: torch.device
+    is_host: bool
+    """Whether units and gradients are in host memory: by their address, kernels may read them in place."""
 
-    def upload(self, flat: torch.Tensor, start: int, address: int, numel: int) -> None:
-        """Copy `numel` 16-bit elements at `address` to `flat[start:]`; the memory at `address` is free
-        afterwards.
+    @property
+    def pageable_reason(self) -> str:
+        """Why some host memory is not page-locked, so that its copies make the host wait; empty if all is."""
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Page-lock existing memory, to the byte. Where that fails, copies work all the same, and wait."""
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin`, before the memory is given back; nothing for memory that is not page-locked."""
+
+    def allocated(self, flat: torch.Tensor) -> None:
+        """The memory was just allocated: uploads to it come behind what is queued now."""
+
+    def upload(self, flat: torch.Tensor, start: int, address: int, numel: int) -> Transfer:
+        """Begin to copy `numel` elements at `address` to `flat[start:]`.
+
+        The memory at `address` stays as it is until the transfer is over.
         """
 
-    def arrived(self) -> None:
-        """Make later work of the calling thread's stream see every upload so far."""
+    def arrived(self, flat: torch.Tensor | None = None) -> None:
+        """Later work of the calling thread's stream sees all uploads to `flat` (None: to anything) so far."""
+
+    def leaving(self, flat: torch.Tensor) -> None:
+        """The memory is about to be given back. Called from any thread."""
+
+    def download(self, tensor: torch.Tensor) -> Download:
+        """Begin to copy `tensor`, as the calling thread's stream leaves it, to host memory."""
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return `tensor` contiguous and in host memory (itself where it is)."""
+
+    def synchronize(self) -> None:
+        """Return when every copy begun so far is over."""
+
+    def close(self) -> None:
+        """Synchronize, and undo every `pin`. Nothing is copied afterwards."""
 
 
 class CpuDevice:
@@ -38,41 +118,174 @@ class CpuDevice:
     def __init__(self) -> None:
         """Nothing to open."""
         self.torch_device = torch.device("cpu")
+        self.is_host = True
+        self.pageable_reason = ""
 
-    def upload(self, flat: torch.Tensor, start: int, address: int, numel: int) -> None:
+    def pin(self, address: int, nbytes: int) -> None:
+        """No device reads host memory behind the CPU's back."""
+
+    def unpin(self, address: int) -> None:
+        """Nothing was pinned."""
+
+    def allocated(self, flat: torch.Tensor) -> None:
+        """Memory that is given out is used by nobody."""
+
+    def upload(self, flat: torch.Tensor, start: int, address: int, numel: int) -> Transfer:
         """One copy in memory."""
         kernels.copy(2 * numel, flat.data_ptr() + 2 * start, address)
+        return DONE
 
-    def arrived(self) -> None:
+    def arrived(self, flat: torch.Tensor | None = None) -> None:
         """Copies on the CPU are over when they return."""
+
+    def leaving(self, flat: torch.Tensor) -> None:
+        """Copies on the CPU are over when they return."""
+
+    def download(self, tensor: torch.Tensor) -> Download:
+        """Return `tensor`, made contiguous if it is not."""
+        return Download(tensor.contiguous(), DONE)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return `tensor`, made contiguous if it is not."""
         return tensor.contiguous()
 
+    def synchronize(self) -> None:
+        """Copies on the CPU are over when they return."""
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+
+class _Copy:
+    """A copy on a stream, over when its event is: a Transfer. It began when it was queued, and ended when the
+    host first saw that it was over.
+    """
+
+    def __init__(self, event: Event) -> None:
+        self.began_s = time.perf_counter()
+        self._event = event
+        self._ended_s: float | None = None
+
+    @property
+    def done(self) -> bool:
+        if self._ended_s is None and self._event.query():
+            self._ended_s = time.perf_counter()
+        return self._ended_s is not None
+
+    @property
+    def ended_s(self) -> float | None:
+        return self._ended_s if self.done else None
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if timeout_s is None and not self.done:
+            self._event.synchronize()
+        end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while not self.done:
+            if time.monotonic() >= end_s:
+                raise TimeoutError(f"a copy between host and device is not over after {timeout_s} s")
+            time.sleep(_POLL_S)
+
+
+@dataclass(slots=True)
+class _Residence:
+    """What orders the uses of one unit's memory."""
+
+    stream: Any
+    """The one that allocated it."""
+    free: Event
+    """compute -> upload"""
+    uploaded: Event | None = None
+    """upload -> compute: behind the last tile so far."""
+
 
 class CudaDevice:
-    """One CUDA device computes."""
+    """One CUDA device computes; see [Note: who waits for whom]. Unproven on a GPU."""
 
-    def __init__(self, name: str) -> None:
-        """Open a copy stream on `name`."""
-        self.torch_device = torch.device(name)
-        self._stream = torch.cuda.Stream(self.torch_device)
+    def __init__(self, torch_device: torch.device, streams: Streams) -> None:
+        """Open one stream for each direction."""
+        self.torch_device = torch_device
+        self.is_host = False
+        self.memory = HostMemory(streams)
+        self._streams = streams
+        self._up = streams.open()
+        self._down = self.memory.down
+        self._residences: Any = WeakIdKeyDictionary()  # flat -> _Residence
 
-    def upload(self, flat: torch.Tensor, start: int, address: int, numel: int) -> None:
-        """Copy on the copy stream, and wait: the slot is reused as soon as this returns."""
+    @property
+    def pageable_reason(self) -> str:
+        """See Device."""
+        return self.memory.pageable_reason
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """See Device; the first failure is logged."""
+        self.memory.pin(address, nbytes)
+
+    def unpin(self, address: int) -> None:
+        """See Device."""
+        self.memory.unpin(address)
+
+    def allocated(self, flat: torch.Tensor) -> None:
+        """See Device."""
+        stream = self._streams.current()
+        self._residences[flat] = _Residence(stream, self._streams.record(stream))
+
+    def upload(self, flat: torch.Tensor, start: int, address: int, numel: int) -> Transfer:
+        """See Device."""
+        residence: _Residence | None = self._residences.get(flat)
+        if residence is None:
+            raise AssertionError("upload to memory that `allocated` was not told of")
+        if residence.uploaded is None:
+            self._streams.wait(self._up, residence.free)
         host = torch.frombuffer(view(address, 2 * numel), dtype=flat.dtype)
-        with torch.cuda.stream(self._stream):
-            flat[start : start + numel].copy_(host, non_blocking=True)
-        self._stream.synchronize()
+        self._streams.copy(self._up, flat[start : start + numel], host)
+        residence.uploaded = self._streams.record(self._up)
+        return _Copy(residence.uploaded)
 
-    def arrived(self) -> None:
-        """Order the current stream behind the copy stream."""
-        torch.cuda.current_stream(self.torch_device).wait_stream(self._stream)
+    def arrived(self, flat: torch.Tensor | None = None) -> None:
+        """See Device."""
+        stream = self._streams.current()
+        if flat is None:
+            self._streams.wait(stream, self._streams.record(self._up))
+            return
+        residence: _Residence | None = self._residences.get(flat)
+        if residence is None or residence.uploaded is None:  # a unit without elements
+            return
+        self._streams.wait(stream, residence.uploaded)
+        if stream != residence.stream:
+            self._streams.keep(stream, flat)
+
+    def leaving(self, flat: torch.Tensor) -> None:
+        """See Device."""
+        residence: _Residence | None = self._residences.pop(flat, None)
+        if residence is not None and residence.uploaded is not None:
+            self._streams.wait(residence.stream, residence.uploaded)
+
+    def download(self, tensor: torch.Tensor) -> Download:
+        """See Device; the buffer is from `memory`."""
+        source = tensor.detach().contiguous()
+        if not source.numel():
+            return Download(torch.empty(source.shape, dtype=source.dtype), DONE)
+        host = self.memory.lend(source.numel(), source.dtype).view(source.shape)
+        self._streams.wait(self._down, self._streams.record(self._streams.current()))
+        self._streams.copy(self._down, host, source)
+        self._streams.keep(self._down, source)
+        return Download(host, _Copy(self._streams.record(self._down)))
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy to host memory."""
-        return tensor.contiguous().cpu()
+        """See Device."""
+        download = self.download(tensor)
+        download.wait()
+        return download.tensor
+
+    def synchronize(self) -> None:
+        """See Device."""
+        for stream in (self._up, self._down):
+            self._streams.record(stream).synchronize()
+
+    def close(self) -> None:
+        """See Device."""
+        self.synchronize()
+        self.memory.close()
 
 
 def open_device(name: str) -> Device:
@@ -83,8 +296,10 @@ def open_device(name: str) -> Device:
     if name == "cpu":
         return CpuDevice()
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if (torch.device(name).index or 0) >= count:
+    index = torch.device(name).index
+    if (index or 0) >= count:
         raise ConfigError(
             f"device={name!r}: torch {torch.__version__} sees {count} CUDA devices; use device='cpu'"
         )
-    return CudaDevice(name)
+    device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+    return CudaDevice(device, TorchStreams(device))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import platform
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from infinity import aio, kernels
+from infinity import aio, disk, kernels
 from infinity.errors import InfinityError
 from infinity.nvme import check_folder
 from infinity.sizes import BLOCK, format_size
@@ -48,10 +49,15 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """All findings for one folder."""
+    """All findings: a group per folder, one on the machine's limits, one on the machine."""
 
-    folder: str
-    findings: tuple[Finding, ...]
+    folders: tuple[str, ...]
+    groups: tuple[tuple[Finding, ...], ...]
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """The findings of all groups, in order."""
+        return tuple(finding for group in self.groups for finding in group)
 
     @property
     def healthy(self) -> bool:
@@ -61,51 +67,78 @@ class Examination:
     def table(self) -> Table:
         """The findings, for people."""
         verdict = "training can run here" if self.healthy else "training cannot run here"
-        table = Table(title=escape(f"infinity doctor, {self.folder}: {verdict}"), title_justify="left")
+        table = Table(
+            title=escape(f"infinity doctor, {', '.join(self.folders)}: {verdict}"), title_justify="left"
+        )
         table.add_column("what", style="bold", no_wrap=True)
         table.add_column("found")
         table.add_column("fix")
-        for finding in self.findings:
-            style = "red" if finding.fatal else "yellow" if finding.fix else None
-            table.add_row(finding.subject, escape(finding.found), escape(finding.fix), style=style)
+        for group in self.groups:
+            table.add_section()
+            for finding in group:
+                style = "red" if finding.fatal else "yellow" if finding.fix else None
+                table.add_row(finding.subject, escape(finding.found), escape(finding.fix), style=style)
         return table
 
 
-def examine(folder: str) -> Examination:
-    """Look at the folder and at the machine."""
-    return Examination(folder, (*_storage(folder), *_limits(), *_machine()))
+def examine(folders: str | Sequence[str], *, measure: bool = False) -> Examination:
+    """Look at one folder or several, and at the machine.
+
+    measure: measure the disks now, about 2 s each, and renew the cache; else show what the cache holds.
+    """
+    names = (folders,) if isinstance(folders, str) else tuple(folders)
+    storage = [tuple(_storage(name, measure=measure)) for name in names]
+    return Examination(names, (*storage, (*_shared(names), *_limits()), tuple(_machine())))
 
 
 # Storage
 
 
-def _storage(folder: str) -> Iterator[Finding]:
+def _storage(folder: str, *, measure: bool) -> Iterator[Finding]:
     try:
         check_folder(folder)
     except InfinityError as error:
         yield Finding("folder", str(error), "name a folder on the NVMe device: --nvme DIR", fatal=True)
         return
-    kind = filesystem(Path(folder).resolve())
+    kind = disk.filesystem(Path(folder).resolve())
     yield Finding("folder", f"{Path(folder).resolve()}, {kind}", _advice_on(kind))
     yield _engine(folder)
     yield _direct(folder)
     yield Finding("alignment", _alignment(folder))
     yield _space(folder)
+    yield _measured_now(folder) if measure else _speed(disk.measured(folder))
 
 
-def filesystem(folder: Path) -> str:
-    """Name the type of the filesystem that holds `folder`."""
-    best, kind = 0, "unknown"
+def _speed(speed: disk.DiskSpeed | None) -> Finding:
+    if speed is None:
+        return Finding(
+            "speed", "not measured yet: the first training there will", "infinity doctor --measure"
+        )
+    return Finding(
+        "speed",
+        f"read {speed.read / 1e9:.2f}, write {speed.write / 1e9:.2f}, mixed {speed.mixed / 1e9:.2f} GB/s; "
+        f"{speed.depth} requests of {format_size(speed.piece_nbytes)} in flight; measured on {speed.date} "
+        f"with {speed.engine}",
+    )
+
+
+def _measured_now(folder: str) -> Finding:
     try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return kind
-    for line in lines:
-        left, _, right = line.partition(" - ")
-        place = Path(left.split()[4].replace("\\040", " "))
-        if folder.is_relative_to(place) and len(place.parts) >= best:
-            best, kind = len(place.parts), right.split()[0]
-    return kind
+        return _speed(disk.measure(folder))
+    except (OSError, ValueError, InfinityError) as error:
+        return Finding("speed", f"not measured: {error}", "make room, or use a filesystem with O_DIRECT")
+
+
+def _shared(folders: tuple[str, ...]) -> Iterator[Finding]:
+    """Name the folders that lie on one filesystem."""
+    on: dict[int, list[str]] = {}
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            on.setdefault(os.stat(folder).st_dev, []).append(folder)
+    for together in on.values():
+        if len(together) > 1:
+            found = f"{' and '.join(together)} lie on one filesystem"
+            yield Finding("striping", found, "name one folder per drive: one drive alone gains nothing")
 
 
 def _advice_on(kind: str) -> str:

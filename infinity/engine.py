@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, cast
 
@@ -20,22 +19,25 @@ from torch import nn
 
 from infinity.calls import Entering, Leaving
 from infinity.config import Config
-from infinity.device import open_device
+from infinity.device import Device, open_device
 from infinity.errors import HostMemoryError, UnsupportedError
 from infinity.exchange import Exchange
 from infinity.executor import Executor
 from infinity.gradient import GradientStore, applied_message
 from infinity.hooks import Hooks, graph_task
-from infinity.lanes import Pass, StreamLane
+from infinity.lanes import StreamLane
 from infinity.memory import Budget, Ledger, Pool, divide, least_total, return_freed_memory
 from infinity.nvme import NvmeStore
 from infinity.offloaded import OffloadedGradient
-from infinity.passes import MovePass, ReadPass, WritePass
-from infinity.placement import DENSITY, choose
+from infinity.passes import ReadPass, WritePass
+from infinity.pins import Pins
+from infinity.queueing import Pass
 from infinity.released import CONVERSIONS, not_resident, owner_of, set_owner
-from infinity.shard import lay_out
+from infinity.shard import Format, lay_out
 from infinity.sizes import format_size
 from infinity.store import HostStore, Record, Store, Traffic
+from infinity.stripes import StripedStore, open_nvme
+from infinity.timeline import Timeline
 from infinity.unit import Unit
 
 logger = logging.getLogger("infinity")
@@ -74,30 +76,33 @@ class Engine:
         total = config.host_nbytes
         if total is None:
             total = psutil.virtual_memory().available // 2
-        self.budget: Budget = divide(total)
+        self.form = Format(config.state_dtype)
+        self.budget: Budget = divide(total, least_numel=self.form.align_numel)
         return_freed_memory()
         self.device = open_device(config.device)
+        self.timeline = Timeline()
         self.traffic = Traffic()
         self.kept = Ledger(self.budget.kept_nbytes)
-        self.host_store = HostStore(self.kept)
-        self.nvme_store = (
-            NvmeStore(config.nvme_folder, config.aio) if config.nvme_folder is not None else None
-        )
+        self.host_store = HostStore(self.kept, self.device)
+        self.nvme_store = open_nvme(config.nvme_folders, config.aio) if config.nvme_folders else None
         self.store: Store = self.nvme_store or self.host_store
-        self.lane = StreamLane(Pool(self.budget.slot_nbytes, self.budget.slots))
-        self.executor = Executor(self.lane, self.device)
+        pool = Pool(self.budget.slot_nbytes, self.budget.slots)
+        self.device.pin(pool.address, pool.nbytes)
+        self.lane = StreamLane(pool, inline=self.device.is_host, timeline=self.timeline)
+        self.executor = Executor(self.lane, self.device, self.timeline)
         self.gradients = GradientStore(self.lane, self.device, self.store)
         self.hooks = Hooks(self.executor)
         self.units: list[Unit] = []
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._to_pin: deque[tuple[Record, str, int]] = deque()
+        self.pins: Pins | None = None
+        """What decides which fields are pinned; None without an NVMe tier, and while a model is built."""
         self._indices: dict[int, tuple[Unit, int]] = {}
         self._building: Touch | None = None
         self.exchange = Exchange(self)
         self.gradients.flush_unit = self.executor.flush
         self.gradients.least_total = self._least_total
         self.hooks.backward_ended.append(self._backward_ended)
-        self._finalizer = weakref.finalize(self, _close, self.lane, self.nvme_store, os.getpid())
+        self._finalizer = weakref.finalize(self, _close, self.lane, self.device, self.nvme_store, os.getpid())
 
     # Building
 
@@ -110,8 +115,11 @@ class Engine:
 
         Raises: aio.StorageFullError or HostMemoryError naming the module, with the numbers.
         """
-        shard = lay_out([(str(index), parameter.shape) for index, parameter in enumerate(parameters)])
-        record = Record(shard, self.budget.tile_numel, self.traffic, verify=self.config.verify)
+        shapes = [(str(index), parameter.shape) for index, parameter in enumerate(parameters)]
+        shard = lay_out(shapes, self.form.align_numel)
+        record = Record(
+            shard, self.budget.tile_numel, self.traffic, verify=self.config.verify, form=self.form
+        )
         record.name = name
         for field in ("hi", "lo"):
             record.add(field, self.store)
@@ -122,18 +130,24 @@ class Engine:
         self.lane.drain()
         for parameters, record in units:
             unit = Unit(len(self.units), parameters, record.shard, record)
-            unit.open(DTYPE, self.device.torch_device)
-            self.hooks.watch(unit)
+            unit.open(self.executor.blocks, self.device.torch_device, in_place=self.device.is_host)
+            unit.by_storage = self.hooks.by_storage
             self.units.append(unit)
             for index, parameter in enumerate(parameters):
                 set_owner(parameter, self)
                 self._indices[id(parameter)] = (unit, index)
                 self._catch_gradient(parameter)
         largest = max((unit.resident_nbytes for unit in self.units), default=0)
-        self.budget = divide(self.budget.total_nbytes, largest)
+        self.budget = divide(self.budget.total_nbytes, largest, self.form.align_numel)
         self.kept.limit_nbytes = self.budget.kept_nbytes
-        self.executor.open(self.units, self.budget.tile_numel, self.budget.ahead_nbytes)
+        self.executor.open(
+            self.units, self.budget.tile_numel, self.config.device_nbytes or self.budget.ahead_nbytes
+        )
         self.gradients.open(self.budget, self.kept)
+        if self.nvme_store is not None:
+            stores = (self.host_store, self.nvme_store)
+            frequencies = self.executor.frequencies
+            self.pins = Pins(self.units, frequencies, self.lane, self.kept, stores, self.budget.tile_numel)
         logger.info("%d units, %s; %s", len(self.units), self.config, self.budget)
 
     def _catch_gradient(self, parameter: nn.Parameter) -> None:
@@ -269,32 +283,11 @@ class Engine:
     # Steps
 
     def close_step(self) -> None:
-        """The optimizer has decided a step. After the first one it is known what gradients take; what is left
-        is for pinning.
-        """
-        self.executor.close_step()
-        if self.executor.counts.steps == 1 and self.nvme_store is not None:
-            self._choose_pins()
-        self._pin()
-
-    def _choose_pins(self) -> None:
-        fields = [
-            {name: unit.record.shard.nbytes(name) for name in DENSITY if name in unit.record}
-            for unit in self.units
-        ]
-        for index, name in choose(fields, self.kept.limit_nbytes, self.kept.peak_nbytes):
-            nbytes = fields[index][name]
-            self.kept.set_aside(nbytes)
-            self._to_pin.append((self.units[index].record, name, nbytes))
-
-    def _pin(self) -> None:
-        """Move chosen fields to host memory, as far as this step's gradients leave room by now; see
-        placement.
-        """
-        while self._to_pin and self._to_pin[0][2] <= self.kept.free_nbytes:
-            record, name, nbytes = self._to_pin.popleft()
-            extent = self.host_store.allocate_promised(nbytes)
-            self.lane.submit(MovePass(record, name, extent, self.budget.tile_numel))
+        """The optimizer has decided a step."""
+        self.executor.updates_at_fetch = any(optimizer.update == "forward" for optimizer in self.optimizers)
+        if self.executor.close_step() and self.pins is not None:
+            self.pins.close_step()
+        self.executor.begin_step()
 
     def check_fits(self, what: str, nbytes: int) -> None:
         """See that `nbytes` more, and a step's gradients, fit where records lie, if that is host memory.
@@ -307,20 +300,21 @@ class Engine:
         needed = self.kept.held_nbytes + nbytes + gradients
         if needed > self.kept.limit_nbytes:
             largest = max(unit.resident_nbytes for unit in self.units)
+            least = format_size(least_total(needed, largest, self.form.align_numel))
             raise HostMemoryError(
                 f"{what}: without an NVMe tier all state stays in host memory: weights "
                 f"{format_size(self.kept.held_nbytes)}, moments "
                 f"{format_size(nbytes)}, gradients {format_size(gradients)}, but "
                 f"host_memory={format_size(self.budget.total_nbytes)} leaves "
                 f"{format_size(self.kept.limit_nbytes)} for them. The smallest host_memory that works is "
-                f"{format_size(least_total(needed, largest))}; or give Config a folder on NVMe (nvme=...)."
+                f"{least}; or give Config a folder on NVMe (nvme=...)."
             )
 
     def _least_total(self, field: str) -> int:
         """Return the host_memory that holds what it holds now, and every gradient in `field`."""
-        gradients = sum(unit.shard.nbytes(field) for unit in self.units if unit.trainable)
+        gradients = sum(unit.record.field_nbytes(field) for unit in self.units if unit.trainable)
         largest = max(unit.resident_nbytes for unit in self.units)
-        return least_total(self.kept.held_nbytes + gradients, largest)
+        return least_total(self.kept.held_nbytes + gradients, largest, self.form.align_numel)
 
     def held_nbytes(self) -> int:
         """Bytes of host_memory in use now."""
@@ -332,11 +326,12 @@ class Engine:
         self._finalizer()
 
 
-def _close(lane: StreamLane, store: NvmeStore | None, pid: int) -> None:
+def _close(lane: StreamLane, device: Device, store: NvmeStore | StripedStore | None, pid: int) -> None:
     """End an engine; in a forked child there is no lane and the files are the parent's."""
     if os.getpid() != pid:
         return
     lane.close()
+    device.close()
     if store is not None:
         store.close()
 

@@ -7,28 +7,29 @@ foresee is the same thing without foresight: it is fetched on demand and counted
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
+from infinity.blocks import Blocks, DeviceBlocks, HostBlocks
+from infinity.cursor import Cursor
 from infinity.device import Device
 from infinity.errors import UnsupportedError
+from infinity.fetch import FetchPass
+from infinity.frequency import Frequencies
 from infinity.lanes import StreamLane
 from infinity.memory import Ledger
-from infinity.passes import FetchPass
-from infinity.plan import Plan, make_plan
+from infinity.plan import make_plan
+from infinity.queueing import THERE, Pass
+from infinity.timeline import Timeline
 from infinity.trace import Phase, Use
 from infinity.unit import Unit
 
 _REPLAN_SHARE = 0.1
 """A new plan is made when more than this share of a step's uses was not as planned."""
-
-_NEAR = 64
-"""Uses. A use this close ahead in the plan may come early."""
-
-_TRACE_LIMIT = 1 << 20
-"""Uses. Beyond that (a long generation without a step) a step is followed but not remembered."""
 
 
 @dataclass(slots=True)
@@ -50,93 +51,24 @@ class Counts:
     plans: int = 0
 
 
-class Cursor:
-    """Where in the plan the step is, and what was used so far.
-
-    Uses close by may come in another order than planned (the first plan only guesses the order in a block):
-    they are taken as they come. A use that is not close by is a divergence: the cursor jumps to where the
-    plan has it next.
-    """
-
-    def __init__(self) -> None:
-        """Without a plan."""
-        self.plan: Plan | None = None
-        self.position = 0
-        """The first use of the plan that has not come."""
-        self.trace: list[Use] = []
-        self.reordered = 0
-        """Uses of the step that were not the next of the plan."""
-        self.divergences = 0
-        self._early: set[int] = set()
-        self._opened = False
-        self._places: dict[Use, list[int]] = {}
-
-    def follow(self, plan: Plan) -> None:
-        """Take a plan; its opening has not been fetched."""
-        self.plan = plan
-        places = defaultdict(list)
-        for position, step in enumerate(plan.steps):
-            places[step.use].append(position)
-        self._places = dict(places)
-        self.restart()
-        self._opened = False
-
-    def restart(self) -> None:
-        """Go back to the start of the plan, whose opening is fetched now; forget the uses of the step."""
-        self._opened = True
-        self._early.clear()
-        self.position = 0
-        self.trace = []
-        self.reordered = 0
-
-    def upcoming(self) -> Iterator[Use]:
-        """Return the plan's uses from here to the end of the step."""
-        if self.plan is not None:
-            for position in range(self.position, len(self.plan.steps)):
-                yield self.plan.steps[position].use
-
-    def advance(self, use: Use) -> tuple[tuple[int, ...], bool, bool]:
-        """Take note of a use; return the fetches that begin with it, whether its unit stays, and whether it
-        was foreseen.
-        """
-        if len(self.trace) < _TRACE_LIMIT:
-            self.trace.append(use)
-        places = self._places.get(use, ())
-        if self.plan is None or not places:
-            return (), False, False
-        place = next(
-            (one for one in places[bisect_left(places, self.position) :] if one not in self._early), None
-        )
-        foreseen = self._opened and place is not None and place <= self.position + _NEAR
-        if place is None:
-            place = places[0]
-        self.reordered += place != self.position
-        if foreseen:
-            self._early.add(place)
-            while self.position in self._early:
-                self._early.discard(self.position)
-                self.position += 1
-        else:
-            self.divergences += self._opened
-            self._opened = True
-            self._early.clear()
-            self.position = place + 1
-        step = self.plan.steps[place]
-        return step.fetch, step.keep, foreseen
-
-
 class Executor:
     """Owns the units' residence. Called from the thread that computes; the lane calls back under its lock."""
 
-    def __init__(self, lane: StreamLane, device: Device) -> None:
+    def __init__(self, lane: StreamLane, device: Device, timeline: Timeline) -> None:
         """Start without units."""
         self.units: list[Unit] = []
         self.counts = Counts()
         self.cursor = Cursor()
         self._lane = lane
         self._device = device
+        self._timeline = timeline
+        self.blocks: Blocks = HostBlocks() if device.is_host else DeviceBlocks(device)
         self._tile_numel = 0
         self._ahead = Ledger(0)
+        self.updates_at_fetch = True
+        """Whether updates are pending until the next fetch, and not applied in the backward."""
+        self.frequencies = Frequencies(0)
+        self._sizes: list[int] = []
         self._owed: deque[int] = deque()
         self._staying: set[Unit] = set()
 
@@ -147,6 +79,7 @@ class Executor:
         self.units = units
         self._tile_numel = tile_numel
         self._ahead = Ledger(ahead_nbytes)
+        self.frequencies = Frequencies(len(units))
         order = [unit.index for unit in units]
         guess = [
             *(Use(Phase.FORWARD, one) for one in order),
@@ -160,10 +93,18 @@ class Executor:
         return self._ahead.held_nbytes
 
     def _follow(self, trace: tuple[Use, ...]) -> None:
-        self.cursor.follow(
-            make_plan(trace, [unit.resident_nbytes for unit in self.units], self._ahead.limit_nbytes)
-        )
+        self._sizes = self._fetched_sizes()
+        self.cursor.follow(make_plan(trace, self._sizes, self._ahead.limit_nbytes, lead=1))
         self.counts.plans += 1
+
+    def _fetched_sizes(self) -> list[int]:
+        return [0 if self._never_fetched(unit) else unit.resident_nbytes for unit in self.units]
+
+    def _never_fetched(self, unit: Unit) -> bool:
+        """Whether a use of the unit moves nothing: it is in place, and so is all that updates it, or updates
+        happen at another time.
+        """
+        return unit.in_place and (unit.record.all_in_host or not self.updates_at_fetch)
 
     # Uses
 
@@ -175,16 +116,18 @@ class Executor:
         unit.users += 1
 
     def hold_aside(self, unit: Unit) -> None:
-        """Like `hold`, for a use that is no part of a step."""
+        """Like `hold`, for a use that is no part of a step, and may be an edit: of a copy, never in place."""
         if not unit.attached:
             self._staying.discard(unit)
             self.make_resident(unit)
+            unit.make_private()
             unit.attach()
         unit.users += 1
 
     def _use(self, unit: Unit, phase: Phase) -> None:
         self.counts.uses += 1
         unit.uses += 1
+        self.frequencies.used(unit.index, kept=unit in self._staying)
         fetch, keep, foreseen = self.cursor.advance(Use(phase, unit.index))
         if not foreseen:
             self.counts.divergences = self.cursor.divergences
@@ -205,40 +148,89 @@ class Executor:
         wanted: dict[int, None] = {}
         room = self._ahead.limit_nbytes
         for use in self.cursor.upcoming():
-            if use.unit in wanted or use.unit == but.index:
+            if use.unit in wanted or use.unit == but.index or self._never_fetched(self.units[use.unit]):
                 continue
-            room -= self.units[use.unit].resident_nbytes
+            room -= self.units[use.unit].window_nbytes
             if room < 0:
                 break
             wanted[use.unit] = None
         for unit in self.units:
-            if unit.waiting and unit is not but and unit.index not in wanted:
+            if unit.waiting is not None and unit is not but and unit.index not in wanted:
                 self._evict(unit)
         self._owed = deque(wanted)
 
     def make_resident(self, unit: Unit) -> None:
         """Return when `unit` holds its current values on the device. It stays until it is dropped."""
         if unit.lent is not None:
-            self.counts.stall_s += self._lane.wait(unit.lent)
-        if unit.waiting:
-            unit.waiting = False
-            self._ahead.release(unit.resident_nbytes)
+            self._wait(unit.lent, "update")
+        self._no_longer_waiting(unit)
         if unit.fetch is None:
-            self.counts.misses += 1
-            self._fetch(unit, urgent=True)
+            if self._is_there(unit):
+                unit.allocate()
+                unit.fetch = THERE
+                self.counts.hits += 1
+                return
+            job = self._fetch(unit, urgent=True)
+            self.counts.misses += not job.processed
+            self.counts.hits += job.processed
         else:
+            job = unit.fetch
             self.counts.hits += 1
-        job = unit.fetch
-        if job is not None and not job.processed:
+        if not job.processed:
             self._lane.promote(unit.record)
-            self.counts.stall_s += self._lane.wait(job)
-        self._device.arrived()
+            self._wait(job, "read")
+        self._device.arrived(unit.flat)
 
-    def _fetch(self, unit: Unit, *, urgent: bool) -> None:
+    def _is_there(self, unit: Unit) -> bool:
+        """Whether the unit's present values lie in the memory that computes, without any fetch."""
+        return unit.in_place and not unit.pending and self._lane.settled(unit.record)
+
+    def _wait(self, job: Pass, cause: str) -> None:
+        """Wait for a pass that computing cannot go on without; `cause` is for the timeline."""
+        began = time.perf_counter()
+        self._lane.wait(job)
+        ended = time.perf_counter()
+        self.counts.stall_s += ended - began
+        self._timeline.span("stall", cause, began, ended)
+
+    def _no_longer_waiting(self, unit: Unit) -> None:
+        if unit.waiting is not None:
+            self._ahead.release(unit.waiting)
+            unit.waiting = None
+
+    def _let_wait(self, unit: Unit) -> bool:
+        """Charge a unit for waiting, resident, for its use; False where the share has no room."""
+        nbytes = unit.window_nbytes
+        if not self._ahead.try_reserve(nbytes):
+            return False
+        unit.waiting = nbytes
+        return True
+
+    def _fetch(self, unit: Unit, *, urgent: bool) -> Pass:
         unit.allocate()
-        job = FetchPass(unit, self._device, self._tile_numel)
+        self.blocks.trim(self._ahead.free_nbytes)
+        job = self._pass(unit)
         unit.fetch = job
         self._lane.submit(job, urgent=urgent)
+        return job
+
+    def _pass(self, unit: Unit, *, upload: bool = True, resident: bool = False) -> FetchPass:
+        return FetchPass(unit, self._device, self._tile_numel, upload=upload, resident=resident)
+
+    def _give_back(self, unit: Unit, job: Pass) -> None:
+        """Take a unit's memory away once nothing is written from it any more."""
+        flat = unit.deallocate()
+        if flat is None:
+            return
+        with self._lane.changed:
+            if not job.finished:
+                job.on_finished.append(lambda: self._recycle(flat))
+                return
+        self._recycle(flat)
+
+    def _recycle(self, flat: torch.Tensor) -> None:
+        self.blocks.give(flat)
+        self.blocks.trim(self._ahead.free_nbytes)
 
     def fetch_owed(self) -> None:
         """Start the fetches that the plan asked for, as far as there is room for what waits."""
@@ -246,10 +238,9 @@ class Executor:
             unit = self.units[self._owed[0]]
             if unit.lent is not None:
                 return
-            if unit.fetch is None:
-                if not self._ahead.try_reserve(unit.resident_nbytes):
+            if unit.fetch is None and not self._is_there(unit):
+                if not self._let_wait(unit):
                     return
-                unit.waiting = True
                 self._fetch(unit, urgent=False)
             self._owed.popleft()
 
@@ -263,8 +254,7 @@ class Executor:
             job, unit.successor = unit.successor, None
             self._lend(unit, job)
             return
-        if unit in self._staying and not unit.pending and self._ahead.try_reserve(unit.resident_nbytes):
-            unit.waiting = True
+        if unit in self._staying and not unit.pending and self._let_wait(unit):
             return
         self._evict(unit)
         self.fetch_owed()
@@ -278,15 +268,13 @@ class Executor:
             return
         if not job.processed:
             self._lane.wait(job)
-        if unit.waiting:
-            unit.waiting = False
-            self._ahead.release(unit.resident_nbytes)
+        self._no_longer_waiting(unit)
         unit.fetch = None
-        unit.deallocate()
+        self._give_back(unit, job)
 
     def _evict_waiting(self, *, only_pending: bool = False) -> None:
         for unit in self.units:
-            if unit.waiting and (unit.pending or not only_pending):
+            if unit.waiting is not None and (unit.pending or not only_pending):
                 self._evict(unit)
 
     def apply(self, unit: Unit, on_processed: Callable[[], None]) -> FetchPass:
@@ -295,9 +283,9 @@ class Executor:
         """
         if unit.fetch is not None and not unit.fetch_processed:
             self._lane.wait(unit.fetch)  # else it would go on standing for values of before the update
-        on_cpu = self._device.torch_device.type == "cpu"
-        resident = on_cpu and unit.fetch_processed and unit.lent is None
-        job = FetchPass(unit, self._device, self._tile_numel, upload=False, resident=resident)
+        self.frequencies.updated(unit.index)
+        resident = self._device.is_host and unit.fetch_processed and unit.lent is None
+        job = self._pass(unit, upload=False, resident=resident)
         job.on_processed = on_processed
         if not resident:
             self._lane.submit(job)
@@ -312,14 +300,12 @@ class Executor:
         it.
         """
         unit.lent = job
-        if unit.waiting:
-            unit.waiting = False
-            self._ahead.release(unit.resident_nbytes)
+        self._no_longer_waiting(unit)
         before = job.on_processed
 
         def give_back() -> None:
             unit.lent = unit.fetch = None
-            unit.deallocate()
+            self._give_back(unit, job)
             if before:
                 before()
 
@@ -334,7 +320,7 @@ class Executor:
             return
         if unit.fetch is not None and not unit.users and unit.lent is None:
             self._evict(unit)
-        self._lane.submit(FetchPass(unit, self._device, self._tile_numel, upload=False))
+        self._lane.submit(self._pass(unit, upload=False))
 
     def changed(self, unit: Unit) -> None:
         """A unit's values are about to be replaced in its record: what is resident of it is stale."""
@@ -346,18 +332,28 @@ class Executor:
         self._evict(unit)
         unit.version += 1
 
-    def close_step(self) -> None:
-        """The optimizer has decided its updates: forget what was fetched before, and begin the next step's
-        opening.
+    def close_step(self) -> bool:
+        """The optimizer has decided its updates: forget what was fetched before. False for a further
+        optimizer's step, which closes none.
         """
-        cursor = self.cursor
-        if not cursor.trace:  # a further optimizer's step: what it changed is stale, the rest is on its way
+        if not self.cursor.trace:  # what it changed is stale, the rest is on its way
             self._evict_waiting(only_pending=True)
-            return
+            return False
         self.counts.steps += 1
+        self.frequencies.close_step()
         self._owed.clear()
         self._evict_waiting()
-        if cursor.plan is None or cursor.reordered > _REPLAN_SHARE * max(1, len(cursor.trace)):
+        return True
+
+    def begin_step(self) -> None:
+        """Plan anew if the last step was not as planned, or fetches take something else than they did; begin
+        the opening.
+        """
+        cursor = self.cursor
+        if not cursor.trace:
+            return
+        surprised = cursor.reordered > _REPLAN_SHARE * max(1, len(cursor.trace))
+        if surprised or self._sizes != self._fetched_sizes():
             self._follow(tuple(cursor.trace))
         cursor.restart()
         for unit in self.units:

@@ -82,9 +82,7 @@ def _units_of(what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> dict[U
 
 
 def _check_room(units: dict[Unit, Engine]) -> None:
-    needed = sum(
-        unit.resident_nbytes for unit, engine in units.items() if engine.device.torch_device.type == "cpu"
-    )
+    needed = sum(unit.resident_nbytes for unit, engine in units.items() if engine.device.is_host)
     available = psutil.virtual_memory().available
     if needed > available:
         raise HostMemoryError(

@@ -20,9 +20,10 @@ import torch
 from infinity import kernels
 from infinity.device import Device
 from infinity.errors import HostMemoryError, UnsupportedError
-from infinity.lanes import Pass, StreamLane
+from infinity.lanes import StreamLane
 from infinity.memory import Budget, Ledger
 from infinity.passes import ReadPass, SpillPart, SpillPass
+from infinity.queueing import Pass
 from infinity.sizes import format_size
 from infinity.store import Store
 from infinity.unit import Unit

@@ -84,7 +84,8 @@ class Hooks:
         """Follow nothing yet."""
         self._executor = executor
         self._frames: list[Frame] = []
-        self._by_storage: dict[int, Unit] = {}
+        self.by_storage: dict[int, Unit] = {}
+        """Units by the key of the storage they are resident in: so a weight is known that autograd saves."""
         self._tasks: list[int] = []
         self._leases: list[Lease] = []
         self._counting = False
@@ -96,18 +97,6 @@ class Hooks:
     def in_forward(self) -> bool:
         """Whether a forward or backward is under way: a released parameter may be fetched on demand."""
         return bool(self._frames) or graph_task() != -1
-
-    def watch(self, unit: Unit) -> None:
-        """Recognise the storage of `unit` when autograd saves it."""
-        self._by_storage[unit.storage_key()] = unit
-
-        by_storage = self._by_storage  # not `self`: parameters outlive their engine, and hold the unit
-
-        def moved(old_key: int) -> None:
-            by_storage.pop(old_key, None)
-            by_storage[unit.storage_key()] = unit
-
-        unit.moved = moved
 
     # Forward
 
@@ -222,7 +211,7 @@ class Hooks:
 
     def _pack(self, tensor: torch.Tensor, otherwise: Any) -> Any:
         unit = (
-            self._by_storage.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
+            self.by_storage.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
         )
         if unit is None or tensor.dtype != unit.flat.dtype:
             return otherwise(tensor)

@@ -2,15 +2,20 @@
 same time.
 
 [Note: how the lane makes progress]
-A *pass* walks over the tiles of one record: each tile is read into a slot, worked on, and (if the pass
-changes it) written back. Tiles of the queued passes are admitted in order as long as slots are free, so the
-reads of the next passes overlap the work on this one, and writes overlap both. A slot holds exactly one tile
-from the beginning of its read to the end of its write, and every tile in a slot finishes by itself: nothing
-it waits for needs another slot, a lock, or the thread that computes. So the lane cannot deadlock, with any
-number of slots from one up.
+A *pass* walks over the tiles of one record: each tile is read, worked on, and (if the pass changes it)
+written back. A field in host memory is worked on where it lies, one on NVMe in memory that the pass has for
+it, or else in a slot. Tiles of the queued passes are admitted in order as long as slots are free, so the
+reads of the next passes overlap the work on this one, and writes overlap both: slots bound what is in flight.
+A slot belongs to exactly one tile from the beginning of its read to the end of its write, and every tile with
+a slot finishes by itself: nothing it waits for needs another slot, a lock, or the thread that computes. So
+the lane cannot deadlock, with any number of slots from one up.
 
 Two passes over one record never overlap: a pass is admitted only when it is the oldest unfinished one of its
-record.
+record. What somebody waits for goes first, in the queue and at the disk.
+
+[Note: passes without transfers]
+Where all that a pass needs lies in host memory and the CPU computes, whoever submits it runs it: another
+thread would only take turns with it on the same cores, and a step would be longer by all that it does.
 """
 
 from __future__ import annotations
@@ -18,119 +23,58 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from infinity.errors import EngineFailedError
 from infinity.memory import Pool, Slot
-from infinity.shard import FIELD_NBYTES
+from infinity.queueing import Pass, Queue
 from infinity.store import Record, Transfer
+from infinity.timeline import Timeline
 
 logger = logging.getLogger("infinity")
 
 
-class Pass(ABC):
-    """One walk over a record. Subclasses say which fields each tile reads and writes, and what happens in
-    between.
-    """
-
-    def __init__(self, record: Record) -> None:
-        """Prepare a walk over `record`."""
-        self.record = record
-        self.processed = False
-        """Every tile was worked on (writes may still be under way)."""
-        self.finished = False
-        """Every write is over."""
-        self.open_tiles = 0
-        """Tiles admitted and not yet over."""
-        self.ranges: Iterator[tuple[int, int]] | None = None
-        self.ahead: tuple[int, int] | None = None
-        """The next tile to admit."""
-        self.unprocessed = 0
-
-    @abstractmethod
-    def tiles(self) -> Iterator[tuple[int, int]]:
-        """Return element ranges, whole tiles of the record, in the order to walk them."""
-
-    @abstractmethod
-    def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
-        """Return the fields to read and to write of the tile at elements [start, stop). Called when it is
-        admitted.
-        """
-
-    @abstractmethod
-    def process(self, start: int, stop: int, at: dict[str, int]) -> None:
-        """Work on one tile; `at` is the address of each of its fields."""
-
-    def done_processing(self) -> None:  # noqa: B027 - most passes have nothing to do there
-        """Called on the lane's thread, with its lock held, when the last tile was worked on."""
-
-
 @dataclass(slots=True)
 class _Tile:
-    """One tile under way: its slot, and the transfers that fill or empty it."""
+    """One tile under way: the memory it is in, and the transfers that fill or empty it."""
 
     owner: Pass
     start: int
     stop: int
-    slot: Slot
+    slot: Slot | None
     at: dict[str, int]
     reads: Sequence[str]
+    """Fields read from NVMe."""
     writes: Sequence[str]
+    """Fields to write to NVMe."""
+    changes: Sequence[str]
+    """Fields that change where they lie."""
     transfers: list[Transfer]
 
 
 @dataclass(slots=True)
 class LaneTimes:
-    """Seconds of the lane's thread: waiting for reads, at work, waiting for writes, with nothing to do."""
+    """Seconds of the lane's thread: waiting for reads, at work, waiting for writes, with nothing to do. And
+    of those who ran a pass themselves, as all of it was in host memory.
+    """
 
     read_wait_s: float = 0.0
     work_s: float = 0.0
     write_wait_s: float = 0.0
     idle_s: float = 0.0
-
-
-@dataclass(slots=True)
-class _Queue:
-    """Passes waiting for slots, in order, and the unfinished passes of each record, oldest first."""
-
-    waiting: deque[Pass] = field(default_factory=deque)
-    of_record: dict[Record, deque[Pass]] = field(default_factory=dict)
-
-    def add(self, job: Pass, *, urgent: bool) -> None:
-        self.of_record.setdefault(job.record, deque()).append(job)
-        self.waiting.append(job)
-        if urgent:
-            self.promote(job.record)
-
-    def promote(self, record: Record) -> None:
-        """Move the passes of `record` to the front, keeping their order."""
-        first = [job for job in self.of_record.get(record, ()) if job in self.waiting]
-        for job in first:
-            self.waiting.remove(job)
-        self.waiting.extendleft(reversed(first))
-
-    def admissible(self) -> Pass | None:
-        """Return the first waiting pass, unless an older pass over its record is unfinished."""
-        if not self.waiting:
-            return None
-        job = self.waiting[0]
-        return job if self.of_record[job.record][0] is job else None
-
-    def retire(self, job: Pass) -> None:
-        jobs = self.of_record[job.record]
-        jobs.remove(job)
-        if not jobs:
-            del self.of_record[job.record]
+    inline_s: float = 0.0
 
 
 class StreamLane:
     """Runs passes on a thread of its own; see [Note: how the lane makes progress]."""
 
-    def __init__(self, pool: Pool) -> None:
-        """Start the thread. `pool` belongs to it from now on."""
+    def __init__(self, pool: Pool, *, inline: bool = False, timeline: Timeline | None = None) -> None:
+        """Start the thread; `pool` belongs to it from now on.
+
+        inline: see [Note: passes without transfers].
+        """
         self.changed = threading.Condition()
         """Notified when a pass is processed or finished, and when the lane fails. Its lock guards all units'
         state.
@@ -138,7 +82,9 @@ class StreamLane:
         self.times = LaneTimes()
         self.passes: Counter[str] = Counter()
         self._pool = pool
-        self._queue = _Queue()
+        self._inline = inline
+        self._timeline = timeline or Timeline()
+        self._queue = Queue()
         self._reading: deque[_Tile] = deque()
         self._writing: deque[_Tile] = deque()
         self._stopping = False
@@ -150,14 +96,42 @@ class StreamLane:
     # What other threads call
 
     def submit(self, job: Pass, *, urgent: bool = False) -> None:
-        """Queue a pass; `urgent` puts it, and older passes over the same record, in front."""
+        """Queue a pass; `urgent` puts it, and older passes over the same record, in front. Or run it: see
+        [Note: passes without transfers].
+        """
+        job.urgent = urgent
         with self.changed:
-            self._raise_failure()
-            if self._stopping:
-                raise EngineFailedError("the engine was closed; its parameters are gone")
-            self._queue.add(job, urgent=urgent)
+            self._check_open()
             self.passes[type(job).__name__] += 1
-            self.changed.notify_all()
+            inline = self._inline and job.record.all_in_host and job.record not in self._queue.of_record
+            if not inline:
+                self._queue.add(job)
+                self.changed.notify_all()
+        if inline:
+            self._run_here(job)
+
+    def _run_here(self, job: Pass) -> None:
+        """Do a pass over fields in host memory."""
+        began = time.perf_counter()
+        for start, stop in job.tiles():
+            reads, writes = job.fields(start, stop)
+            job.process(start, stop, {name: job.record.there(name, start) for name in (*reads, *writes)})
+            for name in writes:
+                job.record.note_written(name, start, stop)
+        ended = time.perf_counter()
+        self.times.inline_s += ended - began
+        self._timeline.span("work", f"{type(job).__name__} {job.record.name}", began, ended)
+        with self.changed:
+            job.processed = job.finished = True
+            job.done_processing()
+            for call in job.on_finished:
+                call()
+
+    def settled(self, record: Record) -> bool:
+        """Whether every pass over a record has been worked on, writes apart."""
+        with self.changed:
+            self._check_open()
+            return all(job.processed for job in self._queue.of_record.get(record, ()))
 
     def promote(self, record: Record) -> None:
         """Put the queued passes over `record` in front."""
@@ -196,6 +170,11 @@ class StreamLane:
     def failed(self) -> bool:
         """Whether an error has stopped the lane."""
         return self._failure is not None
+
+    def _check_open(self) -> None:
+        self._raise_failure()
+        if self._stopping:
+            raise EngineFailedError("the engine was closed; its parameters are gone")
 
     def _raise_failure(self) -> None:
         if self._failure is None:
@@ -264,36 +243,76 @@ class StreamLane:
         return tile, job.ahead is None
 
     def _begin(self, job: Pass, start: int, stop: int) -> _Tile:
+        """Find memory for the fields of a tile, and begin to read those on NVMe."""
+        record = job.record
         reads, writes = job.fields(start, stop)
-        slot = self._pool.lease()
         at: dict[str, int] = {}
-        address = slot.address
+        slotted: list[str] = []
         for name in dict.fromkeys((*reads, *writes)):
-            at[name] = address
-            address += (stop - start) * FIELD_NBYTES[name]
-        transfers = [job.record.read(name, start, stop, at[name], slot) for name in reads]
-        return _Tile(job, start, stop, slot, at, reads, writes, transfers)
+            address = self._address(job, name, start)
+            if address is None:
+                slotted.append(name)
+            else:
+                at[name] = address
+        reads = [name for name in reads if not record.in_host(name)]
+        stored = [name for name in writes if not record.in_host(name) and name not in job.adopts]
+        slot = self._pool.lease() if slotted or reads or stored else None
+        if slot is not None:
+            address = slot.address
+            for name in slotted:
+                at[name] = address
+                address += record.tile_nbytes(name, stop - start)
+        owner = (slot, job.keeps)
+        transfers = [record.read(name, start, stop, at[name], owner, urgent=job.urgent) for name in reads]
+        changes = [name for name in writes if name not in stored]
+        return _Tile(job, start, stop, slot, at, reads, stored, changes, transfers)
+
+    @staticmethod
+    def _address(job: Pass, name: str, start: int) -> int | None:
+        """Return where a field of a tile is worked on; None for a slot."""
+        if name in job.adopts:
+            return job.record.target_address(name, start)
+        address = job.record.address(name, start)
+        return job.place(name, start) if address is None else address
 
     def _work(self, tile: _Tile) -> None:
         """Wait for a tile's reads, check them, do its work, and begin its writes."""
-        record = tile.owner.record
-        started = time.perf_counter()
+        record, job = tile.owner.record, tile.owner
+        began = time.perf_counter()
         for transfer in tile.transfers:
             transfer.wait()
         read = time.perf_counter()
+        self._note(tile, "read", tile.reads)
         for name in tile.reads:
             record.check(name, tile.start, tile.stop, tile.at[name])
-        tile.owner.process(tile.start, tile.stop, tile.at)
+        more = job.process(tile.start, tile.stop, tile.at)
+        owner = (tile.slot, job.keeps)
         tile.transfers = [
-            record.write(name, tile.start, tile.stop, tile.at[name], tile.slot) for name in tile.writes
+            record.write(name, tile.start, tile.stop, tile.at[name], owner) for name in tile.writes
         ]
-        self.times.read_wait_s += read - started
-        self.times.work_s += time.perf_counter() - read
+        tile.transfers += more or ()
+        for name in tile.changes:
+            record.note_written(name, tile.start, tile.stop)
+        ended = time.perf_counter()
+        self.times.read_wait_s += read - began
+        self.times.work_s += ended - read
+        self._timeline.span("work", f"{type(job).__name__} {record.name}", read, ended)
         with self.changed:
-            tile.owner.unprocessed -= 1
-            if not tile.owner.unprocessed and tile.owner.ahead is None:
-                self._processed(tile.owner)
+            job.unprocessed -= 1
+            if not job.unprocessed and job.ahead is None:
+                self._processed(job)
         self._writing.append(tile)
+
+    def _note(self, tile: _Tile, lane: str, names: Sequence[str]) -> None:
+        """Put a tile's transfers, now over, into the timeline."""
+        if not self._timeline.recording:
+            return
+        record = tile.owner.record
+        for name, transfer in zip(names, tile.transfers, strict=False):
+            nbytes = record.tile_nbytes(name, tile.stop - tile.start)
+            ended_s = transfer.ended_s
+            if ended_s is not None:
+                self._timeline.span(lane, f"{record.name}.{name}", transfer.began_s, ended_s, nbytes)
 
     def _reap(self, *, block: bool) -> None:
         """Give back the slots of tiles whose writes are over; with `block`, wait for the oldest."""
@@ -305,13 +324,17 @@ class StreamLane:
             if block:
                 self.times.write_wait_s += time.perf_counter() - started
             block = False
-            self._pool.give_back(tile.slot)
+            self._note(tile, "write", tile.writes)
+            if tile.slot is not None:
+                self._pool.give_back(tile.slot)
             with self.changed:
                 tile.owner.open_tiles -= 1
                 self._finish_if_over(tile.owner)
 
     def _processed(self, job: Pass) -> None:
         job.processed = True
+        for name in job.adopts:
+            job.record.adopt(name)
         job.done_processing()
         self._finish_if_over(job)
         self.changed.notify_all()
@@ -320,6 +343,8 @@ class StreamLane:
         if job.processed and not job.open_tiles and not job.finished:
             job.finished = True
             self._queue.retire(job)
+            for call in job.on_finished:
+                call()
             self.changed.notify_all()
 
     def _drain_transfers(self) -> None:

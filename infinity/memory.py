@@ -27,7 +27,7 @@ _FFI = cffi.FFI()
 SLOT_NBYTES_PER_ELEMENT = 16
 """Bytes: hi 2, lo 2, m 4, v 4, and a gradient of 2 or 4: one tile of a whole record."""
 
-_SLOT_NUMEL_LIMITS = (ALIGN_NUMEL, 1 << 19)
+_SLOT_NUMEL_MOST = 1 << 19
 _SLOT_COUNT = 12
 _SLOT_COUNT_LEAST = 4
 
@@ -38,11 +38,11 @@ class Arena:
     def __init__(self, nbytes: int) -> None:
         """Map `nbytes` bytes, zero until written; pages are taken when they are first touched."""
         self.nbytes = nbytes
-        self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._map.madvise(mmap.MADV_DONTFORK)
+        self.map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.map.madvise(mmap.MADV_DONTFORK)
         if nbytes >= 1 << 21:
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        self._pointer = _FFI.from_buffer(self._map)
+            self.map.madvise(mmap.MADV_HUGEPAGE)
+        self._pointer = _FFI.from_buffer(self.map)
         self.address = int(_FFI.cast("uintptr_t", self._pointer))
 
 
@@ -83,8 +83,10 @@ class Pool:
         """Allocate `count` slots of `slot_nbytes` bytes."""
         self.slot_nbytes = slot_nbytes
         self.count = count
-        self._arena = Arena(slot_nbytes * count)
-        self._free = [Slot(self._arena.address + index * slot_nbytes, slot_nbytes) for index in range(count)]
+        self.nbytes = slot_nbytes * count
+        self._arena = Arena(self.nbytes)
+        self.address = self._arena.address
+        self._free = [Slot(self.address + index * slot_nbytes, slot_nbytes) for index in range(count)]
 
     @property
     def free(self) -> int:
@@ -176,29 +178,29 @@ class Budget:
         return ", ".join([slots, *(f"{name} {format_size(nbytes)}" for name, nbytes in shares)])
 
 
-def least_budget() -> int:
+def least_budget(least_numel: int = ALIGN_NUMEL) -> int:
     """Bytes: the smallest host_memory that moves records at all, one tile of one block at a time."""
-    return _SLOT_COUNT_LEAST * _SLOT_NUMEL_LIMITS[0] * SLOT_NBYTES_PER_ELEMENT
+    return _SLOT_COUNT_LEAST * least_numel * SLOT_NBYTES_PER_ELEMENT
 
 
-def divide(total_nbytes: int, largest_unit_nbytes: int = 0) -> Budget:
+def divide(total_nbytes: int, largest_unit_nbytes: int = 0, least_numel: int = ALIGN_NUMEL) -> Budget:
     """Divide a host_memory of `total_nbytes` for a model whose largest resident unit takes
-    `largest_unit_nbytes`.
+    `largest_unit_nbytes`, in tiles of at least `least_numel` elements.
 
     A quarter at most is for slots; what is fetched ahead gets an eighth, or more where two of the largest
     units need more (up to a third); gradients on their way out an eighth.
 
     Raises: HostMemoryError with the smallest budget that works.
     """
-    if total_nbytes < least_budget():
+    least_nbytes = least_budget(least_numel)
+    if total_nbytes < least_nbytes:
         raise HostMemoryError(
             f"host_memory={format_size(total_nbytes)} cannot work: moving records needs at least "
-            f"{format_size(least_budget())} ({_SLOT_COUNT_LEAST} transfers of one block). Give more; a few "
+            f"{format_size(least_nbytes)} ({_SLOT_COUNT_LEAST} transfers of one block). Give more; a few "
             "hundred MiB is fast."
         )
-    least, most = _SLOT_NUMEL_LIMITS
-    tile_numel = most
-    while tile_numel > least and tile_numel * SLOT_NBYTES_PER_ELEMENT * _SLOT_COUNT > total_nbytes // 4:
+    tile_numel = _SLOT_NUMEL_MOST
+    while tile_numel > least_numel and tile_numel * SLOT_NBYTES_PER_ELEMENT * _SLOT_COUNT > total_nbytes // 4:
         tile_numel //= 2
     slots = max(
         _SLOT_COUNT_LEAST, min(_SLOT_COUNT, total_nbytes // 4 // (tile_numel * SLOT_NBYTES_PER_ELEMENT))
@@ -208,15 +210,15 @@ def divide(total_nbytes: int, largest_unit_nbytes: int = 0) -> Budget:
     return Budget(total_nbytes, tile_numel, slots, ahead, min(rest - ahead, total_nbytes // 8))
 
 
-def least_total(kept_nbytes: int, largest_unit_nbytes: int) -> int:
+def least_total(kept_nbytes: int, largest_unit_nbytes: int, least_numel: int = ALIGN_NUMEL) -> int:
     """Return the smallest host_memory, in bytes to the MiB, whose kept share is at least `kept_nbytes`."""
     step = 1 << 20
     low, high = 1, 2
-    while divide(high * step, largest_unit_nbytes).kept_nbytes < kept_nbytes:
+    while divide(high * step, largest_unit_nbytes, least_numel).kept_nbytes < kept_nbytes:
         low, high = high, 2 * high
     while low < high:
         middle = (low + high) // 2
-        if divide(middle * step, largest_unit_nbytes).kept_nbytes < kept_nbytes:
+        if divide(middle * step, largest_unit_nbytes, least_numel).kept_nbytes < kept_nbytes:
             low = middle + 1
         else:
             high = middle

@@ -6,24 +6,28 @@ import os
 import stat
 
 from infinity import aio
+from infinity.disk import speed_of
 from infinity.errors import ConfigError
 from infinity.sizes import BLOCK, format_size, round_up
-from infinity.store import Extent, Transfer
+from infinity.store import Extent
 
 _GROW_NBYTES = 256 << 20
 
 
-class _FreeExtents:
+class FreeExtents:
     """Extents given back, reused by exact size: a run has few sizes, so the gaps are few."""
 
     def __init__(self) -> None:
+        """Begin with none."""
         self._offsets: dict[int, list[int]] = {}
 
     def take(self, nbytes: int) -> int | None:
+        """Return the offset of one of `nbytes`, if there is one."""
         offsets = self._offsets.get(nbytes)
         return offsets.pop() if offsets else None
 
     def give(self, offset: int, nbytes: int) -> None:
+        """Take one back."""
         self._offsets.setdefault(nbytes, []).append(offset)
 
 
@@ -36,19 +40,36 @@ class NvmeStore:
 
     tier = "nvme"
 
-    def __init__(self, folder: str, engine_kind: str | None) -> None:
+    def __init__(self, folder: str, engine_kind: str | None, request_nbytes: int = 1 << 30) -> None:
         """Check `folder`, pick the I/O engine with a real request there, and open the file.
+
+        How much the engine keeps in flight comes from the disk's speed (see disk.speed_of): the same in bytes
+        where no request is larger than `request_nbytes`.
 
         Raises: ConfigError for a folder that cannot be used; aio.EngineUnavailableError for a forced engine
         that fails.
         """
         self.folder = folder
         check_folder(folder)
-        self.engine = aio.open_engine(folder, engine_kind)
+        self.speed = speed_of(folder, engine_kind)
+        depth = min(self.speed.depth * max(1, self.speed.piece_nbytes // request_nbytes), 256)
+        self.engine = aio.open_engine(
+            folder, engine_kind, depth=depth, threads=depth, piece_nbytes=self.speed.piece_nbytes
+        )
         self._file = self.engine.open_nameless(folder)
         self.allocated_nbytes = 0
         self._end = 0
-        self._free = _FreeExtents()
+        self._free = FreeExtents()
+
+    @property
+    def kind(self) -> str:
+        """The kind of I/O engine."""
+        return self.engine.kind
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Where the file is."""
+        return (self.folder,)
 
     def allocate(self, nbytes: int, what: str) -> Extent:
         """Return an extent, growing the file if needed.
@@ -80,16 +101,38 @@ class NvmeStore:
         self._free.give(extent.offset, extent.nbytes)
 
     def read(
-        self, extent: Extent, start: int, address: int, nbytes: int, what: str, owner: object
-    ) -> Transfer:
+        self,
+        extent: Extent,
+        start: int,
+        address: int,
+        nbytes: int,
+        what: str,
+        owner: object,
+        *,
+        urgent: bool = False,
+    ) -> aio.Completion:
         """Begin a read; see Store."""
-        return self.engine.read(self._file, extent.offset + start, address, nbytes, what=what, owner=owner)
+        priority = aio.Priority.URGENT if urgent else aio.Priority.NORMAL
+        return self.engine.read(
+            self._file, extent.offset + start, address, nbytes, what=what, owner=owner, priority=priority
+        )
 
     def write(
-        self, extent: Extent, start: int, address: int, nbytes: int, what: str, owner: object
-    ) -> Transfer:
-        """Begin a write; see Store."""
-        return self.engine.write(self._file, extent.offset + start, address, nbytes, what=what, owner=owner)
+        self,
+        extent: Extent,
+        start: int,
+        address: int,
+        nbytes: int,
+        what: str,
+        owner: object,
+        *,
+        urgent: bool = False,
+    ) -> aio.Completion:
+        """Begin a write, behind reads if it is not urgent; see Store."""
+        priority = aio.Priority.URGENT if urgent else aio.Priority.BEHIND
+        return self.engine.write(
+            self._file, extent.offset + start, address, nbytes, what=what, owner=owner, priority=priority
+        )
 
     def where(self, extent: Extent, start: int) -> str:
         """Name a place for an error message."""

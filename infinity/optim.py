@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 from infinity import kernels
 from infinity.engine import Engine, engine_of
 from infinity.errors import HostMemoryError, UnsupportedError
+from infinity.fetch import Update
 from infinity.gradient import Form, Gradient, applied_message
 from infinity.offloaded import OffloadedGradient
-from infinity.passes import Update
 from infinity.sizes import format_size
 from infinity.unit import Unit
 
@@ -147,6 +147,8 @@ class AdamW(Optimizer):
         self._leave_nothing_pending()
         for group, parameter, gradient in taken:
             self._decide(group, parameter, gradient, factor)
+        for unit in self._decided:
+            _engine(unit.parameters[0]).executor.frequencies.updated(unit.index)
         self._applied.clear()
         for engine in self._engines.values():
             engine.close_step()

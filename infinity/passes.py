@@ -1,5 +1,5 @@
-"""The walks over records that a step is made of: fetch, update, spill, and reading or writing single
-parameters.
+"""The walks over records beside fetching: spilling gradients, reading and writing single parameters, leaving
+host memory.
 
 Each says which fields of a tile it reads and writes and what it does in between; the lane does the rest.
 """
@@ -7,118 +7,27 @@ Each says which fields of a tile it reads and writes and what it does in between
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from infinity import kernels
-from infinity.device import Device
-from infinity.lanes import Pass
-from infinity.memory import SLOT_NBYTES_PER_ELEMENT
-from infinity.shard import FIELD_NBYTES, Segment, pieces, tiles
-from infinity.store import Extent, Record
+from infinity.queueing import Pass
+from infinity.shard import Segment, pieces, tiles
+from infinity.store import Extent, Record, Transfer
 from infinity.unit import Unit
 
-GRADIENT_FIELD = {torch.bfloat16: "grad16", torch.float32: "grad32"}
-_KERNEL_DTYPE: dict[str, kernels.GradientDtype] = {"grad16": "bf16", "grad32": "f32"}
+
+def piece_address(record: Record, base: int, element: int, start: int, field: str) -> int:
+    """Return the address of `element` of a field whose tile, from element `start` on, lies at `base`."""
+    return base + record.form.nbytes(field, element - start)
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What step() decided for one parameter: the step's scalars, and where the gradient is.
-
-    tensor: the gradient in host memory, contiguous, bf16 or fp32. field: else the record's field that holds
-    it. Neither: a gradient of zeros.
-    """
-
-    scalars: kernels.AdamWScalars
-    tensor: torch.Tensor | None
-    field: str | None
-
-
-def _piece_address(base: int, element: int, start: int, field: str) -> int:
-    return base + (element - start) * FIELD_NBYTES[field]
-
-
-class FetchPass(Pass):
-    """Bring a unit's `hi` to the device; updates that were pending are applied on the way and written behind.
-
-    With `resident` given, only update: `hi` is taken from the unit's storage on the CPU if `resident`, else
-    read.
-    """
-
-    def __init__(
-        self, unit: Unit, device: Device, tile_numel: int, *, upload: bool = True, resident: bool = False
-    ) -> None:
-        """Take over what is pending for `unit`."""
-        super().__init__(unit.record)
-        self.unit = unit
-        self.pending, unit.pending = unit.pending, {}
-        self._device = device
-        self._tile_numel = tile_numel
-        self._upload = upload
-        self._resident = resident
-        self.on_processed: Callable[[], None] | None = None
-
-    def tiles(self) -> Iterator[tuple[int, int]]:
-        """Whole records tile by tile; where only `hi` moves, as much as a slot holds at once."""
-        wide = self._tile_numel * (1 if self.pending else SLOT_NBYTES_PER_ELEMENT // FIELD_NBYTES["hi"])
-        for start, stop in tiles(self.unit.shard.numel, wide):
-            if self._upload or self._updates(start, stop):
-                yield start, stop
-
-    def _updates(self, start: int, stop: int) -> bool:
-        return any(piece.index in self.pending for piece in pieces(self.unit.shard, start, stop))
-
-    def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
-        """Without an update in the tile, `hi` alone."""
-        if not self._updates(start, stop):
-            return ("hi",), ()
-        reads = [] if self._resident else ["hi"]
-        reads += [name for name in ("lo", "m", "v") if self.record.written(name, start)]
-        indices = {piece.index for piece in pieces(self.unit.shard, start, stop)}
-        spilled = {
-            update.field for index, update in self.pending.items() if index in indices and update.field
-        }
-        return (*reads, *sorted(spilled)), ("hi", "lo", "m", "v")
-
-    def process(self, start: int, stop: int, at: dict[str, int]) -> None:
-        """Apply the updates, then upload."""
-        if "m" in at:
-            if self._resident:
-                kernels.copy(2 * (stop - start), at["hi"], self.unit.flat.data_ptr() + 2 * start)
-            for name in ("m", "v"):
-                if not self.record.written(name, start):
-                    ctypes.memset(at[name], 0, (stop - start) * FIELD_NBYTES[name])
-            self._apply(start, stop, at)
-        if self._upload:
-            self._device.upload(self.unit.flat, start, at["hi"], stop - start)
-
-    def _apply(self, start: int, stop: int, at: dict[str, int]) -> None:
-        for piece in pieces(self.unit.shard, start, stop):
-            update = self.pending.get(piece.index)
-            if update is None:
-                continue
-            field, zeros = update.field, None
-            if update.tensor is not None:
-                field = GRADIENT_FIELD[update.tensor.dtype]
-                gradient = update.tensor.data_ptr() + piece.within * FIELD_NBYTES[field]
-            elif field is not None:
-                gradient = _piece_address(at[field], piece.start, start, field)
-            else:
-                zeros = torch.zeros(piece.numel, dtype=torch.bfloat16)
-                field, gradient = "grad16", zeros.data_ptr()
-            hi, lo, m, v = (
-                _piece_address(at[name], piece.start, start, name) for name in ("hi", "lo", "m", "v")
-            )
-            kernels.adamw(piece.numel, hi, lo, m, v, gradient, _KERNEL_DTYPE[field], update.scalars)
-
-    def done_processing(self) -> None:
-        """Let go of the gradients."""
-        self.pending = {}
-        if self.on_processed:
-            self.on_processed()
+def clear(record: Record, at: dict[str, int], name: str, numel: int) -> None:
+    """Make a field of a tile of `numel` elements zero."""
+    ctypes.memset(at[name], 0, record.tile_nbytes(name, numel))
 
 
 @dataclass(slots=True)
@@ -169,18 +78,17 @@ class SpillPass(Pass):
         """Write each parameter's piece: stored, new, or their fp32 sum."""
         target = at[self._target]
         if self._source is None:
-            ctypes.memset(target, 0, (stop - start) * FIELD_NBYTES[self._target])
+            clear(self.record, at, self._target, stop - start)
         for piece in pieces(self._shard, start, stop):
             part = self._parts.get(piece.index)
-            to = _piece_address(target, piece.start, start, self._target)
+            to = piece_address(self.record, target, piece.start, start, self._target)
             if (
                 self._source
                 and (piece.index in self._carried or (part and part.add))
                 and self._source != self._target
             ):
-                kernels.widen(
-                    piece.numel, _piece_address(at[self._source], piece.start, start, self._source), to
-                )
+                stored = piece_address(self.record, at[self._source], piece.start, start, self._source)
+                kernels.widen(piece.numel, stored, to)
             if part is None:
                 continue
             size = part.tensor.element_size()
@@ -210,8 +118,8 @@ def _tiles_of(segment: Segment, numel: int, tile_numel: int) -> Iterator[tuple[i
 
 
 class ReadPass(Pass):
-    """Copy fields of one parameter into tensors: {"hi": bf16}, {"m": fp32}, or "master" (fp32, joined from hi
-    and lo).
+    """Copy fields of one parameter into tensors: {"hi": bf16}, {"m": fp32, "v": fp32}, or "master"
+    (fp32, joined from hi and lo).
     """
 
     def __init__(self, record: Record, index: int, tile_numel: int, into: dict[str, torch.Tensor]) -> None:
@@ -221,9 +129,11 @@ class ReadPass(Pass):
         self._segment = record.shard.segments[index]
         self._tile_numel = tile_numel
         self._into = into
-        self._names = tuple(name for name in into if name != "master") + (
-            ("hi", "lo") if "master" in into else ()
-        )
+        names = []
+        for name in into:
+            names += ["hi", "lo"] if name == "master" else [name]
+            names += record.form.moments if name in ("m", "v") else []
+        self._names = tuple(dict.fromkeys(names))
 
     def tiles(self) -> Iterator[tuple[int, int]]:
         """Tiles with a part of the parameter."""
@@ -231,26 +141,46 @@ class ReadPass(Pass):
 
     def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
         """What was ever written of the fields asked for; the rest counts as zero."""
-        return tuple(name for name in dict.fromkeys(self._names) if self.record.written(name, start)), ()
+        return tuple(name for name in self._names if self.record.written(name, start)), ()
 
     def process(self, start: int, stop: int, at: dict[str, int]) -> None:
-        """Copy, or join."""
+        """Copy, join or widen."""
         for piece in pieces(self.record.shard, start, stop):
             if piece.index != self._index:
                 continue
-            for name, tensor in self._into.items():
-                to = tensor.data_ptr() + piece.within * tensor.element_size()
-                if name == "master":
-                    hi, lo = (_piece_address(at[half], piece.start, start, half) for half in ("hi", "lo"))
-                    kernels.join(piece.numel, hi, lo, to)
-                elif name in at:
-                    kernels.copy(
-                        piece.numel * tensor.element_size(),
-                        to,
-                        _piece_address(at[name], piece.start, start, name),
-                    )
-                else:
-                    ctypes.memset(to, 0, piece.numel * tensor.element_size())
+            to = {
+                name: tensor.data_ptr() + piece.within * tensor.element_size()
+                for name, tensor in self._into.items()
+            }
+            here = {name: piece_address(self.record, at[name], piece.start, start, name) for name in at}
+            if "master" in to:
+                kernels.join(piece.numel, here["hi"], here["lo"], to["master"])
+            for name in ("hi", "grad16", "grad32"):
+                if name in to:
+                    _copy_or_clear(piece.numel * self._into[name].element_size(), to[name], here.get(name))
+            self._moments(piece.numel, to, here)
+
+    def _moments(self, numel: int, to: dict[str, int], here: dict[str, int]) -> None:
+        form = self.record.form.state_dtype
+        asked = [name for name in ("m", "v") if name in to]
+        if form == "int8" and asked and "m" in here:
+            unasked = torch.empty(numel, dtype=torch.float32)
+            m, v = (to.get(name, unasked.data_ptr()) for name in ("m", "v"))
+            kernels.dequantize(numel, here["m"], here["v"], here["scale"], m, v)
+            return
+        for name in asked:
+            if form == "bf16" and name in here:
+                kernels.widen(numel, here[name], to[name])
+            else:
+                _copy_or_clear(4 * numel, to[name], here.get(name))
+
+
+def _copy_or_clear(nbytes: int, to: int, address: int | None) -> None:
+    """Copy what there is; what was never written is zero."""
+    if address is None:
+        ctypes.memset(to, 0, nbytes)
+    else:
+        kernels.copy(nbytes, to, address)
 
 
 class WritePass(Pass):
@@ -275,9 +205,10 @@ class WritePass(Pass):
         self._values = values
         self._rewrite = rewrite
         names = {name for fields in values.values() for name in fields}
-        self._names = tuple(name for name in ("m", "v") if name in names) + (
-            ("hi", "lo") if "master" in names else ()
-        )
+        if record.form.state_dtype == "int8" and ("m" in names) != ("v" in names):
+            raise ValueError(f"{record.name}: 8-bit moments are set together, got {sorted(names)}")
+        wanted = [name for name in record.form.moments if name in names or (name == "scale" and "m" in names)]
+        self._names = (*wanted, *(("hi", "lo") if "master" in names else ()))
 
     def tiles(self) -> Iterator[tuple[int, int]]:
         """Tiles with a part of any of the parameters."""
@@ -295,22 +226,25 @@ class WritePass(Pass):
         return tuple(name for name in self._names if self.record.written(name, start)), self._names
 
     def _fields_set(self) -> set[str]:
-        return {"master" if name in ("hi", "lo") else name for name in self._names}
+        return {{"hi": "master", "lo": "master", "scale": "m"}.get(name, name) for name in self._names}
 
     def process(self, start: int, stop: int, at: dict[str, int]) -> None:
         """Split, rewrite or copy each parameter's piece."""
         reads, _ = self.fields(start, stop)
         for name in self._names:
             if name not in reads:
-                ctypes.memset(at[name], 0, (stop - start) * FIELD_NBYTES[name])
+                clear(self.record, at, name, stop - start)
         for piece in pieces(self.record.shard, start, stop):
-            for name, tensor in self._values.get(piece.index, {}).items():
-                new = tensor.data_ptr() + piece.within * tensor.element_size()
-                if name == "master":
-                    hi, lo = (_piece_address(at[half], piece.start, start, half) for half in ("hi", "lo"))
-                    self._write_master(piece.numel, new, tensor.dtype, hi, lo)
-                else:
-                    kernels.copy(piece.numel * 4, _piece_address(at[name], piece.start, start, name), new)
+            values = self._values.get(piece.index, {})
+            new = {
+                name: tensor.data_ptr() + piece.within * tensor.element_size()
+                for name, tensor in values.items()
+            }
+            here = {name: piece_address(self.record, at[name], piece.start, start, name) for name in at}
+            if "master" in new:
+                dtype = values["master"].dtype
+                self._write_master(piece.numel, new["master"], dtype, here["hi"], here["lo"])
+            self._write_moments(piece.numel, new, here)
 
     def _write_master(self, numel: int, new: int, dtype: torch.dtype, hi: int, lo: int) -> None:
         if dtype == torch.float32:
@@ -321,20 +255,35 @@ class WritePass(Pass):
             kernels.copy(2 * numel, hi, new)
             ctypes.memset(lo, 0, 2 * numel)
 
+    def _write_moments(self, numel: int, new: dict[str, int], here: dict[str, int]) -> None:
+        form = self.record.form.state_dtype
+        if form == "int8" and "m" in new:
+            kernels.quantize(numel, new["m"], new["v"], here["m"], here["v"], here["scale"])
+            return
+        for name in ("m", "v"):
+            if name not in new:
+                continue
+            if form == "bf16":
+                kernels.narrow(numel, new[name], here[name])
+            else:
+                kernels.copy(4 * numel, here[name], new[name])
+
     def done_processing(self) -> None:
         """Let go of the tensors."""
         self._values = {}
 
 
-class MovePass(Pass):
-    """Copy one field to an extent of another tier, then let the field lie there."""
+class LeavePass(Pass):
+    """Write one field from host memory to an extent on NVMe, then let it lie there."""
 
     def __init__(self, record: Record, name: str, to: Extent, tile_numel: int) -> None:
         """Prepare to move the field `name`."""
         super().__init__(record)
         self._name = name
         self._to = to
+        self._hashes = array("Q", bytes(8 * -(-record.shard.numel // tile_numel)))
         self._tile_numel = tile_numel
+        self.on_finished.append(self._switch)
 
     def tiles(self) -> Iterator[tuple[int, int]]:
         """Every tile that was ever written."""
@@ -343,15 +292,13 @@ class MovePass(Pass):
                 yield start, stop
 
     def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
-        """Read the field; the copy to the new extent is no write of the record."""
+        """The field, where it lies."""
         return (self._name,), ()
 
-    def process(self, start: int, stop: int, at: dict[str, int]) -> None:
-        """Copy to the new extent."""
-        size = FIELD_NBYTES[self._name]
-        nbytes = (stop - start) * size
-        self._to.store.write(self._to, start * size, at[self._name], nbytes, self.record.name, None).wait()
+    def process(self, start: int, stop: int, at: dict[str, int]) -> Sequence[Transfer]:
+        """Begin to write it."""
+        keeps = self.record.memory(self._name)
+        return (self.record.write_to(self._to, self._hashes, self._name, start, stop, at[self._name], keeps),)
 
-    def done_processing(self) -> None:
-        """Switch."""
-        self.record.move(self._name, self._to)
+    def _switch(self) -> None:
+        self.record.move(self._name, self._to, self._hashes)

@@ -1,21 +1,108 @@
-"""Which fields of which records stay in host memory. Pure: no torch, no I/O.
+"""Which fields of which records stay above NVMe, and when that is worth changing. Pure: no torch, no I/O.
 
 [Note: density]
-A byte of host memory saves NVMe bytes every step, by field: a byte of `hi` 3 (read in forward and backward,
-written by the update), one of `lo`, `m` or `v` 2 (read and written by the update), one of a 16-bit gradient 2
-(written and read). Dense training touches every unit equally often, in a cycle: what counts is the field, and
-a fixed choice is as good as any policy could be (Belady). So the densest field is pinned first, for units
-spread evenly over the model, so that no stretch of layers becomes the bottleneck.
+A byte kept in memory saves NVMe bytes every step: as many as the step would read and write it. In dense
+training with one backward per step that is 3 for `hi` (read in forward and backward, written by the update)
+and 2 for `lo`, `m`, `v` and `scale` (read and written by the update). A 16-bit gradient has 2: it is written
+and read where it finds no room. An expert used in every fourth step has a quarter of all that.
+
+Dense training touches every unit equally often, in a cycle: a fixed choice is as good as any policy could be
+(Belady). Where routing decides, expected uses do: see frequency. Either way what is densest is kept first; of
+what is equally dense the same share of every stretch of layers, so that none becomes the bottleneck.
+
+[Note: hysteresis]
+Expectations waver, and moves cost bytes. A field that is placed counts as denser, by what it costs to move it
+out and another in, spread over the steps within which a move has to pay. All moves together have to pay, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
 
-DENSITY = {"hi": 3, "lo": 2, "m": 2, "v": 2}
-"""NVMe bytes saved per step and byte kept in host memory."""
+from infinity.sizes import format_size
+
+GRADIENT_DENSITY = 2.0
+"""NVMe bytes saved per step and byte of a gradient that stays in memory."""
+
+HORIZON_STEPS = 20
+"""Steps within which a move has to pay."""
 
 _GOLDEN = 0.6180339887498949
+
+_LINK = 0.1
+"""What a byte between host and device costs, in NVMe bytes."""
+
+Key = tuple[int, str]
+"""A unit's index and the name of a field."""
+
+Tier = Literal["device", "host", "nvme"]
+
+Placement = Mapping[Key, Tier]
+"""What lives above NVMe, and where: immutable, in the order in which it is worth doing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One field of one unit, and how often a step is expected to read and to write it."""
+
+    unit: int
+    field: str
+    nbytes: int
+    reads: float
+    writes: float
+
+    @property
+    def key(self) -> Key:
+        """Its unit and field."""
+        return self.unit, self.field
+
+    @property
+    def density(self) -> float:
+        """NVMe bytes saved per step and byte kept."""
+        return self.reads + self.writes
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One field that changes its tier."""
+
+    unit: int
+    field: str
+    nbytes: int
+    source: Tier
+    target: Tier
+
+    def __str__(self) -> str:
+        """As text: "3.hi nvme -> host"."""
+        return f"{self.unit}.{self.field} {self.source} -> {self.target}"
+
+    @property
+    def cost_nbytes(self) -> float:
+        """NVMe bytes it moves; a byte that goes to or from the device counts a tenth more."""
+        tiers = {self.source, self.target}
+        return self.nbytes * (("nvme" in tiers) + _LINK * ("device" in tiers))
+
+
+@dataclass(frozen=True, slots=True)
+class Revision:
+    """What `revise` decided: the placement from now on, how to get there, and why."""
+
+    placement: Placement
+    moves: tuple[Move, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rooms:
+    """Bytes for records on the device; on the host, for records and gradients together; and of gradients."""
+
+    device_nbytes: int
+    host_nbytes: int
+    gradient_nbytes: int
 
 
 def spread(count: int) -> list[int]:
@@ -24,23 +111,138 @@ def spread(count: int) -> list[int]:
 
 
 def choose(
-    units: Sequence[Mapping[str, int]], room_nbytes: int, gradient_nbytes: int
-) -> list[tuple[int, str]]:
-    """Return (unit, field) of what to pin, in the order to do it.
+    candidates: Iterable[Candidate],
+    room_nbytes: int,
+    gradient_nbytes: int,
+    placed: Container[Key] = (),
+    horizon_steps: int = HORIZON_STEPS,
+) -> list[Key]:
+    """Return what to keep in host memory, in the order to do it: see [Note: density].
 
-    units: for each, the bytes of every field that could be pinned. room_nbytes: host memory for gradients and
-    pinned fields together.
-    gradient_nbytes: what a step's gradients would take of it; only fields denser than a gradient are pinned
-    at its expense.
+    room_nbytes: for gradients and kept fields together. gradient_nbytes: what a step's gradients would take
+    of it; only what is denser than a gradient is kept at their expense. placed: see [Note: hysteresis].
     """
     chosen = []
     left = room_nbytes
-    for field in sorted(DENSITY, key=lambda name: -DENSITY[name]):
-        available = left if DENSITY[field] > 2 else left - gradient_nbytes
-        for unit in spread(len(units)):
-            nbytes = units[unit].get(field)
-            if nbytes is not None and nbytes <= available:
-                chosen.append((unit, field))
-                available -= nbytes
-                left -= nbytes
+    for candidate in _ranked(candidates, placed, horizon_steps):
+        useful = candidate.density > 0 or candidate.key in placed
+        available = left if candidate.density > GRADIENT_DENSITY else left - gradient_nbytes
+        if useful and candidate.nbytes <= available:
+            chosen.append(candidate.key)
+            left -= candidate.nbytes
     return chosen
+
+
+def _ranked(
+    candidates: Iterable[Candidate], placed: Container[Key], horizon_steps: int
+) -> Iterator[Candidate]:
+    """Yield the densest first, equals of one field evenly spread. Differences below a hundredth are noise."""
+    equals: dict[tuple[float, str], list[Candidate]] = defaultdict(list)
+    for candidate in candidates:
+        bonus = 2 / horizon_steps if candidate.key in placed else 0.0
+        equals[round(candidate.density + bonus, 2), candidate.field].append(candidate)
+    for density_field in sorted(equals, key=lambda density_field: -density_field[0]):
+        group = sorted(equals[density_field], key=lambda candidate: candidate.unit)
+        for index in spread(len(group)):
+            yield group[index]
+
+
+def place(
+    candidates: Sequence[Candidate],
+    rooms: Rooms,
+    placed: Placement = MappingProxyType({}),
+    horizon_steps: int = HORIZON_STEPS,
+) -> Placement:
+    """Fill the device with `hi`, then the host with what is left, densest first.
+
+    placed: where fields are now, see [Note: hysteresis].
+    """
+    weights = [candidate for candidate in candidates if candidate.field == "hi"]
+    there = {key for key, tier in placed.items() if tier == "device"}
+    on_device = choose(weights, rooms.device_nbytes, 0, there, horizon_steps)
+    taken = set(on_device)
+    rest = [candidate for candidate in candidates if candidate.key not in taken]
+    on_host = choose(rest, rooms.host_nbytes, rooms.gradient_nbytes, placed, horizon_steps)
+    placement: dict[Key, Tier] = dict.fromkeys(on_device, "device")
+    placement.update(dict.fromkeys(on_host, "host"))
+    return MappingProxyType(placement)
+
+
+def revise(
+    old: Placement, candidates: Sequence[Candidate], rooms: Rooms, horizon_steps: int = HORIZON_STEPS
+) -> Revision:
+    """Return how to change a placement, if that pays within `horizon_steps`, or if it no longer fits.
+
+    The moves are in an order that never needs more than the rooms: first out, then in. See
+    [Note: hysteresis].
+
+    Raises: ValueError naming what is placed and no candidate.
+    """
+    sizes = {candidate.key: candidate.nbytes for candidate in candidates}
+    if unknown := sorted(old.keys() - sizes.keys()):
+        raise ValueError(f"placed, but no candidate: {unknown}; give every field that is placed as one")
+    new = place(candidates, rooms, old, horizon_steps)
+    moves = _moves(old, new, sizes, rooms)
+    if not moves:
+        return Revision(old, (), f"as before: {len(old)} fields placed")
+    cost = sum(move.cost_nbytes for move in moves)
+    gain = _saved(new, candidates, rooms) - _saved(old, candidates, rooms)
+    what = f"{len(moves)} moves of {format_size(sum(move.nbytes for move in moves))}"
+    saves = f"saving {format_size(gain)} a step"
+    if not _fits(old, sizes, rooms):
+        return Revision(new, moves, f"{what}, since there is less room than before; {saves}")
+    if gain * horizon_steps <= cost:
+        why = f"{what}, {saves}, would not pay within {horizon_steps} steps"
+        return Revision(old, (), f"as before: {why}")
+    return Revision(new, moves, f"{what}, {saves}: pays in {cost / gain:.0f} steps")
+
+
+def _held(placement: Placement, sizes: Mapping[Key, int], tier: Tier) -> int:
+    return sum(sizes[key] for key, where in placement.items() if where == tier)
+
+
+def _fits(placement: Placement, sizes: Mapping[Key, int], rooms: Rooms) -> bool:
+    return (
+        _held(placement, sizes, "device") <= rooms.device_nbytes
+        and _held(placement, sizes, "host") <= rooms.host_nbytes
+    )
+
+
+def _saved(placement: Placement, candidates: Iterable[Candidate], rooms: Rooms) -> float:
+    """NVMe bytes that a placement saves per step; what comes from the device instead of the host saves a
+    tenth more, and gradients without room cost theirs.
+    """
+    saved = 0.0
+    free = rooms.host_nbytes
+    for candidate in candidates:
+        tier = placement.get(candidate.key, "nvme")
+        if tier != "nvme":
+            saved += candidate.nbytes * candidate.density
+        if tier == "device":
+            saved += candidate.nbytes * candidate.reads * _LINK
+        if tier == "host":
+            free -= candidate.nbytes
+    return saved - GRADIENT_DENSITY * max(0, rooms.gradient_nbytes - max(0, free))
+
+
+def _moves(old: Placement, new: Placement, sizes: Mapping[Key, int], rooms: Rooms) -> tuple[Move, ...]:
+    """Return the moves from one placement to another, in an order that keeps within the rooms all along."""
+
+    def between(source: Tier, target: Tier) -> Iterator[Move]:
+        for key in old if target == "nvme" else new:
+            if old.get(key, "nvme") == source and new.get(key, "nvme") == target:
+                yield Move(*key, sizes[key], source, target)
+
+    moves = list(between("host", "nvme"))
+    free = rooms.host_nbytes - _held(old, sizes, "host") + sum(move.nbytes for move in moves)
+    moves += between("device", "nvme")
+    late = []
+    for move in between("device", "host"):
+        if move.nbytes <= free:
+            moves.append(move)
+            free -= move.nbytes
+        else:  # the host is full of what wants to go to the device: by way of NVMe
+            moves.append(Move(move.unit, move.field, move.nbytes, "device", "nvme"))
+            late.append(Move(move.unit, move.field, move.nbytes, "nvme", "host"))
+    moves += between("host", "device")
+    return (*moves, *between("nvme", "device"), *late, *between("nvme", "host"))

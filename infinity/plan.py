@@ -1,18 +1,36 @@
 """The schedule of a step, decided before it runs. Pure: no torch, no I/O; a plan is text.
 
 [Note: the window]
-A unit that waits, resident, for its use takes room in the window. Fetching follows the trace: at each use,
-units that come next are fetched as long as all that waits fits the window, so a unit never waits while one
-needed sooner is absent. A unit just used stays when its next use is within reach of that same look-ahead:
-this is what keeps the last units of a forward for the first of its backward. Nothing is fetched across the
-end of a step, where records change.
+A unit that waits, resident, for its use takes room in the window; a unit in use takes none, and one of size 0
+is resident for good. Between two uses of a unit it either waits (it is *kept*) or is read again. So a plan is
+two decisions, taken one after the other:
+
+1. What is kept. Belady: when room is short, give up what is used furthest in the future. Said from the other
+   end: walk the trace; at each use, keep its unit since the use before if that fits beside all that is kept
+   already. Whatever was considered earlier is used earlier, so it goes first. For units of one size no choice
+   reads less (it is the earliest-end rule for intervals on k machines: Carlisle and Lloyd 1995). For
+   different sizes the best choice is NP-hard (Folwarczny and Sgall 2015), and this one can read more than it:
+   tests/test_plan.py says how much. What holds for any sizes: a unit is kept if all that is used until its
+   next use fits the window, so a plan never reads more than looking ahead in the order of the trace would.
+   This is also why the last units of a forward, the first of its backward, are not read twice.
+
+2. When reads begin (the conservative rule: Cao, Felten, Karlin and Li 1995). What is kept is settled, so no
+   read can push it out: each begins as early as the room left over from there to its use allows, those
+   needed sooner first. One that fits only later does not hold up smaller ones behind it. A unit for which
+   there is no room even just before its use is not in the plan: it is read when its use asks for it.
+
+Keeping all that saves a read may leave no room to read ahead: `lead` holds some back. Nothing is fetched
+across the end of a step, where records change.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from infinity.trace import Phase, Trace, Use
 
@@ -77,41 +95,169 @@ def _parse_step(line: str) -> Step:
         raise ValueError(f"no step of a plan: {line!r}") from error
 
 
-def make_plan(trace: Trace, unit_nbytes: Sequence[int], window_nbytes: int) -> Plan:
-    """Decide fetches for `trace`: see [Note: the window].
+def make_plan(trace: Trace, unit_nbytes: Sequence[int], window_nbytes: int, *, lead: int = 0) -> Plan:
+    """Decide what is kept and what is fetched when: see [Note: the window].
 
-    unit_nbytes: bytes a resident unit takes, by unit index. window_nbytes: bytes that may wait.
+    unit_nbytes: bytes a resident unit takes, by unit index; one of 0 is neither fetched nor kept.
+    window_nbytes: bytes that may wait. lead: a unit is not kept where another, which has to be read, would
+    find no room during the last `lead` uses before its own. 0 reads the fewest bytes; with 1, no unit that
+    fits the window ever has to be asked for.
+
+    Each use costs a few operations of numpy over the uses since its unit's use before.
     """
-    ahead: Counter[int] = (
-        Counter()
-    )  # uses of each unit that the look-ahead has taken in and that are still to come
-    waiting_nbytes = 0
-    reach = 0  # the first position of the trace that the look-ahead has not taken in
-
-    def look_ahead(in_use: int | None) -> tuple[int, ...]:
-        nonlocal waiting_nbytes, reach
-        fetch = []
-        while reach < len(trace):
-            unit = trace[reach].unit
-            if not ahead[unit]:
-                if waiting_nbytes + unit_nbytes[unit] > window_nbytes:
-                    break
-                waiting_nbytes += unit_nbytes[unit]
-                if unit != in_use:
-                    fetch.append(unit)
-            ahead[unit] += 1
-            reach += 1
-        return tuple(fetch)
-
-    opening = look_ahead(None)
-    steps = []
+    before = _uses_before(trace)
+    kept = _choose_kept(trace, before, unit_nbytes, window_nbytes, lead)
+    waiting = np.zeros(len(trace) + 1, np.int64)
+    stays = [False] * len(trace)
     for position, use in enumerate(trace):
-        if reach > position:
-            ahead[use.unit] -= 1
-            if not ahead[use.unit]:
-                waiting_nbytes -= unit_nbytes[use.unit]
-        else:
-            reach = position + 1
-        fetch = look_ahead(use.unit)
-        steps.append(Step(use, fetch, ahead[use.unit] > 0))
-    return Plan(opening, tuple(steps))
+        if kept[position]:
+            stays[before[position]] = True
+            waiting[before[position] + 1 : position + 1] += unit_nbytes[use.unit]
+    begins: list[list[int]] = [[] for _ in range(len(trace) + 1)]
+    for position, use in enumerate(trace):
+        nbytes = unit_nbytes[use.unit]
+        if kept[position] or not nbytes:
+            continue
+        start = _fits_from(waiting, before[position] + 1, position, window_nbytes - nbytes)
+        if start <= position:
+            waiting[start : position + 1] += nbytes
+            begins[start].append(use.unit)
+    steps = (Step(use, tuple(fetch), keep) for use, fetch, keep in zip(trace, begins[1:], stays, strict=True))
+    return Plan(tuple(begins[0]), tuple(steps))
+
+
+# Below, moment p lies between use p - 1 and use p; moment 0 is the opening. A unit kept from use i to use j
+# waits at the moments i + 1 to j, and so does one whose read, for use j, begins with use i.
+
+
+def _uses_before(trace: Trace) -> list[int]:
+    """Return, for each use, the position of its unit's use before; -1 where it is the first."""
+    last: dict[int, int] = {}
+    before = []
+    for position, use in enumerate(trace):
+        before.append(last.get(use.unit, -1))
+        last[use.unit] = position
+    return before
+
+
+def _choose_kept(
+    trace: Trace, before: Sequence[int], unit_nbytes: Sequence[int], window_nbytes: int, lead: int
+) -> list[bool]:
+    """Return, for each use, whether its unit is kept since the use before: 1. of [Note: the window]."""
+    claimed = np.zeros(len(trace) + 1, np.int64)
+    kept = []
+    for position, use in enumerate(trace):
+        nbytes = unit_nbytes[use.unit]
+        since = before[position] + 1
+        start = _fits_from(claimed, since, position, window_nbytes - nbytes)
+        kept.append(since > 0 and nbytes > 0 and start == since)
+        if not kept[-1]:
+            start = max(start, position + 1 - lead)
+        claimed[start : position + 1] += nbytes
+    return kept
+
+
+def _fits_from(waiting: NDArray[np.int64], first: int, position: int, room_nbytes: int) -> int:
+    """Return the first moment, from `first` on, from which to use `position` no more than `room_nbytes` wait;
+    position + 1 if there is none.
+    """
+    full = np.flatnonzero(waiting[first : position + 1] > room_nbytes)
+    return first + (int(full[-1]) + 1 if full.size else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a step of a plan would take: see `predict`."""
+
+    seconds: float
+    stall_s: float
+    """Seconds of these that computing waits for a unit."""
+    fetches: int
+    fetched_nbytes: int
+    misses: int
+    """Uses whose unit the plan has not fetched: they have to ask for it."""
+
+
+def predict(
+    plan: Plan,
+    unit_nbytes: Sequence[int],
+    compute_s: Sequence[float],
+    nbytes_per_s: float,
+    *,
+    first_nbytes: Sequence[int] | None = None,
+) -> Prediction:
+    """Return what the plan's step would take with one lane that reads in the order in which it is asked.
+
+    compute_s: seconds of each use, in the order of the plan. unit_nbytes: what a fetch of each unit moves; 0:
+    it is always resident. first_nbytes: what the first fetch in the step moves, where that is more: with it
+    comes the update, which reads and writes the rest of the record.
+
+    A use whose unit is not there yet moves its read to the front, after the one under way.
+
+    Raises: ValueError where the uses and their seconds are not equally many.
+    """
+    if len(compute_s) != len(plan.steps):
+        raise ValueError(
+            f"{len(compute_s)} times for the {len(plan.steps)} uses of the plan: give seconds for each use"
+        )
+    lane = _ReadLane(nbytes_per_s, unit_nbytes, first_nbytes if first_nbytes is not None else unit_nbytes)
+    now = stall_s = 0.0
+    misses = 0
+    for unit in plan.opening:
+        lane.ask(unit, now)
+    for step, seconds in zip(plan.steps, compute_s, strict=True):
+        unit = step.use.unit
+        if unit_nbytes[unit]:
+            if unit not in lane.resident:
+                misses += 1
+                lane.ask(unit, now)
+            arrival = max(now, lane.arrival(unit, now))
+            stall_s += arrival - now
+            now = arrival
+            if not step.keep:
+                lane.resident.discard(unit)
+        for fetch in step.fetch:
+            lane.ask(fetch, now)
+        now += seconds
+    return Prediction(now, stall_s, lane.fetches, lane.nbytes, misses)
+
+
+class _ReadLane:
+    """One read after the other, each as soon as it was asked for and the one before is over."""
+
+    def __init__(self, nbytes_per_s: float, unit_nbytes: Sequence[int], first_nbytes: Sequence[int]) -> None:
+        self.resident: set[int] = set()
+        """Units that are there or were asked for."""
+        self.fetches = 0
+        self.nbytes = 0
+        self._nbytes_per_s = nbytes_per_s
+        self._unit_nbytes, self._first_nbytes = unit_nbytes, first_nbytes
+        self._queue: deque[tuple[int, float, float]] = deque()
+        self._free_s = 0.0
+        self._seen: set[int] = set()
+        self._arrived: dict[int, float] = {}
+
+    def ask(self, unit: int, now: float) -> None:
+        """Begin a read, once those asked for before are over."""
+        nbytes = (self._unit_nbytes if unit in self._seen else self._first_nbytes)[unit]
+        self._seen.add(unit)
+        self._queue.append((unit, now, nbytes / self._nbytes_per_s))
+        self.resident.add(unit)
+        self.fetches += 1
+        self.nbytes += nbytes
+
+    def arrival(self, unit: int, now: float) -> float:
+        """Return when a unit that is needed at `now` arrives, or arrived; its read goes first if it waits."""
+        while self._queue and max(self._free_s, self._queue[0][1]) < now:
+            self._read()
+        queued = next((read for read in self._queue if read[0] == unit), None)
+        if queued is not None:
+            self._queue.remove(queued)
+            self._queue.appendleft(queued)
+            self._read()
+        return self._arrived[unit]
+
+    def _read(self) -> None:
+        unit, asked_s, seconds = self._queue.popleft()
+        self._free_s = max(self._free_s, asked_s) + seconds
+        self._arrived[unit] = self._free_s

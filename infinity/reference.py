@@ -1,7 +1,8 @@
 """The reference recipe: what Infinity computes, in memory, in plain torch.
 
-Train a copy of the model with it and compare: with fp32 state, the engine's losses, gradients and weights
-after any number of steps equal this file's bit for bit, at any budget, tier and number of paths.
+Train a copy of the model with it and compare: the engine's losses, gradients and weights after any number of
+steps equal this file's bit for bit, at any budget, tier and number of paths. How moments are stored in bf16
+or 8 bits is in reference_state.py.
 
     model = reference.prepare(model)                    # 16-bit weights, fp32 masters beside them
     optimizer = reference.ReferenceAdamW(model.parameters(), lr=3e-4, weight_decay=0.1, max_norm=1.0)
@@ -46,12 +47,14 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 from torch.utils.weak import WeakIdKeyDictionary
+
+from infinity.reference_state import StateDtype, state_key, store, widened, zero_moments
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -197,7 +200,8 @@ class ReferenceAdamW(torch.optim.Optimizer):
     """AdamW as the recipe has it, over parameters that `prepare` has seen, or that are their own masters.
 
     With `max_norm` the gradients are clipped to that global norm in step(); clip_grad_norm_ is then refused.
-    State per parameter: `master`, `exp_avg`, `exp_avg_sq` (fp32) and `step` (int).
+    `state_dtype` is how the moments are stored, "fp32", "bf16" or "int8"; `seed` decides how the last two are
+    rounded. State per parameter: `master` (fp32), `step` (int), and what `zero_moments` names.
     """
 
     def __init__(
@@ -209,6 +213,8 @@ class ReferenceAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.01,
         *,
         max_norm: float | None = None,
+        state_dtype: StateDtype = "fp32",
+        seed: int = 0,
     ) -> None:
         for name, value in (
             ("lr", lr),
@@ -220,7 +226,13 @@ class ReferenceAdamW(torch.optim.Optimizer):
                 raise ValueError(f"{name}={value}: expected at least 0")
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas={betas}: expected at least 0 and below 1")
+        if state_dtype not in get_args(StateDtype):
+            raise ValueError(f"state_dtype={state_dtype!r}: expected one of {get_args(StateDtype)}")
+        if not 0 <= seed < 1 << 64:
+            raise ValueError(f"seed={seed}: expected an unsigned 64-bit integer")
         self.max_norm = max_norm
+        self.state_dtype: StateDtype = state_dtype
+        self.seed = seed
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
 
@@ -229,12 +241,8 @@ class ReferenceAdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             master = _adopt(parameter, parameter.dtype)
-            self.state[parameter] = {
-                "step": 0,
-                "master": master,
-                "exp_avg": torch.zeros_like(master),
-                "exp_avg_sq": torch.zeros_like(master),
-            }
+            moments = zero_moments(master, self.state_dtype)
+            self.state[parameter] = {"step": 0, "master": master, **moments}
 
     def masters(self) -> dict[Tensor, Tensor]:
         """Return the fp32 master of every parameter, by Parameter object."""
@@ -268,42 +276,43 @@ class ReferenceAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         clip = self._clip_factor()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                grad, factor = _stored(parameter)
-                state = self.state[parameter]
-                state["step"] += 1
-                _take_edits(parameter, state["master"])
-                adamw_step(
-                    state["master"],
-                    state["exp_avg"],
-                    state["exp_avg_sq"],
-                    grad,
-                    factor if clip is None else clip,
-                    state["step"],
-                    group,
-                )
-                parameter.copy_(rounded(state["master"], parameter.dtype))
+        groups = [(group, parameter) for group in self.param_groups for parameter in group["params"]]
+        for number, (group, parameter) in enumerate(groups):
+            if parameter.grad is None:
+                continue
+            grad, factor = _stored(parameter)
+            state = self.state[parameter]
+            state["step"] += 1
+            _take_edits(parameter, state["master"])
+            m, v = widened(state)
+            factor = factor if clip is None else clip
+            adamw_step(state["master"], m, v, grad, factor, state["step"], group)
+            store(state, m, v, state_key(self.seed, number, state["step"]))
+            parameter.copy_(rounded(state["master"], parameter.dtype))
         return loss
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load param groups, masters, moments and step counts; the compute weights follow the masters."""
         masters = self.masters()
+        expected = zero_moments(torch.zeros(1), self.state_dtype)
+        for saved in state_dict["state"].values():
+            for name, moment in expected.items():
+                if name not in saved or saved[name].dtype != moment.dtype:
+                    raise ValueError(
+                        f"{name} was saved with another state_dtype than {self.state_dtype!r}: "
+                        "make the optimizer with the one it was saved with"
+                    )
         super().load_state_dict(state_dict)
         # torch has cast the state to each parameter's 16-bit dtype: it is taken again, from the original.
         saved_ids = [saved for group in state_dict["param_groups"] for saved in group["params"]]
         for parameter, saved_id in zip(self._parameters(), saved_ids, strict=True):
             saved = state_dict["state"][saved_id]
             masters[parameter].copy_(saved["master"])
-            self.state[parameter] = {
-                "step": int(saved["step"]),
-                "master": masters[parameter],
-                "exp_avg": saved["exp_avg"].clone(),
-                "exp_avg_sq": saved["exp_avg_sq"].clone(),
-            }
+            moments = zero_moments(masters[parameter], self.state_dtype)
+            for name, moment in moments.items():
+                moment.copy_(saved[name])
+            self.state[parameter] = {"step": int(saved["step"]), "master": masters[parameter], **moments}
             parameter.copy_(rounded(masters[parameter], parameter.dtype))
 
 

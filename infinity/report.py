@@ -7,22 +7,32 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
+from rich.markup import escape
 from rich.table import Table
 from tqdm import tqdm
 
+from infinity.bound import UNMEASURED, Bound, Load, Speed, bound
 from infinity.sizes import format_size
 from infinity.stats import Stats
 
-STATE_NBYTES = 12
-"""Bytes of state per parameter: hi 2, lo 2, m 4, v 4."""
+STATE_NBYTES = {"fp32": 12, "bf16": 8, "int8": 6}
+"""Bytes of state per parameter, by the moments' type: hi 2, lo 2, and m and v of 4, 2 or 1 each."""
 SMOOTHED = 10
 """Steps in the mean that the picture shows."""
+RECENT = 20
+"""Steps that the progress line judges by."""
+_STALLS = {
+    "unit": "waiting for a unit",
+    "gradients": "for gradients to leave",
+    "flush": "for updates applied early",
+}
+_LANE = {"read_wait": "reads awaited", "write_wait": "writes awaited", "inline": "in other threads"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +52,8 @@ class Step:
     """Resident memory of the process, imports included."""
     budget_held_nbytes: int
     """Bytes of host_memory in use."""
+    stall_s: float = 0.0
+    """Seconds in which computing waited."""
 
     @property
     def nvme_nbytes(self) -> int:
@@ -126,13 +138,14 @@ class Progress:
         terminal = sys.stderr.isatty()
         self._bar: Any = tqdm(total=steps, unit="step", dynamic_ncols=True, leave=True) if terminal else None
 
-    def show(self, step: Step) -> None:
-        """Show a step that is done."""
+    def show(self, step: Step, bound: Bound | None) -> None:
+        """Show a step that is done, and what bounds the run."""
         memory = format_size(max(0, step.rss_nbytes - self._baseline_nbytes))
         speed = (
             f"{step.tokens_per_second:.0f} tokens/s, NVMe {step.nvme_nbytes / step.seconds / 1e9:.2f} GB/s"
         )
-        text = f"loss {step.loss:.3f}, {speed}, memory {memory}{self._budget}"
+        against = "" if bound is None else f", {bound}"
+        text = f"loss {step.loss:.3f}, {speed}{against}, memory {memory}{self._budget}"
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update()
@@ -177,6 +190,8 @@ class Run:
 
     name: str
     parameters: int
+    state_nbytes: int = STATE_NBYTES["fp32"]
+    """Bytes of state per parameter."""
     steps: list[Step] = field(default_factory=list)
     peak_nbytes: int = 0
     """Memory above the imports."""
@@ -184,29 +199,46 @@ class Run:
     before: Stats | None = None
     """Of the engine, when training began; None without one."""
     after: Stats | None = None
+    speed: Speed | None = None
+    """The disk's, if it was measured."""
+    stalls_s: dict[str, float] = field(default_factory=dict)
+    """Seconds that computing waited, by cause, where a timeline knows them."""
 
     @property
     def steady(self) -> list[Step]:
         """The steps without the first: the order is still being learnt then, and no moments are there yet."""
         return self.steps[1:] or self.steps
 
+    def bound(self, last: int | None = None) -> Bound | None:
+        """What the steady steps (or the `last` of them) are up against; None without an engine, or a step."""
+        if self.before is None or not self.steps:
+            return None
+        return bound(typical(self.steady[-last:] if last else self.steady), self.speed)
+
     def table(self) -> Table:
         """What was done, at what cost."""
         table = Table(title=f"Infinity: {self.name}", show_header=False, title_justify="left")
         table.add_column(style="bold", no_wrap=True)
         table.add_column()
-        for name, value in [*self._model(), *self._time(), *self._engine()]:
-            table.add_row(name, value)
+        for name, value in self.rows():
+            table.add_row(name, escape(value))
         return table
 
+    def rows(self) -> list[tuple[str, str]]:
+        """Return what the table says, as (what, value)."""
+        return [*self._model(), *self._time(), *self._bound(), *self._engine()]
+
     def _model(self) -> list[tuple[str, str]]:
-        state = self.parameters * STATE_NBYTES
+        state = self.parameters * self.state_nbytes
         used = f"{format_size(self.peak_nbytes)}, {self.peak_nbytes / state:.0%} of the state"
         if self.after is not None:
             used += f" (host_memory {format_size(self.after.budget_nbytes)})"
         return [
             ("parameters", f"{self.parameters / 1e6:,.1f} M"),
-            ("state", f"{format_size(state)}: weights, masters and moments, {STATE_NBYTES} B per parameter"),
+            (
+                "state",
+                f"{format_size(state)}: weights, masters and moments, {self.state_nbytes} B per parameter",
+            ),
             ("peak memory used", used),
         ]
 
@@ -225,33 +257,40 @@ class Run:
             ("steps", f"{len(self.steps)} in {seconds:.1f} s; median {median:.2f} s, {speed:.0f} tokens/s"),
         ]
 
-    def _engine(self) -> list[tuple[str, str]]:
-        before, after = self.before, self.after
-        if before is None or after is None:
+    def _bound(self) -> list[tuple[str, str]]:
+        found = self.bound()
+        if found is None:
             return []
+        load = typical(self.steady)
+        if not found.limit:
+            return [("bound", f"{found}; {UNMEASURED}" if load.nbytes else str(found))]
+        floor_s = found.floor_share * load.seconds
+        disk_s = found.disk_share * load.seconds
+        parts = f"computing {load.compute_s:.2f} s, the disk {disk_s:.2f} s at its {found.limit} limit"
+        floor = f"{floor_s:.2f} s ({parts}); the median step takes {load.seconds:.2f} s"
+        return [("bound", str(found)), ("floor of a step", floor)]
+
+    def _engine(self) -> list[tuple[str, str]]:
+        if self.before is None or self.after is None:
+            return []
+        after, done = self.after, self.after.since(self.before)
         rows = [("I/O engine", after.io_engine), ("state on NVMe now", format_size(after.nvme_nbytes))]
         rows.append(("state in host memory now", format_size(after.host_nbytes)))
         if self.steps:
             rows += self._traffic()
-            units = after.stall_s - before.stall_s
-            gradients = after.gradient_stall_s - before.gradient_stall_s
-            main = (
-                ("computing", sum(step.seconds for step in self.steps) - units - gradients),
-                ("waiting for a unit", units),
-                ("for gradients to leave", gradients),
+            computing = sum(step.seconds for step in self.steps) - done.stall_s
+            rows.append(("main thread", _seconds({"computing": computing, **done.stalls_s}, _STALLS)))
+        if self.stalls_s:
+            rows.append(("stalls by cause", _seconds(self.stalls_s, {})))
+        rows.append(("record lane", _seconds(done.lane_s, _LANE)))
+        counts = f"{done.hits:,} hits, {done.misses:,} misses, {done.divergences:,} out of the plan's order"
+        rows.append(("uses of units", f"{counts}; {after.plans:,} plans"))
+        often = done.frequency.values()
+        if self.steps and often:
+            rows.append(
+                ("uses per step", f"{min(often):.1f} to {max(often):.1f} of each of {len(often):,} units")
             )
-            rows.append(("main thread", ", ".join(f"{name} {spent:.1f} s" for name, spent in main)))
-        lane = (
-            ("reads awaited", after.lane_read_wait_s - before.lane_read_wait_s),
-            ("work", after.lane_work_s - before.lane_work_s),
-            ("writes awaited", after.lane_write_wait_s - before.lane_write_wait_s),
-            ("idle", after.lane_idle_s - before.lane_idle_s),
-        )
-        rows.append(("record lane", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in lane)))
-        counts = (
-            f"{after.hits:,} hits, {after.misses:,} misses, {after.divergences:,} out of the plan's order"
-        )
-        return [*rows, ("uses of units", counts)]
+        return rows
 
     def _traffic(self) -> list[tuple[str, str]]:
         read = statistics.median(step.nvme_read_nbytes for step in self.steady) / self.parameters
@@ -260,3 +299,19 @@ class Run:
         source = "/proc/self/io" if self.counts_io else "the engine's own count"
         moved = f"{read + written:.1f} (read {read:.1f}, written {written:.1f}; median, by {source})"
         return [("NVMe bytes per parameter, step", moved), ("NVMe throughput", f"{rate:.2f} GB/s, median")]
+
+
+def typical(steps: Sequence[Step]) -> Load:
+    """Return the medians of some steps."""
+    median = statistics.median
+    return Load(
+        seconds=median(step.seconds for step in steps),
+        stall_s=median(step.stall_s for step in steps),
+        read_nbytes=median(step.nvme_read_nbytes for step in steps),
+        written_nbytes=median(step.nvme_written_nbytes for step in steps),
+    )
+
+
+def _seconds(spent: Mapping[str, float], names: Mapping[str, str]) -> str:
+    """List seconds, under better names where there are any."""
+    return ", ".join(f"{names.get(name, name)} {seconds:.1f} s" for name, seconds in spent.items())

@@ -10,15 +10,46 @@ from dataclasses import dataclass
 
 from infinity.sizes import BLOCK, round_up
 
-FIELD_NBYTES = {"hi": 2, "lo": 2, "m": 4, "v": 4, "grad16": 2, "grad32": 4}
-"""Bytes per element of each field of a record (DESIGN 2); grad16 and grad32 are a spilled gradient's two
-forms.
-"""
+STATE_BLOCK = 256
+"""Elements that share one pair of scales in an 8-bit state; see kernels."""
 
-ALIGN_NUMEL = BLOCK // 2
-"""Elements. Segments start on whole blocks of every field, so each parameter can be read and written by
-itself.
-"""
+_WEIGHTS = {"hi": 2, "lo": 2, "grad16": 2, "grad32": 4}
+_MOMENTS: dict[str, dict[str, float]] = {
+    "fp32": {"m": 4, "v": 4},
+    "bf16": {"m": 2, "v": 2},
+    "int8": {"m": 1, "v": 1, "scale": 8 / STATE_BLOCK},
+}
+
+
+class Format:
+    """The fields of a record, and what they take (DESIGN 2): fixed by the type of the optimizer's state.
+
+    state_dtype: "fp32", "bf16" or "int8". grad16 and grad32 are a spilled gradient's two forms.
+    """
+
+    def __init__(self, state_dtype: str) -> None:
+        """Raises: KeyError for a type that is none."""
+        self.state_dtype = state_dtype
+        widths = {**_WEIGHTS, **_MOMENTS[state_dtype]}
+        self._nbytes = {name: round(width * STATE_BLOCK) for name, width in widths.items()}
+        self.moments = tuple(_MOMENTS[state_dtype])
+        """The fields of the optimizer's state."""
+        self.fields = ("hi", "lo", *self.moments)
+        """What a record holds of a trained unit, gradients apart."""
+        self.align_numel = round(BLOCK / min(width for width in widths.values() if width >= 1))
+        """Elements. Segments start on whole blocks of every field, so each parameter can be read and written
+        by itself; so do tiles.
+        """
+
+    def nbytes(self, field: str, numel: int) -> int:
+        """Bytes of `numel` elements; of scales, of the blocks that these elements begin."""
+        return -(-numel * self._nbytes[field] // STATE_BLOCK)
+
+
+FP32 = Format("fp32")
+
+ALIGN_NUMEL = FP32.align_numel
+"""Elements; see Format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +87,15 @@ class Shard:
         if self.numel % ALIGN_NUMEL or self.numel < end:
             raise ValueError(f"shard of {self.numel} elements: expected a multiple of {ALIGN_NUMEL} ≥ {end}")
 
-    def nbytes(self, field: str) -> int:
-        """Bytes of one field of the whole unit, padding included."""
-        return self.numel * FIELD_NBYTES[field]
 
-
-def lay_out(parameters: Sequence[tuple[str, Sequence[int]]]) -> Shard:
-    """Place `(name, shape)` one behind the other, each on a whole block."""
+def lay_out(parameters: Sequence[tuple[str, Sequence[int]]], align_numel: int = ALIGN_NUMEL) -> Shard:
+    """Place `(name, shape)` one behind the other, each on a whole block of every field."""
     segments = []
     start = 0
     for name, shape in parameters:
         segment = Segment(name, tuple(shape), start, math.prod(shape))
         segments.append(segment)
-        start = round_up(segment.stop, ALIGN_NUMEL)
+        start = round_up(segment.stop, align_numel)
     return Shard(tuple(segments), start)
 
 

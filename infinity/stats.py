@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
 
 from torch import nn
 
 from infinity.engine import engine_of_model
 from infinity.executor import Counts
-from infinity.lanes import LaneTimes
+
+_TOTAL = {"total": True}
+"""Marks a field that grows from the start on: `since` takes away what an earlier snapshot had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,19 +21,19 @@ class UnitStats:
     name: str
     numel: int
     """Elements, padding included."""
-    uses: int
-    """Uses since the model was built."""
     tiers: tuple[tuple[str, str], ...]
-    """(field, tier) of its record."""
+    """(field, tier) of its record, now."""
+    uses: int = field(metadata=_TOTAL)
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """A snapshot of one engine. Bytes and seconds since the model was built, unless it says otherwise."""
+    """A snapshot of one engine. Uses, bytes moved and seconds count from when the model was built, or, in
+    what `since` returns, from the earlier snapshot; all else holds now.
+    """
 
     parameters: int
     """Elements, of all parameters of the engine."""
-    units: tuple[UnitStats, ...]
     nvme_nbytes: int
     """Bytes of records on NVMe now."""
     host_nbytes: int
@@ -39,29 +42,32 @@ class Stats:
     """host_memory."""
     budget_held_nbytes: int
     """Bytes of the budget in use now: slots, what waits, gradients, pinned fields."""
-    read_nbytes: dict[tuple[str, str], int]
-    """Bytes read, by (tier, field)."""
-    written_nbytes: dict[tuple[str, str], int]
-    """Bytes written, by (tier, field)."""
-    steps: int
-    uses: int
-    hits: int
-    """Uses that found the unit resident, or on its way."""
-    misses: int
-    divergences: int
-    """Uses that were not the next one of the plan."""
-    stall_s: float
-    """Seconds that computing waited for a unit."""
-    gradient_stall_s: float
-    """Seconds that computing waited for gradients to be written or applied."""
-    lane_read_wait_s: float
-    lane_work_s: float
-    lane_write_wait_s: float
-    lane_idle_s: float
     io_engine: str
     """The I/O engine, or "none" without an NVMe tier."""
     plan: str
     """The schedule of a step, as text."""
+    units: tuple[UnitStats, ...] = field(metadata=_TOTAL)
+    read_nbytes: dict[tuple[str, str], int] = field(metadata=_TOTAL)
+    """Bytes read, by (tier, field)."""
+    written_nbytes: dict[tuple[str, str], int] = field(metadata=_TOTAL)
+    """Bytes written, by (tier, field)."""
+    steps: int = field(metadata=_TOTAL)
+    plans: int = field(metadata=_TOTAL)
+    """Schedules made: a guess at first, one from the first step, and one whenever steps had changed."""
+    uses: int = field(metadata=_TOTAL)
+    hits: int = field(metadata=_TOTAL)
+    """Uses that found the unit resident, or on its way."""
+    misses: int = field(metadata=_TOTAL)
+    divergences: int = field(metadata=_TOTAL)
+    """Uses that were not the next one of the plan."""
+    stalls_s: dict[str, float] = field(metadata=_TOTAL)
+    """Seconds that computing waited, by what for: a "unit", "gradients" to leave, a "flush" of updates."""
+    lane_s: dict[str, float] = field(metadata=_TOTAL)
+    """Seconds of the record lane's thread: "read_wait", "work", "write_wait", "idle"; and "inline", of other
+    threads that worked on records in host memory.
+    """
+    passes: dict[str, int] = field(metadata=_TOTAL)
+    """Walks over records, by kind."""
 
     @property
     def nvme_read_nbytes(self) -> int:
@@ -73,6 +79,35 @@ class Stats:
         """Bytes written to NVMe."""
         return sum(nbytes for (tier, _), nbytes in self.written_nbytes.items() if tier == "nvme")
 
+    @property
+    def stall_s(self) -> float:
+        """Seconds that computing waited, for whatever."""
+        return sum(self.stalls_s.values())
+
+    @property
+    def frequency(self) -> dict[str, float]:
+        """Uses per step, by unit; uses, where no step has ended."""
+        return {unit.name: unit.uses / max(1, self.steps) for unit in self.units}
+
+    def since(self, earlier: Stats) -> Stats:
+        """Return what happened between an earlier snapshot of the same engine and this one."""
+        difference: Stats = _since(self, earlier)
+        return difference
+
+
+def _since(later: Any, earlier: Any) -> Any:
+    """Take an earlier total away from a later one: numbers, or dicts, tuples and dataclasses of them."""
+    if isinstance(later, dict):
+        return {key: value - earlier.get(key, 0) for key, value in later.items()}
+    if isinstance(later, tuple):
+        return tuple(_since(*pair) for pair in zip(later, earlier, strict=True))
+    if isinstance(later, Stats | UnitStats):
+        totals = [one.name for one in fields(later) if one.metadata.get("total")]
+        return replace(
+            later, **{name: _since(getattr(later, name), getattr(earlier, name)) for name in totals}
+        )
+    return later - earlier
+
 
 def stats(model: nn.Module) -> Stats:
     """Return what the engine of `model` did so far and where its state is.
@@ -81,30 +116,26 @@ def stats(model: nn.Module) -> Stats:
     """
     engine = engine_of_model(model)
     counts: Counts = engine.executor.counts
-    times: LaneTimes = engine.lane.times
-    units = tuple(
-        UnitStats(unit.name, unit.shard.numel, unit.uses, unit.record.tiers()) for unit in engine.units
-    )
     return Stats(
         parameters=sum(segment.numel for unit in engine.units for segment in unit.shard.segments),
-        units=units,
         nvme_nbytes=sum(unit.record.nbytes("nvme") for unit in engine.units),
         host_nbytes=sum(unit.record.nbytes("host") for unit in engine.units),
         budget_nbytes=engine.budget.total_nbytes,
         budget_held_nbytes=engine.held_nbytes(),
+        io_engine=engine.nvme_store.kind if engine.nvme_store else "none",
+        plan=str(engine.executor.cursor.plan or ""),
+        units=tuple(
+            UnitStats(unit.name, unit.shard.numel, unit.record.tiers(), unit.uses) for unit in engine.units
+        ),
         read_nbytes=dict(engine.traffic.read),
         written_nbytes=dict(engine.traffic.written),
         steps=counts.steps,
+        plans=counts.plans,
         uses=counts.uses,
         hits=counts.hits,
         misses=counts.misses,
         divergences=counts.divergences,
-        stall_s=counts.stall_s,
-        gradient_stall_s=engine.gradients.stall_s,
-        lane_read_wait_s=times.read_wait_s,
-        lane_work_s=times.work_s,
-        lane_write_wait_s=times.write_wait_s,
-        lane_idle_s=times.idle_s,
-        io_engine=engine.nvme_store.engine.kind if engine.nvme_store else "none",
-        plan=str(engine.executor.cursor.plan or ""),
+        stalls_s={"unit": counts.stall_s, "gradients": engine.gradients.stall_s, "flush": counts.flush_s},
+        lane_s={name.removesuffix("_s"): spent for name, spent in asdict(engine.lane.times).items()},
+        passes=dict(engine.lane.passes),
     )

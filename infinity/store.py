@@ -1,9 +1,9 @@
 """Where records lie: extents on NVMe and in host memory, and the hashes that prove what is read is what was
 written.
 
-A *record* has one place per field. Places are moved between tiers (pinning) by copying and then switching;
-readers and writers only ever see `Record.read` and `Record.write`, so CPU offload and NVMe offload are the
-same code.
+A *record* has one place per field, in one of two tiers. A field in host memory is worked on where it lies; a
+field on NVMe is read into memory, worked on and written back. A field moves up (is pinned) without any
+transfer of its own: the pass that has read it leaves it in its target. It moves down by being written.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from mmap import mmap
 from typing import Protocol
 
 import xxhash
@@ -19,7 +20,7 @@ import xxhash
 from infinity import kernels
 from infinity.errors import CorruptionError, HostMemoryError
 from infinity.memory import Arena, Ledger, view
-from infinity.shard import FIELD_NBYTES, Shard
+from infinity.shard import FP32, Format, Shard
 from infinity.sizes import BLOCK, format_size, round_up
 
 
@@ -30,6 +31,14 @@ class Transfer(Protocol):
     def done(self) -> bool:
         """Whether `wait` would return at once."""
 
+    @property
+    def began_s(self) -> float:
+        """When it began, by time.perf_counter."""
+
+    @property
+    def ended_s(self) -> float | None:
+        """When it was over; None while it is not."""
+
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when the bytes are where they belong; raise what went wrong."""
 
@@ -38,6 +47,8 @@ class _Done:
     """A transfer that was over before it was asked about."""
 
     done = True
+    began_s = 0.0
+    ended_s: float | None = 0.0
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return at once."""
@@ -67,9 +78,17 @@ class Store(Protocol):
         """Give an extent back."""
 
     def read(
-        self, extent: Extent, start: int, address: int, nbytes: int, what: str, owner: object
+        self,
+        extent: Extent,
+        start: int,
+        address: int,
+        nbytes: int,
+        what: str,
+        owner: object,
+        *,
+        urgent: bool = False,
     ) -> Transfer:
-        """Begin to copy bytes [start, start + nbytes) of `extent` to `address`."""
+        """Begin to copy bytes [start, start + nbytes) of `extent` to `address`; what is urgent goes first."""
 
     def write(
         self, extent: Extent, start: int, address: int, nbytes: int, what: str, owner: object
@@ -80,14 +99,27 @@ class Store(Protocol):
         """Name byte `start` of `extent` for an error message."""
 
 
+class PageLocker(Protocol):
+    """What page-locks host memory: a device, which copies faster from it then."""
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Lock existing memory."""
+
+    def unpin(self, address: int) -> None:
+        """Undo that, before the memory is given back."""
+
+
 class HostStore:
     """Extents in host memory, charged to a ledger."""
 
     tier = "host"
 
-    def __init__(self, ledger: Ledger) -> None:
-        """Open an empty store that may hold what `ledger` allows."""
+    def __init__(self, ledger: Ledger, locker: PageLocker | None = None) -> None:
+        """Open an empty store that may hold what `ledger` allows; `locker`, the device that copies from it,
+        may page-lock it.
+        """
         self.ledger = ledger
+        self._locker = locker
         self._arenas: dict[int, Arena] = {}
 
     def allocate(self, nbytes: int, what: str) -> Extent:
@@ -114,15 +146,25 @@ class HostStore:
     def _extent(self, nbytes: int) -> Extent:
         arena = Arena(max(nbytes, BLOCK))  # parameters may be empty
         self._arenas[arena.address] = arena
+        if self._locker is not None:
+            self._locker.pin(arena.address, nbytes)
         return Extent(self, arena.address, nbytes)
 
     def free(self, extent: Extent) -> None:
         """Give an extent's memory back to the system."""
-        del self._arenas[extent.offset]
+        self._forget(extent)
         self.ledger.release(extent.nbytes)
 
     def read(
-        self, extent: Extent, start: int, address: int, nbytes: int, what: str, owner: object
+        self,
+        extent: Extent,
+        start: int,
+        address: int,
+        nbytes: int,
+        what: str,
+        owner: object,
+        *,
+        urgent: bool = False,
     ) -> Transfer:
         """Copy now; see Store."""
         kernels.copy(nbytes, address, extent.offset + start)
@@ -134,6 +176,22 @@ class HostStore:
         """Copy now; see Store."""
         kernels.copy(nbytes, extent.offset + start, address)
         return DONE
+
+    def memory(self, extent: Extent) -> mmap:
+        """Return an extent's memory as an object that keeps it alive."""
+        return self._arenas[extent.offset].map
+
+    def replace(self, extent: Extent) -> Extent:
+        """Return a copy of an extent, which is given up without being freed: others hold its memory."""
+        new = self._extent(extent.nbytes)
+        kernels.copy(extent.nbytes, new.offset, extent.offset)
+        self._forget(extent)
+        return new
+
+    def _forget(self, extent: Extent) -> None:
+        if self._locker is not None:
+            self._locker.unpin(extent.offset)
+        del self._arenas[extent.offset]
 
     def where(self, extent: Extent, start: int) -> str:
         """Name a place for an error message."""
@@ -149,15 +207,24 @@ class Traffic:
 
 
 class Record:
-    """One unit's fields on storage, read and written tile by tile, each tile hashed as it is written.
+    """One unit's fields on storage, by tiles.
 
-    A field that was never written is absent: it has no extent and no bytes.
+    A field that lies in host memory is worked on where it is. A field on NVMe is read and written tile by
+    tile, and each tile is hashed as it is written. A field that was never written is absent: it has no extent
+    and no bytes.
     """
 
-    def __init__(self, shard: Shard, tile_numel: int, traffic: Traffic, *, verify: bool) -> None:
+    def __init__(
+        self, shard: Shard, tile_numel: int, traffic: Traffic, *, verify: bool, form: Format = FP32
+    ) -> None:
         """Describe a record of `shard` with no field yet."""
         self.name = "?"
         self.shard = shard
+        self.form = form
+        self.targets: dict[str, Extent] = {}
+        """Extents in host memory that fields on NVMe are to lie in: the next pass that has all of such a
+        field in memory puts it there, and `adopt`s the extent.
+        """
         self._tile_numel = tile_numel
         self._traffic = traffic
         self._verify = verify
@@ -187,45 +254,128 @@ class Record:
         """Return (field, tier) of every field it has."""
         return tuple((name, extent.store.tier) for name, extent in self._extents.items())
 
+    def in_host(self, name: str) -> bool:
+        """Whether a field lies in host memory."""
+        return isinstance(self._extents[name].store, HostStore)
+
+    @property
+    def all_in_host(self) -> bool:
+        """Whether every field it has lies in host memory."""
+        return all(isinstance(extent.store, HostStore) for extent in self._extents.values())
+
     def nbytes(self, tier: str) -> int:
         """Bytes the record takes in a tier."""
         return sum(extent.nbytes for extent in self._extents.values() if extent.store.tier == tier)
 
+    def field_nbytes(self, name: str) -> int:
+        """Bytes of a field of the whole unit."""
+        whole, rest = divmod(self.shard.numel, self._tile_numel)
+        return whole * self.tile_nbytes(name, self._tile_numel) + self.tile_nbytes(name, rest)
+
+    def tile_nbytes(self, name: str, numel: int) -> int:
+        """Bytes that `numel` elements from the start of a tile take, in an extent and in a slot."""
+        return round_up(self.form.nbytes(name, numel), BLOCK)
+
+    def _offset(self, name: str, start: int) -> int:
+        """Bytes from the start of a field's extent to element `start`."""
+        tile, within = divmod(start, self._tile_numel)
+        return tile * self.tile_nbytes(name, self._tile_numel) + self.form.nbytes(name, within)
+
+    # Where fields lie
+
     def add(self, name: str, store: Store) -> None:
         """Give the record a field in `store`; its content is undefined until each tile is written."""
-        self._extents[name] = store.allocate(self.shard.nbytes(name), f"{self.name}.{name}")
+        self._extents[name] = store.allocate(self.field_nbytes(name), f"{self.name}.{name}")
         self._hashes[name] = array("Q", bytes(8 * -(-self.shard.numel // self._tile_numel)))
 
     def drop(self, name: str) -> None:
         """Take a field away and give its extent back."""
+        target = self.targets.pop(name, None)
+        if target is not None:
+            target.store.free(target)
         extent = self._extents.pop(name, None)
         if extent is not None:
             extent.store.free(extent)
             del self._hashes[name]
 
-    def move(self, name: str, extent: Extent) -> None:
-        """Let a field lie in `extent`, which holds the same bytes; the old extent is given back."""
+    def adopt(self, name: str) -> None:
+        """Let a field lie in its target, which holds all of it."""
         old = self._extents[name]
-        self._extents[name] = extent
+        self._extents[name] = self.targets.pop(name)
         old.store.free(old)
 
-    def read(self, name: str, start: int, stop: int, address: int, owner: object) -> Transfer:
+    def move(self, name: str, extent: Extent, hashes: array[int]) -> None:
+        """Let a field lie in `extent`, on NVMe, where its tiles with these `hashes` were written."""
+        old = self._extents[name]
+        self._extents[name], self._hashes[name] = extent, hashes
+        old.store.free(old)
+
+    def address(self, name: str, start: int) -> int | None:
+        """Return the address of element `start` of a field in host memory; None for a field on NVMe."""
+        extent = self._extents[name]
+        return extent.offset + self._offset(name, start) if isinstance(extent.store, HostStore) else None
+
+    def there(self, name: str, start: int) -> int:
+        """Return the address of element `start` of a field, which lies in host memory."""
+        return self._extents[name].offset + self._offset(name, start)
+
+    def target_address(self, name: str, start: int) -> int:
+        """Return the address of element `start` in a field's target."""
+        return self.targets[name].offset + self._offset(name, start)
+
+    def memory(self, name: str) -> mmap | None:
+        """Return the host memory that holds a field, or is going to; None where there is none."""
+        extent = self.targets.get(name, self._extents[name])
+        return extent.store.memory(extent) if isinstance(extent.store, HostStore) else None
+
+    def leave(self, name: str) -> None:
+        """Move a field in host memory to new memory: others keep the old, with the values it has."""
+        extent = self._extents[name]
+        if isinstance(extent.store, HostStore):
+            self._extents[name] = extent.store.replace(extent)
+
+    # Transfers of fields on NVMe
+
+    def read(
+        self, name: str, start: int, stop: int, address: int, owner: object, *, urgent: bool = False
+    ) -> Transfer:
         """Begin to read elements [start, stop) of a field to `address`; `check` them when the transfer is
         over.
         """
-        extent, size = self._extents[name], FIELD_NBYTES[name]
-        nbytes = (stop - start) * size
+        extent, nbytes = self._extents[name], self.tile_nbytes(name, stop - start)
         self._traffic.read[extent.store.tier, name] += nbytes
-        return extent.store.read(extent, start * size, address, nbytes, f"{self.name}.{name}", owner)
+        what, offset = f"{self.name}.{name}", self._offset(name, start)
+        return extent.store.read(extent, offset, address, nbytes, what, owner, urgent=urgent)
 
     def write(self, name: str, start: int, stop: int, address: int, owner: object) -> Transfer:
         """Hash elements [start, stop) at `address`, whole tiles, and begin to write them."""
-        extent, size = self._extents[name], FIELD_NBYTES[name]
-        nbytes = (stop - start) * size
-        for tile, tile_nbytes, tile_address in self._tiles(start, stop, size, address):
-            self._hashes[name][tile] = _hash(tile_address, tile_nbytes) if self._verify else 1
+        return self.write_to(self._extents[name], self._hashes[name], name, start, stop, address, owner)
+
+    def write_to(
+        self,
+        extent: Extent,
+        hashes: array[int],
+        name: str,
+        start: int,
+        stop: int,
+        address: int,
+        owner: object,
+    ) -> Transfer:
+        """Begin to write elements [start, stop) of a field to an extent, and put their tiles' hashes into
+        `hashes`.
+        """
+        nbytes = self.tile_nbytes(name, stop - start)
+        for tile, tile_nbytes, tile_address in self._tiles(name, start, stop, address):
+            hashes[tile] = _hash(tile_address, tile_nbytes) if self._verify else 1
         self._traffic.written[extent.store.tier, name] += nbytes
-        return extent.store.write(extent, start * size, address, nbytes, f"{self.name}.{name}", owner)
+        offset = self._offset(name, start)
+        return extent.store.write(extent, offset, address, nbytes, f"{self.name}.{name}", owner)
+
+    def note_written(self, name: str, start: int, stop: int) -> None:
+        """Remember that elements [start, stop) of a field were written where they lie."""
+        hashes = self._hashes[name]
+        for tile in range(start // self._tile_numel, -(-stop // self._tile_numel)):
+            hashes[tile] = hashes[tile] or 1
 
     def check(self, name: str, start: int, stop: int, address: int) -> None:
         """Compare elements [start, stop), whole tiles just read to `address`, with the hashes of what was
@@ -235,11 +385,11 @@ class Record:
         """
         if not self._verify:
             return
-        extent, size = self._extents[name], FIELD_NBYTES[name]
-        for tile, tile_nbytes, tile_address in self._tiles(start, stop, size, address):
+        extent = self._extents[name]
+        for tile, tile_nbytes, tile_address in self._tiles(name, start, stop, address):
             found, expected = _hash(tile_address, tile_nbytes), self._hashes[name][tile]
             if found != expected:
-                where = extent.store.where(extent, tile * self._tile_numel * size)
+                where = extent.store.where(extent, self._offset(name, tile * self._tile_numel))
                 raise CorruptionError(
                     f"{self.name}.{name}: the {tile_nbytes} bytes read from {where} are not those that were "
                     "written "
@@ -248,15 +398,16 @@ class Record:
                     "Check it (smartctl, dmesg) and go on from your last checkpoint."
                 )
 
-    def _tiles(self, start: int, stop: int, size: int, address: int) -> list[tuple[int, int, int]]:
+    def _tiles(self, name: str, start: int, stop: int, address: int) -> list[tuple[int, int, int]]:
         """Return (tile, bytes, address) of each hashed tile in elements [start, stop)."""
         if start % self._tile_numel:
             raise ValueError(f"{self.name}: element {start} is inside a tile of {self._tile_numel}")
+        first = self._offset(name, start)
         return [
             (
                 at // self._tile_numel,
-                (min(at + self._tile_numel, stop) - at) * size,
-                address + (at - start) * size,
+                self.tile_nbytes(name, min(at + self._tile_numel, stop) - at),
+                address + self._offset(name, at) - first,
             )
             for at in range(start, stop, self._tile_numel)
         ]

@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import math
+import os
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
@@ -28,12 +29,14 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from infinity import reference
 from infinity.config import Config
+from infinity.disk import DiskSpeed, measured
 from infinity.engine import engine_of_model
 from infinity.errors import ConfigError, InfinityError
 from infinity.init import Init
 from infinity.optim import AdamW
 from infinity.presets import PRESETS, llama
-from infinity.report import STATE_NBYTES, Meter, Progress, Run, Step, StepLog, plot_loss
+from infinity.recording import Recording
+from infinity.report import RECENT, STATE_NBYTES, Meter, Progress, Run, Step, StepLog, plot_loss
 from infinity.sizes import format_size
 from infinity.stats import stats
 from infinity.text import Sampler, Text, default_text
@@ -62,13 +65,15 @@ class Settings:
     preset: str = "25m"
     text: str | None = None
     """A file or folder; None: the standard library's sources."""
-    nvme: str | None = None
-    """A folder; None: the run's own."""
+    nvme: Sequence[str] | None = None
+    """Folders; None: the run's own."""
     in_host_memory: bool = False
     """No NVMe tier at all."""
     host_memory: str | None = None
     device: str = "cpu"
     aio: str | None = None
+    state_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
+    """How moments are stored."""
     steps: int = 100
     batch: int = 1
     """Sequences in one forward."""
@@ -86,6 +91,10 @@ class Settings:
     seed: int = 0
     out: str | None = None
     log_every: int = 1
+    timeline: str | None = None
+    """A new file for a trace of the lanes."""
+    report: str | None = None
+    """A new file for a picture of the run."""
     plain: bool = False
 
     @property
@@ -137,6 +146,7 @@ def train(settings: Settings, console: Console) -> None:
     """
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError("infinity train needs transformers: pip install 'zero-infinity[train]'")
+    recording = Recording(settings.timeline, settings.report)
     with interruptible() as check:
         text = default_text() if settings.text is None else Text(settings.text)
         sampler = Sampler(text, batch=settings.batch, sequence=settings.sequence, seed=settings.seed)
@@ -144,7 +154,7 @@ def train(settings: Settings, console: Console) -> None:
 
         meter = Meter()
         with run_folder(settings.out) as folder:
-            _train(settings, console, text, sampler, folder, meter, check)
+            _train(settings, console, text, sampler, folder, meter, recording, check)
 
 
 def _train(
@@ -154,32 +164,54 @@ def _train(
     sampler: Sampler,
     folder: Path,
     meter: Meter,
+    recording: Recording,
     check: Callable[[], None],
 ) -> None:
     """Build, train, and report what was done, however it ended."""
     model, optimizer = build(settings, folder)
-    run = Run(settings.preset, sum(parameter.numel() for parameter in model.parameters()))
+    count = sum(parameter.numel() for parameter in model.parameters())
+    run = Run(settings.preset, count, STATE_NBYTES[settings.state_dtype])
     run.counts_io = meter.counts_io
     log = StepLog(folder / LOG, settings.log_every)
     try:
-        run.before = None if settings.plain else stats(model)
+        if not settings.plain:
+            run.before = stats(model)
+            run.speed = disk_speed(_folders(settings, folder), settings.aio)
+            recording.start(engine_of_model(model))
         _introduce(console, settings, run, text, folder)
         budget = None if run.before is None else run.before.budget_nbytes
         with closing(Progress(settings.steps, budget, meter.baseline_nbytes)) as progress:
-            for step in steps(settings, model, optimizer, sampler, meter):
+            for step in steps(settings, model, optimizer, sampler, meter, recording):
                 run.steps.append(step)
                 log.write(step)
-                progress.show(step)
+                progress.show(step, run.bound(RECENT))
                 check()
                 _check_finite(step)
     finally:
         log.close()
         run.after = None if settings.plain else stats(model)
         run.peak_nbytes = meter.peak_nbytes()
+        run.stalls_s = recording.stalls_s()
         if not settings.plain:
             with contextlib.suppress(InfinityError, OSError):  # what matters has been raised by the step
                 engine_of_model(model).close()
-        _conclude(console, settings, run, folder)
+        _conclude(console, settings, run, folder, recording)
+
+
+def _folders(settings: Settings, folder: Path) -> list[str]:
+    """Return the folders of the NVMe tier; none without it."""
+    return [] if settings.in_host_memory else list(settings.nvme or [str(folder)])
+
+
+def disk_speed(folders: Sequence[str], engine: str | None) -> DiskSpeed | None:
+    """Return what folders move together, a filesystem counted once; None if not all are measured."""
+    apart = {os.stat(folder).st_dev: folder for folder in folders}
+    speeds = [measured(folder, engine) for folder in apart.values()]
+    known = [speed for speed in speeds if speed is not None and min(speed.read, speed.write, speed.mixed) > 0]
+    if not known or len(known) < len(speeds):
+        return None
+    rates = {name: sum(getattr(speed, name) for speed in known) for name in ("read", "write", "mixed")}
+    return replace(known[0], **rates)
 
 
 def _check_finite(step: Step) -> None:
@@ -210,12 +242,19 @@ def build(settings: Settings, folder: Path) -> tuple[nn.Module, Any]:
     }
     model: Any
     optimizer: Any
-    nvme = None if settings.in_host_memory else settings.nvme or str(folder)
-    config = Config(nvme=nvme, host_memory=settings.host_memory, device=settings.device, aio=settings.aio)
+    folders = _folders(settings, folder)
+    stored: dict[str, Any] = {} if settings.state_dtype == "fp32" else {"state_dtype": settings.state_dtype}
+    config = Config(
+        nvme=folders or None,
+        host_memory=settings.host_memory,
+        device=settings.device,
+        aio=settings.aio,
+        **stored,
+    )
     _check_device(config.device)
     if settings.plain:
         model = reference.prepare(llama(preset, settings.sequence).to(settings.device))
-        optimizer = reference.ReferenceAdamW(model.parameters(), **rates)
+        optimizer = reference.ReferenceAdamW(model.parameters(), **rates, **stored)
     else:
         with Init(config):
             model = llama(preset, settings.sequence)
@@ -229,7 +268,12 @@ def build(settings: Settings, folder: Path) -> tuple[nn.Module, Any]:
 
 
 def steps(
-    settings: Settings, model: nn.Module, optimizer: Any, sampler: Sampler, meter: Meter
+    settings: Settings,
+    model: nn.Module,
+    optimizer: Any,
+    sampler: Sampler,
+    meter: Meter,
+    recording: Recording,
 ) -> Iterator[Step]:
     """Train step by step, and yield what each was like."""
     schedule = LambdaLR(optimizer, lambda step: learning_rate(step, settings.warmup, settings.steps))
@@ -237,17 +281,21 @@ def steps(
     tokens = settings.batch * settings.sequence * settings.accumulate
     now = None if settings.plain else stats(model)
     io = meter.io_nbytes(now)
+    recording.mark(time.perf_counter(), now, meter.rss_nbytes() - meter.baseline_nbytes)
     for number in range(1, settings.steps + 1):
         began = time.perf_counter()
         lr = optimizer.param_groups[0]["lr"]
-        loss = _accumulate(model, batches, settings)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
+        loss = _accumulate(model, batches, settings, recording)
+        with recording.phase("step"):
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
         value = float(loss)
         seconds = time.perf_counter() - began
-        now = None if settings.plain else stats(model)
+        before, now = now, None if settings.plain else stats(model)
         io_before, io = io, meter.io_nbytes(now)
+        rss_nbytes = meter.rss_nbytes()
+        recording.mark(began + seconds, now, rss_nbytes - meter.baseline_nbytes)
         yield Step(
             step=number,
             loss=value,
@@ -257,18 +305,23 @@ def steps(
             tokens_per_second=tokens / seconds,
             nvme_read_nbytes=io[0] - io_before[0],
             nvme_written_nbytes=io[1] - io_before[1],
-            rss_nbytes=meter.rss_nbytes(),
+            rss_nbytes=rss_nbytes,
             budget_held_nbytes=0 if now is None else now.budget_held_nbytes,
+            stall_s=0.0 if now is None or before is None else now.stall_s - before.stall_s,
         )
 
 
-def _accumulate(model: nn.Module, batches: Iterator[Tensor], settings: Settings) -> Tensor:
+def _accumulate(
+    model: nn.Module, batches: Iterator[Tensor], settings: Settings, recording: Recording
+) -> Tensor:
     """Go forward and backward over the batches of one step; return their mean loss."""
     total = torch.zeros((), device=settings.device)
     for _ in range(settings.accumulate):
         ids = next(batches).to(settings.device)
-        loss = model(input_ids=ids, labels=ids).loss / settings.accumulate
-        loss.backward()
+        with recording.phase("forward"):
+            loss = model(input_ids=ids, labels=ids).loss / settings.accumulate
+        with recording.phase("backward"):
+            loss.backward()
         total += loss.detach()
     return total
 
@@ -312,9 +365,10 @@ def _new_folder(parent: Path) -> Path:
 def _introduce(console: Console, settings: Settings, run: Run, text: Text, folder: Path) -> None:
     where = "in memory, the reference recipe"
     if run.before is not None:
-        tier = "host memory alone" if settings.in_host_memory else f"NVMe {settings.nvme or folder}"
+        folders = _folders(settings, folder)
+        tier = f"NVMe {', '.join(folders)}" if folders else "host memory alone"
         where = f"{tier} ({run.before.io_engine}), host_memory {format_size(run.before.budget_nbytes)}"
-    state = format_size(STATE_NBYTES * run.parameters)
+    state = format_size(run.state_nbytes * run.parameters)
     console.print(
         f"{run.name}: {run.parameters / 1e6:,.1f} M parameters, {state} of state; {where}\n"
         f"text: {text.path}, {text.files:,} files, {format_size(text.nbytes)}; "
@@ -325,12 +379,13 @@ def _introduce(console: Console, settings: Settings, run: Run, text: Text, folde
     )
 
 
-def _conclude(console: Console, settings: Settings, run: Run, folder: Path) -> None:
+def _conclude(console: Console, settings: Settings, run: Run, folder: Path, recording: Recording) -> None:
     if not run.steps:
         return
     console.print(run.table())
     how = "in memory" if run.after is None else f"host_memory {format_size(run.after.budget_nbytes)}"
     title = f"{settings.preset}: {run.parameters / 1e6:,.1f} M parameters, {how}"
     missing = plot_loss(folder / PICTURE, run.steps, title)
-    written = f"log: {folder / LOG}" + (f"\n{missing}" if missing else f"\nloss: {folder / PICTURE}")
-    console.print(written, markup=False, highlight=False, soft_wrap=True)
+    written = [f"log: {folder / LOG}", missing or f"loss: {folder / PICTURE}"]
+    written += recording.write(f"{title}; {run.bound() or ''}", run.rows())
+    console.print("\n".join(written), markup=False, highlight=False, soft_wrap=True)

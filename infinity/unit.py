@@ -6,31 +6,36 @@ hi, lo   bf16 + 16 bits, flat, in the record   what a step computes with is hi
 flat     bf16, on the device                   hi, while the unit is resident; one torch storage
 view     bf16, a parameter's shape             into flat; `parameter.data` while the unit is attached
 
+Where the CPU computes and `hi` is pinned, flat is that very memory: nothing is copied, and the update changes
+the weights where they are used.
+
 [Note: abandoned storage]
-Taking the bytes of a storage away while anyone still has a view of it would be a segmentation fault: a module
-may cache `self.weight.t()`, return its weight, or keep it in a graph of its own. So a release counts who
-shares the storage. If anybody but the unit does, they keep it, with the values it has, and the unit goes on
-with a new one. That costs memory, never a wrong value.
+Reusing a storage while anyone still has a view of it would change their values: a module may cache
+`self.weight.t()`, return its weight, or keep it in a graph of its own. So a release counts who shares the
+storage. If anybody but the unit does, they keep it, with the values it has, and the unit goes on in other
+memory. That costs memory, never a wrong value.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from mmap import mmap
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from infinity.blocks import Blocks, wrap
 from infinity.released import placeholder, release, restore
 from infinity.shard import Shard
 from infinity.store import Record
 
 if TYPE_CHECKING:
+    from infinity.fetch import FetchPass, Update
     from infinity.gradient import Gradient
-    from infinity.lanes import Pass
-    from infinity.passes import FetchPass, Update
+    from infinity.queueing import Pass
 
 logger = logging.getLogger("infinity")
 
@@ -44,14 +49,19 @@ class Unit:
         self.parameters = parameters
         self.shard = shard
         self.record = record
-        self.flat = torch.empty(0)
+        self.flat = torch.empty(0, dtype=torch.bfloat16)
+        """`hi` in the memory that computes, while the unit is resident; else without elements."""
+        self.by_storage: dict[int, Unit] = {}
+        """Where the unit enters its storage's key, for who meets a tensor and asks whose it is."""
+        self._blocks: Blocks
+        self._memory: mmap | None = None
+        """The pinned memory that `flat` lies in; None where it is a block."""
+        self._in_place = False
         self._views: list[torch.Tensor] = []
         self._placeholders: list[torch.Tensor] = []
         self._own_shares = 0
         self._abandoned: list[StorageWeakRef] = []
         self._versions: list[int] = []
-        self.moved: Callable[[int], None] = _nothing
-        """Called with the old storage's key when the unit has left it to others."""
         # Residence
         self.fetch: Pass | None = None
         """The pass that makes, or made, the unit resident; None while it is not."""
@@ -63,8 +73,8 @@ class Unit:
         """The pass that the storage is lent to as soon as its last user lets go."""
         self.attached = False
         """Whether the parameters are their real values; else they are released."""
-        self.waiting = False
-        """Resident ahead of its use, and charged for it."""
+        self.waiting: int | None = None
+        """Bytes charged for being resident ahead of a use; None where it is not."""
         self.version = 0
         """Counts the changes of the values that the user can see (an update counts at step(), not when it is
         applied).
@@ -91,7 +101,7 @@ class Unit:
     @property
     def resident_nbytes(self) -> int:
         """Bytes on the device while resident."""
-        return self.shard.nbytes("hi")
+        return 2 * self.shard.numel
 
     @property
     def fetch_processed(self) -> bool:
@@ -103,42 +113,80 @@ class Unit:
         """Parameters that will get a gradient."""
         return {index for index, parameter in enumerate(self.parameters) if parameter.requires_grad}
 
-    def open(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Build the unit's storage, empty, and the views into it that last its whole life."""
+    def open(self, blocks: Blocks, device: torch.device, *, in_place: bool) -> None:
+        """Release the parameters; from now on the unit becomes resident in `blocks`, or, if `in_place` and
+        `hi` lies in host memory, right there.
+        """
+        self._blocks = blocks
+        self._in_place = in_place
         with torch.inference_mode(mode=False), torch.no_grad():
             self._placeholders = [
-                placeholder(segment.shape, dtype, device) for segment in self.shard.segments
+                placeholder(segment.shape, self.flat.dtype, device) for segment in self.shard.segments
             ]
-        self._new_storage(dtype, device)
         for parameter, stand_in in zip(self.parameters, self._placeholders, strict=True):
             release(parameter, stand_in)
 
-    def _new_storage(self, dtype: torch.dtype, device: torch.device) -> None:
-        with torch.inference_mode(mode=False), torch.no_grad():
-            self.flat = torch.empty(self.shard.numel, dtype=dtype, device=device)
-            self._views = [self.flat[one.start : one.stop].view(one.shape) for one in self.shard.segments]
-        self._own_shares = self.shares()
-        self.flat.untyped_storage().resize_(0)
+    @property
+    def in_place(self) -> bool:
+        """Whether the unit is always where it computes: being resident takes no memory and no transfer."""
+        return self._in_place and self.record.in_host("hi")
+
+    @property
+    def window_nbytes(self) -> int:
+        """Bytes that being resident takes beyond what is pinned."""
+        return 0 if self.in_place else self.resident_nbytes
 
     def allocate(self) -> None:
-        """Give the storage its bytes; their content is undefined."""
-        self.flat.untyped_storage().resize_(self.resident_nbytes)
+        """Give the unit memory: with its values, if `in_place`, else undefined."""
+        memory = self.record.memory("hi") if self._in_place else None
+        if memory is None:
+            self._bind(self._blocks.take(self.shard.numel), None)
+        elif memory is not self._memory:
+            self._bind(wrap(memory, self.shard.numel), memory)
 
-    def deallocate(self) -> None:
-        """Take the storage's bytes away; where others share them, leave it to them: see [Note: abandoned
-        storage].
+    def make_private(self) -> None:
+        """Move a resident unit to memory of its own, where changes are no changes of the record."""
+        if self._memory is not None:
+            flat = self._blocks.take(self.shard.numel)
+            flat.copy_(self.flat)
+            self._bind(flat, None)
+
+    def _bind(self, flat: torch.Tensor, memory: mmap | None) -> None:
+        self.unbind()
+        self.flat, self._memory = flat, memory
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self._views = [flat[one.start : one.stop].view(one.shape) for one in self.shard.segments]
+        self._own_shares = self.shares()
+        self.by_storage[self.storage_key()] = self
+
+    def unbind(self) -> torch.Tensor:
+        """Let go of the memory; return it."""
+        self.by_storage.pop(self.storage_key(), None)
+        flat, self.flat = self.flat, self.flat.new_empty(0)
+        self._memory = None
+        self._views = []
+        return flat
+
+    def deallocate(self) -> torch.Tensor | None:
+        """Take the unit's memory away, and return it if it may be reused: not where others share it (see
+        [Note: abandoned storage]), nor where `hi` lies in it.
         """
-        if self.shares() == self._own_shares:
-            self.flat.untyped_storage().resize_(0)
-            return
-        logger.info(
-            "%s: a view of its parameters outlives their use; it keeps their present values and their memory",
-            self.name,
-        )
-        key = self.storage_key()
-        self._abandoned.append(StorageWeakRef(self.flat.untyped_storage()))
-        self._new_storage(self.flat.dtype, self.flat.device)
-        self.moved(key)
+        shared = self.shares() != self._own_shares
+        if shared:
+            logger.info(
+                "%s: a view of its parameters outlives their use; it keeps their present values and their "
+                "memory",
+                self.name,
+            )
+            self._abandoned.append(StorageWeakRef(self.flat.untyped_storage()))
+        pinned = self._memory is not None and self.record.memory("hi") is self._memory
+        if pinned and not shared:
+            return None
+        if pinned:
+            self.record.leave("hi")
+        owned = self._memory is None
+        flat = self.unbind()
+        return flat if owned and not shared else None
 
     def shares(self) -> int:
         """Return how many tensors share the unit's storage."""
@@ -181,10 +229,6 @@ class Unit:
         state = "attached" if self.attached else "resident" if self.fetch else "released"
         uses = f"{self.users} users, {len(self.pending)} pending"
         return f"<Unit {self.name}, {self.shard.numel} elements, {state}, {uses}>"
-
-
-def _nothing(old_key: int) -> None:
-    """Nobody follows the unit's storage."""
 
 
 def _saved_itself(parameter: nn.Parameter) -> bool:

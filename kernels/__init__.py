@@ -8,33 +8,46 @@ threads. The caller keeps the memory alive, and nobody else writes to it, until 
 
 from infinity.kernels.library import UnsupportedIsaError, isa, set_isa, set_threads, threads
 from infinity.kernels.operations import (
+    STATE_BLOCK,
     GradientDtype,
     accumulate,
     accumulate_f32,
     adamw,
+    adamw_bf16,
+    adamw_int8,
     copy,
+    dequantize,
     join,
+    narrow,
+    quantize,
     rewrite,
     split,
     sum_squares,
     widen,
 )
-from infinity.kernels.scalars import AdamWScalars
+from infinity.kernels.scalars import AdamWScalars, state_key
 
 __all__ = [
+    "STATE_BLOCK",
     "AdamWScalars",
     "GradientDtype",
     "UnsupportedIsaError",
     "accumulate",
     "accumulate_f32",
     "adamw",
+    "adamw_bf16",
+    "adamw_int8",
     "copy",
+    "dequantize",
     "isa",
     "join",
+    "narrow",
+    "quantize",
     "rewrite",
     "set_isa",
     "set_threads",
     "split",
+    "state_key",
     "sum_squares",
     "threads",
     "widen",

@@ -21,6 +21,13 @@ void widen_scalar(size_t n, const uint16_t *restrict bf16, float *restrict f32) 
     for (size_t i = 0; i < n; i++) store_u32(f32 + i, (uint32_t)load_u16(bf16 + i) << 16);
 }
 
+void narrow_scalar(size_t n, const float *restrict f32, uint16_t *restrict bf16) {
+    for (size_t i = 0; i < n; i++) {
+        uint32_t bits = canonical_bits(f32_of(load_u32(f32 + i)));
+        store_u16(bf16 + i, (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
+    }
+}
+
 void accumulate_bf16_scalar(size_t n, float *restrict acc, const uint16_t *restrict grad) {
     for (size_t i = 0; i < n; i++) {
         float sum = f32_of(load_u32(acc + i)) + f32_of((uint32_t)load_u16(grad + i) << 16);

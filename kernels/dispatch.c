@@ -25,7 +25,12 @@
      accumulate_bf16_##isa, \
      accumulate_f32_##isa, \
      rewrite_##isa, \
-     stream_##isa}
+     stream_##isa, \
+     narrow_##isa, \
+     narrow_moments_##isa, \
+     dequantize_##isa, \
+     quantize_##isa, \
+     quantize_noisily_##isa}
 
 /* Best first. */
 static const struct isa kernels[] = {
@@ -64,8 +69,12 @@ int infinity_set_isa(const char *name) {
     return is_elsewhere ? -2 : -1;
 }
 
+const struct isa *current_isa(void) {
+    return atomic_load(&isa_in_use);
+}
+
 const char *infinity_isa(void) {
-    return atomic_load(&isa_in_use)->name;
+    return current_isa()->name;
 }
 
 /* Each operation's arguments, as its caller gave them. */
@@ -182,6 +191,16 @@ static void widen_block(const void *args, size_t i, size_t count) {
 void infinity_widen(size_t n, const uint16_t *bf16, float *f32) {
     struct cast_args args = {.isa = atomic_load(&isa_in_use), .source = bf16, .f32 = f32};
     run_blocks(widen_block, &args, n, BLOCK_NUMEL);
+}
+
+static void narrow_block(const void *args, size_t i, size_t count) {
+    const struct cast_args *a = args;
+    a->isa->narrow(count, (const float *)a->source + i, a->hi + i);
+}
+
+void infinity_narrow(size_t n, const float *f32, uint16_t *bf16) {
+    struct cast_args args = {.isa = atomic_load(&isa_in_use), .source = f32, .hi = bf16};
+    run_blocks(narrow_block, &args, n, BLOCK_NUMEL);
 }
 
 static void accumulate_bf16_block(const void *args, size_t i, size_t count) {

@@ -38,9 +38,30 @@ struct isa {
     void (*rewrite)(size_t n, const uint16_t *restrict new_hi, uint16_t *restrict hi,
                     int16_t *restrict lo);
     void (*stream)(size_t n_bytes, char *restrict dst, const char *restrict src);
+    void (*narrow)(size_t n, const float *restrict f32, uint16_t *restrict bf16);
+    /* Both moments, as adamw stored them, at random: i by the noise of (key, counter + i). */
+    void (*narrow_moments)(size_t n, const float *restrict m_f32, const float *restrict v_f32,
+                           uint16_t *restrict m, uint16_t *restrict v, uint64_t key,
+                           uint32_t counter);
+    /* One block of at most STATE_BLOCK elements and its two scales. */
+    void (*dequantize)(size_t n, const uint8_t *restrict m, const uint8_t *restrict v,
+                       const float *restrict scale, float *restrict m_f32, float *restrict v_f32);
+    void (*quantize)(size_t n, const float *restrict m_f32, const float *restrict v_f32,
+                     uint8_t *restrict m, uint8_t *restrict v, float *restrict scale);
+    /* The same at random, of moments as adamw stored them. */
+    void (*quantize_noisily)(size_t n, const float *restrict m_f32, const float *restrict v_f32,
+                             uint8_t *restrict m, uint8_t *restrict v, float *restrict scale,
+                             uint64_t key, uint32_t counter);
 };
 
-/* Defined by adamw_*.c, norm_*.c, cast_*.c and copy_*.c, one each per instruction set. */
+/* The instruction set in use. */
+const struct isa *current_isa(void);
+
+/* Elements that share a scale: [Note: 8-bit moments]. */
+#define STATE_BLOCK ((size_t)256)
+
+/* Defined by adamw_*.c, norm_*.c, cast_*.c, copy_*.c and moments_*.c, one each per instruction
+ * set. */
 #define DECLARE_KERNELS(isa) \
     void adamw_bf16_##isa(size_t n, uint16_t *restrict hi, int16_t *restrict lo, \
                           float *restrict m, float *restrict v, const uint16_t *restrict grad, \
@@ -59,7 +80,20 @@ struct isa {
     void accumulate_f32_##isa(size_t n, float *restrict acc, const float *restrict grad); \
     void rewrite_##isa(size_t n, const uint16_t *restrict new_hi, uint16_t *restrict hi, \
                        int16_t *restrict lo); \
-    void stream_##isa(size_t n_bytes, char *restrict dst, const char *restrict src);
+    void stream_##isa(size_t n_bytes, char *restrict dst, const char *restrict src); \
+    void narrow_##isa(size_t n, const float *restrict f32, uint16_t *restrict bf16); \
+    void narrow_moments_##isa(size_t n, const float *restrict m_f32, const float *restrict v_f32, \
+                              uint16_t *restrict m, uint16_t *restrict v, uint64_t key, \
+                              uint32_t counter); \
+    void dequantize_##isa(size_t n, const uint8_t *restrict m, const uint8_t *restrict v, \
+                          const float *restrict scale, float *restrict m_f32, \
+                          float *restrict v_f32); \
+    void quantize_##isa(size_t n, const float *restrict m_f32, const float *restrict v_f32, \
+                        uint8_t *restrict m, uint8_t *restrict v, float *restrict scale); \
+    void quantize_noisily_##isa(size_t n, const float *restrict m_f32, \
+                                const float *restrict v_f32, uint8_t *restrict m, \
+                                uint8_t *restrict v, float *restrict scale, uint64_t key, \
+                                uint32_t counter);
 
 DECLARE_KERNELS(scalar)
 #ifdef INFINITY_X86

@@ -30,6 +30,47 @@
  *   denom = sqrt(v) / sqrt(1 - beta2^step) + eps
  *   p     = p + (-(lr / (1 - beta1^step)) * m) / denom
  * Every scalar is computed in fp64 and rounded to fp32 once; clip is an fp32 already.
+ *
+ * [Note: small moments]
+ * adamw16 and adamw8 store m and v in 16 or 8 bits.  A step widens them to fp32, is the step above,
+ * bit for bit, and only then rounds the new m and v; the weight has seen them unrounded.  They are
+ * rounded at random, up or down with the odds that make the mean right: v changes by 0.1 % a step
+ * (beta2 = 0.999), far less than half of what separates two codes, so that rounding to nearest
+ * would give back the old v for ever.
+ *
+ * [Note: the noise]
+ * Element i has 32 random bits, a hash of a 64-bit key and of i's low 32 bits.  Nothing else goes
+ * in, so they depend neither on threads nor on order nor on how a range was cut.  The low 16 are
+ * m's, the high 16 are v's.
+ *   x = i + (key mod 2^32);  x ^= x >> 16;  x *= 0x85EBCA6B;  x ^= x >> 13;
+ *   x = x + (key div 2^32);                 x *= 0xC2B2AE35;  x ^= x >> 16
+ * (the end of Appleby's MurmurHash3; the key's upper half, between its two rounds, makes the bits
+ * of two keys more than a shift of each other.)
+ *
+ * [Note: bf16 moments]
+ * With u the bits of the fp32 and r its 16 random bits: (u + r) >> 16.  A value that is a bf16
+ * stays what it is: zeros, infinities and NaNs among them.  A finite value beyond the largest
+ * finite bf16 is cut to that: rounding never makes an infinity.
+ *
+ * [Note: 8-bit moments]
+ * Blocks of 256 elements have a scale each for m and for v, as in Dettmers et al., 8-bit Optimizers
+ * via Block-wise Quantization (arXiv 2110.02861).  The codes differ: theirs index a table of values
+ * times the block's maximum, found by search; ours count points on the grid of all floats with 3
+ * bits of mantissa, which are 2^20 apart in their bits:
+ *   scale   the block's largest magnitude, rounded up to the grid; at least 2^-90; 0 if all are 0
+ *   m       a sign (bit 7) and 7 bits c:  the float of bits(scale) - ((127 - c) << 20);  c = 0: 0
+ *   v       8 bits c:                     the float of bits(scale) - ((255 - c) << 20);  c = 0: 0
+ * So a code is a shift and an addition away from its float; c spans 15.75 powers of two for m and
+ * 31.75 for v, twice as many, since v is of the size of m squared.  And the grid does not move with
+ * the scale: what did not change is stored again exactly, whatever the rest of its block did.
+ * With r the 16 random bits, on the magnitude's bits u: (u + 16 r + 8) >> 20 is the grid point.
+ * Below the smallest code s = c 1's float:  m becomes 0 or s, with the odds that keep its mean (s
+ * where |m| >= s (1 - (16 r + 8) / 2^20));  a v that is not 0 becomes s, never 0: a v too large
+ * makes a step too small, but a v of 0 beside an m that is not would make a step of m / eps.  The
+ * two ranges match, so |m| / sqrt(v) stays within a small factor of what exact moments allow.
+ * Infinities and NaNs are on the grid and stay what they are; finite values beyond the largest
+ * finite grid point, 1.875 * 2^127, are cut to that.  In a block that holds one the scale is an
+ * infinity or a NaN, and the other elements' v become huge: those weights stand still.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -60,6 +101,33 @@ void infinity_adamw_bf16(size_t n, uint16_t *hi, int16_t *lo, float *m, float *v
                          const uint16_t *grad, const struct infinity_adamw *scalars);
 void infinity_adamw_f32(size_t n, uint16_t *hi, int16_t *lo, float *m, float *v, const float *grad,
                         const struct infinity_adamw *scalars);
+
+/* The same step with m and v in bf16: [Note: bf16 moments].  Element i of the range has the noise
+ * of element first + i. */
+void infinity_adamw16_bf16(size_t n, uint16_t *hi, int16_t *lo, uint16_t *m, uint16_t *v,
+                           const uint16_t *grad, const struct infinity_adamw *scalars, uint64_t key,
+                           uint64_t first);
+void infinity_adamw16_f32(size_t n, uint16_t *hi, int16_t *lo, uint16_t *m, uint16_t *v,
+                          const float *grad, const struct infinity_adamw *scalars, uint64_t key,
+                          uint64_t first);
+
+/* The same step with m and v in 8 bits: [Note: 8-bit moments].  Block b covers elements [256 b,
+ * 256 (b + 1)) of the range; scale[2 b] is its m's, scale[2 b + 1] its v's. */
+void infinity_adamw8_bf16(size_t n, uint16_t *hi, int16_t *lo, uint8_t *m, uint8_t *v, float *scale,
+                          const uint16_t *grad, const struct infinity_adamw *scalars, uint64_t key,
+                          uint64_t first);
+void infinity_adamw8_f32(size_t n, uint16_t *hi, int16_t *lo, uint8_t *m, uint8_t *v, float *scale,
+                         const float *grad, const struct infinity_adamw *scalars, uint64_t key,
+                         uint64_t first);
+
+/* fp32 -> bf16, to nearest, ties to even; every NaN becomes 0x7FC0. */
+void infinity_narrow(size_t n, const float *f32, uint16_t *bf16);
+
+/* fp32 moments <-> 8-bit ones, to the nearest code (ties away from zero).  v's sign is dropped. */
+void infinity_quantize(size_t n, const float *m_f32, const float *v_f32, uint8_t *m, uint8_t *v,
+                       float *scale);
+void infinity_dequantize(size_t n, const uint8_t *m, const uint8_t *v, const float *scale,
+                         float *m_f32, float *v_f32);
 
 /* The fp64 sum of the fp64 squares of n gradients.  Block b covers elements [16384 b, 16384 (b +
  * 1)); in it, lane j mod 32 sums element j in rising order; the 32 lanes are added as a binary

@@ -26,6 +26,63 @@ class Library(Protocol):
     def infinity_adamw_f32(
         self, n: int, hi: Pointer, lo: Pointer, m: Pointer, v: Pointer, grad: Pointer, scalars: Pointer
     ) -> None: ...
+    def infinity_adamw16_bf16(
+        self,
+        n: int,
+        hi: Pointer,
+        lo: Pointer,
+        m: Pointer,
+        v: Pointer,
+        grad: Pointer,
+        scalars: Pointer,
+        key: int,
+        first: int,
+    ) -> None: ...
+    def infinity_adamw16_f32(
+        self,
+        n: int,
+        hi: Pointer,
+        lo: Pointer,
+        m: Pointer,
+        v: Pointer,
+        grad: Pointer,
+        scalars: Pointer,
+        key: int,
+        first: int,
+    ) -> None: ...
+    def infinity_adamw8_bf16(
+        self,
+        n: int,
+        hi: Pointer,
+        lo: Pointer,
+        m: Pointer,
+        v: Pointer,
+        scale: Pointer,
+        grad: Pointer,
+        scalars: Pointer,
+        key: int,
+        first: int,
+    ) -> None: ...
+    def infinity_adamw8_f32(
+        self,
+        n: int,
+        hi: Pointer,
+        lo: Pointer,
+        m: Pointer,
+        v: Pointer,
+        scale: Pointer,
+        grad: Pointer,
+        scalars: Pointer,
+        key: int,
+        first: int,
+    ) -> None: ...
+    def infinity_narrow(self, n: int, f32: Pointer, bf16: Pointer) -> None: ...
+    def infinity_quantize(
+        self, n: int, m_f32: Pointer, v_f32: Pointer, m: Pointer, v: Pointer, scale: Pointer
+    ) -> None: ...
+    def infinity_dequantize(
+        self, n: int, m: Pointer, v: Pointer, scale: Pointer, m_f32: Pointer, v_f32: Pointer
+    ) -> None: ...
     def infinity_sum_squares_bf16(self, n: int, grad: Pointer) -> Pointer: ...
     def infinity_sum_squares_f32(self, n: int, grad: Pointer) -> Pointer: ...
     def infinity_split(self, n: int, f32: Pointer, hi: Pointer, lo: Pointer) -> None: ...

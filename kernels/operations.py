@@ -8,6 +8,8 @@ from infinity.kernels.scalars import AdamWScalars
 GradientDtype: TypeAlias = Literal["bf16", "f32"]
 
 HALF = 0.5  # torch.lerp changes its form at this weight
+STATE_BLOCK = 256  # elements whose 8-bit moments share a pair of scales
+WORD = 1 << 64  # a key, and what a counter stays below
 
 
 def _check(n: int, **addresses: int) -> None:
@@ -26,6 +28,17 @@ def _check_dtype(dtype: str) -> None:
     if dtype not in ("bf16", "f32"):
         message = f"dtype={dtype!r}: expected 'bf16' or 'f32'"
         raise ValueError(message)
+
+
+def _check_noise(key: int, first: int) -> None:
+    for name, value in (("key", key), ("first", first)):
+        if not 0 <= value < WORD:
+            message = f"{name}={value}: expected an unsigned 64-bit integer"
+            raise ValueError(message)
+
+
+def _u8(address: int) -> Any:
+    return ffi.cast("uint8_t *", address)
 
 
 def _u16(address: int) -> Any:
@@ -73,6 +86,64 @@ def adamw(
         library.infinity_adamw_f32(n, _u16(hi), _i16(lo), _f32(m), _f32(v), _f32(grad), struct)
 
 
+def adamw_bf16(
+    n: int,
+    hi: int,
+    lo: int,
+    m: int,
+    v: int,
+    grad: int,
+    dtype: GradientDtype,
+    scalars: AdamWScalars,
+    key: int,
+    first: int,
+) -> None:
+    """Apply the step of `adamw` to n elements whose m and v are bf16, rounded at random after it.
+
+    `key` is `state_key` of this parameter's step; `first` is the first element's place in its parameter. They
+    alone decide the random bits: a range cut in two, the second with its own `first`, gives the same.
+    """
+    _check(n, hi=hi, lo=lo, m=m, v=v, grad=grad)
+    _check_dtype(dtype)
+    _check_noise(key, first)
+    fields = (_u16(hi), _i16(lo), _u16(m), _u16(v))
+    struct = _rounded(scalars)
+    if dtype == "bf16":
+        library.infinity_adamw16_bf16(n, *fields, _u16(grad), struct, key, first)
+    else:
+        library.infinity_adamw16_f32(n, *fields, _f32(grad), struct, key, first)
+
+
+def adamw_int8(
+    n: int,
+    hi: int,
+    lo: int,
+    m: int,
+    v: int,
+    scale: int,
+    grad: int,
+    dtype: GradientDtype,
+    scalars: AdamWScalars,
+    key: int,
+    first: int,
+) -> None:
+    """Apply the step of `adamw` to n elements whose m and v are 8-bit codes, encoded at random after it.
+
+    Blocks of STATE_BLOCK elements, counted from the range's first, have two fp32 scales each: m's, then v's
+    (8 bytes per block, the last and shorter one too). Memory of zeros is a moment of zeros. `key` and `first`
+    as in `adamw_bf16`; a range may be cut in two at a multiple of STATE_BLOCK.
+    """
+    _check(n, hi=hi, lo=lo, m=m, v=v, scale=scale, grad=grad)
+    _check_dtype(dtype)
+    _check_noise(key, first)
+    fields = (_u16(hi), _i16(lo), _u8(m), _u8(v), _f32(scale))
+    struct = _rounded(scalars)
+    if dtype == "bf16":
+        library.infinity_adamw8_bf16(n, *fields, _u16(grad), struct, key, first)
+    else:
+        library.infinity_adamw8_f32(n, *fields, _f32(grad), struct, key, first)
+
+
 def sum_squares(n: int, grad: int, dtype: GradientDtype) -> tuple[float, bool]:
     """Return the fp64 sum of the fp64 squares of n gradients, and whether all of them are finite."""
     _check(n, grad=grad)
@@ -100,6 +171,29 @@ def widen(n: int, bf16: int, f32: int) -> None:
     """Convert n bf16 values to fp32, exactly."""
     _check(n, bf16=bf16, f32=f32)
     library.infinity_widen(n, _u16(bf16), _f32(f32))
+
+
+def narrow(n: int, f32: int, bf16: int) -> None:
+    """Convert n fp32 values to bf16, to nearest, ties to even; every NaN becomes 0x7FC0."""
+    _check(n, f32=f32, bf16=bf16)
+    library.infinity_narrow(n, _f32(f32), _u16(bf16))
+
+
+def quantize(n: int, m_f32: int, v_f32: int, m: int, v: int, scale: int) -> None:
+    """Convert n fp32 moments to the 8-bit codes and scales of `adamw_int8`, each to the nearest code.
+
+    An m is off by at most 1/16 of itself, or by half its block's smallest code, about 2^-15.75 of the scale.
+    A v is off by at most 1/16 of itself, but below its block's smallest code, about 2^-31.75 of the scale, it
+    becomes that, never 0; its sign is dropped.
+    """
+    _check(n, m_f32=m_f32, v_f32=v_f32, m=m, v=v, scale=scale)
+    library.infinity_quantize(n, _f32(m_f32), _f32(v_f32), _u8(m), _u8(v), _f32(scale))
+
+
+def dequantize(n: int, m: int, v: int, scale: int, m_f32: int, v_f32: int) -> None:
+    """Convert n pairs of 8-bit codes, and their blocks' scales, to fp32 moments, exactly."""
+    _check(n, m=m, v=v, scale=scale, m_f32=m_f32, v_f32=v_f32)
+    library.infinity_dequantize(n, _u8(m), _u8(v), _f32(scale), _f32(m_f32), _f32(v_f32))
 
 
 def accumulate(n: int, acc: int, grad: int) -> None:

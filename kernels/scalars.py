@@ -1,7 +1,9 @@
-"""The scalars of one AdamW step."""
+"""The scalars of one AdamW step, and the key of the random bits that round its moments."""
 
 import math
 from dataclasses import dataclass
+
+WORD_MASK = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,3 +39,21 @@ class AdamWScalars:
         if self.clip < 0:
             message = f"clip={self.clip}: expected a factor of at least 0"
             raise ValueError(message)
+
+
+def state_key(seed: int, parameter: int, step: int) -> int:
+    """Return the 64-bit key of one parameter's random bits in one step: [Note: the noise] in kernels.h.
+
+    `parameter` is its place among the optimizer's parameters, in the order of its groups, `step` its own step
+    count. Each number in turn goes through a round of splitmix64 (Steele, Lea and Flood, OOPSLA 2014).
+    """
+    key = 0
+    for name, value in (("seed", seed), ("parameter", parameter), ("step", step)):
+        if not 0 <= value <= WORD_MASK:
+            message = f"{name}={value}: expected an unsigned 64-bit integer"
+            raise ValueError(message)
+        key = ((key ^ value) + 0x9E3779B97F4A7C15) & WORD_MASK
+        key = ((key ^ key >> 30) * 0xBF58476D1CE4E5B9) & WORD_MASK
+        key = ((key ^ key >> 27) * 0x94D049BB133111EB) & WORD_MASK
+        key ^= key >> 31
+    return key

@@ -24,6 +24,18 @@ def pytest_report_header() -> str:
     return f"seed: {SEED} (INFINITY_TEST_SEED), files in: {disk()} (INFINITY_TEST_DISK)"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def unmeasured() -> Iterator[None]:
+    """No test measures a disk, or sees a measurement, that it did not ask for; nor do processes it starts."""
+    with (
+        tempfile.TemporaryDirectory(prefix="infinity-cache-") as cache,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("INFINITY_MEASURE", "0")
+        patch.setenv("INFINITY_CACHE", cache)
+        yield
+
+
 @pytest.fixture
 def seed() -> int:
     """The run's seed; Python's and torch's generators start from it."""

@@ -19,6 +19,7 @@ class _Transfer:
         self._ready = time.monotonic() + delay_s
         self._lock = threading.Lock()
         self._over = False
+        self.began_s, self.ended_s = time.perf_counter(), time.perf_counter() + delay_s
 
     @property
     def done(self):
@@ -61,7 +62,7 @@ class FakeDisk:
         error = OSError(errno.EIO, f"{what}: injected") if self.transfers == self._fail_at else None
         return _Transfer(copy, self._random.random() * self._delay_s, error)
 
-    def read(self, extent, start, address, nbytes, what, owner):
+    def read(self, extent, start, address, nbytes, what, owner, *, urgent=False):
         flip = self.transfers + 1 == self._flip_at
 
         def copy():

@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -61,7 +62,11 @@ def test_many_requests_in_random_order_give_the_right_bytes(engine, file):
     for write in writes:
         write.wait()
     order.shuffle(places)
-    reads = [engine.read(file, p, read.address + p, nbytes, owner=read, urgent=p % 3 == 0) for p in places]
+    ranks = [aio.Priority.URGENT, aio.Priority.NORMAL, aio.Priority.BEHIND]
+    reads = [
+        engine.read(file, p, read.address + p, nbytes, owner=read, priority=ranks[p // nbytes % 3])
+        for p in places
+    ]
     engine.drain()
     assert all(read.done for read in reads)
     assert written.view == read.view
@@ -125,20 +130,48 @@ def test_several_threads_use_one_engine(engine, file):
     assert wrong == []
 
 
-def test_urgent_requests_go_first(folder, engine, file):
-    memory = aio.AlignedMemory(5 * PIECE)
+def started(folder, kind, ranks):
+    """Queue a request of one piece per rank while the disk hangs; the ranks in the order they were served."""
+    memory = aio.AlignedMemory(PIECE)
+    with open_or_skip(folder, kind, depth=1, threads=1) as engine, engine.open_nameless(folder) as file:
+        file.allocate(0, PIECE)
+        engine.write(file, 0, memory.address, PIECE, owner=memory).wait()
+        with faults.held(engine):
+            reads = [
+                (engine.read(file, 0, memory.address, PIECE, owner=memory, priority=aio.Priority[rank]), rank)
+                for rank in ranks
+            ]
+        engine.drain()
+        return [rank for _, rank in sorted(reads, key=lambda read: read[0].ended_s)]
+
+
+@pytest.mark.parametrize("kind", aio.KINDS)
+def test_urgent_requests_overtake_all_that_wait(folder, kind):
+    order = started(folder, kind, ["BEHIND", "NORMAL", "URGENT", "BEHIND", "NORMAL", "URGENT"])
+    assert order == ["URGENT"] * 2 + ["NORMAL"] * 2 + ["BEHIND"] * 2
+
+
+@pytest.mark.parametrize("kind", aio.KINDS)
+def test_what_goes_behind_has_its_turn_all_the_same(folder, kind):
+    order = started(folder, kind, ["BEHIND"] * 3 + ["NORMAL"] * 8)
+    assert order == ["NORMAL"] * 3 + ["BEHIND"] + ["NORMAL"] * 3 + ["BEHIND"] + ["NORMAL"] * 2 + ["BEHIND"]
+
+
+def test_requests_tell_when_they_were_accepted_and_when_they_were_over(engine, file):
+    memory = random_memory(3 * PIECE)
+    before_s = time.perf_counter()
     with faults.held(engine):
-        places = [memory.address + i * PIECE for i in range(5)]
-        normal = [engine.read(file, 0, place, PIECE, owner=memory) for place in places[1:]]
-        urgent = engine.read(file, 0, places[0], PIECE, owner=memory, urgent=True, what="urgent")
-        faults.inject(engine, 1, -errno.EIO)
-    if engine.kind != "io_uring":
-        engine.drain()  # several threads take pieces in order, and try them in any
-        return
-    with pytest.raises(aio.IoError, match="read of urgent"):
-        urgent.wait()
-    for completion in normal:
-        completion.wait()
+        write = engine.write(file, 0, memory.address, 3 * PIECE, owner=memory)
+        accepted_s = time.perf_counter()
+        assert (before_s <= write.began_s <= accepted_s, write.ended_s) == (True, None)
+    write.wait()
+    assert accepted_s <= write.ended_s <= time.perf_counter()
+    faults.inject(engine, 1, -errno.EIO)
+    failed = engine.read(file, 0, memory.address, PIECE, owner=memory)
+    with pytest.raises(aio.IoError):
+        failed.wait()
+    nothing = engine.read(file, 0, memory.address, 0)
+    assert write.ended_s <= failed.began_s <= failed.ended_s <= nothing.began_s <= nothing.ended_s
 
 
 def test_nothing_to_move_is_done_at_once(engine, file):

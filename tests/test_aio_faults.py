@@ -195,18 +195,26 @@ def ring_descriptors():
 def test_a_ring_that_breaks_fails_every_request_and_says_so(folder):
     before = ring_descriptors()
     try:
-        engine = aio.open_engine(folder, "io_uring")
+        engine = aio.open_engine(folder, "io_uring", depth=1)
     except aio.EngineUnavailableError as error:
         pytest.skip(str(error))
     memory = random_memory(0)
     file = engine.open_nameless(folder)
     with faults.held(engine):
         write = engine.write(file, 0, memory.address, PIECE, owner=memory, what="layers.5")
+        others = [
+            engine.write(file, 0, memory.address, PIECE, owner=memory, priority=one) for one in aio.Priority
+        ]
         (ring,) = ring_descriptors() - before
         null = os.open("/dev/null", os.O_RDWR)
         os.dup2(null, ring)  # the descriptor stays taken: the engine will close it
     with pytest.raises((aio.IoError, aio.EngineFailedError)):
         write.wait(10)
+    assert {one.name: other.done for one, other in zip(aio.Priority, others, strict=True)} == {
+        "URGENT": False,  # the kernel had it
+        "NORMAL": True,
+        "BEHIND": True,
+    }
     with pytest.raises((aio.EngineFailedError, aio.IoError)):
         engine.read(file, 0, memory.address, PIECE, owner=memory).wait(10)
     with pytest.raises(aio.EngineFailedError):

@@ -59,6 +59,10 @@ def test_the_kind_comes_from_the_argument_then_the_environment_then_the_chain(fo
         assert engine.reason.startswith(f"{engine.kind}: ")
 
 
+def test_an_engine_tells_how_much_it_keeps_in_flight(engine):
+    assert (engine.depth, engine.piece_nbytes) == (8 if engine.kind == "io_uring" else 4, PIECE)
+
+
 def test_an_unknown_kind_is_refused_with_the_choices(folder, monkeypatch):
     with pytest.raises(ValueError, match=r"'libaio', asked for, is unknown.*io_uring, threads, buffered"):
         aio.open_engine(folder, "libaio")

@@ -71,6 +71,9 @@ def test_python_m_infinity_is_the_same_command():
         (["--update", "backward", "--max-norm", "1"], "--max-norm"),
         (["--update", "backward", "--accumulate", "2"], "--accumulate"),
         (["--no-nvme", "--nvme", "/"], "--nvme"),
+        (["--state-dtype", "fp8"], "fp8"),
+        (["--plain", "--timeline", "t.json"], "--timeline"),
+        (["--plain", "--report", "r.html"], "--report"),
         (["--nonsense"], "--nonsense"),
     ],
 )
@@ -116,6 +119,66 @@ def test_an_nvme_folder_that_cannot_be_used_is_named(capsys, folder, text, kind)
     assert code == 1
     assert str(nvme) in message
     assert not (folder / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "said"),
+    [
+        ("--timeline", "t.png", ".json"),
+        ("--report", "r.pdf", ".html"),
+        ("--timeline", "text", ".json"),
+        ("--report", "nowhere/r.html", "no folder"),
+        ("--report", "there.png", "never overwritten"),
+    ],
+)
+def test_a_timeline_or_report_that_cannot_be_written_is_refused_at_once(
+    capsys, folder, text, flag, name, said
+):
+    (folder / "there.png").write_text("precious")
+    arguments = [*TINY, "--text", text, flag, folder / name, "--out", folder / "run"]
+    code, message = refused(capsys, "train", *arguments)
+    assert code == 1
+    assert flag[2:] in message
+    assert said in message
+    assert [path.name for path in folder.iterdir()] == ["there.png"]
+    assert (folder / "there.png").read_text() == "precious"
+
+
+def test_train_takes_several_folders(monkeypatch):
+    seen = []
+    monkeypatch.setattr(cli, "train", lambda settings, _: seen.append(settings))
+    assert cli.main(["train", "--nvme", "/a", "--nvme", "/b", "--state-dtype", "int8"]) == 0
+    assert cli.main(["train"]) == 0
+    assert [(one.nvme, one.state_dtype) for one in seen] == [(["/a", "/b"], "int8"), (None, "fp32")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "folders", "measures"),
+    [
+        ([], ["."], False),
+        (["--nvme", "/a"], ["/a"], False),
+        (["--measure", "--nvme", "/a", "--nvme", "/b"], ["/a", "/b"], True),
+    ],
+)
+def test_doctor_looks_at_every_folder_and_measures_if_asked(
+    monkeypatch, capsys, arguments, folders, measures
+):
+    class FakeExamination:
+        healthy = True
+
+        def table(self) -> str:
+            return "fine"
+
+    seen = []
+
+    def examine(names: list[str], *, measure: bool = False) -> FakeExamination:
+        seen.append((list(names), measure))
+        return FakeExamination()
+
+    monkeypatch.setattr("infinity.doctor.examine", examine)
+    assert cli.main(["doctor", *arguments]) == 0
+    assert seen == [(folders, measures)]
+    assert "fine" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("how", [[], ["--plain"]])

@@ -1,6 +1,7 @@
 """Settings are checked where they are written. Nothing is faked."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +11,32 @@ from infinity import Config, ConfigError
 
 def test_sizes_and_dtypes_may_be_written_in_every_usual_way():
     config = Config(nvme=["/nvme"], host_memory="1GiB", dtype=torch.bfloat16)
-    assert (config.nvme_folder, config.host_nbytes, config.dtype) == ("/nvme", 1 << 30, "bf16")
+    assert (config.nvme_folders, config.host_nbytes, config.dtype) == (("/nvme",), 1 << 30, "bf16")
     assert Config(dtype="bfloat16") == Config(dtype="bf16")
+
+
+def test_the_device_has_a_budget_of_its_own_where_it_has_memory_of_its_own():
+    config = Config(device="cuda:1", device_memory="1.5 GiB")
+    assert (config.device_nbytes, Config(device="cuda").device_nbytes) == (3 << 29, None)
+    assert "device=cuda:1 (1.5 GiB)" in str(config)
+
+
+@pytest.mark.parametrize(
+    ("nvme", "folders"),
+    [
+        (None, ()),
+        ("/a", ("/a",)),
+        (Path("/a"), ("/a",)),
+        (["/a", Path("/b")], ("/a", "/b")),
+        (("/b", "/a", "/a/c"), ("/b", "/a", "/a/c")),
+    ],
+)
+def test_nvme_may_be_none_one_folder_or_several(nvme, folders):
+    assert Config(nvme=nvme).nvme_folders == folders
+
+
+def test_moments_are_exact_unless_asked_otherwise():
+    assert (Config().state_dtype, Config(state_dtype="int8").state_dtype) == ("fp32", "int8")
 
 
 def test_a_config_cannot_be_changed():
@@ -25,8 +50,15 @@ def test_a_config_cannot_be_changed():
         ({"host_memory": 0}, "host_memory=0"),
         ({"host_memory": "much"}, "host_memory"),
         ({"host_memory": -5}, "host_memory"),
-        ({"nvme": ["/a", "/b"]}, "one folder"),
-        ({"nvme": ""}, "nvme"),
+        ({"nvme": ["/a", "/b", "/x/../a/"]}, r"nvme=.*'/a' is named twice"),
+        ({"nvme": ""}, "nvme="),
+        ({"nvme": []}, "nvme="),
+        ({"nvme": ["/a", ""]}, "nvme="),
+        ({"device_memory": "1GiB"}, "device_memory='1GiB'.*host_memory"),
+        ({"device_memory": "1GiB", "device": "cpu:0"}, "device_memory='1GiB'"),
+        ({"device_memory": 0, "device": "cuda"}, "device_memory=0"),
+        ({"device_memory": "much", "device": "cuda"}, "device_memory"),
+        ({"state_dtype": "fp8"}, "state_dtype='fp8'.*'fp32', 'bf16', 'int8'"),
         ({"dtype": torch.float16}, "dtype"),
         ({"aio": "libaio"}, "aio"),
         ({"device": "tpu"}, "device"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity import cli, doctor
+from infinity import cli, disk, doctor
 
 pytestmark = pytest.mark.disk
 
@@ -18,8 +18,9 @@ def wide(monkeypatch):
     monkeypatch.delenv("INFINITY_AIO", raising=False)
 
 
-def found(folder: Path | str) -> dict[str, doctor.Finding]:
-    return {finding.subject: finding for finding in doctor.examine(str(folder)).findings}
+def found(folder: Path | str, *, measure=False) -> dict[str, doctor.Finding]:
+    examination = doctor.examine(str(folder), measure=measure)
+    return {finding.subject: finding for finding in examination.findings}
 
 
 def test_it_names_the_engine_and_leaves_nothing_behind(folder, capsys):
@@ -78,14 +79,14 @@ def test_a_filesystem_without_direct_io_is_named_with_advice(folder, monkeypatch
 
 
 def test_a_folder_in_memory_is_no_nvme():
-    if doctor.filesystem(Path("/dev/shm")) != "tmpfs":  # noqa: S108
+    if disk.filesystem(Path("/dev/shm")) != "tmpfs":  # noqa: S108
         pytest.skip("no tmpfs at /dev/shm")
     assert "it lies in memory" in found("/dev/shm")["folder"].fix  # noqa: S108
 
 
 def test_free_space_is_told_in_parameters(folder, monkeypatch):
     class Status:
-        f_bavail, f_frsize = 12 * 10**6, 1000
+        f_blocks, f_bavail, f_frsize = 10**9, 12 * 10**6, 1000
 
     monkeypatch.setattr(doctor.os, "statvfs", lambda path: Status)
     space = found(folder)["free space"]
@@ -94,3 +95,41 @@ def test_free_space_is_told_in_parameters(folder, monkeypatch):
     assert not space.fatal
     Status.f_bavail = 0
     assert found(folder)["free space"].fatal
+
+
+def test_a_speed_is_shown_once_it_was_measured(folder, monkeypatch, tmp_path):
+    monkeypatch.setenv("INFINITY_CACHE", str(tmp_path))
+    before = found(folder)["speed"]
+    assert ("not measured yet" in before.found, before.fix) == (True, "infinity doctor --measure")
+    speed = disk.DiskSpeed(2.5e9, 1.25e9, 3e9, 16, 1 << 20, "io_uring", "2026-05-01")
+    disk._keep(str(folder), speed)
+    expected = (
+        "read 2.50, write 1.25, mixed 3.00 GB/s; 16 requests of 1.0 MiB in flight; "
+        "measured on 2026-05-01 with io_uring"
+    )
+    after = found(folder)["speed"]
+    assert (after.found, after.fix) == (expected, "")
+
+
+def test_it_measures_when_asked_and_says_what_hinders_it(folder, monkeypatch, tmp_path):
+    monkeypatch.setenv("INFINITY_CACHE", str(tmp_path))
+    monkeypatch.setenv("INFINITY_AIO", "buffered")
+    assert "page cache" in found(folder, measure=True)["speed"].found
+    monkeypatch.delenv("INFINITY_AIO")
+    monkeypatch.setattr(disk, "_TRIALS_S", 0.0)
+    shown = found(folder, measure=True)["speed"].found
+    assert " GB/s" in shown
+    assert found(folder)["speed"].found == shown
+    assert list(folder.iterdir()) == []
+
+
+def test_each_of_several_folders_has_its_rows_and_one_drive_is_warned_of(folder, capsys):
+    for name in "ab":
+        (folder / name).mkdir()
+    examination = doctor.examine([str(folder / "a"), str(folder / "b"), str(folder / "missing")])
+    firsts = [group[0] for group in examination.groups]
+    assert [first.subject for first in firsts] == ["folder", "folder", "folder", "striping", "kernel"]
+    assert [first.fatal for first in firsts] == [False, False, True, False, False]
+    assert f"{folder}/a and {folder}/b lie on one filesystem" in firsts[3].found
+    assert not examination.healthy
+    assert "striping" not in found(folder)

@@ -13,23 +13,26 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "infinity"
 
 LAYERS = [
-    {"__main__", "bench", "cli", "doctor", "presets", "report", "text", "train"},
+    {"__main__", "bench", "cli", "doctor", "picture", "presets", "recording", "report", "text", "train"},
     {"__init__"},  # what users import: everything below
     {"gather", "init", "optim", "stats"},  # what they are made of
     {"engine"},
     {"exchange", "hooks", "offloaded"},
     {"calls"},
-    {"executor", "gradient"},
+    {"executor", "gradient", "pins"},
+    {"fetch"},
     {"passes"},
     {"lanes", "unit"},
-    {"device", "memory", "nvme", "store"},
-    {"config", "placement", "plan", "reference", "released", "shard", "trace"},
+    {"blocks", "queueing"},
+    {"cuda", "device", "disk", "memory", "nvme", "store", "stripes"},
+    {"bound", "config", "cursor", "placement", "plan", "reference", "released"},
+    {"frequency", "reference_state", "shard", "timeline", "trace"},
     {"errors", "sizes"},
 ]
 # Packages that import nothing of ours, and the lowest layer that may import them.
-LEAVES = {"aio": "store", "kernels": "store", "tiling": "engine"}
+LEAVES = {"aio": "store", "kernels": "reference", "tiling": "engine"}
 # Modules that decide and compute, and never touch torch or the machine: they run anywhere, in milliseconds.
-PURE = {"config", "errors", "placement", "plan", "shard", "sizes", "trace"}
+PURE = {"bound", "config", "cursor", "errors", "frequency", "placement", "plan", "shard", "sizes", "trace"}
 IMPURE = {"aio", "io", "kernels", "mmap", "os", "shutil", "socket", "subprocess", "tempfile", "torch"}
 
 LEVEL = {module: level for level, layer in enumerate(LAYERS) for module in layer}

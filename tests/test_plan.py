@@ -1,22 +1,39 @@
-"""The schedule of a step. Pure: plans are compared as text, and run on a simulated device."""
+"""The schedule of a step. Pure: plans are compared as text, walked as the executor would, and measured
+against every choice there is.
+"""
+
+import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from infinity.plan import Plan, make_plan
+from infinity.plan import Plan, Prediction, make_plan, predict
 from infinity.trace import Phase, Use
+from policies import fewest_read, in_order_read
 
 F, B = Phase.FORWARD, Phase.BACKWARD
 
 
-def there_and_back(count):
-    return tuple([Use(F, unit) for unit in range(count)] + [Use(B, unit) for unit in reversed(range(count))])
+def there_and_back(count, passes=1):
+    forward = [Use(F, unit) for unit in range(count)]
+    return tuple((forward + [Use(B, use.unit) for use in reversed(forward)]) * passes)
+
+
+def forward(*units):
+    return tuple(Use(F, unit) for unit in units)
+
+
+def lines(*args, **kwargs):
+    return str(make_plan(*args, **kwargs)).splitlines()
+
+
+# Plans as text
 
 
 def test_the_plan_of_a_small_step():
     # Five units of 10 bytes, 20 may wait: two are ahead, and the last of the forward stays for the backward.
-    assert str(make_plan(there_and_back(5), [10] * 5, 20)).splitlines() == [
+    assert lines(there_and_back(5), [10] * 5, 20) == [
         "open fetch 0 1",
         "F0 fetch 2",
         "F1 fetch 3",
@@ -31,6 +48,15 @@ def test_the_plan_of_a_small_step():
     ]
 
 
+def test_where_two_passes_meet_the_first_unit_stays_too():
+    # Three units, one may wait, two forwards with their backwards: 2 turns in the middle, 0 between passes.
+    assert lines(there_and_back(3, passes=2), [10] * 3, 10) == [
+        "open fetch 0",
+        *("F0 fetch 1", "F1 fetch 2", "F2 keep", "B2 fetch 1", "B1 fetch 0", "B0 keep"),
+        *("F0 fetch 1", "F1 fetch 2", "F2 keep", "B2 fetch 1", "B1 fetch 0", "B0"),
+    ]
+
+
 def test_without_room_nothing_is_fetched_ahead():
     assert "fetch" not in str(make_plan(there_and_back(3), [10] * 3, 9))
 
@@ -42,43 +68,45 @@ def test_with_room_for_all_everything_is_fetched_once():
     assert [step.keep for step in plan.steps] == [True] * 4 + [False] * 4
 
 
-def simulate(plan, trace, sizes, window):
-    """Walk a plan; return how often units were fetched on demand, and ahead. What waits must fit."""
-    waiting, demanded, ahead = set(plan.opening), 0, len(plan.opening)
-    for step, use in zip(plan.steps, trace, strict=True):
-        assert step.use == use
-        demanded += use.unit not in waiting
-        waiting.discard(use.unit)
-        assert not waiting & set(step.fetch)
-        waiting |= set(step.fetch)
-        ahead += len(step.fetch)
-        if step.keep:
-            waiting.add(use.unit)
-        assert sum(sizes[unit] for unit in waiting) <= window
-    assert not waiting, "fetched, and never used"
-    return demanded, ahead
+def test_what_is_used_soonest_stays():
+    # One may wait. After its first use 0 is needed in two uses, 1 in four: 0 stays, and 1 is read again.
+    assert lines(forward(1, 0, 2, 0, 1), [10] * 3, 10) == [
+        "open fetch 1",
+        "F1 fetch 0",
+        "F0 keep",  # while 0 waits there is no room for 2: its use asks for it
+        "F2",
+        "F0 fetch 1",
+        "F1",
+    ]
 
 
-units = st.lists(st.integers(0, 7), min_size=1, max_size=40)
-traces = units.map(lambda units: tuple(Use(F, unit) for unit in units))
+def test_a_unit_larger_than_the_window_is_read_at_its_use_and_holds_nothing_up():
+    assert lines(forward(0, 1, 2), [10, 99, 10], 20) == ["open fetch 0 2", "F0", "F1", "F2"]
 
 
-@given(traces, st.lists(st.integers(1, 9), min_size=8, max_size=8), st.integers(0, 40))
-def test_a_plan_never_lets_more_wait_than_the_window_holds(trace, sizes, window):
-    simulate(make_plan(trace, sizes, window), trace, sizes, window)
+def test_a_read_that_fits_later_does_not_hold_up_a_smaller_one_behind_it():
+    # 1 has to wait until 0 is in use; 2 fits beside either.
+    assert lines(forward(0, 1, 2), [10, 15, 5], 20) == ["open fetch 0 2", "F0 fetch 1", "F1", "F2"]
 
 
-@given(traces, st.lists(st.integers(1, 9), min_size=8, max_size=8), st.integers(9, 40))
-def test_a_unit_that_fits_the_window_never_has_to_be_asked_for(trace, sizes, window):
-    demanded, _ = simulate(make_plan(trace, sizes, window), trace, sizes, window)
-    assert demanded == 0
+def test_a_unit_of_no_size_is_neither_fetched_nor_kept():
+    assert lines(there_and_back(2), [0, 10], 10) == ["open fetch 1", "F0", "F1 keep", "B1", "B0"]
 
 
-@given(st.integers(2, 12), st.integers(1, 12))
-def test_the_turn_costs_no_fetch(count, room):
-    trace, sizes = there_and_back(count), [1] * count
-    demanded, ahead = simulate(make_plan(trace, sizes, room), trace, sizes, room)
-    assert demanded + ahead == 2 * count - min(room, count)
+def test_tied_weights_stay_if_that_is_all_the_window_holds_unless_reads_shall_lead():
+    # 0 is the embedding and the head; the window holds it alone.
+    trace, sizes, compute_s = forward(0, 1, 2, 0), [10] * 3, [1.0] * 4
+    fewest, ahead = make_plan(trace, sizes, 10), make_plan(trace, sizes, 10, lead=1)
+    assert str(fewest).splitlines() == ["open fetch 0", "F0 keep", "F1", "F2", "F0"]
+    assert str(ahead).splitlines() == ["open fetch 0", "F0 fetch 1", "F1 fetch 2", "F2 fetch 0", "F0"]
+    few, quick = predict(fewest, sizes, compute_s, 10.0), predict(ahead, sizes, compute_s, 10.0)
+    assert (few.fetched_nbytes, quick.fetched_nbytes) == (30, 40)
+    assert (few.seconds, quick.seconds) == (7.0, 5.0)
+
+
+sizes_of_8 = st.lists(st.integers(0, 9), min_size=8, max_size=8)
+traces = st.lists(st.integers(0, 7), max_size=40).map(lambda units: forward(*units))
+leads = st.integers(0, 3)
 
 
 @given(traces, st.integers(0, 40))
@@ -91,3 +119,175 @@ def test_a_plan_is_its_text(trace, window):
 def test_text_that_is_no_plan_is_refused(text):
     with pytest.raises(ValueError, match=r"plan|open"):
         Plan.parse(text)
+
+
+# What holds for any plan
+
+
+def walk(plan, trace, sizes, window):
+    """Do what the executor does. Returns what waits after each use (the opening first), and per use how its
+    unit was met: "there", or "asked" for; raises where the plan is wrong.
+    """
+    waiting, pinned = set(), {unit for unit, nbytes in enumerate(sizes) if not nbytes}
+    moments, met = [], []
+
+    def begin(fetch, in_use):
+        for unit in fetch:
+            assert unit not in waiting | pinned | in_use, f"{unit} is fetched, and is there"
+            waiting.add(unit)
+            assert sum(sizes[one] for one in waiting) <= window
+
+    begin(plan.opening, set())
+    moments.append(set(waiting))
+    for step, use in zip(plan.steps, trace, strict=True):
+        assert step.use == use
+        met.append("there" if use.unit in waiting | pinned else "asked")
+        waiting.discard(use.unit)
+        begin(step.fetch, {use.unit})
+        if step.keep:
+            waiting.add(use.unit)
+        assert sum(sizes[one] for one in waiting) <= window
+        moments.append(set(waiting))
+    assert not waiting, "waits, and is never used"
+    return moments, met
+
+
+def read_nbytes(plan, trace, sizes, window):
+    """Bytes that the plan's step reads, ahead and on demand."""
+    _, met = walk(plan, trace, sizes, window)
+    fetched = itertools.chain(plan.opening, *(step.fetch for step in plan.steps))
+    asked = (use.unit for use, how in zip(trace, met, strict=True) if how == "asked")
+    return sum(sizes[unit] for unit in itertools.chain(fetched, asked))
+
+
+@given(traces, sizes_of_8, st.integers(0, 40), leads)
+def test_a_plan_keeps_to_its_window_and_fetches_only_what_is_away_and_needed(trace, sizes, window, lead):
+    walk(make_plan(trace, sizes, window, lead=lead), trace, sizes, window)
+
+
+@given(traces, sizes_of_8, st.integers(0, 40), leads)
+def test_a_use_has_to_ask_only_where_its_unit_had_no_room_just_before(trace, sizes, window, lead):
+    moments, met = walk(make_plan(trace, sizes, window, lead=lead), trace, sizes, window)
+    for position, use in enumerate(trace):
+        if met[position] == "asked":
+            waited = sum(sizes[unit] for unit in moments[position])
+            just_used = position and trace[position - 1].unit == use.unit
+            assert waited + sizes[use.unit] > window or just_used
+
+
+@given(traces, sizes_of_8, st.integers(9, 40), st.integers(1, 3))
+def test_where_reads_lead_a_unit_that_fits_the_window_never_has_to_be_asked_for(trace, sizes, window, lead):
+    _, met = walk(make_plan(trace, sizes, window, lead=lead), trace, sizes, window)
+    assert "asked" not in met
+
+
+@given(traces, sizes_of_8, st.integers(0, 40), leads)
+def test_a_read_begins_as_early_as_there_is_room(trace, sizes, window, lead):
+    plan = make_plan(trace, sizes, window, lead=lead)
+    moments, _ = walk(plan, trace, sizes, window)
+    for moment, step in enumerate(plan.steps, 1):
+        for unit in step.fetch:
+            waited = sum(sizes[one] for one in moments[moment - 1])
+            assert waited + sizes[unit] > window or unit in {step.use.unit, trace[moment - 2].unit}
+
+
+@given(st.integers(2, 12), st.integers(1, 12), st.integers(1, 3))
+def test_the_turn_costs_no_fetch(count, room, passes):
+    trace, sizes = there_and_back(count, passes), [1] * count
+    turns = 2 * passes - 1
+    assert read_nbytes(make_plan(trace, sizes, room), trace, sizes, room) <= (
+        2 * passes * count - turns * min(room, count)
+    )
+
+
+def test_the_last_units_of_the_forward_are_not_read_again():
+    plan = make_plan(there_and_back(10), [1] * 10, 3)
+    of_backward = itertools.chain(*(step.fetch for step in plan.steps[10:]))
+    assert [step.use.unit for step in plan.steps if step.keep] == [7, 8, 9]
+    assert list(of_backward) == [6, 5, 4, 3, 2, 1, 0]
+
+
+# Against every choice there is
+
+small = st.lists(st.integers(0, 3), min_size=1, max_size=8).map(lambda units: forward(*units))
+
+
+@given(small, st.integers(1, 4), st.integers(0, 1))
+def test_for_units_of_one_size_no_choice_reads_less(trace, window, lead):
+    plan = make_plan(trace, [1] * 4, window, lead=lead)
+    units = [use.unit for use in trace]
+    assert read_nbytes(plan, trace, [1] * 4, window) == fewest_read(units, [1] * 4, window, lead=lead)
+
+
+@given(small, st.lists(st.integers(1, 3), min_size=4, max_size=4), st.integers(1, 12))
+def test_for_other_sizes_it_reads_less_than_twice_what_any_choice_must(trace, sizes, window):
+    # Of all traces of 8 uses of up to 4 units of 1 to 3 bytes, with each window, 7 in 100 plans read more
+    # than they must, at worst 13/7 of it: 0 1 0 1 0 1 0 1, sizes 1 and 3, a window of 3, where 0 is kept and
+    # 1 should be. There is no bound for all sizes: the longer this goes on, the nearer it comes to 3.
+    plan = make_plan(trace, sizes, window)
+    fewest = fewest_read([use.unit for use in trace], sizes, window)
+    assert fewest <= read_nbytes(plan, trace, sizes, window) < fewest * 2
+
+
+@given(traces, sizes_of_8, st.integers(0, 40), leads)
+def test_it_never_reads_more_than_looking_ahead_in_the_order_of_the_trace(trace, sizes, window, lead):
+    read = read_nbytes(make_plan(trace, sizes, window, lead=lead), trace, sizes, window)
+    assert read <= in_order_read([use.unit for use in trace], sizes, window)
+
+
+def test_a_thousand_units_and_three_passes_are_planned():
+    trace, sizes = there_and_back(1000, passes=3), [10] * 1000
+    plan = make_plan(trace, sizes, 1000, lead=1)
+    assert read_nbytes(plan, trace, sizes, 1000) == 10 * (6000 - 5 * 100)
+
+
+# What a step of a plan would take
+
+
+def test_computing_waits_for_the_first_unit_alone_where_the_disk_keeps_up():
+    # Two units of 10 bytes, 10 bytes and a use a second, one unit may wait: 1 stays at the turn.
+    plan = make_plan(there_and_back(2), [10, 10], 10)
+    assert predict(plan, [10, 10], [1.0] * 4, 10.0) == Prediction(
+        seconds=5.0, stall_s=1.0, fetches=3, fetched_nbytes=30, misses=0
+    )
+
+
+def test_a_disk_half_as_fast_makes_computing_wait_at_every_read():
+    plan = make_plan(there_and_back(2), [10, 10], 10)
+    assert predict(plan, [10, 10], [1.0] * 4, 5.0) == Prediction(
+        seconds=8.0, stall_s=4.0, fetches=3, fetched_nbytes=30, misses=0
+    )
+
+
+def test_the_first_fetch_of_a_unit_moves_its_record():
+    plan = Plan.parse("open fetch 0\nF0\nF1 fetch 0\nB0")
+    assert predict(plan, [10, 0], [1.0] * 3, 10.0, first_nbytes=[130, 0]) == Prediction(
+        seconds=16.0, stall_s=13.0, fetches=2, fetched_nbytes=140, misses=0
+    )
+
+
+def test_a_unit_that_is_asked_for_goes_before_those_that_wait_but_not_before_the_read_under_way():
+    # Reads take 1 s. At 1.5 s, when 0 is asked for, 2 is under way until 2 s, and 3 waits.
+    plan = Plan.parse("open fetch 1 2 3\nF1\nF0\nF2\nF3")
+    assert predict(plan, [10] * 4, [0.5] * 4, 10.0) == Prediction(
+        seconds=4.5, stall_s=2.5, fetches=4, fetched_nbytes=40, misses=1
+    )
+
+
+def test_times_for_another_number_of_uses_are_refused():
+    with pytest.raises(ValueError, match="3 times for the 2 uses"):
+        predict(Plan.parse("open\nF0\nB0"), [1], [1.0] * 3, 1.0)
+
+
+@given(traces, sizes_of_8, st.integers(0, 40), st.data())
+def test_a_prediction_is_consistent_with_its_plan(trace, sizes, window, data):
+    assume(trace)
+    seconds = st.lists(st.integers(0, 5), min_size=len(trace), max_size=len(trace))
+    compute_s, plan = data.draw(seconds), make_plan(trace, sizes, window)
+    told = predict(plan, sizes, compute_s, 1.0)
+    _, met = walk(plan, trace, sizes, window)
+    assert told.fetched_nbytes == read_nbytes(plan, trace, sizes, window)
+    assert told.misses == met.count("asked")
+    assert told.seconds == sum(compute_s) + told.stall_s
+    assert told.seconds >= told.fetched_nbytes
+    assert told.stall_s <= told.fetched_nbytes

@@ -1,9 +1,8 @@
 """`infinity train` does what its log says: real text, real disk, 0.9 M parameters. Nothing is faked."""
 
-import builtins
 import json
 import math
-import sys
+import os
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,10 @@ import torch
 from rich.console import Console
 
 from infinity import cli
+from infinity import train as module
+from infinity.disk import DiskSpeed
 from infinity.presets import PRESETS, llama
-from infinity.report import Meter, Run, Step, StepLog, plot_loss
-from infinity.train import Interrupted, Settings, learning_rate, train
+from infinity.train import Interrupted, Settings, disk_speed, learning_rate, train
 
 pytestmark = pytest.mark.disk
 
@@ -110,60 +110,6 @@ def test_a_loss_that_is_no_number_ends_the_run_with_advice(folder, capsys):
     assert last["step"] < 50
 
 
-def test_the_first_steps_and_every_nth_are_logged(tmp_path):
-    log = StepLog(tmp_path / "log", every=3)
-    for number in range(1, 8):
-        log.write(step(number))
-    log.close()
-    lines = (tmp_path / "log").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 3, 6]
-
-
-def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path):
-    log = StepLog(tmp_path / "log")
-    log.write(step(1))
-    assert json.loads((tmp_path / "log").read_text())["loss"] == 2.5
-    log.close()
-    with pytest.raises(FileExistsError):
-        StepLog(tmp_path / "log")
-
-
-def step(number: int, **values: object) -> Step:
-    fields = {"loss": 2.5, "lr": 0.1, "grad_norm": None, "seconds": 0.5, "tokens_per_second": 10.0}
-    nbytes = dict.fromkeys(
-        ("nvme_read_nbytes", "nvme_written_nbytes", "rss_nbytes", "budget_held_nbytes"), 1000
-    )
-    return Step(step=number, **{**fields, **nbytes, **values})
-
-
-def test_the_table_of_a_run_leaves_the_first_step_out_of_what_is_typical():
-    run = Run("1m", parameters=1000, peak_nbytes=6000)
-    run.steps = [step(1, seconds=100.0), *(step(number) for number in (2, 3, 4))]
-    console = Console(width=160, record=True, quiet=True)
-    with console.capture():
-        pass
-    wide = Console(width=160, file=None, record=True)
-    with wide.capture() as captured:
-        wide.print(run.table())
-    assert "median 0.50 s" in captured.get()
-    assert "50% of the state" in captured.get()
-
-
-def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
-    real = builtins.__import__
-
-    def without(name, *rest):
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *rest)
-
-    for module in [module for module in sys.modules if module.startswith("matplotlib")]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setattr(builtins, "__import__", without)
-    assert "pip install matplotlib" in str(plot_loss(tmp_path / "loss.png", [step(1)], "title"))
-    assert not (tmp_path / "loss.png").exists()
-
-
 def test_the_rate_rises_to_one_and_falls_to_a_tenth():
     rates = [learning_rate(number, 4, 20) for number in range(21)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
@@ -206,13 +152,89 @@ def test_a_presets_name_says_its_size(name, least, most):
     assert model.num_parameters() == PRESETS[name].parameters
 
 
-def test_the_meter_sees_memory_that_is_taken_and_given_back():
-    meter = Meter()
-    taken = bytearray(64 << 20)
-    taken[::4096] = b"x" * len(taken[::4096])
-    del taken
-    assert 50 << 20 < meter.peak_nbytes() < 200 << 20
-
-
 def test_an_interruption_is_no_error_that_except_exception_would_catch():
     assert not issubclass(Interrupted, Exception)
+
+
+def known(**rates: float) -> DiskSpeed:
+    """What the cache knows of a disk."""
+    speed = {"read": 2e9, "write": 3e9, "mixed": 1e9, **rates}
+    return DiskSpeed(**speed, depth=8, piece_nbytes=1 << 20, engine="threads", date="2026-05-01")
+
+
+def test_a_filesystem_that_holds_several_folders_is_counted_once(folder, monkeypatch):
+    monkeypatch.setattr(module, "measured", lambda *_: known())
+    (folder / "a").mkdir()
+    assert disk_speed([str(folder), str(folder / "a")], "threads").mixed == 1e9
+
+
+def test_disks_add_up_where_all_of_them_were_measured(folder, monkeypatch):
+    elsewhere = "/proc"
+    assert os.stat(elsewhere).st_dev != os.stat(folder).st_dev
+    speeds = {str(folder): known(), elsewhere: known(mixed=5e8)}
+    monkeypatch.setattr(module, "measured", lambda place, _: speeds[place])
+    assert disk_speed(list(speeds), "threads").mixed == 1.5e9
+    speeds[elsewhere] = None
+    assert disk_speed(list(speeds), "threads") is None
+    speeds[elsewhere] = known(mixed=0)
+    assert disk_speed(list(speeds), "threads") is None, "a rate of 0 is one that is not known"
+    assert disk_speed([], "none") is None
+
+
+def test_the_bound_stands_in_the_progress_line_and_in_the_table(folder, capsys, monkeypatch):
+    monkeypatch.setattr(module, "measured", lambda *_: known(read=1e3, write=1e3, mixed=1e3))
+    monkeypatch.setenv("COLUMNS", "200")
+    train(Settings(**SCHEDULED, out=str(folder / "run"), host_memory="512KiB"), Console())
+    printed = capsys.readouterr()
+    assert "the disk's mixed limit, memory" in printed.err
+    assert "of the disk's mixed limit" in printed.out
+    assert "floor of a step" in printed.out
+
+
+def test_without_a_measurement_the_table_says_how_to_get_one(folder, capsys, monkeypatch):
+    monkeypatch.setattr(module, "measured", lambda *_: None)
+    monkeypatch.setenv("COLUMNS", "200")
+    train(Settings(**SCHEDULED, out=str(folder / "run"), host_memory="512KiB"), Console())
+    assert "infinity doctor --measure" in capsys.readouterr().out
+
+
+def test_the_log_says_how_long_each_step_waited(folder):
+    log = run(folder, "run", host_memory="512KiB")
+    assert all(0 <= step["stall_s"] <= step["seconds"] for step in log)
+    assert sum(step["stall_s"] for step in log) > 0, "a small budget cannot have everything ready in time"
+    assert {step["stall_s"] for step in run(folder, "plain", plain=True)} == {0.0}
+
+
+def test_a_run_leaves_the_timeline_and_the_report_that_were_asked_for(folder, capsys):
+    trace, report = folder / "trace.json", folder / "report.html"
+    train(
+        Settings(**SCHEDULED, out=str(folder / "run"), timeline=str(trace), report=str(report)),
+        Console(soft_wrap=True),
+    )
+    events = json.loads(trace.read_text())["traceEvents"]
+    steps = [event["name"] for event in events if event.get("cat") == "steps"]
+    assert steps == [f"step {number}" for number in range(1, SCHEDULED["steps"] + 1)]
+    phases = [event["name"] for event in events if event.get("cat") == "compute"]
+    assert phases.count("forward") == phases.count("backward") == SCHEDULED["steps"]
+    assert {"memory: host", "memory: device", "memory: nvme"} <= {event["name"] for event in events}
+    page = report.read_text()
+    assert "<svg" in page
+    assert "uses of units" in page
+    printed = capsys.readouterr().out
+    assert str(trace) in printed
+    assert str(report) in printed
+
+
+def test_two_folders_and_a_state_type_reach_the_configuration(folder, monkeypatch):
+    class SeenError(Exception):
+        pass
+
+    def config(**given: object) -> None:
+        raise SeenError(given)
+
+    monkeypatch.setattr(module, "Config", config)
+    settings = Settings(**SCHEDULED, out=str(folder / "run"), nvme=["a", "b"], state_dtype="int8")
+    with pytest.raises(SeenError) as seen:
+        train(settings, Console(quiet=True))
+    (given,) = seen.value.args
+    assert (given["nvme"], given["state_dtype"]) == (["a", "b"], "int8")

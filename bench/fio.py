@@ -1,0 +1,118 @@
+"""The speed of a disk by fio, which is no part of Infinity: what its own transfers are held against.
+
+O_DIRECT, requests of 1 MiB, 32 in flight, from one process, one after the other through a file that is
+written beforehand: writing into blocks that are not allocated yet measures the filesystem.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from infinity.bench.runs import RunError
+
+ENGINES = ("io_uring", "libaio")
+"""In the order in which they are tried."""
+DESIGN_READ, DESIGN_WRITTEN = 14.0, 12.0
+"""Bytes per parameter in a step with exact state: the mix where no run has shown one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidth:
+    """Bytes per second of a disk: reading alone, writing alone, and both at once, added."""
+
+    read: float
+    write: float
+    mixed: float
+
+
+def mean(one: Bandwidth, other: Bandwidth) -> Bandwidth:
+    """Return the mean of two measurements."""
+    return Bandwidth(
+        (one.read + other.read) / 2, (one.write + other.write) / 2, (one.mixed + other.mixed) / 2
+    )
+
+
+def read_percent(read: float, written: float) -> int:
+    """Return the share of reads, 1 to 99, in what was moved; the design's mix where nothing was."""
+    if read + written == 0:
+        read, written = DESIGN_READ, DESIGN_WRITTEN
+    return min(99, max(1, round(100 * read / (read + written))))
+
+
+def rates(text: str) -> tuple[float, float]:
+    """Return (read, written) bytes per second from fio's JSON, warnings before it passed over.
+
+    Raises: RunError where there is no JSON, or where it reports an error.
+    """
+    try:
+        job = json.loads(text[text.index("{") :])["jobs"][0]
+        failed, read, written = job["error"], job["read"]["bw_bytes"], job["write"]["bw_bytes"]
+    except (ValueError, KeyError, IndexError) as error:
+        raise RunError(f"fio wrote no measurement ({error!r}); it begins: {text[:200]!r}") from error
+    if failed:
+        raise RunError(f"fio's job ended with errno {failed}")
+    return float(read), float(written)
+
+
+@dataclass(frozen=True, slots=True)
+class Fio:
+    """fio over one file, which exists already."""
+
+    program: str
+    path: Path
+    nbytes: int
+    seconds: int
+    """Of each of the three measurements."""
+    engine: str
+
+    @classmethod
+    def on(cls, folder: Path, nbytes: int, seconds: int) -> Fio:
+        """Write the file into `folder`, with the first of ENGINES that works there.
+
+        Raises: SystemExit where fio is not installed; RunError with its last lines where no engine works.
+        """
+        program = shutil.which("fio")
+        if program is None:
+            raise SystemExit("fio is not installed, and the floor is what it measures: apt install fio")
+        path = folder / "fio.bin"
+        best, second = (cls(program, path, nbytes, seconds, engine) for engine in ENGINES)
+        try:
+            best.run("write", [])
+        except RunError:  # containers may forbid io_uring
+            second.run("write", [])
+            return second
+        return best
+
+    def measure(self, percent: int) -> Bandwidth:
+        """Return the disk's bandwidths now, the mixed one with `percent` of the bytes read."""
+        timed = [f"--runtime={self.seconds}", "--time_based"]
+        read, _ = self.run("read", timed)
+        _, written = self.run("write", timed)
+        mixed = sum(self.run("rw", [*timed, f"--rwmixread={percent}"]))
+        return Bandwidth(read, written, mixed)
+
+    def run(self, pattern: str, more: list[str]) -> tuple[float, float]:
+        """Run one job over the file; return (read, written) bytes per second."""
+        job = {
+            "name": "floor",
+            "filename": self.path,
+            "size": self.nbytes,
+            "rw": pattern,
+            "ioengine": self.engine,
+            "direct": 1,
+            "bs": "1m",
+            "iodepth": 32,
+            "output-format": "json",
+        }
+        arguments = [f"--{key}={value}" for key, value in job.items()]
+        done = subprocess.run(  # noqa: S603 (fio, with arguments written above)
+            [self.program, *arguments, *more], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            last = "\n".join((done.stdout + done.stderr).splitlines()[-5:])
+            raise RunError(f"fio with {self.engine} ended with exit code {done.returncode}:\n{last}")
+        return rates(done.stdout)

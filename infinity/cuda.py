@@ -1,0 +1,221 @@
+"""All that Infinity asks of torch.cuda, in one place, and the host memory that CUDA copies from and to.
+
+`Streams` is small so that a test can stand in for it and see every access in its order. `TorchStreams` has
+not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+import weakref
+from typing import Any, Protocol
+
+import torch
+
+from infinity.memory import Arena
+from infinity.sizes import format_size
+
+logger = logging.getLogger("infinity")
+
+SPARE_NBYTES = 256 << 20
+"""Host buffers of downloads that are over stay for the next ones, up to this many bytes."""
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def query(self) -> bool:
+        """Whether the stream is past it."""
+
+    def synchronize(self) -> None:
+        """Make the host wait until the stream is past it."""
+
+
+class Streams(Protocol):
+    """All that is asked of torch.cuda. Streams are what `open` and `current` return; nobody looks inside."""
+
+    def open(self) -> Any:
+        """Return a new stream."""
+
+    def current(self) -> Any:
+        """Return the stream on which the calling thread computes."""
+
+    def record(self, stream: Any) -> Event:
+        """Return an event behind all that is queued on `stream`."""
+
+    def wait(self, stream: Any, event: Event) -> None:
+        """Put what is queued on `stream` from now on behind `event`. The host does not wait."""
+
+    def copy(self, stream: Any, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy between host and device; both contiguous, of one dtype."""
+
+    def keep(self, stream: Any, tensor: torch.Tensor) -> None:
+        """Once dropped, the memory of `tensor` is not given out before what is queued on `stream` then."""
+
+    def lock(self, address: int, nbytes: int) -> str:
+        """Page-lock host memory; return why that failed, empty if it did not."""
+
+    def unlock(self, address: int) -> None:
+        """Undo `lock`."""
+
+
+class TorchStreams:
+    """Streams of torch.cuda, on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Use `device`, which has an index."""
+        self._device = device
+
+    def open(self) -> torch.cuda.Stream:
+        """See Streams."""
+        return torch.cuda.Stream(self._device)
+
+    def current(self) -> torch.cuda.Stream:
+        """See Streams."""
+        return torch.cuda.current_stream(self._device)
+
+    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """See Streams; who waits for the event leaves its core to others."""
+        event: torch.cuda.Event = stream.record_event(torch.cuda.Event(blocking=True))
+        return event
+
+    def wait(self, stream: torch.cuda.Stream, event: Any) -> None:
+        """See Streams."""
+        stream.wait_event(event)
+
+    def copy(self, stream: torch.cuda.Stream, to: torch.Tensor, source: torch.Tensor) -> None:
+        """See Streams."""
+        with torch.cuda.stream(stream):
+            to.copy_(source, non_blocking=True)
+
+    def keep(self, stream: torch.cuda.Stream, tensor: torch.Tensor) -> None:
+        """See Streams."""
+        tensor.record_stream(stream)
+
+    def lock(self, address: int, nbytes: int) -> str:
+        """See Streams."""
+        runtime: Any = torch.cuda.cudart()
+        failures: list[str] = []
+
+        def register() -> None:
+            with torch.cuda.device(self._device):
+                code = int(runtime.cudaHostRegister(address, nbytes, 0))
+            if code:
+                failures.append(f"{runtime.cudaGetErrorString(runtime.cudaError(code))} ({code})")
+
+        # CUDA remembers a failure in the thread that met it, and the next kernel launched there is taken to
+        # have failed; torch has no way to make it forget. So a thread of its own meets it.
+        thread = threading.Thread(target=register, name="infinity-pin")
+        thread.start()
+        thread.join()
+        return failures[0] if failures else ""
+
+    def unlock(self, address: int) -> None:
+        """See Streams."""
+        runtime: Any = torch.cuda.cudart()
+        thread = threading.Thread(target=runtime.cudaHostUnregister, args=(address,), name="infinity-unpin")
+        thread.start()  # a failure stays there, as in `lock`
+        thread.join()
+
+
+class HostMemory:
+    """Host memory that copies need not wait for: what `pin` is told of, and buffers to download into.
+
+    A buffer has exactly the bytes asked for. It is lent as long as any tensor shares its memory, and comes
+    back by itself. Free ones stay while they take `spare_nbytes` at most; beyond that the one that lay idle
+    the longest goes.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        """Open the stream of downloads."""
+        self.pageable_reason = ""
+        """Why some memory could not be page-locked; empty if all could."""
+        self.spare_nbytes = SPARE_NBYTES
+        self.free_nbytes = 0
+        """Bytes of buffers that nobody uses."""
+        self.made = 0
+        """Buffers allocated since the start; in the steady state no more are."""
+        self.down = streams.open()
+        """The stream of downloads."""
+        self._streams = streams
+        self._pinned: set[int] = set()
+        self._free: list[Arena] = []  # the longest idle first
+        self._lock = threading.RLock()  # a tensor may be collected at any moment, here too
+        self._pid = os.getpid()
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Page-lock existing memory; the first failure is logged."""
+        if not nbytes:
+            return
+        failure = self._streams.lock(address, nbytes)
+        if not failure:
+            self._pinned.add(address)
+        elif not self.pageable_reason:
+            self.pageable_reason = failure
+            logger.warning(
+                "%s of host memory cannot be page-locked: %s. Copies from and to it make the host wait. "
+                "Likely cause: a limit on locked memory. Raise it (ulimit -l unlimited; docker run --ulimit "
+                "memlock=-1), or give Config a smaller host_memory.",
+                format_size(nbytes),
+                failure,
+            )
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin`; nothing for memory that is not page-locked."""
+        if address in self._pinned:
+            self._pinned.discard(address)
+            self._streams.unlock(address)
+
+    def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a 1-D tensor of undefined content in a buffer of its own."""
+        nbytes = numel * dtype.itemsize
+        arena = self._take(nbytes) or self._make(nbytes)
+        memory = (ctypes.c_char * nbytes).from_address(arena.address)
+        # torch keeps `memory` until nothing shares the storage; then it is collected, and the buffer is back.
+        weakref.finalize(memory, self._give_back, arena).atexit = False
+        return torch.frombuffer(memory, dtype=dtype)
+
+    def _take(self, nbytes: int) -> Arena | None:
+        with self._lock:
+            for index in range(len(self._free) - 1, -1, -1):
+                if self._free[index].nbytes == nbytes:
+                    self.free_nbytes -= nbytes
+                    return self._free.pop(index)
+        return None
+
+    def _make(self, nbytes: int) -> Arena:
+        self.made += 1
+        arena = Arena(nbytes)
+        self.pin(arena.address, nbytes)
+        return arena
+
+    def _give_back(self, arena: Arena) -> None:
+        if os.getpid() != self._pid:  # a forked child has neither the memory nor the device
+            return
+        with self._lock:
+            self._free.append(arena)
+            self.free_nbytes += arena.nbytes
+        self.trim(self.spare_nbytes)
+
+    def trim(self, nbytes: int) -> None:
+        """Keep free buffers of `nbytes` at most."""
+        dropped = []
+        with self._lock:
+            while self.free_nbytes > nbytes:
+                dropped.append(self._free.pop(0))
+                self.free_nbytes -= dropped[-1].nbytes
+        pinned = [arena.address for arena in dropped if arena.address in self._pinned]
+        if pinned:
+            self._streams.record(self.down).synchronize()  # one that nobody waited for may still be written
+        for address in pinned:
+            self.unpin(address)
+
+    def close(self) -> None:
+        """Undo every `pin`, once nothing is copied any more. Buffers still lent stay readable."""
+        self.spare_nbytes = 0
+        self.trim(0)
+        for address in list(self._pinned):
+            self.unpin(address)

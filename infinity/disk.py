@@ -1,0 +1,317 @@
+"""How fast a folder's disk is and how it likes to be asked: a short measurement, kept in a cache.
+
+[Note: what is measured]
+A step reads and writes at the same time, so the depth (pieces in flight) and the piece size are those with
+the best rate of reads and writes half and half; reads alone and writes alone are then measured with them.
+All with the engine that training uses, on a nameless file whose blocks were written once before, since new
+blocks are slow. Rates within a few percent of the best count as equal, and the least in flight wins: a deep
+queue buys bandwidth with the waiting time of whoever needs one record now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import math
+import os
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from infinity import aio
+from infinity.errors import UnsupportedError
+from infinity.sizes import format_size
+
+logger = logging.getLogger("infinity")
+
+_FILE_NBYTES, _LEAST_FILE_NBYTES = 256 << 20, 32 << 20
+_REQUEST_NBYTES = 4 << 20
+_MEMORY_NBYTES = 4 * _REQUEST_NBYTES
+# (piece_nbytes, depth), the likely best first: a slow disk leaves no time for the others. No piece is larger
+# than the smallest field of a full tile, else what is in flight in training would be less than was measured.
+_OF_RING = tuple(
+    (n << 10, depth)
+    for n, depth in [(1024, 32), (1024, 16), (256, 32), (512, 32), (1024, 8), (512, 16), (256, 16)]
+)
+_CHOICES = {"io_uring": _OF_RING, "threads": tuple((nbytes, depth // 2) for nbytes, depth in _OF_RING)}
+_DEFAULT_DEPTHS = {"io_uring": 32, "threads": 8, "buffered": 8}
+_DEFAULT_PIECE_NBYTES = 1 << 20
+_FILL_S, _TRIAL_S, _TRIALS_S, _ALONE_S = 0.4, 0.06, 1.2, 0.15
+_EQUAL = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSpeed:
+    """What a disk moves, and with how much in flight. Rates of 0 mean: not known."""
+
+    read: float
+    """Bytes per second, reading alone."""
+    write: float
+    """Bytes per second, writing alone."""
+    mixed: float
+    """Bytes per second in total, reads and writes half and half."""
+    depth: int
+    """Pieces in flight at once."""
+    piece_nbytes: int
+    """Bytes of a piece: requests are cut into these."""
+    engine: str
+    """The kind of I/O engine."""
+    date: str
+    """The day of the measurement, "2026-05-01"; "" for none."""
+
+    def __post_init__(self) -> None:
+        """Check what may have come out of a damaged file.
+
+        Raises: ValueError or TypeError.
+        """
+        if not all(math.isfinite(rate) and rate >= 0 for rate in (self.read, self.write, self.mixed)):
+            raise ValueError(f"{self.read}, {self.write} and {self.mixed} are no rates in B/s")
+        if type(self.depth) is not int or not 1 <= self.depth <= 256:  # what either kind of engine takes
+            raise ValueError(f"depth is {self.depth!r}, and must be from 1 to 256")
+        size = self.piece_nbytes
+        if type(size) is not int or not aio.BLOCK <= size <= 1 << 30 or size % aio.BLOCK:
+            raise ValueError(f"piece_nbytes is {size!r}, and must be whole blocks of {aio.BLOCK} B, to 1 GiB")
+        if self.engine not in aio.KINDS or not isinstance(self.date, str):
+            raise ValueError(f"engine {self.engine!r}, date {self.date!r}")
+
+
+def default_speed(engine_kind: str) -> DiskSpeed:
+    """Return what is used where nothing was measured: pieces of 1 MiB, 32 in flight (threads: 8)."""
+    return DiskSpeed(0, 0, 0, _DEFAULT_DEPTHS[engine_kind], _DEFAULT_PIECE_NBYTES, engine_kind, "")
+
+
+def measured(folder: str, engine_kind: str | None = None) -> DiskSpeed | None:
+    """Return what the cache knows of a folder's filesystem; None where that is nothing, or damaged.
+
+    engine_kind: with which engine; else INFINITY_AIO's, else the best of those that were measured.
+    """
+    try:
+        place = _identity(folder)
+    except (OSError, ValueError):
+        return None
+    asked = engine_kind or os.environ.get("INFINITY_AIO")
+    entries = _cached()
+    for kind in (asked,) if asked else aio.KINDS:
+        if speed := entries.get(f"{place} {kind}"):
+            return speed
+    return None
+
+
+def speed_of(folder: str, engine_kind: str | None = None) -> DiskSpeed:
+    """Return a folder's speed: from the cache, else measured now, in about 2 s.
+
+    `default_speed` with INFINITY_MEASURE=0, with the engine "buffered", and where measuring fails; that is
+    logged.
+    """
+    kind = engine_kind or os.environ.get("INFINITY_AIO") or ""
+    try:
+        with aio.open_engine(folder, engine_kind) as engine:
+            kind = engine.kind
+        if known := measured(folder, kind):
+            return known
+        if os.environ.get("INFINITY_MEASURE") == "0" or kind == "buffered":
+            return default_speed(kind)
+        with _alone():  # a second process waits here for the first, and finds its result
+            return measured(folder, kind) or _measure(folder, kind)
+    except (OSError, ValueError) as error:
+        speed = default_speed(kind if kind in aio.KINDS else aio.KINDS[0])
+        logger.warning(
+            "the disk of %s was not measured: %s\n  going on with %d requests of %s in flight",
+            *(folder, error, speed.depth, format_size(speed.piece_nbytes)),
+        )
+        return speed
+
+
+def measure(folder: str, engine_kind: str | None = None) -> DiskSpeed:
+    """Measure a folder's disk now, in about 2 s (a slow disk: some more), and renew the cache.
+
+    Raises: aio.StorageFullError for too little room; aio.EngineUnavailableError for a folder that is not
+    writable or an engine that does not work there; aio.IoError; UnsupportedError for the engine "buffered".
+    """
+    with _alone():
+        return _measure(folder, engine_kind)
+
+
+# Measuring
+
+
+def _measure(folder: str, engine_kind: str | None) -> DiskSpeed:
+    memory = aio.AlignedMemory(_MEMORY_NBYTES)
+    noise = os.urandom(1 << 20)  # zeros cost some drives nothing
+    for at in range(0, len(memory), len(noise)):
+        memory.view[at : at + len(noise)] = noise
+    with aio.open_engine(folder, engine_kind) as engine, engine.open_nameless(folder) as file:
+        kind = engine.kind
+        if kind not in _CHOICES:
+            raise UnsupportedError(
+                f"{folder}: the I/O engine {kind!r} goes through the page cache, so memory would be "
+                "measured, not the disk. Unset INFINITY_AIO, or name a folder where O_DIRECT works."
+            )
+        file.allocate(0, _room(folder))
+        nbytes, _ = _move(engine, file, memory, "w", file.nbytes, _FILL_S, file.nbytes)
+        mixed, depth, piece_nbytes = _best(_trials(folder, kind, file, memory, nbytes))
+        with aio.open_engine(folder, kind, depth=depth, threads=depth, piece_nbytes=piece_nbytes) as best:
+            read, write = (
+                moved / wall_s
+                for moved, wall_s in (_move(best, file, memory, verb, nbytes, _ALONE_S) for verb in "rw")
+            )
+    speed = DiskSpeed(read, write, mixed, depth, piece_nbytes, kind, time.strftime("%Y-%m-%d"))
+    _keep(folder, speed)
+    return speed
+
+
+def _trials(
+    folder: str, kind: str, file: aio.File, memory: aio.AlignedMemory, nbytes: int
+) -> dict[tuple[int, int], float]:
+    """Return the mixed rate, in bytes per second, of each (depth, piece_nbytes) that there was time for.
+
+    In two rounds: a disk that others use is fast and slow by turns.
+    """
+    sums: dict[tuple[int, int], tuple[int, float]] = {}
+    began_s = time.perf_counter()
+    for piece_nbytes, depth in 2 * _CHOICES[kind]:
+        with aio.open_engine(folder, kind, depth=depth, threads=depth, piece_nbytes=piece_nbytes) as engine:
+            moved, wall_s = _move(engine, file, memory, "rw", nbytes, _TRIAL_S)
+        before, before_s = sums.get((depth, piece_nbytes), (0, 0.0))
+        sums[depth, piece_nbytes] = before + moved, before_s + wall_s
+        if time.perf_counter() - began_s > _TRIALS_S:
+            break
+    return {choice: moved / wall_s for choice, (moved, wall_s) in sums.items()}
+
+
+def _room(folder: str) -> int:
+    """Return how large a file to measure with: 256 MiB, or a quarter of what is free.
+
+    Raises: aio.StorageFullError where that is too little.
+    """
+    status = os.statvfs(folder)
+    free = status.f_bavail * status.f_frsize
+    nbytes = min(_FILE_NBYTES, free // 4 // _REQUEST_NBYTES * _REQUEST_NBYTES)
+    if nbytes < _LEAST_FILE_NBYTES:
+        raise aio.StorageFullError.of_file(errno.ENOSPC, folder, needed=4 * _LEAST_FILE_NBYTES, free=free)
+    return nbytes
+
+
+def _move(
+    engine: aio.Engine,
+    file: aio.File,
+    memory: aio.AlignedMemory,
+    verbs: str,
+    nbytes: int,
+    seconds: float,
+    at_most: int = 1 << 60,
+) -> tuple[int, float]:
+    """Read ("r"), write ("w") or both in turn ("rw") the first `nbytes` of a file, again and again.
+
+    For some `seconds` or `at_most` bytes. Returns the bytes moved, and the seconds until the last was.
+    """
+    starts = {"r": engine.read, "w": engine.write}
+    each = nbytes // len(verbs) // _REQUEST_NBYTES * _REQUEST_NBYTES  # reads here, writes there
+    in_flight = engine.depth * engine.piece_nbytes // _REQUEST_NBYTES + 2  # the engine never runs dry
+    pending: deque[aio.Completion] = deque()
+    moved, began_s = 0, time.perf_counter()
+    while moved < at_most and time.perf_counter() - began_s < seconds:
+        if len(pending) >= in_flight:
+            pending.popleft().wait()
+        turn, verb = divmod(moved // _REQUEST_NBYTES, len(verbs))
+        offset = verb * each + turn * _REQUEST_NBYTES % each
+        place = memory.address + moved % len(memory)
+        pending.append(starts[verbs[verb]](file, offset, place, _REQUEST_NBYTES, owner=memory))
+        moved += _REQUEST_NBYTES
+    for completion in pending:
+        completion.wait()
+    return moved, time.perf_counter() - began_s
+
+
+def _best(rates: dict[tuple[int, int], float]) -> tuple[float, int, int]:
+    """Return (rate, depth, piece_nbytes) of what is as good as the best and has the least in flight."""
+    most = max(rates.values())
+    good = [choice for choice, rate in rates.items() if rate >= _EQUAL * most]
+    depth, piece_nbytes = min(good, key=lambda choice: (choice[0] * choice[1], choice[1]))
+    return rates[depth, piece_nbytes], depth, piece_nbytes
+
+
+# The cache
+
+
+def _cache_folder() -> Path:
+    if named := os.environ.get("INFINITY_CACHE"):
+        return Path(named)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "infinity"
+    except RuntimeError as error:
+        raise FileNotFoundError(errno.ENOENT, "no home folder: set INFINITY_CACHE") from error
+
+
+def _identity(folder: str) -> str:
+    """Name the filesystem that holds a folder: all its folders share one entry."""
+    device, status = os.stat(folder).st_dev, os.statvfs(folder)
+    kind = filesystem(Path(folder).resolve())
+    return f"{os.major(device)}:{os.minor(device)} {kind} {status.f_blocks * status.f_frsize}"
+
+
+def filesystem(folder: Path) -> str:
+    """Name the type of the filesystem that holds `folder`."""
+    best, kind = 0, "unknown"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return kind
+    for line in lines:
+        left, _, right = line.partition(" - ")
+        place = Path(left.split()[4].replace("\\040", " "))
+        if folder.is_relative_to(place) and len(place.parts) >= best:
+            best, kind = len(place.parts), right.split()[0]
+    return kind
+
+
+def _cached() -> dict[str, DiskSpeed]:
+    """Return the entries of the cache that can be used."""
+    try:
+        content = json.loads((_cache_folder() / "disks.json").read_text())
+        entries = dict(content)
+    except (OSError, ValueError, TypeError, RecursionError):
+        return {}
+    found = {}
+    for key, entry in entries.items():
+        with contextlib.suppress(TypeError, ValueError):
+            found[key] = DiskSpeed(**entry)
+    return found
+
+
+def _keep(folder: str, speed: DiskSpeed) -> None:
+    """Put an entry into the cache, whole or not at all; a cache that cannot be written is logged."""
+    entries = {**_cached(), f"{_identity(folder)} {speed.engine}": speed}
+    text = json.dumps({key: asdict(entry) for key, entry in entries.items()}, indent=1)
+    try:
+        place = _cache_folder()
+        place.mkdir(parents=True, exist_ok=True)
+        fd, unfinished = tempfile.mkstemp(prefix="disks.", dir=place)
+        try:
+            with os.fdopen(fd, "w") as file:
+                file.write(text + "\n")
+            Path(unfinished).replace(place / "disks.json")
+        except BaseException:
+            Path(unfinished).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        logger.warning("the measurement of %s is not kept for the next start: %s", folder, error)
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Let one process at a time measure: two would halve each other's rates, and keep them."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # without a cache, or locks there, everybody measures
+            place = _cache_folder()
+            place.mkdir(parents=True, exist_ok=True)
+            fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, fd)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,176 @@
+"""The walk over a record that a step is made of: fetch a unit, and apply the updates pending for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from infinity import kernels
+from infinity.device import Device
+from infinity.memory import SLOT_NBYTES_PER_ELEMENT
+from infinity.passes import clear, piece_address
+from infinity.queueing import Pass
+from infinity.shard import Piece, pieces, tiles
+from infinity.store import Transfer
+from infinity.unit import Unit
+
+_T = TypeVar("_T")
+
+GRADIENT_FIELD = {torch.bfloat16: "grad16", torch.float32: "grad32"}
+_KERNEL_DTYPE: dict[str, kernels.GradientDtype] = {"grad16": "bf16", "grad32": "f32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What step() decided for one parameter: the step's scalars, and where the gradient is.
+
+    tensor: the gradient in host memory, contiguous, bf16 or fp32. field: else the record's field that holds
+    it. Neither: a gradient of zeros. key: of the random bits that round a 16 or 8-bit state; see kernels.
+    missed: scalars and keys of the steps before this one, whose gradients were all zero; see optim.
+    """
+
+    scalars: kernels.AdamWScalars
+    tensor: torch.Tensor | None
+    field: str | None
+    key: int = 0
+    missed: tuple[tuple[kernels.AdamWScalars, int], ...] = ()
+
+
+class FetchPass(Pass):
+    """Bring a unit's `hi` to the device; updates that were pending are applied on the way and written behind.
+
+    Without `upload`, only update: `hi` is taken from the unit's memory on the CPU if `resident`, else from
+    the record.
+    """
+
+    def __init__(
+        self, unit: Unit, device: Device, tile_numel: int, *, upload: bool = True, resident: bool = False
+    ) -> None:
+        """Take over what is pending for `unit`."""
+        super().__init__(unit.record)
+        self.unit = unit
+        self.pending, unit.pending = unit.pending, {}
+        self._flat = unit.flat if upload or resident else None
+        self._device = device
+        self._tile_numel = tile_numel
+        self._upload = upload
+        self._resident = resident
+        self.on_processed: Callable[[], None] | None = None
+
+    def tiles(self) -> Iterator[tuple[int, int]]:
+        """Whole records tile by tile; where only `hi` moves, as much as a slot holds at once."""
+        self.adopts = frozenset(
+            name for name in self.record.targets if self.pending or (name == "hi" and self._upload)
+        )
+        here = self._in_place("hi", 0)
+        if not self.pending and here is not None and here == self.record.address("hi", 0):
+            return
+        wide = self._tile_numel * (1 if self.pending else SLOT_NBYTES_PER_ELEMENT // 2)
+        for start, stop in tiles(self.unit.shard.numel, wide):
+            if self._upload or self.adopts or self._updates(start, stop):
+                yield start, stop
+
+    def _updates(self, start: int, stop: int) -> bool:
+        return any(piece.index in self.pending for piece in pieces(self.unit.shard, start, stop))
+
+    def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
+        """Without an update in the tile, `hi` alone, and what this pass adopts."""
+        record = self.record
+        given = ["hi"] if self._resident else []
+        if not self._updates(start, stop):
+            names = dict.fromkeys((*(["hi"] if self._upload else []), *self.adopts))
+            reads = [name for name in names if name not in given and record.written(name, start)]
+            return reads, tuple(self.adopts)
+        reads = [name for name in record.form.fields if name not in given and record.written(name, start)]
+        indices = {piece.index for piece in pieces(self.unit.shard, start, stop)}
+        spilled = {
+            update.field for index, update in self.pending.items() if index in indices and update.field
+        }
+        return (*reads, *sorted(spilled)), record.form.fields
+
+    def place(self, field: str, start: int) -> int | None:
+        """On the CPU, `hi` is read straight into the unit's memory, and updated and written from there."""
+        return self._in_place(field, start)
+
+    def _in_place(self, field: str, start: int) -> int | None:
+        if field != "hi" or self._flat is None or not self._device.is_host:
+            return None
+        return int(self._flat.data_ptr()) + 2 * start
+
+    @property
+    def keeps(self) -> object:
+        """The unit's memory."""
+        return self._flat
+
+    def process(self, start: int, stop: int, at: dict[str, int]) -> Sequence[Transfer] | None:
+        """Apply the updates, then upload."""
+        flat = self._in_place("hi", start)
+        if self._resident and "hi" in at and at["hi"] != flat:
+            kernels.copy(2 * (stop - start), at["hi"], _known(flat))
+        if self._updates(start, stop):
+            for name in self.record.form.moments:
+                if not self.record.written(name, start):
+                    clear(self.record, at, name, stop - start)
+            self._apply(start, stop, at)
+        if not self._upload or at["hi"] == flat:
+            return None
+        return (self._device.upload(_known(self._flat), start, at["hi"], stop - start),)
+
+    def _apply(self, start: int, stop: int, at: dict[str, int]) -> None:
+        for piece in pieces(self.unit.shard, start, stop):
+            update = self.pending.get(piece.index)
+            if update is None:
+                continue
+            state = {
+                name: piece_address(self.record, at[name], piece.start, start, name)
+                for name in self.record.form.fields
+            }
+            zeros = None
+            if update.missed or (update.tensor is None and update.field is None):
+                zeros = torch.zeros(piece.numel, dtype=torch.bfloat16)
+                for scalars, key in update.missed:
+                    self._step(piece, state, zeros.data_ptr(), "bf16", scalars, key)
+            field = update.field
+            if update.tensor is not None:
+                field = GRADIENT_FIELD[update.tensor.dtype]
+                gradient = update.tensor.data_ptr() + piece.within * update.tensor.element_size()
+            elif field is not None:
+                gradient = piece_address(self.record, at[field], piece.start, start, field)
+            else:
+                field, gradient = "grad16", _known(zeros).data_ptr()
+            self._step(piece, state, gradient, _KERNEL_DTYPE[field], update.scalars, update.key)
+
+    def _step(
+        self,
+        piece: Piece,
+        state: dict[str, int],
+        gradient: int,
+        dtype: kernels.GradientDtype,
+        scalars: kernels.AdamWScalars,
+        key: int,
+    ) -> None:
+        """Do one AdamW step on a piece, in the record's form."""
+        n, first = piece.numel, piece.within
+        hi, lo, m, v = (state[name] for name in ("hi", "lo", "m", "v"))
+        form = self.record.form.state_dtype
+        if form == "fp32":
+            kernels.adamw(n, hi, lo, m, v, gradient, dtype, scalars)
+        elif form == "bf16":
+            kernels.adamw_bf16(n, hi, lo, m, v, gradient, dtype, scalars, key, first)
+        else:
+            kernels.adamw_int8(n, hi, lo, m, v, state["scale"], gradient, dtype, scalars, key, first)
+
+    def done_processing(self) -> None:
+        """Let go of the gradients."""
+        self.pending = {}
+        if self.on_processed:
+            self.on_processed()
+
+
+def _known(value: _T | None) -> _T:
+    if value is None:
+        raise AssertionError("expected the unit's memory, or a gradient, got none")
+    return value

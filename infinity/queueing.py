@@ -1,0 +1,121 @@
+"""Passes, and the queue in which they wait for the lane."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from infinity.store import Record, Transfer
+
+
+class Pass(ABC):
+    """One walk over a record. Subclasses say which fields each tile reads and writes, and what happens in
+    between.
+    """
+
+    def __init__(self, record: Record) -> None:
+        """Prepare a walk over `record`."""
+        self.record = record
+        self.urgent = False
+        """Somebody waits for it."""
+        self.adopts: frozenset[str] = frozenset()
+        """Fields that this pass leaves in their target; see Record.targets. Known from the first tile on."""
+        self.processed = False
+        """Every tile was worked on (writes may still be under way)."""
+        self.finished = False
+        """Every write is over."""
+        self.on_finished: list[Callable[[], None]] = []
+        """Called once it is finished, with the lane's lock held."""
+        self.open_tiles = 0
+        """Tiles admitted and not yet over."""
+        self.ranges: Iterator[tuple[int, int]] | None = None
+        self.ahead: tuple[int, int] | None = None
+        """The next tile to admit."""
+        self.unprocessed = 0
+
+    @abstractmethod
+    def tiles(self) -> Iterator[tuple[int, int]]:
+        """Return element ranges, whole tiles of the record, in the order to walk them."""
+
+    @abstractmethod
+    def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
+        """Return the fields to read and to write of the tile at elements [start, stop). Called when it is
+        admitted.
+        """
+
+    def place(self, field: str, start: int) -> int | None:
+        """Return the address, on a whole block, of memory of the pass's own for a field on NVMe from element
+        `start` on; None to use a slot.
+        """
+        return None
+
+    @property
+    def keeps(self) -> object:
+        """What keeps the memory of `place` alive."""
+        return None
+
+    @abstractmethod
+    def process(self, start: int, stop: int, at: dict[str, int]) -> Sequence[Transfer] | None:
+        """Work on one tile; `at` is the address of each field. Return transfers that still use them."""
+
+    def done_processing(self) -> None:  # noqa: B027 - most passes have nothing to do there
+        """Called on the lane's thread, with its lock held, when the last tile was worked on."""
+
+
+class _There(Pass):
+    """The pass of what needs none."""
+
+    def __init__(self) -> None:
+        self.processed = self.finished = True
+
+    def tiles(self) -> Iterator[tuple[int, int]]:
+        return iter(())
+
+    def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
+        return (), ()
+
+    def process(self, start: int, stop: int, at: dict[str, int]) -> None:
+        return None
+
+
+THERE = _There()
+"""Stands for the pass of a unit whose values need no fetching."""
+
+
+@dataclass(slots=True)
+class Queue:
+    """Passes waiting for slots, in order, and the unfinished passes of each record, oldest first."""
+
+    waiting: deque[Pass] = field(default_factory=deque)
+    of_record: dict[Record, deque[Pass]] = field(default_factory=dict)
+
+    def add(self, job: Pass) -> None:
+        """Queue a pass behind the others; an urgent one, and older ones over its record, in front."""
+        self.of_record.setdefault(job.record, deque()).append(job)
+        self.waiting.append(job)
+        if job.urgent:
+            self.promote(job.record)
+
+    def promote(self, record: Record) -> None:
+        """Move the passes of `record` to the front, keeping their order."""
+        first = [job for job in self.of_record.get(record, ()) if job in self.waiting]
+        for job in first:
+            job.urgent = True
+            self.waiting.remove(job)
+        self.waiting.extendleft(reversed(first))
+
+    def admissible(self) -> Pass | None:
+        """Return the first waiting pass, unless an older pass over its record is unfinished."""
+        if not self.waiting:
+            return None
+        job = self.waiting[0]
+        return job if self.of_record[job.record][0] is job else None
+
+    def retire(self, job: Pass) -> None:
+        """Forget a finished pass."""
+        jobs = self.of_record[job.record]
+        jobs.remove(job)
+        if not jobs:
+            del self.of_record[job.record]

@@ -1,0 +1,112 @@
+"""What `--timeline` and `--report` ask for: checked first, recorded step by step, written last."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from infinity.engine import Engine
+from infinity.errors import ConfigError
+from infinity.picture import SUFFIXES, Story, save
+from infinity.stats import Stats
+from infinity.timeline import Timeline, write_chrome_trace
+
+
+class Recording:
+    """One run's timeline, and the files to make of it; without files, nothing is recorded."""
+
+    def __init__(self, trace: str | None, picture: str | None) -> None:
+        """Check where to write.
+
+        Raises: ConfigError for a suffix that says nothing, a file that exists, a folder that does not, or
+        a picture without matplotlib.
+        """
+        self._trace = None if trace is None else _new_file("timeline", trace, (".json",))
+        self._picture = None if picture is None else _new_file("report", picture, SUFFIXES)
+        if picture is not None and importlib.util.find_spec("matplotlib") is None:
+            raise ConfigError(f"report={picture!r} needs matplotlib: pip install matplotlib")
+        self.timeline: Timeline | None = None
+        self._engine: Engine | None = None
+        self._before: Stats | None = None
+        self._moved: list[dict[tuple[str, str], int]] = []
+
+    def start(self, engine: Engine) -> None:
+        """Record from now on, if there is anything to write."""
+        if self._trace is None and self._picture is None:
+            return
+        self._engine = engine
+        self.timeline = engine.timeline
+        self.timeline.recording = True
+
+    def mark(self, when_s: float, now: Stats | None, process_nbytes: int) -> None:
+        """Note that a step ends, and the next begins; the process takes so much above its imports."""
+        if self.timeline is None or self._engine is None or now is None:
+            return
+        self.timeline.mark_step(when_s)
+        resident = sum(unit.resident_nbytes for unit in self._engine.units if unit.fetch_processed)
+        tiers = {"device": resident, "host": now.budget_held_nbytes, "nvme": now.nvme_nbytes}
+        self.timeline.sample("memory", when_s, {**tiers, "process": process_nbytes})
+        if self._before is not None:
+            self._moved.append(moved(now.since(self._before)))
+        self._before = now
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Note that what is done inside is one phase of a step."""
+        began = time.perf_counter()
+        yield
+        if self.timeline is not None:
+            self.timeline.span("compute", name, began, time.perf_counter())
+
+    def stalls_s(self) -> dict[str, float]:
+        """Return the seconds that computing waited in all steps, by cause."""
+        if self.timeline is None or not (steps := self.timeline.steps):
+            return {}
+        return self.timeline.stalls_s(steps[0][0], steps[-1][1])
+
+    def write(self, title: str, summary: Sequence[tuple[str, str]]) -> list[str]:
+        """Stop, write the files, and return a line about each.
+
+        Raises: OSError where a file cannot be written.
+        """
+        if self.timeline is None:
+            return []
+        self.timeline.recording = False
+        lines = []
+        if self._trace is not None:
+            write_chrome_trace(self.timeline, self._trace)
+            lines.append(f"timeline: {self._trace} (open it in ui.perfetto.dev)")
+        if self._picture is not None:
+            budget = None if self._before is None else self._before.budget_nbytes
+            save(Story(title, self.timeline, self._moved, budget, summary), self._picture)
+            lines.append(f"report: {self._picture}")
+        if self.timeline.dropped:
+            lines.append(
+                f"the oldest {self.timeline.dropped:,} spans were dropped: the run was too long for them"
+            )
+        return lines
+
+
+def moved(step: Stats) -> dict[tuple[str, str], int]:
+    """Return the NVMe bytes of a step, by ("read" or "written", field)."""
+    both = (("read", step.read_nbytes), ("written", step.written_nbytes))
+    return {
+        (verb, field): nbytes
+        for verb, counted in both
+        for (tier, field), nbytes in counted.items()
+        if tier == "nvme" and nbytes
+    }
+
+
+def _new_file(what: str, name: str, suffixes: Sequence[str]) -> Path:
+    path = Path(name)
+    if path.suffix not in suffixes:
+        raise ConfigError(f"{what}={name!r}: expected a name that ends in {' or '.join(suffixes)}")
+    if path.exists():
+        raise ConfigError(f"{what}={name!r} exists, and is never overwritten. Name another file.")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{what}={name!r}: there is no folder {path.parent}. Make it, or name another one.")
+    return path

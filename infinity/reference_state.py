@@ -1,0 +1,167 @@
+"""How the reference recipe stores Adam's moments: in fp32, in bf16 or in 8 bits, in plain torch.
+
+A step is the same in all three: the stored moments are widened to fp32, [Note: the adamw step] is computed on
+them, and what is stored is the new fp32 moments, rounded. The weight sees them unrounded. kernels.h has the
+same rules, and the kernels give the same bits.
+
+[Note: rounding at random]
+A moment between two stored values becomes the upper with probability (x - lower) / (upper - lower), else the
+lower: right on average. To nearest, v would freeze: with beta2 = 0.999 a step changes it by 0.1 %, and half
+the distance of two bf16 is 0.2 % to 0.4 %.
+
+[Note: the noise]
+Element i of a parameter, in its step t, has 32 random bits, 16 for m and 16 for v: a hash of
+state_key(seed, parameter, t) and i. They depend on nothing else: no generator, no order, no threads.
+
+[Note: bf16 moments]
+The upper 16 bits of (bits of the fp32 + 16 random bits). Zeros, infinities and NaNs stay what they are; a
+finite value beyond the largest finite bf16 is cut to that.
+
+[Note: 8-bit moments]
+Each 256 elements of a parameter have a scale for m and one for v (Dettmers et al., arXiv 2110.02861, whose
+codes index a table of values; ours are computed). The grid is that of all floats with 3 bits of mantissa: in
+their bits, 2^20 apart. The scale is the block's largest magnitude, rounded up to the grid, at least 2^-90
+(stored as 0 where all are 0). Code c is the float c - 127 (m, with a sign bit) or c - 255 (v) grid points
+from the scale; c = 0 is 0. Below code 1, m becomes it or 0, at random; a v other than 0 becomes it, so that v
+is never 0 where m is not, which would make a step of m / eps. v has twice m's range in powers of two, being
+of the size of its square. Infinities and NaNs are on the grid; a finite value beyond the largest finite grid
+point is cut to that.
+"""
+
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+StateDtype: TypeAlias = Literal["fp32", "bf16", "int8"]
+
+STATE_BLOCK = 256  # elements that share a pair of scales
+U32_MASK = 2**32 - 1
+U64_MASK = 2**64 - 1
+SIZE_MASK = 2**31 - 1  # an fp32 without its sign
+
+BF16_MAX = 0x7F7F0000  # bits of the largest finite bf16
+GRID_STEP = 1 << 20
+GRID_MAX = 0x7F700000  # bits of the largest finite grid point
+SCALE_MIN = 0x12800000  # bits of 2^-90
+M_CODES, V_CODES = 127, 255
+
+
+def state_key(seed: int, parameter: int, step: int) -> int:
+    """Return the 64-bit key of [Note: the noise]: each number goes through a round of splitmix64.
+
+    `parameter` is its place in the optimizer's flattened param_groups, `step` its own step count.
+    """
+    key = 0
+    for number in (seed, parameter, step):
+        key = ((key ^ number) + 0x9E3779B97F4A7C15) & U64_MASK
+        key = ((key ^ key >> 30) * 0xBF58476D1CE4E5B9) & U64_MASK
+        key = ((key ^ key >> 27) * 0x94D049BB133111EB) & U64_MASK
+        key ^= key >> 31
+    return key
+
+
+def noise(key: int, n: int) -> Tensor:
+    """Return the 32 random bits of elements 0 to n - 1, as int64: the end of Appleby's MurmurHash3, keyed."""
+    x = (torch.arange(n) + (key & U32_MASK)) & U32_MASK
+    x ^= x >> 16
+    x = (x * 0x85EBCA6B) & U32_MASK  # int64 wraps around: the low 32 bits are right
+    x ^= x >> 13
+    x = (x + (key >> 32)) & U32_MASK
+    x = (x * 0xC2B2AE35) & U32_MASK
+    return x ^ (x >> 16)
+
+
+def bits_of(values: Tensor) -> Tensor:
+    """Return the bits of fp32 values, as int64 of at least 0."""
+    return values.view(torch.int32).long() & U32_MASK
+
+
+def float_of(bits: Tensor) -> Tensor:
+    """Return the fp32 values of bits."""
+    return bits.to(torch.int32).view(torch.float32)
+
+
+def bf16_at_random(values: Tensor, random: Tensor) -> Tensor:
+    """Round fp32 values by their 16 random bits: [Note: bf16 moments]."""
+    bits = bits_of(values)
+    bits = torch.where((bits & SIZE_MASK) < BF16_MAX, bits + random, bits)
+    return (bits >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def in_blocks(flat: Tensor) -> Tensor:
+    """Return a view of shape (blocks, STATE_BLOCK), the last block filled up with zeros."""
+    blocks = -(-len(flat) // STATE_BLOCK)
+    return torch.nn.functional.pad(flat, (0, blocks * STATE_BLOCK - len(flat))).view(blocks, STATE_BLOCK)
+
+
+def encode_at_random(values: Tensor, random: Tensor, codes: int) -> tuple[Tensor, Tensor]:
+    """Return the 8-bit codes of flat fp32 values and their blocks' scales: [Note: 8-bit moments].
+
+    `random` are 16 bits per value; `codes` is M_CODES (signed) or V_CODES (values of at least 0).
+    """
+    bits, part = in_blocks(bits_of(values)), in_blocks(16 * random + 8)  # part of a grid step, of 2^20
+    size = bits & SIZE_MASK
+    largest = size.amax(dim=1, keepdim=True)
+    scale = torch.where(largest < GRID_MAX, largest + (GRID_STEP - 1), largest) // GRID_STEP * GRID_STEP
+    scale = scale.clamp(min=SCALE_MIN)
+    base = scale - codes * GRID_STEP
+    code = (torch.where(size < GRID_MAX, size + part, size) - base) // GRID_STEP
+    smallest = base + GRID_STEP
+    if codes == M_CODES:
+        needed = (GRID_STEP - part).float() * (float_of(smallest) * 2.0**-20)  # exact
+        code = torch.where(size < smallest, (size >= bits_of(needed)).long(), code)
+        code += bits >> 31 << 7
+    else:
+        code = torch.where(size > 0, code.clamp(min=1), 0)
+    stored_scale = torch.where(largest > 0, scale, 0)
+    return code.flatten()[: len(values)].to(torch.uint8), float_of(stored_scale.flatten())
+
+
+def decode(code: Tensor, scale: Tensor, codes: int) -> Tensor:
+    """Return the fp32 values of flat 8-bit codes, exactly."""
+    blocks = in_blocks(code.long())
+    magnitude = blocks & codes
+    base = bits_of(scale).unsqueeze(1) - codes * GRID_STEP
+    sign = (blocks >> 7 << 31) if codes == M_CODES else 0
+    bits = sign + torch.where(magnitude > 0, base + magnitude * GRID_STEP, 0)
+    return float_of(bits.flatten()[: len(code)])
+
+
+def zero_moments(master: Tensor, state_dtype: StateDtype) -> dict[str, Tensor]:
+    """Return the stored moments of a parameter that has made no step.
+
+    `exp_avg` and `exp_avg_sq` have the parameter's shape; in 8 bits, `scale` holds m's and v's scale of each
+    block in turn, as fp32.
+    """
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}[state_dtype]
+    moments = {name: torch.zeros_like(master, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
+    if state_dtype == "int8":
+        moments["scale"] = torch.zeros(-(-master.numel() // STATE_BLOCK) * 2, device=master.device)
+    return moments
+
+
+def widened(state: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return m and v in fp32: the stored tensors themselves where they are fp32."""
+    m, v = state["exp_avg"], state["exp_avg_sq"]
+    if "scale" in state:
+        m_scale, v_scale = state["scale"].view(-1, 2).unbind(1)
+        m = decode(m.flatten(), m_scale.contiguous(), M_CODES).view(m.shape)
+        v = decode(v.flatten(), v_scale.contiguous(), V_CODES).view(v.shape)
+    return m.float(), v.float()
+
+
+def store(state: dict[str, Any], m: Tensor, v: Tensor, key: int) -> None:
+    """Put new fp32 moments into a parameter's state, rounded by the noise of `key` where it is narrower."""
+    if state["exp_avg"].dtype == torch.float32:
+        return  # they are the stored tensors, and the step was in place
+    random = noise(key, m.numel()).to(m.device)
+    m, v, m_random, v_random = m.flatten(), v.flatten(), random & 0xFFFF, random >> 16
+    if "scale" in state:
+        m, m_scale = encode_at_random(m, m_random, M_CODES)
+        v, v_scale = encode_at_random(v, v_random, V_CODES)
+        state["scale"].copy_(torch.stack((m_scale, v_scale), dim=1).flatten())
+    else:
+        m, v = bf16_at_random(m, m_random), bf16_at_random(v, v_random)
+    state["exp_avg"].copy_(m.view(state["exp_avg"].shape))
+    state["exp_avg_sq"].copy_(v.view(state["exp_avg_sq"].shape))

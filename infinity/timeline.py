@@ -1,0 +1,223 @@
+"""When things happened: spans of time by lane, samples of memory, and where steps begin. Stdlib alone.
+
+[Note: lanes of a timeline]
+"compute"   uses of units and phases of a step, on the thread that computes
+"stall"     that thread waits; the span's name is the cause ("read", "slot", "update", "gradients", …)
+"read"      one span per transfer from storage, with its bytes; transfers overlap
+"write"     the same, to storage
+"work"      kernels that update or upload, on the lane's thread
+Samples called "memory" hold bytes by tier ("device", "host", "nvme"). Times are time.perf_counter() seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+LANES = ("compute", "stall", "work", "read", "write")
+"""The lanes that everybody knows, in the order to show them; see [Note: lanes of a timeline]."""
+
+
+class Span(NamedTuple):
+    """Something that took time."""
+
+    lane: str
+    name: str
+    began_s: float
+    ended_s: float
+    nbytes: int = 0
+    """Bytes that it moved, for what moves any."""
+
+
+class Sample(NamedTuple):
+    """Numbers that held at one moment."""
+
+    name: str
+    when_s: float
+    values: dict[str, int]
+
+
+class Timeline:
+    """A record of spans and samples, taken only while `recording`. Any thread may add to it.
+
+    It keeps the newest `limit` spans, of about 200 B each, and as many samples; what was dropped is counted.
+    """
+
+    def __init__(self, limit: int = 1_000_000) -> None:
+        """Start empty, and not recording."""
+        self.recording = False
+        self.dropped = 0
+        """Spans and samples that were given up for newer ones."""
+        self._spans: deque[Span] = deque(maxlen=limit)
+        self._samples: deque[Sample] = deque(maxlen=limit)
+        self._marks: deque[float] = deque(maxlen=limit)
+        self._lock = threading.Lock()
+
+    def span(self, lane: str, name: str, began_s: float, ended_s: float, nbytes: int = 0) -> None:
+        """Note that `name` took from `began_s` to `ended_s` on `lane`; nothing unless recording."""
+        if self.recording:
+            self._keep(self._spans, Span(lane, name, began_s, ended_s, nbytes))
+
+    def sample(self, name: str, when_s: float, values: dict[str, int]) -> None:
+        """Note numbers that hold at `when_s`, each until its next sample; nothing unless recording."""
+        if self.recording:
+            self._keep(self._samples, Sample(name, when_s, values))
+
+    def mark_step(self, when_s: float) -> None:
+        """Note that a step begins, and the one before ends; nothing unless recording."""
+        if self.recording:
+            self._marks.append(when_s)
+
+    def _keep(self, kept: deque[Any], one: Span | Sample) -> None:
+        if len(kept) == kept.maxlen:  # rarely, so the ordinary way takes no lock
+            with self._lock:
+                self.dropped += 1
+        kept.append(one)
+
+    @property
+    def spans(self) -> list[Span]:
+        """All spans kept, in the order of their ends: a copy, made in one go, whoever goes on adding."""
+        return list(self._spans)
+
+    @property
+    def samples(self) -> list[Sample]:
+        """All samples kept, in the order they came."""
+        return list(self._samples)
+
+    @property
+    def steps(self) -> list[tuple[float, float]]:
+        """(began, ended) of each step whose end was marked."""
+        return list(pairwise(self._marks))
+
+    def busy_s(self, lane: str, since: float, until: float) -> float:
+        """Return the seconds between `since` and `until` in which at least one span of `lane` ran."""
+        return busy_s((one for one in self.spans if one.lane == lane), since, until)
+
+    def stalls_s(self, since: float, until: float) -> dict[str, float]:
+        """Return the seconds that the thread that computes waited, by cause, longest first."""
+        causes: dict[str, float] = {}
+        for one in self.spans:
+            spent = min(one.ended_s, until) - max(one.began_s, since)
+            if one.lane == "stall" and spent > 0:
+                causes[one.name] = causes.get(one.name, 0.0) + spent
+        return dict(sorted(causes.items(), key=lambda cause: -cause[1]))
+
+
+def busy_s(spans: Iterable[Span], since: float, until: float) -> float:
+    """Return the seconds between `since` and `until` in which at least one of `spans` ran."""
+    busy, end = 0.0, since
+    for one in sorted(spans, key=lambda span: span.began_s):
+        began, ended = max(one.began_s, end), min(one.ended_s, until)
+        if ended > began:
+            busy += ended - began
+            end = ended
+    return busy
+
+
+def rows(spans: Iterable[Span]) -> list[list[Span]]:
+    """Spread spans over as few rows as leave no overlap within one: each goes to the first that is free."""
+    filled: list[list[Span]] = []
+    for one in sorted(spans, key=lambda span: (span.began_s, span.ended_s)):
+        row = next((row for row in filled if row[-1].ended_s <= one.began_s), None)
+        if row is None:
+            filled.append(row := [])
+        row.append(one)
+    return filled
+
+
+def lanes_of(spans: Iterable[Span]) -> list[str]:
+    """Name the lanes that occur, the known ones first."""
+    there = dict.fromkeys(one.lane for one in spans)
+    return [*(lane for lane in LANES if lane in there), *(lane for lane in there if lane not in LANES)]
+
+
+# Chrome's format, which Perfetto reads: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+
+
+def trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """Yield a timeline as the events that chrome://tracing and ui.perfetto.dev show."""
+    spans, samples, steps = timeline.spans, timeline.samples, timeline.steps
+    moments = [one.began_s for one in spans] + [one.when_s for one in samples] + [one for one, _ in steps]
+    origin = min(moments, default=0.0)
+    steps_lane = [Span("steps", f"step {number}", *step) for number, step in enumerate(steps, 1)]
+    row_id = 0
+    for lane in ["steps", *lanes_of(spans)]:
+        of_lane = steps_lane if lane == "steps" else [one for one in spans if one.lane == lane]
+        filled = rows(of_lane)
+        for number, row in enumerate(filled, 1):
+            yield from _named_row(row_id, lane if len(filled) == 1 else f"{lane} {number}")
+            yield from (_complete(row_id, one, origin) for one in row)
+            row_id += 1
+        yield from _in_flight(lane, of_lane, origin)
+    for sample in samples:
+        for key, value in sample.values.items():
+            yield _counter(f"{sample.name}: {key}", sample.when_s - origin, value)
+
+
+def _named_row(row: int, name: str) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": name}}
+    yield {"ph": "M", "pid": 0, "tid": row, "name": "thread_sort_index", "args": {"sort_index": row}}
+
+
+def _complete(row: int, one: Span, origin: float) -> dict[str, Any]:
+    """One span; times in microseconds from the origin."""
+    event: dict[str, Any] = {"ph": "X", "pid": 0, "tid": row, "name": one.name, "cat": one.lane}
+    event |= {"ts": _us(one.began_s - origin), "dur": _us(one.ended_s - one.began_s)}
+    return event | {"args": {"bytes": one.nbytes}} if one.nbytes else event
+
+
+def _us(seconds: float) -> float:
+    """Return microseconds, to the nanosecond: further digits are noise, and most of the file."""
+    return round(seconds * 1e6, 3)
+
+
+def _counter(name: str, when_s: float, value: int) -> dict[str, Any]:
+    return {"ph": "C", "pid": 0, "name": name, "ts": _us(when_s), "args": {"bytes": value}}
+
+
+def _in_flight(lane: str, spans: Sequence[Span], origin: float) -> Iterator[dict[str, Any]]:
+    """Count the bytes under way on a lane that moves any."""
+    changes = [(one.began_s, one.nbytes) for one in spans] + [(one.ended_s, -one.nbytes) for one in spans]
+    flying = 0
+    for when_s, change in sorted(changes):
+        flying += change
+        if change:
+            yield _counter(f"bytes in flight: {lane}", when_s - origin, flying)
+
+
+def write_chrome_trace(timeline: Timeline, path: Path) -> None:
+    """Write a timeline for chrome://tracing or ui.perfetto.dev, whole or not at all; an event per line.
+
+    Raises: FileExistsError where `path` exists; OSError where it cannot be written.
+    """
+    with new_file(path) as file:  # event by event: all of them at once would take a multiple of their spans
+        start = f'{{"displayTimeUnit": "ms", "otherData": {{"dropped": {timeline.dropped}}}, "traceEvents": ['
+        file.write(start.encode())
+        for number, event in enumerate(trace_events(timeline)):
+            file.write(b",\n" if number else b"\n")
+            file.write(json.dumps(event, separators=(",", ":")).encode())
+        file.write(b"\n]}\n")
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """Write a file that is there in the end, whole, or, after an error, not at all.
+
+    Raises: FileExistsError where `path` exists; OSError where it cannot be written.
+    """
+    if path.exists():
+        raise FileExistsError(errno.EEXIST, "File exists, and is not overwritten", str(path))
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with part.open("wb") as file:
+            yield file
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,128 @@
+/* The steps on small moments: each piece is widened into the caches, goes through the fp32 kernel,
+ * and is rounded back.  See [Note: small moments] in kernels.h. */
+#include "internal.h"
+
+_Static_assert(BLOCK_NUMEL % STATE_BLOCK == 0, "the pool must not cut a block that shares a scale");
+
+/* One call's arguments; grad_bf16 or grad_f32 is NULL. */
+struct step_args {
+    const struct isa *isa;
+    uint16_t *hi;
+    int16_t *lo;
+    void *m, *v;
+    float *scale;
+    const uint16_t *grad_bf16;
+    const float *grad_f32;
+    const struct infinity_adamw *scalars;
+    uint64_t key, first;
+};
+
+/* The fp32 step on elements [i, i + n), whose moments stand in m and v. */
+static void step_on(const struct step_args *a, size_t i, size_t n, float *m, float *v) {
+    if (a->grad_bf16 != NULL)
+        a->isa->adamw_bf16(n, a->hi + i, a->lo + i, m, v, a->grad_bf16 + i, a->scalars);
+    else
+        a->isa->adamw_f32(n, a->hi + i, a->lo + i, m, v, a->grad_f32 + i, a->scalars);
+}
+
+static size_t piece_at(size_t i, size_t end) {
+    return end - i < STATE_BLOCK ? end - i : STATE_BLOCK;
+}
+
+static void adamw16_block(const void *args, size_t first, size_t count) {
+    const struct step_args *a = args;
+    _Alignas(64) float m_f32[STATE_BLOCK], v_f32[STATE_BLOCK];
+    for (size_t i = first; i < first + count; i += STATE_BLOCK) {
+        size_t n = piece_at(i, first + count);
+        uint16_t *m = (uint16_t *)a->m + i, *v = (uint16_t *)a->v + i;
+        a->isa->widen(n, m, m_f32);
+        a->isa->widen(n, v, v_f32);
+        step_on(a, i, n, m_f32, v_f32);
+        a->isa->narrow_moments(n, m_f32, v_f32, m, v, a->key, (uint32_t)(a->first + i));
+    }
+}
+
+static void adamw8_block(const void *args, size_t first, size_t count) {
+    const struct step_args *a = args;
+    _Alignas(64) float m_f32[STATE_BLOCK], v_f32[STATE_BLOCK];
+    for (size_t i = first; i < first + count; i += STATE_BLOCK) {
+        size_t n = piece_at(i, first + count);
+        uint8_t *m = (uint8_t *)a->m + i, *v = (uint8_t *)a->v + i;
+        float *scale = a->scale + i / STATE_BLOCK * 2;
+        a->isa->dequantize(n, m, v, scale, m_f32, v_f32);
+        step_on(a, i, n, m_f32, v_f32);
+        a->isa->quantize_noisily(n, m_f32, v_f32, m, v, scale, a->key, (uint32_t)(a->first + i));
+    }
+}
+
+void infinity_adamw16_bf16(size_t n, uint16_t *hi, int16_t *lo, uint16_t *m, uint16_t *v,
+                           const uint16_t *grad, const struct infinity_adamw *scalars, uint64_t key,
+                           uint64_t first) {
+    struct step_args args = {
+        current_isa(), hi, lo, m, v, NULL, grad, NULL, scalars, key, first};
+    run_blocks(adamw16_block, &args, n, BLOCK_NUMEL);
+}
+
+void infinity_adamw16_f32(size_t n, uint16_t *hi, int16_t *lo, uint16_t *m, uint16_t *v,
+                          const float *grad, const struct infinity_adamw *scalars, uint64_t key,
+                          uint64_t first) {
+    struct step_args args = {
+        current_isa(), hi, lo, m, v, NULL, NULL, grad, scalars, key, first};
+    run_blocks(adamw16_block, &args, n, BLOCK_NUMEL);
+}
+
+void infinity_adamw8_bf16(size_t n, uint16_t *hi, int16_t *lo, uint8_t *m, uint8_t *v, float *scale,
+                          const uint16_t *grad, const struct infinity_adamw *scalars, uint64_t key,
+                          uint64_t first) {
+    struct step_args args = {
+        current_isa(), hi, lo, m, v, scale, grad, NULL, scalars, key, first};
+    run_blocks(adamw8_block, &args, n, BLOCK_NUMEL);
+}
+
+void infinity_adamw8_f32(size_t n, uint16_t *hi, int16_t *lo, uint8_t *m, uint8_t *v, float *scale,
+                         const float *grad, const struct infinity_adamw *scalars, uint64_t key,
+                         uint64_t first) {
+    struct step_args args = {
+        current_isa(), hi, lo, m, v, scale, NULL, grad, scalars, key, first};
+    run_blocks(adamw8_block, &args, n, BLOCK_NUMEL);
+}
+
+struct quantize_args {
+    const struct isa *isa;
+    const float *m_f32, *v_f32;
+    uint8_t *m, *v;
+    float *scale;
+};
+
+static void quantize_block(const void *args, size_t first, size_t count) {
+    const struct quantize_args *a = args;
+    for (size_t i = first; i < first + count; i += STATE_BLOCK)
+        a->isa->quantize(piece_at(i, first + count), a->m_f32 + i, a->v_f32 + i, a->m + i,
+                         a->v + i, a->scale + i / STATE_BLOCK * 2);
+}
+
+void infinity_quantize(size_t n, const float *m_f32, const float *v_f32, uint8_t *m, uint8_t *v,
+                       float *scale) {
+    struct quantize_args args = {current_isa(), m_f32, v_f32, m, v, scale};
+    run_blocks(quantize_block, &args, n, BLOCK_NUMEL);
+}
+
+struct dequantize_args {
+    const struct isa *isa;
+    const uint8_t *m, *v;
+    const float *scale;
+    float *m_f32, *v_f32;
+};
+
+static void dequantize_block(const void *args, size_t first, size_t count) {
+    const struct dequantize_args *a = args;
+    for (size_t i = first; i < first + count; i += STATE_BLOCK)
+        a->isa->dequantize(piece_at(i, first + count), a->m + i, a->v + i,
+                           a->scale + i / STATE_BLOCK * 2, a->m_f32 + i, a->v_f32 + i);
+}
+
+void infinity_dequantize(size_t n, const uint8_t *m, const uint8_t *v, const float *scale,
+                         float *m_f32, float *v_f32) {
+    struct dequantize_args args = {current_isa(), m, v, scale, m_f32, v_f32};
+    run_blocks(dequantize_block, &args, n, BLOCK_NUMEL);
+}

@@ -1,0 +1,157 @@
+/* The small moments, 16 elements at a time.  See [Note: small moments] in kernels.h. */
+#include "moments.h"
+
+#ifdef INFINITY_X86
+#include <immintrin.h>
+
+#include "cast_avx512.h"
+
+TARGET_AVX512 static inline __m512i all16(uint32_t value) {
+    return _mm512_set1_epi32((int)value);
+}
+
+/* noise_of, for counter, counter + 1, ... */
+TARGET_AVX512 static inline __m512i noise16(uint64_t key, uint32_t counter) {
+    __m512i lanes_u32x16 =
+        _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    __m512i x = _mm512_add_epi32(lanes_u32x16, all16(counter + (uint32_t)(key & 0xFFFFFFFFu)));
+    x = _mm512_xor_si512(x, _mm512_srli_epi32(x, 16));
+    x = _mm512_mullo_epi32(x, all16(NOISE_FACTOR_1));
+    x = _mm512_xor_si512(x, _mm512_srli_epi32(x, 13));
+    x = _mm512_add_epi32(x, all16((uint32_t)(key >> 32)));
+    x = _mm512_mullo_epi32(x, all16(NOISE_FACTOR_2));
+    return _mm512_xor_si512(x, _mm512_srli_epi32(x, 16));
+}
+
+TARGET_AVX512 static inline __m512i m_noise16(__m512i noise) {
+    return _mm512_or_si512(_mm512_slli_epi32(_mm512_and_si512(noise, all16(0xFFFF)), 4), all16(8));
+}
+
+TARGET_AVX512 static inline __m512i v_noise16(__m512i noise) {
+    return _mm512_or_si512(_mm512_slli_epi32(_mm512_srli_epi32(noise, 16), 4), all16(8));
+}
+
+/* The bits of 16 fp32, NaNs made one. */
+TARGET_AVX512 static inline __m512i bits16(const float *address) {
+    return _mm512_castps_si512(canonical16(_mm512_loadu_ps(address)));
+}
+
+/* The same of what adamw has stored: NaNs are one already. */
+TARGET_AVX512 static inline __m512i stored16(const float *address) {
+    return _mm512_loadu_si512(address);
+}
+
+TARGET_AVX512 static inline __m512i sizes16(__m512i bits) {
+    return _mm512_and_si512(bits, all16(SIZE_MASK));
+}
+
+TARGET_AVX512 static inline __m256i bf16_noisily16(__m512i bits, __m512i noise) {
+    __mmask16 below = _mm512_cmplt_epu32_mask(sizes16(bits), all16(BF16_MAX));
+    __m512i moved = _mm512_mask_add_epi32(bits, below, bits, noise);
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(moved, 16));
+}
+
+TARGET_AVX512 void narrow_moments_avx512(size_t n, const float *restrict m_f32,
+                                         const float *restrict v_f32, uint16_t *restrict m,
+                                         uint16_t *restrict v, uint64_t key, uint32_t counter) {
+    size_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        __m512i noise = noise16(key, counter + (uint32_t)i);
+        __m512i m_noise = _mm512_and_si512(noise, all16(0xFFFF));
+        __m512i v_noise = _mm512_srli_epi32(noise, 16);
+        _mm256_storeu_si256((__m256i *)(m + i), bf16_noisily16(stored16(m_f32 + i), m_noise));
+        _mm256_storeu_si256((__m256i *)(v + i), bf16_noisily16(stored16(v_f32 + i), v_noise));
+    }
+    narrow_moments_scalar(n - i, m_f32 + i, v_f32 + i, m + i, v + i, key, counter + (uint32_t)i);
+}
+
+TARGET_AVX512 void dequantize_avx512(size_t n, const uint8_t *restrict m,
+                                     const uint8_t *restrict v, const float *restrict scale,
+                                     float *restrict m_f32, float *restrict v_f32) {
+    struct grids grids = grids_of(load_u32(scale), load_u32(scale + 1));
+    size_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        __m512i m_u32x16 = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(m + i)));
+        __m512i v_u32x16 = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(v + i)));
+        __m512i sign = _mm512_slli_epi32(_mm512_srli_epi32(m_u32x16, 7), 31);
+        __m512i c = _mm512_and_si512(m_u32x16, all16(M_CODES));
+        __m512i size = _mm512_maskz_add_epi32(_mm512_test_epi32_mask(c, c), all16(grids.m_base),
+                                              _mm512_slli_epi32(c, GRID_SHIFT));
+        _mm512_storeu_si512(m_f32 + i, _mm512_or_si512(sign, size));
+        size = _mm512_maskz_add_epi32(_mm512_test_epi32_mask(v_u32x16, v_u32x16),
+                                      all16(grids.v_base), _mm512_slli_epi32(v_u32x16, GRID_SHIFT));
+        _mm512_storeu_si512(v_f32 + i, size);
+    }
+    dequantize_scalar(n - i, m + i, v + i, scale, m_f32 + i, v_f32 + i);
+}
+
+TARGET_AVX512 static inline struct largest largest16(size_t n, const float *m_f32,
+                                                     const float *v_f32) {
+    __m512i m_u32x16 = _mm512_setzero_si512(), v_u32x16 = _mm512_setzero_si512();
+    size_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        m_u32x16 = _mm512_max_epu32(m_u32x16, sizes16(stored16(m_f32 + i)));
+        v_u32x16 = _mm512_max_epu32(v_u32x16, sizes16(stored16(v_f32 + i)));
+    }
+    struct largest found = {_mm512_reduce_max_epu32(m_u32x16), _mm512_reduce_max_epu32(v_u32x16)};
+    return largest_of(n - i, m_f32 + i, v_f32 + i, found);
+}
+
+/* Grid steps from base to the rounded size: at most 1 for a size below the smallest code. */
+TARGET_AVX512 static inline __m512i steps16(__m512i size, uint32_t base, __m512i noise) {
+    __mmask16 below = _mm512_cmplt_epu32_mask(size, all16(GRID_MAX));
+    __m512i moved = _mm512_mask_add_epi32(size, below, size, noise);
+    return _mm512_srai_epi32(_mm512_sub_epi32(moved, all16(base)), GRID_SHIFT);
+}
+
+TARGET_AVX512 static inline __m128i m_codes16(__m512i bits, uint32_t base, __m512i noise) {
+    __m512i size = sizes16(bits);
+    uint32_t smallest = base + GRID_STEP;
+    __mmask16 is_small = _mm512_cmplt_epu32_mask(size, all16(smallest));
+    __m512 rest = _mm512_cvtepi32_ps(_mm512_sub_epi32(all16(GRID_STEP), noise));
+    __m512 threshold = _mm512_mul_ps(rest, _mm512_set1_ps(f32_of(smallest) * 0x1p-20f));
+    __mmask16 up = _mm512_mask_cmpge_epu32_mask(is_small, size, _mm512_castps_si512(threshold));
+    __m512i code = _mm512_mask_mov_epi32(steps16(size, base, noise), is_small, all16(0));
+    code = _mm512_mask_mov_epi32(code, up, all16(1));
+    __m512i sign = _mm512_and_si512(_mm512_srli_epi32(bits, 24), all16(0x80));
+    return _mm512_cvtepi32_epi8(_mm512_or_si512(sign, code));
+}
+
+TARGET_AVX512 static inline __m128i v_codes16(__m512i bits, uint32_t base, __m512i noise) {
+    __m512i size = sizes16(bits);
+    __mmask16 is_some = _mm512_test_epi32_mask(size, size);
+    return _mm512_cvtepi32_epi8(
+        _mm512_maskz_max_epi32(is_some, steps16(size, base, noise), all16(1)));
+}
+
+TARGET_AVX512 void quantize_avx512(size_t n, const float *restrict m_f32,
+                                   const float *restrict v_f32, uint8_t *restrict m,
+                                   uint8_t *restrict v, float *restrict scale) {
+    struct grids grids = store_scales(scale, largest16(n, m_f32, v_f32));
+    size_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        __m128i m_u8x16 = m_codes16(bits16(m_f32 + i), grids.m_base, all16(HALF_STEP));
+        __m128i v_u8x16 = v_codes16(bits16(v_f32 + i), grids.v_base, all16(HALF_STEP));
+        _mm_storeu_si128((__m128i *)(m + i), m_u8x16);
+        _mm_storeu_si128((__m128i *)(v + i), v_u8x16);
+    }
+    encode_scalar(n - i, m_f32 + i, v_f32 + i, m + i, v + i, grids);
+}
+
+TARGET_AVX512 void quantize_noisily_avx512(size_t n, const float *restrict m_f32,
+                                           const float *restrict v_f32, uint8_t *restrict m,
+                                           uint8_t *restrict v, float *restrict scale, uint64_t key,
+                                           uint32_t counter) {
+    struct grids grids = store_scales(scale, largest16(n, m_f32, v_f32));
+    size_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        __m512i noise = noise16(key, counter + (uint32_t)i);
+        __m128i m_u8x16 = m_codes16(stored16(m_f32 + i), grids.m_base, m_noise16(noise));
+        __m128i v_u8x16 = v_codes16(stored16(v_f32 + i), grids.v_base, v_noise16(noise));
+        _mm_storeu_si128((__m128i *)(m + i), m_u8x16);
+        _mm_storeu_si128((__m128i *)(v + i), v_u8x16);
+    }
+    encode_noisily_scalar(n - i, m_f32 + i, v_f32 + i, m + i, v + i, grids, key,
+                          counter + (uint32_t)i);
+}
+#endif

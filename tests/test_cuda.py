@@ -1,0 +1,134 @@
+"""Pinned memory and the buffers of downloads. Trusted: torch's word on who shares a storage; torch.cuda is
+faked.
+"""
+
+import contextlib
+import gc
+import logging
+import threading
+import time
+
+import pytest
+import torch
+
+from infinity.cuda import TorchStreams
+from infinity.device import CudaDevice
+from streams import RecordedStreams
+
+
+@pytest.fixture
+def streams():
+    return RecordedStreams()
+
+
+@pytest.fixture
+def device(streams):
+    return CudaDevice(torch.device("cpu"), streams)
+
+
+def test_in_the_steady_state_no_buffer_is_allocated(device, streams):
+    sizes = (3, 5, 3, 700)
+    for _ in range(4):
+        found = [device.to_host(torch.full((size,), float(size))) for size in sizes]
+        assert [one[0].item() for one in found] == [3, 5, 3, 700]
+        del found
+    assert device.memory.made == len(sizes)
+    assert sorted(streams.locked.values()) == [12, 12, 20, 2800]
+
+
+def test_a_buffer_is_lent_while_anything_shares_its_memory(device):
+    kept = device.to_host(torch.ones(4))[2:].view(1, 2)
+    other = device.to_host(torch.zeros(4))
+    assert device.memory.made == 2
+    assert kept.tolist() == [[1, 1]]
+    del kept, other
+    gc.collect()
+    assert device.memory.free_nbytes == 32
+    again = device.to_host(torch.ones(4))
+    assert device.memory.free_nbytes == 16
+    del again
+
+
+def test_free_buffers_stay_within_their_limit_and_the_longest_idle_goes_first(device, streams):
+    device.memory.spare_nbytes = 40
+    first, second = device.to_host(torch.ones(4)), device.to_host(torch.ones(6))
+    del first
+    assert device.memory.free_nbytes == 16
+    del second
+    assert device.memory.free_nbytes == 40
+    third = device.to_host(torch.ones(1))
+    del third
+    assert device.memory.free_nbytes == 28
+    assert sorted(streams.locked.values()) == [4, 24]
+
+
+def test_a_buffer_is_not_unlocked_under_a_download(device, streams):
+    device.memory.spare_nbytes = 0
+    download = device.download(torch.ones(3))
+    del download  # nobody waited; unlocking is an access that RecordedStreams orders
+    assert streams.locked == {}
+
+
+# Pinning
+
+
+def test_memory_is_pinned_to_the_byte_and_unpinned_at_the_end(device, streams):
+    device.pin(4096, 12345)
+    device.pin(1 << 20, 100)
+    assert streams.locked == {4096: 12345, 1 << 20: 100}
+    device.unpin(1 << 20)
+    device.unpin(77)
+    held = device.to_host(torch.ones(3))
+    assert device.pageable_reason == ""
+    device.close()
+    assert streams.locked == {}
+    assert held.tolist() == [1, 1, 1]
+    del held
+    assert device.memory.free_nbytes == 0
+
+
+def test_what_cannot_be_pinned_is_said_once_and_copied_all_the_same(caplog):
+    device = CudaDevice(torch.device("cpu"), RecordedStreams("out of memory (2)"))
+    with caplog.at_level(logging.WARNING, "infinity"):
+        device.pin(4096, 1 << 20)
+        assert device.to_host(torch.ones(3)).tolist() == [1, 1, 1]
+    assert len(caplog.records) == 1
+    assert "1.0 MiB of host memory cannot be page-locked: out of memory (2)" in caplog.text
+    assert "ulimit -l unlimited" in caplog.text
+    assert device.pageable_reason == "out of memory (2)"
+    device.close()
+
+
+class Runtime:
+    """Stands in for torch.cuda.cudart(): takes its time, and says in which thread."""
+
+    def __init__(self, code):
+        self.code, self.calls = code, []
+
+    def _call(self, *what):
+        time.sleep(0.01)
+        self.calls.append((threading.current_thread().name, *what))
+        return self.code
+
+    def cudaHostRegister(self, address, nbytes, flags):  # noqa: N802
+        return self._call(address, nbytes)
+
+    def cudaHostUnregister(self, address):  # noqa: N802
+        return self._call(address)
+
+    def cudaError(self, code):  # noqa: N802
+        return code
+
+    def cudaGetErrorString(self, code):  # noqa: N802
+        return f"error {code}"
+
+
+@pytest.mark.parametrize(("code", "failure"), [(0, ""), (2, "error 2 (2)")])
+def test_what_cuda_remembers_of_a_refusal_stays_in_a_thread_of_its_own(monkeypatch, code, failure):
+    runtime = Runtime(code)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    streams = TorchStreams(torch.device("cuda:0"))
+    assert streams.lock(4096, 100) == failure
+    streams.unlock(4096)
+    assert runtime.calls == [("infinity-pin", 4096, 100), ("infinity-unpin", 4096)]

@@ -1,0 +1,256 @@
+"""The measurement of a disk and its cache. Trusts the clock and the disk; how fast it is does not matter."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from infinity import aio, disk
+from infinity.errors import UnsupportedError
+
+pytestmark = pytest.mark.disk
+
+SPEED = disk.DiskSpeed(1e9, 2e9, 2.5e9, 16, 1 << 18, "threads", "2026-05-01")
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    """Measuring is on, and short; nothing is cached yet."""
+    place = tmp_path / "cache" / "infinity"
+    monkeypatch.setenv("INFINITY_CACHE", str(place))
+    monkeypatch.delenv("INFINITY_MEASURE")
+    monkeypatch.delenv("INFINITY_AIO", raising=False)
+    for name in ("_FILL_S", "_TRIAL_S", "_ALONE_S"):
+        monkeypatch.setattr(disk, name, 0.01)
+    monkeypatch.setattr(disk, "_FILE_NBYTES", 32 << 20)
+    return place
+
+
+def available(folder, kind):
+    try:
+        aio.open_engine(folder, kind).close()
+    except aio.EngineUnavailableError as error:
+        pytest.skip(str(error))
+
+
+# Measuring
+
+
+@pytest.mark.parametrize("kind", ["io_uring", "threads"])
+def test_a_measurement_is_kept_for_all_folders_of_the_filesystem_and_leaves_no_file(folder, kind):
+    available(folder, kind)
+    (folder / "below").mkdir()
+    speed = disk.measure(str(folder), kind)
+    assert min(speed.read, speed.write, speed.mixed) > 0
+    assert speed.engine == kind
+    assert (speed.piece_nbytes, speed.depth) in disk._CHOICES[kind]
+    assert disk.measured(str(folder / "below"), kind) == speed
+    assert [path.name for path in folder.iterdir()] == ["below"]
+
+
+def test_a_start_measures_once(folder, monkeypatch):
+    first = disk.speed_of(str(folder))
+    monkeypatch.setattr(disk, "_measure", lambda *_: pytest.fail("measured again"))
+    assert disk.speed_of(str(folder)) == first
+    assert first.mixed > 0
+
+
+def test_measuring_again_replaces_what_was_kept(folder):
+    disk._keep(str(folder), SPEED)
+    assert disk.measure(str(folder), "threads") != SPEED
+    assert disk.measured(str(folder), "threads") != SPEED
+
+
+def test_mixed_means_reads_and_writes_half_and_half(folder):
+    memory = aio.AlignedMemory(disk._MEMORY_NBYTES)
+    with aio.open_engine(folder) as engine, engine.open_nameless(folder) as file:
+        file.allocate(0, 32 << 20)
+        before = engine.statistics()
+        moved, _ = disk._move(engine, file, memory, "rw", 32 << 20, 60.0, 96 << 20)
+        after = engine.statistics()
+    assert moved == 96 << 20
+    assert after.bytes_read - before.bytes_read == after.bytes_written - before.bytes_written == 48 << 20
+
+
+def test_of_equal_rates_the_one_with_least_in_flight_is_taken():
+    rates = {(32, 1 << 20): 2.00e9, (16, 1 << 20): 1.96e9, (8, 4 << 20): 2.02e9, (8, 1 << 20): 1.5e9}
+    assert disk._best(rates) == (1.96e9, 16, 1 << 20)
+    assert disk._best({**rates, (64, 1 << 18): 1.96e9}) == (1.96e9, 64, 1 << 18)
+
+
+# What hinders it
+
+
+class Full:
+    f_blocks, f_bavail, f_frsize = 10**6, 100, 4096
+
+
+@pytest.fixture
+def full(monkeypatch):
+    monkeypatch.setattr(disk.os, "statvfs", lambda _: Full)
+
+
+@pytest.mark.usefixtures("full")
+def test_too_little_room_is_an_error_with_the_numbers(folder):
+    with pytest.raises(aio.StorageFullError, match=str(folder)) as caught:
+        disk.measure(str(folder))
+    assert (caught.value.needed, caught.value.free) == (128 << 20, 409600)
+
+
+@pytest.mark.usefixtures("full")
+def test_a_start_goes_on_with_defaults_where_measuring_fails_and_says_why(folder, caplog):
+    with caplog.at_level(logging.WARNING, "infinity"):
+        speed = disk.speed_of(str(folder), "threads")
+    assert speed == disk.DiskSpeed(0, 0, 0, 8, 1 << 20, "threads", "")
+    assert "No space left" in caplog.text
+    assert "8 requests of 1.0 MiB" in caplog.text
+
+
+def test_a_folder_that_is_not_there_is_named(folder, caplog):
+    missing = str(folder / "missing")
+    with pytest.raises(FileNotFoundError, match="missing"):
+        disk.measure(missing)
+    assert disk.measured(missing) is None
+    assert disk.speed_of(missing).mixed == 0
+    assert "missing" in caplog.text
+
+
+def test_the_page_cache_is_not_measured(folder, caplog):
+    with pytest.raises(UnsupportedError, match="page cache"):
+        disk.measure(str(folder), "buffered")
+    assert disk.speed_of(str(folder), "buffered") == disk.default_speed("buffered")
+    assert caplog.text == ""
+
+
+def test_measuring_at_start_can_be_switched_off_and_the_cache_is_read_all_the_same(
+    folder, monkeypatch, caplog
+):
+    monkeypatch.setenv("INFINITY_MEASURE", "0")
+    assert disk.speed_of(str(folder), "threads") == disk.default_speed("threads")
+    disk._keep(str(folder), SPEED)
+    assert disk.speed_of(str(folder), "threads") == SPEED
+    assert caplog.text == ""
+
+
+# The cache
+
+
+def test_each_engine_has_its_own_entry_and_the_best_one_is_shown(folder, monkeypatch):
+    disk._keep(str(folder), SPEED)
+    assert disk.measured(str(folder), "io_uring") is None
+    assert disk.measured(str(folder)) == SPEED
+    ring = disk.DiskSpeed(1e9, 2e9, 3e9, 32, 1 << 20, "io_uring", "2026-05-02")
+    disk._keep(str(folder), ring)
+    assert disk.measured(str(folder)) == ring
+    monkeypatch.setenv("INFINITY_AIO", "threads")
+    assert disk.measured(str(folder)) == SPEED
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe",
+        b"nonsense",
+        b"[1, 2]",
+        b"[" * 100_000,
+        b'{"KEY": 1}',
+        b'{"KEY": {"read": 1}}',
+        *(
+            json.dumps({"KEY": {**disk.asdict(SPEED), name: value}}).encode()
+            for name, value in [
+                ("read", float("nan")),
+                ("mixed", -1),
+                ("write", "fast"),
+                ("depth", 0),
+                ("depth", 8.5),
+                ("depth", 10**6),
+                ("piece_nbytes", 1000),
+                ("piece_nbytes", None),
+                ("engine", "magic"),
+                ("date", 7),
+                ("colour", "red"),
+            ]
+        ),
+    ],
+)
+def test_a_damaged_cache_counts_as_empty_and_is_replaced(folder, cache, content):
+    key = f"{disk._identity(str(folder))} threads"
+    cache.mkdir(parents=True)
+    (cache / "disks.json").write_bytes(content.replace(b"KEY", key.encode()))
+    assert disk.measured(str(folder), "threads") is None
+    disk._keep(str(folder), SPEED)
+    assert disk.measured(str(folder), "threads") == SPEED
+    assert [path.name for path in cache.iterdir()] == ["disks.json"]
+
+
+def test_a_cache_that_cannot_be_written_is_logged_and_no_more(folder, monkeypatch, tmp_path, caplog):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("INFINITY_CACHE", str(tmp_path / "file" / "below"))
+    assert disk.speed_of(str(folder)).mixed > 0
+    assert "not kept for the next start" in caplog.text
+
+
+def test_the_cache_is_where_such_files_belong(monkeypatch, tmp_path):
+    monkeypatch.delenv("INFINITY_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert disk._cache_folder() == tmp_path / "xdg" / "infinity"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert disk._cache_folder() == tmp_path / ".cache" / "infinity"
+
+
+SECOND = """
+import sys
+from infinity import disk
+print("ready", flush=True)
+print(disk.speed_of(sys.argv[1], "threads").date)
+"""
+
+
+def test_of_two_processes_that_start_one_measures_and_the_other_takes_its_result(folder):
+    with disk._alone():
+        command = [sys.executable, "-c", SECOND, str(folder)]
+        second = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert second.stdout.readline() == "ready\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            second.wait(1)
+        disk._keep(str(folder), SPEED)
+    assert second.communicate(timeout=60)[0] == f"{SPEED.date}\n"
+    assert second.returncode == 0
+
+
+WRITER = """
+import sys
+from dataclasses import replace
+from infinity import disk
+speed = disk.DiskSpeed(1, 1, 1, 16, 4096, "threads", "")
+for number in range(30):
+    with disk._alone():
+        disk._keep(sys.argv[1], replace(speed, engine=sys.argv[2], depth=number + 1))
+"""
+
+
+def test_a_cache_written_by_two_processes_at_once_can_be_read_at_any_moment_and_loses_nothing(folder):
+    disk._keep(str(folder), SPEED)
+    commands = [[sys.executable, "-c", WRITER, str(folder), kind] for kind in ("threads", "io_uring")]
+    writers = [subprocess.Popen(command) for command in commands]
+    seen = 0
+    while any(writer.poll() is None for writer in writers):
+        assert disk.measured(str(folder)) is not None
+        seen += 1
+        time.sleep(0.005)
+    assert [writer.returncode for writer in writers] == [0, 0]
+    assert seen > 0
+    assert [disk.measured(str(folder), kind).depth for kind in ("threads", "io_uring")] == [30, 30]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_folder_is_refused(folder):
+    folder.chmod(0o500)
+    with pytest.raises(OSError, match=str(folder)):
+        disk.measure(str(folder))

@@ -1,0 +1,64 @@
+"""Training through the CUDA device with streams that copy as late as their events allow, beside training in
+memory. Trusted: the reference recipe, and LateStreams, which stands in for torch.cuda.
+"""
+
+import pytest
+import torch
+
+import models
+from infinity import engine as engine_module
+from infinity.device import CudaDevice
+from infinity.engine import engine_of_model
+from streams import LateStreams
+
+pytestmark = pytest.mark.disk
+
+SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def repeatable():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(mode=True)
+    yield
+    torch.use_deterministic_algorithms(mode=False)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def late(monkeypatch):
+    streams = LateStreams()
+    device = CudaDevice(torch.device("cpu"), streams)
+    monkeypatch.setattr(engine_module, "open_device", lambda *_: device)
+    return streams
+
+
+def both(folder, memory, update, **settings):
+    init = {"nvme": folder, "host_memory": memory}
+    return models.both("llama", {**SETTINGS, **settings}, init, update=update)
+
+
+@pytest.mark.parametrize("memory", ["128KiB", "64MiB"])
+@pytest.mark.parametrize(
+    ("update", "accumulate", "settings"),
+    [("backward", 1, {}), ("forward", 1, {"max_norm": 0.5}), ("forward", 2, {})],
+    ids=["backward", "clipped", "accumulated"],
+)
+def test_nothing_is_read_or_used_again_before_its_copy_is_over(
+    folder, late, memory, update, accumulate, settings
+):
+    ours, plain = both(folder, memory, update, **settings)
+    losses = [models.train(*one[:2], 6, accumulate, schedule=one[2]) for one in (ours, plain)]
+    assert losses[0] == losses[1]
+    models.assert_same_state(ours[0], ours[1], plain[0], plain[1])
+    assert late.copies > 0
+
+
+def test_downloads_allocate_nothing_in_the_steady_state(folder, late):
+    (model, optimizer, _), _ = both(folder, "64MiB", "backward")
+    models.train(model, optimizer, 3)
+    memory = engine_of_model(model).device.memory
+    made = memory.made
+    models.train(model, optimizer, 3, first=3)
+    assert memory.made == made

@@ -1,0 +1,149 @@
+"""What a run shows and leaves behind: log, table, curve, progress. The steps are made up."""
+
+import builtins
+import json
+import sys
+
+import pytest
+from rich.console import Console
+
+from infinity.report import Meter, Progress, Run, Step, StepLog, plot_loss, typical
+from infinity.stats import Stats
+
+
+def test_the_first_steps_and_every_nth_are_logged(tmp_path):
+    log = StepLog(tmp_path / "log", every=3)
+    for number in range(1, 8):
+        log.write(step(number))
+    log.close()
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 3, 6]
+
+
+def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path):
+    log = StepLog(tmp_path / "log")
+    log.write(step(1))
+    assert json.loads((tmp_path / "log").read_text())["loss"] == 2.5
+    log.close()
+    with pytest.raises(FileExistsError):
+        StepLog(tmp_path / "log")
+
+
+def step(number: int, **values: object) -> Step:
+    fields = {"loss": 2.5, "lr": 0.1, "grad_norm": None, "seconds": 0.5, "tokens_per_second": 10.0}
+    nbytes = dict.fromkeys(
+        ("nvme_read_nbytes", "nvme_written_nbytes", "rss_nbytes", "budget_held_nbytes"), 1000
+    )
+    return Step(step=number, **{**fields, **nbytes, **values})
+
+
+def test_the_table_of_a_run_leaves_the_first_step_out_of_what_is_typical():
+    run = Run("1m", parameters=1000, peak_nbytes=6000)
+    run.steps = [step(1, seconds=100.0), *(step(number) for number in (2, 3, 4))]
+    console = Console(width=160, record=True, quiet=True)
+    with console.capture():
+        pass
+    wide = Console(width=160, file=None, record=True)
+    with wide.capture() as captured:
+        wide.print(run.table())
+    assert "median 0.50 s" in captured.get()
+    assert "50% of the state" in captured.get()
+
+
+def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *rest):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *rest)
+
+    for module in [module for module in sys.modules if module.startswith("matplotlib")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert "pip install matplotlib" in str(plot_loss(tmp_path / "loss.png", [step(1)], "title"))
+    assert not (tmp_path / "loss.png").exists()
+
+
+def test_the_meter_sees_memory_that_is_taken_and_given_back():
+    meter = Meter()
+    taken = bytearray(64 << 20)
+    taken[::4096] = b"x" * len(taken[::4096])
+    del taken
+    assert 50 << 20 < meter.peak_nbytes() < 200 << 20
+
+
+def snapshot(scale: int) -> Stats:
+    now = {"parameters": 1000, "nvme_nbytes": 1 << 20, "host_nbytes": 0, "budget_nbytes": 1 << 20}
+    counts = dict.fromkeys(("steps", "plans", "uses", "hits", "misses", "divergences"), 3 * scale)
+    seconds = {
+        "stalls_s": {"unit": 1.5 * scale, "slot": 0.5 * scale},
+        "lane_s": {"read_wait": 0.25 * scale, "idle": 7.0 * scale},
+    }
+    nothing = {"read_nbytes": {}, "written_nbytes": {}, "passes": {}, "units": (), "plan": ""}
+    return Stats(**now, budget_held_nbytes=0, io_engine="threads", **counts, **seconds, **nothing)
+
+
+class FakeSpeed:
+    read = write = 8000.0
+    mixed = 5000.0
+
+
+def offloaded(**values: object) -> Run:
+    """A run of four steps of 0.5 s, of which 0.3 s are waited for."""
+    run = Run("1m", parameters=1000, before=snapshot(1), after=snapshot(2), **values)
+    run.steps = [step(number, stall_s=0.3) for number in range(1, 5)]
+    return run
+
+
+def test_the_typical_step_is_made_of_medians():
+    load = typical([step(1, seconds=9.0, stall_s=8.0), *(step(at, stall_s=0.1) for at in (2, 3))])
+    assert (load.seconds, load.stall_s, load.read_nbytes, load.written_nbytes) == (0.5, 0.1, 1000, 1000)
+
+
+def test_the_table_names_the_bound_and_the_floor_of_a_step():
+    rows = dict(offloaded(speed=FakeSpeed()).rows())
+    assert rows["bound"] == "I/O-bound: 80% of the disk's mixed limit"
+    floor = "0.40 s (computing 0.20 s, the disk 0.40 s at its mixed limit); the median step takes 0.50 s"
+    assert rows["floor of a step"] == floor
+
+
+def test_without_a_measured_disk_the_table_says_how_to_measure():
+    rows = dict(offloaded().rows())
+    assert rows["bound"].startswith("I/O-bound: 60% of the step waits; `infinity doctor --measure`")
+    assert "floor of a step" not in rows
+
+
+def test_a_run_in_memory_has_no_bound():
+    run = Run("1m", parameters=1000, steps=[step(1)])
+    assert run.bound() is None
+    assert "bound" not in dict(run.rows())
+
+
+def test_the_bound_of_the_last_steps_forgets_the_others():
+    run = offloaded()
+    run.steps[3:] = [step(4, stall_s=0.0), step(5, stall_s=0.0)]
+    assert (run.bound(2).kind, run.bound().kind) == ("compute", "disk")
+
+
+def test_time_that_computing_waited_is_told_by_cause_and_only_of_this_run():
+    rows = dict(offloaded(stalls_s={"read": 1.0, "update": 0.5}).rows())
+    assert rows["main thread"] == "computing 0.0 s, waiting for a unit 1.5 s, slot 0.5 s"
+    assert rows["stalls by cause"] == "read 1.0 s, update 0.5 s"
+    assert rows["record lane"] == "reads awaited 0.2 s, idle 7.0 s"
+    assert rows["uses of units"] == "3 hits, 3 misses, 3 out of the plan's order; 6 plans"
+
+
+def test_the_state_is_that_of_the_moments_type():
+    assert "8 B per parameter" in dict(Run("1m", parameters=1000, state_nbytes=8).rows())["state"]
+
+
+def test_progress_says_what_the_run_is_up_against(capsys):
+    run = offloaded()
+    progress = Progress(4, None, 0)
+    progress.show(run.steps[0], run.bound())
+    progress.show(run.steps[-1], None)
+    progress.close()
+    first, last = capsys.readouterr().err.splitlines()
+    assert "I/O-bound: 60% of the step waits" in first
+    assert "bound" not in last
