@@ -32,10 +32,11 @@ from infinity.offloaded import OffloadedGradient
 from infinity.passes import ReadPass, WritePass
 from infinity.pins import Pins
 from infinity.queueing import Pass
+from infinity.record import Record, Traffic
 from infinity.released import CONVERSIONS, not_resident, owner_of, set_owner
 from infinity.shard import Format, lay_out
 from infinity.sizes import format_size
-from infinity.store import HostStore, Record, Store, Traffic
+from infinity.store import HostStore, Store
 from infinity.stripes import StripedStore, open_nvme
 from infinity.timeline import Timeline
 from infinity.unit import Unit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -37,6 +38,11 @@ class Update:
     field: str | None
     key: int = 0
     missed: tuple[tuple[kernels.AdamWScalars, int], ...] = ()
+
+    @property
+    def misses(self) -> float:
+        """Steps with gradients of zeros in a row up to this one; infinity if this one has a gradient."""
+        return math.inf if self.tensor is not None or self.field is not None else 1 + len(self.missed)
 
 
 class FetchPass(Pass):

@@ -29,8 +29,8 @@ from infinity.config import Config
 from infinity.engine import DTYPE, Engine, engine_of
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.passes import ReadPass, WritePass
+from infinity.record import Record
 from infinity.released import not_resident, placeholder, release, restore, set_owner
-from infinity.store import Record
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _OVERWRITES = frozenset(

@@ -30,7 +30,8 @@ from dataclasses import dataclass
 from infinity.errors import EngineFailedError
 from infinity.memory import Pool, Slot
 from infinity.queueing import Pass, Queue
-from infinity.store import Record, Transfer
+from infinity.record import Record
+from infinity.store import Transfer
 from infinity.timeline import Timeline
 
 logger = logging.getLogger("infinity")

@@ -7,6 +7,12 @@ applied when its record next passes through memory, which is the next forward's 
 parameter goes through the same fetch, so it sees the updated value. update="backward": the update is applied
 in the backward, as soon as a unit's gradients are complete, and no gradient is kept; that excludes clipping
 (the norm is not known yet) and a second backward before step().
+
+[Note: missed steps]
+A gradient of zeros still decays weights and moments. An expert that no token was routed to has such gradients
+where zero_grad(set_to_none=False) made them. Moving its record for that would cost what routing was to save:
+so these updates wait, and are replayed one by one, element for element the same, when the record next passes.
+At most MISSED_LIMIT wait; then the record is fetched for their sake.
 """
 
 from __future__ import annotations
@@ -30,13 +36,17 @@ from infinity.offloaded import OffloadedGradient
 from infinity.sizes import format_size
 from infinity.unit import Unit
 
+MISSED_LIMIT = 100
+"""Steps with gradients of zeros that may wait for a record to pass; see [Note: missed steps]."""
+
 
 class AdamW(Optimizer):
     """AdamW with decoupled weight decay, on parameters built inside `with infinity.Init(...)`.
 
     params, lr, betas, eps, weight_decay: as torch.optim.AdamW, per group too. max_norm: clip the global
     gradient norm, in fp32, inside the update (leave it None where you call torch.nn.utils.clip_grad_norm_).
-    update: "forward" or "backward"; see [Note: when an update happens].
+    update: "forward" or "backward"; see [Note: when an update happens]. seed: of the random bits that round
+    the moments of Config(state_dtype="bf16" or "int8"); the same seed, the same bits.
 
     Raises: ValueError for settings out of range and for parameters that were not built in Init.
     """
@@ -51,6 +61,7 @@ class AdamW(Optimizer):
         *,
         max_norm: float | None = None,
         update: Literal["forward", "backward"] = "forward",
+        seed: int = 0,
     ) -> None:
         """Take the parameters; room for their moments is allocated now."""
         if update not in ("forward", "backward"):
@@ -64,8 +75,10 @@ class AdamW(Optimizer):
         kernels.AdamWScalars(float(lr), betas[0], betas[1], eps, weight_decay, 1)  # its checks are ours
         self.max_norm = max_norm
         self.update = update
+        self.seed = seed
         self.grad_norm: float | None = None
         """The global gradient norm of the last step, where max_norm made it known."""
+        self._positions: dict[int, int] = {}
         self._applied: set[int] = set()
         self._decided: set[Unit] = set()
         self.mine: set[int] = set()
@@ -84,15 +97,16 @@ class AdamW(Optimizer):
         try:
             engines = {id(parameter): self._check(parameter) for parameter in group}
             for engine in set(engines.values()):
+                numel = sum(one.numel() for one in group if engines[id(one)] is engine)
                 engine.check_fits(
-                    "AdamW",
-                    sum(8 * parameter.numel() for parameter in group if engines[id(parameter)] is engine),
+                    "AdamW", sum(engine.form.nbytes(name, numel) for name in engine.form.moments)
                 )
         except BaseException:
             self.param_groups.pop()
             raise
         self.mine.update(map(id, group))
         for parameter in group:
+            self._positions[id(parameter)] = len(self._positions)
             engine = engines[id(parameter)]
             self._engines[id(engine)] = engine
             engine.optimizers.add(self)
@@ -119,7 +133,7 @@ class AdamW(Optimizer):
     def _make_room(engine: Engine, parameter: nn.Parameter) -> None:
         """Give the parameter's record its moments; until written they are zero."""
         record = engine.unit_of(parameter)[0].record
-        for field in ("m", "v"):
+        for field in engine.form.moments:
             if field not in record:
                 record.add(field, engine.store)
 
@@ -144,10 +158,10 @@ class AdamW(Optimizer):
             if gradient.form is not Form.APPLIED
         ]
         factor = self._clip_factor([gradient for _, _, gradient in taken])
-        self._leave_nothing_pending()
+        self._make_way([gradient for _, _, gradient in taken])
         for group, parameter, gradient in taken:
             self._decide(group, parameter, gradient, factor)
-        for unit in self._decided:
+        for unit in {gradient.unit for _, _, gradient in taken if gradient.form is not Form.ZERO}:
             _engine(unit.parameters[0]).executor.frequencies.updated(unit.index)
         self._applied.clear()
         for engine in self._engines.values():
@@ -192,11 +206,16 @@ class AdamW(Optimizer):
         self.grad_norm = float(norm)
         return np.float32(np.minimum(np.float32(1), np.float32(self.max_norm) / (norm + np.float32(1e-6))))
 
-    def _leave_nothing_pending(self) -> None:
-        """Apply what the last step decided for units that no forward has used since."""
+    def _make_way(self, gradients: list[Gradient]) -> None:
+        """Apply what earlier steps decided for units unused since; but see [Note: missed steps]."""
+        busy = {gradient.unit for gradient in gradients if gradient.form is not Form.ZERO}
         decided, self._decided = self._decided, set()
         for unit in decided:
-            if unit.pending:
+            if not unit.pending:
+                continue
+            if unit not in busy and all(one.misses < MISSED_LIMIT for one in unit.pending.values()):
+                self._decided.add(unit)
+            else:
                 _engine(unit.parameters[0]).executor.flush(unit)
 
     def _decide(
@@ -207,20 +226,34 @@ class AdamW(Optimizer):
         if unit.users:
             raise UnsupportedError(f"{unit.name}: step() inside a forward or `with infinity.gathered(...)`")
         self._make_room(engine, parameter)
-        field = gradient.field if gradient.form is Form.SPILLED else None
-        scalars = self._scalars(group, parameter, float(np.float32(gradient.scale * factor)))
-        unit.pending[gradient.index] = Update(scalars, gradient.tensor if field is None else None, field)
+        before = unit.pending.get(gradient.index)
+        scalars, key = self._scalars(group, parameter, float(np.float32(gradient.scale * factor)))
+        missed = () if before is None else (*before.missed, (before.scalars, before.key))
+        unit.pending[gradient.index] = self._update(gradient, scalars, key, missed)
         self._decided.add(unit)
         unit.version += 1
 
-    def _scalars(self, group: dict[str, Any], parameter: nn.Parameter, clip: float) -> kernels.AdamWScalars:
-        """Count the parameter's step and return its scalars."""
+    @staticmethod
+    def _update(
+        gradient: Gradient,
+        scalars: kernels.AdamWScalars,
+        key: int,
+        missed: tuple[tuple[kernels.AdamWScalars, int], ...] = (),
+    ) -> Update:
+        field = gradient.field if gradient.form is Form.SPILLED else None
+        return Update(scalars, gradient.tensor if field is None else None, field, key, missed)
+
+    def _scalars(
+        self, group: dict[str, Any], parameter: nn.Parameter, clip: float
+    ) -> tuple[kernels.AdamWScalars, int]:
+        """Count the parameter's step; return its scalars and the key of its random bits."""
         state = self.state[parameter]
         state["step"] = state.get("step", 0) + 1
         beta1, beta2 = group["betas"]
-        return kernels.AdamWScalars(
+        scalars = kernels.AdamWScalars(
             float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], state["step"], clip
         )
+        return scalars, kernels.state_key(self.seed, self._positions[id(parameter)], state["step"])
 
     # Updating in the backward: engine.Updater
 
@@ -284,11 +317,8 @@ class AdamW(Optimizer):
         if gradient.scale != 1:
             raise UnsupportedError(applied_message(gradient.unit, "clipping"))
         self._make_room(engine, parameter)
-        field = gradient.field if gradient.form is Form.SPILLED else None
-        scalars = self._scalars(group, parameter, 1.0)
-        gradient.unit.pending[gradient.index] = Update(
-            scalars, gradient.tensor if field is None else None, field
-        )
+        scalars, key = self._scalars(group, parameter, 1.0)
+        gradient.unit.pending[gradient.index] = self._update(gradient, scalars, key)
 
     # State
 

@@ -15,8 +15,9 @@ import torch
 
 from infinity import kernels
 from infinity.queueing import Pass
+from infinity.record import Record
 from infinity.shard import Segment, pieces, tiles
-from infinity.store import Extent, Record, Transfer
+from infinity.store import Extent, Transfer
 from infinity.unit import Unit
 
 

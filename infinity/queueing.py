@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from infinity.store import Record, Transfer
+from infinity.record import Record
+from infinity.store import Transfer
 
 
 class Pass(ABC):

@@ -28,9 +28,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from infinity.blocks import Blocks, wrap
+from infinity.record import Record
 from infinity.released import placeholder, release, restore
 from infinity.shard import Shard
-from infinity.store import Record
 
 if TYPE_CHECKING:
     from infinity.fetch import FetchPass, Update

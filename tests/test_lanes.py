@@ -10,8 +10,8 @@ from infinity.errors import CorruptionError, EngineFailedError
 from infinity.lanes import Pass, StreamLane
 from infinity.memory import Pool
 from infinity.passes import ReadPass, WritePass
+from infinity.record import Record, Traffic
 from infinity.shard import ALIGN_NUMEL, lay_out, tiles
-from infinity.store import Record, Traffic
 
 TILE = ALIGN_NUMEL
 

@@ -24,6 +24,7 @@ LAYERS = [
     {"passes"},
     {"lanes", "unit"},
     {"blocks", "queueing"},
+    {"record"},
     {"cuda", "device", "disk", "memory", "nvme", "store", "stripes"},
     {"bound", "config", "cursor", "placement", "plan", "reference", "released"},
     {"frequency", "reference_state", "shard", "timeline", "trace"},

@@ -1,0 +1,243 @@
+"""Where records lie: extents on NVMe and in host memory, and the hashes that prove what is read is what was
+written.
+
+A *record* has one place per field, in one of two tiers. A field in host memory is worked on where it lies; a
+field on NVMe is read into memory, worked on and written back. A field moves up (is pinned) without any
+transfer of its own: the pass that has read it leaves it in its target. It moves down by being written.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from mmap import mmap
+
+import xxhash
+
+from infinity.errors import CorruptionError
+from infinity.memory import view
+from infinity.shard import FP32, Format, Shard
+from infinity.sizes import BLOCK, round_up
+from infinity.store import Extent, HostStore, Store, Transfer
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes moved, by (tier, field)."""
+
+    read: Counter[tuple[str, str]] = field(default_factory=Counter)
+    written: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+
+class Record:
+    """One unit's fields on storage, by tiles.
+
+    A field that lies in host memory is worked on where it is. A field on NVMe is read and written tile by
+    tile, and each tile is hashed as it is written. A field that was never written is absent: it has no extent
+    and no bytes.
+    """
+
+    def __init__(
+        self, shard: Shard, tile_numel: int, traffic: Traffic, *, verify: bool, form: Format = FP32
+    ) -> None:
+        """Describe a record of `shard` with no field yet."""
+        self.name = "?"
+        self.shard = shard
+        self.form = form
+        self.targets: dict[str, Extent] = {}
+        """Extents in host memory that fields on NVMe are to lie in: the next pass that has all of such a
+        field in memory puts it there, and `adopt`s the extent.
+        """
+        self._tile_numel = tile_numel
+        self._traffic = traffic
+        self._verify = verify
+        self._extents: dict[str, Extent] = {}
+        self._hashes: dict[str, array[int]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the record has this field."""
+        return name in self._extents
+
+    def rename(self, segments: Sequence[str]) -> None:
+        """Give the parameters their names in the finished model."""
+        renamed = tuple(
+            replace(one, name=name) for one, name in zip(self.shard.segments, segments, strict=True)
+        )
+        self.shard = Shard(renamed, self.shard.numel)
+
+    def written(self, name: str, start: int) -> bool:
+        """Whether the tile at element `start` of a field was ever written; what was not counts as zero."""
+        return name in self._hashes and self._hashes[name][start // self._tile_numel] != 0
+
+    def tier(self, name: str) -> str:
+        """Where a field lies."""
+        return self._extents[name].store.tier
+
+    def tiers(self) -> tuple[tuple[str, str], ...]:
+        """Return (field, tier) of every field it has."""
+        return tuple((name, extent.store.tier) for name, extent in self._extents.items())
+
+    def in_host(self, name: str) -> bool:
+        """Whether a field lies in host memory."""
+        return isinstance(self._extents[name].store, HostStore)
+
+    @property
+    def all_in_host(self) -> bool:
+        """Whether every field it has lies in host memory."""
+        return all(isinstance(extent.store, HostStore) for extent in self._extents.values())
+
+    def nbytes(self, tier: str) -> int:
+        """Bytes the record takes in a tier."""
+        return sum(extent.nbytes for extent in self._extents.values() if extent.store.tier == tier)
+
+    def field_nbytes(self, name: str) -> int:
+        """Bytes of a field of the whole unit."""
+        whole, rest = divmod(self.shard.numel, self._tile_numel)
+        return whole * self.tile_nbytes(name, self._tile_numel) + self.tile_nbytes(name, rest)
+
+    def tile_nbytes(self, name: str, numel: int) -> int:
+        """Bytes that `numel` elements from the start of a tile take, in an extent and in a slot."""
+        return round_up(self.form.nbytes(name, numel), BLOCK)
+
+    def _offset(self, name: str, start: int) -> int:
+        """Bytes from the start of a field's extent to element `start`."""
+        tile, within = divmod(start, self._tile_numel)
+        return tile * self.tile_nbytes(name, self._tile_numel) + self.form.nbytes(name, within)
+
+    # Where fields lie
+
+    def add(self, name: str, store: Store) -> None:
+        """Give the record a field in `store`; its content is undefined until each tile is written."""
+        self._extents[name] = store.allocate(self.field_nbytes(name), f"{self.name}.{name}")
+        self._hashes[name] = array("Q", bytes(8 * -(-self.shard.numel // self._tile_numel)))
+
+    def drop(self, name: str) -> None:
+        """Take a field away and give its extent back."""
+        target = self.targets.pop(name, None)
+        if target is not None:
+            target.store.free(target)
+        extent = self._extents.pop(name, None)
+        if extent is not None:
+            extent.store.free(extent)
+            del self._hashes[name]
+
+    def adopt(self, name: str) -> None:
+        """Let a field lie in its target, which holds all of it."""
+        old = self._extents[name]
+        self._extents[name] = self.targets.pop(name)
+        old.store.free(old)
+
+    def move(self, name: str, extent: Extent, hashes: array[int]) -> None:
+        """Let a field lie in `extent`, on NVMe, where its tiles with these `hashes` were written."""
+        old = self._extents[name]
+        self._extents[name], self._hashes[name] = extent, hashes
+        old.store.free(old)
+
+    def address(self, name: str, start: int) -> int | None:
+        """Return the address of element `start` of a field in host memory; None for a field on NVMe."""
+        extent = self._extents[name]
+        return extent.offset + self._offset(name, start) if isinstance(extent.store, HostStore) else None
+
+    def there(self, name: str, start: int) -> int:
+        """Return the address of element `start` of a field, which lies in host memory."""
+        return self._extents[name].offset + self._offset(name, start)
+
+    def target_address(self, name: str, start: int) -> int:
+        """Return the address of element `start` in a field's target."""
+        return self.targets[name].offset + self._offset(name, start)
+
+    def memory(self, name: str) -> mmap | None:
+        """Return the host memory that holds a field, or is going to; None where there is none."""
+        extent = self.targets.get(name, self._extents[name])
+        return extent.store.memory(extent) if isinstance(extent.store, HostStore) else None
+
+    def leave(self, name: str) -> None:
+        """Move a field in host memory to new memory: others keep the old, with the values it has."""
+        extent = self._extents[name]
+        if isinstance(extent.store, HostStore):
+            self._extents[name] = extent.store.replace(extent)
+
+    # Transfers of fields on NVMe
+
+    def read(
+        self, name: str, start: int, stop: int, address: int, owner: object, *, urgent: bool = False
+    ) -> Transfer:
+        """Begin to read elements [start, stop) of a field to `address`; `check` them when the transfer is
+        over.
+        """
+        extent, nbytes = self._extents[name], self.tile_nbytes(name, stop - start)
+        self._traffic.read[extent.store.tier, name] += nbytes
+        what, offset = f"{self.name}.{name}", self._offset(name, start)
+        return extent.store.read(extent, offset, address, nbytes, what, owner, urgent=urgent)
+
+    def write(self, name: str, start: int, stop: int, address: int, owner: object) -> Transfer:
+        """Hash elements [start, stop) at `address`, whole tiles, and begin to write them."""
+        return self.write_to(self._extents[name], self._hashes[name], name, start, stop, address, owner)
+
+    def write_to(
+        self,
+        extent: Extent,
+        hashes: array[int],
+        name: str,
+        start: int,
+        stop: int,
+        address: int,
+        owner: object,
+    ) -> Transfer:
+        """Begin to write elements [start, stop) of a field to an extent, and put their tiles' hashes into
+        `hashes`.
+        """
+        nbytes = self.tile_nbytes(name, stop - start)
+        for tile, tile_nbytes, tile_address in self._tiles(name, start, stop, address):
+            hashes[tile] = _hash(tile_address, tile_nbytes) if self._verify else 1
+        self._traffic.written[extent.store.tier, name] += nbytes
+        offset = self._offset(name, start)
+        return extent.store.write(extent, offset, address, nbytes, f"{self.name}.{name}", owner)
+
+    def note_written(self, name: str, start: int, stop: int) -> None:
+        """Remember that elements [start, stop) of a field were written where they lie."""
+        hashes = self._hashes[name]
+        for tile in range(start // self._tile_numel, -(-stop // self._tile_numel)):
+            hashes[tile] = hashes[tile] or 1
+
+    def check(self, name: str, start: int, stop: int, address: int) -> None:
+        """Compare elements [start, stop), whole tiles just read to `address`, with the hashes of what was
+        written.
+
+        Raises: CorruptionError naming unit, field, file and offset.
+        """
+        if not self._verify:
+            return
+        extent = self._extents[name]
+        for tile, tile_nbytes, tile_address in self._tiles(name, start, stop, address):
+            found, expected = _hash(tile_address, tile_nbytes), self._hashes[name][tile]
+            if found != expected:
+                where = extent.store.where(extent, self._offset(name, tile * self._tile_numel))
+                raise CorruptionError(
+                    f"{self.name}.{name}: the {tile_nbytes} bytes read from {where} are not those that were "
+                    "written "
+                    f"(xxh3 {found:016x}, expected {expected:016x}). Likely cause: the device returned stale "
+                    "or damaged data. "
+                    "Check it (smartctl, dmesg) and go on from your last checkpoint."
+                )
+
+    def _tiles(self, name: str, start: int, stop: int, address: int) -> list[tuple[int, int, int]]:
+        """Return (tile, bytes, address) of each hashed tile in elements [start, stop)."""
+        if start % self._tile_numel:
+            raise ValueError(f"{self.name}: element {start} is inside a tile of {self._tile_numel}")
+        first = self._offset(name, start)
+        return [
+            (
+                at // self._tile_numel,
+                self.tile_nbytes(name, min(at + self._tile_numel, stop) - at),
+                address + self._offset(name, at) - first,
+            )
+            for at in range(start, stop, self._tile_numel)
+        ]
+
+
+def _hash(address: int, nbytes: int) -> int:
+    """Return the tile's hash, never 0: that stands for "not written"."""
+    return xxhash.xxh3_64_intdigest(view(address, nbytes)) or 1
