@@ -9,6 +9,7 @@ from infinity import AdamW, Init
 from infinity.engine import engine_of_model
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.reference import clip_grad_norm_ as reference_clip
+from infinity.reference_state import widened
 
 SIZES = {
     "vocab_size": 64,
@@ -91,8 +92,9 @@ def assert_same_state(model, optimizer, plain, reference):
         state = reference.state[theirs]
         if not state:
             continue
-        for field, key in (("master", "master"), ("m", "exp_avg"), ("v", "exp_avg_sq")):
-            assert torch.equal(engine.read(ours, [field])[0], state[key]), f"{name}.{field}"
+        m, v = (moment.view(theirs.shape) for moment in widened(state))
+        for field, expected in (("master", state["master"]), ("m", m), ("v", v)):
+            assert torch.equal(engine.read(ours, [field])[0], expected), f"{name}.{field}"
 
 
 def both(name, optimizer, init, *, checkpoint=None, update="forward"):
@@ -104,7 +106,8 @@ def both(name, optimizer, init, *, checkpoint=None, update="forward"):
             checkpointed(model, checkpoint == "reentrant")
         else:
             model.train()
-        kind, extra = (AdamW, {"update": update}) if fields else (ReferenceAdamW, {})
+        kind = AdamW if fields else ReferenceAdamW
+        extra = {"update": update} if fields else {"state_dtype": init.get("state_dtype", "fp32")}
         made.append((model, kind(model.parameters(), **optimizer, **extra)))
     schedules = [torch.optim.lr_scheduler.LinearLR(one, 0.1, 1.0, 5) for _, one in made]
     return (*made[0], schedules[0]), (*made[1], schedules[1])

@@ -1,0 +1,87 @@
+"""Training with 16- and 8-bit moments equals the reference recipe bit for bit. Real models, a real disk."""
+
+import pytest
+import torch
+
+import models
+from infinity import AdamW, ConfigError, Init, stats
+from infinity.reference_state import STATE_BLOCK
+
+pytestmark = pytest.mark.disk
+
+SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
+LEAST = {"bf16": "128KiB", "int8": "256KiB"}
+
+
+@pytest.fixture(autouse=True)
+def repeatable():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(mode=True)
+    yield
+    torch.use_deterministic_algorithms(mode=False)
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("update", ["forward", "backward"])
+@pytest.mark.parametrize("memory", ["least", "1MiB", "64MiB"])
+@pytest.mark.parametrize("state_dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_training_equals_the_reference_at_any_budget(folder, name, state_dtype, memory, update):
+    budget = LEAST[state_dtype] if memory == "least" else memory
+    init = {"nvme": folder, "host_memory": budget, "state_dtype": state_dtype}
+    ours, plain = models.both(name, SETTINGS, init, update=update)
+    assert models.train(*ours[:2], 6) == models.train(*plain[:2], 6)
+    models.assert_same_state(ours[0], ours[1], plain[0], plain[1])
+
+
+@pytest.mark.parametrize("state_dtype", ["bf16", "int8"])
+def test_clipping_and_accumulation_change_nothing_about_that(folder, state_dtype):
+    init = {"nvme": folder, "host_memory": "1MiB", "state_dtype": state_dtype}
+    ours, plain = models.both("llama", {**SETTINGS, "max_norm": 0.5}, init)
+    assert models.train(*ours[:2], 4, accumulate=2) == models.train(*plain[:2], 4, accumulate=2)
+    models.assert_same_state(ours[0], ours[1], plain[0], plain[1])
+
+
+def test_another_seed_rounds_otherwise(folder):
+    masters = []
+    for seed in (0, 0, 1):
+        model = models.build("llama", nvme=str(folder), host_memory="1MiB", state_dtype="bf16")
+        optimizer = AdamW(model.parameters(), **SETTINGS, seed=seed)
+        models.train(model, optimizer, 4)
+        masters.append(optimizer.state_dict()["state"][0]["exp_avg"])
+    assert torch.equal(masters[0], masters[1])
+    assert not torch.equal(masters[0], masters[2])
+
+
+@pytest.mark.parametrize(("state_dtype", "width"), [("fp32", 8), ("bf16", 4), ("int8", 2)])
+def test_the_records_take_what_their_format_takes(folder, state_dtype, width):
+    with Init(nvme=str(folder), host_memory="64MiB", state_dtype=state_dtype):
+        model = torch.nn.Linear(256, 4096, bias=False)
+    AdamW(model.parameters())
+    numel = 256 * 4096
+    scales = numel // STATE_BLOCK * 8 if state_dtype == "int8" else 0
+    taken = stats(model).nvme_nbytes
+    assert numel * (4 + width) + scales <= taken <= 1.1 * (numel * (4 + width) + scales)
+
+
+@pytest.mark.parametrize("state_dtype", ["bf16", "int8"])
+def test_a_loaded_state_is_the_saved_one(folder, state_dtype):
+    init = {"nvme": str(folder), "host_memory": "1MiB", "state_dtype": state_dtype}
+    model = models.build("llama", **init)
+    optimizer = AdamW(model.parameters(), **SETTINGS)
+    models.train(model, optimizer, 3)
+    saved = optimizer.state_dict()
+    other = models.build("llama", **init)
+    loaded = AdamW(other.parameters(), **SETTINGS)
+    other.load_state_dict(model.state_dict())
+    loaded.load_state_dict(saved)
+    again = loaded.state_dict()["state"]
+    for number, state in saved["state"].items():
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(state[key], again[number][key]), (number, key)
+
+
+def test_a_type_that_is_none_is_refused_by_name(folder):
+    with pytest.raises(ConfigError, match=r"state_dtype='fp8'.*'fp32', 'bf16', 'int8'"):
+        Init(nvme=str(folder), host_memory="1MiB", state_dtype="fp8")
