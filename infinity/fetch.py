@@ -15,7 +15,7 @@ from infinity.memory import SLOT_NBYTES_PER_ELEMENT
 from infinity.passes import clear, piece_address
 from infinity.queueing import Pass
 from infinity.shard import Piece, pieces, tiles
-from infinity.store import Transfer
+from infinity.store import DONE, Transfer
 from infinity.unit import Unit
 
 _T = TypeVar("_T")
@@ -28,15 +28,17 @@ _KERNEL_DTYPE: dict[str, kernels.GradientDtype] = {"grad16": "bf16", "grad32": "
 class Update:
     """What step() decided for one parameter: the step's scalars, and where the gradient is.
 
-    tensor: the gradient in host memory, contiguous, bf16 or fp32. field: else the record's field that holds
-    it. Neither: a gradient of zeros. key: of the random bits that round a 16 or 8-bit state; see kernels.
-    missed: scalars and keys of the steps before this one, whose gradients were all zero; see optim.
+    tensor: the gradient in host memory, contiguous, bf16 or fp32, once `arriving` is over. field: else the
+    record's field that holds it. Neither: a gradient of zeros. key: of the random bits that round a 16- or
+    8-bit state; see kernels. missed: scalars and keys of the steps before this one, whose gradients were all
+    zero; see optim.
     """
 
     scalars: kernels.AdamWScalars
     tensor: torch.Tensor | None
     field: str | None
     key: int = 0
+    arriving: Transfer = DONE
     missed: tuple[tuple[kernels.AdamWScalars, int], ...] = ()
 
     @property
@@ -141,6 +143,7 @@ class FetchPass(Pass):
                     self._step(piece, state, zeros.data_ptr(), "bf16", scalars, key)
             field = update.field
             if update.tensor is not None:
+                update.arriving.wait()
                 field = GRADIENT_FIELD[update.tensor.dtype]
                 gradient = update.tensor.data_ptr() + piece.within * update.tensor.element_size()
             elif field is not None:

@@ -25,7 +25,7 @@ from infinity.memory import Budget, Ledger
 from infinity.passes import ReadPass, SpillPart, SpillPass
 from infinity.queueing import Pass
 from infinity.sizes import format_size
-from infinity.store import Store
+from infinity.store import DONE, Store, Transfer
 from infinity.unit import Unit
 
 _KERNEL_DTYPE: dict[torch.dtype, kernels.GradientDtype] = {torch.bfloat16: "bf16", torch.float32: "f32"}
@@ -44,7 +44,19 @@ class Form(Enum):
 class Gradient:
     """One parameter's stored gradient."""
 
-    __slots__ = ("_charged", "_ledger", "field", "form", "index", "job", "parts", "scale", "tensor", "unit")
+    __slots__ = (
+        "_charged",
+        "_ledger",
+        "arriving",
+        "field",
+        "form",
+        "index",
+        "job",
+        "parts",
+        "scale",
+        "tensor",
+        "unit",
+    )
 
     def __init__(self, unit: Unit, index: int, ledger: Ledger) -> None:
         """Describe the gradient of `unit.parameters[index]`, zero so far."""
@@ -52,6 +64,8 @@ class Gradient:
         self.index = index
         self.form = Form.ZERO
         self.tensor: torch.Tensor | None = None
+        self.arriving: Transfer = DONE
+        """Of `tensor`, which may be read when this is over."""
         self.field = "grad16"
         """The record's field that holds it while spilled."""
         self.parts: SpillPart | None = None
@@ -116,15 +130,17 @@ class GradientStore:
         unit is complete.
         """
         gradient = Gradient(unit, index, self._kept)
-        tensor = self._device.to_host(grad)
-        if keep:
-            gradient.parts = _measured(tensor)
-        self._place(gradient, tensor, keep=keep)
+        gradient.arriving = download = self._device.download(grad)
+        if keep and download.done:  # and in the cache
+            gradient.parts = _measured(download.tensor)
+        self._place(gradient, download.tensor, keep=keep)
         return gradient
 
     def add(self, gradient: Gradient, grad: torch.Tensor) -> None:
         """Add a further backward's gradient to the stored one, in fp32."""
         unit, tensor = gradient.unit, self._device.to_host(grad)
+        gradient.arriving.wait()
+        gradient.arriving = DONE
         if gradient.form is Form.APPLIED:
             raise UnsupportedError(applied_message(unit, "a second backward before step()"))
         if gradient.index in unit.pending:
@@ -180,7 +196,7 @@ class GradientStore:
         record.
         """
         for index, gradient in list(unit.outgoing.items()):
-            if gradient.form is Form.OUTGOING and gradient.parts is None:
+            if gradient.form is Form.OUTGOING and gradient.parts is None and gradient.arriving.done:
                 gradient.parts = _measured(_present(gradient.tensor))
             if gradient.form is Form.OUTGOING and gradient.charge(_present(gradient.tensor).nbytes):
                 gradient.form = Form.HOST
@@ -193,9 +209,6 @@ class GradientStore:
         if not unit.outgoing:
             return
         outgoing, unit.outgoing = unit.outgoing, {}
-        for gradient in outgoing.values():
-            if gradient.parts is None:
-                gradient.parts = _measured(_present(gradient.tensor))
         stored = _spilled(unit)
         adds = {index for index, gradient in outgoing.items() if gradient.form is Form.SPILLED}
         carried = {index: gradient for index, gradient in stored.items() if index not in outgoing}
@@ -206,7 +219,12 @@ class GradientStore:
         source = survivors[0].field if survivors else None
         target = "grad32" if wide or source == "grad32" else "grad16"
         parts = {
-            index: SpillPart(_present(gradient.tensor), add=index in adds)
+            index: SpillPart(
+                _present(gradient.tensor),
+                add=index in adds,
+                measure=index in adds or gradient.parts is None,
+                arriving=gradient.arriving,
+            )
             for index, gradient in outgoing.items()
         }
         if target not in unit.record:
@@ -215,7 +233,7 @@ class GradientStore:
         nbytes = sum(part.tensor.nbytes for part in parts.values())
         for index, gradient in (*outgoing.items(), *carried.items()):
             gradient.form, gradient.field, gradient.tensor = Form.SPILLED, target, None
-            if index in adds:
+            if index in parts and parts[index].measure:
                 gradient.parts, gradient.job = parts[index], job
         job.on_processed = lambda parts: self._spilled(parts, nbytes)
         self._lane.submit(job)
@@ -245,8 +263,11 @@ class GradientStore:
         """
         if gradient.form is Form.APPLIED:
             raise UnsupportedError(applied_message(gradient.unit, "clipping, or reading a gradient,"))
-        if gradient.form is Form.ZERO or gradient.parts is None:
+        if gradient.form is Form.ZERO:
             return 0.0
+        if gradient.parts is None:
+            gradient.arriving.wait()
+            gradient.parts = _measured(_present(gradient.tensor))
         if gradient.job is not None:
             if gradient.index in gradient.unit.outgoing:
                 self.spill(gradient.unit)
@@ -271,6 +292,7 @@ class GradientStore:
             self._lane.submit(job, urgent=True)
             self._lane.wait(job)
         else:
+            gradient.arriving.wait()
             values = _present(gradient.tensor)
         scaled = values.float().mul(float(gradient.scale)).to(parameter.dtype)
         return scaled.view(parameter.shape).to(parameter.device)
@@ -293,7 +315,7 @@ def _present(tensor: torch.Tensor | None) -> torch.Tensor:
 
 def _measured(tensor: torch.Tensor) -> SpillPart:
     square_sum, finite = kernels.sum_squares(tensor.numel(), tensor.data_ptr(), _KERNEL_DTYPE[tensor.dtype])
-    return SpillPart(tensor.new_empty(0), False, square_sum, finite)
+    return SpillPart(tensor.new_empty(0), square_sum=square_sum, finite=finite)
 
 
 def _sum(stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

@@ -241,7 +241,8 @@ class AdamW(Optimizer):
         missed: tuple[tuple[kernels.AdamWScalars, int], ...] = (),
     ) -> Update:
         field = gradient.field if gradient.form is Form.SPILLED else None
-        return Update(scalars, gradient.tensor if field is None else None, field, key, missed)
+        tensor = gradient.tensor if field is None else None
+        return Update(scalars, tensor, field, key, gradient.arriving, missed)
 
     def _scalars(
         self, group: dict[str, Any], parameter: nn.Parameter, clip: float

@@ -17,7 +17,7 @@ from infinity import kernels
 from infinity.queueing import Pass
 from infinity.record import Record
 from infinity.shard import Segment, pieces, tiles
-from infinity.store import Extent, Transfer
+from infinity.store import DONE, Extent, Transfer
 from infinity.unit import Unit
 
 
@@ -33,10 +33,15 @@ def clear(record: Record, at: dict[str, int], name: str, numel: int) -> None:
 
 @dataclass(slots=True)
 class SpillPart:
-    """One parameter's new gradient for a spill: added to what is stored, or stored instead of it."""
+    """One parameter's new gradient for a spill: added to what is stored, or stored instead of it.
+
+    measure: sum its squares on the way. arriving: of `tensor`, which may be read when this is over.
+    """
 
     tensor: torch.Tensor
-    add: bool
+    add: bool = False
+    measure: bool = False
+    arriving: Transfer = DONE
     square_sum: float = 0.0
     finite: bool = True
 
@@ -92,17 +97,20 @@ class SpillPass(Pass):
                 kernels.widen(piece.numel, stored, to)
             if part is None:
                 continue
+            part.arriving.wait()
             size = part.tensor.element_size()
             new = part.tensor.data_ptr() + piece.within * size
             if part.add:
                 (kernels.accumulate if size == 2 else kernels.accumulate_f32)(piece.numel, to, new)
-                square_sum, finite = kernels.sum_squares(piece.numel, to, "f32")
-                part.square_sum += square_sum
-                part.finite &= finite
             elif size == 2 and self._target == "grad32":
                 kernels.widen(piece.numel, new, to)
             else:
                 kernels.copy(piece.numel * size, to, new)
+            if part.measure:
+                dtype: kernels.GradientDtype = "bf16" if self._target == "grad16" else "f32"
+                square_sum, finite = kernels.sum_squares(piece.numel, to, dtype)
+                part.square_sum += square_sum
+                part.finite &= finite
 
     def done_processing(self) -> None:
         """Let go of the tensors."""
