@@ -66,6 +66,7 @@ class FetchPass(Pass):
         self._tile_numel = tile_numel
         self._upload = upload
         self._resident = resident
+        self.on_finished.append(self._let_go)
         self.on_processed: Callable[[], None] | None = None
 
     def tiles(self) -> Iterator[tuple[int, int]]:
@@ -172,11 +173,15 @@ class FetchPass(Pass):
         else:
             kernels.adamw_int8(n, hi, lo, m, v, state["scale"], gradient, dtype, scalars, key, first)
 
+    def _let_go(self) -> None:
+        self._flat = None
+
     def done_processing(self) -> None:
         """Let go of the gradients."""
         self.pending = {}
-        if self.on_processed:
-            self.on_processed()
+        call, self.on_processed = self.on_processed, None  # it may refer to this pass
+        if call:
+            call()
 
 
 def _known(value: _T | None) -> _T:

@@ -80,6 +80,10 @@ class Gradient:
         """Return a gradient of zeros for the same parameter."""
         return Gradient(self.unit, self.index, self._ledger)
 
+    def leaves(self, form: Form) -> None:
+        """Let go of the tensor: the gradient has, or will have, another form."""
+        self.form, self.tensor, self.arriving = form, None, DONE
+
     def charge(self, nbytes: int) -> bool:
         """Make the gradient pay for `nbytes` in all of the kept share; False if they are not to be had."""
         if nbytes > self._charged and not self._ledger.try_reserve(nbytes - self._charged):
@@ -130,7 +134,8 @@ class GradientStore:
         unit is complete.
         """
         gradient = Gradient(unit, index, self._kept)
-        gradient.arriving = download = self._device.download(grad)
+        download = self._device.download(grad)
+        gradient.arriving = download.transfer
         if keep and download.done:  # and in the cache
             gradient.parts = _measured(download.tensor)
         self._place(gradient, download.tensor, keep=keep)
@@ -185,6 +190,8 @@ class GradientStore:
 
     def sent(self, job: Pass) -> None:
         """Remember a pass that will let go of outgoing gradients."""
+        while self._jobs and self._jobs[0].processed:
+            self._jobs.popleft()
         self._jobs.append(job)
 
     def let_go(self, nbytes: int) -> None:
@@ -232,7 +239,8 @@ class GradientStore:
         job = SpillPass(unit, self._tile_numel, parts, set(carried), source, target)
         nbytes = sum(part.tensor.nbytes for part in parts.values())
         for index, gradient in (*outgoing.items(), *carried.items()):
-            gradient.form, gradient.field, gradient.tensor = Form.SPILLED, target, None
+            gradient.leaves(Form.SPILLED)
+            gradient.field = target
             if index in parts and parts[index].measure:
                 gradient.parts, gradient.job = parts[index], job
         job.on_processed = lambda parts: self._spilled(parts, nbytes)

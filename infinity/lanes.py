@@ -123,10 +123,9 @@ class StreamLane:
         self.times.inline_s += ended - began
         self._timeline.span("work", f"{type(job).__name__} {job.record.name}", began, ended)
         with self.changed:
-            job.processed = job.finished = True
+            job.processed = True
             job.done_processing()
-            for call in job.on_finished:
-                call()
+            job.finish()
 
     def settled(self, record: Record) -> bool:
         """Whether every pass over a record has been worked on, writes apart."""
@@ -342,10 +341,8 @@ class StreamLane:
 
     def _finish_if_over(self, job: Pass) -> None:
         if job.processed and not job.open_tiles and not job.finished:
-            job.finished = True
             self._queue.retire(job)
-            for call in job.on_finished:
-                call()
+            job.finish()
             self.changed.notify_all()
 
     def _drain_transfers(self) -> None:

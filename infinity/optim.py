@@ -305,7 +305,7 @@ class AdamW(Optimizer):
                 groups.get(id(parameter), self.param_groups[0]), parameter, gradient, engine
             )
             nbytes += gradient.tensor.nbytes if outgoing and gradient.tensor is not None else 0
-            gradient.form, gradient.tensor = Form.APPLIED, None
+            gradient.leaves(Form.APPLIED)
             gradient.charge(0)
             self._applied.add(id(parameter))
         unit.version += 1

@@ -61,6 +61,13 @@ class Pass(ABC):
     def process(self, start: int, stop: int, at: dict[str, int]) -> Sequence[Transfer] | None:
         """Work on one tile; `at` is the address of each field. Return transfers that still use them."""
 
+    def finish(self) -> None:
+        """Call back who waits for the end, once; what they hold goes with them."""
+        self.finished = True
+        calls, self.on_finished = self.on_finished, []
+        for call in calls:
+            call()
+
     def done_processing(self) -> None:  # noqa: B027 - most passes have nothing to do there
         """Called on the lane's thread, with its lock held, when the last tile was worked on."""
 
