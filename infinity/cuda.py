@@ -6,15 +6,14 @@ not run on a GPU yet.
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import os
 import threading
-import weakref
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
+from infinity.buffers import Buffers
 from infinity.memory import Arena
 from infinity.sizes import format_size
 
@@ -121,30 +120,18 @@ class TorchStreams:
         thread.join()
 
 
-class HostMemory:
-    """Host memory that copies need not wait for: what `pin` is told of, and buffers to download into.
-
-    A buffer has exactly the bytes asked for. It is lent as long as any tensor shares its memory, and comes
-    back by itself. Free ones stay while they take `spare_nbytes` at most; beyond that the one that lay idle
-    the longest goes.
-    """
+class HostMemory(Buffers):
+    """Host memory that copies need not wait for: what `pin` is told of, and buffers to download into."""
 
     def __init__(self, streams: Streams) -> None:
         """Open the stream of downloads."""
+        super().__init__(lambda: SPARE_NBYTES)
         self.pageable_reason = ""
         """Why some memory could not be page-locked; empty if all could."""
-        self.spare_nbytes = SPARE_NBYTES
-        self.free_nbytes = 0
-        """Bytes of buffers that nobody uses."""
-        self.made = 0
-        """Buffers allocated since the start; in the steady state no more are."""
         self.down = streams.open()
         """The stream of downloads."""
         self._streams = streams
         self._pinned: set[int] = set()
-        self._free: list[Arena] = []  # the longest idle first
-        self._lock = threading.RLock()  # a tensor may be collected at any moment, here too
-        self._pid = os.getpid()
 
     def pin(self, address: int, nbytes: int) -> None:
         """Page-lock existing memory; the first failure is logged."""
@@ -169,45 +156,13 @@ class HostMemory:
             self._pinned.discard(address)
             self._streams.unlock(address)
 
-    def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a 1-D tensor of undefined content in a buffer of its own."""
-        nbytes = numel * dtype.itemsize
-        arena = self._take(nbytes) or self._make(nbytes)
-        memory = (ctypes.c_char * nbytes).from_address(arena.address)
-        # torch keeps `memory` until nothing shares the storage; then it is collected, and the buffer is back.
-        weakref.finalize(memory, self._give_back, arena).atexit = False
-        return torch.frombuffer(memory, dtype=dtype)
+    def was_made(self, arena: Arena) -> None:
+        """Page-lock it."""
+        self.pin(arena.address, arena.nbytes)
 
-    def _take(self, nbytes: int) -> Arena | None:
-        with self._lock:
-            for index in range(len(self._free) - 1, -1, -1):
-                if self._free[index].nbytes == nbytes:
-                    self.free_nbytes -= nbytes
-                    return self._free.pop(index)
-        return None
-
-    def _make(self, nbytes: int) -> Arena:
-        self.made += 1
-        arena = Arena(nbytes)
-        self.pin(arena.address, nbytes)
-        return arena
-
-    def _give_back(self, arena: Arena) -> None:
-        if os.getpid() != self._pid:  # a forked child has neither the memory nor the device
-            return
-        with self._lock:
-            self._free.append(arena)
-            self.free_nbytes += arena.nbytes
-        self.trim(self.spare_nbytes)
-
-    def trim(self, nbytes: int) -> None:
-        """Keep free buffers of `nbytes` at most."""
-        dropped = []
-        with self._lock:
-            while self.free_nbytes > nbytes:
-                dropped.append(self._free.pop(0))
-                self.free_nbytes -= dropped[-1].nbytes
-        pinned = [arena.address for arena in dropped if arena.address in self._pinned]
+    def are_dropped(self, arenas: Sequence[Arena]) -> None:
+        """Undo that."""
+        pinned = [arena.address for arena in arenas if arena.address in self._pinned]
         if pinned:
             self._streams.record(self.down).synchronize()  # one that nobody waited for may still be written
         for address in pinned:
@@ -215,7 +170,7 @@ class HostMemory:
 
     def close(self) -> None:
         """Undo every `pin`, once nothing is copied any more. Buffers still lent stay readable."""
-        self.spare_nbytes = 0
+        self.spare_nbytes = lambda: 0
         self.trim(0)
         for address in list(self._pinned):
             self.unpin(address)

@@ -26,7 +26,7 @@ from infinity.executor import Executor
 from infinity.gradient import GradientStore, applied_message
 from infinity.hooks import Hooks, graph_task
 from infinity.lanes import StreamLane
-from infinity.memory import Budget, Ledger, Pool, divide, least_total, return_freed_memory
+from infinity.memory import Budget, Ledger, Pool, divide, least_total, map_large_blocks
 from infinity.nvme import NvmeStore
 from infinity.offloaded import OffloadedGradient
 from infinity.passes import ReadPass, WritePass
@@ -79,7 +79,6 @@ class Engine:
             total = psutil.virtual_memory().available // 2
         self.form = Format(config.state_dtype)
         self.budget: Budget = divide(total, least_numel=self.form.align_numel)
-        return_freed_memory()
         self.device = open_device(config.device)
         self.timeline = Timeline()
         self.traffic = Traffic()
@@ -109,6 +108,7 @@ class Engine:
 
     def build_with(self, touch: Touch | None) -> None:
         """Send uses of released parameters to `touch` while a model is built; None when it is."""
+        map_large_blocks(building=touch is not None)
         self._building = touch
 
     def new_record(self, parameters: Sequence[nn.Parameter], name: str) -> Record:

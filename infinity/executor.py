@@ -12,8 +12,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from infinity.blocks import Blocks, DeviceBlocks, HostBlocks
 from infinity.cursor import Cursor
 from infinity.device import Device
@@ -62,7 +60,9 @@ class Executor:
         self._lane = lane
         self._device = device
         self._timeline = timeline
-        self.blocks: Blocks = HostBlocks() if device.is_host else DeviceBlocks(device)
+        self.blocks: Blocks = (
+            HostBlocks(lambda: self._ahead.free_nbytes) if device.is_host else DeviceBlocks(device)
+        )
         self._tile_numel = 0
         self._ahead = Ledger(0)
         self.updates_at_fetch = True
@@ -208,7 +208,6 @@ class Executor:
 
     def _fetch(self, unit: Unit, *, urgent: bool) -> Pass:
         unit.allocate()
-        self.blocks.trim(self._ahead.free_nbytes)
         job = self._pass(unit)
         unit.fetch = job
         self._lane.submit(job, urgent=urgent)
@@ -216,21 +215,6 @@ class Executor:
 
     def _pass(self, unit: Unit, *, upload: bool = True, resident: bool = False) -> FetchPass:
         return FetchPass(unit, self._device, self._tile_numel, upload=upload, resident=resident)
-
-    def _give_back(self, unit: Unit, job: Pass) -> None:
-        """Take a unit's memory away once nothing is written from it any more."""
-        flat = unit.deallocate()
-        if flat is None:
-            return
-        with self._lane.changed:
-            if not job.finished:
-                job.on_finished.append(lambda: self._recycle(flat))
-                return
-        self._recycle(flat)
-
-    def _recycle(self, flat: torch.Tensor) -> None:
-        self.blocks.give(flat)
-        self.blocks.trim(self._ahead.free_nbytes)
 
     def fetch_owed(self) -> None:
         """Start the fetches that the plan asked for, as far as there is room for what waits."""
@@ -270,7 +254,7 @@ class Executor:
             self._lane.wait(job)
         self._no_longer_waiting(unit)
         unit.fetch = None
-        self._give_back(unit, job)
+        unit.deallocate()
 
     def _evict_waiting(self, *, only_pending: bool = False) -> None:
         for unit in self.units:
@@ -305,7 +289,7 @@ class Executor:
 
         def give_back() -> None:
             unit.lent = unit.fetch = None
-            self._give_back(unit, job)
+            unit.deallocate()
             if before:
                 before()
 

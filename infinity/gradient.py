@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from infinity import kernels
+from infinity.buffers import Buffers
 from infinity.device import Device
 from infinity.errors import HostMemoryError, UnsupportedError
 from infinity.lanes import StreamLane
@@ -29,6 +30,9 @@ from infinity.store import DONE, Store, Transfer
 from infinity.unit import Unit
 
 _KERNEL_DTYPE: dict[torch.dtype, kernels.GradientDtype] = {torch.bfloat16: "bf16", torch.float32: "f32"}
+
+_OWN_NBYTES = 1 << 18
+"""Bytes. Smaller gradients stay where torch has put them."""
 
 
 class Form(Enum):
@@ -110,6 +114,7 @@ class GradientStore:
         self._tile_numel = 0
         self._kept = Ledger(0)
         self._outgoing = Ledger(0)
+        self._buffers = Buffers(lambda: self._outgoing.free_nbytes)
         self._jobs: deque[Pass] = deque()
         self.stall_s = 0.0
         """Seconds that computing waited for gradients to be written or applied."""
@@ -135,11 +140,23 @@ class GradientStore:
         """
         gradient = Gradient(unit, index, self._kept)
         download = self._device.download(grad)
-        gradient.arriving = download.transfer
+        gradient.arriving, tensor = download.transfer, download.tensor
         if keep and download.done:  # and in the cache
-            gradient.parts = _measured(download.tensor)
-        self._place(gradient, download.tensor, keep=keep)
+            gradient.parts = _measured(tensor)
+        if keep or not unit.record.all_in_host:
+            tensor = self._own(tensor)
+        self._place(gradient, tensor, keep=keep)
         return gradient
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy in memory of ours of a large gradient of the CPU's: it stays for a while; see
+        buffers.
+        """
+        if not self._device.is_host or tensor.nbytes < _OWN_NBYTES:
+            return tensor
+        own = self._buffers.lend(tensor.numel(), tensor.dtype).view(tensor.shape)
+        kernels.copy(tensor.nbytes, own.data_ptr(), tensor.data_ptr())
+        return own
 
     def add(self, gradient: Gradient, grad: torch.Tensor) -> None:
         """Add a further backward's gradient to the stored one, in fp32."""

@@ -159,17 +159,16 @@ class Unit:
         self._own_shares = self.shares()
         self.by_storage[self.storage_key()] = self
 
-    def unbind(self) -> torch.Tensor:
-        """Let go of the memory; return it."""
+    def unbind(self) -> None:
+        """Let go of the memory."""
         self.by_storage.pop(self.storage_key(), None)
-        flat, self.flat = self.flat, self.flat.new_empty(0)
+        self.flat = torch.empty(0, dtype=torch.bfloat16)
         self._memory = None
         self._views = []
-        return flat
 
-    def deallocate(self) -> torch.Tensor | None:
-        """Take the unit's memory away, and return it if it may be reused: not where others share it (see
-        [Note: abandoned storage]), nor where `hi` lies in it.
+    def deallocate(self) -> None:
+        """Let go of the unit's memory, unless `hi` lies in it; others who share it keep it, see
+        [Note: abandoned storage].
         """
         shared = self.shares() != self._own_shares
         if shared:
@@ -181,12 +180,12 @@ class Unit:
             self._abandoned.append(StorageWeakRef(self.flat.untyped_storage()))
         pinned = self._memory is not None and self.record.memory("hi") is self._memory
         if pinned and not shared:
-            return None
+            return
         if pinned:
             self.record.leave("hi")
-        owned = self._memory is None
-        flat = self.unbind()
-        return flat if owned and not shared else None
+        elif self._memory is None:
+            self._blocks.leaving(self.flat)
+        self.unbind()
 
     def shares(self) -> int:
         """Return how many tensors share the unit's storage."""

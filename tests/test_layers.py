@@ -25,7 +25,7 @@ LAYERS = [
     {"lanes", "unit"},
     {"blocks", "queueing"},
     {"record"},
-    {"cuda", "device", "disk", "memory", "nvme", "store", "stripes"},
+    {"buffers", "cuda", "device", "disk", "memory", "nvme", "store", "stripes"},
     {"bound", "config", "cursor", "placement", "plan", "reference", "released"},
     {"frequency", "reference_state", "shard", "timeline", "trace"},
     {"errors", "sizes"},

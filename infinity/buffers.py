@@ -1,0 +1,89 @@
+"""Host memory that is lent as tensors and reused.
+
+[Note: buffers]
+Units and gradients come and go all the time, in a few sizes. Taken from malloc they either leave holes
+between what stays (measured: twice the memory) or, mapped and unmapped each time, cost more in page faults
+than copies do (measured: a tenth of a step). So they lie in buffers of exactly their size, page-aligned, so
+that the disk reads into them and writes from them, and reused.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+
+from infinity.memory import Arena
+
+
+class Buffers:
+    """Buffers, each lent as long as any tensor shares its memory; they come back by themselves.
+
+    spare_nbytes: bytes of free buffers that stay for reuse; beyond that the one that lay idle the longest
+    goes back to the system. Any thread may borrow, and be the last to let go.
+    """
+
+    def __init__(self, spare_nbytes: Callable[[], int]) -> None:
+        """Begin without any."""
+        self.spare_nbytes = spare_nbytes
+        self.free_nbytes = 0
+        """Bytes of buffers that nobody uses."""
+        self.made = 0
+        """Buffers allocated since the start; in the steady state no more are."""
+        self._free: list[Arena] = []  # the longest idle first
+        self._lock = threading.RLock()  # a tensor may be collected at any moment, here too
+        self._pid = os.getpid()
+
+    def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a 1-D tensor of undefined content in a buffer of its own."""
+        nbytes = numel * dtype.itemsize
+        with torch.inference_mode(mode=False), torch.no_grad():
+            if not numel:
+                return torch.empty(0, dtype=dtype)
+            arena = self._take(nbytes) or self._make(nbytes)
+            memory = (ctypes.c_char * nbytes).from_address(arena.address)
+            # torch keeps `memory` until nothing shares the storage; then the buffer is back.
+            weakref.finalize(memory, self._give_back, arena).atexit = False
+            return torch.frombuffer(memory, dtype=dtype)
+
+    def _take(self, nbytes: int) -> Arena | None:
+        with self._lock:
+            for index in range(len(self._free) - 1, -1, -1):
+                if self._free[index].nbytes == nbytes:
+                    self.free_nbytes -= nbytes
+                    return self._free.pop(index)
+        return None
+
+    def _make(self, nbytes: int) -> Arena:
+        self.made += 1
+        self.trim(self.spare_nbytes())
+        arena = Arena(nbytes)
+        self.was_made(arena)
+        return arena
+
+    def _give_back(self, arena: Arena) -> None:
+        if os.getpid() != self._pid:  # a forked child has not inherited the memory
+            return
+        with self._lock:
+            self._free.append(arena)
+            self.free_nbytes += arena.nbytes
+        self.trim(self.spare_nbytes())
+
+    def trim(self, nbytes: int) -> None:
+        """Keep free buffers of `nbytes` at most."""
+        dropped = []
+        with self._lock:
+            while self.free_nbytes > max(0, nbytes):
+                dropped.append(self._free.pop(0))
+                self.free_nbytes -= dropped[-1].nbytes
+        self.are_dropped(dropped)
+
+    def was_made(self, arena: Arena) -> None:
+        """Called with each new buffer."""
+
+    def are_dropped(self, arenas: Sequence[Arena]) -> None:
+        """Called before buffers go back to the system."""
