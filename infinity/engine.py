@@ -17,6 +17,7 @@ import psutil
 import torch
 from torch import nn
 
+from infinity import kernels
 from infinity.calls import Entering, Leaving
 from infinity.config import Config
 from infinity.device import Device, open_device
@@ -80,6 +81,7 @@ class Engine:
         self.form = Format(config.state_dtype)
         self.budget: Budget = divide(total, least_numel=self.form.align_numel)
         self.device = open_device(config.device)
+        _leave_cores_to_torch(self.device)
         self.timeline = Timeline()
         self.traffic = Traffic()
         self.kept = Ledger(self.budget.kept_nbytes)
@@ -90,7 +92,7 @@ class Engine:
         self.device.pin(pool.address, pool.nbytes)
         self.lane = StreamLane(pool, inline=self.device.is_host, timeline=self.timeline)
         self.executor = Executor(self.lane, self.device, self.timeline)
-        self.gradients = GradientStore(self.lane, self.device, self.store)
+        self.gradients = GradientStore(self.lane, self.device, self.store, self.timeline)
         self.hooks = Hooks(self.executor)
         self.units: list[Unit] = []
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -325,6 +327,17 @@ class Engine:
     def close(self) -> None:
         """Stop the lane and give memory and files back. The parameters' values are gone."""
         self._finalizer()
+
+
+def _leave_cores_to_torch(device: Device) -> None:
+    """Run the kernels on the cores that torch's own threads leave, where they leave any; see kernels.
+
+    Torch's number of threads is the user's: it changes results.
+    """
+    cores = len(os.sched_getaffinity(0))
+    left = cores - (torch.get_num_threads() if device.is_host else 1)
+    if left > 0 and kernels.threads() == cores:
+        kernels.set_threads(left)
 
 
 def _close(lane: StreamLane, device: Device, store: NvmeStore | StripedStore | None, pid: int) -> None:

@@ -113,6 +113,7 @@ class Executor:
         if not unit.attached:
             self._use(unit, phase)
             unit.attach()
+            unit.attached_s = time.perf_counter()
         unit.users += 1
 
     def hold_aside(self, unit: Unit) -> None:
@@ -122,6 +123,7 @@ class Executor:
             self.make_resident(unit)
             unit.make_private()
             unit.attach()
+            unit.attached_s = time.perf_counter()
         unit.users += 1
 
     def _use(self, unit: Unit, phase: Phase) -> None:
@@ -233,6 +235,8 @@ class Executor:
         unit.users -= 1
         if unit.users:
             return
+        if self._timeline.recording:
+            self._timeline.span("compute", unit.name, unit.attached_s, time.perf_counter())
         unit.detach()
         if unit.successor is not None:
             job, unit.successor = unit.successor, None

@@ -10,6 +10,7 @@ the kept share has room, else in its unit's record.
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
@@ -27,6 +28,7 @@ from infinity.passes import ReadPass, SpillPart, SpillPass
 from infinity.queueing import Pass
 from infinity.sizes import format_size
 from infinity.store import DONE, Store, Transfer
+from infinity.timeline import Timeline
 from infinity.unit import Unit
 
 _KERNEL_DTYPE: dict[torch.dtype, kernels.GradientDtype] = {torch.bfloat16: "bf16", torch.float32: "f32"}
@@ -106,8 +108,9 @@ class Gradient:
 class GradientStore:
     """Takes gradients as they accumulate and keeps them until they are used or dropped."""
 
-    def __init__(self, lane: StreamLane, device: Device, spill_store: Store) -> None:
+    def __init__(self, lane: StreamLane, device: Device, spill_store: Store, timeline: Timeline) -> None:
         """Keep gradients through `lane`; what does not fit goes to `spill_store`."""
+        self._timeline = timeline
         self._lane = lane
         self._device = device
         self._spill_store = spill_store
@@ -203,7 +206,11 @@ class GradientStore:
             if not self._jobs:
                 self._outgoing.reserve_anyway(nbytes)  # larger than the share: it counts as the unit in use
                 return
-            self.stall_s += self._lane.wait(self._jobs.popleft())
+            began = time.perf_counter()
+            self._lane.wait(self._jobs.popleft())
+            ended = time.perf_counter()
+            self.stall_s += ended - began
+            self._timeline.span("stall", "gradients", began, ended)
 
     def sent(self, job: Pass) -> None:
         """Remember a pass that will let go of outgoing gradients."""

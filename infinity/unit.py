@@ -75,6 +75,8 @@ class Unit:
         """Whether the parameters are their real values; else they are released."""
         self.waiting: int | None = None
         """Bytes charged for being resident ahead of a use; None where it is not."""
+        self.attached_s = 0.0
+        """When it was attached, by time.perf_counter."""
         self.version = 0
         """Counts the changes of the values that the user can see (an update counts at step(), not when it is
         applied).

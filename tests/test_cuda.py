@@ -50,7 +50,7 @@ def test_a_buffer_is_lent_while_anything_shares_its_memory(device):
 
 
 def test_free_buffers_stay_within_their_limit_and_the_longest_idle_goes_first(device, streams):
-    device.memory.spare_nbytes = 40
+    device.memory.spare_nbytes = lambda: 40
     first, second = device.to_host(torch.ones(4)), device.to_host(torch.ones(6))
     del first
     assert device.memory.free_nbytes == 16
@@ -63,7 +63,7 @@ def test_free_buffers_stay_within_their_limit_and_the_longest_idle_goes_first(de
 
 
 def test_a_buffer_is_not_unlocked_under_a_download(device, streams):
-    device.memory.spare_nbytes = 0
+    device.memory.spare_nbytes = lambda: 0
     download = device.download(torch.ones(3))
     del download  # nobody waited; unlocking is an access that RecordedStreams orders
     assert streams.locked == {}
