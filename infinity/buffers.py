@@ -52,10 +52,13 @@ class Buffers:
 
     def _take(self, nbytes: int) -> Arena | None:
         with self._lock:
-            for index in range(len(self._free) - 1, -1, -1):
-                if self._free[index].nbytes == nbytes:
+            for arena in reversed(list(self._free)):
+                if (
+                    arena.nbytes == nbytes and arena in self._free
+                ):  # a collection meanwhile may have trimmed it
+                    self._free.remove(arena)
                     self.free_nbytes -= nbytes
-                    return self._free.pop(index)
+                    return arena
         return None
 
     def _make(self, nbytes: int) -> Arena:

@@ -7,6 +7,7 @@ first in a module, and refuse by name.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
 
@@ -30,13 +31,21 @@ class Follower(Protocol):
 class Entering:
     """The hook that begins a module's forward; it keeps `owner`, the engine, alive."""
 
-    def __init__(self, owner: object, hooks: Follower, units: list[Unit]) -> None:
-        """Fetch `units`."""
-        self._owner, self._hooks, self._units = owner, hooks, units
+    def __init__(
+        self,
+        owner: object,
+        hooks: Follower,
+        units: list[Unit],
+        watch: Callable[[Any, Any], object] | None = None,
+    ) -> None:
+        """Fetch `units`; show `watch` the arguments, positional and by name."""
+        self._owner, self._hooks, self._units, self._watch = owner, hooks, units, watch
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """As torch calls it."""
         self._hooks.enter(module, self._units, (args, kwargs))
+        if self._watch is not None:
+            self._watch(args, kwargs)
 
     def __reduce_ex__(self, protocol: object) -> Any:
         """Refuse to be pickled or copied with the module."""

@@ -37,6 +37,7 @@ from infinity.record import Record, Traffic
 from infinity.released import CONVERSIONS, not_resident, owner_of, set_owner
 from infinity.shard import Format, lay_out
 from infinity.sizes import format_size
+from infinity.slices import Slices
 from infinity.store import HostStore, Store
 from infinity.stripes import StripedStore, open_nvme
 from infinity.timeline import Timeline
@@ -94,6 +95,7 @@ class Engine:
         self.executor = Executor(self.lane, self.device, self.timeline)
         self.gradients = GradientStore(self.lane, self.device, self.store, self.timeline)
         self.hooks = Hooks(self.executor)
+        self.slices = Slices()
         self.units: list[Unit] = []
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.pins: Pins | None = None
@@ -168,7 +170,8 @@ class Engine:
 
     def hook(self, module: nn.Module, units: list[Unit]) -> None:
         """Follow a module's forward, state_dict and load_state_dict."""
-        module.register_forward_pre_hook(Entering(self, self.hooks, units), prepend=True, with_kwargs=True)
+        entering = Entering(self, self.hooks, units, self.slices.watch(module, self.keeps))
+        module.register_forward_pre_hook(entering, prepend=True, with_kwargs=True)
         module.register_forward_hook(Leaving(self.hooks), with_kwargs=True, always_call=True)
         self.exchange.hook(module)
 
@@ -288,8 +291,10 @@ class Engine:
     def close_step(self) -> None:
         """The optimizer has decided a step."""
         self.executor.updates_at_fetch = any(optimizer.update == "forward" for optimizer in self.optimizers)
-        if self.executor.close_step() and self.pins is not None:
-            self.pins.close_step()
+        if self.executor.close_step():
+            self.slices.close_step()
+            if self.pins is not None:
+                self.pins.close_step()
         self.executor.begin_step()
 
     def check_fits(self, what: str, nbytes: int) -> None:

@@ -116,11 +116,20 @@ class Executor:
             unit.attached_s = time.perf_counter()
         unit.users += 1
 
+    def refuse_change(self, unit: Unit, error: Exception) -> None:
+        """A forward has changed the unit's parameters, which it must not. What lies in place is changed for
+        good, its masters are not: nothing goes on then.
+        """
+        if unit.resident_in_place:
+            self._lane.fail(error)
+
     def hold_aside(self, unit: Unit) -> None:
         """Like `hold`, for a use that is no part of a step, and may be an edit: of a copy, never in place."""
         if not unit.attached:
             self._staying.discard(unit)
             self.make_resident(unit)
+            if unit.fetch is not None:
+                self._lane.wait(unit.fetch, finished=True)  # the disk may still write what it updated
             unit.make_private()
             unit.attach()
             unit.attached_s = time.perf_counter()
@@ -238,9 +247,12 @@ class Executor:
         if self._timeline.recording:
             self._timeline.span("compute", unit.name, unit.attached_s, time.perf_counter())
         unit.detach()
-        if unit.successor is not None:
-            job, unit.successor = unit.successor, None
-            self._lend(unit, job)
+        if unit.successors:
+            (first, *others), unit.successors = unit.successors, []
+            self._lend(unit, first)
+            for job in others:
+                job.works_in(None)
+                self._lane.submit(job)
             return
         if unit in self._staying and not unit.pending and self._let_wait(unit):
             return
@@ -276,9 +288,12 @@ class Executor:
         job = self._pass(unit, upload=False, resident=resident)
         job.on_processed = on_processed
         if not resident:
+            self._staying.discard(unit)  # what is on the device is stale from now on
+            if not unit.users:
+                self._evict(unit)
             self._lane.submit(job)
         elif unit.users:
-            unit.successor = job
+            unit.successors.append(job)
         else:
             self._lend(unit, job)
         return job
@@ -287,6 +302,8 @@ class Executor:
         """Leave the storage of a unit that nobody uses to a pass that starts from its values, and releases
         it.
         """
+        unit.part()
+        job.works_in(unit.flat)
         unit.lent = job
         self._no_longer_waiting(unit)
         before = job.on_processed
@@ -330,6 +347,7 @@ class Executor:
         self.counts.steps += 1
         self.frequencies.close_step()
         self._owed.clear()
+        self._staying.clear()
         self._evict_waiting()
         return True
 

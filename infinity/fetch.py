@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -69,10 +69,18 @@ class FetchPass(Pass):
         self.on_finished.append(self._let_go)
         self.on_processed: Callable[[], None] | None = None
 
+    def touched(self) -> Iterable[str]:
+        """Gradients only where they are spilled."""
+        return [*self.record.form.fields, *(one.field for one in self.pending.values() if one.field)]
+
+    def works_in(self, flat: torch.Tensor | None) -> None:
+        """Start from the values in `flat`, the unit's memory; None: from the record's."""
+        self._flat, self._resident = flat, flat is not None
+
     def tiles(self) -> Iterator[tuple[int, int]]:
         """Whole records tile by tile; where only `hi` moves, as much as a slot holds at once."""
         self.adopts = frozenset(
-            name for name in self.record.targets if self.pending or (name == "hi" and self._upload)
+            name for name in tuple(self.record.targets) if self.pending or (name == "hi" and self._upload)
         )
         here = self._in_place("hi", 0)
         if not self.pending and here is not None and here == self.record.address("hi", 0):

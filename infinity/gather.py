@@ -24,7 +24,8 @@ def gathered(
     included.
 
     what: a module, a parameter, or several. Elements that are changed get masters equal to their new 16-bit
-    values; the others keep theirs. Keep no views of the values beyond the `with`: clone what you need.
+    values; the others keep theirs. Keep no views of the values beyond the `with`: clone what you need. A
+    forked child does not inherit the values.
 
     Raises: HostMemoryError, with the numbers, where the values do not fit memory; ValueError for parameters
     that are not ours.
@@ -36,6 +37,11 @@ def gathered(
         for unit, engine in units.items():
             engine.executor.hold_aside(unit)
             held.append(unit)
+            if write and unit.resident_in_place:
+                raise UnsupportedError(
+                    f"{unit.name}: gathered(..., write=True) inside a forward that uses it. Change "
+                    "parameters between steps."
+                )
         shares = {unit: _shares(unit) for unit in units}
         yield
         if write:

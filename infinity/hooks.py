@@ -150,22 +150,25 @@ class Hooks:
         """End a module's forward, also one that raised; units it used are released, or held as the backward
         needs.
         """
-        modified: str | None = None
+        error: UnsupportedError | None = None
         while self._frames:
             frame = self._frames.pop()
             ours = frame.module == id(module)
             for unit in frame.units:
-                modified = unit.modified() or modified
+                modified = unit.modified()
+                if modified:
+                    error = UnsupportedError(
+                        f"{modified} was changed in place inside a forward; the change would be lost. Change "
+                        "parameters between steps, inside `with infinity.gathered(model, write=True):`."
+                    )
+                    self._executor.refuse_change(unit, error)
                 self._end_use(unit, frame, output if ours else None)
             if frame.saving is not None:
                 frame.saving.__exit__(None, None, None)
             if ours:
                 break
-        if modified:
-            raise UnsupportedError(
-                f"{modified} was changed in place inside a forward; the change would be lost. "
-                "Change parameters between steps, inside `with infinity.gathered(model, write=True):`."
-            )
+        if error is not None:
+            raise error
 
     def _abandon_frames(self) -> None:
         """End what a forward left behind that was interrupted (KeyboardInterrupt runs no hooks)."""

@@ -104,21 +104,37 @@ class StreamLane:
         with self.changed:
             self._check_open()
             self.passes[type(job).__name__] += 1
-            inline = self._inline and job.record.all_in_host and job.record not in self._queue.of_record
+            inline = self._inline and job.in_memory and job.record not in self._queue.of_record
             if not inline:
                 self._queue.add(job)
                 self.changed.notify_all()
         if inline:
-            self._run_here(job)
+            try:
+                self._run_here(job)
+            except BaseException as error:  # a record half changed is not to be trained on
+                self.fail(error)
+                raise
+
+    def fail(self, error: BaseException) -> None:
+        """Stop: from now on everything is refused, with `error`, which the caller raises, as the reason."""
+        with self.changed:
+            self._failure = self._failure or error
+            self._reported = True
+            self._stopping = True
+            self.changed.notify_all()
 
     def _run_here(self, job: Pass) -> None:
         """Do a pass over fields in host memory."""
         began = time.perf_counter()
+        transfers: list[Transfer] = []
         for start, stop in job.tiles():
             reads, writes = job.fields(start, stop)
-            job.process(start, stop, {name: job.record.there(name, start) for name in (*reads, *writes)})
+            at = {name: job.record.there(name, start) for name in (*reads, *writes)}
+            transfers += job.process(start, stop, at) or ()
             for name in writes:
                 job.record.note_written(name, start, stop)
+        for transfer in transfers:
+            transfer.wait()
         ended = time.perf_counter()
         self.times.inline_s += ended - began
         self._timeline.span("work", f"{type(job).__name__} {job.record.name}", began, ended)

@@ -111,6 +111,7 @@ class AdamW(Optimizer):
             self._engines[id(engine)] = engine
             engine.optimizers.add(self)
             if parameter.requires_grad:
+                self._forget(engine, parameter)
                 self._make_room(engine, parameter)
 
     def _check(self, parameter: nn.Parameter) -> Engine:
@@ -128,6 +129,16 @@ class AdamW(Optimizer):
                     "one first"
                 )
         return engine
+
+    @staticmethod
+    def _forget(engine: Engine, parameter: nn.Parameter) -> None:
+        """Set moments that an earlier optimizer has left to zero, as those of a new one are."""
+        unit, index = engine.unit_of(parameter)
+        start = unit.shard.segments[index].start
+        if any(unit.record.written(name, start) for name in engine.form.moments) or unit.pending:
+            zeros = torch.zeros(parameter.shape, dtype=torch.float32)
+            if all(name in unit.record for name in engine.form.moments):
+                engine.write(parameter, {"m": zeros, "v": zeros})
 
     @staticmethod
     def _make_room(engine: Engine, parameter: nn.Parameter) -> None:
@@ -227,6 +238,9 @@ class AdamW(Optimizer):
             raise UnsupportedError(f"{unit.name}: step() inside a forward or `with infinity.gathered(...)`")
         self._make_room(engine, parameter)
         before = unit.pending.get(gradient.index)
+        if before is not None and before.misses > MISSED_LIMIT:  # of an optimizer that is gone
+            engine.executor.flush(unit)
+            before = None
         scalars, key = self._scalars(group, parameter, float(np.float32(gradient.scale * factor)))
         missed = () if before is None else (*before.missed, (before.scalars, before.key))
         unit.pending[gradient.index] = self._update(gradient, scalars, key, missed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +71,10 @@ class SpillPass(Pass):
         self._source = source
         self._target = target
         self.on_processed: Callable[[dict[int, SpillPart]], None] | None = None
+
+    def touched(self) -> Iterable[str]:
+        """Gradients alone."""
+        return [self._target, *([self._source] if self._source else [])]
 
     def tiles(self) -> Iterator[tuple[int, int]]:
         """Every tile."""

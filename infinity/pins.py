@@ -56,8 +56,10 @@ class Pins:
     def close_step(self) -> None:
         """Decide anew from time to time, first after the first step: it shows what gradients take."""
         self._steps += 1
-        if self._steps == 1:
-            self._gradient_nbytes = self._kept.peak_nbytes
+        gradients = (
+            self._kept.peak_nbytes if self._steps == 1 else self._kept.held_nbytes - self._host.held_nbytes
+        )
+        self._gradient_nbytes = max(self._gradient_nbytes, gradients)
         if self._steps % _REVISED_EVERY == 1:
             self._revise()
         self._set_targets()
@@ -68,10 +70,10 @@ class Pins:
         self.reason = revision.reason
         if not revision.moves:
             return
-        self.revisions += 1
-        self._placement = revision.placement
         logger.info("host memory: %s", revision.reason)
         self._leave([move for move in revision.moves if move.target == "nvme"])
+        self.revisions += 1
+        self._placement = revision.placement
         for move in revision.moves:
             if move.target == "host":
                 self._kept.set_aside(self._held_nbytes(move))

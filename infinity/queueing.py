@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from infinity.record import Record
@@ -45,6 +45,15 @@ class Pass(ABC):
         """Return the fields to read and to write of the tile at elements [start, stop). Called when it is
         admitted.
         """
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether all that it may touch lies in host memory."""
+        return all(self.record.in_host(name) for name in self.touched() if name in self.record)
+
+    def touched(self) -> Iterable[str]:
+        """Return the fields that it may touch."""
+        return [name for name, _ in self.record.tiers()]
 
     def place(self, field: str, start: int) -> int | None:
         """Return the address, on a whole block, of memory of the pass's own for a field on NVMe from element

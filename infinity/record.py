@@ -85,8 +85,8 @@ class Record:
 
     @property
     def all_in_host(self) -> bool:
-        """Whether every field it has lies in host memory."""
-        return all(isinstance(extent.store, HostStore) for extent in self._extents.values())
+        """Whether every field it has, spilled gradients apart, lies in host memory."""
+        return all(self.in_host(name) for name in self.form.fields if name in self._extents)
 
     def nbytes(self, tier: str) -> int:
         """Bytes the record takes in a tier."""
@@ -197,7 +197,10 @@ class Record:
         return extent.store.write(extent, offset, address, nbytes, f"{self.name}.{name}", owner)
 
     def note_written(self, name: str, start: int, stop: int) -> None:
-        """Remember that elements [start, stop) of a field were written where they lie."""
+        """Remember that elements [start, stop) of a field were written where they lie.
+
+        Of a hash in host memory only that it is not 0 counts.
+        """
         hashes = self._hashes[name]
         for tile in range(start // self._tile_numel, -(-stop // self._tile_numel)):
             hashes[tile] = hashes[tile] or 1

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from torch import nn
 
-from infinity.engine import engine_of_model
+from infinity.engine import Engine, engine_of_model
 from infinity.executor import Counts
+from infinity.unit import Unit
 
 _TOTAL = {"total": True}
 """Marks a field that grows from the start on: `since` takes away what an earlier snapshot had."""
@@ -24,6 +26,26 @@ class UnitStats:
     tiers: tuple[tuple[str, str], ...]
     """(field, tier) of its record, now."""
     uses: int = field(metadata=_TOTAL)
+    fetches_per_step: float = 0.0
+    """Uses expected per step that find the unit gone since its use before; see frequency."""
+    updates_per_step: float = 0.0
+    """Updates expected per step."""
+
+
+@dataclass(frozen=True, slots=True)
+class SliceStats:
+    """One parameter of which a step may touch a part: rows of an nn.Embedding, experts of a 3-D parameter.
+    It is fetched whole. What is not known for sure is left out: see slices.
+    """
+
+    name: str
+    slices: int
+    touched_fraction: float
+    """The share of the slices that a step is expected to touch."""
+    would_save_nbytes: float
+    """NVMe bytes per step that fetching and updating touched slices alone would save, with the record's
+    fields where they lie now.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +90,11 @@ class Stats:
     """
     passes: dict[str, int] = field(metadata=_TOTAL)
     """Walks over records, by kind."""
+    slices: tuple[SliceStats, ...] = ()
+    placement_revisions: int = field(default=0, metadata=_TOTAL)
+    """How often it was decided anew which fields lie in host memory, and something moved."""
+    placement_reason: str = ""
+    """Of the last such decision, also of one to leave all as it is."""
 
     @property
     def nvme_read_nbytes(self) -> int:
@@ -109,6 +136,40 @@ def _since(later: Any, earlier: Any) -> Any:
     return later - earlier
 
 
+def _unit_stats(engine: Engine) -> Iterator[UnitStats]:
+    frequencies = engine.executor.frequencies
+    for unit in engine.units:
+        yield UnitStats(
+            unit.name,
+            unit.shard.numel,
+            unit.record.tiers(),
+            unit.uses,
+            frequencies.fetches(unit.index),
+            frequencies.updates(unit.index),
+        )
+
+
+def _slice_stats(engine: Engine) -> Iterator[SliceStats]:
+    for unit in engine.units:
+        for parameter, segment in zip(unit.parameters, unit.shard.segments, strict=True):
+            counts = engine.slices.counted(parameter)
+            if counts is not None:
+                saved = counts.would_save(_moved_nbytes(engine, unit, segment.numel))
+                yield SliceStats(segment.name, segment.shape[0], counts.touched_fraction, saved)
+
+
+def _moved_nbytes(engine: Engine, unit: Unit, numel: int) -> float:
+    """NVMe bytes that a step is expected to move of `numel` elements of a unit: see placement."""
+    fetches = engine.executor.frequencies.fetches(unit.index)
+    updates = engine.executor.frequencies.updates(unit.index)
+    record = unit.record
+    return sum(
+        record.form.nbytes(name, numel) * ((fetches if name == "hi" else updates) + updates)
+        for name, tier in record.tiers()
+        if tier == "nvme" and name in record.form.fields
+    )
+
+
 def stats(model: nn.Module) -> Stats:
     """Return what the engine of `model` did so far and where its state is.
 
@@ -124,9 +185,7 @@ def stats(model: nn.Module) -> Stats:
         budget_held_nbytes=engine.held_nbytes(),
         io_engine=engine.nvme_store.kind if engine.nvme_store else "none",
         plan=str(engine.executor.cursor.plan or ""),
-        units=tuple(
-            UnitStats(unit.name, unit.shard.numel, unit.record.tiers(), unit.uses) for unit in engine.units
-        ),
+        units=tuple(_unit_stats(engine)),
         read_nbytes=dict(engine.traffic.read),
         written_nbytes=dict(engine.traffic.written),
         steps=counts.steps,
@@ -138,4 +197,7 @@ def stats(model: nn.Module) -> Stats:
         stalls_s={"unit": counts.stall_s, "gradients": engine.gradients.stall_s, "flush": counts.flush_s},
         lane_s={name.removesuffix("_s"): spent for name, spent in asdict(engine.lane.times).items()},
         passes=dict(engine.lane.passes),
+        slices=tuple(_slice_stats(engine)),
+        placement_revisions=engine.pins.revisions if engine.pins is not None else 0,
+        placement_reason=engine.pins.reason if engine.pins is not None else "",
     )

@@ -109,6 +109,8 @@ class HostStore:
         self.ledger = ledger
         self._locker = locker
         self._arenas: dict[int, Arena] = {}
+        self.held_nbytes = 0
+        """Bytes of its extents."""
 
     def allocate(self, nbytes: int, what: str) -> Extent:
         """Return an extent in memory of its own.
@@ -134,6 +136,7 @@ class HostStore:
     def _extent(self, nbytes: int) -> Extent:
         arena = Arena(max(nbytes, BLOCK))  # parameters may be empty
         self._arenas[arena.address] = arena
+        self.held_nbytes += nbytes
         if self._locker is not None:
             self._locker.pin(arena.address, nbytes)
         return Extent(self, arena.address, nbytes)
@@ -180,6 +183,7 @@ class HostStore:
         if self._locker is not None:
             self._locker.unpin(extent.offset)
         del self._arenas[extent.offset]
+        self.held_nbytes -= extent.nbytes
 
     def where(self, extent: Extent, start: int) -> str:
         """Name a place for an error message."""

@@ -69,8 +69,8 @@ class Unit:
         """Frames and backward leases that need the unit attached."""
         self.lent: Pass | None = None
         """The pass that works on the storage of a unit nobody uses, and releases it afterwards."""
-        self.successor: FetchPass | None = None
-        """The pass that the storage is lent to as soon as its last user lets go."""
+        self.successors: list[FetchPass] = []
+        """Passes that begin as soon as its last user lets go; the first is lent the storage."""
         self.attached = False
         """Whether the parameters are their real values; else they are released."""
         self.waiting: int | None = None
@@ -151,7 +151,44 @@ class Unit:
         if self._memory is not None:
             flat = self._blocks.take(self.shard.numel)
             flat.copy_(self.flat)
+            if self._pinned and self._is_shared():
+                self.record.leave("hi")
             self._bind(flat, None)
+
+    def part(self) -> None:
+        """Go on in a copy where others share the unit's memory, which is about to change; see
+        [Note: abandoned storage].
+        """
+        if not self._is_shared():
+            return
+        if self._pinned:
+            self.record.leave("hi")
+            self.allocate()
+        else:
+            flat = self._blocks.take(self.shard.numel)
+            flat.copy_(self.flat)
+            self._blocks.leaving(self.flat)
+            self._bind(flat, None)
+
+    @property
+    def _pinned(self) -> bool:
+        """Whether `hi` lies in the memory that the unit is resident in."""
+        return self._memory is not None and self.record.memory("hi") is self._memory
+
+    @property
+    def resident_in_place(self) -> bool:
+        """Whether changing the parameters, which are attached, would change the record."""
+        return self.attached and self._memory is not None
+
+    def _is_shared(self) -> bool:
+        if self.shares() == self._own_shares:
+            return False
+        logger.info(
+            "%s: a view of its parameters outlives their use; it keeps their present values and their memory",
+            self.name,
+        )
+        self._abandoned.append(StorageWeakRef(self.flat.untyped_storage()))
+        return True
 
     def _bind(self, flat: torch.Tensor, memory: mmap | None) -> None:
         self.unbind()
@@ -172,18 +209,10 @@ class Unit:
         """Let go of the unit's memory, unless `hi` lies in it; others who share it keep it, see
         [Note: abandoned storage].
         """
-        shared = self.shares() != self._own_shares
-        if shared:
-            logger.info(
-                "%s: a view of its parameters outlives their use; it keeps their present values and their "
-                "memory",
-                self.name,
-            )
-            self._abandoned.append(StorageWeakRef(self.flat.untyped_storage()))
-        pinned = self._memory is not None and self.record.memory("hi") is self._memory
-        if pinned and not shared:
+        shared = self._is_shared()
+        if self._pinned and not shared:
             return
-        if pinned:
+        if self._pinned:
             self.record.leave("hi")
         elif self._memory is None:
             self._blocks.leaving(self.flat)

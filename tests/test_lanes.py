@@ -8,10 +8,11 @@ import torch
 from fakes import FakeDisk
 from infinity.errors import CorruptionError, EngineFailedError
 from infinity.lanes import Pass, StreamLane
-from infinity.memory import Pool
+from infinity.memory import Ledger, Pool
 from infinity.passes import ReadPass, WritePass
 from infinity.record import Record, Traffic
 from infinity.shard import ALIGN_NUMEL, lay_out, tiles
+from infinity.store import HostStore
 
 TILE = ALIGN_NUMEL
 
@@ -154,3 +155,116 @@ def test_a_closed_lane_refuses_work_and_its_thread_is_gone(seed):
         lane.submit(
             ReadPass(record_on(FakeDisk(seed), [10]), 0, TILE, {"hi": torch.empty(10, dtype=torch.bfloat16)})
         )
+
+
+# Passes without transfers
+
+
+@pytest.fixture
+def inline():
+    lane = StreamLane(Pool(TILE * 16, 2), inline=True)
+    yield lane
+    lane.close()
+
+
+def in_host(numels=(6000,)):
+    return record_on(HostStore(Ledger(1 << 24)), numels)
+
+
+class _Where(_Order):
+    """Notes the thread it runs on."""
+
+    def process(self, start, stop, at):
+        super().process(start, stop, at)
+        self.log[-1] = (self.name, threading.get_ident())
+
+
+def test_a_pass_over_host_memory_is_run_by_who_submits_it_and_is_over_then(inline):
+    log, called = [], []
+    job = _Where(in_host(), "here", log)
+    job.on_finished.append(lambda: called.append(job.processed))
+    inline.submit(job)
+    assert log == [("here", threading.get_ident())]
+    assert (job.processed, job.finished, called) == (True, True, [True])
+    assert inline.settled(job.record)
+    assert inline.passes["_Where"] == 1
+
+
+@pytest.mark.parametrize("numels", [(6000,), (5000, 3, 9000)], ids=str)
+def test_what_was_written_where_it_lies_is_read_there(inline, numels, seed):
+    record = in_host(numels)
+    values = {index: {"master": torch.randn(numel)} for index, numel in enumerate(numels)}
+    inline.submit(WritePass(record, TILE, values))
+    assert all(record.written("hi", start) for start, _ in tiles(record.shard.numel, TILE))
+    assert not record.written("m", 0)
+    for index, fields in values.items():
+        into = {"master": torch.empty(numels[index]), "m": torch.ones(numels[index])}
+        inline.submit(ReadPass(record, index, TILE, into))
+        assert torch.equal(into["master"], fields["master"])
+        assert into["m"].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("kind", ["a field on the disk", "a lane that is not inline"])
+def test_a_pass_that_may_have_to_wait_is_run_by_the_lanes_thread(kind, seed):
+    lane = StreamLane(Pool(TILE * 16, 2), inline=kind == "a field on the disk")
+    record, log = in_host(), []
+    if kind == "a field on the disk":
+        record.drop("v")
+        record.add("v", FakeDisk(seed))
+    lane.submit(_Where(record, "there", log))
+    lane.drain()
+    assert [name for name, thread in log if thread != threading.get_ident()] == ["there"]
+    lane.close()
+
+
+class _Broken(_Order):
+    def process(self, start, stop, at):
+        raise ArithmeticError("no such number")
+
+
+def test_what_goes_wrong_in_a_pass_of_ones_own_is_raised_there_and_nobody_takes_it_for_done(inline):
+    job = _Broken(in_host(), "broken", [])
+    with pytest.raises(ArithmeticError, match="no such number"):
+        inline.submit(job)
+    assert not job.processed
+    assert not job.finished
+    log = []
+    inline.submit(_Where(in_host(), "next", log))
+    assert log == [("next", threading.get_ident())], "the lane goes on"
+
+
+def test_a_pass_is_not_run_before_an_older_one_over_its_record(inline, seed):
+    record, log, gate = record_on(FakeDisk(seed), [10]), [], threading.Event()
+    older = _Where(record, "older", log, gate)
+    inline.submit(older)
+    assert older.begun.wait(10)
+    for name in ("hi", "lo", "m", "v"):
+        record.drop(name)
+        record.add(name, HostStore(Ledger(1 << 24)))
+    younger = _Where(record, "younger", log)
+    inline.submit(younger)
+    assert not younger.processed
+    inline.submit(_Where(in_host(), "other", log))
+    assert [name for name, _ in log] == ["other"], "another record is nobody's to wait for"
+    gate.set()
+    inline.wait(younger, finished=True)
+    assert [name for name, _ in log] == ["other", "older", "younger"]
+    assert {thread for name, thread in log if name != "other"} == {inline._thread.ident}
+    inline.submit(_Where(record, "last", log))
+    assert log[-1] == ("last", threading.get_ident())
+
+
+def test_a_closed_or_failed_lane_runs_no_pass_of_ones_own_either(inline, seed):
+    record, log = record_on(FakeDisk(seed, fail_at=1), [10]), []
+    job = ReadPass(record, 0, TILE, {"hi": torch.empty(10, dtype=torch.bfloat16)})
+    record.note_written("hi", 0, TILE)
+    inline.submit(job)
+    with pytest.raises(OSError, match="injected"):
+        inline.wait(job)
+    with pytest.raises(EngineFailedError, match="injected"):
+        inline.submit(_Where(in_host(), "late", log))
+    closed = StreamLane(Pool(TILE * 16, 2), inline=True)
+    closed.close()
+    with pytest.raises(EngineFailedError, match="closed"):
+        closed.submit(_Where(in_host(), "late", log))
+    assert log == []

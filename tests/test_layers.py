@@ -17,7 +17,7 @@ LAYERS = [
     {"__init__"},  # what users import: everything below
     {"gather", "init", "optim", "stats"},  # what they are made of
     {"engine"},
-    {"exchange", "hooks", "offloaded"},
+    {"exchange", "hooks", "offloaded", "slices"},
     {"calls"},
     {"executor", "gradient", "pins"},
     {"fetch"},

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.shard import ALIGN_NUMEL, Segment, Shard, lay_out, pieces, tiles
+from infinity.shard import ALIGN_NUMEL, STATE_BLOCK, Format, Segment, Shard, lay_out, pieces, tiles
+from infinity.sizes import BLOCK
 
 shapes = st.lists(st.lists(st.integers(0, 70), max_size=3).map(tuple), min_size=1, max_size=6)
 
@@ -41,3 +42,60 @@ def test_tiles_and_pieces_cover_every_element_once(shapes, blocks):
 def test_a_segment_off_its_block_is_refused():
     with pytest.raises(ValueError, match="starts at element 5"):
         Shard((Segment("w", (3,), 5, 3),), ALIGN_NUMEL)
+
+
+# Formats
+
+
+FORMS = ["fp32", "bf16", "int8"]
+
+
+@pytest.mark.parametrize(
+    ("state_dtype", "moments", "nbytes"),
+    [
+        ("fp32", ("m", "v"), [2048, 2048, 4096, 4096]),
+        ("bf16", ("m", "v"), [2048, 2048, 2048, 2048]),
+        ("int8", ("m", "v", "scale"), [2048, 2048, 1024, 1024, 32]),
+    ],
+)
+def test_a_format_holds_weights_and_moments_of_its_width(state_dtype, moments, nbytes):
+    form = Format(state_dtype)
+    assert form.moments == moments
+    assert form.fields == ("hi", "lo", *moments)
+    assert [form.nbytes(field, 1024) for field in form.fields] == nbytes
+    assert (form.nbytes("grad16", 1024), form.nbytes("grad32", 1024)) == (2048, 4096)
+
+
+def test_8_bit_moments_have_a_pair_of_fp32_scales_for_each_block():
+    form = Format("int8")
+    assert [form.nbytes("scale", blocks * STATE_BLOCK) for blocks in (0, 1, 2, 16)] == [0, 8, 16, 128]
+
+
+@pytest.mark.parametrize("state_dtype", FORMS)
+def test_parameters_begin_on_whole_blocks_of_every_field_but_scales(state_dtype):
+    form = Format(state_dtype)
+    fields = [field for field in (*form.fields, "grad16", "grad32") if field != "scale"]
+    assert [form.nbytes(field, form.align_numel) % BLOCK for field in fields] == [0] * len(fields)
+    assert any(form.nbytes(field, form.align_numel // 2) % BLOCK for field in fields), "no more than it takes"
+    assert form.align_numel % STATE_BLOCK == form.align_numel % ALIGN_NUMEL == 0
+
+
+@given(st.sampled_from(FORMS), st.integers(0, 9), st.integers(0, 9 * STATE_BLOCK), st.data())
+def test_bytes_of_whole_state_blocks_and_of_what_follows_add_up(state_dtype, blocks, numel, data):
+    form = Format(state_dtype)
+    field = data.draw(st.sampled_from(form.fields))
+    start = blocks * STATE_BLOCK
+    assert form.nbytes(field, start + numel) == form.nbytes(field, start) + form.nbytes(field, numel)
+
+
+def test_a_type_that_is_none_is_refused():
+    with pytest.raises(KeyError, match="fp8"):
+        Format("fp8")
+
+
+@given(shapes, st.sampled_from(FORMS))
+def test_parameters_are_laid_out_as_a_format_asks(shapes, state_dtype):
+    align = Format(state_dtype).align_numel
+    shard = lay_out([(str(index), shape) for index, shape in enumerate(shapes)], align)
+    assert all(segment.start % align == 0 for segment in shard.segments)
+    assert shard.numel % align == 0

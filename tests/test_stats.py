@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from infinity import AdamW, Init, stats
-from infinity.stats import Stats, UnitStats
+from infinity.engine import engine_of_model
+from infinity.stats import SliceStats, Stats, UnitStats
+from parity import nothing_waits
 
 GROWING = {
     "units",
@@ -19,10 +21,10 @@ GROWING = {
     "hits",
     "misses",
     "divergences",
-} | {
     "stalls_s",
     "lane_s",
     "passes",
+    "placement_revisions",
 }
 
 
@@ -31,8 +33,9 @@ def snapshot(scale: int, **values: object) -> Stats:
     given = {
         one.name: {"a": 3 * scale} if one.type.startswith("dict") else 2 * scale for one in fields(Stats)
     }
-    given |= {"plan": f"plan {scale}", "io_engine": "fake"}
-    given["units"] = (UnitStats("layer", 64, (("hi", "nvme"),), 5 * scale),)
+    given |= {"plan": f"plan {scale}", "io_engine": "fake", "placement_reason": f"reason {scale}"}
+    given["units"] = (UnitStats("layer", 64, (("hi", "nvme"),), 5 * scale, 1 / scale, 2 / scale),)
+    given["slices"] = (SliceStats("layer.weight", 8, 0.5 / scale, 100.0 * scale),)
     return Stats(**{**given, **values})
 
 
@@ -42,7 +45,7 @@ def test_what_grows_is_subtracted_and_what_holds_now_is_kept():
     for one in fields(Stats):
         now, difference = getattr(later, one.name), getattr(done, one.name)
         if one.name == "units":
-            assert difference == (UnitStats("layer", 64, (("hi", "nvme"),), 45),)
+            assert difference == (UnitStats("layer", 64, (("hi", "nvme"),), 45, 0.1, 0.2),)
         elif one.name in GROWING:
             assert difference == ({"a": 27} if isinstance(now, dict) else 18), one.name
         else:
@@ -86,3 +89,85 @@ def test_a_step_of_a_real_engine_is_the_difference_of_two_snapshots(folder):
     assert sum(step.passes.values()) > 0
     assert set(step.lane_s) >= {"read_wait", "work", "write_wait", "idle"}
     assert all(spent >= 0 for spent in [*step.lane_s.values(), *step.stalls_s.values()])
+
+
+class Table(nn.Module):
+    """An embedding of which a step touches a quarter, and a layer after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(512, 64)
+        self.layer = nn.Linear(64, 64, bias=False)
+
+    def forward(self, rows):
+        return self.layer(self.table(rows))
+
+
+def trained(steps, **init):
+    with Init(**init):
+        model = Table()
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    for _ in range(steps):
+        model(torch.arange(128)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.disk
+@pytest.mark.parametrize(("state_dtype", "state"), [("fp32", 8), ("bf16", 4), ("int8", 2 + 8 / 256)])
+def test_what_moving_touched_rows_alone_would_save_comes_from_what_the_record_moves(
+    folder, state_dtype, state
+):
+    model, _ = trained(3, nvme=str(folder), host_memory="256KiB", state_dtype=state_dtype)
+    now = stats(model)
+    table = next(unit for unit in now.units if unit.name == "table")
+    assert {tier for _, tier in table.tiers} == {"nvme"}
+    assert (table.fetches_per_step, table.updates_per_step) == pytest.approx((1, 1))
+    (rows,) = now.slices
+    assert (rows.name, rows.slices) == ("table.weight", 512)
+    assert rows.touched_fraction == pytest.approx(0.25)
+    moved = 512 * 64 * 2 * (2 + 2 + state)
+    assert rows.would_save_nbytes == pytest.approx(0.75 * moved)
+
+
+@pytest.mark.disk
+def test_a_unit_that_is_used_and_updated_in_half_of_the_steps_is_expected_to_be(folder):
+    with Init(nvme=str(folder), host_memory="256KiB"):
+        model = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])
+    nothing_waits(model)  # forward and backward fetch
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    for number in range(40):
+        for layer in model if number % 2 else model[:1]:
+            layer(torch.ones(1, 64, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    always, half = stats(model).units
+    assert always.updates_per_step == pytest.approx(1)
+    assert half.updates_per_step == pytest.approx(0.5, abs=0.05)
+    assert always.fetches_per_step == pytest.approx(2, abs=0.05)
+    assert half.fetches_per_step == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.disk
+def test_what_lies_in_host_memory_moves_nothing_that_could_be_saved(folder):
+    model, _ = trained(4, nvme=str(folder), host_memory="64MiB")
+    now = stats(model)
+    assert {tier for unit in now.units for _, tier in unit.tiers} == {"host"}
+    assert now.slices[0].touched_fraction == pytest.approx(0.25)
+    assert now.slices[0].would_save_nbytes == 0
+
+
+@pytest.mark.disk
+def test_the_placement_is_reported_with_its_reason(folder):
+    model, _ = trained(2, nvme=str(folder), host_memory="64MiB")
+    now, pins = stats(model), engine_of_model(model).pins
+    assert (now.placement_revisions, now.placement_reason) == (1, pins.reason)
+    assert "moves of" in now.placement_reason
+    assert now.since(now).placement_revisions == 0
+
+
+def test_without_nvme_nothing_is_placed_anew():
+    model, _ = trained(2, host_memory="16MiB")
+    now = stats(model)
+    assert (now.placement_revisions, now.placement_reason) == (0, "")

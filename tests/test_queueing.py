@@ -1,0 +1,178 @@
+"""The queue in which passes wait. Passes that do nothing stand for real ones, names for records."""
+
+import gc
+import weakref
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinity.queueing import THERE, Pass, Queue
+
+
+class Walk(Pass):
+    def __init__(self, record, *, urgent=False):
+        super().__init__(record)
+        self.urgent = urgent
+
+    def tiles(self):
+        return iter(())
+
+    def fields(self, start, stop):
+        return (), ()
+
+    def process(self, start, stop, at):
+        return None
+
+
+def queued(*jobs):
+    queue = Queue()
+    for job in jobs:
+        queue.add(job)
+    return queue
+
+
+def begin(queue):
+    """Take the pass that may begin, as the lane does; None if none may."""
+    job = queue.admissible()
+    if job is not None:
+        queue.waiting.popleft()
+    return job
+
+
+def test_an_empty_queue_has_nothing_to_begin():
+    assert Queue().admissible() is None
+
+
+def test_passes_over_different_records_begin_in_the_order_they_came():
+    jobs = [Walk(record) for record in "abc"]
+    queue = queued(*jobs)
+    assert [begin(queue) for _ in range(4)] == [*jobs, None]
+
+
+def test_a_pass_begins_when_the_older_one_over_its_record_is_finished():
+    first, second = Walk("a"), Walk("a")
+    queue = queued(first, second)
+    assert begin(queue) is first
+    assert begin(queue) is None
+    queue.retire(first)
+    assert begin(queue) is second
+
+
+def test_an_urgent_pass_takes_the_older_ones_over_its_record_along():
+    other, older, urgent = Walk("b"), Walk("a"), Walk("a", urgent=True)
+    queue = queued(other, older, urgent)
+    assert list(queue.waiting) == [older, urgent, other]
+    assert [job.urgent for job in queue.waiting] == [True, True, False]
+
+
+def test_promoting_leaves_a_pass_that_has_begun_where_it_is():
+    begun, waits, other = Walk("a"), Walk("a"), Walk("b")
+    queue = queued(begun, other, waits)
+    assert begin(queue) is begun
+    queue.promote("a")
+    queue.promote("nobody's")
+    assert list(queue.waiting) == [waits, other]
+    assert queue.admissible() is None
+
+
+def test_a_record_without_passes_is_forgotten():
+    job = Walk("a")
+    queue = queued(job)
+    begin(queue)
+    queue.retire(job)
+    assert queue == Queue()
+
+
+requests = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.sampled_from("abc"), st.booleans()),
+        st.tuples(st.just("promote"), st.sampled_from("abc")),
+        st.tuples(st.just("begin")),
+        st.tuples(st.just("retire"), st.integers(0, 2)),
+    ),
+    max_size=40,
+)
+
+
+class Busy:
+    """A lane that begins passes, and finishes them in any order."""
+
+    def __init__(self):
+        self.queue, self.added, self.running, self.begun = Queue(), [], [], []
+
+    def add(self, record, urgent):
+        self.added.append(Walk(record, urgent=urgent))
+        self.queue.add(self.added[-1])
+
+    def promote(self, record):
+        self.queue.promote(record)
+        waiting = [job.record for job in self.queue.waiting]
+        assert waiting == sorted(waiting, key=lambda one: one != record), "in front"
+
+    def begin(self):
+        job = begin(self.queue)
+        if job is not None:
+            assert job.record not in {one.record for one in self.running}, "two passes over one record"
+            self.running.append(job)
+            self.begun.append(job)
+        return job
+
+    def retire(self, number):
+        if self.running:
+            self.queue.retire(self.running.pop(number % len(self.running)))
+
+    def drain(self):
+        while self.queue.waiting or self.running:
+            if self.begin() is None:
+                assert self.running, "passes wait for nobody"
+                self.retire(0)
+
+
+@given(requests)
+def test_passes_over_one_record_never_overlap_and_none_is_lost_whatever_is_promoted(requests):
+    lane = Busy()
+    for what, *which in requests:
+        getattr(lane, what)(*which)
+    lane.drain()
+    assert len(lane.begun) == len(lane.added)
+    for record in "abc":
+        came = [job for job in lane.added if job.record == record]
+        assert [job for job in lane.begun if job.record == record] == came
+    assert lane.queue == Queue()
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.booleans()), max_size=12))
+def test_what_nobody_waits_for_keeps_its_order_behind_what_somebody_does(jobs):
+    added = [Walk(record, urgent=urgent) for record, urgent in jobs]
+    waiting = list(queued(*added).waiting)
+    urgent = [job for job in waiting if job.urgent]
+    assert waiting[: len(urgent)] == urgent
+    patient = [job for job in added if not job.urgent]
+    assert waiting[len(urgent) :] == patient
+
+
+# The end of a pass
+
+
+def test_who_waits_for_the_end_is_called_once_and_let_go():
+    job, calls = Walk("a"), []
+
+    class Waiter:
+        def call(self):
+            calls.append(job.finished)
+
+    waiter = Waiter()
+    job.on_finished.append(waiter.call)
+    gone = weakref.ref(waiter)
+    del waiter
+    job.finish()
+    job.finish()
+    gc.collect()
+    assert calls == [True]
+    assert gone() is None
+
+
+def test_the_pass_of_what_needs_none_is_over():
+    assert THERE.processed
+    assert THERE.finished
+    assert list(THERE.tiles()) == []
