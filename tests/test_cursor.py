@@ -149,6 +149,15 @@ def test_a_step_begins_at_the_start_of_the_plan_without_memory_of_the_last():
     assert [cursor.advance(one)[2] for one in uses("F0 F1 F2 B2 B1")] == [True] * 5
 
 
+def test_what_came_early_in_one_step_is_awaited_in_the_next():
+    cursor = cursor_of(PLAN)
+    cursor.advance(use("B2"))
+    cursor.restart()
+    for one in uses("F0 F1 F2"):
+        cursor.advance(one)
+    assert upcoming(cursor) == ["B2", "B1"]
+
+
 def test_a_step_without_end_is_followed_but_not_remembered(monkeypatch):
     monkeypatch.setattr(module, "_TRACE_LIMIT", 3)
     cursor = cursor_of(PLAN)

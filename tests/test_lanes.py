@@ -9,7 +9,7 @@ from fakes import FakeDisk
 from infinity.errors import CorruptionError, EngineFailedError
 from infinity.lanes import Pass, StreamLane
 from infinity.memory import Ledger, Pool
-from infinity.passes import ReadPass, WritePass
+from infinity.passes import LeavePass, ReadPass, WritePass
 from infinity.record import Record, Traffic
 from infinity.shard import ALIGN_NUMEL, lay_out, tiles
 from infinity.store import HostStore
@@ -222,15 +222,56 @@ class _Broken(_Order):
         raise ArithmeticError("no such number")
 
 
-def test_what_goes_wrong_in_a_pass_of_ones_own_is_raised_there_and_nobody_takes_it_for_done(inline):
-    job = _Broken(in_host(), "broken", [])
+def test_what_goes_wrong_in_a_pass_of_ones_own_is_raised_there_and_stops_the_lane(inline):
+    job, log = _Broken(in_host(), "broken", []), []
     with pytest.raises(ArithmeticError, match="no such number"):
         inline.submit(job)
     assert not job.processed
     assert not job.finished
-    log = []
-    inline.submit(_Where(in_host(), "next", log))
-    assert log == [("next", threading.get_ident())], "the lane goes on"
+    with pytest.raises(EngineFailedError, match="earlier error: no such number"):
+        inline.submit(_Where(in_host(), "next", log))
+    with pytest.raises(EngineFailedError, match="no such number"):
+        inline.drain()
+    assert log == []
+    assert inline.failed
+
+
+def test_a_field_that_leaves_host_memory_is_on_the_disk_when_its_pass_is_over(inline, seed):
+    record, values = in_host(), torch.randn(6000)
+    inline.submit(WritePass(record, TILE, {0: {"master": values}}))
+    disk = FakeDisk(seed, delay_s=0.05)
+    inline.submit(LeavePass(record, "hi", disk.allocate(record.field_nbytes("hi"), "hi"), TILE))
+    assert record.tier("hi") == "nvme"
+    job = ReadPass(record, 0, TILE, into := {"master": torch.empty(6000)})
+    inline.submit(job)
+    inline.wait(job)
+    assert torch.equal(into["master"], values)
+
+
+def test_a_write_that_fails_under_a_pass_of_ones_own_is_raised_and_the_field_stays(inline, seed):
+    record, disk = in_host(), FakeDisk(seed, fail_at=2)
+    inline.submit(WritePass(record, TILE, {0: {"master": torch.randn(6000)}}))
+    with pytest.raises(OSError, match=r"layers\.3\.hi: injected"):
+        inline.submit(LeavePass(record, "hi", disk.allocate(record.field_nbytes("hi"), "hi"), TILE))
+    assert record.in_host("hi")
+    assert inline.failed
+
+
+class _Hi(_Where):
+    def touched(self):
+        return ["hi", "grad16"]
+
+
+def test_a_pass_is_run_by_its_submitter_if_all_that_it_touches_is_in_memory(inline, seed):
+    record, log = in_host(), []
+    record.drop("m")
+    record.add("m", FakeDisk(seed))
+    inline.submit(_Hi(record, "hi", log))
+    assert log == [("hi", threading.get_ident())]
+    record.add("grad16", FakeDisk(seed))
+    inline.submit(_Hi(record, "spilled", log))
+    inline.drain()
+    assert log[1] == ("spilled", inline._thread.ident)
 
 
 def test_a_pass_is_not_run_before_an_older_one_over_its_record(inline, seed):

@@ -185,10 +185,15 @@ def test_a_parameter_that_shares_its_tile_is_kept_by_reading_it_first(setup):
 
 
 def test_a_16_bit_value_becomes_a_master_without_a_rest(setup):
-    setup.write({2: {"master": torch.randn(NUMELS[2])}})
-    new = torch.randn(NUMELS[2]).bfloat16()
-    setup.write({2: {"master": new}})
-    assert torch.equal(setup.read(2, "master")["master"], new.float())
+    share_a_tile(setup)
+    masters = [torch.randn(100), torch.randn(200)]
+    setup.write({index: {"master": one} for index, one in enumerate(masters)})
+    masters[1] = torch.randn(200).bfloat16()
+    setup.write({1: {"master": masters[1]}})
+    for index, one in enumerate(masters):
+        into = {"master": torch.empty(len(one))}
+        setup.run(ReadPass(setup.record, index, TILE, into))
+        assert torch.equal(into["master"], one.float())
 
 
 def test_rewriting_changes_the_masters_of_changed_weights_alone(setup):
@@ -292,6 +297,12 @@ def test_a_gradient_on_its_way_to_the_host_is_waited_for(setup):
     expected = new.clone()
     setup.spill({0: SpillPart(new, arriving=Arriving(new))})
     assert torch.equal(setup.read(0, "grad16")["grad16"], expected)
+
+
+def test_a_spill_touches_gradients_alone(setup):
+    job = SpillPass(setup.unit, TILE, {}, {0}, "grad16", "grad32")
+    assert set(job.touched()) == {"grad16", "grad32"}
+    assert set(SpillPass(setup.unit, TILE, {}, set(), None, "grad16").touched()) == {"grad16"}
 
 
 def test_who_spills_gets_the_measured_parts_when_the_tensors_may_go(setup):

@@ -181,6 +181,17 @@ def test_the_first_step_shows_what_gradients_take_and_only_weights_are_kept_at_t
     assert names(model.targets()) == ["hi"] * 4 + ["lo"] * 4, "the room of gradients that never came"
 
 
+def test_gradients_that_come_only_after_the_first_step_are_given_room_as_well(made):
+    model = made(4, 4 * HI + 4 * GRADIENT)
+    model.step(used=[])
+    for _ in range(8):
+        model.use()
+        model.close_step()
+        model.release()
+    model.close_step()
+    assert names(model.targets()) == ["hi"] * 4
+
+
 def test_without_updates_or_uses_nothing_is_worth_a_place(made):
     model = made(4, 1 << 20)
     model.step(used=[])

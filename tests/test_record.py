@@ -151,6 +151,7 @@ def test_a_field_that_comes_back_has_not_been_written():
     write(record, "grad16", 0, TILE, filled(2 * TILE))
     record.drop("grad16")
     assert "grad16" not in record
+    assert not record.written("grad16", 0)
     assert disk.used == []
     record.drop("grad16")  # it is gone already
     record.add("grad16", disk)
@@ -229,6 +230,14 @@ def test_a_record_knows_the_tier_of_each_field():
     assert record.memory("lo") is None
     assert record.memory("hi") is store.memory(record._extents["hi"])
     assert (record.nbytes("host"), record.nbytes("nvme")) == (2 * TILE, 2 * TILE)
+
+
+def test_a_spilled_gradient_on_nvme_does_not_take_a_record_out_of_host_memory():
+    record, store = record_of(TILE), host()
+    for name in record.form.fields:
+        record.add(name, store)
+    record.add("grad16", FakeDisk())
+    assert record.all_in_host
 
 
 def test_a_field_without_room_is_refused_by_name_and_the_record_stays_without_it():

@@ -190,8 +190,11 @@ def test_a_view_of_a_pinned_unit_keeps_its_values_when_the_record_is_updated(pin
 
 def test_a_private_copy_has_the_values_and_its_changes_stay_out_of_the_record(pinned):
     pinned.resident(1)
+    assert pinned.unit.resident_in_place
     pinned.unit.make_private()
     pinned.unit.attach()
+    assert not pinned.unit.resident_in_place
+    assert values(pinned.unit.parameters[0]) == [1]
     with torch.no_grad():
         pinned.unit.parameters[0].fill_(9)
     assert pinned.pinned == [1]
@@ -200,6 +203,46 @@ def test_a_private_copy_has_the_values_and_its_changes_stay_out_of_the_record(pi
     pinned.unit.allocate()
     pinned.unit.attach()
     assert values(pinned.unit.parameters[0]) == [1]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_before_a_units_memory_changes_it_parts_from_those_who_have_a_view_of_it(in_place):
+    home = Home(in_place=in_place)
+    kept = home.resident(1).t()
+    home.unit.detach()
+    home.unit.part()
+    home.unit.flat.fill_(2)  # as an update does
+    home.unit.attach()
+    assert values(home.unit.parameters[0]) == [2]
+    assert values(kept) == [1]
+    assert home.pinned == ([2] if in_place else [0])
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_unit_that_nobody_has_a_view_of_stays_where_it_is(in_place):
+    home = Home(in_place=in_place)
+    home.resident(1)
+    home.unit.detach()
+    flat = home.unit.flat
+    home.unit.part()
+    assert home.unit.flat is flat
+
+
+def test_parting_takes_the_values_along(home):
+    kept = home.resident(1).t()
+    home.unit.detach()
+    home.unit.part()
+    home.unit.attach()
+    assert values(home.unit.parameters[0]) == values(kept) == [1]
+
+
+def test_a_view_taken_before_a_private_copy_keeps_its_values(pinned):
+    kept = pinned.resident(1).t()
+    pinned.unit.detach()
+    pinned.unit.make_private()
+    view(pinned.unit.record.there("hi", 0), 2 * 12)[:] = bytes(2 * 12)  # as an update in place does
+    assert values(kept) == [1]
+    assert pinned.pinned == [0]
 
 
 def test_a_unit_in_a_buffer_is_private_as_it_is(home):
