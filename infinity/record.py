@@ -94,12 +94,13 @@ class Record:
 
     def field_nbytes(self, name: str) -> int:
         """Bytes of a field of the whole unit."""
-        whole, rest = divmod(self.shard.numel, self._tile_numel)
-        return whole * self.tile_nbytes(name, self._tile_numel) + self.tile_nbytes(name, rest)
+        return self.tile_nbytes(name, self.shard.numel)
 
     def tile_nbytes(self, name: str, numel: int) -> int:
-        """Bytes that `numel` elements from the start of a tile take, in an extent and in a slot."""
-        return round_up(self.form.nbytes(name, numel), BLOCK)
+        """Bytes that `numel` elements from the start of a tile take, on NVMe as in memory: whole blocks."""
+        whole, rest = divmod(numel, self._tile_numel)
+        nbytes = whole * round_up(self.form.nbytes(name, self._tile_numel), BLOCK)
+        return nbytes + round_up(self.form.nbytes(name, rest), BLOCK)
 
     def _offset(self, name: str, start: int) -> int:
         """Bytes from the start of a field's extent to element `start`."""

@@ -42,7 +42,7 @@ class Format:
         """
 
     def nbytes(self, field: str, numel: int) -> int:
-        """Bytes of `numel` elements; of scales, of the blocks that these elements begin."""
+        """Bytes of `numel` elements; of scales, for whole blocks of elements alone exact."""
         return -(-numel * self._nbytes[field] // STATE_BLOCK)
 
 
