@@ -23,7 +23,7 @@ DEPS = ROOT / ".deps"
 
 # What `dev.py demo` tells `infinity`, and what `dev.py gpu`, after its tests, tells Python.
 DEMO = ["train", "--preset", "demo", "--host-memory", "512MiB"]
-DEMO += ["--steps", "40", "--warmup", "8", "--lr", "2e-4"]
+DEMO += ["--sequence", "64", "--steps", "40", "--warmup", "8", "--lr", "2e-4"]  # minutes, even without bf16
 GPU = ["-m", "infinity.bench.gpu", "--out", "bench/results"]
 
 TORCH = "torch==2.13.0"  # what the tests ran on; unpinned, a newer one may bring gigabytes of CUDA libraries
