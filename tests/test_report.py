@@ -1,6 +1,7 @@
 """What a run shows and leaves behind: log, table, curve, progress. The steps are made up."""
 
 import builtins
+import gc
 import json
 import sys
 
@@ -66,11 +67,12 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
 
 
 def test_the_meter_sees_memory_that_is_taken_and_given_back():
+    gc.collect()  # what earlier tests left is not to go in the middle of this one
     meter = Meter()
-    taken = bytearray(64 << 20)
+    taken = bytearray(256 << 20)
     taken[::4096] = b"x" * len(taken[::4096])
     del taken
-    assert 50 << 20 < meter.peak_nbytes() < 200 << 20
+    assert 150 << 20 < meter.peak_nbytes() < 300 << 20
 
 
 def snapshot(scale: int) -> Stats:
