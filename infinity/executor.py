@@ -172,8 +172,8 @@ class Executor:
 
     def make_resident(self, unit: Unit) -> None:
         """Return when `unit` holds its current values on the device. It stays until it is dropped."""
-        if unit.lent is not None:
-            self._wait(unit.lent, "update")
+        if (lent := self._lent(unit)) is not None:
+            self._wait(lent, "update")
         self._no_longer_waiting(unit)
         if unit.fetch is None:
             if self._is_there(unit):
@@ -191,6 +191,13 @@ class Executor:
             self._lane.promote(unit.record)
             self._wait(job, "read")
         self._device.arrived(unit.flat)
+
+    def _lent(self, unit: Unit) -> Pass | None:
+        """Return the pass that works on the unit's storage and will release it. Asked under the lane's lock,
+        so that None says that it has done so altogether.
+        """
+        with self._lane.changed:
+            return unit.lent
 
     def _is_there(self, unit: Unit) -> bool:
         """Whether the unit's present values lie in the memory that computes, without any fetch."""
@@ -231,7 +238,7 @@ class Executor:
         """Start the fetches that the plan asked for, as far as there is room for what waits."""
         while self._owed:
             unit = self.units[self._owed[0]]
-            if unit.lent is not None:
+            if self._lent(unit) is not None:
                 return
             if unit.fetch is None and not self._is_there(unit):
                 if not self._let_wait(unit):
@@ -261,8 +268,8 @@ class Executor:
 
     def _evict(self, unit: Unit) -> None:
         """Take a unit that nobody uses off the device."""
-        if unit.lent is not None:  # the pass that works on the storage releases it
-            self._lane.wait(unit.lent)
+        if (lent := self._lent(unit)) is not None:
+            self._lane.wait(lent)
         job = unit.fetch
         if job is None:
             return
@@ -281,10 +288,11 @@ class Executor:
         """Apply a unit's pending updates in the backward, from the values on the CPU if they are there; then
         release it.
         """
+        lent = self._lent(unit)
         if unit.fetch is not None and not unit.fetch_processed:
             self._lane.wait(unit.fetch)  # else it would go on standing for values of before the update
         self.frequencies.updated(unit.index)
-        resident = self._device.is_host and unit.fetch_processed and unit.lent is None
+        resident = self._device.is_host and lent is None and unit.fetch_processed
         job = self._pass(unit, upload=False, resident=resident)
         job.on_processed = on_processed
         if not resident:
@@ -323,7 +331,7 @@ class Executor:
         """Apply a unit's pending updates now, whether or not it is needed."""
         if not unit.pending:
             return
-        if unit.fetch is not None and not unit.users and unit.lent is None:
+        if not unit.users and self._lent(unit) is None and unit.fetch is not None:
             self._evict(unit)
         self._lane.submit(self._pass(unit, upload=False))
 

@@ -3,6 +3,8 @@ that come and go. Trusted: the reference optimizer. Faked: how long a write to t
 """
 
 import gc
+import threading
+import time
 
 import pytest
 import torch
@@ -13,9 +15,11 @@ import infinity
 import models
 from fakes import _Transfer
 from infinity.engine import engine_of_model
+from infinity.executor import Executor
 from infinity.fetch import FetchPass
 from infinity.placement import Move
 from infinity.reference import ReferenceAdamW, prepare
+from infinity.unit import Unit
 from parity import build_both, differences, halves, optimizers, repeatable
 
 pytestmark = pytest.mark.disk
@@ -278,3 +282,28 @@ def test_a_pinned_record_is_worked_on_inline_again_after_a_gradient_was_spilled(
     models.train(model, optimizer, 1, first=21)
     assert engine.lane.times.inline_s > before
     assert all(unit.record.all_in_host for unit in engine.units)
+
+
+def test_memory_that_an_update_is_giving_back_is_not_taken_for_the_next_use(folder, monkeypatch):
+    giving_back, met = threading.Event(), []
+    deallocate, fetch_owed = Unit.deallocate, Executor.fetch_owed
+
+    def slowly(unit):
+        if threading.current_thread() is not threading.main_thread():
+            giving_back.set()
+            time.sleep(0.02)  # the thread that computes goes on meanwhile
+        deallocate(unit)
+
+    def just_then(executor):
+        if executor._owed and executor.units[executor._owed[0]].lent is not None:
+            giving_back.clear()
+            met.append(giving_back.wait(0.2))
+        fetch_owed(executor)
+
+    monkeypatch.setattr(Unit, "deallocate", slowly)
+    monkeypatch.setattr(Executor, "fetch_owed", just_then)
+    fields = {"nvme": str(folder), "host_memory": "1MiB"}
+    ours, plain = models.both("gpt2", {"lr": 1e-2}, fields, update="backward")
+    assert models.train(*ours[:2], 4) == models.train(*plain[:2], 4)
+    models.assert_same_state(ours[0], ours[1], plain[0], plain[1])
+    assert any(met), "else the two never met"
