@@ -104,6 +104,12 @@ def unpack_liburing() -> bool:
     return all(succeeds(["dpkg-deb", "-x", package.name, "."], cwd=DEPS) for package in packages)
 
 
+def fio() -> None:
+    """See to fio, which tests hold the I/O engine against; without it they skip."""
+    if not shutil.which("fio") and not apt_install("fio"):
+        say("fio: cannot be had here, the comparisons with it are left out")
+
+
 def system_packages() -> None:
     """See to a C compiler, and to liburing if it can be had."""
     if compiler() is None and not (apt_install("gcc", "libc6-dev") and compiler()):
@@ -245,6 +251,8 @@ def set_up(task: str) -> Path:
     if done.get("digest") != digest or not extras <= set(done["extras"]):
         extras |= set(done.get("extras", []))
         system_packages()
+        if "test" in extras:
+            fio()
         try:
             install(python, sorted(extras))
         except InstallError as error:

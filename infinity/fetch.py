@@ -91,6 +91,8 @@ class FetchPass(Pass):
                 yield start, stop
 
     def _updates(self, start: int, stop: int) -> bool:
+        if len(self.pending) == len(self.unit.shard.segments):
+            return True
         return any(piece.index in self.pending for piece in pieces(self.unit.shard, start, stop))
 
     def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
@@ -102,11 +104,11 @@ class FetchPass(Pass):
             reads = [name for name in names if name not in given and record.written(name, start)]
             return reads, tuple(self.adopts)
         reads = [name for name in record.form.fields if name not in given and record.written(name, start)]
-        indices = {piece.index for piece in pieces(self.unit.shard, start, stop)}
-        spilled = {
-            update.field for index, update in self.pending.items() if index in indices and update.field
-        }
-        return (*reads, *sorted(spilled)), record.form.fields
+        spilled = {index: update.field for index, update in self.pending.items() if update.field}
+        if spilled:
+            here = {piece.index for piece in pieces(self.unit.shard, start, stop)}
+            reads += sorted({field for index, field in spilled.items() if index in here})
+        return reads, record.form.fields
 
     def place(self, field: str, start: int) -> int | None:
         """On the CPU, `hi` is read straight into the unit's memory, and updated and written from there."""

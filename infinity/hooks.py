@@ -50,7 +50,7 @@ class Frame:
 
     module: int  # id()
     task: int  # the graph task it runs in, -1 for an ordinary forward
-    watched: list[torch.Tensor]  # inputs whose gradient ends the holds on frozen units
+    inputs: Any  # those whose gradients end the holds on frozen units; None where no hold outlives the frame
     saving: torch.autograd.graph.saved_tensors_hooks | None
     units: list[Unit] = field(default_factory=list)
 
@@ -110,14 +110,11 @@ class Hooks:
         if not self._frames:
             refuse(module)
             self._counting = task == -1 and torch.is_grad_enabled()
-        watched: list[torch.Tensor] = []
-        saving = None
+        watched = saving = None
         if torch.is_grad_enabled():
             pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
-            checkpointed = pair is not None and _of_checkpoint(pair[0])
-            if task != -1 or checkpointed:
-                leaves = pytree.tree_leaves(inputs)
-                watched = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+            if task != -1 or (pair is not None and _of_checkpoint(pair[0])):
+                watched = inputs
             elif pair is None or not hasattr(pair[0], "infinity"):
                 saving = self._packing(*((_as_is, _as_is) if pair is None else pair))
         frame = Frame(id(module), task, watched, saving)
@@ -132,8 +129,8 @@ class Hooks:
         frame.units.append(unit)
         if frame.task == -1 and self._counting:
             unit.forward_uses += 1
-        if frame.watched and not unit.trainable:
-            self._watch(unit, frame.watched)
+        if frame.inputs is not None and not unit.trainable:
+            self._watch(unit, _differentiable(frame.inputs))
 
     def _packing(self, pack: Any, unpack: Any) -> torch.autograd.graph.saved_tensors_hooks:
         """Pack weights from here on; what is no weight goes to the pair that was there before."""
@@ -267,10 +264,11 @@ class Hooks:
 
     def _hold_for_backward(self, unit: Unit, task: int, output: Any) -> None:
         """Keep the frame's hold until the backward is through with what the recomputation saved."""
-        leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        if not unit.trainable and leaves and not any(leaf.requires_grad for leaf in leaves):
-            self._executor.drop(unit)  # nothing goes back through it
-            return
+        if not unit.trainable:
+            leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+            if leaves and not any(leaf.requires_grad for leaf in leaves):
+                self._executor.drop(unit)  # nothing goes back through it
+                return
         unit.backward_holds.append(task)
         self._held.add(unit)
 
@@ -342,6 +340,11 @@ class Hooks:
             unit.arrived.clear()
         for call in self.backward_ended:
             call()
+
+
+def _differentiable(inputs: Any) -> list[torch.Tensor]:
+    leaves = pytree.tree_leaves(inputs)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 
 def _as_is(value: Any) -> Any:
