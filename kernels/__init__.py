@@ -6,7 +6,7 @@ threads. The caller keeps the memory alive, and nobody else writes to it, until 
 `kernels.h` states what each operation computes, in which order.
 """
 
-from infinity.kernels.library import UnsupportedIsaError, isa, set_isa, set_threads, threads
+from infinity.kernels.library import UnsupportedIsaError, bind_threads, isa, set_isa, set_threads, threads
 from infinity.kernels.operations import (
     STATE_BLOCK,
     GradientDtype,
@@ -37,6 +37,7 @@ __all__ = [
     "adamw",
     "adamw_bf16",
     "adamw_int8",
+    "bind_threads",
     "copy",
     "dequantize",
     "isa",

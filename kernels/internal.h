@@ -12,6 +12,15 @@
 #define TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
 #endif
 
+/* A copy of this size is out of the caches before anyone reads it: storing around them saves
+ * reading what is overwritten (measured: 55 GB/s instead of 41). */
+#define STREAM_BYTES ((size_t)16 << 20)
+
+/* Kinds of a struct infinity_stream. */
+#define INFINITY_READ 0
+#define INFINITY_UPDATE 1
+#define INFINITY_WRITE 2
+
 /* Elements per block: what a kernel is called with, and part of sum_squares' contract. */
 #define BLOCK_NUMEL ((size_t)16384)
 /* Partial sums per block. */
@@ -52,6 +61,14 @@ struct isa {
     void (*quantize_noisily)(size_t n, const float *restrict m_f32, const float *restrict v_f32,
                              uint8_t *restrict m, uint8_t *restrict v, float *restrict scale,
                              uint64_t key, uint32_t counter);
+    /* The whole step on one block of STATE_BLOCK elements; NULL where it is put together from the
+     * above.  grad: fp32 or bf16. */
+    void (*adamw16)(uint16_t *restrict hi, int16_t *restrict lo, uint16_t *restrict m,
+                    uint16_t *restrict v, const void *restrict grad, bool is_f32,
+                    const struct infinity_adamw *s, uint64_t key, uint32_t counter);
+    void (*adamw8)(uint16_t *restrict hi, int16_t *restrict lo, uint8_t *restrict m,
+                   uint8_t *restrict v, float *restrict scale, const void *restrict grad,
+                   bool is_f32, const struct infinity_adamw *s, uint64_t key, uint32_t counter);
 };
 
 /* The instruction set in use. */
@@ -99,12 +116,44 @@ DECLARE_KERNELS(scalar)
 #ifdef INFINITY_X86
 DECLARE_KERNELS(avx2)
 DECLARE_KERNELS(avx512)
+void adamw16_avx512(uint16_t *restrict hi, int16_t *restrict lo, uint16_t *restrict m,
+                    uint16_t *restrict v, const void *restrict grad, bool is_f32,
+                    const struct infinity_adamw *s, uint64_t key, uint32_t counter);
+void adamw8_avx512(uint16_t *restrict hi, int16_t *restrict lo, uint8_t *restrict m,
+                   uint8_t *restrict v, float *restrict scale, const void *restrict grad,
+                   bool is_f32, const struct infinity_adamw *s, uint64_t key, uint32_t counter);
 #endif
 
 /* pool.c: calls run(args, first, count) for consecutive pieces of block that cover [0, n), on any
  * threads in any order, and returns when all are done. */
 typedef void (*block_function)(const void *args, size_t first, size_t count);
 void run_blocks(block_function run, const void *args, size_t n, size_t block);
+
+/* [Note: fetching ahead]
+ * Five streams are more than the processor's own prefetcher follows well, and steps with roots and
+ * divisions fill the window in which it would see the next misses by itself.  So the kernels of a
+ * step ask for the lines that they need FETCH_NUMEL elements later: 17 % faster on records larger
+ * than the caches (see README.md).  What lies behind the end may be
+ * asked for: a prefetch never faults.  Stores around the caches lose 25 % here: what they write has
+ * just been read. */
+#define FETCH_NUMEL ((uintptr_t)512)
+/* Elements of 2 bytes in a line. */
+#define LINE_NUMEL ((size_t)32)
+
+/* The lines of LINE_NUMEL elements of `width` bytes. */
+static inline void fetch_ahead(const void *field, size_t width) {
+    const char *line = (const char *)((uintptr_t)field + FETCH_NUMEL * width);
+    __builtin_prefetch(line, 0, 3);
+    if (width > 2) __builtin_prefetch((const char *)((uintptr_t)line + 64), 0, 3);
+}
+
+static inline void fetch_record(const uint16_t *hi, const int16_t *lo, const float *m,
+                                const float *v) {
+    fetch_ahead(hi, sizeof *hi);
+    fetch_ahead(lo, sizeof *lo);
+    fetch_ahead(m, sizeof *m);
+    fetch_ahead(v, sizeof *v);
+}
 
 /* memcpy, since a caller's address may be odd; it compiles to one plain load or store. */
 static inline float f32_of(uint32_t bits) {

@@ -153,16 +153,28 @@ void infinity_rewrite(size_t n, const uint16_t *new_hi, uint16_t *hi, int16_t *l
 /* memcpy of n_bytes over the pool; the ranges must not overlap. */
 void infinity_copy(size_t n_bytes, void *dst, const void *src);
 
-/* For the benchmark only: the memory traffic of an adamw step on bf16 gradients, with next to no
- * arithmetic; it is what adamw's speed is divided by.  Adds grad, as 8-byte integers, to hi, lo, m,
- * v. */
-void infinity_traffic(size_t n, uint16_t *hi, int16_t *lo, float *m, float *v,
-                      const uint16_t *grad);
+/* For the benchmark only: `bytes` of each 256 elements of a field that are read (kind 0), read and
+ * written (1) or only written (2). */
+struct infinity_stream {
+    void *address;
+    size_t bytes;
+    int32_t kind;
+};
+
+/* For the benchmark only: the memory traffic of a kernel on n elements (whole blocks of 256) with
+ * next to no arithmetic; it is what the kernel's speed is divided by.  What is written is nonsense.
+ */
+void infinity_traffic(size_t n, size_t n_streams, const struct infinity_stream *streams);
 
 /* The pool: n_threads counts the calling thread, so 1 means inline.  set waits for a running call.
  */
 void infinity_set_threads(size_t n_threads);
 size_t infinity_threads(void);
+
+/* Lets the pool's threads, the calling one excepted, run on these CPUs alone, any of them on any;
+ * n = 0: wherever the thread may run that starts them.  0, or -1 for a CPU that cannot be named.
+ * Waits for a running call. */
+int infinity_bind_threads(size_t n, const int32_t *cpus);
 
 /* The instruction set in use: "scalar", "avx2" or "avx512".  set gives 0, -1 for a name that is
  * unknown, -2 for one that this machine or this build lacks; NULL takes the best there is. */

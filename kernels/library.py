@@ -3,6 +3,7 @@
 # ruff: noqa: D102  (Library repeats kernels.h, which says what each function does)
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, cast
 
@@ -92,11 +93,10 @@ class Library(Protocol):
     def infinity_accumulate_f32(self, n: int, acc: Pointer, grad: Pointer) -> None: ...
     def infinity_rewrite(self, n: int, new_hi: Pointer, hi: Pointer, lo: Pointer) -> None: ...
     def infinity_copy(self, n_bytes: int, dst: Pointer, src: Pointer) -> None: ...
-    def infinity_traffic(
-        self, n: int, hi: Pointer, lo: Pointer, m: Pointer, v: Pointer, grad: Pointer
-    ) -> None: ...
+    def infinity_traffic(self, n: int, n_streams: int, streams: Pointer) -> None: ...
     def infinity_set_threads(self, n_threads: int) -> None: ...
     def infinity_threads(self) -> int: ...
+    def infinity_bind_threads(self, n: int, cpus: Pointer) -> int: ...
     def infinity_set_isa(self, name: Pointer) -> int: ...
     def infinity_isa(self) -> Pointer: ...
 
@@ -160,6 +160,25 @@ def set_threads(n: int) -> None:
         message = f"{n} threads: expected 1 to {MAX_THREADS}"
         raise ValueError(message)
     library.infinity_set_threads(n)
+
+
+def bind_threads(cpus: Sequence[int]) -> None:
+    """Let the pool's threads run on these CPUs alone, any of them on any; no CPUs: wherever the process may.
+
+    The calling thread, which works too, stays where its own affinity lets it be. Waits until the call in
+    progress, if any, is done. Which CPUs a process should take is decided in infinity.cores.
+
+    Raises:
+        ValueError: this process may not run on one of the CPUs.
+    """
+    allowed = os.sched_getaffinity(0)
+    refused = sorted(set(cpus) - allowed)
+    if refused:
+        message = f"CPUs {refused}: this process may run on {sorted(allowed)}\n  try: a subset of those"
+        raise ValueError(message)
+    if library.infinity_bind_threads(len(cpus), ffi.new("int32_t[]", list(cpus))) != 0:
+        message = f"CPUs {sorted(cpus)}: expected numbers below 1024, what the C library's CPU sets hold"
+        raise ValueError(message)
 
 
 set_isa(os.environ.get("INFINITY_ISA") or None)

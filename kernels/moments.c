@@ -1,5 +1,6 @@
 /* The steps on small moments: each piece is widened into the caches, goes through the fp32 kernel,
- * and is rounded back.  See [Note: small moments] in kernels.h. */
+ * and is rounded back; whole blocks go to a kernel for all of it, where there is one.  See [Note:
+ * small moments] in kernels.h. */
 #include "internal.h"
 
 _Static_assert(BLOCK_NUMEL % STATE_BLOCK == 0, "the pool must not cut a block that shares a scale");
@@ -25,6 +26,10 @@ static void step_on(const struct step_args *a, size_t i, size_t n, float *m, flo
         a->isa->adamw_f32(n, a->hi + i, a->lo + i, m, v, a->grad_f32 + i, a->scalars);
 }
 
+static const void *grad_at(const struct step_args *a, size_t i) {
+    return a->grad_bf16 != NULL ? (const void *)(a->grad_bf16 + i) : a->grad_f32 + i;
+}
+
 static size_t piece_at(size_t i, size_t end) {
     return end - i < STATE_BLOCK ? end - i : STATE_BLOCK;
 }
@@ -35,6 +40,11 @@ static void adamw16_block(const void *args, size_t first, size_t count) {
     for (size_t i = first; i < first + count; i += STATE_BLOCK) {
         size_t n = piece_at(i, first + count);
         uint16_t *m = (uint16_t *)a->m + i, *v = (uint16_t *)a->v + i;
+        if (n == STATE_BLOCK && a->isa->adamw16 != NULL) {
+            a->isa->adamw16(a->hi + i, a->lo + i, m, v, grad_at(a, i), a->grad_bf16 == NULL,
+                            a->scalars, a->key, (uint32_t)(a->first + i));
+            continue;
+        }
         a->isa->widen(n, m, m_f32);
         a->isa->widen(n, v, v_f32);
         step_on(a, i, n, m_f32, v_f32);
@@ -49,6 +59,11 @@ static void adamw8_block(const void *args, size_t first, size_t count) {
         size_t n = piece_at(i, first + count);
         uint8_t *m = (uint8_t *)a->m + i, *v = (uint8_t *)a->v + i;
         float *scale = a->scale + i / STATE_BLOCK * 2;
+        if (n == STATE_BLOCK && a->isa->adamw8 != NULL) {
+            a->isa->adamw8(a->hi + i, a->lo + i, m, v, scale, grad_at(a, i), a->grad_bf16 == NULL,
+                           a->scalars, a->key, (uint32_t)(a->first + i));
+            continue;
+        }
         a->isa->dequantize(n, m, v, scale, m_f32, v_f32);
         step_on(a, i, n, m_f32, v_f32);
         a->isa->quantize_noisily(n, m_f32, v_f32, m, v, scale, a->key, (uint32_t)(a->first + i));

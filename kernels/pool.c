@@ -12,6 +12,7 @@
 #define _GNU_SOURCE
 #include <fenv.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -55,6 +56,7 @@ static struct {
 static pthread_t workers[MAX_THREADS - 1];
 static size_t n_workers;
 static atomic_size_t n_threads = 1;
+static cpu_set_t cpus; /* where workers run; none: anywhere */
 static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
 
 static void take_blocks(struct job *job) {
@@ -110,6 +112,19 @@ static void watch_forks(void) {
     pthread_atfork(NULL, NULL, forget_workers);
 }
 
+/* A worker may run on any of the CPUs, not on one of its own: a core that has other work must not
+ * hold one back. */
+static int start_worker(pthread_t *worker) {
+    pthread_attr_t attributes;
+    if (pthread_attr_init(&attributes) != 0) return -1;
+    int code = 0;
+    if (CPU_COUNT(&cpus) > 0)
+        code = pthread_attr_setaffinity_np(&attributes, sizeof cpus, &cpus);
+    if (code == 0) code = pthread_create(worker, &attributes, work, NULL);
+    pthread_attr_destroy(&attributes);
+    return code;
+}
+
 /* Where a thread cannot be had, the job runs on those there are. */
 static void start_workers(void) {
     pthread_once(&fork_once, watch_forks);
@@ -119,7 +134,7 @@ static void start_workers(void) {
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &callers);
     while (n_workers + 1 < atomic_load(&n_threads)) {
-        if (pthread_create(&workers[n_workers], NULL, work, NULL) != 0) break;
+        if (start_worker(&workers[n_workers]) != 0) break;
         n_workers++;
     }
     pthread_sigmask(SIG_SETMASK, &callers, NULL);
@@ -171,4 +186,18 @@ void infinity_set_threads(size_t wanted) {
 
 size_t infinity_threads(void) {
     return atomic_load(&n_threads);
+}
+
+int infinity_bind_threads(size_t n, const int32_t *wanted) {
+    cpu_set_t chosen;
+    CPU_ZERO(&chosen);
+    for (size_t i = 0; i < n; i++) {
+        if (wanted[i] < 0 || wanted[i] >= CPU_SETSIZE) return -1;
+        CPU_SET((size_t)wanted[i], &chosen);
+    }
+    pthread_mutex_lock(&submit);
+    stop_workers();
+    cpus = chosen;
+    pthread_mutex_unlock(&submit);
+    return 0;
 }

@@ -1,29 +1,73 @@
-/* The memory traffic of an adamw step with next to no arithmetic: what the benchmark divides by. */
+/* Memory traffic with next to no arithmetic: what the benchmark divides by. */
 #include "internal.h"
+
+#ifdef INFINITY_X86
+#include <immintrin.h>
+#endif
 
 /* 64 bytes in any instruction set: the compiler lowers it. */
 typedef uint64_t words __attribute__((vector_size(64), aligned(1), may_alias));
 
 struct traffic_args {
-    char *hi, *lo, *m, *v;
-    const char *grad;
+    size_t n, n_streams;
+    const struct infinity_stream *streams;
 };
 
-static void touch_block(const void *args, size_t i, size_t count) {
-    const struct traffic_args *a = args;
-    for (size_t j = i; j + 32 <= i + count; j += 32) {
-        words grad = *(const words *)(a->grad + 2 * j);
-        *(words *)(a->hi + 2 * j) += grad;
-        *(words *)(a->lo + 2 * j) += grad;
-        *(words *)(a->m + 4 * j) += grad;
-        *(words *)(a->m + 4 * j + 64) += grad;
-        *(words *)(a->v + 4 * j) += grad;
-        *(words *)(a->v + 4 * j + 64) += grad;
+/* Around the caches, as copies go: what is only written need not be read first. */
+static inline void write_line(char *line, words value, bool around) {
+#ifdef INFINITY_X86
+    if (around && ((uintptr_t)line & 15) == 0) {
+        __m128i parts[4];
+        memcpy(parts, &value, sizeof value);
+        for (int i = 0; i < 4; i++) _mm_stream_si128((__m128i *)line + i, parts[i]);
+        return;
     }
+#else
+    (void)around;
+#endif
+    *(words *)line = value;
 }
 
-void infinity_traffic(size_t n, uint16_t *hi, int16_t *lo, float *m, float *v,
-                      const uint16_t *grad) {
-    struct traffic_args args = {(char *)hi, (char *)lo, (char *)m, (char *)v, (const char *)grad};
-    run_blocks(touch_block, &args, n, BLOCK_NUMEL);
+/* One stream's part of STATE_BLOCK elements. */
+static inline void touch(char *part, size_t bytes, int32_t kind, bool around, words *sum) {
+    size_t i = 0;
+    for (; i + 64 <= bytes; i += 64) {
+        char *line = part + i;
+        /* As far ahead as the kernels look: [Note: fetching ahead]. */
+        if (kind != INFINITY_WRITE)
+            __builtin_prefetch((const char *)((uintptr_t)line + 2 * bytes), 0, 3);
+        if (kind == INFINITY_READ)
+            *sum += *(const words *)line;
+        else if (kind == INFINITY_UPDATE)
+            *(words *)line += *sum;
+        else
+            write_line(line, *sum, around);
+    }
+    for (; i < bytes; i++)
+        if (kind == INFINITY_READ)
+            (*sum)[0] += (uint64_t)(unsigned char)part[i];
+        else
+            part[i] = (char)(*sum)[1];
+}
+
+static void traffic_block(const void *args, size_t first, size_t count) {
+    const struct traffic_args *a = args;
+    words sum = {0};
+    for (size_t i = first; i + STATE_BLOCK <= first + count; i += STATE_BLOCK)
+        for (size_t s = 0; s < a->n_streams; s++) {
+            const struct infinity_stream *stream = &a->streams[s];
+            char *part = (char *)stream->address + i / STATE_BLOCK * stream->bytes;
+            bool around = a->n / STATE_BLOCK * stream->bytes >= STREAM_BYTES;
+            touch(part, stream->bytes, stream->kind, around, &sum);
+        }
+#ifdef INFINITY_X86
+    _mm_sfence();
+#endif
+    /* What was read has to have been used for something. */
+    __asm__ volatile("" ::"m"(sum));
+}
+
+void infinity_traffic(size_t n, size_t n_streams, const struct infinity_stream *streams) {
+    struct traffic_args args = {n, n_streams, streams};
+    run_blocks(traffic_block, &args, n, BLOCK_NUMEL);
 }

@@ -1,5 +1,7 @@
 """Trusted: torch's single fp32 operations round correctly, numpy-free views of bits. Faked: nothing."""
 
+# ruff: noqa: F811  (a fixture is imported, and then named as an argument)
+
 import itertools
 
 import pytest
@@ -8,75 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity import kernels, reference
+from kernel_cases import (  # noqa: F401  (fixtures)
+    bits,
+    f32_of_bits,
+    isa,
+    join,
+    random_bits,
+    same_on_any_threads,
+    same_under_every_isa,
+    scalars,
+    settings_are_put_back,
+    split,
+)
 
-ISAS = ("scalar", "avx2", "avx512")
 # Either side of every vector width, of a block (16384), of what goes to the pool (65536), and odd ones.
 SIZES = (0, 1, 3, 7, 8, 9, 15, 16, 17, 31, 33, 63, 100, 16383, 16385, 65536 + 29, 200_003)
-
-
-def supported(name):
-    before = kernels.isa()
-    try:
-        kernels.set_isa(name)
-    except kernels.UnsupportedIsaError:
-        return False
-    kernels.set_isa(before)
-    return True
-
-
-@pytest.fixture(autouse=True)
-def _settings_are_put_back():
-    isa, threads = kernels.isa(), kernels.threads()
-    yield
-    kernels.set_isa(isa)
-    kernels.set_threads(threads)
-
-
-@pytest.fixture(params=ISAS)
-def isa(request):
-    if not supported(request.param):
-        pytest.skip(f"this machine has no {request.param}")
-    kernels.set_isa(request.param)
-    return request.param
-
-
-def bits(tensor):
-    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
-
-
-def f32_of_bits(patterns):
-    """Takes unsigned 32-bit patterns."""
-    return torch.tensor(patterns, dtype=torch.int64).to(torch.int32).view(torch.float32)
-
-
-def random_bits(n, seed, dtype=torch.float32):
-    """Draw every kind of value: normal ones, denormals, infinities, NaNs of any payload and sign."""
-    generator = torch.Generator().manual_seed(seed)
-    if dtype == torch.bfloat16:
-        return torch.randint(-(2**15), 2**15, (n,), generator=generator).to(torch.int16).view(dtype)
-    drawn = torch.randint(-(2**31), 2**31, (n,), generator=generator).to(torch.int32).view(dtype)
-    special = f32_of_bits(
-        [0, 1, 0x80000000, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC12345, 0x7F812345, 0x7F7FFFFF]
-    )
-    places = torch.randint(0, 4, (n,), generator=generator) == 0
-    return torch.where(places, special[torch.randint(0, len(special), (n,), generator=generator)], drawn)
-
-
-def split(master):
-    hi, lo = (torch.empty(len(master), dtype=torch.int16) for _ in range(2))
-    kernels.split(len(master), master.data_ptr(), hi.data_ptr(), lo.data_ptr())
-    return hi, lo
-
-
-def join(hi, lo):
-    master = torch.empty(len(hi))
-    kernels.join(len(hi), hi.data_ptr(), lo.data_ptr(), master.data_ptr())
-    return master
-
-
-def scalars(**changes):
-    settings = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "step": 3}
-    return kernels.AdamWScalars(**(settings | changes))
 
 
 def test_join_gives_back_what_was_split_for_every_hi_and_the_lows_around_a_tie(isa):
@@ -152,26 +100,11 @@ def every_operation(n, offset, seed):
 
 @pytest.mark.parametrize(("n", "offset"), list(itertools.product(SIZES, (0, 1))))
 def test_every_isa_gives_the_scalar_bits_at_any_size_and_alignment(n, offset):
-    names = [name for name in ISAS if supported(name)]
-    results = {}
-    for name in names:
-        kernels.set_isa(name)
-        results[name] = every_operation(n, offset, seed=n)
-    for name in names[1:]:
-        for operation, expected in results["scalar"].items():
-            assert torch.equal(bits(expected), bits(results[name][operation])), (name, operation)
+    same_under_every_isa(every_operation, n, offset)
 
 
 def test_any_number_of_threads_gives_the_same_bits():
-    n = 16384 * 9 + 5
-    results = []
-    for threads in (1, 2, 3, 8):
-        kernels.set_threads(threads)
-        assert threads == kernels.threads()
-        results.append(every_operation(n, 0, seed=7))
-    for result in results[1:]:
-        for operation, expected in results[0].items():
-            assert torch.equal(bits(expected), bits(result[operation])), operation
+    same_on_any_threads(every_operation)
 
 
 def test_denormals_survive_a_caller_that_flushes_them(isa):
@@ -224,6 +157,22 @@ def test_adamw_equals_the_reference_recipe_bit_for_bit(isa, dtype, changes, clip
         assert torch.equal(bits(v), bits(v_kernel))
         assert torch.equal(bits(master), bits(join(hi, lo)))
         assert torch.equal(bits(reference.rounded(master)), hi)
+
+
+def test_the_bias_corrections_division_is_rounded_as_a_division(isa):
+    """m = 0 and p = 0 hide it; eps = 0 and beta1 = 0 make the step lr * g / (sqrt(v) / divisor)."""
+    n, generator = 40_000, torch.Generator().manual_seed(6)
+    grad = torch.randn(n, generator=generator) * 10.0 ** torch.randint(-18, 18, (n,), generator=generator)
+    for beta2, step in itertools.product((0.0, 0.9, 0.95, 0.999, 0.999999), (1, 2, 7, 1000)):
+        changes = {"beta1": 0.0, "beta2": beta2, "step": step, "eps": 0.0, "lr": 1.0, "weight_decay": 0.0}
+        fields = [*split(torch.zeros(n)), torch.zeros(n), torch.zeros(n)]
+        kernels.adamw(n, *(f.data_ptr() for f in (*fields, grad)), "f32", scalars(**changes))
+        divisor = torch.tensor((1 - beta2**step) ** 0.5, dtype=torch.float64).float().double()
+        root = fields[3].double().sqrt().float().double()
+        denom = (root / divisor).float().double()
+        expected = -(fields[2].double() / denom).float()
+        usual = (denom > 2.0**-100) & (denom < 2.0**100)
+        assert torch.equal(bits(expected[usual]), bits(join(*fields[:2])[usual]))
 
 
 def test_sum_squares_is_the_fp64_sum(isa):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -121,6 +122,40 @@ def test_forking_while_other_threads_are_inside_kernels_never_hangs():
         for thread in busy:
             thread.join()
     assert all(results)
+
+
+def workers():
+    """Return the CPUs of every thread of this process that is none of Python's."""
+    python = {thread.native_id for thread in threading.enumerate()}
+    tasks = {int(path.name) for path in Path("/proc/self/task").iterdir()}
+    return {task: os.sched_getaffinity(task) for task in tasks - python}
+
+
+def test_bound_threads_run_on_those_cpus_alone_and_the_caller_where_it_likes():
+    mine = os.sched_getaffinity(0)
+    grad = torch.randn(N)
+    expected = squares(grad)
+    kernels.set_threads(1)
+    before = set(workers())
+    kernels.set_threads(3)
+    try:
+        for cpus in ([max(mine)], sorted(mine), [min(mine)]):
+            kernels.bind_threads(cpus)
+            assert squares(grad) == expected
+            new = {tid: on for tid, on in workers().items() if tid not in before}
+            assert list(new.values()) == [set(cpus)] * 2
+            assert os.sched_getaffinity(0) == mine
+        kernels.bind_threads([])
+        assert squares(grad) == expected
+        assert [on for tid, on in workers().items() if tid not in before] == [mine] * 2
+    finally:
+        kernels.bind_threads([])
+
+
+def test_cpus_that_are_not_the_processs_are_refused_by_number():
+    for cpus in ([4095], [-1]):
+        with pytest.raises(ValueError, match=str(cpus[0])):
+            kernels.bind_threads(cpus)
 
 
 def in_fresh_python(code, **environment):

@@ -1,87 +1,37 @@
 """Bf16 and 8-bit moments. Trusted: the fp32 step (test_kernels.py), torch's integers. Faked: nothing."""
 
+# ruff: noqa: F811  (a fixture is imported, and then named as an argument)
+
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
 
-from infinity import kernels, reference, reference_state
+from infinity import kernels, reference, reference_state, shard
+from infinity.kernels import operations
+from kernel_cases import (  # noqa: F401  (fixtures)
+    addresses,
+    bits,
+    f32_of_bits,
+    isa,
+    join,
+    random_bits,
+    same_on_any_threads,
+    same_under_every_isa,
+    scalars,
+    settings_are_put_back,
+    split,
+)
 
-ISAS = ("scalar", "avx2", "avx512")
 BLOCK = kernels.STATE_BLOCK
 # Either side of every vector width, of a block that shares scales, of a piece for the pool, and odd ones.
 SIZES = (0, 1, 7, 8, 9, 15, 16, 17, 31, 63, 100, 255, 256, 257, 511, 16383, 16385, 65536 + 29)
 KEY = kernels.state_key(seed=1, parameter=2, step=3)
 
 
-def supported(name):
-    before = kernels.isa()
-    try:
-        kernels.set_isa(name)
-    except kernels.UnsupportedIsaError:
-        return False
-    kernels.set_isa(before)
-    return True
-
-
-@pytest.fixture(autouse=True)
-def _settings_are_put_back():
-    isa, threads = kernels.isa(), kernels.threads()
-    yield
-    kernels.set_isa(isa)
-    kernels.set_threads(threads)
-
-
-@pytest.fixture(params=ISAS)
-def isa(request):
-    if not supported(request.param):
-        pytest.skip(f"this machine has no {request.param}")
-    kernels.set_isa(request.param)
-    return request.param
-
-
-def bits(tensor):
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
-
-
-def f32_of_bits(patterns):
-    return torch.tensor(patterns, dtype=torch.int64).to(torch.int32).view(torch.float32)
-
-
-def random_bits(n, seed):
-    """Draw fp32 of every kind: normal ones, denormals, infinities, NaNs of any payload and sign."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(-(2**31), 2**31, (n,), generator=generator).to(torch.int32).view(torch.float32)
-    special = f32_of_bits(
-        [0, 1, 0x80000000, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC12345, 0x7F812345, 0x7F7FFFFF, 0x7F700001]
-    )
-    places = torch.randint(0, 8, (n,), generator=generator) == 0
-    return torch.where(places, special[torch.randint(0, len(special), (n,), generator=generator)], drawn)
-
-
-def addresses(*tensors):
-    return [tensor.data_ptr() for tensor in tensors]
-
-
-def scalars(**changes):
-    settings = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "step": 3}
-    return kernels.AdamWScalars(**(settings | changes))
-
-
 def scales(n):
     return torch.zeros(-(-n // BLOCK) * 2)
-
-
-def split(master):
-    hi, lo = (torch.empty(len(master), dtype=torch.int16) for _ in range(2))
-    kernels.split(len(master), *addresses(master, hi, lo))
-    return hi, lo
-
-
-def join(hi, lo):
-    master = torch.empty(len(hi))
-    kernels.join(len(hi), *addresses(hi, lo, master))
-    return master
 
 
 def quantized(m, v):
@@ -151,24 +101,48 @@ def every_operation(n, offset, seed):
 
 @pytest.mark.parametrize(("n", "offset"), list(itertools.product(SIZES, (0, 1))))
 def test_every_isa_gives_the_scalar_bits_at_any_size_and_alignment(n, offset):
-    names = [name for name in ISAS if supported(name)]
-    results = {}
-    for name in names:
-        kernels.set_isa(name)
-        results[name] = every_operation(n, offset, seed=n)
-    for name in names[1:]:
-        for operation, expected in results["scalar"].items():
-            assert torch.equal(bits(expected), bits(results[name][operation])), (name, operation)
+    same_under_every_isa(every_operation, n, offset)
 
 
 def test_any_number_of_threads_gives_the_same_bits():
+    same_on_any_threads(every_operation)
+
+
+def test_all_who_know_the_size_of_a_block_that_shares_scales_say_the_same():
+    assert operations.STATE_BLOCK == shard.STATE_BLOCK == reference_state.STATE_BLOCK
+    source = (Path(operations.__file__).parent / "internal.h").read_text()
+    assert f"#define STATE_BLOCK ((size_t){operations.STATE_BLOCK})\n" in source
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("state_dtype", ["bf16", "int8"])
+def test_blocks_of_every_range_of_moments_equal_the_scalar_ones(isa, state_dtype, grad_dtype):
+    """Whole blocks may have kernels of their own: plain ones, and those with one moment out of the common."""
+    n, generator = BLOCK * 400, torch.Generator().manual_seed(3)
+    grad = torch.randn(n, generator=generator).view(-1, BLOCK)
+    odd = [0.0, -0.0, 1e-30, 2.0**-16, 2.0**-15, 2.0**-8, 1e19, 3e38, torch.inf, torch.nan, -torch.nan]
+    for block in range(40, 400):
+        grad[block, block % BLOCK] = odd[block % len(odd)]
+        grad[block] *= 10.0 ** (block % 7 - 3)
+    grad[380:] = 0
+    smallest = f32_of_bits([0x3F800000 - 126 * 2**20])  # of an m beside 1.0
+    grad[20:30] = smallest * (0.9 + 0.2 * torch.rand(10, BLOCK, generator=generator))
+    grad[20:30, 7] = 1.0
+    grad[30], grad[31] = 3.3e38, -torch.nan
+    grad = grad.flatten().to(grad_dtype)
+    chosen = kernels.isa()
     results = []
-    for threads in (1, 2, 3, 8):
-        kernels.set_threads(threads)
-        results.append(every_operation(16384 * 9 + 5, 0, seed=7))
-    for result in results[1:]:
-        for operation, expected in results[0].items():
-            assert torch.equal(bits(expected), bits(result[operation])), operation
+    for name in ("scalar", chosen):
+        kernels.set_isa(name)
+        fields = [*split(torch.randn(n, generator=torch.Generator().manual_seed(4)))]
+        fields += fresh(n, state_dtype)[2:]
+        for count in range(1, 5):
+            step(
+                fields, grad if count % 2 else grad.flip(0), KEY + count, step=count, beta1=0.3 * (count % 4)
+            )
+        results.append(fields)
+    for expected, found in zip(*results, strict=True):
+        assert torch.equal(bits(expected), bits(found))
 
 
 @pytest.mark.parametrize(
