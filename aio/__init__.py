@@ -21,13 +21,14 @@ from infinity.aio.errors import (
     StorageFullError,
 )
 from infinity.aio.files import File
-from infinity.aio.library import BLOCK, Priority
+from infinity.aio.library import BLOCK, RINGS, Priority
 from infinity.aio.memory import AlignedMemory
 from infinity.aio.probe import KINDS, open_engine
 
 __all__ = [
     "BLOCK",
     "KINDS",
+    "RINGS",
     "AlignedMemory",
     "Completion",
     "Engine",

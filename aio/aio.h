@@ -14,7 +14,7 @@
 #pragma GCC visibility push(default)
 
 enum {
-    AIO_ABI = 2,            /* changes with this header; see aio_abi */
+    AIO_ABI = 3,            /* changes with this header; see aio_abi */
     AIO_BLOCK = 4096,       /* alignment of address, offset and nbytes on O_DIRECT files */
     AIO_SLICE_MS = 100,     /* no call from Python waits longer: signals must get their turn */
     AIO_END_OF_FILE = 4096, /* an error that no errno (at most 4095) stands for */
@@ -24,6 +24,10 @@ enum {
 
 /* Kinds of engine. */
 enum { AIO_IO_URING = 1, AIO_THREADS = 2 };
+
+/* How a ring learns of completions, the cheapest first.  DEFER (Linux 6.1): when its thread asks.
+ * COOP (5.19): when its thread enters the kernel for whatever reason.  PLAIN: it is interrupted. */
+enum { AIO_RING_BEST = 0, AIO_RING_DEFER = 1, AIO_RING_COOP = 2, AIO_RING_PLAIN = 3 };
 
 /* Flags of a request. */
 enum {
@@ -58,6 +62,7 @@ struct aio_options {
     uint32_t depth;   /* io_uring: pieces in flight at once */
     uint32_t threads; /* threads: pieces in flight at once */
     uint32_t piece_nbytes;
+    uint32_t ring; /* io_uring: AIO_RING_BEST is the first that the kernel has */
 };
 
 struct aio_statistics {
@@ -82,6 +87,8 @@ int32_t aio_has_io_uring(void);
 /* Start an engine.  aio_stop asks it to finish what it has and end; aio_join ends its threads once
  * aio_stopped says yes (joining earlier blocks).  aio_free gives the memory back, never before. */
 int32_t aio_open(const struct aio_options *options, struct aio_engine **engine);
+/* Which ring it is, or AIO_RING_BEST without one. */
+int32_t aio_ring(const struct aio_engine *engine);
 void aio_stop(struct aio_engine *engine);
 int32_t aio_stopped(struct aio_engine *engine, uint32_t timeout_ms);
 int32_t aio_join(struct aio_engine *engine);

@@ -21,7 +21,19 @@ from infinity.aio import files
 from infinity.aio.completion import Completion
 from infinity.aio.errors import EngineClosedError, EngineFailedError, ForkedError, IoTimeoutError
 from infinity.aio.files import Descriptor, File, Folder
-from infinity.aio.library import ALIGNED, BLOCK, IDLE, SLICE_MS, WRITE, CData, Library, Priority, ffi, load
+from infinity.aio.library import (
+    ALIGNED,
+    BLOCK,
+    IDLE,
+    RINGS,
+    SLICE_MS,
+    WRITE,
+    CData,
+    Library,
+    Priority,
+    ffi,
+    load,
+)
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -100,6 +112,7 @@ class Engine:
         direct: whether files are opened with O_DIRECT.
         depth: pieces in flight at once.
         piece_nbytes: into pieces of how many bytes requests are split.
+        ring: how the ring learns of completions, one of RINGS; None without io_uring.
     """
 
     def __init__(
@@ -112,6 +125,8 @@ class Engine:
         self.piece_nbytes = piece_nbytes
         self.library = load()
         self.pointer = pointer
+        ring = self.library.aio_ring(pointer)
+        self.ring = RINGS[ring - 1] if ring else None
         self.pid = os.getpid()
         self._closed = False
         # Guards _in_flight.  Reentrant: a garbage collection inside it may run a finalizer that comes here.

@@ -28,6 +28,7 @@ static int check(const struct aio_options *options) {
     /* One system call moves at most 2 GiB less a page. */
     uint32_t piece_nbytes = options->piece_nbytes;
     if (piece_nbytes == 0 || piece_nbytes % AIO_BLOCK || piece_nbytes > 1u << 30) return EINVAL;
+    if (options->ring > AIO_RING_PLAIN) return EINVAL;
     if (options->kind == AIO_IO_URING && !aio_has_io_uring()) return ENOTSUP;
     return 0;
 }
@@ -92,7 +93,10 @@ int32_t aio_open(const struct aio_options *options, struct aio_engine **opened) 
     if (!engine) return -ENOMEM;
     engine->options = *options;
     engine->wake_fd = -1;
-    if (options->kind == AIO_IO_URING) engine->options.threads = 1;
+    if (options->kind == AIO_IO_URING)
+        engine->options.threads = 1;
+    else
+        engine->options.ring = AIO_RING_BEST;
     init_conditions(engine);
     error = start(engine);
     if (error) {
@@ -103,6 +107,10 @@ int32_t aio_open(const struct aio_options *options, struct aio_engine **opened) 
     }
     *opened = engine;
     return 0;
+}
+
+int32_t aio_ring(const struct aio_engine *engine) {
+    return (int32_t)engine->options.ring;
 }
 
 void aio_stop(struct aio_engine *engine) {

@@ -1,78 +1,94 @@
-"""How fast an engine moves large requests, and at what CPU time: `python -m infinity.aio.measure FOLDER`."""
+"""A stream of requests through an engine, and what it took: bytes, seconds, CPU time, latencies."""
 
-import argparse
 import os
-import resource
-import sys
 import time
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infinity.aio.completion import Completion
 from infinity.aio.engine import Engine
 from infinity.aio.files import File
 from infinity.aio.memory import AlignedMemory
-from infinity.aio.probe import KINDS, open_engine
+
+READ, WRITE, MIXED = "read", "write", "mixed"
+
+_MEMORY_NBYTES = 64 << 20
+_NOISE_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
-    """One sequential pass over a file."""
+class Stream:
+    """What is asked of an engine, again and again, in the order of the file."""
 
     verb: str
+    """READ; WRITE; or MIXED, in turn: reads from the first half of the file, writes to the second."""
+    request_nbytes: int
+    in_flight: int
+    """Requests that are submitted and not yet waited for."""
+
+    def memory(self, *, huge: bool = True) -> AlignedMemory:
+        """Return memory for it, filled with noise, for zeros cost some drives nothing.
+
+        Each request in flight has its own, up to 64 MiB; beyond that they share it, for nobody reads it.
+        """
+        each = max(self.request_nbytes, 1)
+        slots = max(1, min(self.in_flight, _MEMORY_NBYTES // each))
+        memory = AlignedMemory(slots * each, huge=huge)
+        noise = os.urandom(min(_NOISE_NBYTES, len(memory)))
+        for at in range(0, len(memory), len(noise)):
+            part = noise[: len(memory) - at]
+            memory.view[at : at + len(part)] = part
+        return memory
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What a stream came to."""
+
     nbytes: int
     wall_s: float
-    cpu_s: float  # user and system, of this whole process
-
-    def __str__(self) -> str:
-        gigabytes = self.nbytes / 1e9
-        return f"{self.verb} {gigabytes / self.wall_s:.2f} GB/s, {self.cpu_s / gigabytes:.3f} CPU s/GB"
+    """From the first submission until the last request was over."""
+    latencies_s: Sequence[float]
+    """Of each request, from its acceptance until it was over, by the engine's own clock."""
 
 
-def measure(engine: Engine, file: File, *, write: bool, nbytes: int, request_nbytes: int) -> Measurement:
-    """Pass once over the first `nbytes` of a file in order, with eight requests in flight."""
-    slots = 8
-    memory = AlignedMemory(slots * request_nbytes)
-    memory.view[:] = os.urandom(len(memory))
-    start = engine.write if write else engine.read
-    pending: list[Completion] = []
-    cpu_s, wall_s = _cpu_s(), time.perf_counter()
-    for i, offset in enumerate(range(0, nbytes, request_nbytes)):
-        if len(pending) == slots:
-            pending.pop(0).wait()
-        place = memory.address + i % slots * request_nbytes
-        pending.append(start(file, offset, place, min(request_nbytes, nbytes - offset), owner=memory))
-    for completion in pending:
-        completion.wait()
-    wall_s = time.perf_counter() - wall_s
-    return Measurement("write" if write else "read", nbytes, wall_s, _cpu_s() - cpu_s)
+def move(
+    engine: Engine,
+    file: File,
+    memory: AlignedMemory,
+    stream: Stream,
+    nbytes: int,
+    *,
+    seconds: float,
+    at_most: int = 1 << 62,
+) -> Moved:
+    """Move a stream over the first `nbytes` of a file, again and again, for `seconds` or `at_most` bytes.
 
+    Raises: ValueError for a request larger than the file (MIXED: than half of it); IoError.
+    """
+    size = stream.request_nbytes
+    starts = {READ: (engine.read,), WRITE: (engine.write,), MIXED: (engine.read, engine.write)}[stream.verb]
+    each = nbytes // len(starts) // size * size
+    if each == 0:
+        raise ValueError(f"{stream.verb} requests of {size} B do not fit into a file of {nbytes} B")
+    pending: deque[Completion] = deque()
+    latencies_s: list[float] = []
 
-def _cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+    def finish() -> None:
+        oldest = pending.popleft()
+        oldest.wait()
+        latencies_s.append((oldest.ended_s or 0.0) - oldest.began_s)
 
-
-def main() -> None:
-    """Write a file twice (its blocks are new the first time) and read it, with each kind of engine."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--mib", type=int, default=2048, help="size of the file (default 2048)")
-    parser.add_argument("--request-mib", type=int, default=8, help="size of a request (default 8)")
-    parser.add_argument("--depth", type=int, default=32)
-    parser.add_argument("--threads", type=int, default=8)
-    options = parser.parse_args()
-    nbytes, request_nbytes = options.mib << 20, options.request_mib << 20
-    for kind in options.kinds:
-        with (
-            open_engine(options.folder, kind, depth=options.depth, threads=options.threads) as engine,
-            engine.open_nameless(options.folder) as file,
-        ):
-            file.allocate(0, nbytes)
-            for write in (True, True, False):
-                result = measure(engine, file, write=write, nbytes=nbytes, request_nbytes=request_nbytes)
-                sys.stdout.write(f"{kind:9} {result}\n")
-
-
-if __name__ == "__main__":
-    main()
+    count, slots, began_s = 0, len(memory) // size, time.perf_counter()
+    while count * size < at_most and time.perf_counter() - began_s < seconds:
+        if len(pending) >= stream.in_flight:
+            finish()
+        turn, verb = divmod(count, len(starts))
+        offset = verb * each + turn * size % each
+        place = memory.address + count % slots * size
+        pending.append(starts[verb](file, offset, place, size, owner=memory))
+        count += 1
+    while pending:
+        finish()
+    return Moved(count * size, time.perf_counter() - began_s, latencies_s)

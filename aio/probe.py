@@ -7,7 +7,7 @@ from typing import NamedTuple
 from infinity.aio.engine import Engine
 from infinity.aio.errors import STARTING, TRYING, EngineFailedError, EngineUnavailableError
 from infinity.aio.files import Folder, opened_folder
-from infinity.aio.library import BLOCK, KIND_IO_URING, KIND_THREADS, ffi, load
+from infinity.aio.library import BLOCK, KIND_IO_URING, KIND_THREADS, RINGS, ffi, load
 from infinity.aio.memory import AlignedMemory
 
 
@@ -35,6 +35,7 @@ def open_engine(
     depth: int = 32,
     threads: int = 8,
     piece_nbytes: int = 1 << 20,
+    ring: str | None = None,
 ) -> Engine:
     """Start the best engine that works on the files of a folder.
 
@@ -44,16 +45,19 @@ def open_engine(
         depth: pieces that io_uring keeps in flight.
         threads: of the other kinds, each with one piece in flight.
         piece_nbytes: into pieces of how many bytes requests are split, whole blocks.
+        ring: of io_uring, how it learns of completions, one of RINGS; else the first that the kernel has.
 
     Raises:
-        ValueError: an unknown kind, or numbers out of range.
+        ValueError: an unknown kind or ring, or numbers out of range.
         EngineUnavailableError: the kind asked for, or every kind, does not work here.
     """
     _check_numbers(depth, threads, piece_nbytes)
     asked, by = (kind, "asked for") if kind else (os.environ.get("INFINITY_AIO"), "asked for by INFINITY_AIO")
     if asked and asked not in _CHAIN:
         raise ValueError(f"engine {asked!r}, {by}, is unknown: choose one of {', '.join(KINDS)}")
-    options = _numbers(depth, threads, piece_nbytes)
+    if ring and ring not in RINGS:
+        raise ValueError(f"ring {ring!r} is unknown: choose one of {', '.join(RINGS)}")
+    options = _numbers(depth, threads, piece_nbytes) | {"ring": RINGS.index(ring) + 1 if ring else 0}
     with opened_folder(folder) as (folder_fd, path):
         if asked:
             return _open(asked, f"{asked}: {by}", options, folder_fd, path)
@@ -104,6 +108,8 @@ def _open(kind: str, reason: str, options: dict[str, int], folder_fd: int, path:
     depth = options["depth" if backend == KIND_IO_URING else "threads"]
     pointer = ffi.gc(opened[0], library.aio_free)
     engine = Engine(kind, reason, pointer, direct=direct, depth=depth, piece_nbytes=options["piece_nbytes"])
+    if engine.ring:
+        engine.reason += f" (ring: {engine.ring})"
     try:
         _try(engine, folder_fd)
     except OSError as error:

@@ -16,7 +16,10 @@
 /* A NOP's completion carries the wanted result (new kernels).  Newer than liburing 2.3. */
 #define NOP_INJECT_RESULT 1u
 
-enum { MAX_REFUSALS = 1000 }; /* of io_uring_enter in a row, 1 ms apart */
+enum {
+    MAX_REFUSALS = 1000,    /* of io_uring_enter in a row, 1 ms apart */
+    SUBMIT_NBYTES = 2 << 20 /* submitted together, at most by a piece more */
+};
 
 struct ring {
     struct aio_engine *engine;
@@ -50,15 +53,20 @@ static void free_ring(struct ring *ring) {
     free(ring);
 }
 
-/* Ask for the cheapest way of completion first (Linux 6.1), then for less. */
+/* Make the ring that was asked for, or the first that the kernel has. */
 static int make_uring(struct ring *ring) {
-    static const unsigned flags[] = {IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN,
-                                     IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_COOP_TASKRUN,
-                                     IORING_SETUP_COOP_TASKRUN, 0};
+    static const unsigned flags[] = {
+        [AIO_RING_DEFER] = IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN,
+        [AIO_RING_COOP] = IORING_SETUP_COOP_TASKRUN,
+        [AIO_RING_PLAIN] = 0};
+    uint32_t *used = &ring->engine->options.ring, asked = *used;
     int rc = -EINVAL;
-    for (size_t i = 0; i < sizeof flags / sizeof *flags && rc == -EINVAL; i++)
+    for (uint32_t i = asked ? asked : AIO_RING_DEFER; i <= AIO_RING_PLAIN && rc == -EINVAL; i++) {
+        *used = i;
         rc = io_uring_queue_init(ring->depth + 1, &ring->uring, flags[i]);
-    if (rc < 0) return -rc;
+        if (asked) break;
+    }
+    if (rc < 0) return rc == -EINVAL ? ENOTSUP : -rc;
     /* Without NODROP a full completion queue would lose results: a buffer would never come back.
      * Without EXT_ARG (Linux 5.11) a wait with a timeout would put completions of its own there. */
     unsigned needed = IORING_FEAT_NODROP | IORING_FEAT_EXT_ARG;
@@ -114,6 +122,21 @@ static void arm_wake(struct ring *ring) {
     ring->wake_armed = true;
 }
 
+/* Prepare the pieces taken since `first` were free, and submit all but the last few bytes at once:
+ * the drive gets a batch only when the kernel is done with the last of it, and a full depth in one
+ * batch comes back as one, with nothing for the drive to do until the next. */
+static void prepare_taken(struct ring *ring, uint32_t first) {
+    uint64_t nbytes = 0;
+    for (uint32_t i = first; i > ring->n_free; i--) {
+        struct piece *piece = ring->free_pieces[i - 1];
+        nbytes += piece->nbytes;
+        prepare(ring, piece);
+        if (nbytes < SUBMIT_NBYTES) continue;
+        nbytes = 0;
+        io_uring_submit(&ring->uring); /* what it refuses stays, and enter tries it again */
+    }
+}
+
 /* Take what there is room for; false when it is time to end. */
 static bool take(struct ring *ring) {
     struct aio_engine *engine = ring->engine;
@@ -124,7 +147,7 @@ static bool take(struct ring *ring) {
     /* With the ring full a new request can wait: the next completion comes here anyway. */
     engine->sleeping = ring->n_free > 0;
     pthread_mutex_unlock(&engine->lock);
-    for (uint32_t i = first; i > ring->n_free; i--) prepare(ring, ring->free_pieces[i - 1]);
+    prepare_taken(ring, first);
     return !end;
 }
 

@@ -7,10 +7,13 @@ written beforehand: writing into blocks that are not allocated yet measures the 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from infinity.bench.runs import RunError
 
@@ -43,26 +46,67 @@ def read_percent(read: float, written: float) -> int:
     return min(99, max(1, round(100 * read / (read + written))))
 
 
-def rates(text: str) -> tuple[float, float]:
-    """Return (read, written) bytes per second from fio's JSON, warnings before it passed over.
+def job_of(text: str) -> dict[str, Any]:
+    """Return the one job of fio's JSON, warnings before it passed over.
 
     Raises: RunError where there is no JSON, or where it reports an error.
     """
     try:
-        job = json.loads(text[text.index("{") :])["jobs"][0]
-        failed, read, written = job["error"], job["read"]["bw_bytes"], job["write"]["bw_bytes"]
+        job: dict[str, Any] = json.loads(text[text.index("{") :])["jobs"][0]
+        failed = job["error"]
     except (ValueError, KeyError, IndexError) as error:
         raise RunError(f"fio wrote no measurement ({error!r}); it begins: {text[:200]!r}") from error
     if failed:
         raise RunError(f"fio's job ended with errno {failed}")
-    return float(read), float(written)
+    return job
+
+
+def rates(text: str) -> tuple[float, float]:
+    """Return (read, written) bytes per second from fio's JSON.
+
+    Raises: RunError as `job_of`.
+    """
+    job = job_of(text)
+    try:
+        return float(job["read"]["bw_bytes"]), float(job["write"]["bw_bytes"])
+    except KeyError as error:
+        raise RunError(f"fio wrote no measurement ({error!r}); it begins: {text[:200]!r}") from error
+
+
+def program() -> str:
+    """Find fio.
+
+    Raises: RunError with the cure where it is not installed.
+    """
+    found = shutil.which("fio")
+    if found is None:
+        raise RunError("fio is not installed: apt install fio")
+    return found
+
+
+def launch(job: Mapping[str, object], variables: Mapping[str, str] | None = None) -> str:
+    """Run fio with one job, of these parameters, and more `variables` in its environment; return its JSON.
+
+    Raises: RunError with fio's last lines.
+    """
+    arguments = [f"--{key}={value}" for key, value in job.items()]
+    done = subprocess.run(  # noqa: S603 (fio, with arguments written in this package)
+        [program(), *arguments, "--thread", "--output-format=json"],  # its processes would outlive it
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **(variables or {})},
+    )
+    if done.returncode:
+        last = "\n".join((done.stdout + done.stderr).splitlines()[-5:])
+        raise RunError(f"fio with {job['ioengine']} ended with exit code {done.returncode}:\n{last}")
+    return done.stdout
 
 
 @dataclass(frozen=True, slots=True)
 class Fio:
     """fio over one file, which exists already."""
 
-    program: str
     path: Path
     nbytes: int
     seconds: int
@@ -75,27 +119,26 @@ class Fio:
 
         Raises: SystemExit where fio is not installed; RunError with its last lines where no engine works.
         """
-        program = shutil.which("fio")
-        if program is None:
+        if shutil.which("fio") is None:
             raise SystemExit("fio is not installed, and the floor is what it measures: apt install fio")
         path = folder / "fio.bin"
-        best, second = (cls(program, path, nbytes, seconds, engine) for engine in ENGINES)
+        best, second = (cls(path, nbytes, seconds, engine) for engine in ENGINES)
         try:
-            best.run("write", [])
+            best.run("write", {})
         except RunError:  # containers may forbid io_uring
-            second.run("write", [])
+            second.run("write", {})
             return second
         return best
 
     def measure(self, percent: int) -> Bandwidth:
         """Return the disk's bandwidths now, the mixed one with `percent` of the bytes read."""
-        timed = [f"--runtime={self.seconds}", "--time_based"]
+        timed = {"runtime": self.seconds, "time_based": 1}
         read, _ = self.run("read", timed)
         _, written = self.run("write", timed)
-        mixed = sum(self.run("rw", [*timed, f"--rwmixread={percent}"]))
+        mixed = sum(self.run("rw", {**timed, "rwmixread": percent}))
         return Bandwidth(read, written, mixed)
 
-    def run(self, pattern: str, more: list[str]) -> tuple[float, float]:
+    def run(self, pattern: str, more: Mapping[str, object]) -> tuple[float, float]:
         """Run one job over the file; return (read, written) bytes per second."""
         job = {
             "name": "floor",
@@ -106,13 +149,5 @@ class Fio:
             "direct": 1,
             "bs": "1m",
             "iodepth": 32,
-            "output-format": "json",
         }
-        arguments = [f"--{key}={value}" for key, value in job.items()]
-        done = subprocess.run(  # noqa: S603 (fio, with arguments written above)
-            [self.program, *arguments, *more], capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            last = "\n".join((done.stdout + done.stderr).splitlines()[-5:])
-            raise RunError(f"fio with {self.engine} ended with exit code {done.returncode}:\n{last}")
-        return rates(done.stdout)
+        return rates(launch({**job, **more}))

@@ -19,12 +19,12 @@ import math
 import os
 import tempfile
 import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from infinity import aio
+from infinity.aio.measure import MIXED, READ, WRITE, Stream, move
 from infinity.errors import UnsupportedError
 from infinity.sizes import format_size
 
@@ -32,7 +32,6 @@ logger = logging.getLogger("infinity")
 
 _FILE_NBYTES, _LEAST_FILE_NBYTES = 256 << 20, 32 << 20
 _REQUEST_NBYTES = 4 << 20
-_MEMORY_NBYTES = 4 * _REQUEST_NBYTES
 # (piece_nbytes, depth), the likely best first: a slow disk leaves no time for the others. No piece is larger
 # than the smallest field of a full tile, else what is in flight in training would be less than was measured.
 _OF_RING = tuple(
@@ -141,11 +140,13 @@ def measure(folder: str, engine_kind: str | None = None) -> DiskSpeed:
 # Measuring
 
 
+def today() -> str:
+    """Return the date of a measurement made now."""
+    return time.strftime("%Y-%m-%d")
+
+
 def _measure(folder: str, engine_kind: str | None) -> DiskSpeed:
-    memory = aio.AlignedMemory(_MEMORY_NBYTES)
-    noise = os.urandom(1 << 20)  # zeros cost some drives nothing
-    for at in range(0, len(memory), len(noise)):
-        memory.view[at : at + len(noise)] = noise
+    memory = Stream(MIXED, _REQUEST_NBYTES, 4).memory()
     with aio.open_engine(folder, engine_kind) as engine, engine.open_nameless(folder) as file:
         kind = engine.kind
         if kind not in _CHOICES:
@@ -154,14 +155,16 @@ def _measure(folder: str, engine_kind: str | None) -> DiskSpeed:
                 "measured, not the disk. Unset INFINITY_AIO, or name a folder where O_DIRECT works."
             )
         file.allocate(0, _room(folder))
-        nbytes, _ = _move(engine, file, memory, "w", file.nbytes, _FILL_S, file.nbytes)
-        mixed, depth, piece_nbytes = _best(_trials(folder, kind, file, memory, nbytes))
-        with aio.open_engine(folder, kind, depth=depth, threads=depth, piece_nbytes=piece_nbytes) as best:
+        nbytes, _ = _move(engine, file, memory, WRITE, file.nbytes, _FILL_S, file.nbytes)
+        mixed, depth, piece_nbytes = best(_trials(folder, kind, file, memory, nbytes))
+        with aio.open_engine(folder, kind, depth=depth, threads=depth, piece_nbytes=piece_nbytes) as chosen:
             read, write = (
                 moved / wall_s
-                for moved, wall_s in (_move(best, file, memory, verb, nbytes, _ALONE_S) for verb in "rw")
+                for moved, wall_s in (
+                    _move(chosen, file, memory, verb, nbytes, _ALONE_S) for verb in (READ, WRITE)
+                )
             )
-    speed = DiskSpeed(read, write, mixed, depth, piece_nbytes, kind, time.strftime("%Y-%m-%d"))
+    speed = DiskSpeed(read, write, mixed, depth, piece_nbytes, kind, today())
     _keep(folder, speed)
     return speed
 
@@ -177,7 +180,7 @@ def _trials(
     began_s = time.perf_counter()
     for piece_nbytes, depth in 2 * _CHOICES[kind]:
         with aio.open_engine(folder, kind, depth=depth, threads=depth, piece_nbytes=piece_nbytes) as engine:
-            moved, wall_s = _move(engine, file, memory, "rw", nbytes, _TRIAL_S)
+            moved, wall_s = _move(engine, file, memory, MIXED, nbytes, _TRIAL_S)
         before, before_s = sums.get((depth, piece_nbytes), (0, 0.0))
         sums[depth, piece_nbytes] = before + moved, before_s + wall_s
         if time.perf_counter() - began_s > _TRIALS_S:
@@ -202,34 +205,19 @@ def _move(
     engine: aio.Engine,
     file: aio.File,
     memory: aio.AlignedMemory,
-    verbs: str,
+    verb: str,
     nbytes: int,
     seconds: float,
-    at_most: int = 1 << 60,
+    at_most: int = 1 << 62,
 ) -> tuple[int, float]:
-    """Read ("r"), write ("w") or both in turn ("rw") the first `nbytes` of a file, again and again.
-
-    For some `seconds` or `at_most` bytes. Returns the bytes moved, and the seconds until the last was.
-    """
-    starts = {"r": engine.read, "w": engine.write}
-    each = nbytes // len(verbs) // _REQUEST_NBYTES * _REQUEST_NBYTES  # reads here, writes there
+    """Stream over the first `nbytes` of a file; return the bytes moved, and the seconds that took."""
     in_flight = engine.depth * engine.piece_nbytes // _REQUEST_NBYTES + 2  # the engine never runs dry
-    pending: deque[aio.Completion] = deque()
-    moved, began_s = 0, time.perf_counter()
-    while moved < at_most and time.perf_counter() - began_s < seconds:
-        if len(pending) >= in_flight:
-            pending.popleft().wait()
-        turn, verb = divmod(moved // _REQUEST_NBYTES, len(verbs))
-        offset = verb * each + turn * _REQUEST_NBYTES % each
-        place = memory.address + moved % len(memory)
-        pending.append(starts[verbs[verb]](file, offset, place, _REQUEST_NBYTES, owner=memory))
-        moved += _REQUEST_NBYTES
-    for completion in pending:
-        completion.wait()
-    return moved, time.perf_counter() - began_s
+    stream = Stream(verb, _REQUEST_NBYTES, in_flight)
+    moved = move(engine, file, memory, stream, nbytes, seconds=seconds, at_most=at_most)
+    return moved.nbytes, moved.wall_s
 
 
-def _best(rates: dict[tuple[int, int], float]) -> tuple[float, int, int]:
+def best(rates: dict[tuple[int, int], float]) -> tuple[float, int, int]:
     """Return (rate, depth, piece_nbytes) of what is as good as the best and has the least in flight."""
     most = max(rates.values())
     good = [choice for choice, rate in rates.items() if rate >= _EQUAL * most]
@@ -285,21 +273,34 @@ def _cached() -> dict[str, DiskSpeed]:
     return found
 
 
-def _keep(folder: str, speed: DiskSpeed) -> None:
-    """Put an entry into the cache, whole or not at all; a cache that cannot be written is logged."""
+def keep(folder: str, speed: DiskSpeed) -> None:
+    """Put a measurement into the cache, in place of an older one of the same engine, whole or not at all.
+
+    Raises: OSError where the cache cannot be written.
+    """
+    with _alone():
+        _put(folder, speed)
+
+
+def _put(folder: str, speed: DiskSpeed) -> None:
     entries = {**_cached(), f"{_identity(folder)} {speed.engine}": speed}
     text = json.dumps({key: asdict(entry) for key, entry in entries.items()}, indent=1)
+    place = _cache_folder()
+    place.mkdir(parents=True, exist_ok=True)
+    fd, unfinished = tempfile.mkstemp(prefix="disks.", dir=place)
     try:
-        place = _cache_folder()
-        place.mkdir(parents=True, exist_ok=True)
-        fd, unfinished = tempfile.mkstemp(prefix="disks.", dir=place)
-        try:
-            with os.fdopen(fd, "w") as file:
-                file.write(text + "\n")
-            Path(unfinished).replace(place / "disks.json")
-        except BaseException:
-            Path(unfinished).unlink(missing_ok=True)
-            raise
+        with os.fdopen(fd, "w") as file:
+            file.write(text + "\n")
+        Path(unfinished).replace(place / "disks.json")
+    except BaseException:
+        Path(unfinished).unlink(missing_ok=True)
+        raise
+
+
+def _keep(folder: str, speed: DiskSpeed) -> None:
+    """Put a measurement into the cache; one that cannot be written is logged."""
+    try:
+        _put(folder, speed)
     except OSError as error:
         logger.warning("the measurement of %s is not kept for the next start: %s", folder, error)
 

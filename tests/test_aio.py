@@ -157,6 +157,43 @@ def test_what_goes_behind_has_its_turn_all_the_same(folder, kind):
     assert order == ["NORMAL"] * 3 + ["BEHIND"] + ["NORMAL"] * 3 + ["BEHIND"] + ["NORMAL"] * 2 + ["BEHIND"]
 
 
+@pytest.mark.parametrize("kind", aio.KINDS)
+@pytest.mark.parametrize(
+    ("behind", "ahead"), [("BEHIND", "NORMAL"), ("NORMAL", "URGENT"), ("BEHIND", "URGENT")]
+)
+@pytest.mark.parametrize("again", [0, 3])
+def test_a_read_is_not_held_up_by_a_large_write_that_came_before_it(folder, kind, behind, ahead, again):
+    """Nor by one whose pieces the drive sends back."""
+    memory = aio.AlignedMemory(48 * PIECE)
+    with open_or_skip(folder, kind, depth=1, threads=1) as engine, engine.open_nameless(folder) as file:
+        file.allocate(0, 48 * PIECE)
+        engine.write(file, 0, memory.address, 48 * PIECE, owner=memory).wait()
+        with faults.held(engine):
+            for nth in range(1, again + 1):
+                faults.inject(engine, nth, -errno.EAGAIN)
+            writes = [
+                engine.write(
+                    *(file, n * 4 * PIECE, memory.address, 4 * PIECE),
+                    owner=memory,
+                    priority=aio.Priority[behind],
+                )
+                for n in range(12)
+            ]
+            read = engine.read(file, 0, memory.address, 4 * PIECE, owner=memory, priority=aio.Priority[ahead])
+        engine.drain()
+        ends_s = [write.ended_s for write in writes]
+    # Of those behind, one piece in four is moved meanwhile: fewer than one write, of four pieces.
+    assert min(ends_s) > read.ended_s
+
+
+@pytest.mark.parametrize("kind", aio.KINDS)
+def test_a_stream_of_reads_does_not_stop_the_writes_behind_it(folder, kind):
+    """Their memory is what the next reads wait for: of every four pieces one is theirs."""
+    order = started(folder, kind, ["NORMAL"] * 40 + ["BEHIND"] * 10)
+    places = [place for place, rank in enumerate(order) if rank == "BEHIND"]
+    assert places == list(range(3, 40, 4))
+
+
 def test_requests_tell_when_they_were_accepted_and_when_they_were_over(engine, file):
     memory = random_memory(3 * PIECE)
     before_s = time.perf_counter()

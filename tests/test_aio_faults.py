@@ -178,6 +178,28 @@ def test_a_storm_of_faults_never_gives_wrong_bytes(engine, file, seed):
             run_pass(engine.read, file, read)  # uses up the faults that are left
 
 
+@pytest.mark.parametrize("kind", aio.KINDS)
+def test_faults_among_pieces_that_are_submitted_in_several_batches_do_no_harm(folder, kind):
+    """A ring submits a few MiB at a time: twelve pieces of 1 MiB are six batches."""
+    nbytes = 12 << 20
+    written, read = aio.AlignedMemory(nbytes), aio.AlignedMemory(nbytes)
+    written.view[:] = random.Random(0).randbytes(nbytes)
+    try:
+        engine = aio.open_engine(folder, kind, piece_nbytes=1 << 20, depth=12, threads=4)
+    except aio.EngineUnavailableError as error:
+        pytest.skip(str(error))
+    with engine, engine.open_nameless(folder) as file:
+        for start, memory in ((engine.write, written), (engine.read, read)):
+            with faults.held(engine):
+                for nth, result in ((2, -errno.EAGAIN), (3, 4096), (7, -errno.EINTR), (12, 5000)):
+                    faults.inject(engine, nth, result)
+                moving = start(file, 0, memory.address, nbytes, owner=memory)
+            moving.wait()
+        statistics = engine.statistics()
+    assert written.view == read.view
+    assert (statistics.retries, statistics.continued) == (4, 4)
+
+
 def test_too_many_faults_and_nonsense_are_refused(engine):
     with pytest.raises(ValueError, match="counts from 1"):
         faults.inject(engine, 0, -errno.EIO)

@@ -63,6 +63,40 @@ def test_an_engine_tells_how_much_it_keeps_in_flight(engine):
     assert (engine.depth, engine.piece_nbytes) == (8 if engine.kind == "io_uring" else 4, PIECE)
 
 
+@pytest.mark.parametrize("ring", aio.RINGS)
+def test_each_ring_moves_the_right_bytes_and_is_named(folder, ring):
+    try:
+        engine = aio.open_engine(folder, "io_uring", ring=ring)
+    except aio.EngineUnavailableError as error:
+        pytest.skip(str(error))
+    memory, read = random_memory(1 << 22), aio.AlignedMemory(1 << 22)
+    with engine, engine.open_nameless(folder) as file:
+        assert (engine.ring, engine.reason) == (ring, f"io_uring: asked for (ring: {ring})")
+        engine.write(file, 0, memory.address, len(memory), owner=memory).wait()
+        engine.read(file, 0, read.address, len(read), owner=read).wait()
+    assert memory.view == read.view
+
+
+def test_the_best_ring_is_the_first_that_can_be_asked_for(folder):
+    def works(ring):
+        try:
+            aio.open_engine(folder, "io_uring", ring=ring).close()
+        except aio.EngineUnavailableError:
+            return False
+        return True
+
+    rings = [ring for ring in aio.RINGS if works(ring)]
+    with aio.open_engine(folder) as engine:
+        assert engine.ring == (rings[0] if rings else None)
+    with aio.open_engine(folder, "threads", ring="plain") as engine:
+        assert engine.ring is None
+
+
+def test_an_unknown_ring_is_refused_with_the_choices(folder):
+    with pytest.raises(ValueError, match="'fast' is unknown: choose one of defer, coop, plain"):
+        aio.open_engine(folder, ring="fast")
+
+
 def test_an_unknown_kind_is_refused_with_the_choices(folder, monkeypatch):
     with pytest.raises(ValueError, match=r"'libaio', asked for, is unknown.*io_uring, threads, buffered"):
         aio.open_engine(folder, "libaio")

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import subprocess
 import sys
 import time
@@ -10,6 +9,7 @@ import time
 import pytest
 
 from infinity import aio, disk
+from infinity.aio.measure import MIXED
 from infinity.errors import UnsupportedError
 
 pytestmark = pytest.mark.disk
@@ -66,11 +66,11 @@ def test_measuring_again_replaces_what_was_kept(folder):
 
 
 def test_mixed_means_reads_and_writes_half_and_half(folder):
-    memory = aio.AlignedMemory(disk._MEMORY_NBYTES)
+    memory = aio.AlignedMemory(4 * disk._REQUEST_NBYTES)
     with aio.open_engine(folder) as engine, engine.open_nameless(folder) as file:
         file.allocate(0, 32 << 20)
         before = engine.statistics()
-        moved, _ = disk._move(engine, file, memory, "rw", 32 << 20, 60.0, 96 << 20)
+        moved, _ = disk._move(engine, file, memory, MIXED, 32 << 20, 60.0, 96 << 20)
         after = engine.statistics()
     assert moved == 96 << 20
     assert after.bytes_read - before.bytes_read == after.bytes_written - before.bytes_written == 48 << 20
@@ -78,8 +78,8 @@ def test_mixed_means_reads_and_writes_half_and_half(folder):
 
 def test_of_equal_rates_the_one_with_least_in_flight_is_taken():
     rates = {(32, 1 << 20): 2.00e9, (16, 1 << 20): 1.96e9, (8, 4 << 20): 2.02e9, (8, 1 << 20): 1.5e9}
-    assert disk._best(rates) == (1.96e9, 16, 1 << 20)
-    assert disk._best({**rates, (64, 1 << 18): 1.96e9}) == (1.96e9, 64, 1 << 18)
+    assert disk.best(rates) == (1.96e9, 16, 1 << 20)
+    assert disk.best({**rates, (64, 1 << 18): 1.96e9}) == (1.96e9, 64, 1 << 18)
 
 
 # What hinders it
@@ -249,8 +249,27 @@ def test_a_cache_written_by_two_processes_at_once_can_be_read_at_any_moment_and_
     assert [disk.measured(str(folder), kind).depth for kind in ("threads", "io_uring")] == [30, 30]
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+NOBODY = """
+import os, sys
+from infinity import aio, disk
+aio.open_engine(sys.argv[2]).close()  # all is loaded now: nobody may not read this Python
+if os.geteuid() == 0:  # root may write anywhere
+    os.setgid(65534)
+    os.setuid(65534)
+try:
+    disk.measure(sys.argv[1])
+except OSError as error:
+    print(type(error).__name__, error)
+"""
+
+
 def test_a_read_only_folder_is_refused(folder):
-    folder.chmod(0o500)
-    with pytest.raises(OSError, match=str(folder)):
-        disk.measure(str(folder))
+    readable = folder / "readable"
+    readable.mkdir()
+    folder.chmod(0o755)
+    readable.chmod(0o555)
+    command = [sys.executable, "-c", NOBODY, str(readable), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.startswith("EngineUnavailableError")
+    assert "Permission denied" in done.stdout
+    assert str(readable) in done.stdout
