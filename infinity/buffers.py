@@ -30,13 +30,16 @@ class Buffers:
     def __init__(self, spare_nbytes: Callable[[], int]) -> None:
         """Begin without any."""
         self.spare_nbytes = spare_nbytes
-        self.free_nbytes = 0
-        """Bytes of buffers that nobody uses."""
         self.made = 0
         """Buffers allocated since the start; in the steady state no more are."""
         self._free: list[Arena] = []  # the longest idle first
         self._lock = threading.RLock()  # a tensor may be collected at any moment, here too
         self._pid = os.getpid()
+
+    @property
+    def free_nbytes(self) -> int:
+        """Bytes of buffers that nobody uses."""
+        return sum(arena.nbytes for arena in list(self._free))
 
     def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a 1-D tensor of undefined content in a buffer of its own."""
@@ -57,7 +60,6 @@ class Buffers:
                     arena.nbytes == nbytes and arena in self._free
                 ):  # a collection meanwhile may have trimmed it
                     self._free.remove(arena)
-                    self.free_nbytes -= nbytes
                     return arena
         return None
 
@@ -73,16 +75,14 @@ class Buffers:
             return
         with self._lock:
             self._free.append(arena)
-            self.free_nbytes += arena.nbytes
         self.trim(self.spare_nbytes())
 
     def trim(self, nbytes: int) -> None:
         """Keep free buffers of `nbytes` at most."""
         dropped = []
         with self._lock:
-            while self.free_nbytes > max(0, nbytes):
+            while self._free and self.free_nbytes > nbytes:
                 dropped.append(self._free.pop(0))
-                self.free_nbytes -= dropped[-1].nbytes
         self.are_dropped(dropped)
 
     def was_made(self, arena: Arena) -> None:

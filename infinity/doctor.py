@@ -6,7 +6,9 @@ import contextlib
 import importlib.util
 import os
 import platform
+import re
 import resource
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +34,8 @@ _MEANINGS = {
     ),
     "2": ("2: forbidden", "sysctl kernel.io_uring_disabled=0"),
 }
+_RINGS_FREE_SINCE = (5, 12)
+"""The kernel from which on the rings of io_uring do not count as locked memory."""
 STATE_NBYTES, SPILLED_NBYTES = 12, 6
 """Bytes per parameter on NVMe: hi 2, lo 2, m 4, v 4; gradients beyond the budget, in 16 bits and in fp32."""
 
@@ -200,7 +204,7 @@ def _space(folder: str) -> Finding:
     tight = free < 4 << 30
     return Finding(
         "free space",
-        f"{format_size(free)}: {fits} parameters, {fewer} if gradients spill",
+        f"{format_size(free)}: room for {fits} parameters, {fewer} if gradients spill",
         "make room, or name another folder" if tight else "",
         fatal=free < BLOCK * 256,
     )
@@ -218,18 +222,22 @@ def _limits() -> Iterator[Finding]:
     if soft == resource.RLIM_INFINITY:
         yield Finding("memlock limit", "none")
     else:
-        small = soft < 8 << 20
-        limits = (
-            "limits the rings of io_uring before Linux 5.12, and registered buffers, which are not used yet"
-        )
+        locked = _kernel() < _RINGS_FREE_SINCE
+        small = locked and soft < 8 << 20
+        counts = "io_uring's rings count against it" if locked else "enough: nothing here counts against it"
         yield Finding(
-            "memlock limit", f"{format_size(soft)}: {limits}", "ulimit -l unlimited" if small else ""
+            "memlock limit", f"{format_size(soft)}: {counts}", "ulimit -l unlimited" if small else ""
         )
     try:
         found, fix = _MEANINGS.get(_IO_URING_DISABLED.read_text().strip(), ("unknown", ""))
     except OSError:
         found, fix = "not there (before Linux 6.6): allowed, unless the container's profile filters it", ""
     yield Finding("io_uring sysctl", found, fix)
+
+
+def _kernel() -> tuple[int, ...]:
+    """Return the kernel's version as far as it is numbers: (6, 1, 0)."""
+    return tuple(int(number) for number in re.findall(r"\d+", platform.release())[:3])
 
 
 # The machine
@@ -253,11 +261,22 @@ def _machine() -> Iterator[Finding]:
     )
     yield Finding("memory", f"{found}; host_memory by default {format_size(memory.available // 2)}", fix)
     yield Finding("torch", f"{torch.__version__}, {torch.get_num_threads()} threads; {_cuda()}")
+    yield _fio()
     missing = [name for name in ("transformers", "matplotlib") if importlib.util.find_spec(name) is None]
     if missing:
         yield Finding(
             "infinity train", f"lacks {' and '.join(missing)}", "pip install 'zero-infinity[train]'"
         )
+
+
+def _fio() -> Finding:
+    """Say whether `infinity bench io` can be compared with fio."""
+    path = shutil.which("fio")
+    if path is None:
+        return Finding(
+            "fio", "not installed: only `infinity bench io --peer fio` needs it", "apt install fio"
+        )
+    return Finding("fio", f"{path}, for `infinity bench io --peer fio`")
 
 
 def _processor() -> str:

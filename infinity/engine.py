@@ -17,7 +17,7 @@ import psutil
 import torch
 from torch import nn
 
-from infinity import kernels
+from infinity import cores, kernels
 from infinity.calls import Entering, Leaving
 from infinity.config import Config
 from infinity.device import Device, open_device
@@ -82,7 +82,7 @@ class Engine:
         self.form = Format(config.state_dtype)
         self.budget: Budget = divide(total, least_numel=self.form.align_numel)
         self.device = open_device(config.device)
-        _leave_cores_to_torch(self.device)
+        cpus = _choose_cores(self.device)
         self.timeline = Timeline()
         self.traffic = Traffic()
         self.kept = Ledger(self.budget.kept_nbytes)
@@ -91,7 +91,7 @@ class Engine:
         self.store: Store = self.nvme_store or self.host_store
         pool = Pool(self.budget.slot_nbytes, self.budget.slots)
         self.device.pin(pool.address, pool.nbytes)
-        self.lane = StreamLane(pool, inline=self.device.is_host, timeline=self.timeline)
+        self.lane = StreamLane(pool, inline=self.device.is_host, timeline=self.timeline, cpus=cpus)
         self.executor = Executor(self.lane, self.device, self.timeline)
         self.gradients = GradientStore(self.lane, self.device, self.store, self.timeline)
         self.hooks = Hooks(self.executor)
@@ -334,15 +334,18 @@ class Engine:
         self._finalizer()
 
 
-def _leave_cores_to_torch(device: Device) -> None:
-    """Run the kernels on the cores that torch's own threads leave, where they leave any; see kernels.
+def _choose_cores(device: Device) -> tuple[int, ...]:
+    """Run the kernels on the cores that torch's own threads leave, where they leave any, and, with several
+    ranks on this machine, on this rank's own, which are returned; see cores.
 
     Torch's number of threads is the user's: it changes results.
     """
-    cores = len(os.sched_getaffinity(0))
-    left = cores - (torch.get_num_threads() if device.is_host else 1)
-    if left > 0 and kernels.threads() == cores:
-        kernels.set_threads(left)
+    here = cores.here()
+    share = cores.share(here, torch.get_num_threads() if device.is_host else 1)
+    if kernels.threads() == len(here.allowed):  # else somebody has chosen
+        kernels.set_threads(share.threads)
+        kernels.bind_threads(share.cpus)
+    return share.cpus
 
 
 def _close(lane: StreamLane, device: Device, store: NvmeStore | StripedStore | None, pid: int) -> None:

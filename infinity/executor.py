@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from infinity.blocks import Blocks, DeviceBlocks, HostBlocks
 from infinity.cursor import Cursor
@@ -29,6 +29,9 @@ from infinity.unit import Unit
 _REPLAN_SHARE = 0.1
 """A new plan is made when more than this share of a step's uses was not as planned."""
 
+STALLS = ("read", "slot", "update")
+"""Why computing waits for a unit: it is being read; its read waits for a free slot; it is being updated."""
+
 
 @dataclass(slots=True)
 class Counts:
@@ -41,10 +44,8 @@ class Counts:
     """Uses that had to ask for it."""
     divergences: int = 0
     """Uses that were not the next one of the plan."""
-    stall_s: float = 0.0
-    """Seconds that computing waited for a unit."""
-    flush_s: float = 0.0
-    """Seconds that computing waited for updates that had to be applied early."""
+    stalls_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STALLS, 0.0))
+    """Seconds that computing waited for a unit, by cause."""
     steps: int = 0
     plans: int = 0
 
@@ -182,8 +183,9 @@ class Executor:
                 self.counts.hits += 1
                 return
             job = self._fetch(unit, urgent=True)
-            self.counts.misses += not job.processed
-            self.counts.hits += job.processed
+            missed = not job.processed  # asked once: the lane works on
+            self.counts.misses += missed
+            self.counts.hits += not missed
         else:
             job = unit.fetch
             self.counts.hits += 1
@@ -196,7 +198,7 @@ class Executor:
         """Return the pass that works on the unit's storage and will release it. Asked under the lane's lock,
         so that None says that it has done so altogether.
         """
-        with self._lane.changed:
+        with self._lane.lock:
             return unit.lent
 
     def _is_there(self, unit: Unit) -> bool:
@@ -204,12 +206,15 @@ class Executor:
         return unit.in_place and not unit.pending and self._lane.settled(unit.record)
 
     def _wait(self, job: Pass, cause: str) -> None:
-        """Wait for a pass that computing cannot go on without; `cause` is for the timeline."""
-        began = time.perf_counter()
+        """Wait for a pass that computing cannot go on without, for `cause`, or because slots were lacking."""
+        starved_s, began = job.starved_s, time.perf_counter()
         self._lane.wait(job)
         ended = time.perf_counter()
-        self.counts.stall_s += ended - began
-        self._timeline.span("stall", cause, began, ended)
+        fed = min(began + job.starved_s - starved_s, ended)
+        for name, since, until in (("slot", began, fed), (cause, fed, ended)):
+            if until > since:
+                self.counts.stalls_s[name] += until - since
+                self._timeline.span("stall", name, since, until)
 
     def _no_longer_waiting(self, unit: Unit) -> None:
         if unit.waiting is not None:
@@ -227,8 +232,8 @@ class Executor:
     def _fetch(self, unit: Unit, *, urgent: bool) -> Pass:
         unit.allocate()
         job = self._pass(unit)
-        unit.fetch = job
         self._lane.submit(job, urgent=urgent)
+        unit.fetch = job  # now, and not before: it may not stand for a pass that a Ctrl-C kept from the queue
         return job
 
     def _pass(self, unit: Unit, *, upload: bool = True, resident: bool = False) -> FetchPass:
@@ -288,9 +293,9 @@ class Executor:
         """Apply a unit's pending updates in the backward, from the values on the CPU if they are there; then
         release it.
         """
-        lent = self._lent(unit)
-        if unit.fetch is not None and not unit.fetch_processed:
-            self._lane.wait(unit.fetch)  # else it would go on standing for values of before the update
+        lent, fetch = self._lent(unit), unit.fetch
+        if fetch is not None and not fetch.processed:
+            self._lane.wait(fetch)  # else it would go on standing for values of before the update
         self.frequencies.updated(unit.index)
         resident = self._device.is_host and lent is None and unit.fetch_processed
         job = self._pass(unit, upload=False, resident=resident)
@@ -301,6 +306,7 @@ class Executor:
                 self._evict(unit)
             self._lane.submit(job)
         elif unit.users:
+            job.take_over()
             unit.successors.append(job)
         else:
             self._lend(unit, job)
@@ -323,7 +329,11 @@ class Executor:
                 before()
 
         job.on_processed = give_back
-        self._lane.submit(job)
+        try:
+            self._lane.submit(job)
+        except BaseException as error:  # nobody would give the storage back
+            self._lane.fail(error)
+            raise
 
     # Steps
 

@@ -57,10 +57,10 @@ class FetchPass(Pass):
     def __init__(
         self, unit: Unit, device: Device, tile_numel: int, *, upload: bool = True, resident: bool = False
     ) -> None:
-        """Take over what is pending for `unit`."""
+        """Begin with what is pending for `unit`, which is this pass's own as soon as it is taken over."""
         super().__init__(unit.record)
         self.unit = unit
-        self.pending, unit.pending = unit.pending, {}
+        self.pending = unit.pending
         self._flat = unit.flat if upload or resident else None
         self._device = device
         self._tile_numel = tile_numel
@@ -68,6 +68,15 @@ class FetchPass(Pass):
         self._resident = resident
         self.on_finished.append(self._let_go)
         self.on_processed: Callable[[], None] | None = None
+
+    def take_over(self) -> None:
+        """From now on the updates are this pass's."""
+        if self.unit.pending is self.pending:
+            self.unit.pending = {}
+
+    def hand_back(self) -> None:
+        """Leave the updates to another pass."""
+        self.unit.pending = self.pending
 
     def touched(self) -> Iterable[str]:
         """Gradients only where they are spilled."""

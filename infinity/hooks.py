@@ -115,7 +115,7 @@ class Hooks:
             pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
             if task != -1 or (pair is not None and _of_checkpoint(pair[0])):
                 watched = inputs
-            elif pair is None or not hasattr(pair[0], "infinity"):
+            elif pair is None or getattr(pair[0], "infinity", None) is not self:
                 saving = self._packing(*((_as_is, _as_is) if pair is None else pair))
         frame = Frame(id(module), task, watched, saving)
         self._frames.append(frame)
@@ -138,7 +138,7 @@ class Hooks:
         def ours(tensor: torch.Tensor) -> Any:
             return self._pack(tensor, pack)
 
-        ours.infinity = True  # type: ignore[attr-defined]
+        ours.infinity = self  # type: ignore[attr-defined]
         pair = torch.autograd.graph.saved_tensors_hooks(ours, lambda packed: self._unpack(packed, unpack))
         pair.__enter__()
         return pair
@@ -149,7 +149,7 @@ class Hooks:
         """
         error: UnsupportedError | None = None
         while self._frames:
-            frame = self._frames.pop()
+            frame = self._frames[-1]
             ours = frame.module == id(module)
             for unit in frame.units:
                 modified = unit.modified()
@@ -159,9 +159,7 @@ class Hooks:
                         "parameters between steps, inside `with infinity.gathered(model, write=True):`."
                     )
                     self._executor.refuse_change(unit, error)
-                self._end_use(unit, frame, output if ours else None)
-            if frame.saving is not None:
-                frame.saving.__exit__(None, None, None)
+            self._end_frame(frame, output if ours else None)
             if ours:
                 break
         if error is not None:
@@ -170,17 +168,25 @@ class Hooks:
     def _abandon_frames(self) -> None:
         """End what a forward left behind that was interrupted (KeyboardInterrupt runs no hooks)."""
         while self._frames:
-            frame = self._frames.pop()
-            for unit in frame.units:
-                self._executor.drop(unit)
-            if frame.saving is not None:
-                frame.saving.__exit__(None, None, None)
+            frame = self._frames[-1]
+            while frame.units:
+                self._executor.drop(frame.units.pop())
+            self._end_frame(frame, None)
+
+    def _end_frame(self, frame: Frame, output: Any) -> None:
+        """End the innermost frame. What a Ctrl-C leaves of it is seen to by `_abandon_frames`."""
+        while frame.units:
+            self._end_use(frame.units.pop(0), frame, output)
+        saving, frame.saving = frame.saving, None
+        if saving is not None:
+            saving.__exit__(None, None, None)
+        self._frames.pop()
 
     def _end_use(self, unit: Unit, frame: Frame, output: Any) -> None:
         if frame.task != -1 and torch.is_grad_enabled():
             self._hold_for_backward(unit, frame.task, output)
-        elif self._frames and self._aliased(unit, output):
-            self._frames[-1].units.append(unit)
+        elif len(self._frames) > 1 and self._aliased(unit, output):
+            self._frames[-2].units.append(unit)
         else:
             self._executor.drop(unit)
 

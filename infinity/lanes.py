@@ -21,6 +21,7 @@ thread would only take turns with it on the same cores, and a step would be long
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import Counter, deque
@@ -71,19 +72,21 @@ class LaneTimes:
 class StreamLane:
     """Runs passes on a thread of its own; see [Note: how the lane makes progress]."""
 
-    def __init__(self, pool: Pool, *, inline: bool = False, timeline: Timeline | None = None) -> None:
-        """Start the thread; `pool` belongs to it from now on.
+    def __init__(
+        self, pool: Pool, *, inline: bool = False, timeline: Timeline | None = None, cpus: Sequence[int] = ()
+    ) -> None:
+        """Start the thread, on `cpus` if there are any; `pool` belongs to it from now on.
 
         inline: see [Note: passes without transfers].
         """
-        self.changed = threading.Condition()
-        """Notified when a pass is processed or finished, and when the lane fails. Its lock guards all units'
-        state.
-        """
+        self.lock = threading.RLock()  # entered as a lock, in C; a Ctrl-C in Condition's own methods keeps it
+        """Guards all units' state."""
+        self.changed = threading.Condition(self.lock)
+        """Notified when a pass is processed or finished, and when the lane fails."""
         self.times = LaneTimes()
         self.passes: Counter[str] = Counter()
         self._pool = pool
-        self._inline = inline
+        self._inline, self._cpus = inline, cpus
         self._timeline = timeline or Timeline()
         self._queue = Queue()
         self._reading: deque[_Tile] = deque()
@@ -101,23 +104,35 @@ class StreamLane:
         [Note: passes without transfers].
         """
         job.urgent = urgent
-        with self.changed:
+        if self._queued(job):
+            return
+        try:
+            job.take_over()
+            self._run_here(job)
+        except BaseException as error:  # a record half changed is not to be trained on
+            self.fail(error)
+            raise
+
+    def _queued(self, job: Pass) -> bool:
+        """Queue a pass, altogether or, at a Ctrl-C, not at all; False for one to be run here."""
+        with self.lock:
             self._check_open()
             self.passes[type(job).__name__] += 1
-            inline = self._inline and job.in_memory and job.record not in self._queue.of_record
-            if not inline:
-                self._queue.add(job)
-                self.changed.notify_all()
-        if inline:
+            if self._inline and job.in_memory and job.record not in self._queue.of_record:
+                return False
             try:
-                self._run_here(job)
-            except BaseException as error:  # a record half changed is not to be trained on
-                self.fail(error)
+                self._queue.add(job)
+                job.take_over()
+            except BaseException:
+                self._queue.forget(job)
+                job.hand_back()
                 raise
+            self.changed.notify_all()
+            return True
 
     def fail(self, error: BaseException) -> None:
         """Stop: from now on everything is refused, with `error`, which the caller raises, as the reason."""
-        with self.changed:
+        with self.lock:
             self._failure = self._failure or error
             self._reported = True
             self._stopping = True
@@ -138,45 +153,46 @@ class StreamLane:
         ended = time.perf_counter()
         self.times.inline_s += ended - began
         self._timeline.span("work", f"{type(job).__name__} {job.record.name}", began, ended)
-        with self.changed:
-            job.processed = True
+        with self.lock:
             job.done_processing()
+            job.processed = True
             job.finish()
 
     def settled(self, record: Record) -> bool:
         """Whether every pass over a record has been worked on, writes apart."""
-        with self.changed:
+        with self.lock:
             self._check_open()
             return all(job.processed for job in self._queue.of_record.get(record, ()))
 
     def promote(self, record: Record) -> None:
         """Put the queued passes over `record` in front."""
-        with self.changed:
+        with self.lock:
             self._queue.promote(record)
 
     def wait(self, job: Pass, *, finished: bool = False) -> float:
-        """Return when `job` is processed (or finished); the seconds that took. Raises what made the lane
-        fail.
+        """Return when `job` is processed (or finished); the seconds that took.
+
+        Raises: what made the lane fail; EngineFailedError where the lane was closed before.
         """
         started = time.perf_counter()
-        with self.changed:
+        with self.lock:
             while not (job.finished if finished else job.processed):
-                self._raise_failure()
+                self._check_open()
                 self.changed.wait(0.5)
             self._raise_failure()
         return time.perf_counter() - started
 
     def drain(self) -> None:
-        """Return when every queued pass is finished."""
-        with self.changed:
+        """Return when every queued pass is finished. Raises as `wait` does."""
+        with self.lock:
             while self._queue.of_record:
-                self._raise_failure()
+                self._check_open()
                 self.changed.wait(0.5)
             self._raise_failure()
 
     def close(self) -> None:
         """Stop after the transfers in flight; queued passes are dropped. Never raises."""
-        with self.changed:
+        with self.lock:
             self._stopping = True
             self.changed.notify_all()
         if self._thread is not threading.current_thread():
@@ -198,20 +214,23 @@ class StreamLane:
         if not self._reported:
             self._reported = True
             raise self._failure
-        raise EngineFailedError(f"the engine stopped at an earlier error: {self._failure}") from self._failure
+        why = str(self._failure) or type(self._failure).__name__
+        raise EngineFailedError(f"the engine stopped at an earlier error: {why}") from self._failure
 
     # The lane's own thread
 
     def _run(self) -> None:
         try:
+            if self._cpus:
+                os.sched_setaffinity(0, self._cpus)  # of this thread alone
             while self._turn():
                 pass
         except BaseException as error:
             logger.debug("the lane stops", exc_info=error)
-            with self.changed:
+            with self.lock:
                 self._failure = error
         self._drain_transfers()
-        with self.changed:
+        with self.lock:
             self.changed.notify_all()
 
     def _turn(self) -> bool:
@@ -226,7 +245,7 @@ class StreamLane:
             self._reap(block=True)
         else:
             started = time.perf_counter()
-            with self.changed:
+            with self.lock:
                 if not self._stopping and self._queue.admissible() is None:
                     self.changed.wait(1.0)
             self.times.idle_s += time.perf_counter() - started
@@ -235,7 +254,7 @@ class StreamLane:
     def _admit(self) -> None:
         """Begin the reads of the next tiles, as far as slots go."""
         while self._pool.free:
-            with self.changed:
+            with self.lock:
                 job = self._queue.admissible()
                 if job is None:
                     return
@@ -245,6 +264,8 @@ class StreamLane:
                 if tile is None:
                     self._processed(job)
                     continue
+                if job.urgent and not job.unprocessed:
+                    job.starved_s += self._pool.lacked_s(job.asked_s)
                 job.open_tiles += 1
                 job.unprocessed += 1
             self._reading.append(self._begin(job, *tile))
@@ -313,8 +334,10 @@ class StreamLane:
         self.times.read_wait_s += read - began
         self.times.work_s += ended - read
         self._timeline.span("work", f"{type(job).__name__} {record.name}", read, ended)
-        with self.changed:
+        with self.lock:
             job.unprocessed -= 1
+            if not job.unprocessed:
+                job.asked_s = ended
             if not job.unprocessed and job.ahead is None:
                 self._processed(job)
         self._writing.append(tile)
@@ -343,15 +366,15 @@ class StreamLane:
             self._note(tile, "write", tile.writes)
             if tile.slot is not None:
                 self._pool.give_back(tile.slot)
-            with self.changed:
+            with self.lock:
                 tile.owner.open_tiles -= 1
                 self._finish_if_over(tile.owner)
 
     def _processed(self, job: Pass) -> None:
-        job.processed = True
         for name in job.adopts:
             job.record.adopt(name)
         job.done_processing()
+        job.processed = True  # last: others look at it without the lock, and count on the rest
         self._finish_if_over(job)
         self.changed.notify_all()
 

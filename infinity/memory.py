@@ -14,6 +14,7 @@ import ctypes
 import mmap
 import os
 import threading
+import time
 from dataclasses import dataclass
 
 import cffi
@@ -86,6 +87,7 @@ class Pool:
         self.nbytes = slot_nbytes * count
         self._arena = Arena(self.nbytes)
         self.address = self._arena.address
+        self._ran_out_s = self._refilled_s = 0.0
         self._free = [Slot(self.address + index * slot_nbytes, slot_nbytes) for index in range(count)]
 
     @property
@@ -95,11 +97,20 @@ class Pool:
 
     def lease(self) -> Slot:
         """Take a free slot; the caller has seen that there is one."""
-        return self._free.pop()
+        slot = self._free.pop()
+        if not self._free:
+            self._ran_out_s = time.perf_counter()
+        return slot
 
     def give_back(self, slot: Slot) -> None:
         """Return a slot whose I/O is over."""
+        if not self._free:
+            self._refilled_s = time.perf_counter()
         self._free.append(slot)
+
+    def lacked_s(self, since_s: float) -> float:
+        """Return the seconds, from `since_s` on, of the last time in which no slot was free, now over."""
+        return max(0.0, self._refilled_s - max(self._ran_out_s, since_s))
 
 
 class Ledger:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
 
 from infinity import aio
 from infinity.disk import speed_of
 from infinity.errors import ConfigError
 from infinity.sizes import BLOCK, format_size, round_up
-from infinity.store import Extent
+from infinity.store import Extent, Request
 
 _GROW_NBYTES = 256 << 20
 
@@ -100,38 +101,25 @@ class NvmeStore:
         """Give an extent back."""
         self._free.give(extent.offset, extent.nbytes)
 
-    def read(
-        self,
-        extent: Extent,
-        start: int,
-        address: int,
-        nbytes: int,
-        what: str,
-        owner: object,
-        *,
-        urgent: bool = False,
-    ) -> aio.Completion:
-        """Begin a read; see Store."""
-        priority = aio.Priority.URGENT if urgent else aio.Priority.NORMAL
-        return self.engine.read(
-            self._file, extent.offset + start, address, nbytes, what=what, owner=owner, priority=priority
-        )
+    def read(self, request: Request) -> aio.Completion:
+        """Begin a read; see DiskStore."""
+        return self._begin(self.engine.read, request, aio.Priority.NORMAL)
 
-    def write(
-        self,
-        extent: Extent,
-        start: int,
-        address: int,
-        nbytes: int,
-        what: str,
-        owner: object,
-        *,
-        urgent: bool = False,
+    def write(self, request: Request) -> aio.Completion:
+        """Begin a write, behind reads if it is not urgent; see DiskStore."""
+        return self._begin(self.engine.write, request, aio.Priority.BEHIND)
+
+    def _begin(
+        self, transfer: Callable[..., aio.Completion], request: Request, priority: aio.Priority
     ) -> aio.Completion:
-        """Begin a write, behind reads if it is not urgent; see Store."""
-        priority = aio.Priority.URGENT if urgent else aio.Priority.BEHIND
-        return self.engine.write(
-            self._file, extent.offset + start, address, nbytes, what=what, owner=owner, priority=priority
+        return transfer(
+            self._file,
+            request.extent.offset + request.start,
+            request.address,
+            request.nbytes,
+            what=request.what,
+            owner=request.owner,
+            priority=aio.Priority.URGENT if request.urgent else priority,
         )
 
     def where(self, extent: Extent, start: int) -> str:

@@ -81,6 +81,7 @@ class AdamW(Optimizer):
         self._positions: dict[int, int] = {}
         self._applied: set[int] = set()
         self._decided: set[Unit] = set()
+        self._begun: set[int] = set()
         self.mine: set[int] = set()
         self._engines: dict[int, Engine] = {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -111,7 +112,6 @@ class AdamW(Optimizer):
             self._engines[id(engine)] = engine
             engine.optimizers.add(self)
             if parameter.requires_grad:
-                self._forget(engine, parameter)
                 self._make_room(engine, parameter)
 
     def _check(self, parameter: nn.Parameter) -> Engine:
@@ -135,14 +135,17 @@ class AdamW(Optimizer):
         """Set moments that an earlier optimizer has left to zero, as those of a new one are."""
         unit, index = engine.unit_of(parameter)
         start = unit.shard.segments[index].start
-        if any(unit.record.written(name, start) for name in engine.form.moments) or unit.pending:
+        under_way = unit.pending or not engine.lane.settled(unit.record)
+        if under_way or any(unit.record.written(name, start) for name in engine.form.moments):
             zeros = torch.zeros(parameter.shape, dtype=torch.float32)
             if all(name in unit.record for name in engine.form.moments):
                 engine.write(parameter, {"m": zeros, "v": zeros})
 
-    @staticmethod
-    def _make_room(engine: Engine, parameter: nn.Parameter) -> None:
-        """Give the parameter's record its moments; until written they are zero."""
+    def _make_room(self, engine: Engine, parameter: nn.Parameter) -> None:
+        """Give the parameter's record its moments: zero, at first, whatever an earlier optimizer left."""
+        if id(parameter) not in self._begun:
+            self._begun.add(id(parameter))
+            self._forget(engine, parameter)
         record = engine.unit_of(parameter)[0].record
         for field in engine.form.moments:
             if field not in record:
@@ -238,9 +241,6 @@ class AdamW(Optimizer):
             raise UnsupportedError(f"{unit.name}: step() inside a forward or `with infinity.gathered(...)`")
         self._make_room(engine, parameter)
         before = unit.pending.get(gradient.index)
-        if before is not None and before.misses > MISSED_LIMIT:  # of an optimizer that is gone
-            engine.executor.flush(unit)
-            before = None
         scalars, key = self._scalars(group, parameter, float(np.float32(gradient.scale * factor)))
         missed = () if before is None else (*before.missed, (before.scalars, before.key))
         unit.pending[gradient.index] = self._update(gradient, scalars, key, missed)

@@ -1,13 +1,14 @@
-"""A run at a glance, as a PNG or as one HTML page: lanes over time, memory by tier, bytes by field."""
+"""A run at a glance, as a PNG or as one HTML page: lanes and memory over time, and bytes by field."""
 
 from __future__ import annotations
 
 import html
 import io
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from infinity.sizes import format_size
 from infinity.timeline import Span, Timeline, busy_s, lanes_of, new_file, rows
@@ -24,16 +25,26 @@ _EDGED = 200
 _BINS = 2000
 """About as many columns of pixels as the lanes have."""
 _COLORS = {"compute": "#4878a8", "work": "#6a9f58", "read": "#85b6b2", "write": "#d1915e"}
+_PHASE = "phase"
 _PHASES = {"forward": "#7ba3cc", "backward": "#4878a8", "step": "#2f5277"}
-_CAUSES = ("#c44e52", "#e39c37", "#8d6cab", "#967662", "#d684bd", "#7f7f7f")
+_CAUSES = {"read": "#c44e52", "slot": "#e39c37", "update": "#8d6cab", "gradients": "#967662"}
+_OTHERS = "#7f7f7f"
 _FIELDS = {"hi": "#4878a8", "lo": "#85b6b2", "m": "#e39c37", "v": "#d1615d"}
 _FIELDS |= {"grad16": "#6a9f58", "grad32": "#3f6b33", "scale": "#967662"}
 _TIERS = {"device": "#6a9f58", "host": "#4878a8", "nvme": "#e39c37", "process": "#7f7f7f"}
 _TIER_NAMES = {"process": "process, above imports"}
-_STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 1280px; margin: 2em auto; padding: 0 1em }
-h1 { font-size: 1.3em } svg { width: 100%; height: auto }
+_SHARES = {"pinned": "#4878a8", "gradients": "#6a9f58", "outgoing": "#a9c99b", "ahead": "#e39c37"}
+_SHARES |= {"slots": "#bfb3a8"}
+_BUDGET = {"color": "#4878a8", "linestyle": "--", "linewidth": 1}
+_TITLE_WIDTH = 120
+_STYLE = """:root { color-scheme: light dark }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1280px; margin: 2em auto; padding: 0 1em }
+h1 { font-size: 1.3em } h1, td { overflow-wrap: anywhere }
 td { padding: .15em 1em .15em 0; vertical-align: top }
-td:first-child { font-weight: 600; white-space: nowrap }"""
+td:first-child { font-weight: 600; overflow-wrap: normal; min-width: 8em }
+figure { margin: 1em 0; overflow-x: auto; background: white }
+svg { display: block; width: 100%; min-width: 900px; height: auto }"""
+_Point = TypeVar("_Point", bound=tuple[Any, ...])
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +66,10 @@ def save(story: Story, path: Path) -> None:
     Raises: FileExistsError where `path` exists; OSError where it cannot be written.
     """
     kind = "png" if path.suffix == ".png" else "svg"
-    drawn = io.BytesIO()
-    figure(story).savefig(drawn, format=kind, dpi=110)
+    drawn, shown = io.BytesIO(), figure(story)
+    if kind == "png":  # a page has its title above the table
+        shown.suptitle(textwrap.fill(story.title, _TITLE_WIDTH))
+    shown.savefig(drawn, format=kind, dpi=110)
     content = drawn.getvalue() if kind == "png" else page(story, drawn.getvalue().decode()).encode()
     with new_file(path) as file:
         file.write(content)
@@ -70,24 +83,26 @@ def page(story: Story, svg: str) -> str:
     )
     title = html.escape(story.title)
     return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n'
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>\n'
         f"<style>{_STYLE}</style></head>\n<body><h1>{title}</h1>\n<table>\n{table}</table>\n"
-        f"{svg[svg.index('<svg') :]}</body></html>\n"
+        f"<figure>{svg[svg.index('<svg') :]}</figure></body></html>\n"
     )
 
 
 def figure(story: Story) -> Any:
-    """Draw the three parts on a matplotlib Figure."""
+    """Draw the four parts on a matplotlib Figure."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    drawn = Figure(figsize=(13, 8.5), layout="constrained")
+    drawn = Figure(figsize=(13, 10.5), layout="constrained")
     FigureCanvasAgg(drawn)
-    drawn.suptitle(story.title)
-    places = drawn.add_gridspec(2, 2, height_ratios=(1.35, 1))
-    _draw_lanes(drawn.add_subplot(places[0, :]), story.timeline)
-    _draw_memory(drawn.add_subplot(places[1, 0]), story)
-    _draw_bytes(drawn.add_subplot(places[1, 1]), story.moved)
+    places = drawn.add_gridspec(3, 2, height_ratios=(1.35, 0.7, 1))
+    lanes = drawn.add_subplot(places[0, :])
+    _draw_lanes(lanes, story.timeline)
+    _draw_host(drawn.add_subplot(places[1, :]), story)
+    _draw_memory(drawn.add_subplot(places[2, 0]), story)
+    _draw_bytes(drawn.add_subplot(places[2, 1]), story.moved)
     return drawn
 
 
@@ -102,15 +117,17 @@ def _draw_lanes(axes: Any, timeline: Timeline) -> None:
         return
     since, until = steps[0][0], steps[-1][1]
     spans = [one for one in timeline.spans if one.ended_s > since and one.began_s < until]
-    lanes = lanes_of(spans)
+    bands: dict[str, list[Span]] = {}
+    for one in spans:
+        bands.setdefault(_PHASE if _is_phase(one) else one.lane, []).append(one)
+    lanes = [*([_PHASE] if _PHASE in bands else []), *lanes_of(spans)]
     colors = _colors(spans)
     for place, lane in enumerate(lanes):
-        of_lane = [one for one in spans if one.lane == lane]
-        _draw_band(axes, -place, of_lane, (since, until), colors)
-    shares = [_busy_s(spans, lane, since, until) / (until - since) for lane in lanes]
+        _draw_band(axes, -place, bands.get(lane, []), (since, until), colors)
+    busy_s = {lane: _busy_s(spans, lane, since, until) for lane in lanes}
     axes.set_yticks(
         [-place for place in range(len(lanes))],
-        [f"{lane}\n{share:.0%}" for lane, share in zip(lanes, shares, strict=True)],
+        [lane if lane == _PHASE else f"{lane}\n{busy_s[lane] / (until - since):.0%}" for lane in lanes],
     )
     last = len(timeline.steps)
     for number, (began, ended) in enumerate(steps, last - len(steps) + 1):
@@ -121,6 +138,10 @@ def _draw_lanes(axes: Any, timeline: Timeline) -> None:
     _legend_of_causes(axes, colors)
 
 
+def _is_phase(one: Span) -> bool:
+    return one.lane == "compute" and one.name in _PHASES
+
+
 def _busy_s(spans: Sequence[Span], lane: str, since: float, until: float) -> float:
     """Return the seconds in which a lane is busy; computing is not, while it waits within a phase."""
     waits = [one for one in spans if one.lane == "stall"] if lane == "compute" else []
@@ -129,16 +150,18 @@ def _busy_s(spans: Sequence[Span], lane: str, since: float, until: float) -> flo
 
 
 def _colors(spans: Sequence[Span]) -> dict[tuple[str, str], str]:
-    """Return a colour for each (lane, name): by lane, but stalls by their cause, the longest first."""
+    """Return a colour for each (lane, name): by lane, but stalls by their cause, in the order of the seconds
+    that they took.
+    """
     causes: dict[str, float] = {}
     for one in spans:
         if one.lane == "stall":
             causes[one.name] = causes.get(one.name, 0.0) + one.ended_s - one.began_s
     ordered = sorted(causes, key=lambda name: -causes[name])
-    colors = {("stall", name): _CAUSES[min(at, len(_CAUSES) - 1)] for at, name in enumerate(ordered)}
-    by_lane = {(one.lane, one.name): _COLORS.get(one.lane, _CAUSES[-1]) for one in spans}
-    phases = {("compute", name): color for name, color in _PHASES.items()}
-    return {**by_lane, **phases, **colors}
+    colors = {("stall", name): _CAUSES.get(name, _OTHERS) for name in ordered}
+    for one in spans:
+        colors.setdefault((one.lane, one.name), _COLORS.get(one.lane, _OTHERS))
+    return colors | {("compute", name): color for name, color in _PHASES.items()}
 
 
 def _legend_of_causes(axes: Any, colors: Mapping[tuple[str, str], str]) -> None:
@@ -146,10 +169,8 @@ def _legend_of_causes(axes: Any, colors: Mapping[tuple[str, str], str]) -> None:
 
     causes = [(name, color) for (lane, name), color in colors.items() if lane == "stall"]
     if causes:
-        patches = [Patch(color=color, label=f"waits for {name}") for name, color in causes[: len(_CAUSES)]]
-        axes.legend(
-            handles=patches, loc="lower right", bbox_to_anchor=(1, 1), ncols=6, fontsize=8, frameon=False
-        )
+        patches = [Patch(color=color, label=f"waits for {name}") for name, color in causes]
+        _legend_above(axes, handles=patches)
 
 
 def _draw_band(
@@ -160,6 +181,8 @@ def _draw_band(
     colors: Mapping[tuple[str, str], str],
 ) -> None:
     """Draw the spans of one lane between place - 0.4 and place + 0.4."""
+    if not spans:
+        return
     since, until = window
     filled = rows(spans)
     if len(filled) > _ROWS or any(one.nbytes for one in spans):
@@ -221,16 +244,18 @@ def _draw_under_way(axes: Any, place: float, spans: Sequence[Span], window: tupl
         place - 0.4,
         [place - 0.4 + 0.8 * amount / most for _, amount in thinned],
         step="post",
-        color=_COLORS.get(spans[0].lane, _CAUSES[-1]),
+        color=_COLORS.get(spans[0].lane, _OTHERS),
         linewidth=0,
     )
     text = f"at most {format_size(most)} in flight" if in_bytes else f"at most {most} at once"
-    axes.text(until - since, place + 0.41, text, ha="right", va="bottom", fontsize=7.5, color="#444444")
+    axes.text(
+        0.998 * (until - since), place + 0.41, text, ha="right", va="bottom", fontsize=7.5, color="#444444"
+    )
 
 
-def thin(points: Sequence[tuple[float, int]], since: float, until: float) -> list[tuple[float, int]]:
-    """Keep the highest and the last value in each column of pixels of a step function's (when, value)."""
-    columns: dict[int, tuple[tuple[float, int], tuple[float, int]]] = {}
+def thin(points: Sequence[_Point], since: float, until: float) -> list[_Point]:
+    """Keep the highest and the last value in each column of pixels of a step function's (when, value, …)."""
+    columns: dict[int, tuple[_Point, _Point]] = {}
     width = (until - since) / _BINS or 1.0
     for point in points:
         column = int((point[0] - since) / width)
@@ -239,12 +264,55 @@ def thin(points: Sequence[tuple[float, int]], since: float, until: float) -> lis
     return [point for both in columns.values() for point in dict.fromkeys(both)]
 
 
+# Host memory within steps
+
+
+def _draw_host(axes: Any, story: Story) -> None:
+    """Draw what holds host_memory, one share on the other, in the steps whose lanes are drawn."""
+    steps = story.timeline.steps[-STEPS_SHOWN:]
+    samples = [one for one in story.timeline.samples if one.name == "host"]
+    if not steps or not samples:
+        _say(axes, "host memory was not sampled")
+        return
+    since, until = steps[0][0], steps[-1][1]
+    within = [one for one in samples if since <= one.when_s <= until] or samples[-1:]
+    points = [(one.when_s, sum(one.values.values()), at) for at, one in enumerate(within)]
+    shown = [within[at] for *_, at in thin(points, since, until)]
+    times = [*(one.when_s - since for one in shown), until - since]
+    base = [0.0] * len(times)
+    for name in (*_SHARES, *(name for name in shown[0].values if name not in _SHARES)):
+        values = [one.values.get(name, 0) / 2**20 for one in shown]
+        most = max(one.values.get(name, 0) for one in within)
+        if most:
+            top = [below + value for below, value in zip(base, [*values, values[-1]], strict=True)]
+            label = f"{name}: {format_size(most)}"
+            color = _SHARES.get(name, _OTHERS)
+            axes.fill_between(times, base, top, step="post", color=color, linewidth=0, label=label)
+            base = top
+    if story.budget_nbytes is not None:
+        axes.axhline(story.budget_nbytes / 2**20, **_BUDGET, label=_budget(story.budget_nbytes))
+    axes.set(xlim=(0, until - since), xlabel="seconds", ylabel="MiB")
+    axes.set_ylim(0, 1.1 * max(axes.dataLim.y1, 1e-3))
+    axes.set_title("host_memory in these steps: the most that each held", fontsize=10, loc="left")
+    _legend_above(axes)
+
+
+def _budget(nbytes: int) -> str:
+    return f"host_memory: {format_size(nbytes)}"
+
+
+def _legend_above(axes: Any, **options: Any) -> None:
+    """Put the legend beside the title, where it hides nothing."""
+    place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 6, "fontsize": 8, "frameon": False}
+    axes.legend(**place | options)
+
+
 # Memory by tier
 
 
 def _draw_memory(axes: Any, story: Story) -> None:
     lines: dict[str, list[tuple[float, int]]] = {}
-    for sample in story.timeline.samples:
+    for sample in (one for one in story.timeline.samples if one.name == "memory"):
         for key, value in sample.values.items():
             lines.setdefault(key, []).append((sample.when_s, value))
     if not lines:
@@ -268,13 +336,7 @@ def _draw_memory(axes: Any, story: Story) -> None:
             color=_TIERS.get(key),
         )
     if story.budget_nbytes is not None:
-        axes.axhline(
-            story.budget_nbytes / 2**20,
-            color=_TIERS["host"],
-            linestyle="--",
-            linewidth=1,
-            label=f"host_memory: {format_size(story.budget_nbytes)}",
-        )
+        axes.axhline(story.budget_nbytes / 2**20, **_BUDGET, label=_budget(story.budget_nbytes))
     axes.set(xlabel="seconds", ylabel="MiB")
     axes.set_ylim(0, 1.5 * axes.dataLim.y1)  # room for the legend
     axes.set_title("memory by tier, of the whole run", fontsize=10, loc="left")
@@ -300,9 +362,7 @@ def _draw_bytes(axes: Any, moved: Sequence[Mapping[tuple[str, str], int]]) -> No
         for name in fields:
             heights = [sign * step.get((verb, name), 0) / 1e9 for step in shown]
             label = name if verb == "read" else None
-            axes.bar(
-                numbers, heights, bottom=base, width=0.85, color=_FIELDS.get(name, _CAUSES[-1]), label=label
-            )
+            axes.bar(numbers, heights, bottom=base, width=0.85, color=_FIELDS.get(name, _OTHERS), label=label)
             base = [below + height for below, height in zip(base, heights, strict=True)]
     axes.use_sticky_edges = False
     axes.axhline(0, color="black", linewidth=0.8)
@@ -310,7 +370,7 @@ def _draw_bytes(axes: Any, moved: Sequence[Mapping[tuple[str, str], int]]) -> No
     axes.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
     axes.set(xlabel="step", ylabel="GB written      GB read")
     axes.set_title("NVMe bytes by field", fontsize=10, loc="left")
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(fields), fontsize=8, frameon=0)
+    _legend_above(axes)
 
 
 def _say(axes: Any, text: str) -> None:

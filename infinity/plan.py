@@ -25,7 +25,6 @@ across the end of a step, where records change.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -163,101 +162,3 @@ def _fits_from(waiting: NDArray[np.int64], first: int, position: int, room_nbyte
     """
     full = np.flatnonzero(waiting[first : position + 1] > room_nbytes)
     return first + (int(full[-1]) + 1 if full.size else 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """What a step of a plan would take: see `predict`."""
-
-    seconds: float
-    stall_s: float
-    """Seconds of these that computing waits for a unit."""
-    fetches: int
-    fetched_nbytes: int
-    misses: int
-    """Uses whose unit the plan has not fetched: they have to ask for it."""
-
-
-def predict(
-    plan: Plan,
-    unit_nbytes: Sequence[int],
-    compute_s: Sequence[float],
-    nbytes_per_s: float,
-    *,
-    first_nbytes: Sequence[int] | None = None,
-) -> Prediction:
-    """Return what the plan's step would take with one lane that reads in the order in which it is asked.
-
-    compute_s: seconds of each use, in the order of the plan. unit_nbytes: what a fetch of each unit moves; 0:
-    it is always resident. first_nbytes: what the first fetch in the step moves, where that is more: with it
-    comes the update, which reads and writes the rest of the record.
-
-    A use whose unit is not there yet moves its read to the front, after the one under way.
-
-    Raises: ValueError where the uses and their seconds are not equally many.
-    """
-    if len(compute_s) != len(plan.steps):
-        raise ValueError(
-            f"{len(compute_s)} times for the {len(plan.steps)} uses of the plan: give seconds for each use"
-        )
-    lane = _ReadLane(nbytes_per_s, unit_nbytes, first_nbytes if first_nbytes is not None else unit_nbytes)
-    now = stall_s = 0.0
-    misses = 0
-    for unit in plan.opening:
-        lane.ask(unit, now)
-    for step, seconds in zip(plan.steps, compute_s, strict=True):
-        unit = step.use.unit
-        if unit_nbytes[unit]:
-            if unit not in lane.resident:
-                misses += 1
-                lane.ask(unit, now)
-            arrival = max(now, lane.arrival(unit, now))
-            stall_s += arrival - now
-            now = arrival
-            if not step.keep:
-                lane.resident.discard(unit)
-        for fetch in step.fetch:
-            lane.ask(fetch, now)
-        now += seconds
-    return Prediction(now, stall_s, lane.fetches, lane.nbytes, misses)
-
-
-class _ReadLane:
-    """One read after the other, each as soon as it was asked for and the one before is over."""
-
-    def __init__(self, nbytes_per_s: float, unit_nbytes: Sequence[int], first_nbytes: Sequence[int]) -> None:
-        self.resident: set[int] = set()
-        """Units that are there or were asked for."""
-        self.fetches = 0
-        self.nbytes = 0
-        self._nbytes_per_s = nbytes_per_s
-        self._unit_nbytes, self._first_nbytes = unit_nbytes, first_nbytes
-        self._queue: deque[tuple[int, float, float]] = deque()
-        self._free_s = 0.0
-        self._seen: set[int] = set()
-        self._arrived: dict[int, float] = {}
-
-    def ask(self, unit: int, now: float) -> None:
-        """Begin a read, once those asked for before are over."""
-        nbytes = (self._unit_nbytes if unit in self._seen else self._first_nbytes)[unit]
-        self._seen.add(unit)
-        self._queue.append((unit, now, nbytes / self._nbytes_per_s))
-        self.resident.add(unit)
-        self.fetches += 1
-        self.nbytes += nbytes
-
-    def arrival(self, unit: int, now: float) -> float:
-        """Return when a unit that is needed at `now` arrives, or arrived; its read goes first if it waits."""
-        while self._queue and max(self._free_s, self._queue[0][1]) < now:
-            self._read()
-        queued = next((read for read in self._queue if read[0] == unit), None)
-        if queued is not None:
-            self._queue.remove(queued)
-            self._queue.appendleft(queued)
-            self._read()
-        return self._arrived[unit]
-
-    def _read(self) -> None:
-        unit, asked_s, seconds = self._queue.popleft()
-        self._free_s = max(self._free_s, asked_s) + seconds
-        self._arrived[unit] = self._free_s

@@ -1,4 +1,4 @@
-"""Shapes of Llama models that `infinity train` knows by name; a name says how many parameters there are."""
+"""Shapes of Llama models that are known by name; a name says how many parameters there are."""
 
 from __future__ import annotations
 
@@ -35,6 +35,13 @@ PRESETS = {
     "1.1b": Preset(layers=22, hidden=2048, intermediate=5632, heads=16),
     "3b": Preset(layers=27, hidden=3072, intermediate=8192, heads=24),
     "7b": Preset(layers=35, hidden=4096, intermediate=11008, heads=32),
+    "13b": Preset(layers=41, hidden=5120, intermediate=13824, heads=40),
+    "30b": Preset(layers=56, hidden=6656, intermediate=17920, heads=52),
+    "70b": Preset(layers=72, hidden=8192, intermediate=28672, heads=64),
+    "175b": Preset(layers=96, hidden=12288, intermediate=32768, heads=96),
+    "500b": Preset(layers=157, hidden=16384, intermediate=43008, heads=128),
+    "1t": Preset(layers=128, hidden=25600, intermediate=68096, heads=200),
+    "10t": Preset(layers=195, hidden=65536, intermediate=174592, heads=512),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,6 +36,16 @@ class Pass(ABC):
         self.ahead: tuple[int, int] | None = None
         """The next tile to admit."""
         self.unprocessed = 0
+        self.asked_s = 0.0
+        """When somebody began to wait for it, or, later, when none of its tiles was under way any more."""
+        self.starved_s = 0.0
+        """Seconds in which somebody waited for it, none of its tiles was under way, and no slot was free."""
+
+    def take_over(self) -> None:  # noqa: B027 - most passes bring all they need
+        """Called when it is queued, or run: what it was made for becomes its own. A second time too."""
+
+    def hand_back(self) -> None:  # noqa: B027 - the same
+        """Called where queueing it was interrupted: undo `take_over`."""
 
     @abstractmethod
     def tiles(self) -> Iterator[tuple[int, int]]:
@@ -120,6 +131,7 @@ class Queue:
         first = [job for job in self.of_record.get(record, ()) if job in self.waiting]
         for job in first:
             job.urgent = True
+            job.asked_s = job.asked_s or time.perf_counter()
             self.waiting.remove(job)
         self.waiting.extendleft(reversed(first))
 
@@ -135,4 +147,13 @@ class Queue:
         jobs = self.of_record[job.record]
         jobs.remove(job)
         if not jobs:
+            del self.of_record[job.record]
+
+    def forget(self, job: Pass) -> None:
+        """Undo `add`, however far it came."""
+        if job in self.waiting:
+            self.waiting.remove(job)
+        if job in self.of_record.get(job.record, ()):
+            self.retire(job)
+        elif not self.of_record.get(job.record, True):
             del self.of_record[job.record]

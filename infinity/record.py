@@ -20,7 +20,7 @@ from infinity.errors import CorruptionError
 from infinity.memory import view
 from infinity.shard import FP32, Format, Shard
 from infinity.sizes import BLOCK, round_up
-from infinity.store import Extent, HostStore, Store, Transfer
+from infinity.store import DiskStore, Extent, HostStore, Request, Store, Transfer
 
 
 @dataclass(slots=True)
@@ -169,9 +169,16 @@ class Record:
         over.
         """
         extent, nbytes = self._extents[name], self.tile_nbytes(name, stop - start)
-        self._traffic.read[extent.store.tier, name] += nbytes
+        disk = self._disk(extent, name)
+        self._traffic.read[disk.tier, name] += nbytes
         what, offset = f"{self.name}.{name}", self._offset(name, start)
-        return extent.store.read(extent, offset, address, nbytes, what, owner, urgent=urgent)
+        return disk.read(Request(extent, offset, address, nbytes, what, owner, urgent))
+
+    def _disk(self, extent: Extent, name: str) -> DiskStore:
+        """Return the store of a field's extent, which has to be one on NVMe."""
+        if isinstance(extent.store, HostStore):
+            raise TypeError(f"{self.name}.{name} lies in host memory: it is used there, not transferred")
+        return extent.store
 
     def write(self, name: str, start: int, stop: int, address: int, owner: object) -> Transfer:
         """Hash elements [start, stop) at `address`, whole tiles, and begin to write them."""
@@ -190,12 +197,12 @@ class Record:
         """Begin to write elements [start, stop) of a field to an extent, and put their tiles' hashes into
         `hashes`.
         """
-        nbytes = self.tile_nbytes(name, stop - start)
+        disk, nbytes = self._disk(extent, name), self.tile_nbytes(name, stop - start)
         for tile, tile_nbytes, tile_address in self._tiles(name, start, stop, address):
             hashes[tile] = _hash(tile_address, tile_nbytes) if self._verify else 1
-        self._traffic.written[extent.store.tier, name] += nbytes
-        offset = self._offset(name, start)
-        return extent.store.write(extent, offset, address, nbytes, f"{self.name}.{name}", owner)
+        self._traffic.written[disk.tier, name] += nbytes
+        what, offset = f"{self.name}.{name}", self._offset(name, start)
+        return disk.write(Request(extent, offset, address, nbytes, what, owner))
 
     def note_written(self, name: str, start: int, stop: int) -> None:
         """Remember that elements [start, stop) of a field were written where they lie.
@@ -218,7 +225,8 @@ class Record:
         for tile, tile_nbytes, tile_address in self._tiles(name, start, stop, address):
             found, expected = _hash(tile_address, tile_nbytes), self._hashes[name][tile]
             if found != expected:
-                where = extent.store.where(extent, self._offset(name, tile * self._tile_numel))
+                offset = self._offset(name, tile * self._tile_numel)
+                where = self._disk(extent, name).where(extent, offset)
                 raise CorruptionError(
                     f"{self.name}.{name}: the {tile_nbytes} bytes read from {where} are not those that were "
                     "written "

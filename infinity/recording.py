@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from infinity.engine import Engine
@@ -40,15 +41,16 @@ class Recording:
         self._engine = engine
         self.timeline = engine.timeline
         self.timeline.recording = True
+        self.timeline.sample_with(partial(memory_of, engine))
 
     def mark(self, when_s: float, now: Stats | None, process_nbytes: int) -> None:
         """Note that a step ends, and the next begins; the process takes so much above its imports."""
         if self.timeline is None or self._engine is None or now is None:
             return
         self.timeline.mark_step(when_s)
-        resident = sum(unit.resident_nbytes for unit in self._engine.units if unit.fetch_processed)
-        tiers = {"device": resident, "host": now.budget_held_nbytes, "nvme": now.nvme_nbytes}
-        self.timeline.sample("memory", when_s, {**tiers, "process": process_nbytes})
+        for name, values in memory_of(self._engine).items():
+            self.timeline.sample(name, when_s, values)
+        self.timeline.sample("memory", when_s, {"nvme": now.nvme_nbytes, "process": process_nbytes})
         if self._before is not None:
             self._moved.append(moved(now.since(self._before)))
         self._before = now
@@ -61,12 +63,6 @@ class Recording:
         if self.timeline is not None:
             self.timeline.span("compute", name, began, time.perf_counter())
 
-    def stalls_s(self) -> dict[str, float]:
-        """Return the seconds that computing waited in all steps, by cause."""
-        if self.timeline is None or not (steps := self.timeline.steps):
-            return {}
-        return self.timeline.stalls_s(steps[0][0], steps[-1][1])
-
     def write(self, title: str, summary: Sequence[tuple[str, str]]) -> list[str]:
         """Stop, write the files, and return a line about each.
 
@@ -75,6 +71,7 @@ class Recording:
         if self.timeline is None:
             return []
         self.timeline.recording = False
+        self.timeline.sample_with(None)
         lines = []
         if self._trace is not None:
             write_chrome_trace(self.timeline, self._trace)
@@ -88,6 +85,22 @@ class Recording:
                 f"the oldest {self.timeline.dropped:,} spans were dropped: the run was too long for them"
             )
         return lines
+
+
+def memory_of(engine: Engine) -> dict[str, dict[str, int]]:
+    """Return samples of what an engine holds now: "memory" by tier, and "host" by what holds it. Cheap enough
+    to be taken within steps.
+    """
+    pinned = engine.host_store.held_nbytes
+    host = {
+        "slots": engine.budget.slots * engine.budget.slot_nbytes,
+        "ahead": engine.executor.ahead_nbytes,
+        "outgoing": engine.gradients.outgoing_nbytes,
+        "gradients": max(0, engine.kept.held_nbytes - pinned),  # the lane may pin between the two
+        "pinned": pinned,
+    }
+    resident = sum(unit.resident_nbytes for unit in engine.units if unit.fetch_processed)
+    return {"memory": {"device": resident, "host": sum(host.values())}, "host": host}
 
 
 def moved(step: Stats) -> dict[tuple[str, str], int]:

@@ -8,7 +8,7 @@ import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,22 @@ from rich.table import Table
 from tqdm import tqdm
 
 from infinity.bound import UNMEASURED, Bound, Load, Speed, bound
+from infinity.engine import Engine
 from infinity.sizes import format_size
-from infinity.stats import Stats
+from infinity.stats import Stats, predicted_step_s
 
 STATE_NBYTES = {"fp32": 12, "bf16": 8, "int8": 6}
 """Bytes of state per parameter, by the moments' type: hi 2, lo 2, and m and v of 4, 2 or 1 each."""
 SMOOTHED = 10
 """Steps in the mean that the picture shows."""
+LISTED_S = 0.05
 RECENT = 20
 """Steps that the progress line judges by."""
 _STALLS = {
-    "unit": "waiting for a unit",
-    "gradients": "for gradients to leave",
-    "flush": "for updates applied early",
+    "read": "waiting for reads",
+    "slot": "waiting for slots to read through",
+    "update": "waiting for updates",
+    "gradients": "waiting for gradients to leave",
 }
 _LANE = {"read_wait": "reads awaited", "write_wait": "writes awaited", "inline": "in other threads"}
 
@@ -201,8 +204,6 @@ class Run:
     after: Stats | None = None
     speed: Speed | None = None
     """The disk's, if it was measured."""
-    stalls_s: dict[str, float] = field(default_factory=dict)
-    """Seconds that computing waited, by cause, where a timeline knows them."""
 
     @property
     def steady(self) -> list[Step]:
@@ -214,6 +215,14 @@ class Run:
         if self.before is None or not self.steps:
             return None
         return bound(typical(self.steady[-last:] if last else self.steady), self.speed)
+
+    def predict(self, engine: Engine, after: Stats) -> None:
+        """Take the last snapshot, and put into it what a step should have taken, if the disk is known."""
+        self.after = after
+        if self.before is None or self.speed is None or not self.steps:
+            return
+        load, done = typical(self.steady), after.since(self.before)
+        self.after = replace(after, predicted_step_s=predicted_step_s(engine, load, done, self.speed))
 
     def table(self) -> Table:
         """What was done, at what cost."""
@@ -268,7 +277,15 @@ class Run:
         disk_s = found.disk_share * load.seconds
         parts = f"computing {load.compute_s:.2f} s, the disk {disk_s:.2f} s at its {found.limit} limit"
         floor = f"{floor_s:.2f} s ({parts}); the median step takes {load.seconds:.2f} s"
-        return [("bound", str(found)), ("floor of a step", floor)]
+        return [("bound", str(found)), ("floor of a step", floor), *self._predicted(load)]
+
+    def _predicted(self, load: Load) -> list[tuple[str, str]]:
+        """Compare what the plan promises with what the median step took."""
+        predicted_s = None if self.after is None else self.after.predicted_step_s
+        if not predicted_s:
+            return []
+        took = f"{load.seconds:.2f} s ({load.seconds / predicted_s - 1:+.0%})"
+        return [("predicted step", f"{predicted_s:.2f} s by its plan; the median step takes {took}")]
 
     def _engine(self) -> list[tuple[str, str]]:
         if self.before is None or self.after is None:
@@ -280,8 +297,6 @@ class Run:
             rows += self._traffic()
             computing = sum(step.seconds for step in self.steps) - done.stall_s
             rows.append(("main thread", _seconds({"computing": computing, **done.stalls_s}, _STALLS)))
-        if self.stalls_s:
-            rows.append(("stalls by cause", _seconds(self.stalls_s, {})))
         rows.append(("record lane", _seconds(done.lane_s, _LANE)))
         counts = f"{done.hits:,} hits, {done.misses:,} misses, {done.divergences:,} out of the plan's order"
         rows.append(("uses of units", f"{counts}; {after.plans:,} plans"))
@@ -313,5 +328,8 @@ def typical(steps: Sequence[Step]) -> Load:
 
 
 def _seconds(spent: Mapping[str, float], names: Mapping[str, str]) -> str:
-    """List seconds, under better names where there are any."""
-    return ", ".join(f"{names.get(name, name)} {seconds:.1f} s" for name, seconds in spent.items())
+    """List seconds, under better names where there are any; what rounds to none is left out."""
+    listed = [
+        f"{names.get(name, name)} {seconds:.1f} s" for name, seconds in spent.items() if seconds >= LISTED_S
+    ]
+    return ", ".join(listed) or f"less than {LISTED_S} s"

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from torch import nn
 
+from infinity.bound import Load, Speed
 from infinity.engine import Engine, engine_of_model
 from infinity.executor import Counts
+from infinity.forecast import Moves, Room, predict_step
+from infinity.simulated import Rates
+from infinity.trace import Phase
 from infinity.unit import Unit
 
 _TOTAL = {"total": True}
@@ -83,7 +88,9 @@ class Stats:
     divergences: int = field(metadata=_TOTAL)
     """Uses that were not the next one of the plan."""
     stalls_s: dict[str, float] = field(metadata=_TOTAL)
-    """Seconds that computing waited, by what for: a "unit", "gradients" to leave, a "flush" of updates."""
+    """Seconds that computing waited, by cause: for a "read" of a unit, for a free "slot" to read it through,
+    for its "update", for "gradients" to leave.
+    """
     lane_s: dict[str, float] = field(metadata=_TOTAL)
     """Seconds of the record lane's thread: "read_wait", "work", "write_wait", "idle"; and "inline", of other
     threads that worked on records in host memory.
@@ -95,6 +102,8 @@ class Stats:
     """How often it was decided anew which fields lie in host memory, and something moved."""
     placement_reason: str = ""
     """Of the last such decision, also of one to leave all as it is."""
+    predicted_step_s: float | None = None
+    """What a step takes by its plan and what was measured; None where that is not known: see predicted."""
 
     @property
     def nvme_read_nbytes(self) -> int:
@@ -170,6 +179,53 @@ def _moved_nbytes(engine: Engine, unit: Unit, numel: int) -> float:
     )
 
 
+def predicted_step_s(engine: Engine, load: Load, done: Stats, speed: Speed) -> float | None:
+    """Return what a typical step should take: the engine's plan, walked on a simulated machine; see forecast.
+
+    load: of such a step, for the seconds that it computes. done: what `since` tells of several of them, for
+    the rate of the updates. speed: of the disk. None without a plan.
+    """
+    plan, steps = engine.executor.cursor.plan, max(1, done.steps)
+    if plan is None or not plan.steps:
+        return None
+    # a backward computes two gradients where a forward computes one output
+    shares = [
+        engine.units[one.use.unit].shard.numel * (2 if one.use.phase is Phase.BACKWARD else 1)
+        for one in plan.steps
+    ]
+    seconds = [load.compute_s * share / sum(shares) for share in shares]
+    worked_s = (done.lane_s["work"] + done.lane_s["inline"]) / steps
+    updated = sum(unit.shard.numel for unit in engine.units if unit.trainable)
+    rates = Rates(speed, update=updated / worked_s if worked_s > 0 else math.inf, shared=False)
+    budget, host = engine.budget, engine.device.is_host
+    room = Room(
+        budget.tile_numel,
+        budget.slots,
+        engine.config.device_nbytes or budget.ahead_nbytes,
+        budget.outgoing_nbytes,
+        on_host=host,
+        update="forward" if engine.executor.updates_at_fetch else "backward",
+    )
+    return predict_step(plan, seconds, [_moves(unit) for unit in engine.units], room, rates).seconds
+
+
+def _moves(unit: Unit) -> Moves:
+    stored = {
+        name: unit.record.field_nbytes(name)
+        for name, tier in unit.record.tiers()
+        if tier == "nvme" and name in unit.record.form.fields
+    }
+    hi_nbytes = stored.pop("hi", 0)
+    return Moves(
+        unit.shard.numel,
+        hi_nbytes,
+        sum(stored.values()),
+        unit.window_nbytes,
+        in_place=unit.in_place,
+        trainable=bool(unit.trainable),
+    )
+
+
 def stats(model: nn.Module) -> Stats:
     """Return what the engine of `model` did so far and where its state is.
 
@@ -194,7 +250,7 @@ def stats(model: nn.Module) -> Stats:
         hits=counts.hits,
         misses=counts.misses,
         divergences=counts.divergences,
-        stalls_s={"unit": counts.stall_s, "gradients": engine.gradients.stall_s, "flush": counts.flush_s},
+        stalls_s={**counts.stalls_s, "gradients": engine.gradients.stall_s},
         lane_s={name.removesuffix("_s"): spent for name, spent in asdict(engine.lane.times).items()},
         passes=dict(engine.lane.passes),
         slices=tuple(_slice_stats(engine)),

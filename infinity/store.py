@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from mmap import mmap
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from infinity import kernels
 from infinity.errors import HostMemoryError
@@ -54,8 +54,25 @@ class Extent:
     nbytes: int
 
 
-class Store(Protocol):
-    """Somewhere that extents lie."""
+class Request(NamedTuple):
+    """What a transfer is to move between an extent on storage and memory."""
+
+    extent: Extent
+    start: int
+    """Bytes from the start of the extent."""
+    address: int
+    """Of the memory."""
+    nbytes: int
+    what: str
+    """Names the bytes in errors."""
+    owner: object
+    """What keeps the memory alive."""
+    urgent: bool = False
+    """Somebody waits: it goes first."""
+
+
+class DiskStore(Protocol):
+    """Storage whose extents are read into memory and written from it."""
 
     tier: str
 
@@ -65,23 +82,11 @@ class Store(Protocol):
     def free(self, extent: Extent) -> None:
         """Give an extent back."""
 
-    def read(
-        self,
-        extent: Extent,
-        start: int,
-        address: int,
-        nbytes: int,
-        what: str,
-        owner: object,
-        *,
-        urgent: bool = False,
-    ) -> Transfer:
-        """Begin to copy bytes [start, start + nbytes) of `extent` to `address`; what is urgent goes first."""
+    def read(self, request: Request) -> Transfer:
+        """Begin to copy bytes of an extent to memory."""
 
-    def write(
-        self, extent: Extent, start: int, address: int, nbytes: int, what: str, owner: object
-    ) -> Transfer:
-        """Begin to copy `nbytes` bytes at `address` to byte `start` of `extent`."""
+    def write(self, request: Request) -> Transfer:
+        """Begin to copy memory to bytes of an extent."""
 
     def where(self, extent: Extent, start: int) -> str:
         """Name byte `start` of `extent` for an error message."""
@@ -98,7 +103,7 @@ class PageLocker(Protocol):
 
 
 class HostStore:
-    """Extents in host memory, charged to a ledger."""
+    """Extents in host memory, used where they lie, and charged to a ledger."""
 
     tier = "host"
 
@@ -146,28 +151,6 @@ class HostStore:
         self._forget(extent)
         self.ledger.release(extent.nbytes)
 
-    def read(
-        self,
-        extent: Extent,
-        start: int,
-        address: int,
-        nbytes: int,
-        what: str,
-        owner: object,
-        *,
-        urgent: bool = False,
-    ) -> Transfer:
-        """Copy now; see Store."""
-        kernels.copy(nbytes, address, extent.offset + start)
-        return DONE
-
-    def write(
-        self, extent: Extent, start: int, address: int, nbytes: int, what: str, owner: object
-    ) -> Transfer:
-        """Copy now; see Store."""
-        kernels.copy(nbytes, extent.offset + start, address)
-        return DONE
-
     def memory(self, extent: Extent) -> mmap:
         """Return an extent's memory as an object that keeps it alive."""
         return self._arenas[extent.offset].map
@@ -185,6 +168,6 @@ class HostStore:
         del self._arenas[extent.offset]
         self.held_nbytes -= extent.nbytes
 
-    def where(self, extent: Extent, start: int) -> str:
-        """Name a place for an error message."""
-        return f"host memory, byte {start} of the extent"
+
+Store = DiskStore | HostStore
+"""Where extents lie: a field on disk is moved by transfers, one in host memory is used in place."""

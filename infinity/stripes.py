@@ -21,7 +21,7 @@ from infinity import aio
 from infinity.errors import ConfigError
 from infinity.nvme import FreeExtents, NvmeStore
 from infinity.sizes import BLOCK, round_up
-from infinity.store import Extent
+from infinity.store import Extent, Request
 
 STRIPE_NBYTES = 512 << 10
 """Half of the smallest field of a full tile (bf16), and large enough for a drive's full rate."""
@@ -172,54 +172,25 @@ class StripedStore:
         """Give an extent back; its stripes stay together, for the next one of its size."""
         self._free.give(extent.offset, extent.nbytes)
 
-    def read(
-        self,
-        extent: Extent,
-        start: int,
-        address: int,
-        nbytes: int,
-        what: str,
-        owner: object,
-        *,
-        urgent: bool = False,
-    ) -> StripedTransfer:
-        """Begin a read on all paths that hold a part of it; see Store."""
-        starts = [store.read for store in self.stores]
-        return self._begin(starts, extent, start, address, nbytes, what, owner, urgent=urgent)
+    def read(self, request: Request) -> StripedTransfer:
+        """Begin a read on all paths that hold a part of it; see DiskStore."""
+        return self._begin([store.read for store in self.stores], request)
 
-    def write(
-        self,
-        extent: Extent,
-        start: int,
-        address: int,
-        nbytes: int,
-        what: str,
-        owner: object,
-        *,
-        urgent: bool = False,
-    ) -> StripedTransfer:
-        """Begin a write on all paths that hold a part of it; see Store."""
-        starts = [store.write for store in self.stores]
-        return self._begin(starts, extent, start, address, nbytes, what, owner, urgent=urgent)
+    def write(self, request: Request) -> StripedTransfer:
+        """Begin a write on all paths that hold a part of it; see DiskStore."""
+        return self._begin([store.write for store in self.stores], request)
 
     def _begin(
-        self,
-        starts: Sequence[Callable[..., aio.Completion]],
-        extent: Extent,
-        start: int,
-        address: int,
-        nbytes: int,
-        what: str,
-        owner: object,
-        *,
-        urgent: bool,
+        self, starts: Sequence[Callable[[Request], aio.Completion]], request: Request
     ) -> StripedTransfer:
-        """Begin what covers a byte range, with one of `starts` per path."""
+        """Begin what covers the bytes of a request, with one of `starts` per path."""
+        layout, address = self._layouts[request.extent.offset], request.address
         parts: list[aio.Completion] = []
         try:
-            for path, part, at, size in self._layouts[extent.offset].pieces(start, nbytes):
-                parts.append(starts[path](part, at, address, size, what, owner, urgent=urgent))
-                address += size
+            for path, part, at, nbytes in layout.pieces(request.start, request.nbytes):
+                piece = request._replace(extent=part, start=at, address=address, nbytes=nbytes)
+                parts.append(starts[path](piece))
+                address += nbytes
         except Exception:
             with contextlib.suppress(OSError, RuntimeError):
                 StripedTransfer(parts).wait()  # a refused part must not free the memory of those begun

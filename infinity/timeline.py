@@ -6,7 +6,8 @@
 "read"      one span per transfer from storage, with its bytes; transfers overlap
 "write"     the same, to storage
 "work"      kernels that update or upload, on the lane's thread
-Samples called "memory" hold bytes by tier ("device", "host", "nvme"). Times are time.perf_counter() seconds.
+Samples called "memory" hold bytes by tier ("device", "host", "nvme"), those called "host" the bytes of
+host_memory by what holds them. Times are time.perf_counter() seconds.
 """
 
 from __future__ import annotations
@@ -15,14 +16,20 @@ import contextlib
 import errno
 import json
 import threading
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 LANES = ("compute", "stall", "work", "read", "write")
 """The lanes that everybody knows, in the order to show them; see [Note: lanes of a timeline]."""
+
+SAMPLED_LANES = frozenset({"compute", "stall"})
+"""Lanes of the thread that computes: only on that thread are samples taken."""
+_APART_S, _APART_TO_COST = 0.005, 50
+"""Samples within steps: how far apart at least, in seconds and in the time that one takes."""
 
 
 class Span(NamedTuple):
@@ -41,7 +48,7 @@ class Sample(NamedTuple):
 
     name: str
     when_s: float
-    values: dict[str, int]
+    values: Mapping[str, int]
 
 
 class Timeline:
@@ -59,13 +66,32 @@ class Timeline:
         self._samples: deque[Sample] = deque(maxlen=limit)
         self._marks: deque[float] = deque(maxlen=limit)
         self._lock = threading.Lock()
+        self._looks: deque[Sample] = deque(maxlen=max(1, limit // 20))
+        self._look: Callable[[], Mapping[str, Mapping[str, int]]] | None = None
+        self._next_look_s = 0.0
+
+    def sample_with(self, look: Callable[[], Mapping[str, Mapping[str, int]]] | None) -> None:
+        """From now on, until None is given, take samples within steps of what `look` returns, by name.
+
+        They are taken when the thread that computes has ended a use, a phase or a wait: every few
+        milliseconds at most, and in no more than a fiftieth of the time. The newest limit / 20 are kept.
+        """
+        self._look = look
 
     def span(self, lane: str, name: str, began_s: float, ended_s: float, nbytes: int = 0) -> None:
         """Note that `name` took from `began_s` to `ended_s` on `lane`; nothing unless recording."""
         if self.recording:
             self._keep(self._spans, Span(lane, name, began_s, ended_s, nbytes))
+            if self._look is not None and lane in SAMPLED_LANES and ended_s >= self._next_look_s:
+                self._take(self._look)
 
-    def sample(self, name: str, when_s: float, values: dict[str, int]) -> None:
+    def _take(self, look: Callable[[], Mapping[str, Mapping[str, int]]]) -> None:
+        began = time.perf_counter()
+        self._looks.extend(Sample(name, began, values) for name, values in look().items())
+        ended = time.perf_counter()
+        self._next_look_s = ended + max(_APART_S, _APART_TO_COST * (ended - began))
+
+    def sample(self, name: str, when_s: float, values: Mapping[str, int]) -> None:
         """Note numbers that hold at `when_s`, each until its next sample; nothing unless recording."""
         if self.recording:
             self._keep(self._samples, Sample(name, when_s, values))
@@ -89,7 +115,7 @@ class Timeline:
     @property
     def samples(self) -> list[Sample]:
         """All samples kept, in the order they came."""
-        return list(self._samples)
+        return sorted([*self._samples, *self._looks], key=lambda sample: sample.when_s)
 
     @property
     def steps(self) -> list[tuple[float, float]]:
@@ -99,15 +125,6 @@ class Timeline:
     def busy_s(self, lane: str, since: float, until: float) -> float:
         """Return the seconds between `since` and `until` in which at least one span of `lane` ran."""
         return busy_s((one for one in self.spans if one.lane == lane), since, until)
-
-    def stalls_s(self, since: float, until: float) -> dict[str, float]:
-        """Return the seconds that the thread that computes waited, by cause, longest first."""
-        causes: dict[str, float] = {}
-        for one in self.spans:
-            spent = min(one.ended_s, until) - max(one.began_s, since)
-            if one.lane == "stall" and spent > 0:
-                causes[one.name] = causes.get(one.name, 0.0) + spent
-        return dict(sorted(causes.items(), key=lambda cause: -cause[1]))
 
 
 def busy_s(spans: Iterable[Span], since: float, until: float) -> float:
@@ -140,6 +157,9 @@ def lanes_of(spans: Iterable[Span]) -> list[str]:
 
 # Chrome's format, which Perfetto reads: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
+PID = 1
+"""Of all events, and the first row's: in Linux traces, 0 stands for what runs when nothing does."""
+
 
 def trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     """Yield a timeline as the events that chrome://tracing and ui.perfetto.dev show."""
@@ -147,7 +167,9 @@ def trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     moments = [one.began_s for one in spans] + [one.when_s for one in samples] + [one for one, _ in steps]
     origin = min(moments, default=0.0)
     steps_lane = [Span("steps", f"step {number}", *step) for number, step in enumerate(steps, 1)]
-    row_id = 0
+    row_id = PID
+    if steps_lane or spans:
+        yield {"ph": "M", "pid": PID, "name": "process_name", "args": {"name": "infinity"}}
     for lane in ["steps", *lanes_of(spans)]:
         of_lane = steps_lane if lane == "steps" else [one for one in spans if one.lane == lane]
         filled = rows(of_lane)
@@ -156,30 +178,39 @@ def trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
             yield from (_complete(row_id, one, origin) for one in row)
             row_id += 1
         yield from _in_flight(lane, of_lane, origin)
+    last: dict[str, int] = {}
     for sample in samples:
         for key, value in sample.values.items():
-            yield _counter(f"{sample.name}: {key}", sample.when_s - origin, value)
+            name = f"{sample.name}: {key}"
+            if last.get(name) != value:
+                yield _counter(name, sample.when_s - origin, value)
+                last[name] = value
 
 
 def _named_row(row: int, name: str) -> Iterator[dict[str, Any]]:
-    yield {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": name}}
-    yield {"ph": "M", "pid": 0, "tid": row, "name": "thread_sort_index", "args": {"sort_index": row}}
+    yield {"ph": "M", "pid": PID, "tid": row, "name": "thread_name", "args": {"name": name}}
+    yield {"ph": "M", "pid": PID, "tid": row, "name": "thread_sort_index", "args": {"sort_index": row}}
 
 
 def _complete(row: int, one: Span, origin: float) -> dict[str, Any]:
     """One span; times in microseconds from the origin."""
-    event: dict[str, Any] = {"ph": "X", "pid": 0, "tid": row, "name": one.name, "cat": one.lane}
-    event |= {"ts": _us(one.began_s - origin), "dur": _us(one.ended_s - one.began_s)}
+    event: dict[str, Any] = {"ph": "X", "pid": PID, "tid": row, "name": one.name, "cat": one.lane}
+    began, ended = _us(one.began_s - origin), _us(one.ended_s - origin)
+    event |= {"ts": began, "dur": ended - began}
     return event | {"args": {"bytes": one.nbytes}} if one.nbytes else event
 
 
 def _us(seconds: float) -> float:
-    """Return microseconds, to the nanosecond: further digits are noise, and most of the file."""
-    return round(seconds * 1e6, 3)
+    """Return microseconds, in whole eighths.
+
+    Readers turn them into nanoseconds through floating point: these are exact there, so that a span that
+    begins where another ends does not overlap it, and is not dropped for that.
+    """
+    return round(seconds * 8e6) / 8
 
 
 def _counter(name: str, when_s: float, value: int) -> dict[str, Any]:
-    return {"ph": "C", "pid": 0, "name": name, "ts": _us(when_s), "args": {"bytes": value}}
+    return {"ph": "C", "pid": PID, "name": name, "ts": _us(when_s), "args": {"bytes": value}}
 
 
 def _in_flight(lane: str, spans: Sequence[Span], origin: float) -> Iterator[dict[str, Any]]:

@@ -187,11 +187,13 @@ def _train(
                 progress.show(step, run.bound(RECENT))
                 check()
                 _check_finite(step)
+        if not settings.plain:
+            run.predict(engine_of_model(model), stats(model))
     finally:
         log.close()
-        run.after = None if settings.plain else stats(model)
+        if not settings.plain and run.after is None:
+            run.after = stats(model)
         run.peak_nbytes = meter.peak_nbytes()
-        run.stalls_s = recording.stalls_s()
         if not settings.plain:
             with contextlib.suppress(InfinityError, OSError):  # what matters has been raised by the step
                 engine_of_model(model).close()

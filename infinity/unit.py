@@ -108,7 +108,8 @@ class Unit:
     @property
     def fetch_processed(self) -> bool:
         """Whether the values have arrived."""
-        return self.fetch is not None and self.fetch.processed
+        fetch = self.fetch  # read once: the lane may take it away
+        return fetch is not None and fetch.processed
 
     @property
     def trainable(self) -> set[int]:
@@ -243,9 +244,9 @@ class Unit:
     def detach(self) -> None:
         """Put the guard on the parameters; the storage stays as it is."""
         saved = [parameter for parameter in self.parameters if _saved_itself(parameter)]
+        self.attached = False  # first: whoever is interrupted here attaches all of them again
         for parameter, stand_in in zip(self.parameters, self._placeholders, strict=True):
             release(parameter, stand_in)
-        self.attached = False
         self._abandoned = [storage for storage in self._abandoned if not storage.expired()]
         if self.shares() == self._own_shares and not self._abandoned:
             torch.autograd.graph.increment_version(saved)

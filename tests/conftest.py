@@ -3,6 +3,7 @@
 `INFINITY_TEST_SEED` sets the seed, `INFINITY_TEST_DISK` the folder below which NVMe files are made.
 """
 
+import gc
 import os
 import random
 import tempfile
@@ -44,6 +45,16 @@ def seed() -> int:
     random.seed(SEED)
     torch.manual_seed(SEED)
     return SEED
+
+
+@pytest.fixture
+def repeatable() -> Iterator[None]:
+    """torch on one thread, with deterministic algorithms: it does not repeat its own bits otherwise."""
+    import parity
+
+    with parity.repeatable():
+        yield
+    gc.collect()  # a model's engine ends with it, and not in the middle of the next test
 
 
 def filesystem(folder: Path) -> str:

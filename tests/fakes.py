@@ -62,7 +62,8 @@ class FakeDisk:
         error = OSError(errno.EIO, f"{what}: injected") if self.transfers == self._fail_at else None
         return _Transfer(copy, self._random.random() * self._delay_s, error)
 
-    def read(self, extent, start, address, nbytes, what, owner, *, urgent=False):
+    def read(self, request):
+        extent, start, address, nbytes, what, *_ = request
         flip = self.transfers + 1 == self._flip_at
 
         def copy():
@@ -73,7 +74,9 @@ class FakeDisk:
 
         return self._begin(copy, what)
 
-    def write(self, extent, start, address, nbytes, what, owner):
+    def write(self, request):
+        extent, start, address, nbytes, what, *_ = request
+
         def copy():
             self.data[extent.offset + start : extent.offset + start + nbytes] = bytes(view(address, nbytes))
 

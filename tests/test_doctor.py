@@ -1,6 +1,7 @@
 """`infinity doctor` says what is there. Trusted: the machine; what it lacks is asked for or faked by name."""
 
 import errno
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,34 @@ def test_a_filesystem_without_direct_io_is_named_with_advice(folder, monkeypatch
     assert "ext4" in found(folder)["O_DIRECT"].fix
 
 
+@pytest.mark.parametrize(
+    ("release", "limit", "said", "fix"),
+    [
+        ("6.1.0-18-amd64", 64 << 10, "64.0 KiB: enough", ""),
+        ("5.12.0", 64 << 10, "64.0 KiB: enough", ""),
+        ("5.10.0-28", 64 << 10, "64.0 KiB: io_uring's rings count", "ulimit -l unlimited"),
+        ("5.4.0", 8 << 20, "8.0 MiB: io_uring's rings count", ""),
+        ("5.4.0", resource.RLIM_INFINITY, "none", ""),
+    ],
+)
+def test_the_memlock_limit_matters_where_the_kernel_counts_rings_against_it(
+    folder, monkeypatch, release, limit, said, fix
+):
+    monkeypatch.setattr(doctor.platform, "release", lambda: release)
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (limit, limit))
+    told = found(folder)["memlock limit"]
+    assert told.found.startswith(said)
+    assert told.fix == fix
+
+
+@pytest.mark.parametrize(("path", "fix"), [("/usr/bin/fio", ""), (None, "apt install fio")])
+def test_fio_is_looked_for_and_training_does_not_need_it(folder, monkeypatch, path, fix):
+    monkeypatch.setattr(doctor.shutil, "which", lambda _: path)
+    told = found(folder)["fio"]
+    assert (told.fix, told.fatal) == (fix, False)
+    assert "infinity bench io --peer fio" in told.found
+
+
 def test_a_folder_in_memory_is_no_nvme():
     if disk.filesystem(Path("/dev/shm")) != "tmpfs":  # noqa: S108
         pytest.skip("no tmpfs at /dev/shm")
@@ -90,7 +119,7 @@ def test_free_space_is_told_in_parameters(folder, monkeypatch):
 
     monkeypatch.setattr(doctor.os, "statvfs", lambda path: Status)
     space = found(folder)["free space"]
-    assert "1.0 G parameters" in space.found
+    assert "room for 1.0 G parameters" in space.found
     assert "667 M if gradients spill" in space.found
     assert not space.fatal
     Status.f_bavail = 0

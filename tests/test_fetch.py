@@ -156,9 +156,9 @@ def test_weights_are_read_from_the_disk_straight_into_the_units_memory(made):
     setup, addresses = made(), []
     read = setup.disk.read
 
-    def noted(extent, start, address, nbytes, what, owner, *, urgent=False):
-        addresses.append((start, address, owner))
-        return read(extent, start, address, nbytes, what, owner, urgent=urgent)
+    def noted(request):
+        addresses.append((request.start, request.address, request.owner))
+        return read(request)
 
     setup.disk.read = noted
     setup.fetch()
@@ -192,9 +192,9 @@ def test_who_waits_for_the_values_is_called_once_they_are_there(made):
     setup.pend([0])
     setup.unit.allocate()
     job = FetchPass(setup.unit, setup.device, TILE)
-    job.on_processed = lambda: found.append((job.processed, job.pending))
+    job.on_processed = lambda: found.append((job.unprocessed, job.pending))
     setup.run(job)
-    assert found == [(True, {})]
+    assert found == [(0, {})]
     assert job.on_processed is None
 
 

@@ -100,6 +100,34 @@ def test_a_promoted_pass_overtakes_those_that_wait(seed):
     assert log == ["first", 3, 1, 2]
 
 
+@pytest.mark.parametrize("slots", [1, 4])
+def test_what_waits_for_a_slot_knows_how_long_and_what_waits_for_its_read_does_not(slots, seed):
+    lane = StreamLane(Pool(TILE * 16, slots))
+    writing, reading = (record_on(FakeDisk(seed + n, delay_s=0.2), [TILE]) for n in range(2))
+    lane.submit(WritePass(reading, TILE, {0: {"master": torch.zeros(TILE)}}))
+    lane.drain()
+    before = WritePass(writing, TILE, {0: {"master": torch.zeros(TILE)}})
+    lane.submit(before)
+    lane.wait(before)  # what it writes is still in a slot
+    job = ReadPass(reading, 0, TILE, {"master": torch.empty(TILE)})
+    lane.submit(job, urgent=True)
+    lane.wait(job)
+    lane.close()
+    assert (job.starved_s > 0) == (slots == 1)
+
+
+def test_a_pass_that_takes_all_slots_itself_does_not_lack_any(seed):
+    lane = StreamLane(Pool(TILE * 16, 2))
+    record = record_on(FakeDisk(seed, delay_s=0.05), [6 * TILE])
+    lane.submit(WritePass(record, TILE, {0: {"master": torch.zeros(6 * TILE)}}))
+    lane.drain()
+    job = ReadPass(record, 0, TILE, {"master": torch.empty(6 * TILE)})
+    lane.submit(job, urgent=True)
+    lane.wait(job)
+    lane.close()
+    assert job.starved_s == 0
+
+
 @pytest.mark.parametrize("fail_at", range(1, 25))
 def test_an_error_of_any_transfer_reaches_who_waits_and_nothing_hangs(fail_at, seed):
     lane = StreamLane(Pool(TILE * 16, 3))
@@ -155,6 +183,20 @@ def test_a_closed_lane_refuses_work_and_its_thread_is_gone(seed):
         lane.submit(
             ReadPass(record_on(FakeDisk(seed), [10]), 0, TILE, {"hi": torch.empty(10, dtype=torch.bfloat16)})
         )
+
+
+def test_who_waits_for_a_pass_that_closing_has_dropped_is_told_so(seed):
+    lane = StreamLane(Pool(TILE * 16, 2))
+    into = {"hi": torch.empty(10, dtype=torch.bfloat16)}
+    job = ReadPass(record_on(FakeDisk(seed), [10]), 0, TILE, into)
+    with lane.lock:  # closed before the lane's thread gets to it
+        lane.submit(job)
+        lane._stopping = True
+    lane.close()
+    with pytest.raises(EngineFailedError, match="closed"):
+        lane.wait(job)
+    with pytest.raises(EngineFailedError, match="closed"):
+        lane.drain()
 
 
 # Passes without transfers

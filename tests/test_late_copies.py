@@ -11,19 +11,9 @@ from infinity.device import CudaDevice
 from infinity.engine import engine_of_model
 from streams import LateStreams
 
-pytestmark = pytest.mark.disk
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
 
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
-
-
-@pytest.fixture(autouse=True)
-def repeatable():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(mode=True)
-    yield
-    torch.use_deterministic_algorithms(mode=False)
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

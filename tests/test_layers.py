@@ -25,16 +25,48 @@ LAYERS = [
     {"lanes", "unit"},
     {"blocks", "queueing"},
     {"record"},
-    {"buffers", "cuda", "device", "disk", "memory", "nvme", "store", "stripes"},
-    {"bound", "config", "cursor", "placement", "plan", "reference", "released"},
-    {"frequency", "reference_state", "shard", "timeline", "trace"},
-    {"errors", "sizes"},
+    {"buffers", "cuda", "demand", "device", "disk", "memory", "nvme", "store", "stripes"},
+    {"bound", "config", "cursor", "forecast", "placement", "plan", "reference", "released", "simulated"},
+    {"frequency", "outline", "reference_state", "shard", "timeline", "trace"},
+    {"cores", "errors", "sizes", "zero"},
 ]
 # Packages that import nothing of ours, and the lowest layer that may import them.
 LEAVES = {"aio": "store", "kernels": "reference", "tiling": "engine"}
 # Modules that decide and compute, and never touch torch or the machine: they run anywhere, in milliseconds.
-PURE = {"bound", "config", "cursor", "errors", "frequency", "placement", "plan", "shard", "sizes", "trace"}
-IMPURE = {"aio", "io", "kernels", "mmap", "os", "shutil", "socket", "subprocess", "tempfile", "torch"}
+PURE = {
+    "bound",
+    "config",
+    "cursor",
+    "demand",
+    "errors",
+    "forecast",
+    "frequency",
+    "outline",
+    "placement",
+    "plan",
+    "shard",
+    "simulated",
+    "sizes",
+    "trace",
+    "zero",
+}
+IMPURE = {
+    "bound",
+    "config",
+    "cursor",
+    "demand",
+    "errors",
+    "forecast",
+    "frequency",
+    "outline",
+    "placement",
+    "plan",
+    "shard",
+    "simulated",
+    "sizes",
+    "trace",
+    "zero",
+}
 
 LEVEL = {module: level for level, layer in enumerate(LAYERS) for module in layer}
 

@@ -14,6 +14,7 @@ from infinity import ConfigError, aio, disk
 from infinity.aio import faults
 from infinity.memory import Arena, view
 from infinity.nvme import NvmeStore, check_folder
+from infinity.store import Request
 
 pytestmark = pytest.mark.disk
 
@@ -24,9 +25,9 @@ def test_extents_hold_what_was_written_to_each(folder):
     assert [extent.nbytes for extent in extents] == [8192] * 6
     for number, extent in enumerate(extents):
         view(memory.address, 8192)[:] = bytes([number]) * 8192
-        store.write(extent, 0, memory.address, 8192, "unit", memory).wait()
+        store.write(Request(extent, 0, memory.address, 8192, "unit", memory)).wait()
     for number, extent in reversed(list(enumerate(extents))):
-        store.read(extent, 4096, memory.address, 4096, "unit", memory).wait()
+        store.read(Request(extent, 4096, memory.address, 4096, "unit", memory)).wait()
         assert bytes(view(memory.address, 4096)) == bytes([number]) * 4096
     store.close()
 
@@ -36,14 +37,15 @@ def test_reads_somebody_waits_for_go_first_and_writes_nobody_waits_for_last(fold
     disk._keep(str(folder), disk.DiskSpeed(1.0, 1.0, 1.0, 1, 1 << 20, "threads", "2026-05-01"))
     store, memory = NvmeStore(str(folder), "threads"), Arena(4096)
     extent = store.allocate(4096, "unit")
-    request = (extent, 0, memory.address, 4096, "unit", memory)
-    store.write(*request).wait()
+    request = Request(extent, 0, memory.address, 4096, "unit", memory)
+    urgent = request._replace(urgent=True)
+    store.write(request).wait()
     with faults.held(store.engine):
         begun = {
-            "write-behind": store.write(*request),
-            "prefetch": store.read(*request),
-            "urgent write": store.write(*request, urgent=True),
-            "demand": store.read(*request, urgent=True),
+            "write-behind": store.write(request),
+            "prefetch": store.read(request),
+            "urgent write": store.write(urgent),
+            "demand": store.read(urgent),
         }
     store.close()
     order = sorted(begun, key=lambda name: begun[name].ended_s)

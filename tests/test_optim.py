@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import models
+from fakes import _Transfer
 from infinity import AdamW, Init, UnsupportedError
 from infinity.engine import engine_of_model
 from infinity.errors import HostMemoryError
@@ -388,3 +389,41 @@ def test_weights_may_be_replaced_right_after_a_backward_that_updates(folder):
         assert all(torch.equal(found[name], value) for name, value in weights.items())
         optimizer.step()
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("where", ["by hand", "in a backward"])
+def test_a_parameter_that_was_frozen_when_a_new_optimizer_took_it_starts_with_moments_of_zero(folder, where):
+    model, optimizer, plain, reference = pair(folder)
+    for net, one in ((model, optimizer), (plain, reference)):
+        net(x()).square().sum().backward()
+        net.unused.weight.grad = torch.ones(3, 3, dtype=torch.bfloat16)
+        one.step()  # for `unused`, it waits for a use that does not come
+        net.zero_grad()
+    del optimizer, reference, one
+    for net, kind in ((model, AdamW), (plain, ReferenceAdamW)):
+        thawed = net.unused.weight if where == "by hand" else net.second.weight
+        thawed.requires_grad_(requires_grad=False)
+        new = kind(net.parameters(), lr=0.05)
+        thawed.requires_grad_(requires_grad=True)
+        net(x(1)).square().sum().backward()
+        net.unused.weight.grad = torch.full((3, 3), 2.0, dtype=torch.bfloat16)
+        new.step()
+    assert same(model, plain)
+
+
+def test_a_new_optimizer_starts_with_moments_of_zero_even_while_the_last_ones_updates_are_under_way(folder):
+    model, optimizer, plain, reference = pair(folder)
+    store = engine_of_model(model).nvme_store
+    read = store.read
+    for net, one in ((model, optimizer), (plain, reference)):
+        net(x()).square().sum().backward()
+        store.read = lambda request: _Transfer(lambda: read(request).wait(), 0.2, None)
+        one.step()  # and the next forward's fetches begin, which apply it
+        store.read = read
+        net.zero_grad()
+    del optimizer, reference, one
+    for net, kind in ((model, AdamW), (plain, ReferenceAdamW)):
+        new = kind(net.parameters(), lr=0.05)
+        net(x(1)).square().sum().backward()
+        new.step()
+    assert same(model, plain)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infinity import picture
 from infinity.picture import BARS_SHOWN, Story, figure, page, save, thin
 from infinity.timeline import Timeline
 
@@ -21,6 +22,8 @@ def recorded(steps: int = 5) -> Timeline:
         began = 10.0 * step
         timeline.mark_step(began)
         timeline.sample("memory", began, {"device": 10 * MIB, "host": 50 * MIB, "nvme": 3000 * MIB})
+        timeline.sample("host", began, {"slots": 20 * MIB, "ahead": 0, "pinned": 30 * MIB})
+        timeline.sample("host", began + 5, {"slots": 20 * MIB, "ahead": 10 * MIB, "pinned": 30 * MIB})
         timeline.span("compute", "forward", began, began + 10)
         timeline.span("stall", "read", began + 2, began + 4)
         timeline.span("read", "layer", began, began + 4, 4 * MIB)
@@ -41,12 +44,12 @@ def texts(axes) -> str:
 
 
 def drawn(story: Story):
-    """The three axes: lanes, memory, bytes."""
+    """The four axes: lanes, host memory in their steps, memory of the whole run, bytes."""
     return figure(story).axes
 
 
 def test_lanes_tell_their_share_of_the_last_steps():
-    lanes, _, _ = drawn(Story("run", recorded()))
+    lanes, *_ = drawn(Story("run", recorded()))
     said = texts(lanes)
     assert "compute\n80%" in said, "what waits within a phase does not compute"
     assert "stall\n20%" in said
@@ -58,7 +61,7 @@ def test_lanes_tell_their_share_of_the_last_steps():
 
 
 def test_memory_shows_the_tiers_and_the_budget_and_says_what_is_too_large_to_draw():
-    _, memory, _ = drawn(Story("run", recorded(), budget_nbytes=64 * MIB))
+    _, _, memory, _ = drawn(Story("run", recorded(), budget_nbytes=64 * MIB))
     said = texts(memory)
     assert "host: 50.0 MiB at most" in said
     assert "host_memory: 64.0 MiB" in said
@@ -66,22 +69,61 @@ def test_memory_shows_the_tiers_and_the_budget_and_says_what_is_too_large_to_dra
     assert memory.get_ylim()[1] < 200
 
 
+def test_phases_have_a_band_of_their_own_above_the_uses_of_units():
+    timeline = recorded()
+    timeline.span("compute", "layer", 41, 43)
+    lanes, *_ = drawn(Story("run", timeline))
+    ticks = [label.get_text() for label in lanes.get_yticklabels()]
+    assert ticks == ["phase", "compute\n80%", "stall\n20%", "read\n40%"]
+    written = {text.get_text(): text.get_position()[1] for text in lanes.texts}
+    assert (written["forward"], written["layer"]) == (pytest.approx(0), pytest.approx(-1))
+
+
+def test_host_memory_is_stacked_by_what_holds_it_in_the_steps_whose_lanes_are_drawn():
+    _, host, *_ = drawn(Story("run", recorded(), budget_nbytes=64 * MIB))
+    said = texts(host)
+    assert "slots: 20.0 MiB" in said
+    assert "ahead: 10.0 MiB" in said
+    assert "gradients" not in said, "what held nothing has no place in the legend"
+    assert "host_memory: 64.0 MiB" in said
+    assert host.get_xlim() == (0, 30)
+    tops = [path.vertices for one in host.collections for path in one.get_paths()]
+    assert max(vertices[:, 1].max() for vertices in tops) == 60, "30 pinned, 10 ahead, 20 of slots"
+    first = [vertices[(vertices[:, 0] < 5), 1].max() for vertices in tops]
+    assert max(first) == 50, "each sample holds until the next"
+
+
+def test_the_same_cause_has_the_same_colour_in_every_picture():
+    colors = []
+    for longest in ("read", "slot"):
+        timeline = recorded()
+        timeline.span("stall", "slot", 41, 49 if longest == "slot" else 41.5)
+        lanes, *_ = drawn(Story("run", timeline))
+        legend = lanes.get_legend()
+        labels = [text.get_text() for text in legend.get_texts()]
+        assert labels[0] == ("waits for read" if longest == "read" else "waits for slot")
+        patches = [patch.get_facecolor() for patch in legend.get_patches()]
+        colors.append(dict(zip(labels, patches, strict=True)))
+    assert colors[0] == colors[1]
+
+
 def test_bytes_are_stacked_reads_up_and_writes_down():
-    _, _, bars = drawn(Story("run", recorded(), moved()))
+    *_, bars = drawn(Story("run", recorded(), moved()))
     tops = [bar.get_y() + bar.get_height() for bar in bars.patches]
     assert (min(tops), max(tops)) == (-1, 3)
     assert {text.get_text() for text in bars.get_legend().get_texts()} == {"hi", "m"}
 
 
 def test_of_a_long_run_the_last_bars_are_drawn():
-    _, _, bars = drawn(Story("run", recorded(), moved(BARS_SHOWN + 7)))
+    *_, bars = drawn(Story("run", recorded(), moved(BARS_SHOWN + 7)))
     middles = [bar.get_x() + bar.get_width() / 2 for bar in bars.patches]
     assert (min(middles), max(middles)) == (pytest.approx(8), pytest.approx(BARS_SHOWN + 7))
 
 
 def test_what_was_not_recorded_is_said():
-    lanes, memory, bars = drawn(Story("run", Timeline()))
+    lanes, host, memory, bars = drawn(Story("run", Timeline()))
     assert [text.get_text() for text in lanes.texts] == ["no spans were recorded"]
+    assert [text.get_text() for text in host.texts] == ["host memory was not sampled"]
     assert [text.get_text() for text in memory.texts] == ["memory was not sampled"]
     assert [text.get_text() for text in bars.texts] == ["nothing was read from NVMe or written to it"]
 
@@ -90,7 +132,7 @@ def test_a_step_of_a_million_spans_is_drawn_with_as_many_marks_as_can_be_seen():
     timeline = recorded(1)
     for at in range(20_000):
         timeline.span("work", "update", at / 2000, (at + 1) / 2000)
-    lanes, _, _ = drawn(Story("run", timeline))
+    lanes, *_ = drawn(Story("run", timeline))
     assert sum(len(one.get_paths()) for one in lanes.collections) < 2500
     assert "work\n100%" in texts(lanes)
 
@@ -141,6 +183,29 @@ def test_the_page_holds_table_and_picture_and_needs_nothing_else(tmp_path):
     assert "script" not in shown.tags
     assert all(source.startswith("#") for source in shown.sources)
     assert {"a <run>", "I/O-bound: <94%> & more"} <= set(shown.words)
+
+
+def test_the_page_suits_dark_and_narrow_screens():
+    shown = page(Story("run", Timeline()), "<svg></svg>")
+    assert "color-scheme: light dark" in shown
+    assert "background: white" in shown, "the picture is drawn for a light one"
+    assert 'name="viewport"' in shown
+    assert "overflow-x: auto" in shown
+
+
+@pytest.mark.parametrize("suffix", [".png", ".html"])
+def test_a_long_title_is_wrapped_and_told_once(tmp_path, monkeypatch, suffix):
+    figures, real = [], picture.figure
+    monkeypatch.setattr(picture, "figure", lambda story: figures.append(real(story)) or figures[-1])
+    title = " ".join(["word"] * 60)
+    save(Story(title, recorded()), tmp_path / f"run{suffix}")
+    told = figures[0].get_suptitle()
+    if suffix == ".html":
+        assert told == ""
+        assert (tmp_path / "run.html").read_text().count(f"<h1>{title}</h1>") == 1
+    else:
+        assert told.replace("\n", " ") == title
+        assert max(map(len, told.splitlines())) <= 120
 
 
 def test_the_page_is_html_alone():

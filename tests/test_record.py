@@ -199,20 +199,25 @@ def test_a_range_that_begins_inside_a_tile_is_refused():
 
 def test_traffic_is_counted_by_tier_and_field_in_the_bytes_that_move():
     record = record_of(2 * TILE, form="int8")
-    for name, store in (("m", FakeDisk()), ("scale", FakeDisk()), ("hi", host())):
-        record.add(name, store)
     memory = filled(4 * TILE)
-    for name in ("m", "scale", "hi"):
+    for name in ("m", "scale"):
+        record.add(name, FakeDisk())
         write(record, name, 0, TILE, memory)
         write(record, name, TILE, 2 * TILE, memory)
         record.read(name, 0, TILE, memory.address, memory).wait()
     traffic = record._traffic
-    assert traffic.written == {
-        ("nvme", "m"): 2 * TILE,
-        ("nvme", "scale"): 2 * BLOCK,
-        ("host", "hi"): 4 * TILE,
-    }
-    assert traffic.read == {("nvme", "m"): TILE, ("nvme", "scale"): BLOCK, ("host", "hi"): 2 * TILE}
+    assert traffic.written == {("nvme", "m"): 2 * TILE, ("nvme", "scale"): 2 * BLOCK}
+    assert traffic.read == {("nvme", "m"): TILE, ("nvme", "scale"): BLOCK}
+
+
+def test_a_field_in_host_memory_is_used_there_and_never_transferred():
+    record, memory = record_of(TILE), filled(2 * TILE)
+    record.add("hi", host())
+    for transfer in (record.read, record.write):
+        with pytest.raises(TypeError, match=r"layers\.3\.hi lies in host memory"):
+            transfer("hi", 0, TILE, memory.address, memory)
+    assert not record.written("hi", 0)
+    assert not record._traffic.read + record._traffic.written
 
 
 # Where fields lie

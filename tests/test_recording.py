@@ -1,4 +1,4 @@
-"""What `--timeline` and `--report` ask for: what is refused, what goes into them. Fake: the engine."""
+"""What `--timeline` and `--report` ask for: refusals, and contents. Fake: the engine, but for one test."""
 
 import json
 from dataclasses import dataclass, field
@@ -6,10 +6,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
-from infinity import recording
+from infinity import AdamW, Init, recording
+from infinity.engine import engine_of_model
 from infinity.errors import ConfigError
-from infinity.recording import Recording
+from infinity.recording import Recording, memory_of
 from infinity.stats import Stats
 from infinity.timeline import Timeline
 
@@ -23,6 +26,11 @@ class FakeEngine:
             SimpleNamespace(resident_nbytes=5, fetch_processed=False),
         ]
     )
+    budget = SimpleNamespace(slots=2, slot_nbytes=10)
+    kept = SimpleNamespace(held_nbytes=12)
+    host_store = SimpleNamespace(held_nbytes=8)
+    executor = SimpleNamespace(ahead_nbytes=5)
+    gradients = SimpleNamespace(outgoing_nbytes=3)
 
 
 def snapshot(read: int) -> Stats:
@@ -75,7 +83,7 @@ def test_nothing_is_recorded_where_nothing_was_asked_for():
     asked, engine = Recording(None, None), FakeEngine()
     two_steps(asked, engine)
     assert (engine.timeline.spans, engine.timeline.samples) == ([], [])
-    assert (asked.stalls_s(), asked.write("title", [])) == ({}, [])
+    assert asked.write("title", []) == []
 
 
 def test_the_trace_has_steps_lanes_and_memory_by_tier(tmp_path):
@@ -90,13 +98,38 @@ def test_the_trace_has_steps_lanes_and_memory_by_tier(tmp_path):
         event["name"]: event["args"]["bytes"] for event in events if event["ph"] == "C" and not event["ts"]
     }
     tiers = {"memory: device": 10, "memory: host": 40, "memory: nvme": 100, "memory: process": 1000}
-    assert first == tiers
+    holders = {"slots": 20, "ahead": 5, "outgoing": 3, "gradients": 4, "pinned": 8}
+    assert first == tiers | {f"host: {name}": nbytes for name, nbytes in holders.items()}
 
 
-def test_stalls_are_those_of_the_steps(tmp_path):
-    asked = Recording(str(tmp_path / "trace.json"), None)
-    two_steps(asked, FakeEngine())
-    assert asked.stalls_s() == {"read": 0.5}, "the third lies after the last step"
+def test_memory_is_sampled_within_steps_too_until_all_is_written(tmp_path):
+    asked, engine = Recording(str(tmp_path / "trace.json"), None), FakeEngine()
+    asked.start(engine)
+    asked.mark(0.0, snapshot(0), process_nbytes=1000)
+    engine.executor = SimpleNamespace(ahead_nbytes=9)
+    engine.timeline.span("compute", "layer", 0.25, 0.5)
+    held = [one.values for one in engine.timeline.samples if one.name == "host"]
+    assert [values["ahead"] for values in held] == [5, 9]
+    asked.write("title", [])
+    engine.timeline.recording = True
+    engine.timeline.span("compute", "layer", 1e9, 1e9)
+    assert len(engine.timeline.samples) == 5, "and three of the step's end"
+
+
+@pytest.mark.disk
+def test_the_samples_of_a_real_engine_add_up_to_what_it_says_it_holds(folder):
+    with Init(nvme=str(folder), host_memory="1MiB"):
+        model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    optimizer = AdamW(model.parameters())
+    engine = engine_of_model(model)
+    for _ in range(3):
+        model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.lane.drain()
+        now = memory_of(engine)
+        assert now["memory"]["host"] == sum(now["host"].values()) == engine.held_nbytes()
+    assert now["host"]["pinned"] > 0
 
 
 def test_the_report_is_drawn_from_the_bytes_of_each_step(tmp_path, monkeypatch):

@@ -4,11 +4,12 @@ import builtins
 import gc
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from infinity.report import Meter, Progress, Run, Step, StepLog, plot_loss, typical
+from infinity.report import Meter, Progress, Run, Step, StepLog, _seconds, plot_loss, typical
 from infinity.stats import Stats
 
 
@@ -79,7 +80,7 @@ def snapshot(scale: int) -> Stats:
     now = {"parameters": 1000, "nvme_nbytes": 1 << 20, "host_nbytes": 0, "budget_nbytes": 1 << 20}
     counts = dict.fromkeys(("steps", "plans", "uses", "hits", "misses", "divergences"), 3 * scale)
     seconds = {
-        "stalls_s": {"unit": 1.5 * scale, "slot": 0.5 * scale},
+        "stalls_s": {"read": 1.5 * scale, "slot": 0.5 * scale, "update": 0.0},
         "lane_s": {"read_wait": 0.25 * scale, "idle": 7.0 * scale},
     }
     nothing = {"read_nbytes": {}, "written_nbytes": {}, "passes": {}, "units": (), "plan": ""}
@@ -122,6 +123,24 @@ def test_a_run_in_memory_has_no_bound():
     assert "bound" not in dict(run.rows())
 
 
+def test_what_the_plan_promised_stands_beside_what_the_median_step_took():
+    run = offloaded(speed=FakeSpeed())
+    assert "predicted step" not in dict(run.rows())
+    run.after = replace(run.after, predicted_step_s=0.4)
+    assert dict(run.rows())["predicted step"] == "0.40 s by its plan; the median step takes 0.50 s (+25%)"
+
+
+def test_nothing_is_predicted_of_a_disk_that_was_not_measured():
+    run = offloaded()
+    run.predict(None, snapshot(3))
+    assert (run.after, run.after.predicted_step_s) == (snapshot(3), None)
+
+
+def test_seconds_that_round_to_none_are_not_listed():
+    assert _seconds({"a": 0.04, "b": 2.0, "c": 0.0}, {"b": "waiting"}) == "waiting 2.0 s"
+    assert _seconds({"a": 0.04}, {}) == "less than 0.05 s"
+
+
 def test_the_bound_of_the_last_steps_forgets_the_others():
     run = offloaded()
     run.steps[3:] = [step(4, stall_s=0.0), step(5, stall_s=0.0)]
@@ -129,9 +148,9 @@ def test_the_bound_of_the_last_steps_forgets_the_others():
 
 
 def test_time_that_computing_waited_is_told_by_cause_and_only_of_this_run():
-    rows = dict(offloaded(stalls_s={"read": 1.0, "update": 0.5}).rows())
-    assert rows["main thread"] == "computing 0.0 s, waiting for a unit 1.5 s, slot 0.5 s"
-    assert rows["stalls by cause"] == "read 1.0 s, update 0.5 s"
+    rows = dict(offloaded().rows())
+    told = "waiting for reads 1.5 s, waiting for slots to read through 0.5 s"
+    assert rows["main thread"] == told, "0.0 s of computing is left out"
     assert rows["record lane"] == "reads awaited 0.2 s, idle 7.0 s"
     assert rows["uses of units"] == "3 hits, 3 misses, 3 out of the plan's order; 6 plans"
 

@@ -7,20 +7,10 @@ import models
 from infinity import AdamW, ConfigError, Init, stats
 from infinity.reference_state import STATE_BLOCK
 
-pytestmark = pytest.mark.disk
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
 
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
 LEAST = {"bf16": "128KiB", "int8": "256KiB"}
-
-
-@pytest.fixture(autouse=True)
-def repeatable():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(mode=True)
-    yield
-    torch.use_deterministic_algorithms(mode=False)
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("update", ["forward", "backward"])

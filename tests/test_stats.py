@@ -1,14 +1,16 @@
 """Statistics: a snapshot of a real engine, and the difference of two."""
 
 from dataclasses import fields
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
 from infinity import AdamW, Init, stats
+from infinity.bound import Load
 from infinity.engine import engine_of_model
-from infinity.stats import SliceStats, Stats, UnitStats
+from infinity.stats import SliceStats, Stats, UnitStats, predicted_step_s
 from parity import nothing_waits
 
 GROWING = {
@@ -88,6 +90,7 @@ def test_a_step_of_a_real_engine_is_the_difference_of_two_snapshots(folder):
     assert step.parameters == seen[3].parameters
     assert sum(step.passes.values()) > 0
     assert set(step.lane_s) >= {"read_wait", "work", "write_wait", "idle"}
+    assert set(step.stalls_s) == {"read", "slot", "update", "gradients"}
     assert all(spent >= 0 for spent in [*step.lane_s.values(), *step.stalls_s.values()])
 
 
@@ -156,6 +159,47 @@ def test_what_lies_in_host_memory_moves_nothing_that_could_be_saved(folder):
     assert {tier for unit in now.units for _, tier in unit.tiers} == {"host"}
     assert now.slices[0].touched_fraction == pytest.approx(0.25)
     assert now.slices[0].would_save_nbytes == 0
+
+
+class Disk(NamedTuple):
+    read: float
+    write: float
+    mixed: float
+
+
+def predicted(model, optimizer, disk, compute_s):
+    """Train three more steps, and return what a step should take on such a disk."""
+    before = stats(model)
+    for _ in range(3):
+        model(torch.arange(128)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    done = stats(model).since(before)
+    return predicted_step_s(engine_of_model(model), Load(compute_s, 0.0, 1.0, 1.0), done, disk)
+
+
+@pytest.mark.disk
+def test_a_step_on_a_slow_disk_is_predicted_from_the_bytes_that_the_plan_moves(folder):
+    model, optimizer = trained(3, nvme=str(folder), host_memory="256KiB")
+    moved = 2 * stats(model).nvme_nbytes  # in the forward, all of it is read and written
+    assert moved > 0
+    told = predicted(model, optimizer, Disk(1e6, 1e6, 1e6), 0.0)
+    assert told == pytest.approx(moved / 1e6, rel=0.2)
+    assert predicted(model, optimizer, Disk(1e12, 1e12, 1e12), 5.0) == pytest.approx(5.0, rel=0.1)
+
+
+@pytest.mark.disk
+def test_a_step_that_moves_nothing_is_predicted_to_compute(folder):
+    model, optimizer = trained(4, nvme=str(folder), host_memory="64MiB")
+    assert predicted(model, optimizer, Disk(1.0, 1.0, 1.0), 5.0) == pytest.approx(5.0, rel=0.1)
+
+
+def test_nothing_is_predicted_before_there_is_a_plan():
+    model, _ = trained(0, host_memory="16MiB")
+    engine_of_model(model).executor.cursor.plan = None
+    now = stats(model)
+    disk = Disk(1.0, 1.0, 1.0)
+    assert predicted_step_s(engine_of_model(model), Load(1.0, 0, 0, 0), now, disk) is None
 
 
 @pytest.mark.disk

@@ -15,6 +15,7 @@ from infinity import ConfigError, aio, disk
 from infinity.aio import faults
 from infinity.memory import Arena, view
 from infinity.nvme import NvmeStore
+from infinity.store import Request
 from infinity.stripes import STRIPE_NBYTES as STRIPE
 from infinity.stripes import StripedStore, open_nvme
 
@@ -72,20 +73,22 @@ def test_any_reads_and_writes_give_what_bytes_in_memory_give(striped, sizes, mov
     models = [bytearray(content(filled(extent.nbytes, n))) for n, extent in enumerate(extents)]
     for n, extent in enumerate(extents):
         memory = filled(extent.nbytes, n)
-        striped.write(extent, 0, memory.address, extent.nbytes, "unit", memory).wait()
+        striped.write(Request(extent, 0, memory.address, extent.nbytes, "unit", memory)).wait()
     for which, first, second, write, seed in moves:
         extent, model = extents[which % len(extents)], models[which % len(extents)]
         start, stop = sorted(round(place * extent.nbytes / BLOCK) * BLOCK for place in (first, second))
         memory = filled(max(stop - start, 1), seed)
         if write:
-            striped.write(extent, start, memory.address, stop - start, "unit", memory).wait()
+            striped.write(Request(extent, start, memory.address, stop - start, "unit", memory)).wait()
             model[start:stop] = content(memory)[: stop - start]
         else:
-            striped.read(extent, start, memory.address, stop - start, "unit", memory, urgent=True).wait()
+            striped.read(
+                Request(extent, start, memory.address, stop - start, "unit", memory, urgent=True)
+            ).wait()
             assert content(memory)[: stop - start] == model[start:stop]
     for extent, model in zip(extents, models, strict=True):
         memory = Arena(extent.nbytes)
-        striped.read(extent, 0, memory.address, extent.nbytes, "unit", memory).wait()
+        striped.read(Request(extent, 0, memory.address, extent.nbytes, "unit", memory)).wait()
         assert content(memory) == model
         striped.free(extent)
 
@@ -112,7 +115,7 @@ def test_paths_of_unknown_speed_get_equal_shares(folder):
 def test_one_read_asks_every_path_and_neighbours_are_one_request(folder):
     store = open_stripes(folder, [3e9, 1e9])
     extent, memory = store.allocate(8 * STRIPE, "unit"), filled(8 * STRIPE)
-    store.write(extent, 0, memory.address, 8 * STRIPE, "unit", memory).wait()
+    store.write(Request(extent, 0, memory.address, 8 * STRIPE, "unit", memory)).wait()
     assert [one.engine.statistics().requests for one in store.stores] == [2 + 3, 2 + 2]  # two to try it
     moved = [one.engine.statistics().bytes_written for one in store.stores]
     assert [nbytes // STRIPE for nbytes in moved] == [6, 2]
@@ -134,9 +137,9 @@ def test_extents_given_back_are_used_again_whole(striped):
 @pytest.mark.parametrize("verb", ["read", "write"])
 def test_an_error_in_one_stripe_names_its_path_and_offset_after_all_parts_are_over(striped, verb, path):
     extent, memory = striped.allocate(8 * STRIPE, "unit"), filled(8 * STRIPE)
-    striped.write(extent, 0, memory.address, 8 * STRIPE, "unit", memory).wait()
+    striped.write(Request(extent, 0, memory.address, 8 * STRIPE, "unit", memory)).wait()
     faults.inject(striped.stores[path].engine, 1, -errno.EIO)
-    transfer = getattr(striped, verb)(extent, 0, memory.address, 8 * STRIPE, "layers.3.hi", memory)
+    transfer = getattr(striped, verb)(Request(extent, 0, memory.address, 8 * STRIPE, "layers.3.hi", memory))
     with pytest.raises(aio.IoError) as caught:
         transfer.wait()
     error = caught.value
@@ -147,7 +150,7 @@ def test_an_error_in_one_stripe_names_its_path_and_offset_after_all_parts_are_ov
     assert [one.engine.statistics().in_flight for one in striped.stores] == [0, 0, 0]
     with pytest.raises(aio.IoError, match=f"path{path}"):
         transfer.wait()
-    striped.read(extent, 0, memory.address, 8 * STRIPE, "unit", memory).wait()
+    striped.read(Request(extent, 0, memory.address, 8 * STRIPE, "unit", memory)).wait()
 
 
 def test_a_failed_transfer_is_waited_for_while_another_path_may_still_use_the_memory(striped):
@@ -155,7 +158,7 @@ def test_a_failed_transfer_is_waited_for_while_another_path_may_still_use_the_me
     faults.inject(striped.stores[0].engine, 1, -errno.EIO)
     slow, ended = striped.stores[2].engine, []
     with faults.held(slow):
-        transfer = striped.write(extent, 0, memory.address, 4 * STRIPE, "unit", memory)
+        transfer = striped.write(Request(extent, 0, memory.address, 4 * STRIPE, "unit", memory))
         with pytest.raises(aio.IoTimeoutError):
             transfer.wait(0.2)
         assert (transfer.done, transfer.ended_s) == (False, None)
@@ -180,7 +183,7 @@ def test_a_part_that_is_refused_is_told_when_no_other_is_in_flight(striped):
 
     def write():
         with pytest.raises(aio.EngineClosedError):
-            striped.write(extent, 0, memory.address, 4 * STRIPE, "unit", memory)
+            striped.write(Request(extent, 0, memory.address, 4 * STRIPE, "unit", memory))
         ended.append(slow.statistics().in_flight)
 
     writing = threading.Thread(target=write)
@@ -194,7 +197,7 @@ def test_a_part_that_is_refused_is_told_when_no_other_is_in_flight(striped):
 
 def test_a_transfer_lasts_from_its_first_part_to_its_last(striped):
     extent, memory = striped.allocate(4 * STRIPE, "unit"), filled(4 * STRIPE)
-    transfer = striped.write(extent, 0, memory.address, 4 * STRIPE, "unit", memory)
+    transfer = striped.write(Request(extent, 0, memory.address, 4 * STRIPE, "unit", memory))
     transfer.wait()
     parts = transfer._parts
     assert len(parts) == 4

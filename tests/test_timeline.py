@@ -1,7 +1,10 @@
 """The timeline: what is kept, how it adds up, and the trace that is written of it. Pure but for one file."""
 
+import itertools
 import json
+import random
 import threading
+import time
 from itertools import pairwise
 
 import pytest
@@ -83,10 +86,44 @@ def test_it_can_be_read_while_threads_go_on_adding():
     try:
         for _ in range(20):
             assert timeline.busy_s("stall", 0, 1) == 1
-            assert timeline.stalls_s(0, 1).keys() == {"read"}
     finally:
         ended.set()
         thread.join()
+
+
+def test_samples_are_taken_as_uses_and_waits_end_and_not_of_what_other_threads_do():
+    timeline, looks = recorded(), iter(range(100))
+    timeline.sample_with(lambda: {"memory": {"host": next(looks)}, "host": {"slots": 1}})
+    far = itertools.count(1e9, 1e6)  # a clock so far ahead that enough time has always passed
+    for lane in ("compute", "stall", "read", "write", "work"):
+        timeline.span(lane, "x", 0.0, next(far))
+    assert [(one.name, *one.values.values()) for one in timeline.samples] == [
+        ("memory", 0),
+        ("host", 1),
+        ("memory", 1),
+        ("host", 1),
+    ]
+    timeline.sample_with(None)
+    timeline.span("compute", "x", 0.0, next(far))
+    assert len(timeline.samples) == 4
+
+
+def test_samples_take_a_small_part_of_the_time_however_many_spans_end():
+    timeline, cost_s = recorded(limit=100_000), 0.002
+
+    def look() -> dict[str, dict[str, int]]:
+        time.sleep(cost_s)
+        return {"memory": {"host": 1}}
+
+    timeline.sample_with(look)
+    began = time.perf_counter()
+    timeline.span("compute", "x", began, began)
+    next_s = time.perf_counter() + 50 * cost_s
+    for moment in (began, next_s - 1.5 * cost_s):
+        timeline.span("compute", "x", moment, moment)
+    assert len(timeline.samples) == 1
+    timeline.span("compute", "x", next_s + 10, next_s + 10)
+    assert len(timeline.samples) == 2
 
 
 def test_steps_lie_between_marks():
@@ -121,13 +158,6 @@ def test_rows_hold_every_span_and_no_overlap_in_no_more_rows_than_needed(spans):
         assert all(before.ended_s <= after.began_s for before, after in pairwise(row))
     deepest = max((sum(s.began_s <= at < s.ended_s for s in spans) for at in range(80)), default=0)
     assert len(filled) == deepest
-
-
-def test_stalls_add_up_by_cause_within_the_time_asked_for():
-    timeline = recorded(("stall", "slot", 0, 1), ("stall", "read", 1, 3), ("stall", "slot", 5, 9))
-    timeline.span("read", "read", 0, 9)
-    assert timeline.stalls_s(0.5, 6) == {"read": 2, "slot": 1.5}
-    assert list(timeline.stalls_s(0, 10)) == ["slot", "read"]
 
 
 def test_known_lanes_come_first():
@@ -171,6 +201,69 @@ def test_steps_have_a_row_of_their_own():
     (step,) = [event for event in events(timeline, "X") if event["cat"] == "steps"]
     assert (step["name"], step["dur"]) == ("step 1", 2e6)
     assert rows_named(timeline)[step["tid"]] == "steps"
+
+
+moments = st.floats(0, 1e4, allow_nan=False)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["read", "compute"]), moments, moments), max_size=30), moments)
+def test_the_trace_is_one_that_chrome_and_perfetto_take(lasting, start):
+    """Trusted: the fields that the format asks for, as its description has them."""
+    timeline = recorded()
+    timeline.mark_step(start)
+    for lane, *both in lasting:
+        began, ended = sorted(both)
+        timeline.span(lane, "x", start + began, start + ended, nbytes=8)
+        timeline.span(lane, "next", start + ended, start + ended + 1e-6, nbytes=8)
+    timeline.sample("memory", start, {"host": 1})
+    timeline.mark_step(start + 1e4)
+    named, ends = {}, {}
+    for event in sorted(json.loads(json.dumps(list(trace_events(timeline)))), key=lambda e: e.get("ts", -1)):
+        assert type(event["pid"]) is int
+        assert event["pid"] > 0
+        if event["ph"] == "M":
+            if event["name"] == "thread_name":
+                named[event["tid"]] = event["args"]["name"]
+            continue
+        assert event["ts"] >= 0
+        if event["ph"] == "C":
+            assert all(type(value) is int for value in event["args"].values())
+            continue
+        assert (event["ph"], type(event["name"]), type(event["cat"])) == ("X", str, str)
+        assert event["tid"] in named
+        began_ns, ended_ns = int(event["ts"] * 1000), int(event["ts"] * 1000) + int(event["dur"] * 1000)
+        assert ended_ns >= began_ns >= ends.get(event["tid"], 0), "spans of a row follow each other"
+        ends[event["tid"]] = ended_ns
+    assert len(set(named.values())) == len(named), "no two rows have one name"
+
+
+def test_spans_that_follow_each_other_do_so_in_the_nanoseconds_of_a_reader(seed):
+    ends = list(itertools.accumulate(random.expovariate(1e3) for _ in range(2000)))
+    timeline = recorded(*(("work", "x", *pair) for pair in pairwise(ends)), limit=3000)
+    read = [(int(one["ts"] * 1000), int(one["dur"] * 1000)) for one in events(timeline, "X")]
+    assert len({event["tid"] for event in events(timeline, "X")}) == 1
+    assert all(before[0] + before[1] == after[0] for before, after in pairwise(read))
+
+
+def test_a_number_that_has_not_changed_is_written_once():
+    timeline = recorded()
+    for when_s, nbytes in enumerate((5, 5, 5, 6, 5)):
+        timeline.sample("memory", when_s, {"host": nbytes})
+    assert [(event["ts"], event["args"]["bytes"]) for event in events(timeline, "C")] == [
+        (0, 5),
+        (3e6, 6),
+        (4e6, 5),
+    ]
+
+
+def test_within_steps_the_newest_samples_are_kept_and_those_of_steps_all():
+    timeline, looks = recorded(limit=100), iter(range(100))
+    timeline.sample_with(lambda: {"memory": {"host": next(looks)}})
+    timeline.sample("memory", 0.0, {"host": -1})
+    for at in range(8):
+        timeline.span("compute", "x", 0.0, 1e9 * (at + 1))
+    assert [one.values["host"] for one in timeline.samples] == [-1, 3, 4, 5, 6, 7]
+    assert timeline.dropped == 0
 
 
 def test_an_empty_timeline_is_a_trace_too(tmp_path):

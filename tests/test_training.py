@@ -3,8 +3,6 @@
 torch runs on one thread, with deterministic algorithms, where it would not repeat itself otherwise.
 """
 
-import gc
-
 import pytest
 import torch
 
@@ -13,21 +11,11 @@ from infinity import stats
 
 pytestmark = [
     pytest.mark.disk,
+    pytest.mark.usefixtures("repeatable"),
     pytest.mark.filterwarnings("ignore:.*use_reentrant.*", "ignore:None of the inputs have requires_grad"),
 ]
 
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
-
-
-@pytest.fixture(autouse=True)
-def repeatable():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(mode=True)
-    yield
-    torch.use_deterministic_algorithms(mode=False)
-    torch.set_num_threads(threads)
-    gc.collect()
 
 
 def compare(name, optimizer, init, *, steps=10, checkpoint=None, update="forward", accumulate=1, clip=None):

@@ -1,0 +1,121 @@
+"""Which CPUs the kernels of one rank run on, so that the ranks of a node do not work on the same ones.
+
+torchrun starts N ranks on a node, each free to run on all of its CPUs. N pools of as many threads as there
+are CPUs then take turns on each core, and what a thread works on lies on another NUMA node as often as not.
+So each rank takes a part of the CPUs: whole cores (both of a core's hyperthreads), on one node where there
+are at least as many ranks as nodes, on whole nodes else.
+
+Without torchrun nothing is bound: two runs that know nothing of each other would both take the first CPUs,
+and the kernel's scheduler, which sees both, does better. Nor where the launcher has placed its ranks already
+(`torchrun --numa-binding`, `srun --cpu-bind`, `numactl`): its parts are then smaller than its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_SYSTEM = Path("/sys/devices/system")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a rank finds: the CPUs it may run on, how they lie, and how many ranks share them."""
+
+    allowed: frozenset[int]
+    nodes: tuple[frozenset[int], ...] = ()
+    """The CPUs of each NUMA node, others than the allowed ones too; none known: one node."""
+    cores: Mapping[int, int] | None = None
+    """The core of each CPU, as the lowest number of its hyperthreads; none known: one each."""
+    local_ranks: int | None = None
+    """Ranks on this node; None where no launcher says."""
+    local_rank: int | None = None
+    is_placed: bool = False
+    """Whether the launcher gave this rank fewer CPUs than it has itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One rank's part: threads for the kernels' pool, and the CPUs to bind it to; none: anywhere."""
+
+    threads: int
+    cpus: tuple[int, ...] = ()
+
+
+def share(machine: Machine, torch_threads: int) -> Share:
+    """Return this rank's part of the machine.
+
+    torch_threads: of this rank, 1 where the model computes on a device. The kernels take the CPUs that they
+    leave; where they leave none, all of the part, and the scheduler lets both have their turns.
+    """
+    cpus = _part(machine)
+    left = len(cpus or machine.allowed) - torch_threads
+    return Share(left if left > 0 else len(cpus or machine.allowed), cpus)
+
+
+def _part(machine: Machine) -> tuple[int, ...]:
+    """Return the CPUs to bind to, in the order of nodes and cores; none: no binding."""
+    ranks, rank = machine.local_ranks, machine.local_rank
+    if ranks is None or rank is None or ranks < 2 or not 0 <= rank < ranks or machine.is_placed:
+        return ()
+    nodes = [node & machine.allowed for node in machine.nodes]
+    nodes = [node for node in nodes if node] or [machine.allowed]
+    if ranks <= len(nodes):
+        chosen = nodes[rank * len(nodes) // ranks : (rank + 1) * len(nodes) // ranks]
+        return tuple(cpu for node in chosen for core in _cores(machine, node) for cpu in core)
+    home = [other * len(nodes) // ranks for other in range(ranks)]
+    if any(home.count(node) > len(_cores(machine, cpus)) for node, cpus in enumerate(nodes)):
+        return ()  # some have to share cores anyway
+    neighbours = [other for other in range(ranks) if home[other] == home[rank]]
+    cores = _cores(machine, nodes[home[rank]])
+    place, of = neighbours.index(rank), len(neighbours)
+    mine = cores[place * len(cores) // of : (place + 1) * len(cores) // of]
+    return tuple(cpu for core in mine for cpu in core)
+
+
+def _cores(machine: Machine, cpus: frozenset[int]) -> Sequence[tuple[int, ...]]:
+    """Return CPUs by core, cores in the order of their numbers."""
+    found: dict[int, list[int]] = {}
+    for cpu in sorted(cpus):
+        found.setdefault(cpu if machine.cores is None else machine.cores.get(cpu, cpu), []).append(cpu)
+    return [tuple(found[core]) for core in sorted(found)]
+
+
+# The machine this runs on
+
+
+def here() -> Machine:
+    """Look at this process, its launcher's variables (torchrun's) and the parent's CPUs."""
+    allowed = frozenset(os.sched_getaffinity(0))
+    ranks, rank = (_number(os.environ.get(name)) for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
+    nodes = [_cpus(path) for path in sorted(_SYSTEM.glob("node/node[0-9]*/cpulist"))]
+    siblings = {cpu: _cpus(_SYSTEM / f"cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in allowed}
+    cores = {cpu: min(numbers, default=cpu) for cpu, numbers in siblings.items()}
+    return Machine(allowed, tuple(nodes), cores, ranks, rank, allowed < _launchers())
+
+
+def _launchers() -> frozenset[int]:
+    try:
+        return frozenset(os.sched_getaffinity(os.getppid()))
+    except OSError:  # it is gone, or in another container
+        return frozenset()
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdecimal() else None
+
+
+def _cpus(path: Path) -> frozenset[int]:
+    """Read a list as Linux writes it; empty where there is none."""
+    try:
+        return parse_cpus(path.read_text(encoding="ascii"))
+    except OSError:
+        return frozenset()
+
+
+def parse_cpus(text: str) -> frozenset[int]:
+    """Return the numbers of a list like "0-3,8,10-11"."""
+    spans = (part.partition("-") for part in text.strip().split(",") if part)
+    return frozenset(cpu for first, _, last in spans for cpu in range(int(first), int(last or first) + 1))

@@ -1,0 +1,165 @@
+"""What training needs, decided before it begins. Trusted: the engine, with a small model on a real disk."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+import infinity
+from infinity import presets
+from infinity.demand import Setting, demand, least_host_nbytes
+from infinity.engine import engine_of_model
+from infinity.errors import ConfigError, HostMemoryError
+from infinity.outline import llama, trace_of
+
+PRESET = presets.Preset(layers=3, hidden=256, intermediate=704, heads=4)
+OUTLINE = llama("small", PRESET.layers, PRESET.hidden, PRESET.intermediate, presets.VOCABULARY)
+MIB = 1 << 20
+
+
+def built(setting, nvme=None):
+    """A model in Init and its optimizer, at the budget of a setting."""
+    with infinity.Init(nvme=nvme, host_memory=setting.host_nbytes, state_dtype=setting.state_dtype):
+        model = presets.llama(PRESET, sequence=16)
+    model.train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model, infinity.AdamW(model.parameters(), update=setting.update)
+
+
+def train(model, optimizer, micro_batches):
+    ids = torch.zeros(1, 16, dtype=torch.long)
+    for _ in range(micro_batches):
+        model(input_ids=ids, labels=ids).loss.backward()
+    trace = tuple(engine_of_model(model).executor.cursor.trace)
+    optimizer.step()
+    optimizer.zero_grad()
+    engine_of_model(model).lane.drain()
+    return trace
+
+
+def moved(engine):
+    """NVMe bytes so far, by field and direction."""
+    found = Counter()
+    for way, traffic in (("read", engine.traffic.read), ("written", engine.traffic.written)):
+        for (tier, name), nbytes in traffic.items():
+            if tier == "nvme":
+                found["grad" if name.startswith("grad") else name, way] += nbytes
+    return found
+
+
+@pytest.mark.disk
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
+@pytest.mark.parametrize(
+    ("mib", "changes"),
+    [
+        (4, {"update": "backward"}),
+        (4, {"update": "forward"}),
+        (24, {"update": "backward"}),
+        (24, {"update": "forward"}),
+        (24, {"update": "forward", "micro_batches": 2}),
+        (16, {"update": "backward", "state_dtype": "int8"}),
+        (256, {"update": "backward"}),
+    ],
+)
+def test_the_engine_moves_what_was_planned(mib, changes, folder):
+    setting = Setting(mib * MIB, **changes)
+    need = demand(OUTLINE, setting)
+    model, optimizer = built(setting, str(folder))
+    engine = engine_of_model(model)
+    for _ in range(4):
+        trace = train(model, optimizer, setting.micro_batches)
+    before = moved(engine)
+    for _ in range(2):
+        train(model, optimizer, setting.micro_batches)
+    took = {key: nbytes / 2 for key, nbytes in (moved(engine) - before).items()}
+    assert trace == trace_of(OUTLINE.script(micro_batches=setting.micro_batches))
+    assert engine.budget == need.budget
+    assert sum(took.values()) == pytest.approx(need.read_nbytes + need.written_nbytes, rel=0.05)
+    for key, nbytes in took.items():
+        assert need.moved.get(key, 0) == pytest.approx(nbytes, abs=0.05 * sum(took.values())), key
+
+
+@pytest.mark.disk
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "int8"])
+def test_init_accepts_the_smallest_budget_with_nvme_and_nothing_below(state_dtype, folder):
+    least = least_host_nbytes(OUTLINE, Setting(MIB, state_dtype=state_dtype))
+    built(Setting(least, state_dtype=state_dtype), str(folder))
+    with pytest.raises(HostMemoryError):
+        built(Setting(least - 1, state_dtype=state_dtype), str(folder))
+    with pytest.raises(HostMemoryError):
+        demand(OUTLINE, Setting(least - 1, state_dtype=state_dtype))
+
+
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "int8"])
+def test_init_accepts_the_smallest_budget_without_nvme_and_nothing_a_mib_below(state_dtype):
+    setting = Setting(MIB, nvme=False, state_dtype=state_dtype)
+    least = least_host_nbytes(OUTLINE, setting)
+    built(replace(setting, host_nbytes=least))
+    demand(OUTLINE, replace(setting, host_nbytes=least))
+    with pytest.raises(HostMemoryError):
+        built(replace(setting, host_nbytes=least - MIB))
+    with pytest.raises(HostMemoryError, match="smallest that works"):
+        demand(OUTLINE, replace(setting, host_nbytes=least - MIB))
+
+
+# What needs no engine
+
+
+def per_parameter(**changes):
+    need = demand(OUTLINE, Setting(**{"host_nbytes": 128 << 10, "update": "backward", **changes}))
+    numel = sum(unit.numel for unit in need.units)
+    return round(need.read_nbytes / numel), round(need.written_nbytes / numel)
+
+
+def test_bytes_per_parameter_are_those_of_the_design():
+    assert per_parameter() == (14, 12)
+    assert per_parameter(state_dtype="bf16") == (10, 8)
+    # With the smallest budget a tile has 4096 elements, whose scales take a block as their moments do.
+    assert per_parameter(state_dtype="int8", host_nbytes=256 << 10) == (8 + 1, 6 + 1)
+
+
+def test_spilled_gradients_are_written_and_read_and_grow_with_micro_batches():
+    assert per_parameter(update="forward") == (16, 14)
+    # Twice 2 more reads of hi; the gradient: 2 written, 2 read and 4 written, 4 read and written, 4 read.
+    assert per_parameter(update="forward", micro_batches=3) == (14 + 8 + 2 + 4 + 4, 12 + 2 + 4 + 4)
+
+
+def test_a_budget_for_everything_moves_nothing():
+    need = demand(OUTLINE, Setting(1 << 30))
+    assert (need.read_nbytes, need.written_nbytes) == (0, 0)
+    assert need.pinned_nbytes + need.kept_gradients_nbytes <= need.budget.kept_nbytes
+    assert need.nvme_nbytes > 0, "weights and moments are on NVMe before they are pinned"
+
+
+def test_ranks_share_what_is_stored_and_gather_what_the_others_have():
+    one, four = (demand(OUTLINE, Setting(128 << 10, ranks=ranks)) for ranks in (1, 4))
+    assert four.nvme_nbytes == pytest.approx(one.nvme_nbytes / 4, rel=0.02)
+    assert [unit.gathered_nbytes for unit in one.units] == [0] * len(one.units)
+    assert four.units[0].gathered_nbytes == OUTLINE.parts[0].numel * 2 * 3 // 4
+
+
+def test_a_device_holds_what_waits_and_updates_read_the_weights_once_more():
+    on_device = demand(OUTLINE, Setting(128 << 10, device_nbytes=3 * MIB, update="backward"))
+    assert on_device.room.window_nbytes == 3 * MIB
+    assert (
+        on_device.moved["hi", "read"]
+        > demand(OUTLINE, Setting(128 << 10, update="backward")).moved["hi", "read"] / 2
+    )
+    assert not any(unit.in_place for unit in on_device.units)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"ranks": 0}, "ranks=0"),
+        ({"ranks": 6, "local_ranks": 4}, "whole number of machines"),
+        ({"update": "sideways"}, "sideways"),
+        ({"update": "backward", "micro_batches": 2}, '2 micro-batches need update="forward"'),
+        ({"state_dtype": "fp8"}, "fp8"),
+        ({"host_nbytes": 0}, "host_nbytes=0"),
+    ],
+)
+def test_settings_that_no_engine_would_take_are_refused(changes, says):
+    with pytest.raises(ConfigError, match=says):
+        Setting(**{"host_nbytes": MIB, **changes})

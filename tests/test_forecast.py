@@ -1,0 +1,182 @@
+"""Steps on a simulated machine. Rates are whole numbers, so that times can be told in one's head."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinity import forecast as forecasts
+from infinity.bound import Load, disk_limits_s
+from infinity.demand import Setting, demand
+from infinity.forecast import Forecast, Moves, Room, forecast, predict_step
+from infinity.outline import Outline, Part, Stage, llama, timed, trace_of
+from infinity.plan import Plan, make_plan
+from infinity.simulated import Disk, Rates
+
+DISK = Disk(read=10.0, write=10.0, mixed=10.0)
+ROOM = Room(tile_numel=1, slots=100, window_nbytes=0, outgoing_nbytes=1000, update="backward")
+AHEAD = "open fetch 0\nF0 fetch 1\nF1 keep\nB1 fetch 0\nB0"
+SMALL = llama("small", 4, 64, 192, 256)
+
+
+def pair(moves, room=ROOM, rates=None, seconds=(1.0,) * 4, plan="open\nF0\nF1\nB1\nB0"):
+    """A step of two equal units, forward and back."""
+    return predict_step(Plan.parse(plan), seconds, [moves, moves], room, rates or Rates(DISK))
+
+
+def frozen(**changes):
+    return Moves(
+        **{
+            "numel": 1,
+            "hi_nbytes": 10,
+            "state_nbytes": 0,
+            "waiting_nbytes": 10,
+            "trainable": False,
+            **changes,
+        }
+    )
+
+
+def test_without_a_window_every_use_waits_for_its_read():
+    told = pair(frozen())
+    assert (told.seconds, told.stall_s, told.misses, told.read_nbytes) == (8.0, 4.0, 4, 40)
+
+
+def test_a_window_lets_reads_go_while_computing_and_only_the_first_is_waited_for():
+    told = pair(frozen(), room=Room(1, 100, 10, 1000), plan=AHEAD)
+    assert (told.seconds, told.stall_s, told.misses, told.read_nbytes) == (5.0, 1.0, 0, 30)
+
+
+def test_what_is_in_place_is_neither_read_nor_waited_for():
+    told = pair(frozen(hi_nbytes=0, waiting_nbytes=0, in_place=True))
+    assert (told.seconds, told.stall_s, told.misses, told.read_nbytes) == (4.0, 0.0, 0, 0)
+
+
+def test_updates_in_the_backward_are_written_behind_and_the_next_step_begins_while_they_are():
+    # Each unit: 10 to read twice, 20 of state to read and 30 to write. The disk is never idle: 200 a step.
+    told = pair(Moves(numel=1, hi_nbytes=10, state_nbytes=20, waiting_nbytes=10), seconds=(0.0,) * 4)
+    assert (told.read_nbytes, told.written_nbytes) == (40 + 40, 60)
+    assert told.seconds == pytest.approx(14.0, rel=0.2)
+
+
+def test_updates_in_the_forward_come_with_the_first_fetch_and_with_what_was_spilled():
+    moves = Moves(1, 10, 20, waiting_nbytes=10, spills=((0, 5),), spilled_nbytes=5)
+    told = pair(moves, room=Room(1, 100, 0, 1000, update="forward"))
+    assert (told.read_nbytes, told.written_nbytes) == (2 * (10 + 20 + 5 + 10), 2 * (30 + 5))
+
+
+def test_what_needs_no_transfer_is_updated_by_the_thread_that_computes():
+    pinned = Moves(numel=8, hi_nbytes=0, state_nbytes=0, in_place=True)
+    told = pair(pinned, rates=Rates(DISK, update=4.0))
+    assert (told.seconds, told.stall_s) == (4.0 + 2 * 2.0, 0.0)
+
+
+def test_updating_on_the_cores_that_compute_makes_computing_slower():
+    moves, room = Moves(8, 1, 1, waiting_nbytes=1), Room(8, 100, 1, 1000, update="backward")
+    fast = Disk(1e9, 1e9, 1e9)
+    slow, apart = (
+        pair(moves, room, Rates(fast, update=4.0, shared=shared), (8.0,) * 4, AHEAD).seconds
+        for shared in (True, False)
+    )
+    assert apart == pytest.approx(32.0 + 2.0, rel=0.01), "the first use waits for the last update"
+    assert slow == pytest.approx(apart + 2.0, rel=0.01), "the other takes as long from computing"
+
+
+def test_few_bytes_of_outgoing_gradients_make_computing_wait_for_updates():
+    # 2's gradient takes all of the tight share, until the disk has read for 10 s what its update needs.
+    def seconds(outgoing_nbytes):
+        here = {"hi_nbytes": 0, "in_place": True}
+        units = [Moves(4, state_nbytes=0, trainable=False, **here), *[Moves(4, state_nbytes=100, **here)] * 2]
+        plan = Plan.parse("open\nF0\nF1\nF2\nB2\nB1\nB0")
+        room = Room(4, 100, 0, outgoing_nbytes, update="backward")
+        return predict_step(plan, [40.0, 1, 1, 1, 1, 40], units, room, Rates(DISK)).seconds
+
+    assert (seconds(1000), seconds(8)) == (84.0, 84.0 + 9.0)
+
+
+def test_ranks_wait_for_the_link_too():
+    gathered = frozen(gathered_nbytes=30)
+    assert pair(gathered, rates=Rates(DISK, link=10.0)).seconds == 8.0 + 4 * 3.0
+
+
+def test_a_device_takes_a_copy_of_everything_that_is_fetched():
+    def seconds(copied):
+        return pair(
+            frozen(numel=5), room=Room(5, 100, 0, 1000, on_host=False), rates=Rates(DISK, copied=copied)
+        ).seconds
+
+    assert seconds(10.0) - seconds(1e12) == pytest.approx(4 * 1.0)
+
+
+def test_a_step_is_bound_by_what_takes_longest():
+    def kind(seconds, rate):
+        disk = Disk(rate, rate, rate)
+        return pair(Moves(1, 10, 20, waiting_nbytes=10), rates=Rates(disk), seconds=(seconds,) * 4).bound.kind
+
+    assert (kind(100.0, 100.0), kind(0.01, 1.0)) == ("compute", "disk")
+
+
+def test_a_script_and_a_plan_of_different_steps_are_refused():
+    plan = Plan.parse("open\nF0")
+    with pytest.raises(ValueError, match="uses and a plan of 1"):
+        forecast(SMALL.script(), plan, [], ROOM, Rates(DISK))
+    with pytest.raises(ValueError, match="3 times for the 1 uses"):
+        predict_step(plan, [1.0] * 3, [frozen()], ROOM, Rates(DISK))
+
+
+# What holds for any setting
+
+settings = st.builds(
+    Setting,
+    host_nbytes=st.sampled_from([128 << 10, 1 << 20, 3 << 20, 8 << 20]),
+    update=st.sampled_from(["forward", "backward"]),
+    ranks=st.sampled_from([1, 4]),
+    device_nbytes=st.sampled_from([None, 64 << 10]),
+)
+
+
+def walked(setting, compute_s=1.0, **rates) -> Forecast:
+    need = demand(SMALL, setting)
+    disk = Disk(2e7, 1e7, 1.5e7)
+    script = timed(SMALL.script(), compute_s)
+    return forecast(script, need.plan, need.units, need.room, Rates(disk, **{"link": 1e9, **rates}))
+
+
+@given(settings)
+def test_a_step_takes_no_less_than_its_floor_and_no_more_than_all_its_parts(setting):
+    told = walked(setting, update=1e7, checked=1e9)
+    load = Load(told.seconds, told.stall_s, told.read_nbytes, told.written_nbytes)
+    assert told.seconds >= told.compute_s
+    assert told.seconds >= 0.7 * max(
+        disk_limits_s(load, Disk(2e7, 1e7, 1.5e7)).values()
+    )  # writes go on later
+    assert told.seconds <= sum(told.busy_s.values()) * 1.001, "at any time, something is busy"
+    assert told.stall_s <= told.seconds
+
+
+@given(settings)
+def test_a_walk_moves_the_bytes_that_were_demanded(setting):
+    told, need = walked(setting), demand(SMALL, setting)
+    assert told.read_nbytes == pytest.approx(need.read_nbytes, rel=0.02)
+    assert told.written_nbytes == need.written_nbytes
+
+
+@given(settings)
+def test_a_faster_machine_takes_no_longer(setting):
+    slow, fast = walked(setting, 1.0, update=1e6), walked(setting, 0.5, update=1e7)
+    assert fast.seconds <= slow.seconds * 1.001
+
+
+def test_coarse_tiles_change_a_forecast_little(monkeypatch):
+    need = demand(SMALL, Setting(128 << 10))
+    args = (timed(SMALL.script(), 0.1), need.plan, need.units, need.room, Rates(Disk(2e7, 1e7, 1.5e7)))
+    fine = forecast(*args)
+    monkeypatch.setattr(forecasts, "TILES_MOST", 60)
+    assert forecast(*args).seconds == pytest.approx(fine.seconds, rel=0.1)
+
+
+def test_a_gradient_that_nobody_uses_its_unit_for_still_updates_it():
+    outline = Outline("e", (Part("e", ((4, 2),), looked_up=True), Part("w", ((2, 2),))), (Stage((0, 1)),))
+    script = timed(outline.script(), 1.0)
+    plan = make_plan(trace_of(script), [8, 8], 0, lead=1)
+    told = forecast(script, plan, [Moves(8, 8, 8, 8)] * 2, ROOM, Rates(DISK))
+    assert (told.read_nbytes, told.written_nbytes) == ((8 + 16) + (8 + 8 + 8), 2 * 16)

@@ -1,0 +1,113 @@
+"""A machine that only keeps time. Rates are small whole numbers, so that times can be told in one's head."""
+
+import pytest
+
+from infinity.simulated import Clock, Disk, Lane, Pass, Rates
+
+DISK = Disk(read=10.0, write=5.0, mixed=8.0)
+
+
+def ended(clock, **demands):
+    """Serve one demand per server; return when each ended."""
+    times = {}
+    for name, amount in demands.items():
+        clock.serve(name, amount, lambda name=name: times.setdefault(name, round(clock.now, 9)))
+    while clock.advance():
+        pass
+    return times
+
+
+def run(clock):
+    while clock.advance():
+        pass
+    return clock.now
+
+
+@pytest.mark.parametrize(
+    ("server", "seconds"), [("read", 2.0), ("write", 4.0), ("work", 20.0), ("link", 0.2)]
+)
+def test_what_is_alone_goes_at_its_own_rate(server, seconds):
+    assert ended(Clock(Rates(DISK, link=100.0)), **{server: 20.0}) == {server: seconds}
+
+
+def test_reads_and_writes_at_once_share_the_mix_and_the_rest_goes_alone():
+    # 4 a second each: at 5 s the reads are over, and 30 left to write go at 5.
+    assert ended(Clock(Rates(DISK)), read=20.0, write=50.0) == {"read": 5.0, "write": 11.0}
+
+
+def test_computing_and_updating_share_the_cores_where_they_are_the_same():
+    assert ended(Clock(Rates(DISK)), compute=3.0, work=1.0) == {"work": 2.0, "compute": 4.0}
+    assert ended(Clock(Rates(DISK, shared=False)), compute=3.0, work=1.0) == {"work": 1.0, "compute": 3.0}
+
+
+def test_one_server_does_one_thing_after_the_other_and_what_is_urgent_next():
+    clock, order = Clock(Rates(DISK)), []
+    for name, urgent in (("a", False), ("b", False), ("c", True)):
+        clock.serve("read", 10.0, lambda name=name: order.append((name, clock.now)), urgent=urgent)
+    run(clock)
+    assert order == [("a", 1.0), ("c", 2.0), ("b", 3.0)]
+
+
+def test_a_server_is_busy_while_it_serves():
+    clock = Clock(Rates(DISK))
+    ended(clock, read=20.0, write=50.0)
+    assert (clock.busy_s["read"], clock.busy_s["write"], clock.busy_s["link"]) == (5.0, 11.0, 0.0)
+
+
+# The lane
+
+
+def test_a_tile_is_read_worked_on_and_written():
+    clock = Clock(Rates(DISK))
+    Lane(clock, slots=1).submit(Pass(0, 1, read_nbytes=10.0, work_s=2.0, written_nbytes=10.0))
+    assert run(clock) == 1.0 + 2.0 + 2.0
+
+
+def test_slots_let_tiles_overlap():
+    def seconds(slots):
+        clock = Clock(Rates(Disk(10.0, 10.0, 20.0)))
+        Lane(clock, slots).submit(Pass(0, 4, read_nbytes=10.0, work_s=1.0, written_nbytes=10.0))
+        return run(clock)
+
+    assert seconds(1) == 12.0
+    assert seconds(3) == 6.0
+
+
+def test_what_is_processed_is_told_before_it_is_written():
+    clock, times = Clock(Rates(DISK)), []
+    job = Pass(0, 1, 10.0, 0.0, 10.0)
+    job.on_processed.append(lambda: times.append(clock.now))
+    Lane(clock, 1).submit(job)
+    assert (run(clock), times) == (3.0, [1.0])
+
+
+def test_passes_over_one_record_do_not_overlap_those_over_others_do():
+    def seconds(units):
+        clock = Clock(Rates(Disk(10.0, 10.0, 20.0)))
+        lane = Lane(clock, 4)
+        for unit in units:
+            lane.submit(Pass(unit, 1, 10.0, 0.0, 10.0))
+        return run(clock)
+
+    assert (seconds([0, 0]), seconds([0, 1])) == (4.0, 3.0)
+
+
+def test_an_urgent_pass_goes_before_those_that_wait():
+    clock, order = Clock(Rates(DISK)), []
+    lane = Lane(clock, 1)
+    for unit in range(4):
+        job = Pass(unit, 1, 10.0, 0.0, 0.0)
+        job.on_processed.append(lambda unit=unit: order.append(unit))
+        lane.submit(job, urgent=unit == 3)
+    run(clock)
+    assert order == [0, 3, 1, 2]
+
+
+def test_a_record_is_busy_until_it_is_written_and_settled_when_it_was_worked_on():
+    clock = Clock(Rates(DISK))
+    lane = Lane(clock, 1)
+    lane.submit(Pass(0, 1, 10.0, 1.0, 10.0))
+    seen = []
+    while clock.advance():
+        seen.append((lane.busy(0), lane.settled(0)))
+    assert seen == [(True, False), (True, True), (False, True)]
