@@ -59,6 +59,9 @@ class Traffic:
     written: int
     device_read: int
     device_written: int
+    engine_read: int = 0
+    """By the contestant's own count, where it has one: the kernel counts nothing on a tmpfs."""
+    engine_written: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,8 @@ class Contestant:
     backward: Callable[[Tensor], None]
     step: Callable[[], None]
     report: Callable[[], dict[str, Any]] = dict
+    moved: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    """Counts the bytes that it has read from NVMe and written there so far."""
 
 
 # Measuring
@@ -120,16 +125,18 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
-def traffic(folder: str) -> Traffic:
-    """Count what this process, and the device behind `folder`, have read and written so far."""
+def traffic(folder: str, moved: tuple[int, int]) -> Traffic:
+    """Count what this process, and the device behind `folder`, have read and written so far.
+
+    moved: the contestant's own count.
+    """
     lines = Path("/proc/self/io").read_text(encoding="utf-8").splitlines()
     counts = {key: int(value) for key, _, value in (line.partition(": ") for line in lines)}
-    device = os.stat(folder).st_dev
-    stat = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat")
+    number = os.stat(folder).st_dev
+    stat = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}/stat")
     fields = stat.read_text(encoding="utf-8").split() if stat.exists() else ["0"] * 11
-    return Traffic(
-        counts["read_bytes"], counts["write_bytes"], int(fields[2]) * SECTOR, int(fields[6]) * SECTOR
-    )
+    device = int(fields[2]) * SECTOR, int(fields[6]) * SECTOR
+    return Traffic(counts["read_bytes"], counts["write_bytes"], *device, *moved)
 
 
 def between(before: Traffic, after: Traffic) -> Traffic:
@@ -256,7 +263,11 @@ def infinity(spec: Spec) -> Contestant:
         counted = ("hits", "misses", "divergences", "stall_s", "io_engine")
         return {key: getattr(stats, key) for key in (*held, *counted)}
 
-    return Contestant(checkpointed(model), count(model), torch.Tensor.backward, step, report)
+    def moved() -> tuple[int, int]:
+        stats = engine.stats(model)
+        return stats.nvme_read_nbytes, stats.nvme_written_nbytes
+
+    return Contestant(checkpointed(model), count(model), torch.Tensor.backward, step, report, moved)
 
 
 def deepspeed(spec: Spec) -> Contestant:
@@ -313,14 +324,14 @@ def one_step(contestant: Contestant, spec: Spec, number: int) -> Step:
     """Train one step on random tokens that depend on the seed and the step alone."""
     generator = torch.Generator().manual_seed(1000 * spec.seed + number)
     ids = torch.randint(0, spec.shape["vocab_size"], (1, spec.tokens), generator=generator)
-    before, start = traffic(spec.nvme), time.perf_counter()
+    before, start = traffic(spec.nvme, contestant.moved()), time.perf_counter()
     loss = contestant.model(input_ids=ids, labels=ids).loss
     forward_end = time.perf_counter()
     contestant.backward(loss)
     backward_end = time.perf_counter()
     contestant.step()
     end = time.perf_counter()
-    moved = between(before, traffic(spec.nvme))
+    moved = between(before, traffic(spec.nvme, contestant.moved()))
     return Step(
         end - start,
         forward_end - start,
@@ -356,9 +367,15 @@ def run(spec: Spec) -> Result:
 
 
 def main() -> None:
-    """Run what the one argument says."""
+    """Run what the one argument says; what fails is written too, as {"error": its words}."""
     spec = Spec(**json.loads(sys.argv[1]))
-    Path(spec.out).write_text(json.dumps(asdict(run(spec))), encoding="utf-8")
+    out = Path(spec.out)
+    try:
+        found = asdict(run(spec))
+    except Exception as error:
+        out.write_text(json.dumps({"error": f"{type(error).__name__}: {error}"}), encoding="utf-8")
+        raise
+    out.write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

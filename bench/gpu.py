@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,13 @@ from rich.table import Table
 
 import infinity
 from infinity import reference
+from infinity.bench.copy import DOWN, UP, CudaLink, rate
 from infinity.bench.runs import SETTLING, SHAPES, here, machine, save
 from infinity.device import CudaDevice, Device, open_device
 from infinity.engine import engine_of_model
 from infinity.memory import Arena
 
 STEPS = 6
-UP, DOWN = "to device", "to host"
 TILE_NUMEL = 1 << 19
 """As much as the lane moves at once, where its budget allows."""
 
@@ -59,14 +58,9 @@ def timed(call: Callable[[], Any]) -> float:
 
 
 def link(nbytes: int = 1 << 28) -> dict[str, float]:
-    """Measure plain copies from and to pinned memory: bytes per second by direction, best of five."""
-    device = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    copies = {UP: partial(device.copy_, host), DOWN: partial(host.copy_, device)}
-    return {
-        direction: nbytes / min(timed(partial(copy, non_blocking=True)) for _ in range(5))
-        for direction, copy in copies.items()
-    }
+    """Measure plain copies from and to pinned memory, each alone: bytes per second by direction."""
+    copies = CudaLink(nbytes, pinned=True)
+    return {direction: rate(copies, [direction], nbytes, seconds=0.5) for direction in (UP, DOWN)}
 
 
 def device_copies(device: Device, nbytes: int = 1 << 28) -> dict[str, float]:

@@ -15,27 +15,17 @@ parameter.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from infinity.bench.runs import (
-    OWN,
-    SHAPES,
-    UPDATES,
-    Measured,
-    Model,
-    RunError,
-    folder_on,
-    here,
-    machine,
-    measure,
-    save,
-    words,
-)
+from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, show, write
+from infinity.bench.runs import OWN, SHAPES, Measured, Model, folder_on, measure, settings_of
+from infinity.bench.targets import mark
+from infinity.errors import InfinityError
 from infinity.sizes import format_size, parse_size
 
 ALLOWANCE = 200 << 20
@@ -88,8 +78,8 @@ def rows_of(model: str, options: argparse.Namespace, folder: Path) -> list[Row]:
 
     alone = run("forward_backward", {})
     rows = []
-    for update, settings in UPDATES.items():
-        one = run("infinity", {"host_memory": options.host_memory, **settings})
+    for update in ("backward", "clipped"):
+        one = run("infinity", settings_of(options.host_memory, update))
         rows.append(
             Row(
                 model=model,
@@ -116,30 +106,41 @@ def growth(small: Row, large: Row) -> dict[str, float]:
     return {"in_all": more / parameters, "beyond_terms": (more - terms) / parameters}
 
 
-def table(rows: list[Row]) -> Table:
-    """Lay the peaks beside their bounds."""
-    lines = Table(title="Peak resident memory above the imports")
-    for heading in ("parameters", "state", "peak", "of it building", "bound", "of it blocks", "of it plain"):
-        lines.add_column(heading, justify="right")
-    lines.add_column("B per parameter, step", justify="right")
-    lines.add_column("update")
-    for row in rows:
-        lines.add_row(
-            f"{row.parameters / 1e6:.1f} M",
-            format_size(12 * row.parameters),
-            format_size(row.peak_nbytes),
-            format_size(row.build_peak_nbytes),
-            format_size(row.bound_nbytes) + (" ✓" if row.peak_nbytes <= row.bound_nbytes else " exceeded"),
-            format_size(row.blocks_nbytes),
-            format_size(row.plain_nbytes),
-            f"{row.bytes_per_parameter:.1f}",
-            row.update,
-        )
-    return lines
+def findings_of(rows: Sequence[Row], options: argparse.Namespace) -> Findings:
+    """Lay the peaks beside their bounds, and the growth beside its limit."""
+    half = len(rows) // 2
+    grown = {
+        small.update: growth(small, large) for small, large in zip(rows[:half], rows[half:], strict=True)
+    }
+    return Findings(
+        title="Peak resident memory above the imports",
+        rows=[
+            {**asdict(row), "bound_nbytes": row.bound_nbytes, "met": row.peak_nbytes <= row.bound_nbytes}
+            for row in rows
+        ],
+        columns=[
+            Column("model", "model"),
+            Column("parameters", "state", lambda parameters: format_size(12 * parameters)),
+            Column("peak_nbytes", "peak", format_size),
+            Column("build_peak_nbytes", "of it building", format_size),
+            Column("bound_nbytes", "bound", format_size),
+            Column("met", "", lambda met: mark(met=met)),
+            Column("blocks_nbytes", "of it blocks", format_size),
+            Column("plain_nbytes", "of it plain", format_size),
+            Column("bytes_per_parameter", "B per parameter, step", "{:.1f}".format),
+            Column("update", "update"),
+        ],
+        verdicts=[
+            f"update {update}: {more['in_all']:+.3f} B per further parameter in all, "
+            f"{more['beyond_terms']:+.3f} B beyond the terms of the bound (limit {GROWTH_LIMIT})"
+            for update, more in grown.items()
+        ],
+        options=asked(options),
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print the table and the growth, write the record."""
+    """Measure both models, tell the peaks and the growth."""
     parser = argparse.ArgumentParser(
         prog="python -m infinity.bench.memory", description="Peak memory against its bound"
     )
@@ -150,31 +151,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--host-memory", default="512MiB", metavar="SIZE")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    add_outputs(parser, plots=False)
     options = parser.parse_args(arguments)
     console = Console()
-    with folder_on(options.nvme) as folder:
-        facts = machine(folder)
-        try:
+    try:
+        check_outputs(options)
+        with folder_on(options.nvme) as folder:
             with console.status("building and training each model"):
                 rows = [row for model in options.models for row in rows_of(model, options, folder)]
-        except RunError as error:
-            raise SystemExit(str(error)) from error
-    grown = {small.update: growth(small, large) for small, large in zip(rows[:2], rows[2:], strict=True)}
-    console.print(table(rows))
-    for update, more in grown.items():
-        console.print(
-            f"update {update}: {more['in_all']:+.3f} B per further parameter in all, "
-            f"{more['beyond_terms']:+.3f} B beyond the terms of the bound (limit {GROWTH_LIMIT})"
-        )
-    about = here()
-    console.print(words(facts))
-    console.print(words(about))
-    if options.json:
-        chosen = {key: getattr(options, key) for key in ("models", "host_memory", "tokens", "steps")}
-        measured = [{**asdict(row), "bound_nbytes": row.bound_nbytes} for row in rows]
-        record = {"about": about, "machine": facts, "options": chosen, "rows": measured, "growth": grown}
-        save(options.json, record)
+            findings = findings_of(rows, options)
+            show(findings, console, folder)
+            write(findings, options, folder)
+    except InfinityError as error:
+        raise SystemExit(str(error)) from error
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import datetime as dt
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from typing import Any
 import psutil
 import torch
 
+from infinity.errors import InfinityError
+from infinity.presets import PRESETS, VOCABULARY
 from infinity.sizes import format_size
 
 HERE = Path(__file__).resolve().parent
@@ -30,23 +33,25 @@ SHAPES: dict[str, dict[str, int]] = {
         "hidden_size": hidden,
         "intermediate_size": intermediate,
         "num_hidden_layers": layers,
-        "num_attention_heads": 16,
+        "num_attention_heads": heads,
         "vocab_size": vocabulary,
     }
-    for name, hidden, intermediate, layers, vocabulary in (
-        ("25m", 512, 1376, 8, 256),
-        ("269m", 1024, 2816, 20, 8192),
-        ("350m", 1024, 2816, 27, 256),
-        ("1.1b", 2048, 5632, 22, 256),
+    for name, layers, hidden, intermediate, heads, vocabulary in (
+        *(
+            (name, one.layers, one.hidden, one.intermediate, one.heads, VOCABULARY)
+            for name, one in PRESETS.items()
+        ),
+        ("269m", 20, 1024, 2816, 16, 8192),
     )
 }
-"""Llama models; a name says how many parameters there are, about."""
+"""Llama models: the presets, and 269m, with more tokens than bytes. A name says about how many parameters."""
 MAX_NORM = 1.0
 UPDATES: dict[str, dict[str, Any]] = {
     "backward": {"update": "backward"},
-    "forward, clipped": {"update": "forward", "max_norm": MAX_NORM},
+    "forward": {"update": "forward"},
+    "clipped": {"update": "forward", "max_norm": MAX_NORM},
 }
-"""Infinity's two ways to update, and the settings of a contestant that uses them."""
+"""Infinity's ways to update, and the settings of a contestant that uses them."""
 STATE_DTYPES = ("fp32", "bf16", "int8")
 """What moments can be kept in; the first is exact, and the default."""
 
@@ -70,8 +75,8 @@ def parameter_count(shape: str) -> int:
     return sizes["num_hidden_layers"] * block + 2 * sizes["vocab_size"] * hidden + hidden
 
 
-class RunError(RuntimeError):
-    """A contestant's process failed; the message ends with the last lines it wrote."""
+class RunError(InfinityError, RuntimeError):
+    """A contestant's process, or a peer's program, failed; the message ends with the last lines it wrote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,8 @@ class Environment:
     """A Python to run contestants in."""
 
     python: str
-    options: tuple[str, ...] = ("-P",)
+    options: tuple[str, ...] = ("-P",) if sys.version_info >= (3, 11) else ("-I",)
+    """Keep this folder off its sys.path: the file copy.py here is not the standard library's."""
     variables: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -90,18 +96,28 @@ class Environment:
         built = str(folder.absolute() / "torch_extensions")
         return cls(str(scripts / "python"), ("-I",), {"PATH": path, "TORCH_EXTENSIONS_DIR": built})
 
-    def run(self, arguments: Sequence[str]) -> tuple[int, str]:
-        """Run Python; return its exit code and all it wrote."""
-        done = subprocess.run(  # noqa: S603 (the caller's own Python)
+    def run(self, arguments: Sequence[str], keep: Sequence[int] = ()) -> tuple[int, str]:
+        """Run Python; return its exit code and all it wrote. Whatever it starts ends when we are interrupted.
+
+        keep: file descriptors that it gets too.
+        """
+        process = subprocess.Popen(  # noqa: S603 (the caller's own Python)
             [self.python, *self.options, *arguments],
             env={**os.environ, **self.variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            check=False,
+            pass_fds=keep,
+            start_new_session=True,  # a group of its own: what DeepSpeed compiles with is in it
         )
-        return done.returncode, done.stdout
+        try:
+            said, _ = process.communicate()
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+        return process.returncode, said
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +131,7 @@ class Measured:
     backward_s: float
     step_s: float
     read_per_parameter: float
-    """Bytes per step, mean of the steady steps, by /proc/self/io."""
+    """Bytes per step, mean of the steady steps, by /proc/self/io; where that counts none, by the engine."""
     written_per_parameter: float
     device_per_parameter: float
     """Bytes read and written per step by the whole device, whoever asked for them."""
@@ -133,6 +149,16 @@ class Measured:
     """Runnable processes at the end, mean of the last minute; the run's own among them."""
     engine: dict[str, Any]
     versions: dict[str, str]
+
+    @property
+    def read_nbytes(self) -> float:
+        """Bytes read per step."""
+        return self.read_per_parameter * self.parameters
+
+    @property
+    def written_nbytes(self) -> float:
+        """Bytes written per step."""
+        return self.written_per_parameter * self.parameters
 
     @property
     def bytes_per_parameter(self) -> float:
@@ -159,17 +185,22 @@ def measure(
 ) -> Measured:
     """Train a contestant in a process of its own, with its files in a folder that is removed afterwards.
 
-    Raises: RunError with the process's last lines.
+    Raises: RunError with the error's words, or with the process's last lines.
     """
-    with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=folder) as name:
-        out = Path(name) / "result.json"
+    with (
+        tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=folder) as name,
+        os.fdopen(os.memfd_create("result"), "w+b") as out,  # the disk may be full
+    ):
         spec = {"kind": kind, "shape": SHAPES[model.shape], "steps": model.steps, "tokens": model.tokens}
-        spec |= {"nvme": name, "out": str(out), "settings": settings}
-        code, said = environment.run([str(HERE / "contestant.py"), json.dumps(spec)])
-        if code or not out.exists():
-            last = "\n".join(said.splitlines()[-15:])
-            raise RunError(f"{kind} on {model.shape} ended with exit code {code}; its last lines:\n{last}")
-        return _measured(json.loads(out.read_text(encoding="utf-8")))
+        spec |= {"nvme": name, "out": f"/proc/self/fd/{out.fileno()}", "settings": settings}
+        code, said = environment.run([str(HERE / "contestant.py"), json.dumps(spec)], [out.fileno()])
+        result = json.loads(out.read() or "{}")
+    if "error" in result:
+        raise RunError(f"{kind} on {model.shape}: {result['error']}")
+    if code or not result:
+        last = "\n".join(said.splitlines()[-15:])
+        raise RunError(f"{kind} on {model.shape} ended with exit code {code}; its last lines:\n{last}")
+    return _measured(result)
 
 
 def _measured(result: dict[str, Any]) -> Measured:
@@ -184,14 +215,16 @@ def _measured(result: dict[str, Any]) -> Measured:
         moved = sum(step["traffic"][key] for step in steady for key in keys)
         return float(moved / len(steady) / parameters)
 
+    counter = "" if per_parameter("read", "written") else "engine_"  # the kernel counts nothing on a tmpfs
+
     return Measured(
         parameters=parameters,
         seconds=median("seconds"),
         forward_s=median("forward_s"),
         backward_s=median("backward_s"),
         step_s=median("step_s"),
-        read_per_parameter=per_parameter("read"),
-        written_per_parameter=per_parameter("written"),
+        read_per_parameter=per_parameter(f"{counter}read"),
+        written_per_parameter=per_parameter(f"{counter}written"),
         device_per_parameter=per_parameter("device_read", "device_written"),
         peak_nbytes=max(result["peak_nbytes"], result["build_peak_nbytes"]),
         build_peak_nbytes=result["build_peak_nbytes"],
@@ -245,17 +278,17 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip()
 
 
-def machine(folder: Path) -> dict[str, str]:
-    """Describe the machine in general terms: no names, no paths."""
+def machine(folder: Path | None = None) -> dict[str, str]:
+    """Describe the machine in general terms (no names, no paths), and what `folder` lies on, if given."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
-    return {
+    facts = {
         "cpu": names[0] if names else platform.machine(),
         "cores": str(len(os.sched_getaffinity(0))),
         "memory": format_size(psutil.virtual_memory().total),
         "kernel": platform.release().partition("-")[0],
-        "filesystem": _filesystem(folder),
     }
+    return facts if folder is None else {**facts, "filesystem": _filesystem(folder)}
 
 
 def _filesystem(folder: Path) -> str:

@@ -10,29 +10,26 @@ Time does not matter: this may run on a busy machine.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, show, write
 from infinity.bench.runs import (
     OWN,
     SHAPES,
     STATE_DTYPES,
     Measured,
     Model,
-    RunError,
     folder_on,
-    here,
-    machine,
     measure,
-    save,
     settings_of,
-    words,
 )
 from infinity.bench.targets import mark
+from infinity.errors import InfinityError
 from infinity.sizes import format_size
 
 DESIGN = {"fp32": 26.0, "bf16": 18.0, "int8": 14.0}
@@ -78,23 +75,27 @@ def row_of(state_dtype: str, host_memory: str, run: Measured) -> Row:
     return Row(state_dtype, host_memory, pinned, *moved, limit(state_dtype, pinned))
 
 
-def table(rows: list[Row]) -> Table:
-    """Lay what was moved beside what may be."""
-    lines = Table(title="NVMe traffic of a step, B per parameter")
-    lines.add_column("state")
-    for heading in ("host_memory", "pinned", "read", "written", "in all", "limit"):
-        lines.add_column(heading, justify="right")
-    for row in rows:
-        lines.add_row(
-            row.state_dtype,
-            row.host_memory,
-            f"{row.pinned:.2f}",
-            f"{row.read_per_parameter:.2f}",
-            f"{row.written_per_parameter:.2f}",
-            f"{row.bytes_per_parameter:.2f} {mark(met=row.met)}",
-            f"{row.limit:.2f}",
-        )
-    return lines
+def findings_of(rows: Sequence[tuple[Row, Measured]], options: argparse.Namespace) -> Findings:
+    """Lay what was moved beside what may be, each row with its run."""
+    size = format_size(12 * rows[-1][1].parameters) if rows else "0 B"
+    return Findings(
+        title="NVMe traffic of a step, B per parameter",
+        rows=[
+            {**asdict(row), "moved": row.bytes_per_parameter, "met": row.met, "run": run} for row, run in rows
+        ],
+        columns=[
+            Column("state_dtype", "state"),
+            Column("host_memory", "host_memory"),
+            Column("pinned", "pinned", "{:.2f}".format),
+            Column("read_per_parameter", "read", "{:.2f}".format),
+            Column("written_per_parameter", "written", "{:.2f}".format),
+            Column("moved", "in all", "{:.2f}".format),
+            Column("limit", "limit", "{:.2f}".format),
+            Column("met", "", lambda met: mark(met=met)),
+        ],
+        verdicts=[f"{options.model}: {size} of exact state"],
+        options=asked(options),
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -110,33 +111,26 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--budgets", **budgets, help="for exact state, a part of which they hold")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    add_outputs(parser, plots=False)
     options = parser.parse_args(arguments)
     console = Console()
     model = Model(options.model, options.tokens, options.steps)
     settings = [(state, options.least) for state in options.state_dtype]
     settings += [(STATE_DTYPES[0], budget) for budget in options.budgets]
-    rows, runs = [], []
-    with folder_on(options.nvme) as folder:
-        facts, about = machine(folder), here()
-        for state, budget in settings:
-            try:
+    rows = []
+    try:
+        check_outputs(options)
+        with folder_on(options.nvme) as folder:
+            for state, budget in settings:
                 with console.status(f"{state} state, {budget}"):
                     chosen = settings_of(budget, state_dtype=state)
-                    runs.append(measure(OWN, "infinity", model, folder, chosen))
-            except RunError as error:
-                raise SystemExit(str(error)) from error
-            rows.append(row_of(state, budget, runs[-1]))
-    console.print(table(rows))
-    size = format_size(12 * runs[-1].parameters) if runs else "0 B"
-    console.print(f"{options.model}: {size} of exact state")
-    console.print(words(about))
-    if options.json:
-        given = {key: value for key, value in vars(options).items() if key not in ("nvme", "json")}
-        measured = [asdict(row) for row in rows]
-        save(
-            options.json, {"about": about, "machine": facts, "options": given, "rows": measured, "runs": runs}
-        )
+                    run = measure(OWN, "infinity", model, folder, chosen)
+                rows.append((row_of(state, budget, run), run))
+            findings = findings_of(rows, options)
+            show(findings, console, folder)
+            write(findings, options, folder)
+    except InfinityError as error:
+        raise SystemExit(str(error)) from error
 
 
 if __name__ == "__main__":

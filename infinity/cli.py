@@ -1,4 +1,4 @@
-"""The command line: `infinity train` and `infinity doctor`.
+"""The command line: `infinity train`, `doctor`, `bench` and `plan`.
 
 Exit codes: 0 done; 1 an error, told in one paragraph on stderr; 2 wrong arguments; 130 Ctrl-C; 143 SIGTERM.
 """
@@ -6,11 +6,14 @@ Exit codes: 0 done; 1 an error, told in one paragraph on stderr; 2 wrong argumen
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import NoReturn
+from types import FrameType
+from typing import Any, NoReturn
 
 from rich.console import Console
 
@@ -21,15 +24,20 @@ from infinity.train import Interrupted, Settings, train
 
 _ENGINES = ("io_uring", "threads", "buffered")
 _DEFAULT = Settings()
+_BENCHES = {
+    "io": "read, write and mixed bandwidth and latency of a folder's disk, by engine, block size and depth",
+    "adam": "parameters per second of the update's kernels beside the memory's speed and torch's",
+    "step": "whole training steps beside their floor, DeepSpeed and plain PyTorch",
+    "copy": "copies between host and CUDA device, both ways at once and beside NVMe",
+}
+"""Each is a module of infinity.bench."""
+_PLAN = "will a model fit, how fast will it train, and what limits it: computed, nothing is measured"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line asks for, and return the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    if options.command is None:
-        parser.print_help()
-        return 0
     try:
         code: int = options.run(options)
     except Interrupted as interrupted:
@@ -39,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (InfinityError, OSError) as error:
         if getattr(options, "traceback", False):
             raise
-        sys.stderr.write(f"infinity {options.command}: {describe(error)}\n")
+        name = " ".join(("infinity", options.command, *filter(None, [getattr(options, "bench", None)])))
+        sys.stderr.write(f"{name}: {describe(error)}\n")
         return 1
     return code
 
@@ -55,13 +64,34 @@ def describe(error: BaseException) -> str:
     return "\n  ".join(parts)
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that asks `module` for its arguments, if one is named, once its command is chosen.
+
+    The module has HELP, add_arguments(parser) and run(options, console), which returns the exit code.
+    """
+
+    def __init__(self, *, module: str | None = None, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._module = module
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self._module is not None:
+            module, self._module = importlib.import_module(self._module), None
+            self.description = module.HELP
+            module.add_arguments(self)
+            self.add_argument("--traceback", action="store_true", help="show where an error came from")
+            self.set_defaults(run=lambda options: _measure(module.run, options))
+        return super().parse_known_args(args, namespace)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="infinity",
         description="Train models larger than GPU and host memory, by streaming their state from NVMe.",
     )
     parser.add_argument("--version", action="version", version=f"infinity {_version()}")
-    commands = parser.add_subparsers(dest="command", metavar="train | doctor")
+    parser.set_defaults(run=_helping(parser))
+    commands = parser.add_subparsers(dest="command", metavar="train | doctor | bench | plan")
     _add_train(
         commands.add_parser("train", help="train a byte-level language model on a text file or folder")
     )
@@ -71,7 +101,21 @@ def _parser() -> argparse.ArgumentParser:
     measure = "measure the disks anew, in some seconds each, and keep the result for training"
     doctor.add_argument("--measure", action="store_true", help=measure)
     doctor.set_defaults(run=_doctor)
+    bench = commands.add_parser("bench", help="measure the disk, the kernels, whole steps, copies")
+    bench.set_defaults(run=_helping(bench))
+    benches = bench.add_subparsers(dest="bench", metavar=" | ".join(_BENCHES))
+    for name, summary in _BENCHES.items():
+        benches.add_parser(name, help=summary, module=f"infinity.bench.{name}")
+    commands.add_parser("plan", help=_PLAN, module="infinity.bench.planning")
     return parser
+
+
+def _helping(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+    def run(_: argparse.Namespace) -> int:
+        parser.print_help()
+        return 0
+
+    return run
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
@@ -158,6 +202,19 @@ def _doctor(options: argparse.Namespace) -> int:
     examination = examine(options.nvme or ["."], measure=options.measure)
     Console().print(examination.table())
     return 0 if examination.healthy else 1
+
+
+def _measure(run: Callable[[argparse.Namespace, Console], int], options: argparse.Namespace) -> int:
+    """Run a measurement; SIGTERM ends it as Ctrl-C does, so that its files and processes go with it."""
+
+    def stop(number: int, _: FrameType | None) -> NoReturn:
+        raise Interrupted(number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        return run(options, Console())
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _version() -> str:

@@ -1,11 +1,13 @@
 """The command line: its arguments, errors and exit codes. Real training, of a model of 0.9 M parameters."""
 
+import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -40,8 +42,8 @@ def refused(capsys, *arguments: object) -> tuple[int, str]:
 def test_without_a_command_it_prints_what_there_is(capsys):
     assert cli.main([]) == 0
     printed = capsys.readouterr().out
-    assert "train" in printed
-    assert "doctor" in printed
+    for command in ("train", "doctor", "bench", "plan"):
+        assert command in printed
 
 
 def test_it_knows_its_version(capsys):
@@ -179,6 +181,85 @@ def test_doctor_looks_at_every_folder_and_measures_if_asked(
     assert cli.main(["doctor", *arguments]) == 0
     assert seen == [(folders, measures)]
     assert "fine" in capsys.readouterr().out
+
+
+# bench and plan
+
+MEASUREMENTS = [["bench", "io"], ["bench", "adam"], ["bench", "step"], ["bench", "copy"], ["plan"]]
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Put a module in the place of `infinity bench io`; its run does what a test sets."""
+    module = types.ModuleType("infinity.bench.io")
+    module.HELP = "measures nothing"
+    module.add_arguments = lambda parser: parser.add_argument("--depth", type=int)
+    module.run = lambda options, console: options.depth
+    monkeypatch.setitem(sys.modules, "infinity.bench.io", module)
+    return module
+
+
+def test_bench_alone_prints_what_there_is(capsys):
+    assert cli.main(["bench"]) == 0
+    printed = capsys.readouterr().out
+    assert "usage: infinity bench" in printed
+    for name in ("io", "adam", "step", "copy"):
+        assert name in printed
+
+
+def test_no_measurement_is_imported_before_it_is_asked_for():
+    code = """if True:
+        import sys
+        from infinity import cli
+        cli.main(["bench"])
+        sys.exit(any(name.startswith("infinity.bench.") for name in sys.modules))"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", MEASUREMENTS, ids=" ".join)
+def test_each_measurement_explains_itself(capsys, command):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([*command, "--help"])
+    module = importlib.import_module(f"infinity.bench.{'planning' if command == ['plan'] else command[1]}")
+    printed = capsys.readouterr().out
+    assert f"usage: infinity {' '.join(command)}" in printed
+    assert module.HELP.split()[0] in printed
+
+
+def test_a_measurement_gets_its_own_arguments_and_gives_the_exit_code(fake, capsys):
+    assert cli.main(["bench", "io", "--depth", "7"]) == 7
+    code, message = refused(capsys, "bench", "io", "--depth", "x")
+    assert code == 2
+    assert "infinity bench io: error" in message
+
+
+def test_an_error_of_a_measurement_is_one_paragraph_with_its_name(fake, capsys):
+    def run(options, console):
+        raise InfinityError("the disk is gone")
+
+    fake.run = run
+    assert refused(capsys, "bench", "io") == (1, "infinity bench io: the disk is gone\n")
+    with pytest.raises(InfinityError):
+        cli.main(["bench", "io", "--traceback"])
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_measurement_and_what_it_holds_is_given_back(fake, number, code):
+    closed = []
+
+    def run(options, console):
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(60)
+        finally:
+            closed.append(number)
+
+    fake.run = run
+    before = signal.getsignal(signal.SIGTERM)
+    assert cli.main(["bench", "io"]) == code
+    assert closed == [number]
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize("how", [[], ["--plain"]])

@@ -4,15 +4,17 @@ The answer of fio is a recorded one (fio 3.33), shortened.
 """
 
 import json
+import os
 import shutil
 from dataclasses import replace
 
 import pytest
 
+from infinity import aio
 from infinity.bench import floor, traffic
 from infinity.bench.fio import Bandwidth, Fio, mean, rates, read_percent
 from infinity.bench.runs import RunError
-from test_compare import RUN
+from measurements import DISK, RUN, a_round
 
 ANSWER = """{
   "fio version" : "fio-3.33",
@@ -32,12 +34,6 @@ ANSWER = """{
   ]
 }
 """
-DISK = Bandwidth(read=2000.0, write=3000.0, mixed=1600.0)
-
-
-def a_round(**changes):
-    run = replace(RUN, parameters=1000, read_per_parameter=14.0, written_per_parameter=12.0, **changes)
-    return floor.Round(run, compute_s=5.0, before=DISK, after=DISK)
 
 
 def test_the_floor_is_the_slowest_part_of_a_step():
@@ -57,6 +53,11 @@ def test_a_step_that_moves_nothing_is_bound_by_computing():
     assert (terms.floor_s, terms.binding) == (5.0, "compute")
 
 
+def test_where_the_disk_cannot_be_measured_computing_is_all_that_is_known():
+    assert floor.terms(5.0, 1e12, 1e12, None) == floor.Terms(5.0, 0, 0, 0)
+    assert replace(a_round(), after=None).disk is None
+
+
 def test_a_round_uses_the_disk_as_it_was_around_its_run():
     slower = replace(DISK, mixed=1000.0)
     one = replace(a_round(seconds=20.0), after=slower)
@@ -65,22 +66,48 @@ def test_a_round_uses_the_disk_as_it_was_around_its_run():
     assert one.ratio == 1.0
 
 
-def test_a_verdict_is_the_median_of_the_ratios_within_rounds():
-    case = floor.Case(tokens=64, update="backward", state_dtype="fp32")
-    rounds = [a_round(seconds=seconds) for seconds in (16.25, 18.0, 65.0)]
-    assert floor.verdicts({case: rounds}) == ["≥ 0.85 T* / step, 64 tokens, backward, fp32 state: 0.90 ✓"]
-    assert floor.verdicts({case: rounds[1:]})[0].endswith("0.58 ✗")
-
-
-def test_a_record_says_what_bound_the_round():
-    record = a_round(seconds=32.5).record()
-    assert (record["binding"], record["floor_s"], record["ratio"]) == ("mixed", 16.25, 0.5)
-    assert record["run"]["seconds"] == 32.5
-
-
 def test_the_mix_of_a_case_is_that_of_its_last_run_and_the_design_s_before_it():
-    assert floor.mix(replace(RUN, read_per_parameter=3.0, written_per_parameter=1.0)) == 75
-    assert floor.mix(None) == 54
+    first, last = a_round(), a_round(read_per_parameter=3.0, written_per_parameter=1.0)
+    assert floor.mix([first, last]) == 75
+    assert floor.mix([]) == 54
+
+
+# What measures the disk
+
+
+@pytest.mark.disk
+def test_without_fio_the_disk_is_measured_as_training_does(folder, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    gauge = floor.gauge_on(folder, 1 << 30, 1)
+    assert "fio is not installed" in gauge.source
+    found = gauge.measure(54)
+    assert found is not None
+    assert min(found.read, found.write, found.mixed) > 0
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.disk
+def test_the_page_cache_is_not_taken_for_the_disk(folder, monkeypatch):
+    monkeypatch.setenv("INFINITY_AIO", "buffered")
+    gauge = floor.gauge_on(folder, 1 << 30, 1)
+    assert "not measured" in gauge.source
+    assert gauge.measure(54) is None
+
+
+def test_fio_gets_a_quarter_of_what_is_free_and_a_full_disk_is_told(fio_without_io_uring, monkeypatch):
+    class Status:
+        f_bavail, f_frsize = 60_000, 4096
+
+    monkeypatch.setattr(os, "statvfs", lambda _: Status)
+    gauge = floor.gauge_on(fio_without_io_uring, 1 << 30, 1)
+    assert gauge.source == "fio, libaio, O_DIRECT, 58 MiB, the run's own mix"
+    assert f"--size={58 << 20}" in (fio_without_io_uring / "calls").read_text()
+    Status.f_bavail = 30_000
+    with pytest.raises(aio.StorageFullError, match="122880000 B free"):
+        floor.gauge_on(fio_without_io_uring, 1 << 30, 1)
+
+
+# fio
 
 
 @pytest.mark.parametrize(
@@ -109,12 +136,6 @@ def test_a_failed_job_is_no_measurement():
 def test_an_answer_without_a_job_is_quoted(text):
     with pytest.raises(RunError, match=r"no measurement.*it begins"):
         rates(text)
-
-
-def test_a_missing_fio_is_named_with_its_cure(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SystemExit, match="apt install fio"):
-        Fio.on(tmp_path, 1 << 20, 1)
 
 
 @pytest.fixture

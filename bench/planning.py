@@ -1,0 +1,380 @@
+"""`infinity plan`: will it fit, how fast, what limits it.
+
+    infinity plan --model 7b --host-memory 32GiB --nvme DIR --tokens 4x2048
+    infinity plan --model 1t --ranks 16 --local-ranks 8 --host-memory 128GiB --device-memory 40GiB \
+        --compute 150 --nvme-read 25 --nvme-write 20 --nvme-mixed 22 --link 50 --tokens 8x2048
+
+What would be decided in training is decided here by the same functions (see demand), and a step is walked on
+a simulated machine (see forecast). What was not told is measured on this machine, or left open.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from torch import nn
+
+from infinity.bench import hindsight, outlook, pace
+from infinity.bench.findings import add_outputs, check_outputs, show, write
+from infinity.bench.sketch import outline_of, outline_of_model
+from infinity.demand import Demand, Setting, demand, least_host_nbytes
+from infinity.disk import DiskSpeed, speed_of
+from infinity.errors import ConfigError, HostMemoryError
+from infinity.forecast import Forecast, forecast
+from infinity.outline import Outline, timed
+from infinity.presets import PRESETS
+from infinity.simulated import Disk, Rates
+from infinity.sizes import parse_size
+
+HELP = "say whether a model fits, how fast a step will be, and what limits it"
+_SWEPT = (
+    "host-memory",
+    "device-memory",
+    "tokens",
+    "ranks",
+    "micro-batches",
+    "state-dtype",
+    "update",
+    "model",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One model at one setting."""
+
+    outline: Outline
+    setting: Setting
+    tokens: int
+    """Of a micro-batch on one rank."""
+    sequence: int
+    least_host_nbytes: int
+    demand: Demand | None
+    """None where it does not fit; `refusal` says why."""
+    refusal: str
+    forecast: Forecast | None
+    """None where a rate of the disk, or of computing, is not known."""
+    planning_s: float
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of all ranks together; None without a forecast."""
+        if self.forecast is None:
+            return None
+        return self.setting.ranks * self.setting.micro_batches * self.tokens / self.forecast.seconds
+
+    @property
+    def written_nbytes(self) -> int:
+        """Bytes that a step writes to the NVMe of one machine."""
+        return self.demand.written_nbytes * self.setting.local_ranks if self.demand else 0
+
+
+def plan(
+    model: nn.Module | Outline,
+    setting: Setting,
+    *,
+    tokens: int = 2048,
+    sequence: int | None = None,
+    seconds: float | None = None,
+    rates: Rates | None = None,
+    inputs: Mapping[str, Any] | None = None,
+) -> Planned:
+    """Plan the training of a model, which may be on the meta device: what `infinity plan` tells, as data.
+
+    tokens: of a micro-batch on one rank, in sequences of `sequence` (all of them, if None). seconds: what
+    forward and backward of a step compute, with recomputation. rates: of one rank; without either there is no
+    forecast. inputs: see sketch.outline_of_model.
+
+    Raises: ConfigError for a model without parameters.
+    """
+    outline = model if isinstance(model, Outline) else outline_of_model(model, inputs=inputs)
+    length = sequence or tokens
+    began = time.perf_counter()
+    need, told, refusal = None, None, ""
+    try:
+        need = demand(outline, setting)
+    except HostMemoryError as error:
+        refusal = str(error)
+    planning_s = time.perf_counter() - began
+    if need is not None and seconds is not None and rates is not None:
+        script = timed(outline.script(tokens, length, setting.micro_batches), seconds)
+        told = forecast(script, need.plan, need.units, need.room, rates)
+    least = least_host_nbytes(outline, setting)
+    return Planned(outline, setting, tokens, length, least, need, refusal, told, planning_s)
+
+
+# The command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what can be asked for."""
+    add = parser.add_argument
+    add(
+        "--model",
+        default="7b",
+        metavar="NAME",
+        help=f"{', '.join(PRESETS)}, or a config.json of Hugging Face (7b)",
+    )
+    add(
+        "--tokens",
+        type=_tokens,
+        default=(1, 2048),
+        metavar="BxS",
+        help="batch x sequence of a micro-batch on one rank (1x2048)",
+    )
+    add("--ranks", type=_positive, default=1, metavar="N", help="in all (1)")
+    add("--local-ranks", type=_positive, default=1, metavar="N", help="on each machine, sharing its NVMe (1)")
+    add(
+        "--host-memory",
+        type=_size,
+        metavar="SIZE",
+        help="budget of each rank (half of what is available here)",
+    )
+    add(
+        "--device-memory",
+        type=_size,
+        metavar="SIZE",
+        help="of each rank's GPU, for parameters (none: the CPU computes)",
+    )
+    add("--state-dtype", choices=("fp32", "bf16", "int8"), default="fp32", help="of moments (fp32)")
+    add(
+        "--update",
+        choices=("forward", "backward"),
+        default="forward",
+        help="when updates are applied (forward)",
+    )
+    add("--micro-batches", type=_positive, default=1, metavar="N", help="forwards and backwards per step (1)")
+    _add_machine(add)
+    sweep = f"plan for each value, and each combination where repeated: {', '.join(_SWEPT)}"
+    add("--sweep", action="append", type=_sweep, default=[], metavar="KEY=A,B,...", help=sweep)
+    add("--zero", action="store_true", help="show what each stage of ZeRO takes of memory, and nothing else")
+    add(
+        "--check",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="hold forecasts against what `infinity bench step --json` measured",
+    )
+    add_outputs(parser)
+
+
+def _add_machine(add: Callable[..., object]) -> None:
+    add("--no-nvme", action="store_true", help="keep all state in host memory")
+    add("--nvme", metavar="DIR", help="a folder on the disk to plan for: measured, unless it was before")
+    for name, what in (
+        ("read", "reads alone"),
+        ("write", "writes alone"),
+        ("mixed", "both at once, together"),
+    ):
+        add(f"--nvme-{name}", type=_rate, metavar="GB/s", help=f"of one machine: {what}")
+    add("--link", type=_rate, metavar="GB/s", help="of collectives, per rank (needed for several ranks)")
+    add(
+        "--compute",
+        type=_rate,
+        metavar="TFLOPS",
+        help="of each rank, as reached in training (measured here, where it can be)",
+    )
+    add("--compute-seconds", type=_rate, metavar="S", help="of forward and backward of a step, instead")
+    add(
+        "--update-rate",
+        type=_rate,
+        metavar="G",
+        help="10^9 parameters that the update steps per second (measured here)",
+    )
+    add("--tbw", type=_rate, metavar="TB", help="that the NVMe of one machine may be written")
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Plan what was asked for, tell it; 1 where nothing fits, or a check fails.
+
+    Raises: ConfigError; OSError where a disk cannot be measured.
+    """
+    check_outputs(options)
+    if options.plot and not options.sweep and not options.check:
+        raise ConfigError(f"--plot {options.plot}: there is a picture of a --sweep, and of a --check")
+    if options.check:
+        findings, good = hindsight.check(options.check, _kernels(options), console)
+    elif options.zero:
+        findings, good = outlook.zero(outline_of(options.model), options.ranks), True
+    else:
+        planned = list(_planned(options, console))
+        good = any(one.demand is not None for _, one in planned)
+        tell = outlook.swept if options.sweep else outlook.single
+        findings = tell(planned, options)
+    show(findings, console)
+    write(findings, options)
+    return 0 if good else 1
+
+
+def _planned(options: argparse.Namespace, console: Console) -> Iterator[tuple[dict[str, Any], Planned]]:
+    """Plan for each combination of what is swept; yields what was chosen of it beside the plan."""
+    outlines: dict[str, Outline] = {}
+    disk = _disk(options)
+    seconds: dict[tuple[str, tuple[int, int]], float | None] = {}
+    names = [name for name, _ in options.sweep]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"--sweep {', '.join(names)}: each key once, with all its values")
+    combinations = list(itertools.product(*(values for _, values in options.sweep)))
+    for number, values in enumerate(combinations):
+        chosen = argparse.Namespace(**vars(options))
+        for name, value in zip(names, values, strict=True):
+            setattr(chosen, name.replace("-", "_"), value)
+        with console.status(f"plan {number + 1} of {len(combinations)}"):
+            if chosen.model not in outlines:
+                outlines[chosen.model] = outline_of(chosen.model)
+            outline = outlines[chosen.model]
+            key = chosen.model, chosen.tokens
+            if key not in seconds:
+                seconds[key] = _seconds(chosen, outline, console)
+            one = _plan_one(chosen, outline, disk, seconds[key])
+        if len(combinations) > 1 and not console.is_terminal:
+            console.print(f"planned {number + 1} of {len(combinations)}", highlight=False)
+        yield dict(zip(names, values, strict=True)), one
+
+
+def _plan_one(
+    chosen: argparse.Namespace, outline: Outline, disk: Disk | None, seconds: float | None
+) -> Planned:
+    batch, sequence = chosen.tokens
+    setting = Setting(
+        host_nbytes=chosen.host_memory or psutil.virtual_memory().available // 2,
+        nvme=not chosen.no_nvme,
+        device_nbytes=chosen.device_memory,
+        state_dtype=chosen.state_dtype,
+        update=chosen.update,
+        micro_batches=chosen.micro_batches,
+        ranks=chosen.ranks,
+        local_ranks=chosen.local_ranks,
+    )
+    rates = _rates(chosen, disk)
+    whole_s = (
+        seconds * chosen.micro_batches if seconds is not None and not chosen.compute_seconds else seconds
+    )
+    return plan(outline, setting, tokens=batch * sequence, sequence=sequence, seconds=whole_s, rates=rates)
+
+
+# What the machine does
+
+
+def _disk(options: argparse.Namespace) -> Disk | None:
+    """Return what one machine's NVMe does; None where that is not known, and not needed.
+
+    Raises: ConfigError where only some of the rates are given.
+    """
+    given = [options.nvme_read, options.nvme_write, options.nvme_mixed]
+    if options.no_nvme:
+        return Disk(1.0, 1.0, 1.0)  # never asked
+    if any(given):
+        if not all(given):
+            raise ConfigError(
+                "--nvme-read, --nvme-write and --nvme-mixed: give all three, or a folder (--nvme)"
+            )
+        return Disk(*(rate * 1e9 for rate in given))
+    if options.nvme is None:
+        return None
+    speed: DiskSpeed = speed_of(options.nvme)
+    if not speed.mixed:
+        raise ConfigError(
+            f"--nvme {options.nvme}: its disk could not be measured. Give --nvme-read, --nvme-write and "
+            "--nvme-mixed."
+        )
+    return Disk(speed.read, speed.write, speed.mixed)
+
+
+def _rates(options: argparse.Namespace, disk: Disk | None) -> Rates | None:
+    """Return what one rank has of its machine; None where too little is known."""
+    if disk is None or (options.ranks > 1 and not options.link):
+        return None
+    kernels = _kernels(options)(options.state_dtype)
+    on_host = options.device_memory is None
+    shared = Disk(*(rate / options.local_ranks for rate in (disk.read, disk.write, disk.mixed)))
+    link = options.link * 1e9 if options.link else kernels.link
+    return replace(kernels, disk=shared, link=link, shared=kernels.shared and on_host)
+
+
+def _kernels(options: argparse.Namespace) -> hindsight.Kernels:
+    """Return what measures the rates of this machine's cores, once for each state dtype."""
+    known: dict[str, Rates] = {}
+
+    def rates(state_dtype: str) -> Rates:
+        if state_dtype not in known:
+            update = options.update_rate * 1e9 if options.update_rate else pace.update_rate(state_dtype)
+            known[state_dtype] = Rates(
+                Disk(1.0, 1.0, 1.0), update, pace.hash_rate(), pace.copy_rate(), shared=pace.shares_cores()
+            )
+        return known[state_dtype]
+
+    return rates
+
+
+def _seconds(options: argparse.Namespace, outline: Outline, console: Console) -> float | None:
+    """Return the seconds of a micro-batch's forward and backward (of a step's, if --compute-seconds gives
+    them); None where it is too large to be timed here.
+    """
+    batch, sequence = options.tokens
+    if options.compute_seconds:
+        return float(options.compute_seconds)
+    if options.compute:
+        return pace.flops(outline, batch * sequence, sequence) / (float(options.compute) * 1e12)
+    if options.ranks > 1 or options.device_memory is not None:
+        return None
+    try:
+        return pace.compute_seconds(options.model, outline, batch * sequence, sequence)
+    except ConfigError as error:
+        console.print(str(error), highlight=False, markup=False)
+        return None
+
+
+# What arguments may be
+
+
+def _positive(text: str) -> int:
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, at least 1")
+    return int(text)
+
+
+def _rate(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1e12:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0")
+    return number
+
+
+def _size(text: str) -> int:
+    try:
+        nbytes = parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not nbytes:
+        raise argparse.ArgumentTypeError(f"{text!r}: nothing works in no memory")
+    return nbytes
+
+
+def _tokens(text: str) -> tuple[int, int]:
+    batch, _, sequence = text.rpartition("x")
+    return _positive(batch or "1"), _positive(sequence)
+
+
+def _choice(text: str) -> str:
+    return text
+
+
+def _sweep(text: str) -> tuple[str, list[Any]]:
+    name, _, values = text.partition("=")
+    if name not in _SWEPT or not values:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected KEY=A,B,... with a KEY of {', '.join(_SWEPT)}")
+    kinds: dict[str, Any] = {"tokens": _tokens, "ranks": _positive, "micro-batches": _positive}
+    kinds |= {"host-memory": _size, "device-memory": _size}
+    return name, [kinds.get(name, _choice)(value) for value in values.split(",")]

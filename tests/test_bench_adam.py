@@ -1,0 +1,175 @@
+"""`infinity bench adam`. Trusted: the clock, findings.py. Nothing here asks how fast anything is."""
+
+import argparse
+import io
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+from infinity import kernels
+from infinity.bench import adam, recipes
+from infinity.bench.recipes import BESIDE, READ, SPLIT, UPDATE, WRITE, Memory, Operation, Stream
+from infinity.errors import ConfigError
+
+NUMEL = 1024
+
+
+@pytest.fixture(scope="module")
+def memory():
+    return Memory.of(NUMEL)
+
+
+def options(*given):
+    parser = argparse.ArgumentParser()
+    adam.add_arguments(parser)
+    return parser.parse_args([*given])
+
+
+def timing(name, gradient, seconds, limit_seconds, isa="avx512", threads=2):
+    streams = (Stream(512, UPDATE), Stream(512, READ))
+    operation = Operation(name, streams, lambda: None, gradient, (isa,))
+    return adam.Timing(operation, isa, threads, NUMEL, seconds, limit_seconds)
+
+
+def test_a_row_stands_for_the_bytes_that_the_design_counts(memory):
+    found = {(one.name, one.gradient): one.bytes_per_parameter for one in recipes.steps(memory, ("scalar",))}
+    scales = 2 * 8 / 256
+    assert found == {
+        ("adamw, fp32 moments", "bf16"): 26,
+        ("adamw, fp32 moments", "fp32"): 28,
+        ("adamw, bf16 moments", "bf16"): 18,
+        ("adamw, bf16 moments", "fp32"): 20,
+        ("adamw, int8 moments", "bf16"): 14 + scales,
+        ("adamw, int8 moments", "fp32"): 16 + scales,
+    }
+    assert [one.bytes_per_parameter for one in recipes.torchs(NUMEL)] == [28, 40]
+
+
+def test_every_call_works_on_its_memory(memory):
+    before = memory.hi.clone()
+    for one in (*recipes.steps(memory, ("scalar",)), *recipes.others(memory, "scalar"), *recipes.torchs(512)):
+        one.call()
+    assert not torch.equal(before, memory.hi)
+    assert all(moment.float().abs().sum() > 0 for fields in memory.moments.values() for moment in fields)
+    assert len(max((one.streams for one in recipes.others(memory, "scalar")), key=len)) <= len(memory.spare)
+
+
+def test_torchs_contestant_copies_its_weights_back():
+    _, beside = recipes.torchs(NUMEL)
+    cells = dict(zip(beside.call.__code__.co_freevars, beside.call.__closure__, strict=True))
+    weight, master = cells["weight"].cell_contents, cells["master"].cell_contents
+    before = weight.clone()
+    for _ in range(200):
+        beside.call()
+    assert not torch.equal(before, weight)
+    assert torch.equal(master.detach().bfloat16(), weight)
+
+
+@pytest.mark.parametrize("kind", [READ, UPDATE, WRITE])
+def test_the_limit_goes_over_each_stream_as_its_kind_says(memory, kind):
+    streams = (Stream(512, READ), Stream(1024, kind), Stream(8, kind))
+    for spare in memory.spare:
+        spare.view(torch.int64).fill_(0x0101010101010101)
+    adam.limit(streams, memory)()
+    read, touched, narrow = (spare.view(torch.uint8) for spare in memory.spare[:3])
+    assert (read == 1).all()
+    blocks = NUMEL // recipes.BLOCK
+    assert bool((touched[: 1024 * blocks] == 1).all()) == (kind == READ)
+    assert (touched[1024 * blocks :] == 1).all()
+    assert (narrow[8 * blocks :] == 1).all()
+
+
+def test_verdicts_take_the_median_of_paired_ratios_on_the_most_threads():
+    timings = [
+        timing("adamw, fp32 moments", "bf16", [1.0], [0.1], threads=1),
+        timing(SPLIT, "bf16", [1.0, 2.0, 1.0], [0.95, 1.9, 0.5]),
+        timing(SPLIT, "bf16", [9.0, 9.0, 9.0], [0.95, 1.9, 0.5], isa="scalar"),
+        timing("adamw, int8 moments", "fp32", [1.0, 1.0, 1.0], [0.8, 0.7, 0.9]),
+        timing(BESIDE, "bf16", [1.7, 3.4, 2.0], [1.0, 1.0, 1.0], isa=""),
+        timing("copy", "", [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]),
+    ]
+    assert adam.verdicts(timings) == [
+        "≥ 0.9 of the memory limit: adamw, fp32 moments, bf16 gradient, avx512: 0.95 ✓ (best 0.50)",
+        "≥ 0.9 of the memory limit: adamw, int8 moments, fp32 gradient, avx512: 0.80 ✗ (best 0.70)",
+        f"≥ 1.8 times the parameters/s of {BESIDE}: 1.70 ✗ (best 1.70)",
+    ]
+
+
+def test_a_row_of_the_record_is_in_si_units():
+    row = timing(SPLIT, "bf16", [4.0, 2.0], [1.0, 1.0]).record()
+    assert row["parameters_per_s"] == NUMEL / 2
+    assert row["bytes_per_s"] == 6 * NUMEL / 2
+    assert row["limit_bytes_per_s"] == 6 * NUMEL
+    assert (row["of_limit"], row["of_limit_best"]) == (0.375, 0.5)
+
+
+def test_rows_of_the_same_limit_are_timed_right_behind_it(monkeypatch, memory):
+    said = []
+    operations = [
+        Operation(name, streams, lambda name=name: said.append(name), isas=("scalar",))
+        for name, streams in (
+            ("a", (Stream(512, READ),)),
+            ("b", (Stream(8, READ),)),
+            ("c", (Stream(512, READ),)),
+        )
+    ]
+    monkeypatch.setattr(adam, "limit", lambda streams, _: lambda: said.append(streams[0].nbytes))
+    monkeypatch.setattr(adam, "LEAST_NBYTES", 1)
+    with adam.settings_kept():
+        found = adam.measured(operations, memory, 1, 2, lambda: None)
+    assert said == [512, "a", "c", 8, "b"] * 3
+    assert [len(one.seconds) for one in found] == [2, 2, 2]
+
+
+def test_the_command_writes_a_row_per_kernel_instruction_set_and_number_of_threads(tmp_path, monkeypatch):
+    monkeypatch.setattr(adam, "LEAST_NBYTES", 1)
+    files = ("--json", str(tmp_path / "found.json"), "--plot", str(tmp_path / "found.png"))
+    chosen = options("--numel", "1024", "--rounds", "1", "--threads", "1", "2", "--isa", "scalar", *files)
+    before = (kernels.isa(), kernels.threads(), torch.get_num_threads())
+    said = io.StringIO()
+    assert adam.run(chosen, Console(file=said, width=200)) == 0
+    assert before == (kernels.isa(), kernels.threads(), torch.get_num_threads())
+    record = json.loads((tmp_path / "found.json").read_text())
+    assert {row["threads"] for row in record["rows"]} == {1, 2}
+    steps = [row for row in record["rows"] if row["operation"].startswith("adamw")]
+    assert len(steps) == 2 * 6
+    assert {row["isa"] for row in steps} == {"scalar"}
+    assert all(row["parameters_per_s"] > 0 for row in record["rows"])
+    assert len(record["verdicts"]) == 7
+    assert (tmp_path / "found.png").stat().st_size > 1000
+    assert "2 threads: measured" in said.getvalue()
+
+
+def test_ctrl_c_puts_the_settings_back(monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(adam, "one_round", interrupted)
+    before = (kernels.isa(), kernels.threads(), torch.get_num_threads())
+    with pytest.raises(KeyboardInterrupt):
+        adam.run(options("--numel", "256", "--threads", "3"), Console(file=io.StringIO()))
+    assert before == (kernels.isa(), kernels.threads(), torch.get_num_threads())
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--numel", "1000"], "multiple of 256"),
+        (["--numel", "0"], "multiple of 256"),
+        (["--rounds", "0"], "at least 1"),
+        (["--threads", "0"], "1 to 1024"),
+        (["--json", "/nowhere/at/all.json"], "nowhere"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is(given, said, monkeypatch):
+    monkeypatch.setattr(adam, "measured", lambda *_: pytest.fail("it began"))
+    with pytest.raises(ConfigError, match=said):
+        adam.run(options(*given), Console(file=io.StringIO()))
+
+
+def test_an_instruction_set_that_is_missing_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(adam, "available", lambda: ("scalar",))
+    with pytest.raises(ConfigError, match="avx2"):
+        adam.check(options("--isa", "avx2"))

@@ -1,0 +1,337 @@
+"""`infinity plan`: small models, or shapes of large ones, at given rates. Faked: what would be measured."""
+
+import argparse
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from infinity.bench import hindsight, pace, planning, sketch
+from infinity.bench.runs import SHAPES
+from infinity.demand import Setting
+from infinity.errors import ConfigError
+from infinity.outline import trace_of
+from infinity.presets import PRESETS, llama
+from infinity.simulated import Disk, Rates
+
+RATES = ["--nvme-read", "2", "--nvme-write", "1", "--nvme-mixed", "1.5", "--compute", "1"]
+KERNELS = Rates(Disk(1.0, 1.0, 1.0), update=1e9, checked=1e10, copied=1e10)
+
+
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch):
+    """Nothing is timed: that takes its time, and tells nothing here."""
+    monkeypatch.setattr(pace, "update_rate", lambda _: 1e9)
+    monkeypatch.setattr(pace, "hash_rate", lambda: 1e10)
+    monkeypatch.setattr(pace, "copy_rate", lambda: 1e10)
+    monkeypatch.setattr(pace, "compute_seconds", lambda *_: 2.0)
+
+
+def ask(*arguments):
+    """Run the command; return its exit code and all it shows."""
+    parser = argparse.ArgumentParser()
+    planning.add_arguments(parser)
+    text = io.StringIO()
+    console = Console(width=200, file=text)
+    code = planning.run(parser.parse_args([*map(str, arguments)]), console)
+    return code, text.getvalue()
+
+
+def facts(tmp_path, *arguments):
+    ask("--json", tmp_path / "plan.json", *arguments)
+    return json.loads((tmp_path / "plan.json").read_text())["rows"]
+
+
+# One plan
+
+
+def test_a_plan_says_whether_it_fits_how_fast_it_is_and_what_limits_it():
+    code, said = ask("--model", "1m", "--host-memory", "1MiB", "--tokens", "1x64", "--tbw", "100", *RATES)
+    assert code == 0
+    for part in (
+        "It fits.",
+        "tokens per second",
+        "limited by",
+        "steps until",
+        "of 39 units in",
+        "by stage of ZeRO",
+    ):
+        assert part in said
+
+
+def test_what_does_not_fit_says_what_would(tmp_path):
+    code, said = ask("--model", "1m", "--host-memory", "1MiB", "--no-nvme", *RATES)
+    assert (code, "It does not fit." in said, "The smallest that works is" in said) == (1, True, True)
+
+
+def test_without_rates_everything_but_the_time_is_told(tmp_path):
+    code, said = ask("--model", "1t", "--ranks", "16", "--host-memory", "64GiB")
+    assert code == 0
+    assert "read in a step" in said
+    assert "tokens per second" not in said
+    assert "--nvme DIR" in said
+    assert "--link" in said
+    assert "--compute TFLOPS" in said
+
+
+def test_numbers_of_the_json_are_in_si_units(tmp_path):
+    (row, *_) = facts(
+        tmp_path, "--model", "1m", "--host-memory", "1MiB", "--tokens", "2x32", "--tbw", "1", *RATES
+    )
+    found = row["facts"]
+    assert found["tokens"] == 64
+    assert found["parameters"] == PRESETS["1m"].parameters
+    assert found["host_memory"] == 1 << 20
+    assert found["tokens_per_s"] == pytest.approx(64 / found["seconds"])
+    assert found["written_per_day"] == pytest.approx(found["written_nbytes"] * 86400 / found["seconds"])
+    assert found["steps_until_tbw"] == pytest.approx(1e12 / found["written_nbytes"])
+    assert sum(found["moved"].values()) == found["read_nbytes"] + found["written_nbytes"]
+
+
+def test_ranks_of_one_machine_share_its_disk_and_wear_it_together(tmp_path):
+    args = ("--model", "25m", "--host-memory", "1MiB", "--link", "100", "--ranks", "2", *RATES)
+    apart, together = (
+        facts(folder, *args, "--local-ranks", local)[0]["facts"]
+        for local in (1, 2)
+        for folder in [tmp_path / str(local)]
+        if not folder.mkdir()
+    )
+    assert together["seconds"] > 1.2 * apart["seconds"]
+    assert together["machine_written_nbytes"] == 2 * apart["machine_written_nbytes"]
+
+
+def test_time_is_calibrated_where_it_is_not_given(tmp_path):
+    (row, *_) = facts(tmp_path, "--model", "1m", "--host-memory", "1MiB", *RATES[:-2])
+    assert row["facts"]["compute_s"] == pytest.approx(2.0)
+
+
+def test_micro_batches_compute_as_often(tmp_path):
+    (row, *_) = facts(tmp_path, "--model", "1m", "--host-memory", "1MiB", "--micro-batches", "3", *RATES[:-2])
+    assert row["facts"]["compute_s"] == pytest.approx(6.0)
+
+
+def test_zero_shows_the_memory_of_each_stage():
+    code, said = ask("--model", "7b", "--zero", "--ranks", "64")
+    assert (code, "113.4 GB" in said, "1.8 GB" in said) == (0, True, True)
+
+
+def test_a_folder_whose_disk_was_not_measured_asks_for_its_rates(tmp_path, monkeypatch):
+    monkeypatch.setenv("INFINITY_CACHE", str(tmp_path / "empty"))
+    monkeypatch.setenv("INFINITY_MEASURE", "0")
+    with pytest.raises(ConfigError, match="could not be measured"):
+        ask("--model", "1m", "--nvme", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--model", "8q"], "neither a preset"),
+        (["--model", "1m", "--ranks", "6", "--local-ranks", "4"], "whole number of machines"),
+        (["--model", "1m", "--update", "backward", "--micro-batches", "2"], "2 micro-batches"),
+        (["--model", "1m", "--nvme-read", "2"], "give all three"),
+        (["--model", "1m", "--plot", "new.png"], "picture of a --sweep"),
+        (["--sweep", "ranks=1,2", "--sweep", "ranks=4"], "each key once"),
+        (["--check", "/dev/null"], "not what `infinity bench step --json` writes"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_sentence(arguments, says):
+    with pytest.raises(ConfigError, match=says):
+        ask(*arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["--ranks", "0"], ["--tokens", "4x"], ["--link", "x"], ["--micro-batches", "1.5"]),
+        *(["--compute", "-1"], ["--compute", "nan"], ["--sweep", "colour=red"], ["--sweep", "ranks="]),
+    ],
+)
+def test_arguments_out_of_range_are_refused_by_the_parser(arguments, capsys):
+    with pytest.raises(SystemExit):
+        ask(*arguments)
+    assert "expected" in capsys.readouterr().err
+
+
+# Sweeps
+
+
+def test_a_sweep_plans_every_combination_and_draws_it(tmp_path):
+    sweeps = (
+        "--sweep",
+        "host-memory=1MiB,4MiB",
+        "--sweep",
+        "tokens=1x64,1x128",
+        "--plot",
+        tmp_path / "s.png",
+    )
+    rows = facts(tmp_path, "--model", "1m", *sweeps, *RATES)
+    assert [tuple(row["swept"].values()) for row in rows] == [
+        *(("1.0 MiB", "1x64"), ("1.0 MiB", "1x128"), ("4.0 MiB", "1x64"), ("4.0 MiB", "1x128")),
+    ]
+    assert rows[0]["read_nbytes"] > rows[2]["read_nbytes"]
+    assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_does_not_fit_is_a_row_of_a_sweep():
+    code, said = ask("--model", "1m", "--no-nvme", "--sweep", "host-memory=1MiB,1GiB", *RATES)
+    assert (code, "1 of 2 fit" in said) == (0, True)
+
+
+# Models
+
+
+def test_a_module_on_meta_is_planned_in_the_order_of_its_forward():
+    with torch.device("meta"):
+        model = llama(PRESETS["1m"], sequence=16)
+    got, expected = planning.plan(model, Setting(1 << 20)), sketch.outline_of("1m")
+    assert [part.name for part in got.outline.parts] == [part.name for part in expected.parts]
+    assert trace_of(got.outline.script()) == trace_of(expected.script())
+    assert got.forecast is None
+    assert planning.plan(expected, Setting(1 << 20)).demand == got.demand
+
+
+def test_a_module_of_ones_own_is_planned_too():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    inputs = {"input": torch.zeros(1, 8, device="meta")}
+    planned = planning.plan(model, Setting(1 << 20), inputs=inputs, seconds=1.0, rates=KERNELS)
+    assert planned.outline.parameters == 8 * 8 + 8 + 8 * 4 + 4
+    assert planned.forecast is not None
+    assert planned.tokens_per_s == 2048 / planned.forecast.seconds
+
+
+def test_where_a_forward_fails_on_meta_the_order_is_that_of_registration_and_that_is_said(caplog):
+    class Backwards(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.first(self.second(x)) if x.sum().item() else x
+
+    with torch.device("meta"):
+        outline = sketch.outline_of_model(Backwards(), inputs={"x": torch.zeros(1, 2, device="meta")})
+    assert [stage.units for stage in outline.stages] == [(0, 1)]
+    assert "a forward on meta failed" in caplog.text
+
+
+def test_a_model_without_parameters_is_refused():
+    with pytest.raises(ConfigError, match="no parameters"):
+        planning.plan(nn.ReLU(), Setting(1 << 20))
+
+
+def test_a_config_of_hugging_face_is_a_model(tmp_path):
+    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
+    config |= {"n_layer": 3, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    outline = sketch.outline_of(str(tmp_path))
+    assert sum(stage.recomputed for stage in outline.stages) == 3
+    block = 12 * 32**2 + 13 * 32
+    assert outline.parameters == 3 * block + (64 + 16) * 32 + 2 * 32, "the head is tied to the embedding"
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"model_type": "nonsense"}', "[]"])
+def test_a_config_that_describes_nothing_is_refused_by_name(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match="describes no model"):
+        sketch.outline_of(str(tmp_path / "config.json"))
+
+
+# Calibration
+
+
+def test_blocks_are_timed_and_scaled_to_the_whole_model(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(pace, "best", lambda call, repeats=1: call() or 1.0)
+    outline = sketch.outline_of("1m")
+    seconds = pace.compute_seconds("1m", outline, 64, 32)
+    few = sketch.outline_of_model(*pace._shallow("1m", 32))
+    assert seconds == pytest.approx(pace.flops(outline, 64, 32) / pace.flops(few, 64, 32))
+
+
+def test_a_model_too_large_to_time_asks_for_its_speed(monkeypatch):
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="--compute TFLOPS"):
+        pace.compute_seconds("1t", sketch.outline_of("1t"), 2048, 2048)
+
+
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "int8"])
+def test_kernels_are_timed_for_every_state(state_dtype, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(pace, "_ELEMENTS", 1 << 14)
+    assert pace.update_rate(state_dtype) > 0
+    assert min(pace.hash_rate(), pace.copy_rate()) > 0
+
+
+# Forecasts beside measurements
+
+
+def measured(**changes):
+    row = {"kind": "infinity", "model": "25m", "tokens": 64, "host_memory": 64 << 20, "state_dtype": "fp32"}
+    row |= {"update": "backward", "compute_s": 1.0, "disk": {"read": 2e9, "write": 1e9, "mixed": 1.5e9}}
+    row["seconds"] = hindsight.foretell(row, KERNELS).seconds
+    return {**row, **changes}
+
+
+def checked(tmp_path, *rows):
+    path = tmp_path / "step.json"
+    path.write_text(json.dumps({"rows": rows}))
+    return hindsight.check([path], lambda _: KERNELS, Console(quiet=True))
+
+
+def test_a_forecast_that_is_right_passes(tmp_path):
+    findings, good = checked(tmp_path, measured(), {"kind": "plain", "seconds": 1.0})
+    assert (good, [round(row["error"], 6) for row in findings.rows]) == (True, [0.0])
+    assert findings.verdicts[0].endswith("✓")
+
+
+def test_a_forecast_that_is_off_by_more_than_the_limit_fails(tmp_path):
+    wrong = measured()
+    findings, good = checked(tmp_path, measured(), {**wrong, "seconds": wrong["seconds"] / 1.2})
+    assert (good, round(findings.rows[1]["error"], 6)) == (False, 0.2)
+    assert findings.verdicts[0].endswith("✗")
+
+
+def test_the_command_checks_files_and_fails_where_a_forecast_does(tmp_path):
+    row = measured()
+    (tmp_path / "step.json").write_text(json.dumps({"rows": [{**row, "seconds": 9 * row["seconds"]}]}))
+    code, said = ask("--check", tmp_path / "step.json", "--plot", tmp_path / "c.png")
+    assert (code, "✗" in said, (tmp_path / "c.png").exists()) == (1, True, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"), [({"model": "13q"}, "expected one of"), ({"disk": None}, "none of its 1 rows")]
+)
+def test_rows_that_cannot_be_forecast_are_named(change, says, tmp_path):
+    with pytest.raises(ConfigError, match=says):
+        checked(tmp_path, measured(**change))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_what_was_measured_has_an_outline(name):
+    assert sketch.outline_of_shape(name).parameters > 9e5
+
+
+# A model of 10^12 parameters
+
+ONE_T = ["--model", "1t", "--ranks", "16", "--host-memory", "64GiB", "--link", "50", *RATES]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_plan_of_10_to_the_12_parameters_on_16_ranks_takes_less_than_a_gb():
+    program = (
+        "import argparse, resource, sys; from rich.console import Console;"
+        "from infinity.bench import planning;"
+        "p = argparse.ArgumentParser(); planning.add_arguments(p);"
+        f"code = planning.run(p.parse_args({ONE_T!r}), Console());"
+        "sys.stderr.write(str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)); sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+    assert "planned 2,309 uses of 1,155 units" in done.stdout
+    assert int(done.stderr.split()[-1]) * 1024 < 1e9
