@@ -166,6 +166,7 @@ class AdamW(Optimizer):
         for engine in self._engines.values():
             engine.finish_backward()
         taken = [(group, parameter, self._gradient(parameter)) for group, parameter in self._with_gradient()]
+        torch.autograd.graph.increment_version([one for _, one, _ in taken])  # graphs with old values end
         taken = [
             (group, parameter, gradient)
             for group, parameter, gradient in taken

@@ -128,7 +128,7 @@ def test_names_say_something() -> None:
     assert empty == []
 
 
-@pytest.mark.parametrize("package", ["infinity", "infinity.aio", "infinity.kernels"])
+@pytest.mark.parametrize("package", ["infinity", "infinity.aio", "infinity.kernels", "infinity.tiling"])
 def test_public_names_are_explained(package: str) -> None:
     module = importlib.import_module(package)
     pages = [ROOT / "README.md", *ROOT.glob("*/README.md")]

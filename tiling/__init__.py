@@ -1,1 +1,38 @@
-"""Big operators as sequences of tiles (weight, sequence, batch and vocabulary axes)."""
+"""Big operators as sequences of tiles: weight, sequence, batch and vocabulary axes.
+
+Plain modules and functions: nothing here knows the engine, and the engine finds tiles as it finds any module.
+"""
+
+from infinity.tiling.build import assembled, stand_in
+from infinity.tiling.causal_lm import tile_loss_
+from infinity.tiling.embedding import TiledEmbedding
+from infinity.tiling.grid import Grid, tiles_of
+from infinity.tiling.linear import TiledConv1D, TiledLinear
+from infinity.tiling.loss import cross_entropy
+from infinity.tiling.owner import Tiled
+from infinity.tiling.replace import Cut, tile_
+from infinity.tiling.sliced import TiledMLP, runs_in_slices, tile_batch, tile_sequence, untile_
+from infinity.tiling.tile import Tile
+from infinity.tiling.whole import Whole
+
+__all__ = [
+    "Cut",
+    "Grid",
+    "Tile",
+    "Tiled",
+    "TiledConv1D",
+    "TiledEmbedding",
+    "TiledLinear",
+    "TiledMLP",
+    "Whole",
+    "assembled",
+    "cross_entropy",
+    "runs_in_slices",
+    "stand_in",
+    "tile_",
+    "tile_batch",
+    "tile_loss_",
+    "tile_sequence",
+    "tiles_of",
+    "untile_",
+]

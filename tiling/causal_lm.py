@@ -1,0 +1,202 @@
+"""The tiled loss for Hugging Face causal language models, with no change in their code.
+
+[Note: logits that are not there]
+`model(..., labels=...)` calls `self.lm_head(hidden)` and gives the result to `self.loss_function`, which
+transformers lets one set. So, while labels are given, the head answers with `Logits`: the shape and dtype of
+logits, and the hidden states they would come from; and the loss function takes the cross entropy from these.
+A model that does anything else with its logits before the loss (scales or caps them) gets an error there.
+Afterwards, `output.logits` is computed when somebody uses it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from infinity.tiling.linear import TiledLinear
+from infinity.tiling.loss import cross_entropy
+
+_METADATA = frozenset(
+    [
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "element_size",
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "__len__",
+        "__hash__",
+    ]
+)
+_VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+_CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class Head:
+    """The forward of a model's output layer, on that one instance."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., torch.Tensor]) -> None:
+        self.module = module
+        self.forward = forward
+        self.loss_follows = False
+        """Whether a forward of the model with labels is under way."""
+
+    def __call__(self, hidden: torch.Tensor, loss: dict[str, Any] | None = None) -> torch.Tensor:
+        """Return logits, or what stands for them; with the options of a `loss`, that."""
+        if loss is not None:
+            if isinstance(self.module, TiledLinear):
+                return cross_entropy(hidden, self.module, **loss)
+            return cross_entropy(hidden, self.module.weight, bias=self.module.bias, **loss)  # type: ignore[arg-type]
+        return Logits.of(self, hidden) if self.loss_follows else self.forward(hidden)
+
+    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note whether the model's forward is asked for a loss."""
+        given = inspect.signature(type(model).forward).bind_partial(model, *args, **kwargs).arguments
+        self.loss_follows = {**given, **kwargs}.get("labels") is not None
+
+    def after(self, _model: nn.Module, _args: Any, _output: Any) -> None:
+        """Note that the model's forward is over."""
+        self.loss_follows = False
+
+
+class Logits(torch.Tensor):
+    """Stands for logits that nobody has needed yet; see [Note: logits that are not there]."""
+
+    head: Head
+    hidden: torch.Tensor
+
+    @staticmethod
+    def of(head: Head, hidden: torch.Tensor, dtype: torch.dtype | None = None) -> Logits:
+        """Stand for the logits of `hidden`."""
+        shape = (*hidden.shape[:-1], head.module.out_features)
+        if dtype is None:
+            kind = hidden.device.type
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        logits = torch.Tensor._make_subclass(  # noqa: SLF001 - as nn.Parameter does
+            Logits, torch.empty(shape, dtype=dtype, device="meta")
+        )
+        logits.head, logits.hidden = head, hidden
+        return logits
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Answer metadata and casts; compute the logits for everything else, but not before the loss."""
+        kwargs = kwargs or {}
+        name = str(getattr(func, "__name__", func))
+        if name == "__get__":
+            name = str(getattr(getattr(func, "__self__", None), "__name__", name))
+            if name in ("device", "is_meta", "is_cuda", "is_cpu", "requires_grad"):
+                return getattr(args[0].hidden, name)
+            if name not in _VALUES:
+                name = "size"
+        if name in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        dtype = _CASTS.get(name, args[1] if name == "to" and len(args) == 2 and not kwargs else None)
+        if isinstance(dtype, torch.dtype):
+            return Logits.of(args[0].head, args[0].hidden, dtype)
+        return func(*pytree.tree_map_only(Logits, lambda one: one.formed(name), args), **kwargs)
+
+    def formed(self, operation: str) -> torch.Tensor:
+        """Compute the logits.
+
+        Raises:
+            RuntimeError: the model's own forward wants them, before its loss.
+        """
+        if self.head.loss_follows:
+            raise RuntimeError(
+                f"the model applies {operation}() to its logits before the loss (scaling, capping?), which "
+                "a loss without logits does not see: this model cannot be used with tile_loss_"
+            )
+        module: Callable[..., torch.Tensor] = self.head.module
+        with torch._C.DisableTorchFunctionSubclass():
+            dtype = self.dtype
+        return module(self.hidden).to(dtype)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """What is known without computing."""
+        return f"Logits({tuple(self.shape)}, {self.dtype}, not computed)"
+
+
+class Loss:
+    """What takes the place of ForCausalLMLoss as the model's loss function."""
+
+    def __init__(self, original: Callable[..., torch.Tensor], z_loss: float) -> None:
+        self.original = original
+        self.z_loss = z_loss
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: torch.Tensor | float | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **rest: Any,
+    ) -> torch.Tensor:
+        """Return the loss that ForCausalLMLoss returns for the same arguments.
+
+        Raises:
+            ValueError: the model's vocabulary is not the output layer's.
+        """
+        if not isinstance(logits, Logits):
+            return self.original(
+                logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **rest
+            )
+        if vocab_size != logits.shape[-1]:
+            raise ValueError(f"vocab_size={vocab_size}, but the output layer has {logits.shape[-1]} outputs")
+        options = {
+            "labels": labels if shift_labels is None else shift_labels.view(logits.shape[:-1]),
+            "shift": shift_labels is None,
+            "ignore_index": ignore_index,
+            "count": num_items_in_batch,
+            "z_loss": self.z_loss,
+        }
+        module: Callable[..., torch.Tensor] = logits.head.module
+        return module(logits.hidden, loss=options)  # its call: around it its parameters may be fetched
+
+
+def tile_loss_(model: nn.Module, z_loss: float = 0.0) -> nn.Module:
+    """Let a Hugging Face causal language model compute its loss without the logits, in place; returns it.
+
+    `model(..., labels=...)` and `.loss.backward()` go on as before, with shifted labels, ignored labels and
+    `num_items_in_batch`; `.logits` is computed when it is used. z_loss: as in cross_entropy.
+
+    Raises:
+        ValueError: no output layer that is an nn.Linear, or a loss function that is not the causal one.
+    """
+    find = getattr(model, "get_output_embeddings", None)
+    head: Any = find() if find is not None else None
+    if type(head) not in (nn.Linear, TiledLinear):
+        raise ValueError(
+            f"the output layer of {type(model).__name__} is {type(head).__name__}, not an nn.Linear"
+        )
+    original: Any = getattr(model, "loss_function", None)
+    if isinstance(original, Loss):
+        original = original.original
+    elif getattr(original, "__name__", "") != "ForCausalLMLoss":
+        raise ValueError(
+            f"{type(model).__name__} has the loss function {original}: only ForCausalLMLoss can be tiled"
+        )
+    if not isinstance(head.__dict__.get("forward"), Head):
+        answers = Head(head, head.forward)
+        head.forward = answers
+        model.register_forward_pre_hook(answers.before, with_kwargs=True)
+        model.register_forward_hook(answers.after, always_call=True)
+    model.loss_function = Loss(original, z_loss)  # type: ignore[assignment]
+    return model

@@ -1,0 +1,98 @@
+"""An embedding in tiles of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.tiling.grid import Grid, cut, spans
+from infinity.tiling.linear import _empty
+from infinity.tiling.owner import Tiled
+from infinity.tiling.tile import EmbeddingTile, PlaceRows, Tile
+from infinity.tiling.whole import Whole
+
+
+class TiledEmbedding(Tiled, nn.Embedding):
+    """nn.Embedding as tiles of rows, each a module of its own; results and gradients are the same bits.
+
+    Every tile takes part in every forward, looked up or not: its rows then have a gradient of zero, not none,
+    and an optimizer treats them as it would in the whole. `max_norm` changes weights in the forward and is
+    refused.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,  # noqa: FBT001, FBT002 - nn.Embedding's own signature
+        sparse: bool = False,  # noqa: FBT001, FBT002
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        row_tiles: int | Sequence[int] = 1,
+    ) -> None:
+        if max_norm is not None:
+            raise ValueError(
+                "TiledEmbedding: max_norm changes weights inside the forward; clip them after a step"
+            )
+        grid = Grid(cut(num_embeddings, row_tiles), (embedding_dim,))
+        tiles = [EmbeddingTile(_empty((rows, embedding_dim), device, dtype)) for rows in grid.rows]
+        probe = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device="meta")
+        self._assemble(tiles, grid, probe.padding_idx, scale_grad_by_freq, sparse)
+        self.reset_parameters()
+
+    @classmethod
+    def of(cls, tiles: Sequence[Tile], grid: Grid, like: nn.Embedding) -> TiledEmbedding:
+        """Put tiles together that exist, with the settings of `like`."""
+        embedding = cls.__new__(cls)
+        embedding._assemble(tiles, grid, like.padding_idx, like.scale_grad_by_freq, like.sparse)  # noqa: SLF001 - its own class's
+        return embedding
+
+    def _assemble(
+        self,
+        tiles: Sequence[Tile],
+        grid: Grid,
+        padding_idx: int | None,
+        scale_grad_by_freq: bool,  # noqa: FBT001
+        sparse: bool,  # noqa: FBT001
+    ) -> None:
+        nn.Module.__init__(self)
+        self.num_embeddings, self.embedding_dim = grid.shape
+        self.padding_idx = padding_idx
+        self.max_norm, self.norm_type = None, 2.0
+        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
+        self._hold(tiles, grid, None)
+
+    @property
+    def weight(self) -> Whole:  # type: ignore[override]
+        """[num_embeddings, embedding_dim], in metadata."""
+        return self._whole("weight")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - nn.Embedding's own name
+        """Return the rows [..., embedding_dim] of ids [...].
+
+        Raises:
+            IndexError: an id is outside the embedding.
+        """
+        ids = input.reshape(-1)
+        first = self.weight.pieces()[0]
+        out = torch.empty(ids.numel(), self.embedding_dim, dtype=first.dtype, device=first.device)
+        placed = 0
+        for tile, span in zip(self.tiles, spans(self.grid.rows), strict=True):
+            positions = ((ids >= span.start) & (ids < span.stop)).nonzero()[:, 0]
+            padding = self.padding_idx
+            if padding is not None:
+                padding = padding - span.start if span.start <= padding < span.stop else None
+            rows = tile(ids[positions] - span.start, padding, self.scale_grad_by_freq, self.sparse)
+            out = PlaceRows.apply(out, rows, positions)  # type: ignore[no-untyped-call]
+            placed += positions.numel()
+        if placed != ids.numel():
+            low, high = int(ids.min()), int(ids.max())
+            raise IndexError(f"ids from {low} to {high} in an embedding of {self.num_embeddings} rows")
+        return out.view(*input.shape, self.embedding_dim)

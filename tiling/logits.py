@@ -1,0 +1,246 @@
+"""What a loss needs of logits, and gives back to them, block by block.
+
+[Note: the loss of one token]
+With logits z over V classes, label y, smoothing e and z-loss weight c:
+
+    loss = lse - (1 - e) z_y - e/V sum(z) + c lse^2,   lse = log sum exp(z)
+
+So three numbers per token (`Sums`) say all about its logits, they can be had slice by slice of the
+vocabulary, and d loss / d z = a exp(z - lse) + b [at y] + d for the loss's derivatives a, b, d by the three.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from infinity.tiling.tile import Kept
+
+SMALLEST_NBYTES = 1 << 20
+LARGEST_NBYTES = 128 << 20
+FEWEST_TOKENS = 128
+"""In a block that goes over the whole weight and its gradient: fewer would wait for memory."""
+
+
+class Sums(NamedTuple):
+    """What a loss needs of the logits of each token, [tokens] each."""
+
+    lse: torch.Tensor  # log of the sum of exponentials
+    at_label: torch.Tensor  # 0 where the label is in another slice of the vocabulary
+    total: torch.Tensor  # for label smoothing; 0 without
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """A loss, as weight * the sum over tokens; see [Note: the loss of one token]."""
+
+    classes: int
+    label_smoothing: float
+    z_loss: float
+
+    def value(self, sums: Sums, weight: torch.Tensor) -> torch.Tensor:
+        """Return the loss, a scalar."""
+        loss = sums.lse - (1 - self.label_smoothing) * sums.at_label
+        if self.label_smoothing:
+            loss = loss - self.label_smoothing / self.classes * sums.total
+        if self.z_loss:
+            loss = loss + self.z_loss * sums.lse.square()
+        return loss.sum() * weight
+
+    def derivatives(self, sums: Sums, weight: torch.Tensor) -> Sums:
+        """Return those of the loss by the three sums."""
+        of_lse = weight.expand_as(sums.lse)
+        return Sums(
+            of_lse + 2 * self.z_loss * sums.lse * weight if self.z_loss else of_lse,
+            -(1 - self.label_smoothing) * of_lse,
+            -self.label_smoothing / self.classes * of_lse,
+        )
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that sums are kept in: fp32, fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def logits_of(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return [tokens, classes] in the wide dtype, as a linear layer and `.float()` give them."""
+    product = hidden.mm(weight.t()) if bias is None else torch.addmm(bias, hidden, weight.t())
+    return product.to(wide(product.dtype))
+
+
+def sums_of(logits: torch.Tensor, labels: torch.Tensor, start: int, *, smoothed: bool) -> Sums:
+    """Sum up logits of the classes from `start` on; they are overwritten."""
+    total = logits.sum(-1) if smoothed else logits.new_zeros(len(logits))
+    local, inside = _local(labels, start, logits.shape[-1])
+    at_label = logits.gather(-1, local[:, None])[:, 0].where(inside, 0)
+    top = logits.amax(-1)
+    finite = top.where(top.isfinite(), 0)  # a slice of nothing but -inf has the sum 0, not NaN
+    lse = logits.sub_(finite[:, None]).exp_().sum(-1).log_().add_(finite)
+    return Sums(lse, at_label, total)
+
+
+def derivative_(
+    logits: torch.Tensor, labels: torch.Tensor, start: int, lse: torch.Tensor, by: Sums, *, smoothed: bool
+) -> torch.Tensor:
+    """Turn logits into the derivative of a loss by them, given its derivatives by the three sums."""
+    grad = logits.sub_(lse[:, None]).exp_().mul_(by.lse[:, None])
+    local, inside = _local(labels, start, logits.shape[-1])
+    grad.scatter_add_(-1, local[:, None], by.at_label.where(inside, 0)[:, None])
+    return grad.add_(by.total[:, None]) if smoothed else grad
+
+
+def _local(labels: torch.Tensor, start: int, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    local = labels - start
+    inside = (local >= 0) & (local < classes)
+    return local.where(inside, 0), inside
+
+
+def block_of(length: int, width: int, blocks: int, fewest: int = 16) -> int:
+    """Return how many of `length` rows of `width` logits to make at a time: about 1 in `blocks`, but 1 to 128
+    MiB of them in fp32, and not fewer rows than make a matrix product worth its reading.
+    """
+    nbytes = min(max(4 * length * width // blocks, SMALLEST_NBYTES), LARGEST_NBYTES)
+    return min(max(nbytes // (4 * max(width, 1)), fewest), max(length, 1))
+
+
+class OfTile(torch.autograd.Function):
+    """The sums of the logits that one slice of the vocabulary gives; its backward makes them again.
+
+    Of the weight no values are saved: see [Note: what a tile saves] in tile.py. Both passes go over blocks of
+    classes with all tokens, so a row of the weight's gradient is one sum over the tokens, rounded once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        start: int,
+        smoothed: bool,  # noqa: FBT001
+        channel: torch.Tensor | None,  # noqa: ARG004 - where the gradient goes
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the three sums over classes start ... start + len(weight) - 1."""
+        found: Sums | None = None
+        step = block_of(len(weight), len(hidden), 64)  # each with copies in another dtype
+        for first in range(0, len(weight), step):
+            rows = slice(first, first + step)
+            logits = logits_of(hidden, weight[rows], None if bias is None else bias[rows])
+            more = sums_of(logits, labels, start + first, smoothed=smoothed)
+            found = more if found is None else together([found, more])
+        if found is None:
+            raise ValueError("a vocabulary without classes has no loss")
+        ctx.save_for_backward(hidden, labels, found.lse)
+        ctx.weight, ctx.bias = Kept(weight), None if bias is None else Kept(bias)
+        ctx.start, ctx.step, ctx.smoothed = start, step, smoothed
+        return tuple(found)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """Return the gradients of hidden, weight and bias."""
+        hidden, labels, lse = ctx.saved_tensors
+        weight, bias = ctx.weight.take(), None if ctx.bias is None else ctx.bias.take()
+        for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
+        by_channel = ctx.needs_input_grad[6]
+        grad_hidden = torch.zeros_like(hidden, dtype=wide(hidden.dtype)) if for_hidden or by_channel else None
+        grad_weight = torch.empty_like(weight) if for_weight else None
+        grad_bias = torch.empty_like(bias) if for_bias and bias is not None else None
+        for first in range(0, len(weight), ctx.step):
+            rows = slice(first, first + ctx.step)
+            part = weight[rows]
+            logits = logits_of(hidden, part, None if bias is None else bias[rows])
+            wide_grad = derivative_(
+                logits, labels, ctx.start + first, lse, Sums(*grads), smoothed=ctx.smoothed
+            )
+            if grad_bias is not None:
+                grad_bias[rows].copy_(wide_grad.sum(0))
+            grad = wide_grad.to(hidden.dtype)
+            del logits, wide_grad
+            if grad_weight is not None:
+                torch.mm(grad.t(), hidden, out=grad_weight[rows])
+            if grad_hidden is not None:
+                grad_hidden += grad.mm(part)
+        if grad_hidden is None or by_channel:
+            return None, grad_weight, grad_bias, None, None, None, grad_hidden
+        return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None, None
+
+
+def together(sums: list[Sums]) -> Sums:
+    """Return the sums over slices of the vocabulary, put together."""
+    if len(sums) == 1:
+        return sums[0]
+    lse = torch.logsumexp(torch.stack([one.lse for one in sums]), 0)
+    at_label = torch.stack([one.at_label for one in sums]).sum(0)
+    return Sums(lse, at_label, torch.stack([one.total for one in sums]).sum(0))
+
+
+class InForward(torch.autograd.Function):
+    """The loss with its gradients made along with it, over blocks of tokens with the whole vocabulary.
+
+    Three matrix products, as in the plain loss, where `OfTile` needs four; but the gradients exist from the
+    forward on, and the weight's is added to once per block: for fp32 and fp64, whose sums then lose nothing.
+    The idea is Liger Kernel's fused linear cross entropy (arXiv 2410.10989).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        formula: Formula,
+        token_weight: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the loss, a scalar."""
+        for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if for_hidden else None
+        grad_weight = torch.zeros_like(weight) if for_weight else None
+        grad_bias = torch.zeros_like(bias) if for_bias and bias is not None else None
+        loss = 0 * token_weight  # NaN where there is no token to take the mean of, as torch has it
+        step = block_of(len(hidden), len(weight), 17, FEWEST_TOKENS)  # one buffer, all in place
+        scratch = hidden.new_empty(min(step, len(hidden)), len(weight))
+        for first in range(0, len(hidden), step):
+            rows = slice(first, first + step)
+            part, part_labels = hidden[rows], labels[rows]
+            logits = scratch[: len(part)]
+            torch.mm(part, weight.t(), out=logits)
+            if bias is not None:
+                logits += bias
+            top = logits.amax(-1, keepdim=True)
+            smoothed = bool(formula.label_smoothing)
+            total = logits.sum(-1) if smoothed else logits.new_zeros(len(part))
+            at_label = logits.gather(-1, part_labels[:, None])[:, 0]
+            exponentials = logits.sub_(top).exp_()
+            norm = exponentials.sum(-1, keepdim=True)
+            sums = Sums((norm.log() + top)[:, 0], at_label, total)
+            loss += formula.value(sums, token_weight)
+            by = formula.derivatives(sums, token_weight)
+            grad = exponentials.mul_(by.lse[:, None] / norm)
+            grad.scatter_add_(-1, part_labels[:, None], by.at_label[:, None])
+            if smoothed:
+                grad.add_(by.total[:, None])
+            if grad_hidden is not None:
+                torch.mm(grad, weight, out=grad_hidden[rows])
+            if grad_weight is not None:
+                grad_weight.addmm_(grad.t(), part)
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+        ctx.grads = (grad_hidden, grad_weight, grad_bias)
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """Scale the gradients and let go of them."""
+        if ctx.grads is None:
+            raise RuntimeError(
+                "the gradients of this loss were handed out: it goes backward once (no retain_graph)"
+            )
+        (scale,) = grads
+        found, ctx.grads = ctx.grads, None
+        return *(None if one is None else one.mul_(scale) for one in found), None, None, None

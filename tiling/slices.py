@@ -1,0 +1,271 @@
+"""A module over slices of its inputs, one after another, recomputed in backward.
+
+[Note: one call, one gradient]
+From outside a sliced module is one call: whoever fetches parameters around it fetches once. For autograd it
+is
+one node: in backward it runs slice by slice forward and backward, adds up each parameter's gradient, and
+hands it on once, so that what happens when a gradient has come happens once per backward, as without slices.
+
+The sum runs from the first slice to the last, as micro-batches would add up in `.grad`: in fp32 for 16-bit
+parameters, rounded once at the end (plain accumulation rounds every time), else in the parameter's dtype.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from infinity.tiling.tile import Kept
+
+TENSOR = object()
+"""Among the leaves of a result: here is a tensor."""
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a module in slices."""
+
+    forward: Callable[..., Any]
+    spec: pytree.TreeSpec  # of (args, kwargs)
+    leaves: list[Any]  # of (args, kwargs); None where a tensor is, which autograd keeps
+    tensors: list[int]  # positions of tensors among the leaves
+    sliced: list[bool]  # for each of these, whether it is cut
+    dims: list[int]
+    sizes: tuple[int, ...]  # of the slices
+    cuda: list[torch.device]
+    states: list[Any] = field(default_factory=list)  # of the random generators before each slice
+    autocast: list[tuple[str, bool, torch.dtype]] = field(default_factory=list)
+    result: pytree.TreeSpec | None = None
+    outputs: list[Any] = field(default_factory=list)  # leaves of the result that are no tensors
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], pytree.TreeSpec, list[Any]]:
+        """Run the module on the tensors of one slice; returns the result's tensors and the rest of it."""
+        leaves = list(self.leaves)
+        for position, tensor in zip(self.tensors, tensors, strict=True):
+            leaves[position] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        found, spec = pytree.tree_flatten(self.forward(*args, **kwargs))
+        rest = [TENSOR if isinstance(one, torch.Tensor) else one for one in found]
+        return [one for one in found if isinstance(one, torch.Tensor)], spec, rest
+
+    def parts(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """Yield the tensors of each slice, contiguous as modules may expect (Conv1D does); the others
+        whole.
+        """
+        start = 0
+        for size in self.sizes:
+            yield [
+                one.narrow(dim, start, size).contiguous() if cut else one
+                for one, cut, dim in zip(tensors, self.sliced, self.dims, strict=True)
+            ]
+            start += size
+
+
+def run_in_slices(
+    forward: Callable[..., Any],
+    parameters: Sequence[nn.Parameter],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    cut: Callable[[torch.Tensor], int | None],
+    size: int,
+) -> Any:
+    """Return forward(*args, **kwargs), computed on slices of at most `size` and recomputed in backward.
+
+    cut: says along which dimension a tensor among the arguments is cut; None for those passed whole. All that
+    are cut have the same length there, and so has every tensor of the result, in that dimension of the first.
+
+    Raises:
+        ValueError: nothing to cut, or lengths that differ.
+        RuntimeError: the module changed an input in place (a recomputation would start from the change).
+        TypeError: a result that cannot be put together again from slices.
+    """
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    positions = [number for number, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaves[number] for number in positions]
+    dims = [cut(one) for one in tensors]
+    lengths = {one.shape[dim] for one, dim in zip(tensors, dims, strict=True) if dim is not None}
+    if len(lengths) != 1:
+        raise ValueError(
+            f"tensors of shapes {[tuple(one.shape) for one in tensors]}: found lengths {lengths} to cut"
+        )
+    (length,) = lengths
+    sizes = tuple(min(size, length - start) for start in range(0, length, size)) or (0,)
+    call = Call(
+        forward,
+        spec,
+        [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves],
+        positions,
+        [dim is not None for dim in dims],
+        [0 if dim is None else dim % one.dim() for one, dim in zip(tensors, dims, strict=True)],
+        sizes,
+        sorted({one.device for one in tensors if one.device.type == "cuda"}, key=str),
+    )
+    for kind in sorted({one.device.type for one in tensors}):
+        call.autocast.append((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)))
+    used = [one for one in dict.fromkeys(parameters) if one.requires_grad]
+    outputs = Slices.apply(call, len(tensors), *tensors, *used)  # type: ignore[no-untyped-call]
+    if call.result is None:
+        raise TypeError("a sliced module returned nothing")
+    rest = iter(outputs if isinstance(outputs, tuple) else (outputs,))
+    return pytree.tree_unflatten([next(rest) if one is TENSOR else one for one in call.outputs], call.result)
+
+
+class Slices(torch.autograd.Function):
+    """The node of one sliced call; see [Note: one call, one gradient]."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, count: int, *tensors: torch.Tensor) -> Any:
+        """Run the slices without recording them, and write their results into the whole's."""
+        inputs = tensors[:count]
+        versions = [one._version for one in inputs]
+        whole: list[torch.Tensor] = []
+        start = 0
+        for number, part in enumerate(call.parts(inputs)):
+            call.states.append(_generators(call.cuda))
+            results, spec, rest = call.run(part)
+            if number == 0:
+                call.result, call.outputs = spec, _checked(rest)
+                whole = [_whole(one, call) for one in results]
+            for one, result in zip(whole, results, strict=True):
+                one.narrow(_dim(call), start, call.sizes[number]).copy_(result)
+            start += call.sizes[number]
+        if versions != [one._version for one in inputs]:
+            raise RuntimeError(
+                "a sliced module changed its input in place: a recomputation would begin from the change. "
+                "Slice a part of it that does not, or switch that off (dropout inplace, router jitter)."
+            )
+        ctx.call = call
+        ctx.save_for_backward(*inputs)
+        ctx.parameters = [Kept(one) for one in tensors[count:]]
+        ctx.mark_non_differentiable(*(one for one in whole if not one.is_floating_point()))
+        return tuple(whole)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """Recompute slice by slice, and return each gradient once."""
+        call: Call = ctx.call
+        inputs, parameters = ctx.saved_tensors, [one.take() for one in ctx.parameters]
+        wanted = ctx.needs_input_grad[2 : 2 + len(inputs)]
+        sums = Sums(call, inputs, wanted, parameters)
+        start = 0
+        with _as_before(call):
+            for number, part in enumerate(call.parts(inputs)):
+                size = call.sizes[number]
+                part = [one.detach().requires_grad_(want) for one, want in zip(part, wanted, strict=True)]  # noqa: PLW2901
+                _set_generators(call.cuda, call.states[number])
+                with torch.enable_grad():
+                    results, _, _ = call.run(part)
+                sliced = [grad.narrow(_dim(call), start, size) for grad in grads]
+                pairs = [(one, grad) for one, grad in zip(results, sliced, strict=True) if one.requires_grad]
+                leaves = [one for one, want in zip(part, wanted, strict=True) if want]
+                if pairs:
+                    found = torch.autograd.grad(
+                        [one for one, _ in pairs],
+                        [*leaves, *parameters],
+                        [grad for _, grad in pairs],
+                        allow_unused=True,
+                    )
+                    sums.add(found, start, size)
+                del part, leaves, results, pairs
+                start += size
+        return None, None, *sums.finished()
+
+
+class Sums:
+    """Gradients of one sliced call, as its slices add to them."""
+
+    def __init__(
+        self,
+        call: Call,
+        inputs: Sequence[torch.Tensor],
+        wanted: Sequence[bool],
+        parameters: Sequence[torch.Tensor],
+    ) -> None:
+        self._call, self._inputs, self._wanted, self._parameters = call, inputs, wanted, parameters
+        self._of_inputs: list[torch.Tensor | None] = [None] * len(inputs)
+        self._of_parameters: list[torch.Tensor | None] = [None] * len(parameters)
+
+    def add(self, found: Sequence[torch.Tensor | None], start: int, size: int) -> None:
+        """Take the gradients of one slice: of the wanted inputs, then of the parameters."""
+        rest = iter(found)
+        for number, one in enumerate(self._inputs):
+            grad = next(rest) if self._wanted[number] else None
+            if grad is None:
+                continue
+            if self._call.sliced[number]:
+                if self._of_inputs[number] is None:
+                    self._of_inputs[number] = torch.zeros_like(one)
+                self._of_inputs[number].narrow(self._call.dims[number], start, size).copy_(grad)  # type: ignore[union-attr]
+            else:
+                self._of_inputs[number] = _added(self._of_inputs[number], grad)
+        for number, grad in enumerate(rest):
+            if grad is not None:
+                self._of_parameters[number] = _added(self._of_parameters[number], grad)
+
+    def finished(self) -> list[torch.Tensor | None]:
+        """Return the sums, each in the dtype of what it is a gradient of."""
+        sums = zip([*self._of_inputs, *self._of_parameters], [*self._inputs, *self._parameters], strict=True)
+        return [None if total is None else total.to(one.dtype) for total, one in sums]
+
+
+def _added(total: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
+    if total is None:
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        # The first is copied: autograd.grad may return the same tensor twice.
+        return grad.to(wide, copy=True)
+    return total.add_(grad)
+
+
+def _dim(call: Call) -> int:
+    return next(dim for dim, cut in zip(call.dims, call.sliced, strict=True) if cut)
+
+
+def _whole(first: torch.Tensor, call: Call) -> torch.Tensor:
+    dim = _dim(call)
+    if first.dim() <= dim or first.shape[dim] != call.sizes[0]:
+        raise TypeError(
+            f"a slice of {call.sizes[0]} gave a result of shape {tuple(first.shape)}: what is not one row "
+            "per input row (a loss, router logits of all tokens) cannot be put together from slices"
+        )
+    shape = list(first.shape)
+    shape[dim] = sum(call.sizes)
+    return first.new_empty(shape)
+
+
+def _checked(rest: list[Any]) -> list[Any]:
+    for one in rest:
+        if one is not TENSOR and one is not None and not isinstance(one, (bool, int, float, str)):
+            raise TypeError(f"a sliced module returned a {type(one).__name__}, which slices cannot share")
+    return rest
+
+
+def _generators(cuda: Sequence[torch.device]) -> list[torch.Tensor]:
+    """Return the states of the random generators that the slices may draw from."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(one) for one in cuda)]
+
+
+def _set_generators(cuda: Sequence[torch.device], states: Sequence[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for device, state in zip(cuda, states[1:], strict=True):
+        torch.cuda.set_rng_state(state, device)
+
+
+@contextlib.contextmanager
+def _as_before(call: Call) -> Iterator[None]:
+    """Compute under the forward's autocast, and give the random generators back as they are now."""
+    now = _generators(call.cuda)
+    try:
+        with contextlib.ExitStack() as stack:
+            for kind, enabled, dtype in call.autocast:
+                stack.enter_context(torch.autocast(kind, dtype, enabled=enabled))
+            yield
+    finally:
+        _set_generators(call.cuda, now)

@@ -1,0 +1,230 @@
+"""The whole that tiles make up, as far as others ask for it: its shape, and its initial values.
+
+[Note: whole weights]
+`module.weight` of a tiled module is a `Whole`: a parameter in name, of the whole's shape and dtype, without
+values and registered nowhere. It answers metadata. What initialises it in place (`normal_`, `uniform_`,
+`mul_`, `copy_`, all of torch.nn.init that is made of these) works on the tiles one after another and draws
+the numbers that the whole would have got. Assigned to another module's `weight`, it ties the tiles. Every
+other
+use is an error by name: never an empty or stale value.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.tiling.grid import ALIGNMENT, Grid, spans
+
+_VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag", "grad"})
+_METADATA = frozenset(
+    [
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "element_size",
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "__len__",
+        "__hash__",
+    ]
+)
+_ELEMENTWISE = frozenset(
+    [
+        "zero_",
+        "fill_",
+        "add_",
+        "sub_",
+        "mul_",
+        "div_",
+        "clamp_",
+        "clamp_min_",
+        "clamp_max_",
+        "neg_",
+        "erfinv_",
+        "sqrt_",
+        "exp_",
+        "abs_",
+    ]
+)
+_RANDOM = frozenset(["uniform_", "normal_", "exponential_", "cauchy_", "log_normal_", "bernoulli_"])
+_DRAWN_NUMEL = 1 << 22
+"""Elements that are drawn at a time where a row of the whole lies in several tiles."""
+
+
+class Whole(nn.Parameter):
+    """Stands for the weight or bias that tiles make up; see [Note: whole weights]."""
+
+    tiles: Sequence[nn.Module]
+    grid: Grid
+    field: str
+
+    @staticmethod
+    def of(tiles: Sequence[nn.Module], grid: Grid, name: str) -> Whole:
+        """Stand for the parameters `name` of `tiles`, which lie as `grid` says (a bias: one column)."""
+        first = getattr(tiles[0], name)
+        shape = grid.shape if name == "weight" else grid.shape[:1]
+        empty = torch.empty(shape, dtype=first.dtype, device="meta")
+        whole = torch.Tensor._make_subclass(Whole, empty, first.requires_grad)  # noqa: SLF001 - as nn.Parameter does
+        whole.tiles, whole.grid, whole.field = tiles, grid, name
+        return whole
+
+    def pieces(self) -> list[nn.Parameter]:
+        """Return the tiles' parameters, in row-major order."""
+        return [getattr(tile, self.field) for tile in self.tiles]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Answer metadata and initialisation; refuse the rest."""
+        kwargs = kwargs or {}
+        name = str(getattr(func, "__name__", func))
+        if name in ("__get__", "__set__"):
+            attribute = str(getattr(getattr(func, "__self__", None), "__name__", name))
+            return _attribute(func, attribute, args)
+        if name in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if "tensor" in kwargs:  # so torch.nn.init hands on what it is given
+            return _initialise(name, **kwargs)
+        whole = args[0] if args else None
+        if not isinstance(whole, Whole) or any(isinstance(one, Whole) for one in args[1:]):
+            raise _refused(name, next((one for one in args if isinstance(one, Whole)), None))
+        return _change(whole, name, args[1:], kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """What is known without the values."""
+        return f"Whole({tuple(self.shape)}, {self.dtype}, {len(self.grid)} tiles)"
+
+    def __format__(self, spec: str) -> str:
+        """As `repr`."""
+        return format(repr(self), spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Whole:
+        """Stand for the copies of the tiles."""
+        if id(self) not in memo:
+            memo[id(self)] = Whole.of(
+                [copy.deepcopy(tile, memo) for tile in self.tiles], self.grid, self.field
+            )
+        whole: Whole = memo[id(self)]
+        return whole
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Be pickled as the tiles it stands for."""
+        return Whole.of, (list(self.tiles), self.grid, self.field)
+
+
+def _refused(operation: str, whole: Whole | None) -> RuntimeError:
+    shape = tuple(whole.shape) if whole is not None else "a tiled module's"
+    return RuntimeError(
+        f"{operation}() on a weight of shape {shape} that exists in tiles alone. Call the tiled module; for "
+        "the values use module.state_dict(); to initialise it another way, go through the weights of "
+        "module.tiles; where other code uses the weight, leave the module out of tiling."
+    )
+
+
+def _attribute(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> Any:
+    whole: Whole = args[0]
+    if func.__name__ == "__get__":
+        if name == "data":
+            return whole
+        if name in ("device", "is_meta", "requires_grad", "is_cuda", "is_cpu"):
+            return getattr(whole.pieces()[0], name)
+        if name not in _VALUES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args)
+    elif name == "requires_grad":
+        return _change(whole, "requires_grad_", args[1:], {})
+    raise _refused(name, whole)
+
+
+def _initialise(name: str, tensor: Whole, **arguments: Any) -> Any:
+    """Do what those functions of torch.nn.init do that ask before they touch a tensor."""
+    if name == "kaiming_uniform_":
+        fan = nn.init._calculate_correct_fan(tensor, arguments.get("mode", "fan_in"))  # noqa: SLF001
+        gain = nn.init.calculate_gain(arguments.get("nonlinearity", "leaky_relu"), arguments.get("a", 0))
+        bound = math.sqrt(3.0) * (gain / math.sqrt(fan))
+        return _change(tensor, "uniform_", (-bound, bound), _generator(arguments))
+    if name == "uniform_":
+        limits = (arguments.get("a", 0.0), arguments.get("b", 1.0))
+        return _change(tensor, "uniform_", limits, _generator(arguments))
+    if name == "normal_":
+        moments = (arguments.get("mean", 0.0), arguments.get("std", 1.0))
+        return _change(tensor, "normal_", moments, _generator(arguments))
+    if name == "constant_":
+        return _change(tensor, "fill_", (arguments["val"],), {})
+    raise _refused(name, tensor)
+
+
+def _generator(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"generator": arguments.get("generator")}
+
+
+def _change(whole: Whole, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if operation in ("detach", "requires_grad_"):
+        for piece in whole.pieces() if operation == "requires_grad_" else ():
+            piece.requires_grad_(*args, **kwargs)
+        return whole
+    if operation == "__getitem__" and isinstance(args[0], int) and len(whole.grid.columns) == 1:
+        row = args[0] % len(whole)
+        for piece, span in zip(whole.pieces(), spans(whole.grid.rows), strict=True):
+            if span.start <= row < span.stop:
+                return piece[row - span.start]
+    with torch.no_grad():
+        _in_place(whole, operation, args, kwargs)
+    return whole
+
+
+def _in_place(whole: Whole, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if operation == "copy_":
+        values = args[0].expand(whole.shape)
+        for piece, (rows, columns) in zip(whole.pieces(), whole.grid.slices(), strict=True):
+            piece.copy_(values[rows, columns] if values.dim() > 1 else values[rows])
+    elif operation in _ELEMENTWISE and not any(isinstance(one, torch.Tensor) for one in args):
+        for piece in whole.pieces():
+            getattr(piece, operation)(*args, **kwargs)
+    elif operation in _RANDOM:
+        for target, widths in _in_order(whole):
+            _draw(target, widths, operation, args, kwargs)
+    else:
+        raise _refused(operation, whole)
+
+
+def _in_order(whole: Whole) -> Iterator[tuple[list[nn.Parameter], tuple[int, ...]]]:
+    """Yield, row of tiles by row of tiles, its pieces and their widths."""
+    pieces, columns = whole.pieces(), whole.grid.columns
+    for first in range(0, len(pieces), len(columns)):
+        yield pieces[first : first + len(columns)], columns
+
+
+def _draw(
+    pieces: list[nn.Parameter],
+    columns: tuple[int, ...],
+    operation: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Draw one row of tiles as the whole would be drawn: element by element along its rows."""
+    if len(pieces) == 1:
+        getattr(pieces[0], operation)(*args, **kwargs)
+        return
+    rows = pieces[0].shape[0]
+    step = max(_DRAWN_NUMEL // sum(columns) // ALIGNMENT, 1) * ALIGNMENT
+    for start in range(0, rows, step):
+        drawn = pieces[0].new_empty(min(step, rows - start), sum(columns))
+        getattr(drawn, operation)(*args, **kwargs)
+        for piece, span in zip(pieces, spans(columns), strict=True):
+            piece[start : start + step].copy_(drawn[:, span])
