@@ -2,6 +2,7 @@
 and the device.
 """
 
+from infinity.checkpoint import load, save
 from infinity.config import Config
 from infinity.errors import (
     ConfigError,
@@ -12,13 +13,18 @@ from infinity.errors import (
     NotResidentError,
     UnsupportedError,
 )
+from infinity.export import save_pretrained
 from infinity.gather import gathered
+from infinity.imported import load_deepspeed
 from infinity.init import Init
+from infinity.manifest import CheckpointError
 from infinity.optim import AdamW
 from infinity.stats import Stats, stats
+from infinity.tensorfile import TensorFileError
 
 __all__ = [
     "AdamW",
+    "CheckpointError",
     "Config",
     "ConfigError",
     "CorruptionError",
@@ -28,7 +34,12 @@ __all__ = [
     "Init",
     "NotResidentError",
     "Stats",
+    "TensorFileError",
     "UnsupportedError",
     "gathered",
+    "load",
+    "load_deepspeed",
+    "save",
+    "save_pretrained",
     "stats",
 ]

@@ -1,4 +1,4 @@
-"""The command line: `infinity train`, `doctor`, `bench` and `plan`.
+"""The command line: `infinity train`, `doctor`, `export`, `bench` and `plan`.
 
 Exit codes: 0 done; 1 an error, told in one paragraph on stderr; 2 wrong arguments; 130 Ctrl-C; 143 SIGTERM.
 """
@@ -31,6 +31,7 @@ _BENCHES = {
     "copy": "copies between host and CUDA device, both ways at once and beside NVMe",
 }
 """Each is a module of infinity.bench."""
+_EXPORT = "Hugging Face's files from a checkpoint, for from_pretrained and all else that reads them"
 _PLAN = "will a model fit, how fast will it train, and what limits it: computed, nothing is measured"
 
 
@@ -91,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"infinity {_version()}")
     parser.set_defaults(run=_helping(parser))
-    commands = parser.add_subparsers(dest="command", metavar="train | doctor | bench | plan")
+    commands = parser.add_subparsers(dest="command", metavar="train | doctor | export | bench | plan")
     _add_train(
         commands.add_parser("train", help="train a byte-level language model on a text file or folder")
     )
@@ -101,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     measure = "measure the disks anew, in some seconds each, and keep the result for training"
     doctor.add_argument("--measure", action="store_true", help=measure)
     doctor.set_defaults(run=_doctor)
+    commands.add_parser("export", help=_EXPORT, module="infinity.export")
     bench = commands.add_parser("bench", help="measure the disk, the kernels, whole steps, copies")
     bench.set_defaults(run=_helping(bench))
     benches = bench.add_subparsers(dest="bench", metavar=" | ".join(_BENCHES))

@@ -11,6 +11,7 @@ and what came without registration (copy.deepcopy) has been found by walking the
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Container, Iterable, Iterator, Sequence
 from types import TracebackType
@@ -29,6 +30,7 @@ from infinity.config import Config
 from infinity.engine import DTYPE, Engine, engine_of
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.passes import ReadPass, WritePass
+from infinity.pretrained import Mapped, check_values, loading_in_order
 from infinity.record import Record
 from infinity.released import not_resident, placeholder, release, restore, set_owner
 
@@ -102,6 +104,7 @@ class _Construction:
         self._entries: dict[int, _Entry] = {}
         self._real: dict[int, _Entry] = {}  # oldest touch first
         self._records: list[Record] = []
+        self._mapped: Mapped | None = None
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._window_nbytes = max(engine.budget.total_nbytes // 2, 1)
 
@@ -134,6 +137,9 @@ class _Construction:
             return False
         if not parameter.is_floating_point():
             return False  # integers have no gradient: they stay ordinary, like buffers
+        if parameter.is_meta:
+            self._mapped = self._mapped or Mapped()
+            return False  # its values come with the parameter that replaces it
         what = f"{type(module).__name__}.{name}"
         if isinstance(parameter, UninitializedParameter):
             raise UnsupportedError(
@@ -142,11 +148,6 @@ class _Construction:
         if type(parameter) is not nn.Parameter:
             raise UnsupportedError(
                 f"{what} is a {type(parameter).__name__}; only plain nn.Parameter can be offloaded"
-            )
-        if parameter.device.type == "meta":
-            raise UnsupportedError(
-                f"{what} is on the meta device: it has no values to keep. "
-                "Build the model on the CPU inside Init."
             )
         if parameter.dtype not in _FLOATS:
             raise UnsupportedError(_other_dtype(what, parameter))
@@ -202,6 +203,8 @@ class _Construction:
             release(parameter, placeholder(parameter.shape, entry.dtype, parameter.device))
             set_owner(parameter, self._engine)
             self._real.pop(id(parameter), None)
+        if self._mapped is not None:
+            self._mapped.taken(sum(entry.nbytes for entry, _ in alive))
 
     def touch(self, parameters: Sequence[nn.Parameter], operation: str, args: Sequence[Any]) -> object:
         """Make evicted parameters real again: they are used while the model is built."""
@@ -232,6 +235,7 @@ class _Construction:
         for root in roots:
             self._sweep(root)
         named = list(_named_modules(roots))
+        check_values(named)
         found = {
             id(parameter)
             for _, module in named
@@ -330,7 +334,7 @@ class Init:
     ::
 
         with infinity.Init(config):
-            model = LlamaForCausalLM(llama_config)
+            model = LlamaForCausalLM(llama_config)  # or LlamaForCausalLM.from_pretrained(folder)
 
     Raises: ConfigError, HostMemoryError, or an OSError naming the path, on entering; on an error inside the
     `with`, what was written is given back.
@@ -346,6 +350,7 @@ class Init:
         self._engine: Engine | None = None
         self._construction: _Construction | None = None
         self._hooks: list[Any] = []
+        self._in_order = contextlib.ExitStack()
 
     def __enter__(self) -> Init:  # noqa: PYI034 - Self is of Python 3.11
         """Open the engine and listen to registrations."""
@@ -358,6 +363,7 @@ class Init:
             register_module_parameter_registration_hook(construction.registered),
             register_module_module_registration_hook(construction.adopted),
         ]
+        self._in_order.enter_context(loading_in_order())
         Init._active = self
         return self
 
@@ -366,6 +372,7 @@ class Init:
     ) -> None:
         """Hand the finished models over; after an error give everything back."""
         Init._active = None
+        self._in_order.close()
         for hook in self._hooks:
             hook.remove()
         engine, construction = self._engine, self._construction

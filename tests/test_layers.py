@@ -15,19 +15,54 @@ PACKAGE = ROOT / "infinity"
 LAYERS = [
     {"__main__", "bench", "cli", "doctor", "picture", "presets", "recording", "report", "text", "train"},
     {"__init__"},  # what users import: everything below
-    {"gather", "init", "optim", "stats"},  # what they are made of
+    {  # what they are made of
+        "checkpoint",
+        "checkpoint_writer",
+        "export",
+        "gather",
+        "imported",
+        "init",
+        "inventory",
+        "optim",
+        "stats",
+    },
     {"engine"},
-    {"exchange", "hooks", "offloaded", "slices"},
+    {"exchange", "hooks", "hub", "offloaded", "slices"},
     {"calls"},
     {"executor", "gradient", "pins"},
-    {"fetch"},
+    {"fetch", "ranges"},
     {"passes"},
     {"lanes", "unit"},
     {"blocks", "queueing"},
     {"record"},
-    {"buffers", "cuda", "demand", "device", "disk", "memory", "nvme", "store", "stripes"},
-    {"bound", "config", "cursor", "forecast", "placement", "plan", "reference", "released", "simulated"},
-    {"frequency", "outline", "reference_state", "shard", "timeline", "trace"},
+    {
+        "atomic",
+        "buffers",
+        "cuda",
+        "demand",
+        "device",
+        "disk",
+        "memory",
+        "nvme",
+        "store",
+        "streams",
+        "stripes",
+        "tensorfile",
+    },
+    {
+        "bound",
+        "config",
+        "cursor",
+        "forecast",
+        "manifest",
+        "placement",
+        "plan",
+        "pretrained",
+        "reference",
+        "released",
+        "simulated",
+    },
+    {"frequency", "generators", "outline", "reference_state", "shard", "tensors", "timeline", "trace"},
     {"cores", "errors", "sizes", "zero"},
 ]
 # Packages that import nothing of ours, and the lowest layer that may import them.
@@ -41,6 +76,7 @@ PURE = {
     "errors",
     "forecast",
     "frequency",
+    "manifest",
     "outline",
     "placement",
     "plan",
@@ -50,23 +86,7 @@ PURE = {
     "trace",
     "zero",
 }
-IMPURE = {
-    "bound",
-    "config",
-    "cursor",
-    "demand",
-    "errors",
-    "forecast",
-    "frequency",
-    "outline",
-    "placement",
-    "plan",
-    "shard",
-    "simulated",
-    "sizes",
-    "trace",
-    "zero",
-}
+IMPURE = {"aio", "io", "kernels", "mmap", "os", "shutil", "socket", "subprocess", "tempfile", "torch"}
 
 LEVEL = {module: level for level, layer in enumerate(LAYERS) for module in layer}
 

@@ -1,0 +1,320 @@
+"""Save and load a training: weights, moments, and where it stood. Streamed, hashed, atomic, never unpickled.
+
+[Note: what lies where]
+manifest.json          everything that is no array, and what the files hold; see manifest
+weights-*.safetensors  fp32 masters, buffers and ordinary parameters, by their names in the model: any reader
+                       of safetensors can read them, torch.distributed.checkpoint too
+moments-*.safetensors  "exp_avg.NAME", "exp_avg_sq.NAME" in the type in which they are kept; 8-bit ones have
+                       "exp_avg_scale.NAME", two fp32 scales for each 256 elements
+extra-*.safetensors    tensors among what the user gave
+
+Units pass one after the other in chunks, which is all that is in memory. Updates that were decided and wait
+are applied first, as for any reader. Gradients are not saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from infinity import generators
+from infinity.atomic import new_folder
+from infinity.checkpoint_writer import CheckpointWriter
+from infinity.engine import Engine
+from infinity.errors import UnsupportedError
+from infinity.hub import configuration
+from infinity.inventory import KINDS, Inventory
+from infinity.manifest import (
+    MASTER,
+    NAME,
+    PLAIN,
+    CheckpointError,
+    Manifest,
+    Tensor,
+    compare,
+    compare_groups,
+    decode,
+    encode,
+    names_of,
+)
+from infinity.optim import AdamW
+from infinity.ranges import CopyInPass, buffers, chunks, parts
+from infinity.streams import Source
+from infinity.tensorfile import TensorReader
+from infinity.tensors import as_bytes, empty, name_of_dtype
+from infinity.unit import Unit
+
+
+class Stateful(Protocol):
+    """A learning rate scheduler, as torch's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take them."""
+
+
+# Saving
+
+
+def save(
+    model: nn.Module,
+    optimizer: AdamW | None,
+    folder: str | os.PathLike[str],
+    *,
+    scheduler: Stateful | None = None,
+    extra: Any = None,
+    overwrite: bool = False,
+) -> None:
+    """Save a training to a new folder: all of it, or, after an error or a kill, nothing.
+
+    model: built in Init. optimizer: its AdamW; None saves weights and buffers alone. scheduler: its
+    state_dict has to be plain. extra: plain values and tensors of your own, such as the position in the data;
+    load returns them. overwrite: an older checkpoint there is replaced, in one step, once the new one is
+    complete. The generators of torch, Python and numpy are saved as well. Gradients are not.
+
+    Raises: FileExistsError for a folder that is not to be replaced; StorageFullError with the numbers;
+    CheckpointError naming a value that is not plain; ValueError for a model that was not built in Init.
+    """
+    inventory = Inventory(model, optimizer)
+    kept: dict[str, torch.Tensor] = {}
+
+    def keep(value: Any, what: str) -> str | None:
+        if not isinstance(value, torch.Tensor):
+            return None
+        name_of_dtype(value, what)
+        key = f"extra.{len(kept)}"
+        kept[key] = value.detach()
+        return key
+
+    said = {
+        "optimizer": _optimizer_out(inventory, keep),
+        "scheduler": encode(scheduler.state_dict() if scheduler else None, "scheduler.state_dict()", keep),
+        "rng": generators.capture(),
+        "extra": encode(extra, "extra", keep),
+        "model": configuration(model),
+    }
+    with new_folder(Path(folder), lambda old: overwrite and is_checkpoint(old)) as filling:
+        writing = CheckpointWriter(filling, inventory, kept)
+        with contextlib.closing(writing):
+            writing.write_units(inventory)
+            for kind, tensors in ((PLAIN, inventory.plain), ("extra", kept)):
+                for name, tensor in tensors.items():
+                    writing.write(kind, name, as_bytes(tensor))
+            manifest = Manifest(writing.tensors(), writing.files(), **said)
+        (filling / NAME).write_text(manifest.to_json())
+
+
+def _optimizer_out(inventory: Inventory, keep: Any) -> dict[str, Any] | None:
+    if inventory.optimizer is None:
+        return None
+    groups = [
+        {
+            "parameters": names,
+            "options": encode(
+                {key: value for key, value in group.items() if key != "params"}, f"param group {number}", keep
+            ),
+        }
+        for number, (names, group) in enumerate(zip(inventory.group_names, inventory.groups, strict=True))
+    ]
+    return {
+        "state_dtype": inventory.engine.form.state_dtype,
+        "seed": inventory.optimizer.seed,
+        "steps": inventory.steps,
+        "groups": groups,
+    }
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is a checkpoint of ours."""
+    try:
+        read_manifest(folder)
+    except (OSError, CheckpointError):
+        return False
+    return True
+
+
+# Loading
+
+
+def load(
+    model: nn.Module,
+    optimizer: AdamW | None,
+    folder: str | os.PathLike[str],
+    *,
+    scheduler: Stateful | None = None,
+) -> Any:
+    """Load what `save` has saved into a model, optimizer and scheduler of the same kind; return `extra`.
+
+    Budgets, tiers and `update` may be others than they were. With an optimizer the random number generators
+    are set as well, and the training goes on as if it had never stopped; with None weights and buffers alone
+    are loaded.
+
+    Raises: CheckpointError naming everything that does not fit, before anything is changed; CorruptionError
+    naming file and tensor where a hash does not fit; FileNotFoundError.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    inventory = Inventory(model, optimizer)
+    _check_fits(manifest, inventory, scheduler, folder)
+    with contextlib.ExitStack() as stack:
+        files = open_files(manifest, folder, stack)
+
+        def tensor_of(key: str) -> torch.Tensor:
+            return _read_whole(manifest.by_kind()["extra", key], files)
+
+        extra, lines = decode(manifest.extra, tensor_of), decode(manifest.scheduler, tensor_of)
+        groups = decode((manifest.optimizer or {}).get("groups", []), tensor_of)
+        _fill_units(manifest, inventory, files)
+        with torch.no_grad():
+            for name, tensor in inventory.plain.items():
+                tensor.copy_(_read_whole(manifest.by_kind()[PLAIN, name], files))
+    if optimizer is not None and manifest.optimizer is not None:
+        _optimizer_in(manifest.optimizer, groups, inventory, optimizer)
+        if scheduler is not None:
+            scheduler.load_state_dict(lines)
+        generators.restore(manifest.rng)
+    return extra
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return a checkpoint's manifest.
+
+    Raises: CheckpointError naming the file; FileNotFoundError.
+    """
+    path = folder / NAME
+    try:
+        return Manifest.from_json(path.read_bytes())
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _check_fits(manifest: Manifest, inventory: Inventory, scheduler: Stateful | None, folder: Path) -> None:
+    """See that everything in the checkpoint has its place, and the other way round."""
+    tensors = manifest.tensors
+    found = compare(names_of(tensors, MASTER), inventory.masters(), "parameters")
+    found += compare(names_of(tensors, PLAIN), inventory.plains(), "buffers and ordinary parameters")
+    if inventory.optimizer is not None:
+        found += _optimizer_complaints(manifest, inventory)
+        if scheduler is not None and manifest.scheduler is None:
+            found.append("no scheduler was saved")
+    elif scheduler is not None:
+        found.append("a scheduler is loaded with its optimizer, not without")
+    if found:
+        raise CheckpointError("\n  ".join([f"{folder} does not fit; nothing was loaded:", *found]))
+    for _, unit in inventory.units():
+        if unit.users:
+            raise UnsupportedError(f"{unit.name}: load inside a forward or `with infinity.gathered(...)`")
+
+
+def _optimizer_complaints(manifest: Manifest, inventory: Inventory) -> list[str]:
+    saved = manifest.optimizer
+    if saved is None:
+        return ["it was saved without an optimizer: load it with optimizer=None"]
+    state_dtype = inventory.engine.form.state_dtype
+    if saved["state_dtype"] != state_dtype:
+        cure = f"build the model with Config(state_dtype={saved['state_dtype']!r})"
+        return [f"its moments are {saved['state_dtype']}, those of this model {state_dtype}; {cure}"]
+    names = [name for group in saved["groups"] for name in group["parameters"]]
+    found = compare_groups([group["parameters"] for group in saved["groups"]], inventory.group_names)
+    stray = [name for name in saved["steps"] if name not in names]
+    if stray:
+        found.append(f"steps of parameters that are in no group: {', '.join(stray)}")
+    for kind in KINDS.values():
+        expected = {
+            name: form for (of, name), form in inventory.moments(set(saved["steps"])).items() if of == kind
+        }
+        found += compare(names_of(manifest.tensors, kind), expected, kind)
+    return found
+
+
+def open_files(manifest: Manifest, folder: Path, stack: contextlib.ExitStack) -> dict[str, TensorReader]:
+    """Open the files, and see that each holds what the manifest says."""
+    files = {
+        name: stack.enter_context(TensorReader(folder / name))
+        for name in dict.fromkeys(piece.file for one in manifest.tensors for piece in one.pieces)
+    }
+    for name, reader in files.items():
+        if reader.nbytes != manifest.files.get(name):
+            raise CheckpointError(
+                f"{reader.path}: {reader.nbytes} bytes, {manifest.files.get(name)} when it was saved"
+            )
+    for tensor in manifest.tensors:
+        for piece in tensor.pieces:
+            entry = files[piece.file].entries.get(piece.key)
+            if entry is None or (entry.dtype, entry.numel) != (tensor.dtype, piece.stop - piece.start):
+                raise CheckpointError(
+                    f"{folder / piece.file}: expected {piece.stop - piece.start} elements of {tensor.dtype} "
+                    f"as {piece.key}, found {entry}"
+                )
+    return files
+
+
+def _read_whole(tensor: Tensor, files: Mapping[str, TensorReader]) -> torch.Tensor:
+    values = empty(tensor.dtype, tensor.shape)
+    Source(tensor, files).read(as_bytes(values))
+    return values
+
+
+def _fill_units(manifest: Manifest, inventory: Inventory, files: Mapping[str, TensorReader]) -> None:
+    """Stream masters and moments into the records; what has no moments in the checkpoint gets none."""
+    tensors = manifest.by_kind()
+    before: tuple[Engine, CopyInPass] | None = None
+    for engine, unit in inventory.units():
+        engine.executor.flush(unit)
+        engine.executor.changed(unit)
+        names = inventory.names_in(unit)
+        fields = ("master", *_moments_to_fill(unit, names, manifest, inventory))
+        for field in fields[1:]:
+            if field not in unit.record:
+                unit.record.add(field, engine.store)
+        sources: dict[tuple[str, str], Source] = {}
+        for start, stop in chunks(unit.record, engine.budget.tile_numel):
+            values = buffers(unit.record, fields, stop - start)
+            for part in parts(unit.record, start, stop, values):
+                name, kind = names[part.index], KINDS.get(part.field, MASTER)
+                if name is not None and (kind, name) in tensors:
+                    key = kind, name
+                    sources.setdefault(key, Source(tensors[key], files)).read(part.values)
+            job = CopyInPass(unit.record, engine.budget.tile_numel, start, stop, values)
+            if before is not None:
+                before[0].lane.wait(before[1])
+            engine.lane.submit(job, urgent=True)
+            before = engine, job
+    if before is not None:
+        before[0].lane.wait(before[1])
+
+
+def _moments_to_fill(
+    unit: Unit, names: Sequence[str | None], manifest: Manifest, inventory: Inventory
+) -> Sequence[str]:
+    """Return the moments to set: all of them if any is in the checkpoint, or in the record."""
+    form = unit.record.form
+    saved = manifest.optimizer
+    if inventory.optimizer is None or saved is None:
+        return ()
+    stepped = any(name in saved["steps"] for name in names if name is not None)
+    tiles = range(0, unit.shard.numel, inventory.engine.budget.tile_numel)
+    written = any(unit.record.written(field, start) for field in form.moments for start in tiles)
+    return form.moments if stepped or written else ()
+
+
+def _optimizer_in(
+    saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], inventory: Inventory, optimizer: AdamW
+) -> None:
+    """Set step counts, groups' options and the seed of rounding."""
+    optimizer.seed = saved["seed"]
+    for group, found in zip(optimizer.param_groups, groups, strict=True):
+        group.update(found["options"])
+        for parameter in group["params"]:
+            optimizer.state.pop(parameter, None)
+            step = saved["steps"].get(inventory.names[id(parameter)])
+            if step is not None:
+                optimizer.state[parameter]["step"] = int(step)

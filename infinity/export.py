@@ -1,0 +1,210 @@
+"""Weights for everybody else: Hugging Face's files, out of a model or out of a checkpoint. `infinity export`.
+
+Streamed: one chunk is in memory, and of weights that files have in another form (see hub) one tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from infinity import kernels
+from infinity.atomic import new_folder
+from infinity.checkpoint import open_files, read_manifest
+from infinity.errors import UnsupportedError
+from infinity.hub import HubWriter, check_names, file_name, kept_names, write_configuration
+from infinity.inventory import Inventory
+from infinity.manifest import MASTER, PLAIN, WIDTHS, CheckpointError, Form, Manifest, Tensor
+from infinity.ranges import CHUNK_NUMEL, copied_out, parts
+from infinity.sizes import parse_size
+from infinity.streams import Source
+from infinity.tensorfile import TensorReader
+from infinity.tensors import as_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+HELP = "Hugging Face's files from a checkpoint, for from_pretrained and all else that reads them"
+
+
+class _Saved(NamedTuple):
+    """A type in which weights may be written."""
+
+    name: str
+    form: str
+    field: str  # of a record
+
+
+_DTYPES = {
+    torch.bfloat16: _Saved("bfloat16", "BF16", "hi"),
+    torch.float32: _Saved("float32", "F32", "master"),
+}
+
+
+def save_pretrained(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+) -> None:
+    """Write a model as Hugging Face's safetensors files, streamed, for `from_pretrained` without Infinity.
+
+    model: built in Init; of transformers, its configuration is written too. folder: new, or empty; it appears
+    when everything is in it. dtype: torch.bfloat16 (None too), the weights that compute, or torch.float32,
+    their masters. max_shard_size: of one file.
+
+    Raises: FileExistsError for a folder with something in it; StorageFullError; ValueError for a dtype that
+    is none of these and for a model that was not built in Init; UnsupportedError for one whose state_dict has
+    other names than its parameters.
+    """
+    saved = _saved(dtype)
+    check_names(model)
+    inventory = Inventory(model, None)
+    forms, names = _forms_of_model(model, inventory, saved)
+    with new_folder(Path(folder), may_replace=_never) as filling:
+        with contextlib.closing(HubWriter(filling, model, forms, _nbytes(max_shard_size))) as files:
+            fields = ((engine, unit, (saved.field,)) for engine, unit in inventory.units())
+            for unit, chunk in copied_out(fields):
+                of_unit = inventory.names_in(unit)
+                for part in parts(chunk.record, chunk.start, chunk.stop, chunk.values):
+                    name = names.get(of_unit[part.index] or "")
+                    if name is not None:
+                        files.write(name, part.values)
+            for name, tensor in inventory.plain.items():
+                if name in forms:
+                    files.write(name, as_bytes(tensor))
+            files.finish(sum(parameter.numel() for parameter in model.parameters()))
+        write_configuration(model, filling, saved.name)
+
+
+def _saved(dtype: torch.dtype | None) -> _Saved:
+    saved = _DTYPES.get(dtype or torch.bfloat16)
+    if saved is None:
+        known = ", ".join(map(str, _DTYPES))
+        raise ValueError(f"dtype={dtype}: weights can be written as {known}")
+    return saved
+
+
+def _nbytes(max_shard_size: int | str) -> int:
+    return parse_size(max_shard_size, "max_shard_size")
+
+
+def _never(_folder: Path) -> bool:
+    return False
+
+
+def _forms_of_model(
+    model: nn.Module, inventory: Inventory, saved: _Saved
+) -> tuple[dict[str, Form], dict[str, str]]:
+    """Return type and shape of all that is written, and each offloaded parameter's name in it."""
+    parameters = dict(model.named_parameters())
+    names = {name: file_name(model, parameters[name], name) for name in inventory.masters()}
+    kept = set(kept_names(model, [*names.values(), *inventory.plain]))
+    names = {name: of_file for name, of_file in names.items() if of_file in kept}
+    forms: dict[str, Form] = {
+        of_file: (saved.form, tuple(parameters[name].shape)) for name, of_file in names.items()
+    }
+    forms.update({name: form for name, form in inventory.plains().items() if name in kept})
+    return forms, names
+
+
+def export_checkpoint(
+    checkpoint: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+) -> None:
+    """Write the weights of a checkpoint as `save_pretrained` does; the model is not built, its values are not
+    in memory.
+
+    Raises: CheckpointError for a folder that is no checkpoint, or one of a model that is not of transformers;
+    CorruptionError; else as save_pretrained.
+    """
+    saved = _saved(dtype)
+    manifest = read_manifest(Path(checkpoint))
+    model = _hollow_model(manifest, Path(checkpoint))
+    tensors = {one.name: one for one in manifest.tensors if one.kind in (MASTER, PLAIN)}
+    parameters = dict(model.named_parameters())
+    names = {
+        file_name(model, parameters[name], name) if name in parameters else name: name for name in tensors
+    }
+    forms = {
+        of_file: (saved.form if tensors[name].kind == MASTER else tensors[name].dtype, tensors[name].shape)
+        for of_file, name in names.items()
+        if of_file in kept_names(model, list(names))
+    }
+    with new_folder(Path(folder), may_replace=_never) as filling, contextlib.ExitStack() as stack:
+        readers = open_files(manifest, Path(checkpoint), stack)
+        files = stack.enter_context(
+            contextlib.closing(HubWriter(filling, model, forms, _nbytes(max_shard_size)))
+        )
+        for of_file in forms:
+            for values in _values(tensors[names[of_file]], readers, saved):
+                files.write(of_file, values)
+        files.finish(sum(one.numel for one in tensors.values() if one.kind == MASTER))
+        write_configuration(model, filling, saved.name)
+
+
+def _values(tensor: Tensor, readers: Mapping[str, TensorReader], saved: _Saved) -> Iterator[memoryview]:
+    """Return a tensor's bytes in chunks, masters in the type that is to be written."""
+    source = Source(tensor, readers)
+    width = WIDTHS[tensor.dtype]
+    for start in range(0, tensor.numel, CHUNK_NUMEL):
+        numel = min(CHUNK_NUMEL, tensor.numel - start)
+        values = torch.empty(numel * width, dtype=torch.uint8)
+        source.read(as_bytes(values))
+        if tensor.kind == MASTER and saved.field == "hi":
+            halves = torch.empty((2, numel), dtype=torch.int16)
+            kernels.split(numel, values.data_ptr(), halves[0].data_ptr(), halves[1].data_ptr())
+            values = halves[0]
+        yield as_bytes(values)
+
+
+def _hollow_model(manifest: Manifest, checkpoint: Path) -> nn.Module:
+    """Return the model that a checkpoint is of, without values."""
+    if manifest.model is None:
+        raise CheckpointError(
+            f"{checkpoint} is of a model without a configuration of transformers. Build the model in Init, "
+            "load the checkpoint and call infinity.save_pretrained."
+        )
+    try:
+        import transformers
+    except ImportError as error:
+        raise UnsupportedError("transformers is not installed; `pip install transformers`") from error
+    name, config = manifest.model["class"], dict(manifest.model["config"])
+    kind: Any = getattr(transformers, name, None)
+    if kind is None:
+        raise CheckpointError(f"{checkpoint}: transformers {transformers.__version__} has no model {name!r}")
+    with torch.device("meta"):
+        model: Any = kind(kind.config_class.from_dict(config))
+    generation = manifest.model["generation_config"]
+    if generation is not None:
+        model.generation_config = transformers.GenerationConfig.from_dict(dict(generation))
+    return model  # type: ignore[no-any-return]
+
+
+# infinity export
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `infinity export` takes."""
+    parser.add_argument("checkpoint", type=Path, help="a folder that infinity.save has written")
+    parser.add_argument("folder", type=Path, help="a new one, for the files")
+    parser.add_argument("--dtype", choices=[one.name for one in _DTYPES.values()], default="bfloat16")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: 5GB)")
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Do what `infinity export` was asked for; return the exit code."""
+    dtype = next(dtype for dtype, one in _DTYPES.items() if one.name == options.dtype)
+    with console.status(f"Writing {options.folder}"):
+        export_checkpoint(options.checkpoint, options.folder, dtype, options.max_shard_size)
+    console.print(f"{options.folder}: {options.dtype} weights for from_pretrained")
+    return 0

@@ -1,0 +1,47 @@
+"""The states of the random number generators that a training draws from, as plain values."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+def capture() -> dict[str, Any]:
+    """Return the states of torch's generators, Python's, and numpy's where it is in use."""
+    version, words, gauss = random.getstate()
+    states: dict[str, Any] = {
+        "torch": _out(torch.get_rng_state()),
+        "python": [version, list(words), gauss],
+    }
+    if torch.cuda.is_initialized():
+        states["cuda"] = [_out(state) for state in torch.cuda.get_rng_state_all()]
+    if "numpy" in sys.modules:
+        name, words, *rest = sys.modules["numpy"].random.get_state()
+        states["numpy"] = [name, [int(word) for word in words], *rest]
+    return states
+
+
+def restore(states: Mapping[str, Any]) -> None:
+    """Set what `capture` has returned; generators of devices that are not here are left out."""
+    torch.set_rng_state(_in(states["torch"]))
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+    if torch.cuda.is_available():
+        for number, state in enumerate(states.get("cuda", ())[: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(_in(state), number)
+    if "numpy" in states and "numpy" in sys.modules:
+        numpy = sys.modules["numpy"]
+        name, words, *rest = states["numpy"]
+        numpy.random.set_state((name, numpy.array(words, dtype=numpy.uint32), *rest))
+
+
+def _out(state: torch.Tensor) -> str:
+    return bytes(state.numpy()).hex()
+
+
+def _in(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

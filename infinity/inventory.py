@@ -1,0 +1,146 @@
+"""What a model and its optimizer consist of, as logical tensors: what a checkpoint has to hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.engine import Engine, engine_of, engine_of_model
+from infinity.errors import UnsupportedError
+from infinity.manifest import Form
+from infinity.optim import AdamW
+from infinity.shard import STATE_BLOCK
+from infinity.tensors import name_of_dtype
+from infinity.unit import Unit
+
+REPLACED = "(replaced)"
+"""The name of a parameter that is in no model any more; see init."""
+
+KINDS = {"m": "exp_avg", "v": "exp_avg_sq", "scale": "exp_avg_scale"}
+"""A record's moments, by the names under which they are saved."""
+
+_TYPES = {
+    "fp32": {"m": "F32", "v": "F32"},
+    "bf16": {"m": "BF16", "v": "BF16"},
+    "int8": {"m": "U8", "v": "U8", "scale": "F32"},
+}
+
+
+class Inventory:
+    """The offloaded parameters of a model by unit, its other tensors by name, and what an optimizer keeps."""
+
+    def __init__(self, model: nn.Module, optimizer: AdamW | None) -> None:
+        """Look at a model built in Init.
+
+        Raises: ValueError for a model that was not, and for parameters of `optimizer` that are not in it;
+        UnsupportedError for what cannot be saved by name; TypeError for another kind of optimizer.
+        """
+        if optimizer is not None and not isinstance(optimizer, AdamW):
+            raise TypeError(
+                f"expected an infinity.AdamW, or None, got {type(optimizer).__name__}; "
+                "save an optimizer of torch by its state_dict()"
+            )
+        self.optimizer = optimizer
+        self.engine = engine_of_model(model)
+        self.names: dict[int, str] = {}
+        """Of offloaded parameters, by their id."""
+        self.plain: dict[str, torch.Tensor] = {}
+        """Persistent buffers and ordinary parameters."""
+        self._engines: dict[Unit, Engine] = {}
+        for name, parameter in model.named_parameters():
+            engine = engine_of(parameter)
+            if engine is None:
+                self.plain[name] = parameter
+            else:
+                self.names[id(parameter)] = name
+                self._engines[engine.unit_of(parameter)[0]] = engine
+        self._take_buffers(model)
+        self._check_units()
+        self._check_optimizer()
+
+    def _take_buffers(self, model: nn.Module) -> None:
+        known = {id(tensor) for tensor in self.plain.values()}
+        for prefix, module in model.named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                raise UnsupportedError(
+                    f"{prefix or type(module).__name__} has extra state of its own (get_extra_state); "
+                    "give it to save as extra=, and set it after load"
+                )
+            fleeting = module._non_persistent_buffers_set  # noqa: SLF001 - torch has no public name for it
+            for name, buffer in module.named_buffers(recurse=False):
+                if name in fleeting or id(buffer) in known:
+                    continue
+                known.add(id(buffer))
+                self.plain[f"{prefix}.{name}" if prefix else name] = buffer
+
+    def _check_units(self) -> None:
+        for unit in self._engines:
+            for segment, parameter in zip(unit.shard.segments, unit.parameters, strict=True):
+                if id(parameter) not in self.names and segment.name != REPLACED:
+                    raise UnsupportedError(
+                        f"{unit.name} has a parameter, {segment.name}, that is not in the model given; save "
+                        "and load the whole model"
+                    )
+
+    def _check_optimizer(self) -> None:
+        for group in self.groups:
+            for parameter in group["params"]:
+                if id(parameter) not in self.names:
+                    shape = tuple(parameter.shape)
+                    raise ValueError(
+                        f"the optimizer has a parameter of shape {shape} that is not in the model"
+                    )
+
+    def units(self) -> Iterator[tuple[Engine, Unit]]:
+        """Return the units with the engine that keeps each, in the order of the model."""
+        for unit, engine in self._engines.items():
+            yield engine, unit
+
+    def names_in(self, unit: Unit) -> list[str | None]:
+        """Return the names of a unit's parameters; None for one that is in no model any more."""
+        return [self.names.get(id(parameter)) for parameter in unit.parameters]
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's param groups."""
+        return self.optimizer.param_groups if self.optimizer is not None else []
+
+    @property
+    def group_names(self) -> list[list[str]]:
+        """Names of the parameters in each param group."""
+        return [[self.names[id(one)] for one in group["params"]] for group in self.groups]
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """How many updates each parameter has had; one that had none is not there, and has no moments."""
+        state = self.optimizer.state if self.optimizer is not None else {}
+        return {self.names[id(one)]: int(kept["step"]) for one, kept in state.items() if kept.get("step")}
+
+    # Types and shapes
+
+    def masters(self) -> dict[str, Form]:
+        """Return the masters of all offloaded parameters."""
+        return {
+            name: ("F32", tuple(parameter.shape))
+            for _, unit in self.units()
+            for parameter, name in zip(unit.parameters, self.names_in(unit), strict=True)
+            if name is not None
+        }
+
+    def plains(self) -> dict[str, Form]:
+        """Return all other tensors."""
+        return {name: (name_of_dtype(one, name), tuple(one.shape)) for name, one in self.plain.items()}
+
+    def moments(self, names: set[str]) -> dict[tuple[str, str], Form]:
+        """Return the moments, by kind and name, that the parameters of these names have once stepped."""
+        types = _TYPES[self.engine.form.state_dtype]
+        shapes = self.masters()
+        found: dict[tuple[str, str], Form] = {}
+        for name, (_, shape) in shapes.items():
+            for field, dtype in types.items() if name in names else ():
+                blocks = -(-torch.Size(shape).numel() // STATE_BLOCK)
+                found[KINDS[field], name] = (dtype, (blocks, 2) if field == "scale" else shape)
+        return found

@@ -1,0 +1,300 @@
+"""What a checkpoint holds: its manifest, as values and as JSON. Pure: no torch, no I/O.
+
+[Note: logical tensors]
+A checkpoint is a set of named tensors in their logical shape: parameters and moments as if there were one
+rank, one budget, one tier. A tensor consists of *pieces*, ranges of its flat elements, each of which lies in
+one file: who writes knows only his pieces, who reads asks for any range. So any number of ranks may read what
+any number has written.
+
+[Note: hashes]
+Each RANGE_NBYTES of a piece has its xxh3 hash here, and so has the manifest. Reading checks every range
+before a byte of it is used. That finds damage, not malice: hashes can be made to fit. But nothing in a
+checkpoint is ever executed: JSON and plain arrays hold data only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from infinity.errors import InfinityError
+
+FORMAT = "infinity checkpoint"
+VERSION = 1
+NAME = "manifest.json"
+RANGE_NBYTES = 4 << 20
+"""Bytes that share one hash."""
+
+MASTER, PLAIN = "master", "plain"
+"""Kinds of tensors: the fp32 master of an offloaded parameter; a buffer or an ordinary parameter as it is."""
+
+WIDTHS = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+"""Bytes of an element, by safetensors' names of types."""
+
+_SHOWN = 20
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\.safetensors")
+_LISTED = {"__tuple__", "__items__", "__float__", "__tensor__"}
+
+
+class CheckpointError(InfinityError, ValueError):
+    """A checkpoint cannot be read, or does not fit the model and optimizer that it is to be loaded into."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements [start, stop) of a tensor: all of the tensor `key` of a file."""
+
+    file: str
+    key: str
+    start: int
+    stop: int
+    hashes: tuple[str, ...]
+    """Of each RANGE_NBYTES of the piece, xxh3_64 in hex."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A logical tensor; see [Note: logical tensors]."""
+
+    name: str
+    kind: str  # MASTER, PLAIN, "exp_avg", "exp_avg_sq", "exp_avg_scale", "extra"
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    def __post_init__(self) -> None:
+        """Check that the pieces cover the tensor, once, and have a hash for each of their ranges."""
+        what = f"{self.kind} of {self.name}"
+        if self.dtype not in WIDTHS or not all(type(size) is int and size >= 0 for size in self.shape):
+            raise CheckpointError(f"{what}: {self.dtype} {list(self.shape)} is no tensor")
+        at = 0
+        for piece in self.pieces:
+            if piece.start != at or piece.stop < at:
+                raise CheckpointError(
+                    f"{what}: a piece of elements {piece.start} to {piece.stop}, expected from {at}"
+                )
+            if not _FILE.fullmatch(piece.file):
+                raise CheckpointError(f"{what}: {piece.file!r} is no file of a checkpoint")
+            expected = hash_count((piece.stop - piece.start) * WIDTHS[self.dtype])
+            if len(piece.hashes) != expected:
+                raise CheckpointError(f"{what}: {len(piece.hashes)} hashes, expected {expected}")
+            at = piece.stop
+        if at != self.numel:
+            raise CheckpointError(f"{what}: pieces of {at} elements, expected {self.numel}")
+
+
+def hash_count(nbytes: int) -> int:
+    """Return how many ranges a piece of `nbytes` has."""
+    return -(-nbytes // RANGE_NBYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All that a checkpoint says beside its values; what is not a tensor is in the form of `encode`."""
+
+    tensors: tuple[Tensor, ...]
+    files: Mapping[str, int]  # bytes of each
+    optimizer: Mapping[str, Any] | None = None
+    scheduler: Any = None
+    rng: Mapping[str, Any] = field(default_factory=dict)
+    extra: Any = None
+    model: Mapping[str, Any] | None = None
+    """The class and configuration of a model of transformers, None for any other."""
+
+    def by_kind(self) -> dict[tuple[str, str], Tensor]:
+        """Return the tensors by (kind, name)."""
+        return {(one.kind, one.name): one for one in self.tensors}
+
+    def to_json(self) -> str:
+        """Return the manifest's text."""
+        body = {
+            "format": FORMAT,
+            "version": VERSION,
+            "range_nbytes": RANGE_NBYTES,
+            "files": dict(self.files),
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "rng": self.rng,
+            "extra": self.extra,
+            "model": self.model,
+            "tensors": [
+                [one.name, one.kind, one.dtype, one.shape, [_piece_out(piece) for piece in one.pieces]]
+                for one in self.tensors
+            ],
+        }
+        return json.dumps({"xxh3": _hash(body), "manifest": body}, indent=1, allow_nan=False)
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Manifest:
+        """Read what `to_json` returned.
+
+        Raises: CheckpointError saying what is wrong with it.
+        """
+        try:
+            outer = json.loads(text)
+            body = outer["manifest"]
+            if body["format"] != FORMAT or body["version"] != VERSION or body["range_nbytes"] != RANGE_NBYTES:
+                raise CheckpointError(
+                    f"a manifest of {body['format']!r}, version {body['version']}, ranges of "
+                    f"{body['range_nbytes']} B; this Infinity reads {FORMAT!r}, version {VERSION}, ranges of "
+                    f"{RANGE_NBYTES} B"
+                )
+            if _hash(body) != outer["xxh3"]:
+                raise CheckpointError("the manifest was changed or damaged: its hash does not fit")
+            tensors = tuple(
+                Tensor(name, kind, dtype, tuple(shape), tuple(_piece_in(piece) for piece in pieces))
+                for name, kind, dtype, shape, pieces in body["tensors"]
+            )
+            kept = {key: body[key] for key in ("optimizer", "scheduler", "rng", "extra", "model")}
+            manifest = Manifest(tensors, body["files"], **kept)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"the manifest cannot be read: {type(error).__name__}: {error}") from error
+        if len(manifest.by_kind()) != len(tensors):
+            raise CheckpointError("the manifest names a tensor twice")
+        return manifest
+
+
+def _hash(body: Mapping[str, Any]) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return xxhash.xxh3_64_hexdigest(text.encode())
+
+
+def _piece_out(piece: Piece) -> list[Any]:
+    return [piece.file, piece.key, piece.start, piece.stop, piece.hashes]
+
+
+def _piece_in(piece: Sequence[Any]) -> Piece:
+    file, key, start, stop, hashes = piece
+    return Piece(str(file), str(key), int(start), int(stop), tuple(map(str, hashes)))
+
+
+# Does it fit?
+
+Form = tuple[str, tuple[int, ...]]
+"""A tensor's type and shape."""
+
+
+def compare(saved: Mapping[str, Form], expected: Mapping[str, Form], what: str) -> list[str]:
+    """Return, in words, in what the saved tensors differ from those expected; nothing where they fit."""
+    missing = [name for name in expected if name not in saved]
+    unexpected = [name for name in saved if name not in expected]
+    differing = [
+        f"{name}: {_form(saved[name])}, expected {_form(expected[name])}"
+        for name in expected
+        if name in saved and saved[name] != expected[name]
+    ]
+    return [
+        f"{len(names)} {what} {how}: {_listed(names)}"
+        for names, how in (
+            (missing, "missing in the checkpoint"),
+            (unexpected, "in the checkpoint that the model does not have"),
+            (differing, "of another shape or type"),
+        )
+        if names
+    ]
+
+
+def _form(form: Form) -> str:
+    return f"{form[0]} {list(form[1])}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def compare_groups(saved: Sequence[Sequence[str]], expected: Sequence[Sequence[str]]) -> list[str]:
+    """Return, in words, in what the saved param groups, lists of names, differ from those expected."""
+    if len(saved) != len(expected):
+        return [f"{len(saved)} param groups in the checkpoint, {len(expected)} in the optimizer"]
+    found = []
+    for number, (theirs, ours) in enumerate(zip(saved, expected, strict=True)):
+        if list(theirs) == list(ours):
+            continue
+        missing, more = [one for one in ours if one not in theirs], [one for one in theirs if one not in ours]
+        if missing or more:
+            found.append(
+                f"param group {number} has {len(theirs)} parameters in the checkpoint, {len(ours)} in the "
+                f"optimizer: only there {_listed(more) or 'none'}; only here {_listed(missing) or 'none'}"
+            )
+        else:
+            found.append(f"param group {number} lists its {len(ours)} parameters in another order")
+    return found
+
+
+# Plain values as JSON
+
+
+def encode(value: Any, what: str, tensor: Callable[[Any, str], str | None]) -> Any:
+    """Return a plain value (None, bool, int, float, str, list, tuple, dict) in JSON's terms.
+
+    what: the value's name, for errors. tensor: asked about anything else; returns the key under which it
+    keeps the value, or None.
+
+    Raises: CheckpointError naming the place of what is not plain.
+    """
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if isinstance(value, float):
+        plain = float(value)
+        return plain if math.isfinite(plain) else {"__float__": str(plain)}
+    if type(value) in (list, tuple):
+        items = [encode(one, f"{what}[{index}]", tensor) for index, one in enumerate(value)]
+        return items if type(value) is list else {"__tuple__": items}
+    if isinstance(value, dict):
+        if all(type(key) is str for key in value) and not _LISTED & value.keys():
+            return {key: encode(one, f"{what}[{key!r}]", tensor) for key, one in value.items()}
+        pairs = [
+            [encode(key, f"a key of {what}", tensor), encode(one, f"{what}[{key!r}]", tensor)]
+            for key, one in value.items()
+        ]
+        return {"__items__": pairs}
+    key = tensor(value, what)
+    if key is None:
+        raise CheckpointError(
+            f"{what} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot "
+            "hold: nothing in one is ever unpickled. Give it as None, bool, int, float, str, list, tuple, "
+            "dict or tensor."
+        )
+    return {"__tensor__": key}
+
+
+def decode(value: Any, tensor: Callable[[str], Any]) -> Any:  # noqa: PLR0911 - a case each
+    """Return the value that `encode` was given; `tensor` returns what is kept under a key."""
+    if isinstance(value, list):
+        return [decode(one, tensor) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if "__float__" in value:
+        return float(value["__float__"])
+    if "__tuple__" in value:
+        return tuple(decode(one, tensor) for one in value["__tuple__"])
+    if "__items__" in value:
+        return {_hashable(decode(key, tensor)): decode(one, tensor) for key, one in value["__items__"]}
+    if "__tensor__" in value:
+        return tensor(value["__tensor__"])
+    return {key: decode(one, tensor) for key, one in value.items()}
+
+
+def _hashable(key: Any) -> Any:
+    if isinstance(key, (list, dict)):
+        raise CheckpointError(f"{key!r} cannot be the key of a dict")
+    return key
+
+
+def names_of(tensors: Iterable[Tensor], kind: str) -> dict[str, Form]:
+    """Return type and shape of every tensor of a kind, by name."""
+    return {one.name: (one.dtype, one.shape) for one in tensors if one.kind == kind}

@@ -1,0 +1,241 @@
+"""Safetensors files, written and read piece by piece: a whole file never lies in memory.
+
+The format (huggingface/safetensors): 8 bytes, the header's length; the header, JSON, padded with spaces; the
+tensors one behind the other. So the header is known before any value is, and values may come in any order.
+The library of that name wants all tensors of a file at once, and reads by mapping: a reader's resident memory
+then grows with the file. Nothing here knows torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from infinity.aio import StorageFullError
+from infinity.errors import InfinityError
+from infinity.sizes import format_size
+
+WIDTHS = {
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+    "F32": 4,
+    "I32": 4,
+    "U32": 4,
+    "BF16": 2,
+    "F16": 2,
+    "I16": 2,
+    "U16": 2,
+    "I8": 1,
+    "U8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "BOOL": 1,
+}
+"""Bytes of one element, by the format's names of types."""
+
+Bytes = bytes | memoryview
+
+_HEADER_NBYTES_MOST = 100_000_000
+"""As in the library: longer headers are refused there."""
+
+
+class TensorFileError(InfinityError, ValueError):
+    """A file is no safetensors file, or not the one that was expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file."""
+
+    name: str
+    dtype: str  # a key of WIDTHS
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.numel * WIDTHS[self.dtype]
+
+
+def storage_full(path: Path, needed: int, free: int, number: int = errno.ENOSPC) -> StorageFullError:
+    """Return the error for a file or folder of `needed` bytes where `free` are to be had."""
+    full = StorageFullError(
+        number,
+        f"{path}: {os.strerror(number)}: {format_size(needed)} are needed, {format_size(free)} free, "
+        f"{format_size(max(needed - free, 0))} short. Free space there, or write to another drive.",
+        str(path),
+    )
+    full.needed, full.free = needed, free
+    return full
+
+
+class TensorWriter:
+    """A new file, whose tensors are written in any order, in pieces."""
+
+    def __init__(self, path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> None:
+        """Create the file, write its header and allocate the rest.
+
+        Raises: aio.StorageFullError with the numbers; FileExistsError.
+        """
+        self.path = path
+        self._offsets: dict[str, int] = {}
+        header: dict[str, Any] = {"__metadata__": dict(metadata)}
+        at = 0
+        # Wide types first, so that every tensor is aligned to its type: readers map the file.
+        for entry in sorted(entries, key=lambda entry: -WIDTHS[entry.dtype]):
+            end = at + entry.nbytes
+            header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [at, end]}
+            self._offsets[entry.name] = at
+            at = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._start = 8 + len(text)
+        self.nbytes = self._start + at
+        self._left_nbytes = at
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            self._allocate()
+            self._write(0, len(text).to_bytes(8, "little") + text)
+        except BaseException:
+            self.close()
+            raise
+        self._finish_if_whole()
+
+    def _allocate(self) -> None:
+        try:
+            os.posix_fallocate(self._fd, 0, self.nbytes)
+        except OSError as error:
+            raise self._full(error) from error
+
+    def _full(self, error: OSError) -> OSError:
+        """Return the error to raise for one of a write: with numbers where the file system is full."""
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return OSError(error.errno, error.strerror, str(self.path))
+        there = os.statvfs(self.path.parent)
+        free = there.f_bavail * there.f_frsize
+        return storage_full(self.path, self.nbytes, free, error.errno)
+
+    def write(self, name: str, offset: int, values: Bytes) -> None:
+        """Write a part of a tensor, from byte `offset` of the tensor on. Every byte is to be written once."""
+        nbytes = memoryview(values).nbytes
+        self._write(self._start + self._offsets[name] + offset, values)
+        self._left_nbytes -= nbytes
+        self._finish_if_whole()
+
+    def _write(self, at: int, values: Bytes) -> None:
+        left = memoryview(values).cast("B")
+        while left:
+            try:
+                done = os.pwrite(self._fd, left, at)
+            except OSError as error:
+                raise self._full(error) from error
+            left, at = left[done:], at + done
+
+    def _finish_if_whole(self) -> None:
+        """Bring a file that is written to the disk, and close it."""
+        if self._left_nbytes == 0:
+            os.fsync(self._fd)
+            self.close()
+
+    def close(self) -> None:
+        """Close the file, whether or not it is whole."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def check_whole(self) -> None:
+        """Raises: TensorFileError if anything is missing."""
+        if self._left_nbytes:
+            raise TensorFileError(f"{self.path}: {self._left_nbytes} of {self.nbytes} bytes were not written")
+
+
+class TensorReader:
+    """A file whose tensors are read in pieces."""
+
+    def __init__(self, path: Path) -> None:
+        """Read and check the header.
+
+        Raises: TensorFileError naming the file and what is wrong with it; OSError.
+        """
+        self.path = path
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self.nbytes = os.fstat(self._fd).st_size
+            self.metadata: dict[str, str] = {}
+            self.entries: dict[str, Entry] = {}
+            self._offsets: dict[str, int] = {}
+            self._start = 8
+            self._read_header()
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_header(self) -> None:
+        length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
+        if length > min(_HEADER_NBYTES_MOST, self.nbytes - 8):
+            raise TensorFileError(
+                f"{self.path}: no safetensors file, or cut off: a header of {length} bytes in a file of "
+                f"{self.nbytes}"
+            )
+        self._start = 8 + length
+        try:
+            header = json.loads(os.pread(self._fd, length, 8))
+            self.metadata = dict(header.pop("__metadata__", {}))
+            for name, about in header.items():
+                first, last = about["data_offsets"]
+                entry = Entry(name, about["dtype"], tuple(about["shape"]))
+                if entry.dtype not in WIDTHS or any(
+                    type(size) is not int or size < 0 for size in entry.shape
+                ):
+                    raise TensorFileError(f"{self.path}: {name}: {entry.dtype} {list(entry.shape)}")
+                if not 0 <= first <= last <= self.nbytes - self._start or last - first != entry.nbytes:
+                    raise TensorFileError(
+                        f"{self.path}: {name}: bytes {first} to {last} of {self.nbytes - self._start} cannot "
+                        f"hold {entry.dtype} {list(entry.shape)}, which takes {entry.nbytes}"
+                    )
+                self.entries[name], self._offsets[name] = entry, first
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            if isinstance(error, TensorFileError):
+                raise
+            raise TensorFileError(f"{self.path}: the safetensors header cannot be read: {error}") from error
+
+    def read(self, name: str, offset: int, into: Bytes) -> None:
+        """Fill `into` with a tensor's bytes from byte `offset` of the tensor on."""
+        left = memoryview(into).cast("B")
+        if offset + len(left) > self.entries[name].nbytes:
+            raise TensorFileError(f"{self.path}: {name}: {offset + len(left)} bytes asked for")
+        at = self._start + self._offsets[name] + offset
+        while left:
+            done = os.preadv(self._fd, [left], at)
+            if not done:
+                raise TensorFileError(f"{self.path}: the file ended at byte {at}: it was cut off meanwhile")
+            left, at = left[done:], at + done
+
+    def close(self) -> None:
+        """Close the file."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> TensorReader:  # noqa: PYI034 - Self is of Python 3.11
+        """For `with`."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()

@@ -1,0 +1,44 @@
+"""Tensors as bytes and back, by safetensors' names of types."""
+
+from __future__ import annotations
+
+import torch
+
+DTYPES = {
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "F32": torch.float32,
+    "I32": torch.int32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def name_of_dtype(tensor: torch.Tensor, what: str) -> str:
+    """Return the name of a tensor's type.
+
+    Raises: ValueError naming `what` for a type, or a kind of tensor, that has none.
+    """
+    name = _NAMES.get(tensor.dtype)
+    if name is None or tensor.layout != torch.strided:
+        known = ", ".join(str(dtype) for dtype in _NAMES)
+        raise ValueError(
+            f"{what} is {tensor.dtype}, {tensor.layout}; only dense tensors of {known} can be written"
+        )
+    return name
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return a tensor's elements, row by row, as bytes: its own memory where that is how it lies."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def empty(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor whose bytes are to be filled in."""
+    return torch.empty(shape, dtype=DTYPES[dtype])

@@ -1,0 +1,380 @@
+"""A training that is saved and loaded goes on as if nothing had happened. Faked: a full disk."""
+
+import json
+import random
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import models
+from infinity import AdamW, CorruptionError, Init, UnsupportedError, checkpoint_writer, gathered
+from infinity.aio import StorageFullError
+from infinity.checkpoint import is_checkpoint, load, save
+from infinity.engine import engine_of
+from infinity.manifest import CheckpointError
+from parity import differences, repeatable
+
+pytestmark = pytest.mark.disk
+
+
+@pytest.fixture(autouse=True)
+def _repeatable():
+    with repeatable():
+        yield
+
+
+def start(name="llama", seed=0, host_memory="64MiB", update="forward", **init):
+    """Return a model, its optimizer with two param groups, and a scheduler."""
+    model = models.build(name, seed=seed, host_memory=host_memory, **init)
+    model.train()
+    parameters = list(model.parameters())
+    groups = [{"params": parameters[1:]}, {"params": parameters[:1], "weight_decay": 0.5}]
+    optimizer = AdamW(groups, lr=1e-2, update=update)
+    return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+
+
+def go_on(training, first, last):
+    """Train steps first to last; return their losses."""
+    model, optimizer, scheduler = training
+    losses = []
+    for number in range(first, last):
+        ids = models.batch(number)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def state(training):
+    """Return everything that a training consists of, as plain tensors and values."""
+    model, optimizer, scheduler = training
+    fields = ["master", "m", "v"]
+    stored = {
+        name: engine_of(one).read(one, fields if optimizer.state.get(one) else fields[:1])
+        for name, one in model.named_parameters()
+    }
+    return [
+        stored,
+        dict(model.named_buffers()),
+        optimizer.state_dict()["param_groups"],
+        scheduler.state_dict(),
+    ]
+
+
+CASES = [
+    ("llama", "fp32"),
+    ("llama", "bf16"),
+    ("llama", "int8"),
+    ("gpt2-dropout", "fp32"),
+    ("mixtral", "bf16"),
+]
+
+
+@pytest.mark.parametrize(("name", "state_dtype"), CASES)
+@pytest.mark.parametrize("there", ["memory", "disk", "backward"])
+def test_losses_go_on_bit_for_bit_wherever_it_is_loaded(folder, name, state_dtype, there):
+    whole = start(name, state_dtype=state_dtype)
+    torch.manual_seed(3)
+    expected = go_on(whole, 0, 6)
+    first = start(name, state_dtype=state_dtype, nvme=folder, host_memory="2MiB")
+    torch.manual_seed(3)
+    losses = go_on(first, 0, 3)
+    save(*first[:2], folder / "saved", scheduler=first[2])
+    places = {
+        "memory": {},
+        "disk": {"nvme": folder, "host_memory": "1MiB"},
+        "backward": {"update": "backward", "nvme": folder},
+    }
+    second = start(name, seed=9, state_dtype=state_dtype, **places[there])
+    torch.manual_seed(4)
+    load(*second[:2], folder / "saved", scheduler=second[2])
+    assert differences(state(first), state(second)) == []
+    assert losses + go_on(second, 3, 6) == expected
+    assert differences(state(whole), state(second)) == []
+
+
+def test_loading_into_a_training_under_way_forgets_what_it_was(folder):
+    first = start()
+    go_on(first, 0, 2)
+    save(*first[:2], folder / "saved", scheduler=first[2])
+    expected = go_on(first, 2, 4)
+    go_on(first, 4, 7)  # the last step's updates are pending
+    load(*first[:2], folder / "saved", scheduler=first[2])
+    assert go_on(first, 2, 4) == expected
+
+
+def test_a_save_before_the_first_step_takes_moments_away_again(folder):
+    training = start(nvme=folder)
+    save(*training[:2], folder / "saved", scheduler=training[2])
+    expected = go_on(training, 0, 3)
+    load(*training[:2], folder / "saved", scheduler=training[2])
+    assert not training[1].state
+    assert go_on(training, 0, 3) == expected
+
+
+def test_saving_changes_nothing(folder):
+    expected = go_on(start(), 0, 4)
+    training = start(nvme=folder, host_memory="1MiB")
+    losses = go_on(training, 0, 2)
+    before = torch.get_rng_state()
+    save(*training[:2], folder / "saved")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert losses + go_on(training, 2, 4) == expected
+
+
+def test_what_you_give_comes_back(folder):
+    model, optimizer, _ = start()
+    extra = {
+        "position": (3, 2**70),
+        "weights": [torch.eye(3), torch.tensor(2.5)],
+        "best": float("inf"),
+        7: None,
+    }
+    save(model, optimizer, folder / "saved", extra=extra)
+    assert differences(extra, load(model, optimizer, folder / "saved")) == []
+
+
+def test_generators_go_on(folder):
+    model, optimizer, _ = start()
+    save(model, optimizer, folder / "saved")
+    drawn = [torch.rand(3), random.random(), np.random.rand()]  # noqa: NPY002
+    load(model, optimizer, folder / "saved")
+    assert differences(drawn, [torch.rand(3), random.random(), np.random.rand()]) == []  # noqa: NPY002
+
+
+def test_weights_alone_are_loaded_without_an_optimizer(folder):
+    first = start()
+    go_on(first, 0, 2)
+    save(*first[:2], folder / "saved")
+    model = models.build("llama", seed=5, host_memory="64MiB")
+    before = torch.get_rng_state()
+    load(model, None, folder / "saved")
+    assert differences(dict(first[0].state_dict()), dict(model.state_dict())) == []
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def mixed():
+    """A model with frozen, trained, replaced and ordinary parameters, and buffers of both kinds."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 300, bias=False))
+    model[0].requires_grad_(False)
+    model[2].bias = nn.Parameter(torch.zeros(300))
+    model.register_buffer("fleeting", torch.ones(2), persistent=False)
+    model.register_buffer("count", torch.tensor(4, dtype=torch.int64))
+    model.index = nn.Parameter(torch.arange(3), requires_grad=False)
+    return model
+
+
+@pytest.mark.parametrize("nvme", [False, True])
+def test_frozen_parameters_buffers_and_integers_are_saved_as_they_are(folder, nvme):
+    def build(seed):
+        torch.manual_seed(seed)
+        with Init(host_memory="16MiB", nvme=folder if nvme else None):
+            model = mixed()
+        return model, AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+
+    model, optimizer = build(1)
+    model(torch.randn(4, 8).bfloat16()).float().square().mean().backward()
+    optimizer.step()
+    model.fleeting.zero_()
+    with torch.no_grad():
+        model.index.add_(5)
+        model.count.add_(5)
+    save(model, optimizer, folder / "saved")
+    other, its_optimizer = build(2)
+    load(other, its_optimizer, folder / "saved")
+    assert differences(dict(model.state_dict()), dict(other.state_dict())) == []
+    assert torch.equal(other.fleeting, torch.ones(2))
+    expected, found = (
+        [engine_of(one).read(one, ["master"])[0] for one in m.parameters() if engine_of(one)]
+        for m in (model, other)
+    )
+    assert differences(expected, found) == []
+    assert len(its_optimizer.state) == len(optimizer.state) == 4
+
+
+def test_missing_unexpected_and_other_shapes_are_all_named_before_anything_changes(folder):
+    def build(width, *more):
+        with Init(host_memory="16MiB"):
+            model = nn.Sequential(nn.Linear(4, width), *more)
+            model.register_buffer("only" + str(width), torch.zeros(1))
+        return model, AdamW(model.parameters())
+
+    save(*build(5, nn.Linear(5, 2)), folder / "saved")
+    model, optimizer = build(6, nn.ReLU(), nn.Linear(6, 2))
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match="does not fit; nothing was loaded") as caught:
+        load(model, optimizer, folder / "saved")
+    said = str(caught.value)
+    assert "2 parameters missing in the checkpoint: 2.weight, 2.bias" in said
+    assert "2 parameters in the checkpoint that the model does not have: 1.weight, 1.bias" in said
+    assert "0.weight: F32 [5, 4], expected F32 [6, 4]" in said
+    assert "0.bias: F32 [5], expected F32 [6]" in said
+    assert "missing in the checkpoint: only6" in said
+    assert "does not have: only5" in said
+    assert "only there 1.weight, 1.bias; only here 2.weight, 2.bias" in said
+    assert differences(before, dict(model.state_dict())) == []
+
+
+def test_another_kind_of_optimizer_state_is_refused(folder):
+    training = start(state_dtype="int8")
+    save(*training[:2], folder / "saved")
+    model, optimizer, scheduler = start()
+    with pytest.raises(
+        CheckpointError, match=r"moments are int8, those of this model fp32.*state_dtype='int8'"
+    ):
+        load(model, optimizer, folder / "saved")
+    save(model, None, folder / "weights")
+    with pytest.raises(CheckpointError, match="saved without an optimizer"):
+        load(model, optimizer, folder / "weights")
+    save(model, optimizer, folder / "unscheduled")
+    with pytest.raises(CheckpointError, match="no scheduler was saved"):
+        load(model, optimizer, folder / "unscheduled", scheduler=scheduler)
+    with pytest.raises(TypeError, match=r"infinity.AdamW.*got SGD"):
+        save(model, torch.optim.SGD(nn.Linear(1, 1).parameters()), folder / "sgd")
+
+
+def test_what_cannot_be_saved_by_name_is_refused(folder):
+    model, optimizer, _ = start()
+    with pytest.raises(UnsupportedError, match="not in the model given; save and load the whole"):
+        save(_linear_and_part_of(model), None, folder / "part")
+    with pytest.raises(ValueError, match="no parameter built inside"):
+        save(nn.Linear(2, 2), None, folder / "plain")
+    with pytest.raises(ValueError, match=r"shape \(32,\) that is not in the model"):
+        save(model.model.layers, optimizer, folder / "layers")
+    with pytest.raises(CheckpointError, match=r"extra\['f'\] is a "):
+        save(model, optimizer, folder / "lambda", extra={"f": print})
+    assert not any(path.is_dir() for path in folder.iterdir())
+
+
+def _linear_and_part_of(_model):
+    with Init(host_memory="16MiB"):
+        linear = nn.Linear(3, 3)
+    part = nn.Module()
+    part.weight = linear.weight
+    part.keeps = [linear]
+    return part
+
+
+def test_loading_where_values_are_in_use_is_refused(folder):
+    model, optimizer, _ = start()
+    save(model, optimizer, folder / "saved")
+    with gathered(model), pytest.raises(UnsupportedError, match="load inside a forward"):
+        load(model, optimizer, folder / "saved")
+    load(model, optimizer, folder / "saved")
+
+
+def test_a_load_between_forward_and_backward_is_refused(folder):
+    model, optimizer, _ = start(nvme=folder)
+    save(model, optimizer, folder / "saved")
+    ids = models.batch(0)
+    loss = model(input_ids=ids, labels=ids).loss
+    load(model, optimizer, folder / "saved")
+    with pytest.raises(RuntimeError, match="were changed"):
+        loss.backward()
+
+
+def test_the_seed_of_rounding_is_loaded(folder):
+    model = models.build("llama", host_memory="64MiB", state_dtype="int8")
+    save(model, AdamW(model.parameters(), seed=11), folder / "saved")
+    other = models.build("llama", host_memory="64MiB", state_dtype="int8")
+    optimizer = AdamW(other.parameters())
+    load(other, optimizer, folder / "saved")
+    assert optimizer.seed == 11
+
+
+def test_a_checkpoint_is_replaced_only_when_asked_and_nothing_else_ever(folder):
+    model, optimizer, _ = start()
+    save(model, optimizer, folder / "saved", extra=1)
+    with pytest.raises(FileExistsError):
+        save(model, optimizer, folder / "saved", extra=2)
+    assert load(model, optimizer, folder / "saved") == 1
+    save(model, optimizer, folder / "saved", extra=2, overwrite=True)
+    assert load(model, optimizer, folder / "saved") == 2
+    (folder / "other").mkdir()
+    (folder / "other" / "thesis.txt").write_text("mine")
+    with pytest.raises(FileExistsError):
+        save(model, optimizer, folder / "other", overwrite=True)
+    assert not is_checkpoint(folder / "other")
+    assert (folder / "other" / "thesis.txt").read_text() == "mine"
+
+
+def test_a_full_disk_leaves_nothing_but_the_last_checkpoint(folder, monkeypatch):
+    model, optimizer, _ = start()
+    save(model, optimizer, folder / "saved", extra=1)
+
+    class Full:
+        f_bavail, f_frsize = 3, 4096
+
+    monkeypatch.setattr(checkpoint_writer.os, "statvfs", lambda _path: Full)
+    with pytest.raises(StorageFullError, match=r"are needed, 12.0 KiB free"):
+        save(model, optimizer, folder / "saved", extra=2, overwrite=True)
+    assert [path.name for path in folder.iterdir()] == ["saved"]
+    assert load(model, optimizer, folder / "saved") == 1
+    assert go_on((model, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer)), 0, 1)
+
+
+@pytest.mark.parametrize("kind", ["weights", "moments", "extra"])
+def test_a_flipped_bit_is_found_and_named(folder, kind):
+    training = start()
+    go_on(training, 0, 1)
+    save(*training[:2], folder / "saved", extra=torch.ones(100))
+    path = folder / "saved" / f"{kind}-00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-30] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CorruptionError, match=rf"{kind}-00001.safetensors: bytes 0 to \d+ of .*xxh3"):
+        load(*training[:2], folder / "saved")
+
+
+def test_files_that_are_gone_short_or_others_are_refused_before_anything_changes(folder):
+    training = start()
+    go_on(training, 0, 1)
+    saved = folder / "saved"
+    save(*training[:2], saved)
+    before = state(training)
+    moments = saved / "moments-00001.safetensors"
+    content = moments.read_bytes()
+    moments.unlink()
+    with pytest.raises(FileNotFoundError, match="moments-00001"):
+        load(*training[:2], saved)
+    moments.write_bytes(content[:-1])
+    with pytest.raises(ValueError, match="moments-00001"):
+        load(*training[:2], saved)
+    shutil.copy(saved / "weights-00001.safetensors", moments)
+    with pytest.raises(CheckpointError, match=r"moments-00001.*bytes"):
+        load(*training[:2], saved)
+    moments.write_bytes(content)
+    text = (saved / "manifest.json").read_text()
+    (saved / "manifest.json").write_text(text.replace('"seed": 0', '"seed": 1'))
+    with pytest.raises(CheckpointError, match=r"manifest.json: .*changed or damaged"):
+        load(*training[:2], saved)
+    assert differences(before, state(training)) == []
+
+
+def test_nothing_is_pickled(folder):
+    training = start()
+    go_on(training, 0, 1)
+    save(*training[:2], folder / "saved", scheduler=training[2], extra=[torch.ones(1)])
+    assert json.loads((folder / "saved" / "manifest.json").read_text())["manifest"]["version"] == 1
+    assert sorted(path.name for path in (folder / "saved").iterdir()) == [
+        "extra-00001.safetensors",
+        "manifest.json",
+        "moments-00001.safetensors",
+        "weights-00001.safetensors",
+    ]
+
+
+def test_any_reader_of_safetensors_finds_the_fp32_values_by_their_names(folder):
+    torch.manual_seed(0)
+    plain = models.MODELS["llama"]()
+    ours = models.build("llama", nvme=folder, host_memory="1MiB")
+    save(ours, None, folder / "saved")
+    found = load_file(folder / "saved" / "weights-00001.safetensors")
+    assert differences(dict(plain.state_dict()), found) == []

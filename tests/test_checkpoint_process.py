@@ -1,0 +1,191 @@
+"""Checkpoints of processes that are killed, and what saving and loading take of memory. Real processes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.disk, pytest.mark.multi]
+
+KILLED = """
+import contextlib, os, signal, sys
+from pathlib import Path
+import torch
+from torch import nn
+from infinity import Init, atomic
+from infinity.checkpoint import open_files, read_manifest, save
+from infinity.streams import Source
+from infinity.tensors import as_bytes, empty
+
+folder = Path(sys.argv[1])
+real = {"pwrite": os.pwrite, "fsync": os.fsync, "rename": atomic._exchange}
+
+
+def model_of(number):
+    with Init(host_memory="16MiB"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        nn.init.constant_(model[0].weight, number)
+    return model
+
+
+def killing(name, number):
+    count = 0
+
+    def call(*arguments):
+        nonlocal count
+        if count == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        count += 1
+        return real[name](*arguments)
+
+    return call
+
+
+def attempt(name, number):
+    '''Replace the checkpoint in a process of its own, which dies at a call; say whether it got through.'''
+    if not (pid := os.fork()):
+        os.pwrite, os.fsync, atomic._exchange = (
+            killing(one, number - 1 if one == name else -1) for one in ("pwrite", "fsync", "rename")
+        )
+        save(model_of(number), None, folder / "saved", extra=number, overwrite=True)
+        os._exit(0)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def found():
+    manifest = read_manifest(folder / "saved")
+    with contextlib.ExitStack() as stack:
+        files = open_files(manifest, folder / "saved", stack)
+        for tensor in manifest.tensors:
+            values = empty(tensor.dtype, tensor.shape)
+            Source(tensor, files).read(as_bytes(values))
+            if tensor.name == "0.weight":
+                assert torch.equal(values, torch.full((8, 8), float(manifest.extra)))
+    return manifest.extra
+
+
+assert attempt("", -1)
+assert found() == -1
+for name in real:
+    for number in range(1, 1000):
+        before = found()
+        through = attempt(name, number)
+        # Killed between the exchange and the end, the new one is there; it is whole, too.
+        assert found() in ((number,) if through else (before, number)), (name, number)
+        if through:
+            break
+    print(name, number)
+assert attempt("", -1)
+print(sorted(path.name for path in folder.iterdir()))
+"""
+
+
+def python(code, *arguments):
+    """Run code in a process of its own; return what it printed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_killed_at_any_call_a_save_leaves_the_last_checkpoint(folder):
+    printed = python(KILLED, folder).splitlines()
+    kills = {line.split()[0]: int(line.split()[1]) for line in printed[:3]}
+    assert kills["pwrite"] >= 5
+    assert kills["fsync"] >= 5
+    assert kills["rename"] == 3  # killed at the one that tries whether it works, killed at the real one, done
+    assert printed[3] == "['saved']"
+
+
+MEASURED = """
+import json, sys
+from pathlib import Path
+import torch, transformers
+import infinity
+from infinity import AdamW, Init
+from infinity.checkpoint import load, save
+from infinity.engine import engine_of_model
+from infinity.export import export_checkpoint, save_pretrained
+
+what, folder, budget, sizes = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
+
+
+def memory(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
+
+
+def build():
+    with Init(nvme=folder, host_memory=budget):
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+
+
+ids = torch.arange(16)[None]  # what torch takes for its first use is not ours
+tiny = transformers.LlamaConfig(
+    hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+)
+transformers.LlamaForCausalLM(tiny).bfloat16()(input_ids=ids, labels=ids).loss.backward()
+base = memory("VmRSS")
+if what == "pretrained":
+    Path("/proc/self/clear_refs").write_text("5")
+    with Init(nvme=folder, host_memory=budget):
+        model = transformers.LlamaForCausalLM.from_pretrained(folder / "hub", dtype=eval(sys.argv[5]))
+elif what == "command":
+    Path("/proc/self/clear_refs").write_text("5")
+    export_checkpoint(folder / "saved", folder / "command")
+else:
+    model = build()
+    optimizer = AdamW(model.parameters(), lr=1e-3, update="backward")
+    if what == "save":
+        model.gradient_checkpointing_enable()
+        model.train()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    Path("/proc/self/clear_refs").write_text("5")
+    if what == "save":
+        save(model, optimizer, folder / "saved")
+    elif what == "load":
+        load(model, optimizer, folder / "saved")
+    else:
+        save_pretrained(model, folder / "hub", torch.float32, "300MB")
+largest = max(unit.resident_nbytes for unit in engine_of_model(model).units) if what != "command" else 0
+print(json.dumps({"taken": memory("VmHWM") - base, "unit": largest}))
+"""
+
+SIZES = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "vocab_size": 32000,
+}
+"""About 220 million parameters: 0.9 GB of fp32 weights, 2.7 GB with moments."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_memory_is_flat_in_the_size_of_the_model(folder):
+    budget = 256 << 20
+    for what, *more in (
+        ["save"],
+        ["load"],
+        ["command"],
+        ["export"],
+        ["pretrained", "torch.float32"],
+        ["pretrained", "torch.bfloat16"],
+    ):
+        printed = python(MEASURED, what, folder, budget, json.dumps(SIZES), *more)
+        found = json.loads(printed.splitlines()[-1])
+        limit = budget + 2 * found["unit"] + 300_000_000
+        assert found["taken"] < limit, (what, more, found, limit)
+    assert sum(path.stat().st_size for path in Path(folder / "saved").iterdir()) > 2_500_000_000

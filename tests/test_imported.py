@@ -1,0 +1,197 @@
+"""DeepSpeed's checkpoints. Trusted: its layout, as version 0.19 writes it. Faked: DeepSpeed's own classes."""
+
+import enum
+import math
+import os
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from infinity import AdamW, Init
+from infinity.engine import engine_of
+from infinity.imported import load_deepspeed
+from infinity.manifest import CheckpointError
+from parity import differences
+
+pytestmark = pytest.mark.disk
+
+FROZEN = "frozen.weight"
+
+
+def build():
+    model = nn.Module()
+    model.emb = nn.Embedding(40, 16)
+    model.a = nn.Linear(16, 33)
+    model.frozen = nn.Linear(16, 16, bias=False).requires_grad_(requires_grad=False)
+    model.head = nn.Linear(16, 40, bias=False)
+    model.head.weight = model.emb.weight
+    model.register_buffer("count", torch.tensor([3.0, 4.0]))
+    return model
+
+
+@pytest.fixture
+def classes(monkeypatch):
+    """The classes that DeepSpeed's files name, while they are written."""
+    scaler, config = (
+        types.ModuleType(f"deepspeed.runtime.{name}") for name in ("fp16.loss_scaler", "zero.config")
+    )
+
+    class LossScaler:
+        def __init__(self):
+            self.cur_scale = 1.0
+
+    class ZeroStageEnum(int, enum.Enum):
+        weights = 3
+
+    for module, one in ((scaler, LossScaler), (config, ZeroStageEnum)):
+        one.__module__, one.__qualname__ = module.__name__, one.__name__
+        setattr(module, one.__name__, one)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name in ("deepspeed", "deepspeed.runtime", "deepspeed.runtime.fp16", "deepspeed.runtime.zero"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    return LossScaler, ZeroStageEnum
+
+
+def split(tensor, ranks):
+    """Return each rank's part of a parameter, the last padded."""
+    numel = math.ceil(tensor.numel() / ranks)
+    flat = torch.cat([tensor.reshape(-1), torch.full((numel * ranks - tensor.numel(),), 99.0)])
+    return flat.split(numel)
+
+
+def flat_groups(values, groups, rank, ranks, cut):
+    """Return one rank's flat sub-groups, of `cut` parameters of a group each."""
+    found = []
+    for group in groups:
+        parts = [split(values[name], ranks)[rank] for name in group]
+        found += [torch.cat(parts[at : at + cut]) for at in range(0, len(parts), cut)]
+    return found
+
+
+def write(folder, ranks, classes, *, cut=2, moments=True):
+    """Write a checkpoint as so many ranks of DeepSpeed do; return masters and moments by name."""
+    scaler, stage = classes
+    torch.manual_seed(5)
+    shapes = {name: one.shape for name, one in build().named_parameters()}
+    masters, m, v = ({name: torch.randn(shape) for name, shape in shapes.items()} for _ in range(3))
+    groups = [["emb.weight", "a.weight"], ["a.bias"]]
+    tag = folder / "global_step3"
+    tag.mkdir(parents=True)
+    (folder / "latest").write_text("global_step3")
+    for rank in range(ranks):
+        model = {
+            "module": {"count": torch.tensor([7.0, 8.0]), "emb.weight": torch.empty(0).bfloat16()},
+            "buffer_names": ["count"],
+            "param_shapes": [{name: shapes[name] for name in group} for group in groups],
+            "frozen_param_shapes": {FROZEN: shapes[FROZEN]},
+            "shared_params": {"head.weight": "emb.weight"},
+            "frozen_param_fragments": {FROZEN: split(masters[FROZEN], ranks)[rank].bfloat16()},
+            "global_steps": 3,
+            "ds_version": "0.19.8",
+        }
+        of_m, of_v = (flat_groups(one, groups, rank, ranks, cut) for one in (m, v))
+        state = {
+            index: {"step": torch.tensor(3.0), "exp_avg": one, "exp_avg_sq": other}
+            for index, (one, other) in enumerate(zip(of_m, of_v, strict=True))
+        }
+        inner = {
+            "zero_stage": stage.weights,
+            "loss_scaler": scaler(),
+            "partition_count": ranks,
+            "optimizer_state_dict": {"state": state if moments else {}, "param_groups": []},
+            "fp32_flat_groups": flat_groups(masters, groups, rank, ranks, cut),
+        }
+        torch.save(model, tag / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        torch.save(
+            {"optimizer_state_dict": inner}, tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        )
+    masters[FROZEN] = masters[FROZEN].bfloat16().float()
+    return masters, m, v
+
+
+def ours(folder, **init):
+    with Init(nvme=folder, host_memory="1MiB", **init):
+        model = build()
+    return model, AdamW([one for one in model.parameters() if one.requires_grad])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("cut", [1, 2])
+def test_every_value_arrives_from_any_number_of_ranks(folder, classes, ranks, cut):
+    masters, m, v = write(folder / "ds", ranks, classes, cut=cut)
+    model, optimizer = ours(folder)
+    load_deepspeed(model, optimizer, folder / "ds")
+    for name, parameter in model.named_parameters():
+        fields = ["master", "m", "v"] if name != FROZEN else ["master"]
+        expected = [masters[name], m[name], v[name]][: len(fields)]
+        assert differences(expected, engine_of(parameter).read(parameter, fields)) == [], name
+        assert (optimizer.state[parameter]["step"] if name != FROZEN else 3) == 3
+    assert model.count.tolist() == [7.0, 8.0]
+
+
+def test_weights_alone_are_loaded_without_an_optimizer_or_without_moments(folder, classes):
+    masters, _, _ = write(folder / "ds", 2, classes, moments=False)
+    for take in (True, False):
+        model, optimizer = ours(folder)
+        load_deepspeed(model, optimizer if take else None, folder / "ds", tag="global_step3")
+        found = {name: engine_of(one).read(one, ["master"])[0] for name, one in model.named_parameters()}
+        assert differences({name: masters[name] for name in found}, found) == []
+        assert not optimizer.state
+
+
+def test_what_does_not_fit_is_named_before_anything_changes(folder, classes):
+    write(folder / "ds", 2, classes)
+    with Init(host_memory="16MiB"):
+        model = build()
+        model.a = nn.Linear(16, 3)
+        model.other = nn.Linear(2, 2, bias=False)
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    with pytest.raises(
+        CheckpointError, match=r"(?s)nothing was loaded.*missing.*other.weight.*a.weight: F32 \[33, 16\]"
+    ):
+        load_deepspeed(model, None, folder / "ds")
+    assert differences(before, dict(model.state_dict())) == []
+
+
+def test_a_rank_that_is_missing_is_named(folder, classes):
+    write(folder / "ds", 3, classes)
+    model, optimizer = ours(folder)
+    for kind in (
+        "zero_pp_rank_1_mp_rank_00_model_states.pt",
+        "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+    ):
+        (folder / "ds" / "global_step3" / kind).unlink()
+        with pytest.raises(CheckpointError, match=r"no whole checkpoint.*\[0, 2\] for the model"):
+            load_deepspeed(model, optimizer, folder / "ds")
+
+
+def test_moments_that_deepspeed_lost_are_not_taken_for_zero(folder, classes):
+    write(folder / "ds", 1, classes)
+    path = folder / "ds" / "global_step3" / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    with torch.serialization.safe_globals([*classes]):
+        state = torch.load(path, weights_only=False)  # our own file
+    state["optimizer_state_dict"]["optimizer_state_dict"]["state"][1]["exp_avg"] = torch.empty(0)
+    torch.save(state, path)
+    model, optimizer = ours(folder)
+    with pytest.raises(CheckpointError, match=r"exp_avg of rank 0.*\[1168, 0\].*expected \[1168, 33\].*NVMe"):
+        load_deepspeed(model, optimizer, folder / "ds")
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("/tmp/infinity-evil",)  # noqa: S108 - never made
+
+
+def test_nothing_that_a_file_asks_for_is_run(folder, classes, tmp_path):
+    write(folder / "ds", 1, classes)
+    path = folder / "ds" / "global_step3" / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    ran = tmp_path / "ran"
+    Evil.__reduce__ = lambda _self: (os.mkdir, (str(ran),))
+    torch.save({"module": Evil()}, path)
+    model, _ = ours(folder)
+    with pytest.raises(CheckpointError, match=r"model_states.pt: cannot be read without running"):
+        load_deepspeed(model, None, folder / "ds")
+    assert not ran.exists()

@@ -1,0 +1,134 @@
+"""from_pretrained inside Init. Trusted: transformers' from_pretrained outside of it. Nothing is faked."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+import models
+from infinity import AdamW, Init, UnsupportedError, pretrained, reference
+from infinity.engine import engine_of, engine_of_model
+from infinity.pretrained import Mapped, loading_in_order
+from parity import differences, repeatable
+
+pytestmark = pytest.mark.disk
+
+
+@pytest.fixture(autouse=True)
+def _repeatable():
+    with repeatable():
+        yield
+
+
+def saved(name, folder, dtype):
+    torch.manual_seed(1)
+    model = models.MODELS[name]().to(dtype)
+    model.save_pretrained(folder / "model", max_shard_size="60kB")
+    return folder / "model"
+
+
+def masters(model):
+    return {name: engine_of(one).read(one, ["master"])[0] for name, one in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("of_files", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("asked", [{}, {"dtype": torch.bfloat16}, {"dtype": torch.float32}], ids=str)
+@pytest.mark.parametrize("nvme", [False, True])
+def test_weights_are_those_that_plain_from_pretrained_gives(folder, name, of_files, asked, nvme):
+    path = saved(name, folder, of_files)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(path, **asked)
+    with Init(nvme=folder if nvme else None, host_memory="128KiB" if nvme else "16MiB"):
+        ours = transformers.AutoModelForCausalLM.from_pretrained(path, **asked)
+    expected = {name: one.detach().float() for name, one in plain.named_parameters()}
+    assert differences(expected, masters(ours)) == []
+    assert {one.dtype for one in ours.parameters()} == {torch.bfloat16}
+    ids = models.batch(0)
+    assert torch.equal(ours(input_ids=ids).logits, reference.prepare(plain)(input_ids=ids).logits)
+    losses = []
+    for model, kind in ((plain, reference.ReferenceAdamW), (ours, AdamW)):
+        model.train()
+        torch.manual_seed(4)
+        losses.append(models.train(model, kind(model.parameters(), lr=1e-2), 2))
+    assert losses[0] == losses[1]
+
+
+def test_weights_that_the_files_lack_are_initialised(folder):
+    path = saved("llama", folder, torch.float32)
+    config = transformers.LlamaConfig(**models.SIZES, num_labels=3)
+    torch.manual_seed(8)
+    plain = transformers.LlamaForSequenceClassification.from_pretrained(path, config=config)
+    torch.manual_seed(8)
+    with Init(nvme=folder, host_memory="128KiB"):
+        ours = transformers.LlamaForSequenceClassification.from_pretrained(path, config=config)
+    assert differences(dict(plain.named_parameters()), masters(ours)) == []
+    assert float(plain.score.weight.detach().std()) > 0
+
+
+def test_several_parameters_of_a_module_lie_in_one_unit(folder):
+    path = saved("gpt2", folder, torch.float32)
+    with Init(nvme=folder, host_memory="128KiB"):
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(path)
+    with Init(nvme=folder, host_memory="128KiB"):
+        built = models.MODELS["gpt2"]()
+    assert [unit.name for unit in engine_of_model(loaded).units] == [
+        unit.name for unit in engine_of_model(built).units
+    ]
+
+
+def test_parameters_that_never_get_values_are_named(folder):
+    with (
+        pytest.raises(UnsupportedError, match=r"3 parameters.*meta.*: 0.weight, 0.bias, 1.weight"),
+        Init(nvme=folder),
+    ):
+        model = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Linear(2, 2, bias=False, device="meta"))
+    assert model[0].weight.is_meta
+    with pytest.raises(UnsupportedError, match=r"12 parameters.*9.weight and 2 more"), Init(nvme=folder):
+        model = nn.Sequential(*(nn.Linear(2, 2, bias=False, device="meta") for _ in range(12)))
+
+
+def test_a_setting_of_transformers_is_put_back(monkeypatch):
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    monkeypatch.delenv(name, raising=False)
+    with loading_in_order():
+        assert os.environ[name] == "1"
+    assert name not in os.environ
+    monkeypatch.setenv(name, "0")
+    with pytest.raises(ValueError, match="x"), loading_in_order():
+        raise ValueError("x")
+    assert os.environ[name] == "0"
+    with pytest.raises(RuntimeError, match="x"), Init(host_memory="16MiB"):
+        raise RuntimeError("x")
+    assert os.environ[name] == "0"
+
+
+def resident_file_nbytes():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssFile"))
+
+
+def test_a_part_of_a_mapped_file_that_was_taken_in_leaves_memory(folder):
+    save_file({"w": torch.arange(8 << 20, dtype=torch.float32)}, folder / "w.safetensors")
+    mapped = Mapped()
+    with safe_open(folder / "w.safetensors", framework="pt") as file:
+        values = file.get_slice("w")[...]
+        copy = values.clone()
+        before = resident_file_nbytes()
+        mapped.taken(1000)
+        assert before - resident_file_nbytes() < 1 << 20
+        mapped.taken(32 << 20)
+        assert before - resident_file_nbytes() > 30 << 20
+        assert torch.equal(values, copy)
+
+
+def test_what_was_mapped_before_and_ordinary_memory_stay(monkeypatch):
+    mapped = Mapped()
+    kept = torch.zeros(64 << 20)
+    monkeypatch.setattr(pretrained.ctypes, "c_void_p", None)  # any request would fail
+    mapped.page_out()
+    assert not kept.any()
