@@ -65,7 +65,8 @@ class Memory:
         generator = torch.Generator().manual_seed(0)
         grad32 = torch.randn(numel, generator=generator) * 1e-2
         hi, lo = (torch.zeros(numel, dtype=torch.int16).fill_(1) for _ in range(2))
-        kernels.split(numel, (grad32 * 2).data_ptr(), hi.data_ptr(), lo.data_ptr())
+        masters = grad32 * 2  # named: it has to live while the kernel reads it
+        kernels.split(numel, masters.data_ptr(), hi.data_ptr(), lo.data_ptr())
         scales = -(-numel // BLOCK) * 2
         moments = {
             "fp32": _filled(torch.float32, numel, numel),
