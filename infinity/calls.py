@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from infinity.errors import NotResidentError, UnsupportedError
+from infinity.tiling import runs_in_slices
 from infinity.unit import Unit
 
 
@@ -36,14 +37,18 @@ class Entering:
         owner: object,
         hooks: Follower,
         units: list[Unit],
+        below: list[Unit],
         watch: Callable[[Any, Any], object] | None = None,
     ) -> None:
-        """Fetch `units`; show `watch` the arguments, positional and by name."""
-        self._owner, self._hooks, self._units, self._watch = owner, hooks, units, watch
+        """Fetch `units`, and where one call is many of each child, all `below`; show `watch` the arguments,
+        positional and by name.
+        """
+        self._owner, self._hooks, self._watch = owner, hooks, watch
+        self._units, self._below = units, below
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """As torch calls it."""
-        self._hooks.enter(module, self._units, (args, kwargs))
+        self._hooks.enter(module, self._below if runs_in_slices(module) else self._units, (args, kwargs))
         if self._watch is not None:
             self._watch(args, kwargs)
 

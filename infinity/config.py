@@ -30,6 +30,9 @@ class Config:
     dtype: the 16-bit type that computes; "bf16".
     state_dtype: how the optimizer's moments are stored: "fp32" (exact), "bf16" (rounded stochastically) or
         "int8" (block-wise), with 26, 18 and 14 bytes of traffic per parameter and step.
+    tile_above: bytes, or text like "256MiB": every nn.Linear, nn.Embedding and Hugging Face Conv1D with a
+        larger weight is built in tiles of at most that, each fetched, used and released on its own; see
+        infinity.tiling. None: layers stay whole.
     aio: the I/O engine, "io_uring", "threads" or "buffered"; None picks the best that works (and honours
     INFINITY_AIO).
     verify: check every record read back against the hash of what was written.
@@ -43,12 +46,15 @@ class Config:
     device_memory: int | str | None = None
     dtype: object = "bf16"
     state_dtype: str = "fp32"
+    tile_above: int | str | None = None
     aio: str | None = None
     verify: bool = True
     host_nbytes: int | None = field(init=False)
     """`host_memory` in bytes, or None."""
     device_nbytes: int | None = field(init=False)
     """`device_memory` in bytes, or None."""
+    tile_nbytes: int | None = field(init=False)
+    """`tile_above` in bytes, or None."""
     nvme_folders: tuple[str, ...] = field(init=False)
     """The folders of `nvme`; none without an NVMe tier."""
 
@@ -57,6 +63,7 @@ class Config:
         object.__setattr__(self, "nvme_folders", self._folders())
         object.__setattr__(self, "host_nbytes", _nbytes("host_memory", self.host_memory))
         object.__setattr__(self, "device_nbytes", _nbytes("device_memory", self.device_memory))
+        object.__setattr__(self, "tile_nbytes", _nbytes("tile_above", self.tile_above))
         if _DTYPES.get(str(self.dtype)) is None:
             raise ConfigError(f'dtype={self.dtype!r}: this version computes in "bf16" (torch.bfloat16)')
         object.__setattr__(self, "dtype", _DTYPES[str(self.dtype)])

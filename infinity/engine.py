@@ -168,9 +168,11 @@ class Engine:
         parameter.register_post_accumulate_grad_hook(caught)
         parameter.requires_grad = required
 
-    def hook(self, module: nn.Module, units: list[Unit]) -> None:
-        """Follow a module's forward, state_dict and load_state_dict."""
-        entering = Entering(self, self.hooks, units, self.slices.watch(module, self.keeps))
+    def hook(self, module: nn.Module, units: list[Unit], below: list[Unit]) -> None:
+        """Follow a module's forward, which uses `units`, its state_dict and load_state_dict; `below` are the
+        units of all modules in it.
+        """
+        entering = Entering(self, self.hooks, units, below, self.slices.watch(module, self.keeps))
         module.register_forward_pre_hook(entering, prepend=True, with_kwargs=True)
         module.register_forward_hook(Leaving(self.hooks), with_kwargs=True, always_call=True)
         self.exchange.hook(module)

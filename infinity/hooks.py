@@ -33,6 +33,7 @@ from torch.utils import _pytree as pytree
 from infinity.calls import refuse, runs_in_itself
 from infinity.errors import UnsupportedError
 from infinity.executor import Executor
+from infinity.tiling import Tile
 from infinity.trace import Phase
 from infinity.unit import Unit
 
@@ -52,6 +53,7 @@ class Frame:
     task: int  # the graph task it runs in, -1 for an ordinary forward
     inputs: Any  # those whose gradients end the holds on frozen units; None where no hold outlives the frame
     saving: torch.autograd.graph.saved_tensors_hooks | None
+    keeps: bool  # the backward needs what a recomputation here saves of the weights
     units: list[Unit] = field(default_factory=list)
 
 
@@ -117,7 +119,7 @@ class Hooks:
                 watched = inputs
             elif pair is None or getattr(pair[0], "infinity", None) is not self:
                 saving = self._packing(*((_as_is, _as_is) if pair is None else pair))
-        frame = Frame(id(module), task, watched, saving)
+        frame = Frame(id(module), task, watched, saving, not isinstance(module, Tile))
         self._frames.append(frame)
         if task != -1:
             self._note_backward(task)
@@ -183,7 +185,7 @@ class Hooks:
         self._frames.pop()
 
     def _end_use(self, unit: Unit, frame: Frame, output: Any) -> None:
-        if frame.task != -1 and torch.is_grad_enabled():
+        if frame.task != -1 and frame.keeps and torch.is_grad_enabled():
             self._hold_for_backward(unit, frame.task, output)
         elif len(self._frames) > 1 and self._aliased(unit, output):
             self._frames[-2].units.append(unit)

@@ -18,6 +18,7 @@ LAYERS = [
     {  # what they are made of
         "checkpoint",
         "checkpoint_writer",
+        "construction",
         "export",
         "gather",
         "imported",
@@ -66,7 +67,7 @@ LAYERS = [
     {"cores", "errors", "sizes", "zero"},
 ]
 # Packages that import nothing of ours, and the lowest layer that may import them.
-LEAVES = {"aio": "store", "kernels": "reference", "tiling": "engine"}
+LEAVES = {"aio": "store", "kernels": "reference", "tiling": "calls"}
 # Modules that decide and compute, and never touch torch or the machine: they run anywhere, in milliseconds.
 PURE = {
     "bound",

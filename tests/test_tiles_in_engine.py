@@ -1,0 +1,165 @@
+"""Tiles as units: Config(tile_above=...), and slices of sequence and batch over an offloaded model.
+
+Trusted: the same model in memory, with the reference recipe; and infinity.tiling, tested by itself.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+import models
+from infinity import tiling
+from infinity.engine import engine_of_model
+from infinity.reference import ReferenceAdamW, prepare
+from parity import repeatable
+
+pytestmark = pytest.mark.disk
+ABOVE = 1 << 11
+"""Bytes: every matrix of the small models is cut."""
+
+
+@pytest.fixture(autouse=True)
+def _repeatable():
+    with repeatable():
+        yield
+
+
+def tiled_in_memory(name):
+    torch.manual_seed(0)
+    model = models.MODELS[name]()
+    tiling.tile_(model, above=ABOVE)
+    return prepare(model)
+
+
+def pair(name, folder, *, checkpoint=None, update="forward"):
+    ours = models.build(name, nvme=str(folder), host_memory="1MiB", tile_above=ABOVE)
+    plain = tiled_in_memory(name)
+    for model in (ours, plain):
+        if checkpoint is None:
+            model.train()
+        else:
+            models.checkpointed(model, checkpoint == "reentrant")
+    return (
+        (ours, infinity.AdamW(ours.parameters(), lr=1e-2, update=update)),
+        (plain, ReferenceAdamW(plain.parameters(), lr=1e-2)),
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_tiles_are_built_with_the_values_and_names_of_the_whole(folder, name):
+    ours = models.build(name, nvme=str(folder), host_memory="1MiB", tile_above=ABOVE)
+    whole = models.build(name)
+    assert any(isinstance(module, tiling.Tiled) for module in ours.modules())
+    found, expected = ours.state_dict(), whole.state_dict()
+    assert list(found) == list(expected)
+    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+
+
+@pytest.mark.parametrize("checkpoint", [None, "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("update", ["forward", "backward"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_a_model_in_tiles_trains_as_in_memory(folder, name, update, checkpoint):
+    ours, plain = pair(name, folder, checkpoint=checkpoint, update=update)
+    assert models.train(*ours, 4) == models.train(*plain, 4)
+    found, expected = ours[0].state_dict(), plain[0].state_dict()
+    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+
+
+def test_a_recomputation_holds_one_tile_at_a_time(folder):
+    (ours, _), _ = pair("llama", folder, checkpoint="non-reentrant")
+    engine, most = engine_of_model(ours), [0]
+    tiles = {id(module) for module in ours.modules() if isinstance(module, tiling.Tile)}
+    units = {
+        engine.unit_of(parameter)[0]
+        for module in ours.modules()
+        if id(module) in tiles
+        for parameter in module._parameters.values()
+        if parameter is not None
+    }
+    hold = engine.executor.hold
+
+    def watched(unit, phase):
+        hold(unit, phase)
+        most[0] = max(most[0], sum(one.users > 0 for one in units))
+
+    engine.executor.hold = watched
+    ids = models.batch(0)
+    ours(input_ids=ids, labels=ids).loss.backward()
+    assert most[0] <= 2, "one in use, and one leased by the node before"
+
+
+def test_a_backward_after_a_step_is_refused_though_a_tile_takes_its_weight_anew(folder):
+    torch.manual_seed(0)
+    with infinity.Init(nvme=str(folder), host_memory="1MiB", tile_above=ABOVE):
+        model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    x = torch.randn(4, 64).bfloat16().requires_grad_()
+    loss = model(x).float().square().sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="changed"):
+        loss.backward()
+
+
+def test_a_layer_that_is_nobodys_child_is_refused(folder):
+    with (
+        pytest.raises(infinity.UnsupportedError, match="nobody's child"),
+        infinity.Init(nvme=str(folder), host_memory="1MiB", tile_above=ABOVE),
+    ):
+        kept = nn.Linear(64, 64)
+    assert kept is not None
+
+
+@pytest.mark.parametrize("sliced", ["batch", "sequence"])
+@pytest.mark.parametrize("update", ["forward", "backward"])
+def test_slices_train_as_in_memory_and_fetch_a_unit_once_for_all_of_them(folder, sliced, update):
+    def cut(model):
+        model.config.use_cache = False
+        for layer in model.model.layers:
+            if sliced == "batch":
+                tiling.tile_batch(layer, 1)
+            else:
+                tiling.tile_sequence(layer.mlp, 4)
+
+    ours, plain = models.both(
+        "llama", {"lr": 1e-2}, {"nvme": str(folder), "host_memory": "1MiB"}, update=update
+    )
+    cut(ours[0])
+    cut(plain[0])
+    assert models.train(*ours[:2], 4) == models.train(*plain[:2], 4)
+    models.assert_same_state(ours[0], ours[1], plain[0], plain[1])
+    before = infinity.stats(ours[0])
+    models.train(*ours[:2], 1, first=4)
+    uses = infinity.stats(ours[0]).since(before).uses
+    parts = len(engine_of_model(ours[0]).units)
+    assert uses <= 3 * parts, (
+        f"{uses} uses of {parts} units: once in the forward, once or twice in the backward"
+    )
+
+
+def test_a_layer_eight_times_the_budget_trains(folder):
+    def losses(model, optimizer):
+        found = []
+        for step in range(2):
+            x = torch.randn(4, 4096, generator=torch.Generator().manual_seed(step)).bfloat16()
+            loss = model(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    torch.manual_seed(0)
+    with infinity.Init(nvme=str(folder), host_memory="4MiB", tile_above="1MiB"):
+        ours = nn.Sequential(nn.Linear(4096, 4096))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4096, 4096))
+    tiling.tile_(plain, above=1 << 20)
+    plain = prepare(plain)
+    engine = engine_of_model(ours)
+    assert 8 * engine.budget.total_nbytes == 2 * 4096 * 4096
+    found = losses(ours, infinity.AdamW(ours.parameters(), lr=1e-3))
+    assert found == losses(plain, ReferenceAdamW(plain.parameters(), lr=1e-3))
+    assert torch.equal(ours.state_dict()["0.weight"], plain.state_dict()["0.weight"])
+    assert engine.held_nbytes() <= engine.budget.total_nbytes
