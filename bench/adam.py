@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 from rich.console import Console
 from rich.progress import Progress
@@ -34,6 +35,7 @@ from infinity.bench.recipes import BESIDE, BLOCK, SPLIT, Memory, Operation, Stre
 from infinity.bench.targets import Target
 from infinity.errors import ConfigError
 from infinity.kernels.library import MAX_THREADS, ffi, library
+from infinity.sizes import format_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,6 +46,10 @@ ISAS = ("avx512", "avx2", "scalar")
 LEAST_NBYTES = 64 << 20
 """What a timing moves at least: smaller records are gone over several times."""
 SETTLE_S = 0.02  # torch's OpenMP threads spin after their work and would slow whatever comes next
+LEAST_ROUNDS = 3
+"""With fewer there is no verdict: the median of one or two timings is luck."""
+NBYTES = 84
+"""Of memory, per parameter: recipes.Memory takes 60, the two contestants of torch 20, making them 4 more."""
 LIMIT = 0.9
 GAIN = 1.8
 
@@ -216,7 +222,9 @@ def findings(timings: Sequence[Timing], options: argparse.Namespace) -> Findings
         Column("of_limit_best", "of limit, best", lambda value: f"{value:.2f}"),
     )
     title = f"CPU kernels on {options.numel / 1e6:.3g} M parameters, {options.rounds} rounds"
-    return Findings(title, rows, columns, verdicts(timings), asked(options), lambda axes: _draw(axes, rows))
+    few = f"No verdicts: a median takes at least {LEAST_ROUNDS} rounds."
+    said = [few] if options.rounds < LEAST_ROUNDS else verdicts(timings)
+    return Findings(title, rows, columns, said, asked(options), lambda axes: _draw(axes, rows))
 
 
 def _draw(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -251,6 +259,12 @@ def check(options: argparse.Namespace) -> None:
     """Refuse what cannot be measured, before anything is. Raises: ConfigError."""
     if options.numel < BLOCK or options.numel % BLOCK:
         raise ConfigError(f"--numel {options.numel}: expected a multiple of {BLOCK}, at least {BLOCK}")
+    needed, available_nbytes = NBYTES * options.numel, psutil.virtual_memory().available
+    if needed > available_nbytes:
+        raise ConfigError(
+            f"--numel {options.numel}: takes {format_size(needed)} of memory, {NBYTES} B per parameter, and "
+            f"{format_size(available_nbytes)} are available. Give a smaller --numel."
+        )
     if options.rounds < 1:
         raise ConfigError(f"--rounds {options.rounds}: expected at least 1")
     if not all(1 <= count <= MAX_THREADS for count in options.threads):

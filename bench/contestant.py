@@ -21,6 +21,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -165,8 +166,10 @@ def llama(spec: Spec) -> nn.Module:
 def checkpointed(model: nn.Module) -> nn.Module:
     """Recompute each block's activations in the backward, as users do who are short of memory."""
     model.train()
-    enable: Any = model.gradient_checkpointing_enable
-    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with warnings.catch_warnings():  # the new name of it is younger than the transformers that we take
+        warnings.simplefilter("ignore", FutureWarning)
+        enable: Any = model.gradient_checkpointing_enable
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 

@@ -31,6 +31,7 @@ from infinity.bench.runs import SETTLING, SHAPES, here, machine, save
 from infinity.device import CudaDevice, Device, open_device
 from infinity.engine import engine_of_model
 from infinity.memory import Arena
+from infinity.presets import recompute_blocks
 
 STEPS = 6
 TILE_NUMEL = 1 << 19
@@ -206,7 +207,7 @@ def measure(name: str, shape: str, tokens: int, folder: str) -> Result:
     torch.cuda.reset_peak_memory_stats()
     model, optimizer = build(name, shape, folder)
     model.train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    recompute_blocks(model)
     engine = None if name == PLAIN else engine_of_model(model)
     device = engine.device if engine else None
     memory = device.memory if isinstance(device, CudaDevice) else None

@@ -48,6 +48,7 @@ from infinity.bench.peers import (
     opened,
     peers,
 )
+from infinity.bench.places import check_apart, check_folder, shared
 from infinity.bench.targets import Target
 from infinity.errors import ConfigError
 from infinity.sizes import BLOCK, format_size, parse_size
@@ -132,7 +133,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         if not places[0].direct.direct:
             notes.append("O_DIRECT does not work here: what was measured is memory, not a disk.")
         samples = measure(cells, places, options, console)
-    verdicts = [*verdicts_of(samples), *notes]
+    verdicts = [*verdicts_of(samples), *notes, *shared(options.nvme)]
     if options.tune:
         verdicts += [
             line for index in range(len(places)) for line in tune(index, places[index].folder, samples)
@@ -187,6 +188,9 @@ def check(options: argparse.Namespace, grid: Mapping[str, Sequence[Any]]) -> Non
             raise ConfigError(f"--{name} {wrong[0]}: expected a number from {least} to {greatest}")
     if options.tune and not (set(VERBS) <= set(grid["verb"]) and set(TARGETS) & set(grid["engine"])):
         raise ConfigError("--tune compares reads, writes and both of io_uring or threads: leave --verb out")
+    for folder in options.nvme:
+        check_folder(folder)
+    check_apart(options.nvme)
     _check_room(options.nvme, options.size)
 
 

@@ -26,8 +26,10 @@ from rich.table import Table
 from torch.optim.lr_scheduler import LambdaLR
 
 import infinity
+from infinity.bench.places import check_folder
 from infinity.bench.runs import STATE_DTYPES, folder_on, here, machine, save, words
 from infinity.engine import engine_of_model
+from infinity.errors import ConfigError
 from infinity.presets import PRESETS, llama
 from infinity.text import Sampler, Text, default_text
 from infinity.train import learning_rate
@@ -145,6 +147,10 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("--steps has to be at least 1")
     if options.png and importlib.util.find_spec("matplotlib") is None:
         parser.error("--png needs matplotlib: pip install matplotlib")
+    try:
+        check_folder(options.nvme)
+    except ConfigError as error:
+        parser.error(str(error))
     return options
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from infinity.bench.findings import Column, Findings, asked
 from infinity.outline import Outline
@@ -43,7 +46,7 @@ def facts(one: Planned, tbw_nbytes: float | None) -> dict[str, Any]:
             "pinned": _by_field(one),
             "kept_gradients_nbytes": need.kept_gradients_nbytes,
             "in_use_nbytes": need.in_use_nbytes,
-            "window_nbytes": need.room.window_nbytes,
+            "window_nbytes": min(need.room.window_nbytes, sum(move.waiting_nbytes for move in need.units)),
             "nvme_nbytes": need.nvme_nbytes * setting.local_ranks,
             "read_nbytes": need.read_nbytes,
             "written_nbytes": need.written_nbytes,
@@ -91,7 +94,7 @@ def single(pairs: Pairs, options: argparse.Namespace) -> Findings:
     found = facts(one, options.tbw and options.tbw * 1e12)
     lines = list(_lines(found))
     return Findings(
-        title=f"{one.outline.name}: {one.outline.parameters / 1e9:,.2f} G parameters on {_ranks(one)}",
+        title=f"{one.outline.name}: {short_count(one.outline.parameters)} parameters on {_ranks(one)}",
         rows=[
             {"what": what, "shown": text, **({"facts": found} if not number else {})}
             for number, (what, text) in enumerate(lines)
@@ -101,6 +104,7 @@ def single(pairs: Pairs, options: argparse.Namespace) -> Findings:
             _fits(found),
             *_planning(found),
             *_missing(one, options),
+            *_beyond_here(one, options),
             _zero_line(one.outline, one.setting.ranks),
         ],
         options=asked(options),
@@ -124,14 +128,14 @@ def _lines(found: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("read in a step, each rank", format_size(found["read_nbytes"])),
         ("written in a step, each rank", format_size(found["written_nbytes"])),
         *((f"  {name}", format_size(nbytes)) for name, nbytes in found["moved"].items()),
-        ("written to each machine's NVMe in a step", f"{found['machine_written_nbytes'] / 1e12:,.3f} TB"),
+        ("written to each machine's NVMe in a step", decimal_size(found["machine_written_nbytes"])),
     ]
     if "seconds" in found:
         lines += [
-            ("a step", f"{found['seconds']:,.2f} s, of which {found['compute_s']:,.2f} s compute"),
-            ("tokens per second", f"{found['tokens_per_s']:,.1f}"),
+            ("a step", f"{duration(found['seconds'])}, of which {duration(found['compute_s'])} compute"),
+            ("tokens per second", figure(found["tokens_per_s"])),
             ("limited by", found["limit"]),
-            ("written to each machine's NVMe in a day", f"{found['written_per_day'] / 1e12:,.2f} TB"),
+            ("written to each machine's NVMe in a day", decimal_size(found["written_per_day"])),
         ]
     if found["steps_until_tbw"] is not None:
         lines.append(("steps until the NVMe has been written its TBW", f"{found['steps_until_tbw']:,.0f}"))
@@ -150,7 +154,7 @@ def _fits(found: Mapping[str, Any]) -> str:
 def _planning(found: Mapping[str, Any]) -> list[str]:
     if not found["fits"]:
         return []
-    return [f"planned {found['uses']:,} uses of {found['units']:,} units in {found['planning_s']:.2f} s"]
+    return [f"planned {found['uses']:,} uses of {found['units']:,} units in {duration(found['planning_s'])}"]
 
 
 def _missing(one: Planned, options: argparse.Namespace) -> list[str]:
@@ -167,10 +171,18 @@ def _missing(one: Planned, options: argparse.Namespace) -> list[str]:
     return [f"How long a step takes would need {' and '.join(missing)}."]
 
 
+def _beyond_here(one: Planned, options: argparse.Namespace) -> list[str]:
+    """Say where a budget is more than this machine has of memory, though the forecast is for its cores."""
+    total_nbytes, host_nbytes = psutil.virtual_memory().total, one.setting.host_nbytes
+    here = not options.compute and not options.compute_seconds and one.setting.device_nbytes is None
+    if one.forecast is None or not here or one.setting.ranks > 1 or host_nbytes <= total_nbytes:
+        return []
+    budget, total = format_size(host_nbytes), format_size(total_nbytes)
+    return [f"--host-memory {budget} is more than this machine has ({total}); the seconds are of its cores."]
+
+
 def _zero_line(outline: Outline, ranks: int) -> str:
-    stages = ", ".join(
-        f"{stage}: {model_states(outline.parameters, ranks, stage) / 1e9:,.1f} GB" for stage in STAGES
-    )
+    stages = ", ".join(f"{stage}: {_gb(model_states(outline.parameters, ranks, stage))}" for stage in STAGES)
     return f"model states in memory alone, each rank, by stage of ZeRO: {stages}"
 
 
@@ -185,7 +197,7 @@ def zero(outline: Outline, ranks: int) -> Findings:
         for count in counts
     ]
     return Findings(
-        title=f"{outline.name}: {outline.parameters / 1e9:,.2f} G parameters, model states of each rank",
+        title=f"{outline.name}: {short_count(outline.parameters)} parameters, model states of each rank",
         rows=rows,
         columns=[
             Column("ranks", "ranks"),
@@ -194,10 +206,6 @@ def zero(outline: Outline, ranks: int) -> Findings:
         verdicts=["2 + 2 + 12 bytes per parameter: weights, gradients, and the optimizer's; no activations"],
         options={"ranks": ranks},
     )
-
-
-def _gb(nbytes: float) -> str:
-    return f"{nbytes / 1e9:,.1f} GB"
 
 
 # Several plans
@@ -217,8 +225,8 @@ def swept(pairs: Pairs, options: argparse.Namespace) -> Findings:
         Column("pinned_nbytes", "pinned", format_size),
         Column("read_nbytes", "read", format_size),
         Column("written_nbytes", "written", format_size),
-        Column("seconds", "step", lambda seconds: f"{seconds:,.2f} s"),
-        Column("tokens_per_s", "tokens/s", lambda rate: f"{rate:,.1f}"),
+        Column("seconds", "step", duration),
+        Column("tokens_per_s", "tokens/s", figure),
         Column("limit", "limited by"),
     ]
     return Findings(
@@ -228,6 +236,7 @@ def swept(pairs: Pairs, options: argparse.Namespace) -> Findings:
         verdicts=[
             f"{sum(row['fits'] for row in rows)} of {len(rows)} fit",
             *_missing(pairs[0][1], options),
+            *dict.fromkeys(line for _, one in pairs for line in _beyond_here(one, options)),
         ],
         options=asked(options),
         draw=lambda axes: _draw(rows, names, axes),
@@ -255,3 +264,40 @@ def _draw(rows: Sequence[Mapping[str, Any]], names: Sequence[str], axes: Axes) -
     axes.set_ylim(bottom=0)
     if len(lines) > 1:
         axes.legend()
+
+
+# Figures
+
+
+def figure(value: float) -> str:
+    """Return three significant digits, and no exponent: "0.0412", "31.4", "12,300"."""
+    rounded = float(f"{value:.3g}")
+    decimals = max(0, 2 - math.floor(math.log10(rounded))) if rounded > 0 else 0
+    return f"{rounded:,.{decimals}f}"
+
+
+def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
+    """Return three significant digits in the first of the units that are filled, else in the last one."""
+    rounded = float(f"{value:.3g}")
+    size, name = next((one for one in units if rounded >= one[0]), units[-1])
+    return f"{figure(rounded / size)} {name}"
+
+
+def short_count(number: float) -> str:
+    """Return a number of parameters as people say it: "852 k", "7.05 G"."""
+    return _scaled(number, ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")))
+
+
+def decimal_size(nbytes: float) -> str:
+    """Return bytes in decimal units, as drives are sold: "12.5 GB"."""
+    return _scaled(nbytes, ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")))
+
+
+def duration(seconds: float) -> str:
+    """Return seconds, or milliseconds: "1.25 s", "3.21 ms"."""
+    return _scaled(seconds, ((1.0, "s"), (1e-3, "ms")))
+
+
+def _gb(nbytes: float) -> str:
+    """Return GB with a tenth, as tables of ZeRO have it; where that would say nothing, a smaller unit."""
+    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e9 else decimal_size(nbytes)

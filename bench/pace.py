@@ -17,10 +17,10 @@ import xxhash
 from torch import nn
 
 from infinity import kernels
-from infinity.bench.sketch import from_config, outline_of_model
+from infinity.bench.sketch import first_line, from_config, outline_of_model
 from infinity.errors import ConfigError
 from infinity.outline import Outline
-from infinity.presets import PRESETS, llama
+from infinity.presets import PRESETS, llama, recompute_blocks
 
 LAYERS = 2
 """Blocks of the model that is timed."""
@@ -30,6 +30,7 @@ _FLOPS_MOST = 1e11
 _TOKENS_LEAST = 32
 """With fewer, a matrix product is bound by memory, and says little about more."""
 
+_GIVE = "Give --compute TFLOPS (per rank, as reached in training), or --compute-seconds."
 _ELEMENTS = 1 << 22
 _REPEATS = 5
 
@@ -45,9 +46,14 @@ def compute_seconds(name: str, outline: Outline, tokens: int, sequence: int) -> 
 
     name: a preset, or the path of a config.json.
 
-    Raises: ConfigError where that is too much for this machine; ImportError without transformers.
+    Raises: ConfigError where that is too much for this machine, or fails; ImportError without transformers.
     """
-    model, width = _shallow(name, sequence)
+    try:
+        model, width = _shallow(name, sequence)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{outline.name}: cannot be built with {LAYERS} blocks, to time it ({first_line(error)}) {_GIVE}"
+        ) from error
     small = outline_of_model(model, width)
     share = min(1.0, _FLOPS_MOST / flops(small, tokens, sequence))
     timed = tokens if share == 1 else max(int(tokens * share), min(tokens, _TOKENS_LEAST))
@@ -57,17 +63,21 @@ def compute_seconds(name: str, outline: Outline, tokens: int, sequence: int) -> 
     if operations > 4 * _FLOPS_MOST or nbytes > psutil.virtual_memory().available // 2:
         raise ConfigError(
             f"{outline.name}: {LAYERS} of its blocks and its head take {operations / 1e12:,.0f} TFLOP and "
-            f"{nbytes / 2**30:,.0f} GiB, too much to time on this machine. Give --compute TFLOPS (per rank, "
-            "as reached in training), or --compute-seconds."
+            f"{nbytes / 2**30:,.0f} GiB, too much to time on this machine. {_GIVE}"
         )
-    model = _real(model)
     ids = torch.zeros(timed // length, length, dtype=torch.long)
+    try:
+        real = _real(model)
 
-    def step() -> None:
-        model(input_ids=ids, labels=ids).loss.backward()
-        model.zero_grad(set_to_none=True)
+        def step() -> None:
+            real(input_ids=ids, labels=ids).loss.backward()
+            real.zero_grad(set_to_none=True)
 
-    step()
+        step()
+    except Exception as error:
+        raise ConfigError(
+            f"{outline.name}: {LAYERS} of its blocks do not train here ({first_line(error)}). {_GIVE}"
+        ) from error
     return best(step, repeats=2) * flops(outline, tokens, sequence) / operations
 
 
@@ -89,8 +99,7 @@ def _real(model: nn.Module) -> Any:
         for tensor in (*real.parameters(), *real.buffers()):
             tensor.fill_(0.01 if tensor.is_floating_point() else 0)
     real.train()
-    enable: Any = real.gradient_checkpointing_enable
-    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    recompute_blocks(real)
     return real
 
 

@@ -24,6 +24,7 @@ from torch import nn
 
 from infinity.bench import hindsight, outlook, pace
 from infinity.bench.findings import add_outputs, check_outputs, show, write
+from infinity.bench.places import check_folder
 from infinity.bench.sketch import outline_of, outline_of_model
 from infinity.demand import Demand, Setting, demand, least_host_nbytes
 from infinity.disk import DiskSpeed, speed_of
@@ -203,6 +204,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     if options.check:
         findings, good = hindsight.check(options.check, _kernels(options), console)
     elif options.zero:
+        Setting(1, ranks=options.ranks, local_ranks=options.local_ranks)  # refuses half a machine
         findings, good = outlook.zero(outline_of(options.model), options.ranks), True
     else:
         planned = list(_planned(options, console))
@@ -267,7 +269,7 @@ def _plan_one(
 def _disk(options: argparse.Namespace) -> Disk | None:
     """Return what one machine's NVMe does; None where that is not known, and not needed.
 
-    Raises: ConfigError where only some of the rates are given.
+    Raises: ConfigError where only some of the rates are given, or a folder cannot be used or measured.
     """
     given = [options.nvme_read, options.nvme_write, options.nvme_mixed]
     if options.no_nvme:
@@ -280,6 +282,7 @@ def _disk(options: argparse.Namespace) -> Disk | None:
         return Disk(*(rate * 1e9 for rate in given))
     if options.nvme is None:
         return None
+    check_folder(options.nvme)
     speed: DiskSpeed = speed_of(options.nvme)
     if not speed.mixed:
         raise ConfigError(

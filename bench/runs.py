@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import torch
 
+from infinity.bench.places import check_folder
 from infinity.errors import InfinityError
 from infinity.presets import PRESETS, VOCABULARY
 from infinity.sizes import format_size
@@ -242,8 +243,11 @@ def _measured(result: dict[str, Any]) -> Measured:
 
 @contextmanager
 def folder_on(path: Path) -> Iterator[Path]:
-    """Make a folder for the runs' files below `path` (made too, and left), and remove it at the end."""
-    path.mkdir(parents=True, exist_ok=True)
+    """Make a folder for the runs' files below `path`, which has to be there, and remove it at the end.
+
+    Raises: ConfigError for a `path` that is no folder to write in.
+    """
+    check_folder(path)
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=path) as name:
         yield Path(name)
 

@@ -4,6 +4,7 @@ on the meta device.
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from infinity.presets import PRESETS, VOCABULARY
 
 logger = logging.getLogger("infinity")
 
+_ELSE = "For others, give a module on the meta device, from Python: infinity.bench.planning.plan."
 _TOKENS = 8
 """Of the forward on meta that shows the order of uses."""
 
@@ -35,7 +37,8 @@ def outline_of(model: str) -> Outline:
         return llama(model, preset.layers, preset.hidden, preset.intermediate, VOCABULARY)
     path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
     if path.is_file():
-        return outline_of_model(*from_config(path), name=path.parent.name or path.stem)
+        name = path.parent.resolve().name if path.name == "config.json" else path.stem
+        return outline_of_model(*from_config(path), name=name)
     raise ConfigError(
         f"--model {model}: neither a preset ({', '.join(PRESETS)}) nor a config.json of Hugging Face"
     )
@@ -49,24 +52,65 @@ def outline_of_shape(name: str) -> Outline:
 
 
 def from_config(path: Path, **changes: object) -> tuple[nn.Module, int]:
-    """Build what a config.json describes on the meta device; `changes`: to what it says. Return the model and
-    the width of its attention.
+    """Build what a config.json describes on the meta device, in bf16, as in a run; `changes`: to what it
+    says. Return the model and the width of its attention.
 
-    Raises: ConfigError naming the file, for what transformers cannot build; ImportError without transformers.
+    Raises: ConfigError naming the file, for what is no language model, or transformers cannot build;
+    ImportError without transformers.
     """
     import transformers
 
+    content = {**_content(path), **changes}
+    kind = content.pop("model_type", None)
+    if kind not in transformers.CONFIG_MAPPING:
+        raise ConfigError(
+            f'{path}: "model_type" is {kind!r}, which transformers {transformers.__version__} does not know. '
+            f"{_ELSE}"
+        )
     try:
-        content = {**json.loads(path.read_text(encoding="utf-8")), **changes}
-        config = transformers.AutoConfig.for_model(content.pop("model_type"), **content)
-        names = content.get("architectures") or []
-        named = getattr(transformers, names[0], None) if names else None
+        config = transformers.AutoConfig.for_model(kind, **content)
         with torch.device("meta"):
-            build: Any = named or transformers.AutoModelForCausalLM.from_config
-            model: nn.Module = build(config)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{path}: describes no model that transformers builds ({error})") from error
-    return model, int(getattr(config, "hidden_size", 0))
+            model = _builder(content.get("architectures") or [])(config)
+        return model.to(torch.bfloat16), int(getattr(config, "hidden_size", None) or 0)
+    except Exception as error:  # the checks of transformers raise whatever they like
+        raise ConfigError(
+            f"{path}: describes no causal language model that transformers builds ({first_line(error)}). "
+            f"{_ELSE}"
+        ) from error
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """Return what a config.json says. Raises: ConfigError for one that names no type of model."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path}: is no JSON ({error}). Give a config.json of Hugging Face.") from error
+    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+        raise ConfigError(
+            f'{path}: has no "model_type", as a config.json of Hugging Face has beside the sizes of its model'
+        )
+    return content
+
+
+def _builder(names: Sequence[str]) -> Any:
+    """Return what builds a model: the class that is named first, if transformers has it.
+
+    Raises: TypeError for one that reads no text.
+    """
+    import transformers
+
+    named = getattr(transformers, names[0], None) if names else None
+    if named is None:
+        return transformers.AutoModelForCausalLM.from_config
+    if not {"input_ids", "labels"} <= inspect.signature(named.forward).parameters.keys():
+        raise TypeError(f"{names[0]} takes no input_ids, or no labels")
+    return named
+
+
+def first_line(error: BaseException) -> str:
+    """Return how an error begins: some go on with a list of all that would have worked."""
+    first, *others = str(error).splitlines() or [type(error).__name__]
+    return f"{first} {others[0].strip()}" if others and first.endswith(":") else first
 
 
 def outline_of_model(

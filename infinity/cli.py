@@ -1,6 +1,7 @@
 """The command line: `infinity train`, `doctor`, `export`, `bench` and `plan`.
 
-Exit codes: 0 done; 1 an error, told in one paragraph on stderr; 2 wrong arguments; 130 Ctrl-C; 143 SIGTERM.
+Exit codes: 0 done; 1 an error, told in one paragraph on stderr, or (`doctor`, `plan`) an answer that is no; 2
+arguments that cannot be parsed, told by argparse; 130 Ctrl-C; 143 SIGTERM.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from rich.console import Console
 
-from infinity.errors import InfinityError
+from infinity import aio
+from infinity.errors import ConfigError, InfinityError
 from infinity.presets import PRESETS
 from infinity.sizes import parse_size
 from infinity.train import Interrupted, Settings, train
@@ -32,7 +35,7 @@ _BENCHES = {
 }
 """Each is a module of infinity.bench."""
 _EXPORT = "Hugging Face's files from a checkpoint, for from_pretrained and all else that reads them"
-_PLAN = "will a model fit, how fast will it train, and what limits it: computed, nothing is measured"
+_PLAN = "will a model fit, how fast will it train, what limits it: without training it"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,13 +58,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def describe(error: BaseException) -> str:
-    """Put an error in one paragraph: its message, the notes it got on its way, and what caused it."""
+    """Put an error in one paragraph: its message, the notes it got on its way, and what caused it, unless the
+    message has told that already.
+    """
     message = str(error) or type(error).__name__
     if type(error).__str__ is OSError.__str__ and isinstance(error, OSError) and error.filename is not None:
         message = f"{error.filename}: {error.strerror}"
     parts = [message, *getattr(error, "__notes__", ())]
     if isinstance(error, InfinityError) and error.__cause__ is not None:
-        parts.append(f"cause: {describe(error.__cause__)}")
+        cause = describe(error.__cause__)
+        if cause.splitlines()[0] not in message:
+            parts.append(f"cause: {cause}")
     return "\n  ".join(parts)
 
 
@@ -124,11 +131,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     _add_model(parser.add_argument)
     _add_recipe(parser.add_argument)
     _add_run(parser.add_argument)
-
-    def run(options: argparse.Namespace) -> int:
-        return _train(options, parser.error)
-
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=_train)
 
 
 def _add_model(add: Callable[..., object]) -> None:
@@ -182,20 +185,43 @@ def _add_run(add: Callable[..., object]) -> None:
     add("--traceback", action="store_true", help="show where an error came from")
 
 
-def _train(options: argparse.Namespace, refuse: Callable[[str], NoReturn]) -> int:
-    given = {name: getattr(options, name) for name in Settings.__dataclass_fields__}
-    settings = Settings(**given)
+def _train(options: argparse.Namespace) -> int:
+    settings = Settings(**{name: getattr(options, name) for name in Settings.__dataclass_fields__})
+    _check(settings)
+    try:
+        train(settings, Console())
+    except aio.EngineUnavailableError as error:
+        if settings.aio is not None:
+            error.strerror = f"{error.strerror}; or leave --aio out"
+        raise
+    return 0
+
+
+def _check(settings: Settings) -> None:
+    """Refuse what excludes each other, and paths that lead nowhere, before anything is built.
+
+    Raises: ConfigError naming the options.
+    """
     if settings.update == "backward" and settings.max_norm is not None:
-        refuse("--update backward excludes --max-norm: the norm is known only after the backward")
+        raise ConfigError(
+            "--update backward excludes --max-norm: the norm is known only after the backward. Leave one out."
+        )
     if settings.update == "backward" and settings.accumulate > 1:
-        refuse("--update backward excludes --accumulate: a second backward would come after the update")
+        raise ConfigError(
+            "--update backward excludes --accumulate: a second backward would come after the update. "
+            "Leave one out."
+        )
     if settings.in_host_memory and settings.nvme is not None:
-        refuse("--no-nvme excludes --nvme")
+        raise ConfigError("--no-nvme excludes --nvme. Leave one out.")
     for what in ("timeline", "report"):
         if settings.plain and getattr(settings, what) is not None:
-            refuse(f"--plain excludes --{what}: without an engine there are no lanes to show")
-    train(settings, Console())
-    return 0
+            raise ConfigError(f"--plain excludes --{what}: without an engine there are no lanes to show")
+    if settings.text is not None and not Path(settings.text).exists():
+        raise ConfigError(
+            f"--text {settings.text}: there is no such file or folder. Name a text file, or a folder of them."
+        )
+    if settings.out is not None and Path(settings.out).exists() and not Path(settings.out).is_dir():
+        raise ConfigError(f"--out {settings.out}: that is a file. Name a new folder for the run.")
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -203,7 +229,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
     examination = examine(options.nvme or ["."], measure=options.measure)
     Console().print(examination.table())
-    return 0 if examination.healthy else 1
+    return 0 if examination.healthy and examination.complete else 1
 
 
 def _measure(run: Callable[[argparse.Namespace, Console], int], options: argparse.Namespace) -> int:

@@ -49,6 +49,8 @@ class Finding:
     fix: str = ""
     fatal: bool = False
     """Training cannot run like this."""
+    failed: bool = False
+    """It was to be measured, and could not be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +70,16 @@ class Examination:
         """Whether training can run there."""
         return not any(finding.fatal for finding in self.findings)
 
+    @property
+    def complete(self) -> bool:
+        """Whether all that was to be measured was."""
+        return not any(finding.failed for finding in self.findings)
+
     def table(self) -> Table:
         """The findings, for people."""
         verdict = "training can run here" if self.healthy else "training cannot run here"
+        if not self.complete:
+            verdict += "; not every disk could be measured"
         table = Table(
             title=escape(f"infinity doctor, {', '.join(self.folders)}: {verdict}"), title_justify="left"
         )
@@ -80,7 +89,7 @@ class Examination:
         for group in self.groups:
             table.add_section()
             for finding in group:
-                style = "red" if finding.fatal else "yellow" if finding.fix else None
+                style = "red" if finding.fatal or finding.failed else "yellow" if finding.fix else None
                 table.add_row(finding.subject, escape(finding.found), escape(finding.fix), style=style)
         return table
 
@@ -130,7 +139,8 @@ def _measured_now(folder: str) -> Finding:
     try:
         return _speed(disk.measure(folder))
     except (OSError, ValueError, InfinityError) as error:
-        return Finding("speed", f"not measured: {error}", "make room, or use a filesystem with O_DIRECT")
+        fix = "make room, or use a filesystem with O_DIRECT"
+        return Finding("speed", f"not measured: {error}", fix, failed=True)
 
 
 def _shared(folders: tuple[str, ...]) -> Iterator[Finding]:

@@ -1,7 +1,8 @@
-"""Shapes of Llama models that are known by name; a name says how many parameters there are."""
+"""Llama models whose shapes are known by name, which says how many parameters there are."""
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,3 +66,13 @@ def llama(preset: Preset, sequence: int) -> Any:
         "eos_token_id": None,
     }
     return LlamaForCausalLM(LlamaConfig(**shape))
+
+
+def recompute_blocks(model: Any) -> None:
+    """Let a model of transformers recompute each block's activations in the backward.
+
+    Raises: ValueError for a model that cannot.
+    """
+    with warnings.catch_warnings():  # the new name of it is younger than the transformers that we take
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -8,12 +8,12 @@ same number of torch threads.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
 import math
 import os
 import signal
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ from infinity.engine import engine_of_model
 from infinity.errors import ConfigError, InfinityError
 from infinity.init import Init
 from infinity.optim import AdamW
-from infinity.presets import PRESETS, llama
+from infinity.presets import PRESETS, llama, recompute_blocks
 from infinity.recording import Recording
 from infinity.report import RECENT, STATE_NBYTES, Meter, Progress, Run, Step, StepLog, plot_loss
 from infinity.sizes import format_size
@@ -183,14 +183,16 @@ def _train(
         with closing(Progress(settings.steps, budget, meter.baseline_nbytes)) as progress:
             for step in steps(settings, model, optimizer, sampler, meter, recording):
                 run.steps.append(step)
-                log.write(step)
+                with _named(folder / LOG):
+                    log.write(step)
                 progress.show(step, run.bound(RECENT))
                 check()
                 _check_finite(step)
         if not settings.plain:
             run.predict(engine_of_model(model), stats(model))
     finally:
-        log.close()
+        with contextlib.suppress(OSError):  # each line was written at once: what failed then has been raised
+            log.close()
         if not settings.plain and run.after is None:
             run.after = stats(model)
         run.peak_nbytes = meter.peak_nbytes()
@@ -198,6 +200,21 @@ def _train(
             with contextlib.suppress(InfinityError, OSError):  # what matters has been raised by the step
                 engine_of_model(model).close()
         _conclude(console, settings, run, folder, recording)
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Let an error of writing name the file, as one of opening does, and on a full disk what is free."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            status = os.statvfs(path.parent)
+            free = format_size(status.f_bavail * status.f_frsize)
+            cure = f"{free} are free. Free space there, or name another folder with --out."
+            error.strerror = f"{error.strerror}; {cure}"
+        raise
 
 
 def _folders(settings: Settings, folder: Path) -> list[str]:
@@ -237,17 +254,12 @@ def build(settings: Settings, folder: Path) -> tuple[nn.Module, Any]:
     """Return the model and its optimizer: offloaded, or, if plain, in memory."""
     torch.manual_seed(settings.seed)
     preset = PRESETS[settings.preset]
-    rates: dict[str, Any] = {
-        "lr": settings.lr,
-        "weight_decay": settings.weight_decay,
-        "max_norm": settings.max_norm,
-    }
+    rates: dict[str, Any] = {name: getattr(settings, name) for name in ("lr", "weight_decay", "max_norm")}
     model: Any
     optimizer: Any
-    folders = _folders(settings, folder)
     stored: dict[str, Any] = {} if settings.state_dtype == "fp32" else {"state_dtype": settings.state_dtype}
     config = Config(
-        nvme=folders or None,
+        nvme=_folders(settings, folder) or None,
         host_memory=settings.host_memory,
         device=settings.device,
         aio=settings.aio,
@@ -263,19 +275,12 @@ def build(settings: Settings, folder: Path) -> tuple[nn.Module, Any]:
         optimizer = AdamW(model.parameters(), update=settings.updates_in, **rates)
     model.train()
     if settings.checkpointing:
-        with warnings.catch_warnings():  # the new name of it is younger than the transformers that we take
-            warnings.simplefilter("ignore", FutureWarning)
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute_blocks(model)
     return model, optimizer
 
 
 def steps(
-    settings: Settings,
-    model: nn.Module,
-    optimizer: Any,
-    sampler: Sampler,
-    meter: Meter,
-    recording: Recording,
+    settings: Settings, model: nn.Module, optimizer: Any, sampler: Sampler, meter: Meter, recording: Recording
 ) -> Iterator[Step]:
     """Train step by step, and yield what each was like."""
     schedule = LambdaLR(optimizer, lambda step: learning_rate(step, settings.warmup, settings.steps))
@@ -387,7 +392,8 @@ def _conclude(console: Console, settings: Settings, run: Run, folder: Path, reco
     console.print(run.table())
     how = "in memory" if run.after is None else f"host_memory {format_size(run.after.budget_nbytes)}"
     title = f"{settings.preset}: {run.parameters / 1e6:,.1f} M parameters, {how}"
-    missing = plot_loss(folder / PICTURE, run.steps, title)
+    with _named(folder / PICTURE):
+        missing = plot_loss(folder / PICTURE, run.steps, title)
     written = [f"log: {folder / LOG}", missing or f"loss: {folder / PICTURE}"]
     written += recording.write(f"{title}; {run.bound() or ''}", run.rows())
     console.print("\n".join(written), markup=False, highlight=False, soft_wrap=True)

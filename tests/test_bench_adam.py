@@ -137,7 +137,7 @@ def test_the_command_writes_a_row_per_kernel_instruction_set_and_number_of_threa
     assert len(steps) == 2 * 6
     assert {row["isa"] for row in steps} == {"scalar"}
     assert all(row["parameters_per_s"] > 0 for row in record["rows"])
-    assert len(record["verdicts"]) == 7
+    assert record["verdicts"] == ["No verdicts: a median takes at least 3 rounds."]
     assert (tmp_path / "found.png").stat().st_size > 1000
     assert "2 threads: measured" in said.getvalue()
 
@@ -173,3 +173,30 @@ def test_an_instruction_set_that_is_missing_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(adam, "available", lambda: ("scalar",))
     with pytest.raises(ConfigError, match="avx2"):
         adam.check(options("--isa", "avx2"))
+
+
+@pytest.mark.parametrize(("rounds", "judged"), [(2, False), (3, True)])
+def test_there_is_no_verdict_from_less_than_three_rounds(rounds, judged):
+    timings = [timing(name, "bf16", [1.0] * rounds, [1.0] * rounds) for name in (SPLIT, BESIDE)]
+    said = adam.findings(timings, options("--rounds", str(rounds))).verdicts
+    assert any("✓" in line or "✗" in line for line in said) is judged
+    assert any("at least 3 rounds" in line for line in said) is not judged
+
+
+def test_more_than_there_is_memory_for_is_refused_with_the_numbers(monkeypatch):
+    class Machine:
+        available = 84 * 1024 - 1
+
+    monkeypatch.setattr(adam.psutil, "virtual_memory", lambda: Machine)
+    with pytest.raises(ConfigError, match=r"--numel 1024: takes 84\.0 KiB .* and 84\.0 KiB are available"):
+        adam.check(options("--numel", "1024"))
+    Machine.available += 1
+    adam.check(options("--numel", "1024"))
+
+
+def test_the_memory_that_is_asked_for_holds_everything(memory):
+    moments = (one for fields in memory.moments.values() for one in fields)
+    held = (memory.hi, memory.lo, memory.grad16, memory.grad32, memory.out, *memory.spare, *moments)
+    ours = sum(one.nbytes for one in held) / NUMEL
+    torchs = 4 + 4 + 4 + 4 + 2 + 2  # fp32: weight, gradient and two moments; bf16: weight and gradient
+    assert adam.NBYTES - 8 < ours + torchs <= adam.NBYTES

@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from infinity import disk
-from infinity.bench import memory, rival, runs
+from infinity.bench import contestant, memory, rival, runs
 from infinity.bench.runs import OWN, Environment, Model, RunError, measure, settings_of
 from infinity.bench.targets import Target
 from infinity.errors import ConfigError
+from infinity.presets import PRESETS, llama
 
 ROW = memory.Row(
     model="350m",
@@ -168,3 +169,12 @@ def test_a_disk_that_fills_while_training_is_told_and_left_empty(folder):
         assert list(folder.iterdir()) == []
     finally:
         subprocess.run(["umount", folder], check=True)  # noqa: S607
+
+
+def test_a_contestant_recomputes_its_blocks_without_a_word(recwarn):
+    with torch.device("meta"):
+        model = llama(PRESETS["1m"], sequence=16)
+    recwarn.clear()
+    parts = contestant.checkpointed(model).modules()
+    assert any(getattr(one, "gradient_checkpointing", False) for one in parts)
+    assert [str(one.message) for one in recwarn] == []

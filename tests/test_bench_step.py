@@ -285,6 +285,7 @@ TINY += ["--host-memory", "4MiB", "--disk-seconds", "1", "--disk-size", "32MiB"]
         (["--peer", "deepspeed", "--venv", "/nowhere"], "cannot import deepspeed"),
         (["--only", "nobody"], "'nobody' is in no name"),
         (["--json", "/nowhere/a.json"], "no folder /nowhere"),
+        (["--nvme", "/nowhere"], "--nvme /nowhere: there is no such folder"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_measured(capsys, folder, arguments, said):
@@ -325,6 +326,7 @@ def mentioning(text: str) -> list[str]:
 def test_a_signal_leaves_neither_files_nor_processes(folder, number, code):
     out = folder / "out.json"
     nvme = folder / "nvme"
+    nvme.mkdir()
     command = [sys.executable, "-m", "infinity", *TINY, "--steps", "1000000", "--nvme", nvme, "--json", out]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -350,6 +352,7 @@ def test_it_works_on_a_tmpfs_with_io_uring_refused(tmp_path):
     refusing = [sys.executable, str(Path(__file__).with_name("seccomp_run.py")), "EPERM"]
     command = [*refusing, sys.executable, "-m", "infinity", *TINY, "--nvme", "/dev/shm/infinity-test"]  # noqa: S108
     command += ["--peer", "torch", "--json", str(out), "--plot", str(picture)]
+    Path("/dev/shm/infinity-test").mkdir(exist_ok=True)  # noqa: S108
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = {row["contestant"]: row for row in json.loads(out.read_text())["rows"]}

@@ -1,5 +1,6 @@
 """The command line: its arguments, errors and exit codes. Real training, of a model of 0.9 M parameters."""
 
+import errno
 import importlib
 import json
 import os
@@ -13,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from infinity import cli
-from infinity.errors import EngineFailedError, InfinityError
+from infinity.aio import EngineUnavailableError
+from infinity.errors import ConfigError, EngineFailedError, InfinityError
 from infinity.text import TextError
 
 pytestmark = pytest.mark.disk
@@ -44,6 +46,7 @@ def test_without_a_command_it_prints_what_there_is(capsys):
     printed = capsys.readouterr().out
     for command in ("train", "doctor", "bench", "plan"):
         assert command in printed
+    assert "what limits it: without training it" in " ".join(printed.split())
 
 
 def test_it_knows_its_version(capsys):
@@ -70,12 +73,7 @@ def test_python_m_infinity_is_the_same_command():
         (["--lr", "nan"], "'nan'"),
         (["--host-memory", "much"], "'much' is no size"),
         (["--aio", "magic"], "magic"),
-        (["--update", "backward", "--max-norm", "1"], "--max-norm"),
-        (["--update", "backward", "--accumulate", "2"], "--accumulate"),
-        (["--no-nvme", "--nvme", "/"], "--nvme"),
         (["--state-dtype", "fp8"], "fp8"),
-        (["--plain", "--timeline", "t.json"], "--timeline"),
-        (["--plain", "--report", "r.html"], "--report"),
         (["--nonsense"], "--nonsense"),
     ],
 )
@@ -85,10 +83,29 @@ def test_wrong_arguments_are_refused_by_name(capsys, arguments, named):
     assert named in message
 
 
-def test_a_text_that_is_not_there_is_named(capsys, folder):
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--update", "backward", "--max-norm", "1"], "--max-norm"),
+        (["--update", "backward", "--accumulate", "2"], "--accumulate"),
+        (["--no-nvme", "--nvme", "/"], "--nvme"),
+        (["--plain", "--timeline", "t.json"], "--timeline"),
+        (["--plain", "--report", "r.html"], "--report"),
+    ],
+)
+def test_arguments_that_exclude_each_other_are_refused_as_in_every_command(capsys, arguments, named):
+    code, message = refused(capsys, "train", *arguments)
+    assert (code, message.count("\n")) == (1, 1)
+    assert f"excludes {named}" in message
+
+
+def test_a_text_that_is_not_there_is_named_with_its_option_and_what_to_do(capsys, folder):
     code, message = refused(capsys, "train", *TINY, "--text", folder / "nothing", "--out", folder / "run")
     assert code == 1
-    assert message == f"infinity train: {folder}/nothing: No such file or directory\n"
+    assert message == (
+        f"infinity train: --text {folder}/nothing: there is no such file or folder. "
+        "Name a text file, or a folder of them.\n"
+    )
     assert not (folder / "run").exists()
 
 
@@ -166,7 +183,7 @@ def test_doctor_looks_at_every_folder_and_measures_if_asked(
     monkeypatch, capsys, arguments, folders, measures
 ):
     class FakeExamination:
-        healthy = True
+        healthy, complete = True, True
 
         def table(self) -> str:
             return "fine"
@@ -283,8 +300,11 @@ def test_a_run_is_never_overwritten(capsys, folder, text):
 def test_an_out_that_is_a_file_is_named(capsys, folder, text):
     (folder / "file").touch()
     code, message = refused(capsys, "train", *TINY, "--text", text, "--out", folder / "file")
-    assert code == 1
-    assert str(folder / "file") in message
+    file = folder / "file"
+    assert (code, message) == (
+        1,
+        f"infinity train: --out {file}: that is a file. Name a new folder for the run.\n",
+    )
 
 
 def test_runs_of_the_same_second_get_folders_of_their_own(capsys, folder, text, monkeypatch):
@@ -295,7 +315,7 @@ def test_runs_of_the_same_second_get_folders_of_their_own(capsys, folder, text, 
 
 
 def test_traceback_shows_where_an_error_came_from(folder):
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ConfigError, match="nothing"):
         cli.main(["train", *TINY, "--text", str(folder / "nothing"), "--traceback"])
 
 
@@ -307,6 +327,24 @@ def test_an_error_is_told_with_its_notes_and_its_cause():
     failed.__cause__ = OSError(5, "Input/output error", "/nvme")
     assert cli.describe(failed) == "the engine has failed\n  cause: /nvme: Input/output error"
     assert cli.describe(InfinityError()) == "InfinityError"
+
+
+def test_a_cause_whose_beginning_the_message_tells_is_not_told_again():
+    error = ConfigError("config.json: is no JSON (Expecting value: line 1). Give another one.")
+    error.__cause__ = ValueError("Expecting value: line 1\nand a long list of what would have done")
+    assert cli.describe(error) == str(error)
+
+
+@pytest.mark.parametrize(("arguments", "told"), [(["--aio", "io_uring"], True), ([], False)])
+def test_an_engine_that_was_asked_for_and_is_refused_need_not_be_asked_for(
+    capsys, monkeypatch, arguments, told
+):
+    def train(settings, console):
+        raise EngineUnavailableError.of_kind("io_uring", errno.EPERM, "starting it", "/nvme")
+
+    monkeypatch.setattr(cli, "train", train)
+    code, message = refused(capsys, "train", *arguments)
+    assert (code, message.endswith("; or leave --aio out\n")) == (1, told)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

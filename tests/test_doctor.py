@@ -152,6 +152,19 @@ def test_it_measures_when_asked_and_says_what_hinders_it(folder, monkeypatch, tm
     assert list(folder.iterdir()) == []
 
 
+def test_a_disk_that_was_to_be_measured_and_is_full_is_not_well(folder, monkeypatch, capsys):
+    def full(_: str) -> disk.DiskSpeed:
+        raise doctor.aio.StorageFullError.of_file(errno.ENOSPC, str(folder), needed=128 << 20, free=4096)
+
+    monkeypatch.setattr(disk, "measure", full)
+    assert cli.main(["doctor", "--nvme", str(folder)]) == 0, "it was not asked to measure"
+    assert "could be measured" not in capsys.readouterr().out
+    assert cli.main(["doctor", "--measure", "--nvme", str(folder)]) == 1
+    printed = capsys.readouterr().out
+    assert "training can run here; not every disk could be measured" in printed
+    assert "4096 B free" in printed
+
+
 def test_each_of_several_folders_has_its_rows_and_one_drive_is_warned_of(folder, capsys):
     for name in "ab":
         (folder / name).mkdir()

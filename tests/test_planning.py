@@ -132,6 +132,8 @@ def test_a_folder_whose_disk_was_not_measured_asks_for_its_rates(tmp_path, monke
     [
         (["--model", "8q"], "neither a preset"),
         (["--model", "1m", "--ranks", "6", "--local-ranks", "4"], "whole number of machines"),
+        (["--model", "1m", "--ranks", "3", "--local-ranks", "8"], "whole number of machines"),
+        (["--model", "1m", "--ranks", "3", "--local-ranks", "8", "--zero"], "whole number of machines"),
         (["--model", "1m", "--update", "backward", "--micro-batches", "2"], "2 micro-batches"),
         (["--model", "1m", "--nvme-read", "2"], "give all three"),
         (["--model", "1m", "--plot", "new.png"], "picture of a --sweep"),
@@ -235,13 +237,6 @@ def test_a_config_of_hugging_face_is_a_model(tmp_path):
     assert outline.parameters == 3 * block + (64 + 16) * 32 + 2 * 32, "the head is tied to the embedding"
 
 
-@pytest.mark.parametrize("text", ["{", "{}", '{"model_type": "nonsense"}', "[]"])
-def test_a_config_that_describes_nothing_is_refused_by_name(text, tmp_path):
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match="describes no model"):
-        sketch.outline_of(str(tmp_path / "config.json"))
-
-
 # Calibration
 
 
@@ -258,6 +253,23 @@ def test_a_model_too_large_to_time_asks_for_its_speed(monkeypatch):
     monkeypatch.undo()
     with pytest.raises(ConfigError, match="--compute TFLOPS"):
         pace.compute_seconds("1t", sketch.outline_of("1t"), 2048, 2048)
+
+
+def test_blocks_that_are_timed_are_recomputed_without_a_word(recwarn):
+    model, _ = pace._shallow("1m", 32)
+    recwarn.clear()
+    assert any(getattr(one, "gradient_checkpointing", False) for one in pace._real(model).modules())
+    assert [str(one.message) for one in recwarn] == []
+
+
+def test_blocks_that_do_not_train_here_are_told_and_ask_for_their_speed(monkeypatch):
+    def broken(model):
+        raise RuntimeError("no such kernel\nand a long story")
+
+    monkeypatch.undo()
+    monkeypatch.setattr(pace, "_real", broken)
+    with pytest.raises(ConfigError, match=r"\(no such kernel\)\. Give --compute TFLOPS"):
+        pace.compute_seconds("1m", sketch.outline_of("1m"), 64, 32)
 
 
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "int8"])

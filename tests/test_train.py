@@ -12,7 +12,7 @@ from rich.console import Console
 from infinity import cli
 from infinity import train as module
 from infinity.disk import DiskSpeed
-from infinity.presets import PRESETS, llama
+from infinity.presets import PRESETS, llama, recompute_blocks
 from infinity.train import Interrupted, Settings, disk_speed, learning_rate, train
 
 pytestmark = pytest.mark.disk
@@ -238,3 +238,34 @@ def test_two_folders_and_a_state_type_reach_the_configuration(folder, monkeypatc
         train(settings, Console(quiet=True))
     (given,) = seen.value.args
     assert (given["nvme"], given["state_dtype"]) == (["a", "b"], "int8")
+
+
+def test_a_full_disk_is_told_with_the_file_what_is_free_and_what_to_do(folder, monkeypatch, capsys):
+    class Full(module.StepLog):
+        """Writes to a disk that has no room."""
+
+        def __init__(self, path: Path, every: int) -> None:
+            self._file = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115 - it is closed by close
+            self._every = every
+
+    class Status:
+        f_bavail, f_frsize = 3, 1024
+
+    monkeypatch.setattr(module, "StepLog", Full)
+    monkeypatch.setattr(module.os, "statvfs", lambda _: Status)
+    out = folder / "run"
+    arguments = ["--preset", "1m", "--sequence", "32", "--steps", "2", "--no-nvme", "--out", str(out)]
+    assert cli.main(["train", *arguments]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"infinity train: {out}/log.jsonl: No space left on device; 3.0 KiB are free. "
+        "Free space there, or name another folder with --out."
+    )
+
+
+def test_blocks_are_recomputed_without_a_word(recwarn):
+    with torch.device("meta"):
+        model = llama(PRESETS["1m"], sequence=16)
+    recwarn.clear()
+    recompute_blocks(model)
+    assert any(getattr(one, "gradient_checkpointing", False) for one in model.modules())
+    assert [str(one.message) for one in recwarn] == []
