@@ -172,6 +172,7 @@ def load(
 
         extra, lines = decode(manifest.extra, tensor_of), decode(manifest.scheduler, tensor_of)
         groups = decode((manifest.optimizer or {}).get("groups", []), tensor_of)
+        _begin_moments(manifest, inventory)
         _fill_units(manifest, inventory, files)
         with torch.no_grad():
             for name, tensor in inventory.plain.items():
@@ -261,6 +262,18 @@ def _read_whole(tensor: Tensor, files: Mapping[str, TensorReader]) -> torch.Tens
     values = empty(tensor.dtype, tensor.shape)
     Source(tensor, files).read(as_bytes(values))
     return values
+
+
+def _begin_moments(manifest: Manifest, inventory: Inventory) -> None:
+    """Let the optimizer begin with every parameter that has moments, also one that is frozen for now: it
+    would begin, with moments of zero, when that is thawed.
+    """
+    if inventory.optimizer is None or manifest.optimizer is None:
+        return
+    for group in inventory.groups:
+        for parameter in group["params"]:
+            if inventory.names[id(parameter)] in manifest.optimizer["steps"]:
+                inventory.optimizer.make_room(inventory.engine, parameter)
 
 
 def _fill_units(manifest: Manifest, inventory: Inventory, files: Mapping[str, TensorReader]) -> None:

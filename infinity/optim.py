@@ -112,7 +112,7 @@ class AdamW(Optimizer):
             self._engines[id(engine)] = engine
             engine.optimizers.add(self)
             if parameter.requires_grad:
-                self._make_room(engine, parameter)
+                self.make_room(engine, parameter)
 
     def _check(self, parameter: nn.Parameter) -> Engine:
         engine = engine_of(parameter)
@@ -141,7 +141,7 @@ class AdamW(Optimizer):
             if all(name in unit.record for name in engine.form.moments):
                 engine.write(parameter, {"m": zeros, "v": zeros})
 
-    def _make_room(self, engine: Engine, parameter: nn.Parameter) -> None:
+    def make_room(self, engine: Engine, parameter: nn.Parameter) -> None:
         """Give the parameter's record its moments: zero, at first, whatever an earlier optimizer left."""
         if id(parameter) not in self._begun:
             self._begun.add(id(parameter))
@@ -240,7 +240,7 @@ class AdamW(Optimizer):
         engine, unit = _engine(parameter), gradient.unit
         if unit.users:
             raise UnsupportedError(f"{unit.name}: step() inside a forward or `with infinity.gathered(...)`")
-        self._make_room(engine, parameter)
+        self.make_room(engine, parameter)
         before = unit.pending.get(gradient.index)
         scalars, key = self._scalars(group, parameter, float(np.float32(gradient.scale * factor)))
         missed = () if before is None else (*before.missed, (before.scalars, before.key))
@@ -332,7 +332,7 @@ class AdamW(Optimizer):
     ) -> None:
         if gradient.scale != 1:
             raise UnsupportedError(applied_message(gradient.unit, "clipping"))
-        self._make_room(engine, parameter)
+        self.make_room(engine, parameter)
         scalars, key = self._scalars(group, parameter, 1.0)
         gradient.unit.pending[gradient.index] = self._update(gradient, scalars, key)
 
@@ -385,7 +385,7 @@ class AdamW(Optimizer):
         for number, state in states.items():
             parameter = by_number[number]
             engine = _engine(parameter)
-            self._make_room(engine, parameter)
+            self.make_room(engine, parameter)
             engine.write(parameter, {"m": state["exp_avg"], "v": state["exp_avg_sq"]})
 
 

@@ -378,3 +378,23 @@ def test_any_reader_of_safetensors_finds_the_fp32_values_by_their_names(folder):
     save(ours, None, folder / "saved")
     found = load_file(folder / "saved" / "weights-00001.safetensors")
     assert differences(dict(plain.state_dict()), found) == []
+
+
+def test_moments_of_a_parameter_that_is_frozen_while_it_is_loaded_are_there_when_it_is_thawed(folder):
+    def thaw(training):
+        training[0].model.layers[1].requires_grad_(True)
+        return training
+
+    interrupted = start(nvme=str(folder))
+    go_on(interrupted, 0, 3)
+    interrupted[0].model.layers[1].requires_grad_(False)
+    save(*interrupted[:2], folder / "saved", scheduler=interrupted[2])
+    model = models.build("llama", seed=1, host_memory="64MiB", nvme=str(folder)).train()
+    model.model.layers[1].requires_grad_(False)
+    parameters = list(model.parameters())
+    groups = [{"params": parameters[1:]}, {"params": parameters[:1], "weight_decay": 0.5}]
+    optimizer = AdamW(groups, lr=1e-2)
+    other = model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    load(model, optimizer, folder / "saved", scheduler=other[2])
+    assert go_on(thaw(other), 3, 6) == go_on(thaw(interrupted), 3, 6)
+    assert differences(state(interrupted), state(other)) == []
