@@ -80,10 +80,7 @@ def load_deepspeed(
         values = {"master": saved.master(name)}
         if optimizer is not None and moments is not None and name in saved.trained and id(parameter) in ours:
             values["m"], values["v"] = (saved.part(name, moments[key]) for key in ("exp_avg", "exp_avg_sq"))
-            record = engine.unit_of(parameter)[0].record
-            for field in engine.form.moments:
-                if field not in record:
-                    record.add(field, engine.store)
+            optimizer.make_room(engine, parameter)
             optimizer.state[parameter]["step"] = saved.step(name)
         engine.write(parameter, values)
     with torch.no_grad():
