@@ -110,7 +110,7 @@ def _number(text: str | None) -> int | None:
 def _cpus(path: Path) -> frozenset[int]:
     """Read a list as Linux writes it; empty where there is none."""
     try:
-        return parse_cpus(path.read_text(encoding="ascii"))
+        return parse_cpus(path.read_text(encoding="utf-8"))
     except OSError:
         return frozenset()
 
