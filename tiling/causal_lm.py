@@ -20,22 +20,8 @@ from torch.utils import _pytree as pytree
 
 from infinity.tiling.linear import TiledLinear
 from infinity.tiling.loss import cross_entropy
+from infinity.tiling.whole import METADATA
 
-_METADATA = frozenset(
-    [
-        "size",
-        "dim",
-        "ndimension",
-        "numel",
-        "nelement",
-        "element_size",
-        "is_floating_point",
-        "is_complex",
-        "is_signed",
-        "__len__",
-        "__hash__",
-    ]
-)
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 _CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -103,7 +89,7 @@ class Logits(torch.Tensor):
                 return getattr(args[0].hidden, name)
             if name not in _VALUES:
                 name = "size"
-        if name in _METADATA:
+        if name in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         dtype = _CASTS.get(name, args[1] if name == "to" and len(args) == 2 and not kwargs else None)

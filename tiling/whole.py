@@ -22,7 +22,7 @@ from torch import nn
 from infinity.tiling.grid import ALIGNMENT, Grid, spans
 
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag", "grad"})
-_METADATA = frozenset(
+METADATA = frozenset(
     [
         "size",
         "dim",
@@ -37,6 +37,7 @@ _METADATA = frozenset(
         "__hash__",
     ]
 )
+"""Methods that a tensor without values can answer."""
 _ELEMENTWISE = frozenset(
     [
         "zero_",
@@ -95,7 +96,7 @@ class Whole(nn.Parameter):
         if name in ("__get__", "__set__"):
             attribute = str(getattr(getattr(func, "__self__", None), "__name__", name))
             return _attribute(func, attribute, args)
-        if name in _METADATA:
+        if name in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if "tensor" in kwargs:  # so torch.nn.init hands on what it is given
