@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import posixpath
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ class Config:
         them in proportion to their measured bandwidth. None for no NVMe tier (all state stays in host
         memory).
     host_memory: bytes, or text like "4GiB": a hard budget for what Infinity keeps in host memory (pools,
-        gradients, pinned state). The units in use, activations and the model's buffers come on top, as in
+        gradients, pinned state), of this machine: its ranks divide it. The units in use, activations and the model's buffers come on top, as in
         plain training. None: half of the memory that is available when `Init` is entered.
     device: where the model computes, "cpu" or "cuda" (one device).
     device_memory: bytes, or text like "4GiB": what may be used on the device to keep parameters resident.
@@ -33,6 +34,10 @@ class Config:
     tile_above: bytes, or text like "256MiB": every nn.Linear, nn.Embedding and Hugging Face Conv1D with a
         larger weight is built in tiles of at most that, each fetched, used and released on its own; see
         infinity.tiling. None: layers stay whole.
+    stage: what the ranks of a run partition among them, as ZeRO counts: 1 the masters and the optimizer's
+        state, 2 gradients as well, 3 parameters as well. With 1 and 2 the 16-bit parameters, with 1 also
+        their gradients, stay whole on the device of every rank.
+    timeout_s: seconds that a rank waits for the others before it gives up, and says who is missing.
     aio: the I/O engine, "io_uring", "threads" or "buffered"; None picks the best that works (and honours
     INFINITY_AIO).
     verify: check every record read back against the hash of what was written.
@@ -47,6 +52,8 @@ class Config:
     dtype: object = "bf16"
     state_dtype: str = "fp32"
     tile_above: int | str | None = None
+    stage: int = 3
+    timeout_s: float = 600.0
     aio: str | None = None
     verify: bool = True
     host_nbytes: int | None = field(init=False)
@@ -70,6 +77,10 @@ class Config:
         if self.state_dtype not in _STATE_DTYPES:
             choices = ", ".join(map(repr, _STATE_DTYPES))
             raise ConfigError(f"state_dtype={self.state_dtype!r}: expected one of {choices}")
+        if self.stage not in (1, 2, 3):
+            raise ConfigError(f"stage={self.stage!r}: expected 1, 2 or 3")
+        if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < math.inf:
+            raise ConfigError(f"timeout_s={self.timeout_s!r}: expected a number of seconds above 0")
         if self.aio not in _AIO:
             raise ConfigError(f"aio={self.aio!r}: expected one of {', '.join(map(repr, _AIO))}")
         if str(self.device).split(":")[0] not in ("cpu", "cuda"):

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from infinity.engine import DTYPE, Engine, engine_of
 from infinity.errors import UnsupportedError
-from infinity.passes import ReadPass, WritePass
+from infinity.passes import WritePass
 from infinity.pretrained import Mapped, check_values
 from infinity.record import Record
 from infinity.released import not_resident, placeholder, release, restore, set_owner
@@ -217,7 +217,8 @@ class Construction:
             if entry.record is not None:
                 tensor = parameter.detach()
                 tensor = tensor.cpu() if tensor.dtype in (torch.float32, DTYPE) else tensor.cpu().float()
-                values.setdefault(entry.record, {})[entry.index] = {"master": tensor.contiguous()}
+                part = entry.record.part(entry.index, tensor.contiguous())
+                values.setdefault(entry.record, {})[entry.index] = {"master": part}
         for record, fields in values.items():
             self._engine.run(WritePass(record, self._engine.budget.tile_numel, fields))
         for entry, parameter in alive:
@@ -236,10 +237,8 @@ class Construction:
             values = torch.empty(parameter.shape, dtype=entry.dtype, device=parameter.device)
             if operation not in _OVERWRITES or (args and args[0] is not parameter):
                 field, dtype = ("hi", DTYPE) if entry.dtype == DTYPE else ("master", torch.float32)
-                read = torch.empty(parameter.numel(), dtype=dtype)
-                job = ReadPass(entry.record, entry.index, self._engine.budget.tile_numel, {field: read})
-                self._engine.run(job)
-                values.copy_(read.view(parameter.shape))
+                read = self._engine.read_record(entry.record, entry.index, {field: dtype})
+                values.copy_(read[field].view(parameter.shape))
             restore(parameter, values)
             self._real[id(parameter)] = entry
         used = [self._entries.get(id(leaf)) for leaf in pytree.tree_leaves((parameters, args))]

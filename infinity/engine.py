@@ -24,18 +24,20 @@ from infinity.device import Device, open_device
 from infinity.errors import HostMemoryError, UnsupportedError
 from infinity.exchange import Exchange
 from infinity.executor import Executor
-from infinity.gradient import GradientStore, applied_message
+from infinity.gradient import Gradient, GradientStore, applied_message
 from infinity.hooks import Hooks, graph_task
 from infinity.lanes import StreamLane
 from infinity.memory import Budget, Ledger, Pool, divide, least_total, map_large_blocks
 from infinity.nvme import NvmeStore
 from infinity.offloaded import OffloadedGradient
+from infinity.partition import Partition
 from infinity.passes import ReadPass, WritePass
 from infinity.pins import Pins
 from infinity.queueing import Pass
+from infinity.ranks import open_ranks
 from infinity.record import Record, Traffic
 from infinity.released import CONVERSIONS, not_resident, owner_of, set_owner
-from infinity.shard import Format, lay_out
+from infinity.shard import Format, lay_out, share
 from infinity.sizes import format_size
 from infinity.slices import Slices
 from infinity.store import HostStore, Store
@@ -70,15 +72,18 @@ class Updater(Protocol):
 class Engine:
     """See the module's docstring."""
 
-    def __init__(self, config: Config) -> None:
-        """Check the configuration against the machine, open the stores and start the lane.
+    def __init__(self, config: Config, process_group: Any = None) -> None:
+        """Check the configuration against the machine, meet the other ranks, open the stores and start the
+        lanes.
 
-        Raises: ConfigError, HostMemoryError, or an OSError naming the path.
+        Raises: ConfigError, HostMemoryError, RanksError, or an OSError naming the path.
         """
         self.config = config
+        self.ranks = open_ranks(process_group, config.device, config.timeout_s)
         total = config.host_nbytes
         if total is None:
             total = psutil.virtual_memory().available // 2
+        total = self.ranks.least(total // self.ranks.local_size, "divide host_memory")
         self.form = Format(config.state_dtype)
         self.budget: Budget = divide(total, least_numel=self.form.align_numel)
         self.device = open_device(config.device)
@@ -103,10 +108,20 @@ class Engine:
         self._indices: dict[int, tuple[Unit, int]] = {}
         self._building: Touch | None = None
         self.exchange = Exchange(self)
+        self.partition: Partition | None = None
+        """What several ranks need; None where there is one."""
+        if self.ranks.size > 1:
+            self.partition = Partition(
+                self.ranks, self.lane, self.timeline, self.executor, self.gradients
+            )
+            self.partition.reduction.deferred = config.stage == 1
+            self.partition.reduction.keeps = lambda unit: self._updater(unit) is None
         self.gradients.flush_unit = self.executor.flush
         self.gradients.least_total = self._least_total
         self.hooks.backward_ended.append(self._backward_ended)
-        self._finalizer = weakref.finalize(self, _close, self.lane, self.device, self.nvme_store, os.getpid())
+        self._finalizer = weakref.finalize(
+            self, _close, self.lane, self.partition, self.device, self.nvme_store, os.getpid()
+        )
 
     # Building
 
@@ -121,9 +136,14 @@ class Engine:
         Raises: aio.StorageFullError or HostMemoryError naming the module, with the numbers.
         """
         shapes = [(str(index), parameter.shape) for index, parameter in enumerate(parameters)]
-        shard = lay_out(shapes, self.form.align_numel)
+        whole = lay_out(shapes, self.form.align_numel, self.ranks.size)
         record = Record(
-            shard, self.budget.tile_numel, self.traffic, verify=self.config.verify, form=self.form
+            share(whole, self.ranks.rank, self.ranks.size),
+            self.budget.tile_numel,
+            self.traffic,
+            verify=self.config.verify,
+            form=self.form,
+            whole=whole,
         )
         record.name = name
         for field in ("hi", "lo"):
@@ -134,8 +154,10 @@ class Engine:
         """Take over a finished model: its units, in the order of its modules."""
         self.lane.drain()
         for parameters, record in units:
-            unit = Unit(len(self.units), parameters, record.shard, record)
-            unit.open(self.executor.blocks, self.device.torch_device, in_place=self.device.is_host)
+            base = self.ranks.rank * record.shard.numel
+            unit = Unit(len(self.units), parameters, record, base)
+            in_place = self.device.is_host and self.ranks.size == 1
+            unit.open(self.executor.blocks, self.device.torch_device, in_place=in_place)
             unit.by_storage = self.hooks.by_storage
             self.units.append(unit)
             for index, parameter in enumerate(parameters):
@@ -145,9 +167,10 @@ class Engine:
         largest = max((unit.resident_nbytes for unit in self.units), default=0)
         self.budget = divide(self.budget.total_nbytes, largest, self.form.align_numel)
         self.kept.limit_nbytes = self.budget.kept_nbytes
-        self.executor.open(
-            self.units, self.budget.tile_numel, self.config.device_nbytes or self.budget.ahead_nbytes
-        )
+        ahead = self.config.device_nbytes or self.budget.ahead_nbytes
+        if whole := self.config.stage < 3:
+            ahead = sum(unit.resident_nbytes for unit in self.units)
+        self.executor.open(self.units, self.budget.tile_numel, ahead, whole=whole)
         self.gradients.open(self.budget, self.kept)
         if self.nvme_store is not None:
             stores = (self.host_store, self.nvme_store)
@@ -184,6 +207,11 @@ class Engine:
     def unit_of(self, parameter: nn.Parameter) -> tuple[Unit, int]:
         """Return a parameter's unit and its index there."""
         return self._indices[id(parameter)]
+
+    def part_numel(self, parameter: nn.Parameter) -> int:
+        """Return how many of a parameter's elements this rank holds."""
+        unit, index = self.unit_of(parameter)
+        return unit.record.shard.segments[index].numel
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """Return a parameter's name in the model."""
@@ -225,13 +253,20 @@ class Engine:
             updater = self._updater(unit)
             if updater is not None and updater.applied(unit, index):
                 raise UnsupportedError(applied_message(unit, "a second backward before step()"))
-            gradient = self.gradients.arrive(unit, index, grad.detach(), keep=updater is None)
+            gradient = self._arrived(unit, index, grad.detach(), keep=updater is None)
             parameter.grad = OffloadedGradient(unit.parameters[index], gradient, self.gradients)
         if self.hooks.accumulated(unit, index):
             updater = self._updater(unit)
+            if self.partition is not None and not (self.partition.reduction.deferred and updater is None):
+                self.partition.reduction.reduce(unit)
             if updater is None or not updater.apply(unit):
                 self.gradients.settle(unit)
             self.hooks.end_unit(unit)
+
+    def _arrived(self, unit: Unit, index: int, grad: torch.Tensor, *, keep: bool) -> Gradient:
+        if self.partition is None:
+            return self.gradients.arrive(unit, index, grad, keep=keep)
+        return self.partition.reduction.arrive(unit, index, grad)
 
     def _updater(self, unit: Unit) -> Updater | None:
         """Return the optimizer that applies this unit's gradients in the backward, as soon as they are
@@ -244,6 +279,8 @@ class Engine:
         return None
 
     def _backward_ended(self) -> None:
+        if self.partition is not None and not self.partition.reduction.deferred:
+            self.partition.reduction.settle(self.units)
         for unit in self.units:
             unit.arrived.clear()
             if unit.outgoing:
@@ -255,6 +292,8 @@ class Engine:
         """Settle what a backward that raised has left behind. Called before a step is decided."""
         if graph_task() == -1:
             self.hooks.end_backward()
+            if self.partition is not None:
+                self.partition.reduction.settle(self.units)
 
     # Reading and writing parameters
 
@@ -264,12 +303,18 @@ class Engine:
         """
         unit, index = self.unit_of(parameter)
         self.executor.flush(unit)
-        into = {
-            field: torch.empty(parameter.numel(), dtype=DTYPE if field == "hi" else torch.float32)
-            for field in fields
-        }
-        self.run(ReadPass(unit.record, index, self.budget.tile_numel, into))
-        return [into[field].view(parameter.shape) for field in fields]
+        dtypes = {field: DTYPE if field == "hi" else torch.float32 for field in fields}
+        values = self.read_record(unit.record, index, dtypes)
+        return [values[field].view(parameter.shape) for field in fields]
+
+    def read_record(self, record: Record, index: int, dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
+        """Return fields of a parameter, by their types, as one-dimensional CPU tensors."""
+        numel = record.shard.segments[index].numel
+        into = {field: torch.empty(numel, dtype=dtype) for field, dtype in dtypes.items()}
+        self.run(ReadPass(record, index, self.budget.tile_numel, into))
+        if self.partition is None:
+            return into
+        return {field: self.partition.collect(record, index, part) for field, part in into.items()}
 
     def write(self, parameter: nn.Parameter, values: dict[str, torch.Tensor]) -> None:
         """Set fields ("master", "m", "v") of a parameter, after the updates that are pending."""
@@ -278,7 +323,7 @@ class Engine:
         host = {}
         for field, tensor in values.items():
             dtype = DTYPE if field == "master" and tensor.dtype == DTYPE else torch.float32
-            host[field] = tensor.detach().to("cpu", dtype).contiguous()
+            host[field] = unit.record.part(index, tensor.detach().to("cpu", dtype).contiguous())
         if "master" in values:
             self.executor.changed(unit)
         self.run(WritePass(unit.record, self.budget.tile_numel, {index: host}))
@@ -306,7 +351,7 @@ class Engine:
         """
         if self.nvme_store is not None:
             return
-        gradients = sum(unit.resident_nbytes for unit in self.units if unit.trainable)
+        gradients = sum(unit.record.field_nbytes("grad16") for unit in self.units if unit.trainable)
         needed = self.kept.held_nbytes + nbytes + gradients
         if needed > self.kept.limit_nbytes:
             largest = max(unit.resident_nbytes for unit in self.units)
@@ -350,11 +395,19 @@ def _choose_cores(device: Device) -> tuple[int, ...]:
     return share.cpus
 
 
-def _close(lane: StreamLane, device: Device, store: NvmeStore | StripedStore | None, pid: int) -> None:
+def _close(
+    lane: StreamLane,
+    partition: Partition | None,
+    device: Device,
+    store: NvmeStore | StripedStore | None,
+    pid: int,
+) -> None:
     """End an engine; in a forked child there is no lane and the files are the parent's."""
     if os.getpid() != pid:
         return
     lane.close()
+    if partition is not None:
+        partition.close()
     device.close()
     if store is not None:
         store.close()

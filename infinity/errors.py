@@ -29,3 +29,7 @@ class EngineFailedError(InfinityError, RuntimeError):
 
 class UnsupportedError(InfinityError, RuntimeError):
     """Something that cannot be done with offloaded parameters, refused by name."""
+
+
+class RanksError(InfinityError, RuntimeError):
+    """The ranks of a run did not do the same at the same time, or some of them are gone."""

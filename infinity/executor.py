@@ -20,8 +20,8 @@ from infinity.fetch import FetchPass
 from infinity.frequency import Frequencies
 from infinity.lanes import StreamLane
 from infinity.memory import Ledger
-from infinity.plan import make_plan
-from infinity.queueing import THERE, Pass
+from infinity.plan import Plan, make_plan
+from infinity.queueing import THERE, Awaited, Pass
 from infinity.timeline import Timeline
 from infinity.trace import Phase, Use
 from infinity.unit import Unit
@@ -72,11 +72,20 @@ class Executor:
         self._sizes: list[int] = []
         self._owed: deque[int] = deque()
         self._staying: set[Unit] = set()
+        self._whole = False
+        self.assemble: Callable[[Unit, Pass], Awaited] | None = None
+        """Has the ranks put a unit together, of which a pass fetches this rank's share; None with one rank.
+        """
+        self.planned: Callable[[Plan], None] = lambda _: None
+        """Sees the plan of the step that begins."""
 
-    def open(self, units: list[Unit], tile_numel: int, ahead_nbytes: int) -> None:
+    def open(self, units: list[Unit], tile_numel: int, ahead_nbytes: int, *, whole: bool = False) -> None:
         """Take the units of a finished model, in the order of its modules; a first plan assumes they run in
         that order.
+
+        whole: what is resident stays so until it is updated (ZeRO stages 1 and 2): `ahead_nbytes` has room.
         """
+        self._whole = whole
         self.units = units
         self._tile_numel = tile_numel
         self._ahead = Ledger(ahead_nbytes)
@@ -205,7 +214,7 @@ class Executor:
         """Whether the unit's present values lie in the memory that computes, without any fetch."""
         return unit.in_place and not unit.pending and self._lane.settled(unit.record)
 
-    def _wait(self, job: Pass, cause: str) -> None:
+    def _wait(self, job: Awaited, cause: str) -> None:
         """Wait for a pass that computing cannot go on without, for `cause`, or because slots were lacking."""
         starved_s, began = job.starved_s, time.perf_counter()
         self._lane.wait(job)
@@ -229,12 +238,13 @@ class Executor:
         unit.waiting = nbytes
         return True
 
-    def _fetch(self, unit: Unit, *, urgent: bool) -> Pass:
+    def _fetch(self, unit: Unit, *, urgent: bool) -> Awaited:
         unit.allocate()
         job = self._pass(unit)
         self._lane.submit(job, urgent=urgent)
-        unit.fetch = job  # now, and not before: it may not stand for a pass that a Ctrl-C kept from the queue
-        return job
+        # Now, and not before: it may not stand for a pass that a Ctrl-C kept from the queue.
+        fetch = unit.fetch = job if self.assemble is None else self.assemble(unit, job)
+        return fetch
 
     def _pass(self, unit: Unit, *, upload: bool = True, resident: bool = False) -> FetchPass:
         return FetchPass(unit, self._device, self._tile_numel, upload=upload, resident=resident)
@@ -243,8 +253,10 @@ class Executor:
         """Start the fetches that the plan asked for, as far as there is room for what waits."""
         while self._owed:
             unit = self.units[self._owed[0]]
-            if self._lent(unit) is not None:
-                return
+            if (lent := self._lent(unit)) is not None:
+                if self.assemble is None:
+                    return
+                self._wait(lent, "update")  # what is fetched next may not hang on this rank's timing
             if unit.fetch is None and not self._is_there(unit):
                 if not self._let_wait(unit):
                     return
@@ -266,7 +278,8 @@ class Executor:
                 job.works_in(None)
                 self._lane.submit(job)
             return
-        if unit in self._staying and not unit.pending and self._let_wait(unit):
+        stays = self._whole or unit in self._staying
+        if stays and not unit.pending and self._let_wait(unit):
             return
         self._evict(unit)
         self.fetch_owed()
@@ -366,7 +379,7 @@ class Executor:
         self.frequencies.close_step()
         self._owed.clear()
         self._staying.clear()
-        self._evict_waiting()
+        self._evict_waiting(only_pending=self._whole)
         return True
 
     def begin_step(self) -> None:
@@ -383,5 +396,6 @@ class Executor:
         for unit in self.units:
             unit.forward_uses = 0
         if cursor.plan is not None:
+            self.planned(cursor.plan)
             self._owed.extend(cursor.plan.opening)
         self.fetch_owed()

@@ -95,14 +95,14 @@ class FetchPass(Pass):
         if not self.pending and here is not None and here == self.record.address("hi", 0):
             return
         wide = self._tile_numel * (1 if self.pending else SLOT_NBYTES_PER_ELEMENT // 2)
-        for start, stop in tiles(self.unit.shard.numel, wide):
+        for start, stop in tiles(self.record.shard.numel, wide):
             if self._upload or self.adopts or self._updates(start, stop):
                 yield start, stop
 
     def _updates(self, start: int, stop: int) -> bool:
-        if len(self.pending) == len(self.unit.shard.segments):
+        if len(self.pending) == len(self.record.shard.segments):
             return True
-        return any(piece.index in self.pending for piece in pieces(self.unit.shard, start, stop))
+        return any(piece.index in self.pending for piece in pieces(self.record.shard, start, stop))
 
     def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
         """Without an update in the tile, `hi` alone, and what this pass adopts."""
@@ -115,7 +115,7 @@ class FetchPass(Pass):
         reads = [name for name in record.form.fields if name not in given and record.written(name, start)]
         spilled = {index: update.field for index, update in self.pending.items() if update.field}
         if spilled:
-            here = {piece.index for piece in pieces(self.unit.shard, start, stop)}
+            here = {piece.index for piece in pieces(self.record.shard, start, stop)}
             reads += sorted({field for index, field in spilled.items() if index in here})
         return reads, record.form.fields
 
@@ -126,7 +126,7 @@ class FetchPass(Pass):
     def _in_place(self, field: str, start: int) -> int | None:
         if field != "hi" or self._flat is None or not self._device.is_host:
             return None
-        return int(self._flat.data_ptr()) + 2 * start
+        return int(self._flat.data_ptr()) + 2 * (self.unit.base + start)
 
     @property
     def keeps(self) -> object:
@@ -143,12 +143,12 @@ class FetchPass(Pass):
                 if not self.record.written(name, start):
                     clear(self.record, at, name, stop - start)
             self._apply(start, stop, at)
-        if not self._upload or at["hi"] == flat:
+        if not self._upload or at.get("hi", flat) == flat:  # without `hi`: a rank's share may be padding alone
             return None
-        return (self._device.upload(_known(self._flat), start, at["hi"], stop - start),)
+        return (self._device.upload(_known(self._flat), self.unit.base + start, at["hi"], stop - start),)
 
     def _apply(self, start: int, stop: int, at: dict[str, int]) -> None:
-        for piece in pieces(self.unit.shard, start, stop):
+        for piece in pieces(self.record.shard, start, stop):
             update = self.pending.get(piece.index)
             if update is None:
                 continue
@@ -182,7 +182,7 @@ class FetchPass(Pass):
         key: int,
     ) -> None:
         """Do one AdamW step on a piece, in the record's form."""
-        n, first = piece.numel, piece.within
+        n, first = piece.numel, piece.element
         hi, lo, m, v = (state[name] for name in ("hi", "lo", "m", "v"))
         form = self.record.form.state_dtype
         if form == "fp32":

@@ -7,12 +7,14 @@ from collections.abc import Iterable, Iterator
 
 import psutil
 import torch
+import xxhash
 from torch import nn
 
 from infinity.engine import Engine, engine_of
 from infinity.errors import HostMemoryError, NotResidentError, UnsupportedError
 from infinity.passes import WritePass
 from infinity.sizes import format_size
+from infinity.tensors import as_bytes
 from infinity.unit import Unit
 
 
@@ -97,16 +99,32 @@ def _check_room(units: dict[Unit, Engine]) -> None:
         )
 
 
+def _check_same(engine: Engine, unit: Unit, whole: list[torch.Tensor]) -> None:
+    """See that every rank writes the same.
+
+    Raises: UnsupportedError, on every rank.
+    """
+    digest = xxhash.xxh3_64()
+    for one in whole:
+        digest.update(as_bytes(one))
+    if not engine.ranks.same(digest.intdigest() >> 1, f"write {unit.name}"):
+        raise UnsupportedError(
+            f"{unit.name}: inside `with infinity.gathered(..., write=True)` the ranks have made different "
+            "values of it; nothing is written. Let every rank do the same (torch.distributed.broadcast what "
+            "one of them draws)."
+        )
+
+
 def _shares(unit: Unit) -> int:
     """Return how many tensors share the unit's storage."""
     return int(torch._C._storage_Use_Count(unit.storage_key()))
 
 
 def _write_back(engine: Engine, unit: Unit) -> None:
-    values = {
-        index: {"master": parameter.detach().to("cpu").contiguous()}
-        for index, parameter in enumerate(unit.parameters)
-    }
+    whole = [parameter.detach().to("cpu").contiguous() for parameter in unit.parameters]
+    if engine.ranks.size > 1:
+        _check_same(engine, unit, whole)
+    values = {index: {"master": unit.record.part(index, one)} for index, one in enumerate(whole)}
     engine.executor.flush(unit)
     unit.version += 1
     engine.run(WritePass(unit.record, engine.budget.tile_numel, values, rewrite=True))

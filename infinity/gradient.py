@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 
 import numpy as np
@@ -26,6 +26,7 @@ from infinity.lanes import StreamLane
 from infinity.memory import Budget, Ledger
 from infinity.passes import ReadPass, SpillPart, SpillPass
 from infinity.queueing import Pass
+from infinity.ranks import ALONE, Ranks
 from infinity.sizes import format_size
 from infinity.store import DONE, Store, Transfer
 from infinity.timeline import Timeline
@@ -44,6 +45,7 @@ class Form(Enum):
     OUTGOING = "in host memory, on its way to the record"
     SPILLED = "in its unit's record"
     ZERO = "nowhere: it is zero"
+    LOCAL = "whole, of this rank alone: the ranks have not summed theirs yet"
     APPLIED = "gone: it was applied in the backward"
 
 
@@ -123,6 +125,13 @@ class GradientStore:
         """Seconds that computing waited for gradients to be written or applied."""
         self.least_total: Callable[[str], int] = lambda _: 0
         """The host_memory, in bytes, that holds all gradients in a field as well; set by the engine."""
+        self.ranks: Ranks = ALONE
+        self.add_local: Callable[[Gradient, torch.Tensor], None] | None = None
+        """Takes a further gradient of this rank, where there are several; set by the engine, as all below."""
+        self.settle_ranks: Callable[[Unit], None] = lambda _: None
+        """Has the ranks sum a unit's gradients, if they have not yet."""
+        self.collect: Callable[[Unit, int, torch.Tensor], torch.Tensor] = lambda _unit, _index, part: part
+        """Puts the ranks' parts of a parameter's gradient together."""
         self.flush_unit: Callable[[Unit], None] = lambda _: None
         """Applies a unit's pending update before its gradient changes; set by the executor."""
 
@@ -136,6 +145,41 @@ class GradientStore:
     def outgoing_nbytes(self) -> int:
         """Bytes of gradients on their way out."""
         return self._outgoing.held_nbytes
+
+    @property
+    def outgoing_limit_nbytes(self) -> int:
+        """The share of the budget for gradients on their way out."""
+        return self._outgoing.limit_nbytes
+
+    @property
+    def outgoing_free_nbytes(self) -> int:
+        """What is left of that share."""
+        return self._outgoing.free_nbytes
+
+    def local(self, unit: Unit, index: int) -> Gradient:
+        """Return a gradient that other ranks have their part in; `reduced` says what it is."""
+        gradient = Gradient(unit, index, self._kept)
+        gradient.form = Form.LOCAL
+        return gradient
+
+    def reduced(self, gradient: Gradient, mean: torch.Tensor, arriving: Transfer, *, keep: bool) -> None:
+        """Give a local gradient this rank's part of the mean, which may be read when `arriving` is over."""
+        gradient.arriving = arriving
+        self._place(gradient, mean, keep=keep)
+
+    def send_anyway(self, nbytes: int) -> None:
+        """Count `nbytes` as on their way out."""
+        self._outgoing.reserve_anyway(nbytes)
+
+    def stall(self, job: Transfer) -> None:
+        """Wait for gradients."""
+        if job.done:
+            return
+        began = time.perf_counter()
+        job.wait()
+        ended = time.perf_counter()
+        self.stall_s += ended - began
+        self._timeline.span("stall", "gradients", began, ended)
 
     def arrive(self, unit: Unit, index: int, grad: torch.Tensor, *, keep: bool) -> Gradient:
         """Take a gradient that starts anew. With `keep` False it stays on its way, to be applied when the
@@ -163,11 +207,19 @@ class GradientStore:
 
     def add(self, gradient: Gradient, grad: torch.Tensor) -> None:
         """Add a further backward's gradient to the stored one, in fp32."""
-        unit, tensor = gradient.unit, self._device.to_host(grad)
+        if gradient.form is Form.APPLIED:
+            raise UnsupportedError(applied_message(gradient.unit, "a second backward before step()"))
+        tensor = self._device.to_host(grad)
+        if self.add_local is not None:
+            self.add_local(gradient, tensor)
+        else:
+            self.add_mean(gradient, tensor)
+
+    def add_mean(self, gradient: Gradient, tensor: torch.Tensor) -> None:
+        """Add what a further backward brought to the stored gradient."""
+        unit = gradient.unit
         gradient.arriving.wait()
         gradient.arriving = DONE
-        if gradient.form is Form.APPLIED:
-            raise UnsupportedError(applied_message(unit, "a second backward before step()"))
         if gradient.index in unit.pending:
             self.flush_unit(unit)
         if gradient.form is Form.OUTGOING:
@@ -179,7 +231,7 @@ class GradientStore:
             gradient.parts = _measured(tensor)
             self._place(gradient, tensor, keep=True)
         else:
-            total = _sum(_present(gradient.tensor), tensor)
+            total = total_of(_present(gradient.tensor), tensor)
             gradient.parts = _measured(total)
             self._place(gradient, total, keep=True)
 
@@ -289,12 +341,21 @@ class GradientStore:
             part.tensor = part.tensor.new_empty(0)
         self.let_go(nbytes)
 
+    def square_sums(self, gradients: Sequence[Gradient]) -> list[float]:
+        """Return the fp64 sum of each stored gradient's squares, over all ranks; see `square_sum`."""
+        return self.ranks.totals([self.square_sum(gradient) for gradient in gradients], "norms")
+
+    def square_sum_of_all(self, gradients: Iterable[Gradient]) -> float:
+        """Return the fp64 sum of the squares of all these, over all ranks."""
+        return self.ranks.totals([sum(map(self.square_sum, gradients), 0.0)], "norm")[0]
+
     def square_sum(self, gradient: Gradient) -> float:
-        """Return the fp64 sum of the stored gradient's squares, clipping not applied; waits for a pass that
-        is computing it.
+        """Return the fp64 sum of the squares of what this rank has of a stored gradient, clipping not
+        applied; waits for a pass that is computing it.
         """
         if gradient.form is Form.APPLIED:
             raise UnsupportedError(applied_message(gradient.unit, "clipping, or reading a gradient,"))
+        self.settle_ranks(gradient.unit)
         if gradient.form is Form.ZERO:
             return 0.0
         if gradient.parts is None:
@@ -313,19 +374,22 @@ class GradientStore:
         parameter = gradient.unit.parameters[gradient.index]
         if gradient.form is Form.APPLIED:
             raise UnsupportedError(applied_message(gradient.unit, "reading a gradient"))
+        self.settle_ranks(gradient.unit)
         if gradient.index in gradient.unit.outgoing:
             self.spill(gradient.unit)
         if gradient.form is Form.ZERO:
             return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         if gradient.form is Form.SPILLED:
             dtype = torch.float32 if gradient.field == "grad32" else torch.bfloat16
-            values = torch.empty(parameter.numel(), dtype=dtype)
+            numel = gradient.unit.record.shard.segments[gradient.index].numel
+            values = torch.empty(numel, dtype=dtype)
             job = ReadPass(gradient.unit.record, gradient.index, self._tile_numel, {gradient.field: values})
             self._lane.submit(job, urgent=True)
             self._lane.wait(job)
         else:
             gradient.arriving.wait()
             values = _present(gradient.tensor)
+        values = self.collect(gradient.unit, gradient.index, values)
         scaled = values.float().mul(float(gradient.scale)).to(parameter.dtype)
         return scaled.view(parameter.shape).to(parameter.device)
 
@@ -350,7 +414,7 @@ def _measured(tensor: torch.Tensor) -> SpillPart:
     return SpillPart(tensor.new_empty(0), square_sum=square_sum, finite=finite)
 
 
-def _sum(stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+def total_of(stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """Return fp32(stored) + fp32(new); in place where the stored one is fp32 already."""
     total = stored
     if stored.dtype != torch.float32:

@@ -22,6 +22,8 @@ class Init:
     """Build the models inside the `with` partitioned and placed: the whole never exists in host memory.
 
     config: a Config, or its fields as keywords: Init(nvme="/local_nvme", host_memory="4GiB").
+    process_group: the ranks that share the model, as a group of torch.distributed or a DeviceMesh of one
+    dimension; None: all ranks of the run. Each of them builds the same model.
 
     ::
 
@@ -34,11 +36,12 @@ class Init:
 
     _active: Init | None = None
 
-    def __init__(self, config: Config | None = None, **fields: Any) -> None:
+    def __init__(self, config: Config | None = None, *, process_group: Any = None, **fields: Any) -> None:
         """Check the settings."""
         if config is not None and fields:
             raise ConfigError("Init takes a Config or its fields, not both")
         self.config = config if config is not None else Config(**fields)
+        self._process_group = process_group
         self._engine: Engine | None = None
         self._construction: Construction | None = None
         self._hooks: list[Any] = []
@@ -48,7 +51,7 @@ class Init:
         """Open the engine and listen to registrations."""
         if Init._active is not None:
             raise UnsupportedError("Init inside another Init: build the models one after the other")
-        self._engine = Engine(self.config)
+        self._engine = Engine(self.config, self._process_group)
         construction = self._construction = Construction(self._engine)
         self._engine.build_with(construction.touch)
         self._hooks = [

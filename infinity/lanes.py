@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 from infinity.errors import EngineFailedError
 from infinity.memory import Pool, Slot
-from infinity.queueing import Pass, Queue
+from infinity.queueing import Awaited, Pass, Queue
 from infinity.record import Record
 from infinity.store import Transfer
 from infinity.timeline import Timeline
@@ -169,7 +169,7 @@ class StreamLane:
         with self.lock:
             self._queue.promote(record)
 
-    def wait(self, job: Pass, *, finished: bool = False) -> float:
+    def wait(self, job: Awaited, *, finished: bool = False) -> float:
         """Return when `job` is processed (or finished); the seconds that took.
 
         Raises: what made the lane fail; EngineFailedError where the lane was closed before.
@@ -216,6 +216,13 @@ class StreamLane:
             raise self._failure
         why = str(self._failure) or type(self._failure).__name__
         raise EngineFailedError(f"the engine stopped at an earlier error: {why}") from self._failure
+
+    def break_down(self, error: BaseException) -> None:
+        """Stop, from another thread of the engine: whoever waits next raises `error`."""
+        with self.lock:
+            self._failure = self._failure or error
+            self._stopping = True
+            self.changed.notify_all()
 
     # The lane's own thread
 

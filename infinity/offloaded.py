@@ -66,14 +66,24 @@ class OffloadedGradient(torch.Tensor):
 def _norm(grad: OffloadedGradient, order: Any = 2, *rest: Any, **named: Any) -> Any:
     if order != 2 or rest or named:
         return NotImplemented
-    norm = math.sqrt(grad.store.square_sum(grad.gradient)) * float(grad.gradient.scale)
-    return torch.tensor(norm, dtype=torch.float64, device=grad.device)
+    return _norms([grad])[0]
 
 
 def _norms(grads: list[OffloadedGradient], order: Any = 2, *rest: Any, **named: Any) -> Any:
     if order != 2 or rest or named:
         return NotImplemented
-    return [_norm(grad) for grad in grads]
+    sums: dict[int, float] = {}
+    for store in dict.fromkeys(grad.store for grad in grads):
+        ours = [grad.gradient for grad in grads if grad.store is store]
+        sums.update(zip(map(id, ours), store.square_sums(ours), strict=True))
+    return [
+        torch.tensor(
+            math.sqrt(sums[id(grad.gradient)]) * float(grad.gradient.scale),
+            dtype=torch.float64,
+            device=grad.device,
+        )
+        for grad in grads
+    ]
 
 
 def _scale(grad: OffloadedGradient, factor: Any) -> Any:

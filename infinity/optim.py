@@ -98,7 +98,7 @@ class AdamW(Optimizer):
         try:
             engines = {id(parameter): self._check(parameter) for parameter in group}
             for engine in set(engines.values()):
-                numel = sum(one.numel() for one in group if engines[id(one)] is engine)
+                numel = sum(engine.part_numel(one) for one in group if engines[id(one)] is engine)
                 engine.check_fits(
                     "AdamW", sum(engine.form.nbytes(name, numel) for name in engine.form.moments)
                 )
@@ -134,9 +134,10 @@ class AdamW(Optimizer):
     def _forget(engine: Engine, parameter: nn.Parameter) -> None:
         """Set moments that an earlier optimizer has left to zero, as those of a new one are."""
         unit, index = engine.unit_of(parameter)
-        start = unit.shard.segments[index].start
+        segment = unit.record.shard.segments[index]
+        start = segment.start
         under_way = unit.pending or not engine.lane.settled(unit.record)
-        if under_way or any(unit.record.written(name, start) for name in engine.form.moments):
+        if segment.numel and (under_way or any(unit.record.written(name, start) for name in engine.form.moments)):
             zeros = torch.zeros(parameter.shape, dtype=torch.float32)
             if all(name in unit.record for name in engine.form.moments):
                 engine.write(parameter, {"m": zeros, "v": zeros})
@@ -216,7 +217,10 @@ class AdamW(Optimizer):
                 f"{clipped.unit.name}: gradients were clipped (clip_grad_norm_) although AdamW has "
                 f"max_norm={self.max_norm}; use one of the two"
             )
-        total = sum((_engine_of_unit(gradient).gradients.square_sum(gradient) for gradient in gradients), 0.0)
+        total = sum(
+            engine.gradients.square_sum_of_all(one for one in gradients if _engine_of_unit(one) is engine)
+            for engine in self._engines.values()
+        )
         norm = np.float32(math.sqrt(total))
         self.grad_norm = float(norm)
         return np.float32(np.minimum(np.float32(1), np.float32(self.max_norm) / (norm + np.float32(1e-6))))

@@ -64,7 +64,7 @@ class SpillPass(Pass):
     ) -> None:
         """Prepare to write `target`."""
         super().__init__(unit.record)
-        self._shard = unit.shard
+        self._shard = unit.record.shard
         self._tile_numel = tile_numel
         self._parts = parts
         self._carried = carried
@@ -126,7 +126,7 @@ class SpillPass(Pass):
 def _tiles_of(segment: Segment, numel: int, tile_numel: int) -> Iterator[tuple[int, int]]:
     """Return the whole tiles that hold any of `segment`."""
     for start, stop in tiles(numel, tile_numel):
-        if start < segment.stop and segment.start < stop:
+        if segment.numel and start < segment.stop and segment.start < stop:
             yield start, stop
 
 

@@ -7,9 +7,26 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from infinity.record import Record
 from infinity.store import Transfer
+
+
+class Awaited(Protocol):
+    """What brings a unit, or anything else that may be waited for: a pass, or a collective behind it."""
+
+    @property
+    def processed(self) -> bool:
+        """Whether what it brings is there."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing of it is under way any more."""
+
+    @property
+    def starved_s(self) -> float:
+        """Seconds in which somebody waited for it because no slot was free."""
 
 
 class Pass(ABC):

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from mmap import mmap
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -21,6 +22,9 @@ from infinity.memory import view
 from infinity.shard import FP32, Format, Shard
 from infinity.sizes import BLOCK, round_up
 from infinity.store import DiskStore, Extent, HostStore, Request, Store, Transfer
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(slots=True)
@@ -40,11 +44,20 @@ class Record:
     """
 
     def __init__(
-        self, shard: Shard, tile_numel: int, traffic: Traffic, *, verify: bool, form: Format = FP32
+        self,
+        shard: Shard,
+        tile_numel: int,
+        traffic: Traffic,
+        *,
+        verify: bool,
+        form: Format = FP32,
+        whole: Shard | None = None,
     ) -> None:
-        """Describe a record of `shard` with no field yet."""
+        """Describe a record of `shard` with no field yet; it is a rank's share of `whole`."""
         self.name = "?"
         self.shard = shard
+        self.whole = whole or shard
+        """The unit of which `shard` is this rank's share: itself, where there is one rank."""
         self.form = form
         self.targets: dict[str, Extent] = {}
         """Extents in host memory that fields on NVMe are to lie in: the next pass that has all of such a
@@ -62,10 +75,12 @@ class Record:
 
     def rename(self, segments: Sequence[str]) -> None:
         """Give the parameters their names in the finished model."""
-        renamed = tuple(
-            replace(one, name=name) for one, name in zip(self.shard.segments, segments, strict=True)
-        )
-        self.shard = Shard(renamed, self.shard.numel)
+        self.shard, self.whole = (_renamed(one, segments) for one in (self.shard, self.whole))
+
+    def part(self, index: int, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a parameter's values, one-dimensional, a view of `whole`."""
+        segment = self.shard.segments[index]
+        return whole.reshape(-1)[segment.first : segment.first + segment.numel]
 
     def written(self, name: str, start: int) -> bool:
         """Whether the tile at element `start` of a field was ever written; what was not counts as zero."""
@@ -248,6 +263,11 @@ class Record:
             )
             for at in range(start, stop, self._tile_numel)
         ]
+
+
+def _renamed(shard: Shard, names: Sequence[str]) -> Shard:
+    segments = zip(shard.segments, names, strict=True)
+    return Shard(tuple(replace(one, name=name) for one, name in segments), shard.numel)
 
 
 def _hash(address: int, nbytes: int) -> int:

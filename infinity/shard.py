@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from infinity.sizes import BLOCK, round_up
 
@@ -54,12 +54,13 @@ ALIGN_NUMEL = FP32.align_numel
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One parameter's place in its unit's flat range."""
+    """One parameter's place in a flat range; of a rank's shard, the place of the part that the rank holds."""
 
     name: str
-    shape: tuple[int, ...]
-    start: int  # elements from the start of the unit
+    shape: tuple[int, ...]  # of the whole parameter
+    start: int  # elements from the start of the range
     numel: int  # elements, without padding
+    first: int = 0  # the parameter's element at `start`
 
     @property
     def stop(self) -> int:
@@ -69,7 +70,9 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The flat, padded range of one unit: its parameters one behind the other."""
+    """A flat, padded range of parameters, one behind the other: a whole unit, or a rank's share of it, where
+    a parameter may have no element.
+    """
 
     segments: tuple[Segment, ...]
     numel: int  # elements, with padding
@@ -88,25 +91,45 @@ class Shard:
             raise ValueError(f"shard of {self.numel} elements: expected a multiple of {ALIGN_NUMEL} ≥ {end}")
 
 
-def lay_out(parameters: Sequence[tuple[str, Sequence[int]]], align_numel: int = ALIGN_NUMEL) -> Shard:
-    """Place `(name, shape)` one behind the other, each on a whole block of every field."""
+def lay_out(
+    parameters: Sequence[tuple[str, Sequence[int]]], align_numel: int = ALIGN_NUMEL, ranks: int = 1
+) -> Shard:
+    """Place `(name, shape)` one behind the other, each on a whole block of every field, and pad the whole
+    until `ranks` can have equal shares of whole blocks.
+    """
     segments = []
     start = 0
     for name, shape in parameters:
         segment = Segment(name, tuple(shape), start, math.prod(shape))
         segments.append(segment)
         start = round_up(segment.stop, align_numel)
-    return Shard(tuple(segments), start)
+    return Shard(tuple(segments), round_up(start, ranks * align_numel))
+
+
+def share(whole: Shard, rank: int, ranks: int) -> Shard:
+    """Return what `rank` of `ranks` holds of a unit laid out for so many: an equal, contiguous part of every
+    unit, so that all ranks read it at once, each over its own link (bandwidth-centric partitioning,
+    ZeRO-Infinity 6.1).
+    """
+    numel = whole.numel // ranks
+    begin = rank * numel
+    parts = []
+    for one in whole.segments:
+        start, stop = (min(max(at, begin), begin + numel) for at in (one.start, one.stop))
+        first = start - one.start if stop > start else 0
+        parts.append(replace(one, start=start - begin, numel=stop - start, first=first))
+    return Shard(tuple(parts), numel)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The part of one parameter that lies in one tile: elements [start, start + numel) of the unit."""
+    """The part of one parameter that lies in one tile: elements [start, start + numel) of the shard."""
 
     index: int  # of the segment in its shard
-    start: int  # in the unit
-    within: int  # in the parameter
+    start: int  # in the shard
+    within: int  # in the shard's part of the parameter
     numel: int
+    element: int  # in the parameter
 
 
 def tiles(numel: int, tile_numel: int) -> Iterator[tuple[int, int]]:
@@ -116,8 +139,9 @@ def tiles(numel: int, tile_numel: int) -> Iterator[tuple[int, int]]:
 
 
 def pieces(shard: Shard, start: int, stop: int) -> Iterator[Piece]:
-    """Return the parameters' parts in elements [start, stop) of the unit, in order."""
+    """Return the parameters' parts in elements [start, stop) of the shard, in order."""
     for index, segment in enumerate(shard.segments):
         first, last = max(start, segment.start), min(stop, segment.stop)
         if first < last:
-            yield Piece(index, first, first - segment.start, last - first)
+            within = first - segment.start
+            yield Piece(index, first, within, last - first, segment.first + within)

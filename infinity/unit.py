@@ -35,7 +35,7 @@ from infinity.shard import Shard
 if TYPE_CHECKING:
     from infinity.fetch import FetchPass, Update
     from infinity.gradient import Gradient
-    from infinity.queueing import Pass
+    from infinity.queueing import Awaited, Pass
 
 logger = logging.getLogger("infinity")
 
@@ -43,12 +43,15 @@ logger = logging.getLogger("infinity")
 class Unit:
     """The state of one unit. Owned by the executor; guarded by the lane's lock where the lane reads it."""
 
-    def __init__(self, index: int, parameters: list[nn.Parameter], shard: Shard, record: Record) -> None:
-        """Describe `parameters`, which lie in `record` as `shard` says and are not resident."""
+    def __init__(self, index: int, parameters: list[nn.Parameter], record: Record, base: int = 0) -> None:
+        """Describe `parameters`, which lie in `record` and are not resident.
+
+        base: the unit's element at which the record, a rank's share of the unit, begins.
+        """
         self.index = index
         self.parameters = parameters
-        self.shard = shard
         self.record = record
+        self.base = base
         self.flat = torch.empty(0, dtype=torch.bfloat16)
         """`hi` in the memory that computes, while the unit is resident; else without elements."""
         self.by_storage: dict[int, Unit] = {}
@@ -63,8 +66,8 @@ class Unit:
         self._abandoned: list[StorageWeakRef] = []
         self._versions: list[int] = []
         # Residence
-        self.fetch: Pass | None = None
-        """The pass that makes, or made, the unit resident; None while it is not."""
+        self.fetch: Awaited | None = None
+        """What makes, or made, the unit resident; None while it is not."""
         self.users = 0
         """Frames and backward leases that need the unit attached."""
         self.lent: Pass | None = None
@@ -84,6 +87,8 @@ class Unit:
         # The step
         self.pending: dict[int, Update] = {}
         """Updates that step() decided, by parameter, to be applied when the record next passes."""
+        self.unreduced: dict[int, tuple[Gradient, torch.Tensor]] = {}
+        """Gradients of this rank alone, whole, with those that stand for them."""
         self.outgoing: dict[int, Gradient] = {}
         """Gradients that wait for the rest of the unit's, to be spilled together."""
         self.arrived: set[int] = set()
@@ -99,6 +104,16 @@ class Unit:
     def name(self) -> str:
         """The module's name, as in `model.named_modules()`."""
         return self.record.name
+
+    @property
+    def shard(self) -> Shard:
+        """How the parameters lie in `flat`."""
+        return self.record.whole
+
+    @property
+    def part_of_rank(self) -> torch.Tensor:
+        """This rank's share of `flat`."""
+        return self.flat[self.base : self.base + self.record.shard.numel]
 
     @property
     def resident_nbytes(self) -> int:

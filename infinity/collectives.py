@@ -1,0 +1,232 @@
+"""The lanes on which ranks exchange what they hold: units are assembled, gradients summed.
+
+A collective is queued by the thread that computes, in the order that all ranks share, and runs on a thread
+of its own as soon as what it needs is there: so units of later uses are assembled, and gradients summed,
+while computing goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from infinity import kernels
+from infinity.lanes import StreamLane
+from infinity.queueing import Pass
+from infinity.ranks import Channel
+from infinity.timeline import Timeline
+from infinity.unit import Unit
+
+logger = logging.getLogger("infinity")
+
+
+class Collective(ABC):
+    """One collective, queued; a Transfer, too, for those who wait for what it brings."""
+
+    def __init__(self, what: str, lane: StreamLane) -> None:
+        """Name what every rank does at once. `lane`: its lock guards this, and its failure ends the wait."""
+        self.what = what
+        self.began_s = 0.0
+        self.ended_s: float | None = None
+        self.nbytes = 0
+        """Bytes that this rank sends."""
+        self._lane = lane
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over."""
+        return self.ended_s is not None
+
+    @property
+    def processed(self) -> bool:
+        """Whether it is over."""
+        return self.ended_s is not None
+
+    finished = processed
+    starved_s = 0.0
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when it is over; raise what made the engine fail."""
+        self._lane.wait(self)
+
+    def ready(self) -> None:  # noqa: B027 - most have what they need when they are queued
+        """Return when what this rank gives is there. Called on the lane's thread."""
+
+    @abstractmethod
+    def run(self, channel: Channel) -> None:
+        """Move the bytes. Called on the lane's thread."""
+
+
+class CollectiveLane:
+    """Runs collectives in the order in which they come, on a thread of its own."""
+
+    def __init__(self, name: str, channel: Channel, lane: StreamLane, timeline: Timeline) -> None:
+        """Start the thread; `lane` is told of failures, and its failure is this one's."""
+        self.nbytes = 0
+        """Bytes sent."""
+        self.count = 0
+        self._name = name
+        self._channel = channel
+        self._lane = lane
+        self._timeline = timeline
+        self._queue: deque[Collective] = deque()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=f"infinity-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Collective) -> None:
+        """Queue a collective. Every rank does so, in the same order."""
+        with self._lane.lock:
+            self._queue.append(job)
+            self._lane.changed.notify_all()
+
+    def _run(self) -> None:
+        try:
+            while (job := self._next()) is not None:
+                self._do(job)
+        except BaseException as error:
+            self._channel.ranks.put_down(str(error).split("\n")[0])
+            logger.debug("%s stops", self._name, exc_info=error)
+            self._lane.break_down(error)
+
+    def _next(self) -> Collective | None:
+        """Return the next collective; None when it is time to stop."""
+        with self._lane.lock:
+            while not self._queue:
+                if self._stopping or self._lane.failed:
+                    return None
+                self._lane.changed.wait(0.5)
+            return None if self._stopping else self._queue.popleft()
+
+    def _do(self, job: Collective) -> None:
+        job.ready()
+        job.began_s = time.perf_counter()
+        self._channel.agree(job.what)
+        job.run(self._channel)
+        ended_s = time.perf_counter()
+        self._timeline.span(self._name, job.what, job.began_s, ended_s, job.nbytes)
+        with self._lane.lock:
+            self.nbytes += job.nbytes
+            self.count += 1
+            job.ended_s = ended_s
+            self._lane.changed.notify_all()
+
+    def close(self) -> None:
+        """Stop after the collective under way, which may wait for other ranks, and is not waited for long."""
+        with self._lane.lock:
+            self._stopping = True
+            self._lane.changed.notify_all()
+        if self._thread is not threading.current_thread():
+            self._thread.join(1.0)
+
+
+class Gathering(Collective):
+    """A unit is assembled from every rank's share, as soon as this rank's has been fetched."""
+
+    def __init__(self, unit: Unit, local: Pass, lane: StreamLane) -> None:
+        """Assemble `unit` in the memory it has now, into which `local` brings this rank's share."""
+        super().__init__(f"assemble {unit.name}", lane)
+        self.local = local
+        self._flat: torch.Tensor | None = unit.flat
+        self._part = unit.part_of_rank
+        self.nbytes = self._part.nbytes
+
+    @property
+    def finished(self) -> bool:  # type: ignore[override]
+        """Whether it is over, and the fetch's writes as well."""
+        return self.processed and self.local.finished
+
+    @property
+    def starved_s(self) -> float:  # type: ignore[override]
+        """See Pass."""
+        return self.local.starved_s
+
+    def ready(self) -> None:
+        """Wait for the fetch."""
+        self._lane.wait(self.local)
+
+    def run(self, channel: Channel) -> None:
+        """All-gather, in place."""
+        flat, self._flat = self._flat, None
+        if flat is not None and flat.numel():
+            channel.gather(flat, self._part, self.what)
+        self._part = torch.empty(0)
+
+
+class Collecting(Collective):
+    """The ranks' parts of one tensor are put together, on every rank."""
+
+    def __init__(self, what: str, part: torch.Tensor, numels: Sequence[int], lane: StreamLane) -> None:
+        """part: this rank's, one-dimensional; numels: elements of every rank's part."""
+        super().__init__(f"read {what}", lane)
+        self._part, self._numels = part, numels
+        self.whole = part
+        """All of it, when it is over."""
+
+    def run(self, channel: Channel) -> None:
+        """All-gather, each part as long as the longest."""
+        most = max(self._numels)
+        padded = self._part.new_empty(most)
+        padded[: len(self._part)] = self._part
+        rows = padded.new_empty(len(self._numels) * most)
+        if most:
+            channel.gather(rows, padded, self.what)
+        self.nbytes = padded.nbytes
+        self.whole = torch.cat(
+            [row[:numel] for row, numel in zip(rows.view(len(self._numels), -1), self._numels, strict=True)]
+        )
+
+
+class Reducing(Collective):
+    """A unit's gradients: every rank gets the mean over all ranks of the elements that it holds.
+
+    The ranks exchange what they have in its own type, and each sums what it gets in fp32, in the order of
+    ranks, divides once, and rounds once: so the bits depend on the number of ranks alone, not on the library
+    or the network.
+    """
+
+    def __init__(
+        self, what: str, sent: torch.Tensor, mean: torch.Tensor, lane: StreamLane, over: Callable[[], None]
+    ) -> None:
+        """sent: this rank's gradients of the whole unit, bf16 or fp32; mean: for this rank's share of the
+        mean, of the same type. over: called when `sent` is gone.
+        """
+        super().__init__(f"reduce {what}", lane)
+        self._sent: torch.Tensor | None = sent
+        self._mean = mean
+        self._over = over
+        self.nbytes = sent.nbytes
+
+    def run(self, channel: Channel) -> None:
+        """All-to-all, and the sum."""
+        if self._sent is not None and self._sent.numel():
+            received = torch.empty_like(self._sent)
+            channel.exchange(received, self._sent, self.what)
+            self._sent = None
+            _mean_of_ranks(received.view(channel.ranks.size, -1), self._mean)
+        self._sent, self._mean = None, torch.empty(0)
+        self._over()
+
+
+def _mean_of_ranks(rows: torch.Tensor, mean: torch.Tensor) -> None:
+    """Put the mean of `rows`, summed in fp32 from the first to the last, into `mean`, of their type."""
+    numel = mean.numel()
+    total = mean if mean.dtype == torch.float32 else torch.empty(numel, dtype=torch.float32)
+    if rows.dtype == torch.float32:
+        kernels.copy(4 * numel, total.data_ptr(), rows[0].data_ptr())
+    else:
+        kernels.widen(numel, rows[0].data_ptr(), total.data_ptr())
+    add = kernels.accumulate_f32 if rows.dtype == torch.float32 else kernels.accumulate
+    for row in rows[1:]:
+        add(numel, total.data_ptr(), row.data_ptr())
+    values = total.numpy()
+    np.divide(values, np.float32(len(rows)), out=values)
+    if total is not mean:
+        kernels.narrow(numel, total.data_ptr(), mean.data_ptr())

@@ -1,0 +1,89 @@
+"""What an engine has beside its own lane where its state is partitioned over ranks (ZeRO)."""
+
+from __future__ import annotations
+
+import torch
+import xxhash
+
+from infinity.collectives import Collecting, CollectiveLane, Gathering
+from infinity.errors import RanksError
+from infinity.executor import Executor
+from infinity.gradient import GradientStore
+from infinity.lanes import StreamLane
+from infinity.plan import Plan
+from infinity.queueing import Pass
+from infinity.ranks import Ranks
+from infinity.record import Record
+from infinity.reduction import Reduction
+from infinity.shard import share
+from infinity.timeline import Timeline
+from infinity.unit import Unit
+
+
+class Partition:
+    """Assembles units from the ranks' shares, and reduces their gradients, each on a lane of its own."""
+
+    def __init__(
+        self, ranks: Ranks, lane: StreamLane, timeline: Timeline, executor: Executor, gradients: GradientStore
+    ) -> None:
+        """Open two channels. Every rank does so."""
+        self.ranks = ranks
+        self.gathers = CollectiveLane("gather", ranks.channel(), lane, timeline)
+        self.reduces = CollectiveLane("reduce", ranks.channel(), lane, timeline)
+        self.reduction = Reduction(self.reduces, lane, gradients)
+        self._lane = lane
+        self._executor = executor
+        self._checked: Plan | None = None
+        executor.assemble = self._assemble
+        executor.planned = self._check
+        gradients.ranks = ranks
+        gradients.add_local = self.reduction.add
+        gradients.collect = lambda unit, index, part: self.collect(unit.record, index, part)
+
+    def _assemble(self, unit: Unit, job: Pass) -> Gathering:
+        gathering = Gathering(unit, job, self._lane)
+        self.gathers.submit(gathering)
+        return gathering
+
+    def collect(self, record: Record, index: int, part: torch.Tensor) -> torch.Tensor:
+        """Return a parameter's values from the ranks' parts of them. Every rank calls it."""
+        numels = [
+            share(record.whole, rank, self.ranks.size).segments[index].numel
+            for rank in range(self.ranks.size)
+        ]
+        name = f"{record.name}.{record.whole.segments[index].name}"
+        job = Collecting(name, part, numels, self._lane)
+        self.gathers.submit(job)
+        self._lane.wait(job)
+        return job.whole
+
+    def _check(self, plan: Plan) -> None:
+        """See that the ranks have the same plan for the step that begins.
+
+        Raises: RanksError naming the first use that differs.
+        """
+        digest = xxhash.xxh3_64_intdigest(str(plan).encode()) >> 1
+        if self.ranks.same(digest, "compare plans"):
+            return
+        names = self._executor.units
+        uses = [f"{one.use.phase.name.lower()} {names[one.use.unit].name}" for one in plan.steps]
+        longest = max(-self.ranks.least(-len(uses), "compare plans"), 1)
+        for place in range(longest):
+            use = uses[place] if place < len(uses) else "nothing more"
+            if not self.ranks.same(xxhash.xxh3_64_intdigest(use.encode()) >> 1, "compare plans"):
+                raise RanksError(
+                    f"rank {self.ranks.rank} of {self.ranks.size}: the ranks' steps differ: use {place + 1} of "
+                    f"{len(uses)} is {use} here, and another one elsewhere. Likely cause: experts or branches "
+                    "chosen by the data. Let every rank run the same modules in the same order."
+                )
+
+    @property
+    def sent_nbytes(self) -> dict[str, int]:
+        """Bytes sent, by collective; see Stats."""
+        return {"gather": self.gathers.nbytes, "reduce": self.reduces.nbytes}
+
+    def close(self) -> None:
+        """End the lanes and the connections."""
+        for lane in (self.gathers, self.reduces):
+            lane.close()
+        self.ranks.close()

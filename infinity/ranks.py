@@ -1,0 +1,268 @@
+"""The processes that train one model together, and what they say to each other. Over torch.distributed.
+
+[Note: one order]
+A collective is right only if every rank calls the same one at the same time. So each *channel* has groups of
+its own and is used by one thread, and what is sent through it is decided by the thread that computes, whose
+steps are the same on every rank. Before anything moves, the ranks compare what they are about to move: ranks
+that disagree (their models took different ways through their forward) get an error that names both, where
+plain collectives would hang, or mix two weights of one size.
+
+[Note: who is missing]
+Who waits longer than the timeout, or loses a connection, puts down why in the store that the processes met
+through, and looks there for the others: whoever has put down nothing within a few seconds is named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from infinity.errors import ConfigError, RanksError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+logger = logging.getLogger("infinity")
+
+_TEXT_NBYTES = 256
+_GRACE_S = 5.0
+"""Seconds in which ranks that wait, too, find out what happened."""
+_numbers = itertools.count()
+
+
+class Channel:
+    """Collectives in one order, for one thread; see [Note: one order]."""
+
+    def __init__(self, ranks: Ranks, members: Sequence[int], backend: str, timeout_s: float) -> None:
+        """Connect the ranks `members` of the world, for data over `backend`. Every rank does so."""
+        self.ranks = ranks
+        self._timeout_s = timeout_s
+        self._data = _group(members, backend, timeout_s)
+        self._control = self._data if backend == "gloo" else _group(members, "gloo", timeout_s)
+        self._sequence = 0
+
+    def agree(self, what: str) -> None:
+        """Return when every rank is about to do `what`.
+
+        Raises: RanksError, naming what each is about to do, where they differ.
+        """
+        self._sequence += 1
+        mine = [self._sequence, xxhash.xxh3_64_intdigest(what.encode()) >> 1]
+        if any(other != mine for other in self._rows(torch.tensor(mine, dtype=torch.int64), what)):
+            raise self._different(what)
+
+    def _different(self, what: str) -> RanksError:
+        text = what.encode()[:_TEXT_NBYTES].ljust(_TEXT_NBYTES)
+        rows = self._rows(torch.frombuffer(bytearray(text), dtype=torch.uint8), what)
+        doing = "; ".join(f"rank {rank}: {bytes(row).decode().strip()}" for rank, row in enumerate(rows))
+        return RanksError(
+            f"the ranks are about to do different things: {doing}. Likely cause: their forwards take different "
+            "ways through the model (experts or branches chosen by the data, a loop that is longer on one "
+            "rank, state_dict() or an evaluation on one rank alone). Let every rank run the same modules in "
+            "the same order."
+        )
+
+    def numbers(self, values: Sequence[float], what: str) -> list[list[float]]:
+        """Return every rank's fp64 values, which are as many on each."""
+        return self._rows(torch.tensor(values, dtype=torch.float64), what)
+
+    def integers(self, values: Sequence[int], what: str) -> list[list[int]]:
+        """Return every rank's integers of 63 bits, which are as many on each."""
+        return self._rows(torch.tensor(values, dtype=torch.int64), what)
+
+    def _rows(self, mine: torch.Tensor, what: str) -> list[list[Any]]:
+        rows = torch.empty(self.ranks.size * mine.numel(), dtype=mine.dtype)
+        self._do(what, lambda: _all_gather(rows, mine, self._control))
+        whole: list[list[Any]] = rows.view(self.ranks.size, -1).tolist()
+        return whole
+
+    def gather(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> None:
+        """Fill `whole` with every rank's `part`, in the order of ranks; `part` may be its place in `whole`."""
+        self._do(what, lambda: _all_gather(whole, part, self._data))
+
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, what: str) -> None:
+        """Send the i-th equal part of `sent` to rank i; `received` gets what came, in the order of ranks."""
+        self._do(what, lambda: dist.all_to_all_single(received, sent, group=self._data))
+
+    def _do(self, what: str, collective: Callable[[], object]) -> None:
+        began = time.perf_counter()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # names that torch 2.13 has changed
+                collective()
+        except RuntimeError as error:
+            raise self.ranks.broken(what, time.perf_counter() - began, self._timeout_s, error) from error
+
+    def close(self) -> None:
+        """Give the connections back."""
+        with contextlib.suppress(Exception):  # the world may be gone
+            for group in {id(one): one for one in (self._data, self._control)}.values():
+                dist.destroy_process_group(group)
+
+
+class Ranks:
+    """The ranks of one engine. With one rank nothing is connected, and every answer is its own."""
+
+    def __init__(self, members: Sequence[int], rank: int, backend: str, timeout_s: float) -> None:
+        """Connect `members`, ranks of the world, of which this process is the one at `rank`."""
+        self.rank, self.size = rank, len(members)
+        self._members, self._backend, self._timeout_s = list(members), backend, timeout_s
+        self._key = f"infinity/{next(_numbers)}"
+        self._put_down = False
+        self._lock = threading.Lock()
+        self._channels: list[Channel] = []
+        self._control = self.channel() if self.size > 1 else None
+        self.local_size = self._count_local()
+        """Ranks on this machine."""
+
+    def channel(self) -> Channel:
+        """Open a further channel. Every rank does so, in the same order."""
+        channel = Channel(self, self._members, self._backend, self._timeout_s)
+        self._channels.append(channel)
+        return channel
+
+    def _count_local(self) -> int:
+        if self._control is None:
+            return 1
+        here = xxhash.xxh3_64_intdigest(socket.gethostname().encode()) >> 1
+        return sum(other == [here] for other in self._control.integers([here], "meeting"))
+
+    # For the thread that computes
+
+    def agree(self, what: str) -> None:
+        """See Channel."""
+        if self._control is not None:
+            self._control.agree(what)
+
+    def totals(self, values: Sequence[float], what: str) -> list[float]:
+        """Return the sums over all ranks, in fp64 and in the order of ranks."""
+        if self._control is None:
+            return list(values)
+        return [sum(column) for column in zip(*self._control.numbers(values, what), strict=True)]
+
+    def least(self, value: int, what: str) -> int:
+        """Return the smallest of the ranks' integers."""
+        if self._control is None:
+            return value
+        return min(row[0] for row in self._control.integers([value], what))
+
+    def same(self, digest: int, what: str) -> bool:
+        """Whether every rank has the same digest, an integer of 63 bits."""
+        if self._control is None:
+            return True
+        return all(row == [digest] for row in self._control.integers([digest], what))
+
+    def first(self, values: bytes, what: str) -> bytes:
+        """Return rank 0's bytes, which are as many on every rank."""
+        if self._control is None:
+            return values
+        return bytes(self._control._rows(torch.frombuffer(bytearray(values), dtype=torch.uint8), what)[0])
+
+    # When it breaks; see [Note: who is missing]
+
+    def put_down(self, why: str) -> None:
+        """Tell the others, should they come to ask, why this rank does not go on."""
+        with self._lock, contextlib.suppress(Exception):  # the store may have died with its process
+            if self.size > 1 and not self._put_down:
+                self._put_down = True
+                _store().set(f"{self._key}/{self.rank}", why[:2000] or "it failed")
+
+    def broken(self, what: str, waited_s: float, timeout_s: float, error: Exception) -> RanksError:
+        """Return the error for a collective that failed after `waited_s`."""
+        self.put_down(f"it waited for the others, at {what}")
+        told, missing = self._ask(_GRACE_S)
+        lines = [f"rank {rank}: {why}" for rank, why in told.items()]
+        if missing:
+            names = ", ".join(map(str, missing))
+            lines.append(f"rank {names} did not answer within {_GRACE_S:.0f} s: killed, hung, or far behind")
+        reason = str(error).strip().splitlines()
+        return RanksError(
+            f"rank {self.rank} of {self.size}: {what} failed after {waited_s:.1f} s (timeout "
+            f"{timeout_s:.0f} s; {reason[0] if reason else type(error).__name__}). "
+            f"{'; '.join(lines)}. Look at the output of the ranks named, then start again from the last "
+            "checkpoint; Config(timeout_s=...) sets how long a rank waits."
+        )
+
+    def _ask(self, grace_s: float) -> tuple[dict[int, str], list[int]]:
+        """Return what the other ranks have put down, and those who have put down nothing."""
+        told: dict[int, str] = {}
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        end_s = time.monotonic() + grace_s
+        try:
+            store = _store()
+            while len(told) < len(others):
+                for rank in others:
+                    key = f"{self._key}/{rank}"
+                    if rank not in told and store.check([key]):
+                        told[rank] = store.get(key).decode(errors="replace")
+                if time.monotonic() > end_s:
+                    break
+                time.sleep(0.05)
+        except Exception as error:  # noqa: BLE001 - torch names no type; the process that keeps it is gone
+            logger.debug("asking the other ranks", exc_info=error)
+        return told, [rank for rank in others if rank not in told]
+
+    def close(self) -> None:
+        """Give the connections back."""
+        for channel in self._channels:
+            channel.close()
+        self._channels.clear()
+
+
+ALONE = Ranks([0], 0, "gloo", 0)
+"""One rank."""
+
+
+def _group(members: Sequence[int], backend: str, timeout_s: float) -> Any:
+    return dist.new_group(
+        list(members),
+        backend=backend,
+        timeout=timedelta(seconds=timeout_s),
+        use_local_synchronization=len(members) != dist.get_world_size(),
+    )
+
+
+def _all_gather(whole: torch.Tensor, part: torch.Tensor, group: Any) -> None:
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    call(whole, part, group=group)
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+def open_ranks(group: Any | DeviceMesh | None, device: str, timeout_s: float) -> Ranks:
+    """Return the ranks of `group`, a process group or a DeviceMesh of one dimension; else those of the world.
+
+    Under torchrun, where nobody has called torch.distributed.init_process_group yet, this does, with gloo for
+    the CPU and NCCL for CUDA.
+
+    Raises: ConfigError for a group that this process is not in, or a mesh of several dimensions.
+    """
+    backend = "nccl" if device.startswith("cuda") else "gloo"
+    if not dist.is_available() or not (dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1):
+        if group is not None:
+            raise ConfigError("a process group needs torch.distributed.init_process_group() first")
+        return ALONE
+    if not dist.is_initialized():
+        dist.init_process_group(backend)
+    chosen: Any = group or dist.group.WORLD
+    if hasattr(chosen, "get_group"):
+        chosen = chosen.get_group()
+    members = dist.get_process_group_ranks(chosen)
+    if dist.get_rank() not in members:
+        raise ConfigError(f"rank {dist.get_rank()} is not in the process group of ranks {members}")
+    return Ranks(members, members.index(dist.get_rank()), backend, timeout_s)

@@ -1,0 +1,147 @@
+"""Gradients of several ranks: from the moment a rank has its own until each rank has its share of the mean.
+
+A unit's gradients are reduced together, when the last of them has accumulated. Until then they are *local*:
+whole, and this rank's alone. Where reducing is deferred (ZeRO stage 1, `no_sync`), they stay so, and further
+backwards add to them in fp32, until the step: one reduction for any number of backwards, for the price of
+whole gradients in memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import torch
+
+from infinity import kernels
+from infinity.buffers import Buffers
+from infinity.collectives import CollectiveLane, Reducing
+from infinity.errors import HostMemoryError
+from infinity.gradient import Form, Gradient, GradientStore, total_of
+from infinity.lanes import StreamLane
+from infinity.sizes import format_size
+from infinity.unit import Unit
+
+
+class Reduction:
+    """Owns local gradients, and what is on its way between the ranks. Called from the thread that computes."""
+
+    def __init__(self, collectives: CollectiveLane, lane: StreamLane, gradients: GradientStore) -> None:
+        """Reduce by `collectives`, into `gradients`."""
+        self.deferred = False
+        """Whether gradients stay local until the step."""
+        self.keeps: Callable[[Unit], bool] = lambda _: True
+        """Whether a unit's gradients are kept until the step; set by the engine."""
+        self._collectives = collectives
+        self._lane = lane
+        self._gradients = gradients
+        self._buffers = Buffers(lambda: gradients.outgoing_free_nbytes)
+        self._under_way: deque[tuple[Reducing, int]] = deque()
+        self._sums: deque[tuple[Gradient, torch.Tensor, Reducing]] = deque()
+
+    def arrive(self, unit: Unit, index: int, grad: torch.Tensor) -> Gradient:
+        """Take a gradient of this rank that starts anew."""
+        gradient = self._gradients.local(unit, index)
+        self._hold(gradient, grad)
+        return gradient
+
+    def add(self, gradient: Gradient, grad: torch.Tensor) -> None:
+        """Take a further backward's gradient of this rank."""
+        unit, index = gradient.unit, gradient.index
+        if index in unit.unreduced:
+            if self.deferred:
+                _, stored = unit.unreduced[index]
+                self._hold(gradient, total_of(stored, grad.contiguous()))
+                return
+            self.reduce(unit)
+        self._hold(gradient, grad)
+
+    def _hold(self, gradient: Gradient, grad: torch.Tensor) -> None:
+        grad = grad.contiguous()
+        if self.deferred and gradient.form is Form.LOCAL and not gradient.charge(grad.nbytes):
+            raise HostMemoryError(
+                f"{gradient.unit.name}: {format_size(grad.nbytes)} of whole gradients do not fit host_memory, "
+                "where stage=1 and no_sync() keep those of all parameters until the step. Use stage=2 or 3 "
+                "without no_sync(), or give more host_memory."
+            )
+        gradient.unit.unreduced[gradient.index] = (gradient, grad)
+
+    def reduce(self, unit: Unit) -> None:
+        """Begin to reduce a unit's local gradients. Every rank does so at the same point of its step."""
+        taken = {index: pair for index, pair in sorted(unit.unreduced.items()) if _counts(unit, *pair)}
+        unit.unreduced = {}
+        if taken:
+            job, mean = self._begin(unit, {index: grad for index, (_, grad) in taken.items()})
+            keep = self.keeps(unit)
+            for index, (gradient, _) in taken.items():
+                segment = unit.record.shard.segments[index]
+                self._deliver(gradient, mean[segment.start : segment.stop], job, keep=keep)
+        self._sum_up()
+
+    def _deliver(self, gradient: Gradient, mean: torch.Tensor, job: Reducing, *, keep: bool) -> None:
+        if gradient.form is Form.LOCAL:
+            gradient.charge(0)
+            self._gradients.reduced(gradient, mean, job, keep=keep)
+        else:
+            self._sums.append((gradient, mean, job))
+
+    def _begin(self, unit: Unit, grads: dict[int, torch.Tensor]) -> tuple[Reducing, torch.Tensor]:
+        wide = any(grad.dtype == torch.float32 for grad in grads.values())
+        dtype = torch.float32 if wide else torch.bfloat16
+        nbytes = 2 * unit.shard.numel * dtype.itemsize
+        self._make_room(nbytes)
+        sent = self._buffers.lend(unit.shard.numel, dtype)
+        _pack(unit, grads, sent)
+        mean = torch.empty(unit.record.shard.numel, dtype=dtype)
+        what = f"{unit.name} ({', '.join(map(str, grads))} of {len(unit.parameters)}, {str(dtype)[6:]})"
+        job = Reducing(what, sent, mean, self._lane, lambda: self._gradients.let_go(nbytes))
+        self._collectives.submit(job)
+        self._under_way.append((job, nbytes))
+        return job, mean
+
+    def _make_room(self, nbytes: int) -> None:
+        """Wait for earlier reductions until half of the outgoing share has room, or nothing is under way."""
+        while self._under_way and self._under_way[0][0].done:
+            self._under_way.popleft()
+        limit = self._gradients.outgoing_limit_nbytes // 2
+        while self._under_way and sum(size for _, size in self._under_way) + nbytes > limit:
+            job, _ = self._under_way.popleft()
+            self._gradients.stall(job)
+        self._gradients.send_anyway(nbytes)
+
+    def _sum_up(self, *, wait: bool = False) -> None:
+        """Add the means of further backwards to those of earlier ones, in order, as far as they are there."""
+        while self._sums and (wait or self._sums[0][2].done):
+            gradient, mean, job = self._sums.popleft()
+            self._gradients.stall(job)
+            self._gradients.add_mean(gradient, mean)
+
+    def settle(self, units: Iterable[Unit]) -> None:
+        """Reduce what is local of `units`, and return when everything is where it belongs."""
+        for unit in units:
+            if unit.unreduced:
+                self.reduce(unit)
+        self._sum_up(wait=True)
+
+
+def _counts(unit: Unit, gradient: Gradient, _grad: torch.Tensor) -> bool:
+    """Whether anybody still has the gradient: zero_grad() may have dropped it meanwhile."""
+    owner = unit.parameters[gradient.index].grad
+    return getattr(owner, "gradient", None) is gradient
+
+
+def _pack(unit: Unit, grads: dict[int, torch.Tensor], sent: torch.Tensor) -> None:
+    """Lay gradients out as the unit is, zeros where there is none."""
+    end = 0
+    for index, segment in enumerate(unit.shard.segments):
+        grad = grads.get(index)
+        if grad is None:
+            continue
+        sent[end : segment.start].zero_()
+        to = sent.data_ptr() + segment.start * sent.element_size()
+        if grad.dtype == sent.dtype:
+            kernels.copy(grad.nbytes, to, grad.data_ptr())
+        else:
+            kernels.widen(segment.numel, grad.data_ptr(), to)
+        end = segment.stop
+    sent[end:].zero_()
