@@ -48,7 +48,7 @@ class Setup:
         self.plain = [nn.Parameter(one.clone()) for one in start]
         self.reference = ReferenceAdamW(self.plain, state_dtype=form, **SETTINGS)
         self.run(WritePass(self.record, TILE, {n: {"master": one.float()} for n, one in enumerate(start)}))
-        self.unit = Unit(0, [nn.Parameter(one) for one in start], shard, self.record)
+        self.unit = Unit(0, [nn.Parameter(one) for one in start], self.record)
         self.steps = [0] * len(NUMELS)
 
     def open(self, *, in_place=False):

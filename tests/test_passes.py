@@ -36,7 +36,7 @@ class Setup:
         for field in self.record.form.fields:
             self.record.add(field, self.disk)
         parameters = [nn.Parameter(torch.empty(numel, dtype=torch.bfloat16)) for numel in NUMELS]
-        self.unit = Unit(0, parameters, self.shard, self.record)
+        self.unit = Unit(0, parameters, self.record)
 
     def run(self, job):
         self.lane.submit(job)

@@ -73,7 +73,7 @@ class Model:
             record.add(field, self.disk)
         values = {"master": torch.full((TILE,), 1.0 + index), "m": torch.zeros(TILE), "v": torch.zeros(TILE)}
         self.lane.submit(WritePass(record, TILE, {0: values}))
-        unit = Unit(index, [nn.Parameter(torch.empty(TILE, dtype=torch.bfloat16))], shard, record)
+        unit = Unit(index, [nn.Parameter(torch.empty(TILE, dtype=torch.bfloat16))], record)
         unit.open(HostBlocks(lambda: 0), torch.device("cpu"), in_place=True)
         return unit
 

@@ -29,7 +29,7 @@ class Home:
         record.name = "layers.3"
         record.add("hi", self.host)
         parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in SHAPES]
-        self.unit = Unit(3, parameters, shard, record)
+        self.unit = Unit(3, parameters, record)
         self.by_storage = self.unit.by_storage = {}
         self.unit.open(self.blocks, CPU, in_place=in_place)
 
