@@ -2,6 +2,7 @@
 and the device.
 """
 
+from infinity.accumulation import no_sync
 from infinity.checkpoint import load, save
 from infinity.config import Config
 from infinity.errors import (
@@ -11,6 +12,7 @@ from infinity.errors import (
     HostMemoryError,
     InfinityError,
     NotResidentError,
+    RanksError,
     UnsupportedError,
 )
 from infinity.export import save_pretrained
@@ -33,12 +35,14 @@ __all__ = [
     "InfinityError",
     "Init",
     "NotResidentError",
+    "RanksError",
     "Stats",
     "TensorFileError",
     "UnsupportedError",
     "gathered",
     "load",
     "load_deepspeed",
+    "no_sync",
     "save",
     "save_pretrained",
     "stats",

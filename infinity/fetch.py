@@ -15,6 +15,7 @@ from infinity.memory import SLOT_NBYTES_PER_ELEMENT
 from infinity.passes import clear, piece_address
 from infinity.queueing import Pass
 from infinity.shard import Piece, pieces, tiles
+from infinity.sizes import round_up
 from infinity.store import DONE, Transfer
 from infinity.unit import Unit
 
@@ -95,7 +96,8 @@ class FetchPass(Pass):
         if not self.pending and here is not None and here == self.record.address("hi", 0):
             return
         wide = self._tile_numel * (1 if self.pending else SLOT_NBYTES_PER_ELEMENT // 2)
-        for start, stop in tiles(self.record.shard.numel, wide):
+        filled = min(self.record.shard.numel, round_up(self.record.shard.end, self._tile_numel))
+        for start, stop in tiles(filled, wide):
             if self._upload or self.adopts or self._updates(start, stop):
                 yield start, stop
 
@@ -143,7 +145,7 @@ class FetchPass(Pass):
                 if not self.record.written(name, start):
                     clear(self.record, at, name, stop - start)
             self._apply(start, stop, at)
-        if not self._upload or at.get("hi", flat) == flat:  # without `hi`: a rank's share may be padding alone
+        if not self._upload or at["hi"] == flat:
             return None
         return (self._device.upload(_known(self._flat), self.unit.base + start, at["hi"], stop - start),)
 

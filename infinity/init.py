@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, cast
 
+import torch
+import xxhash
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -16,6 +19,24 @@ from infinity.construction import Construction
 from infinity.engine import Engine
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.pretrained import loading_in_order
+from infinity.ranks import Ranks
+from infinity.tensors import as_bytes
+
+
+@contextlib.contextmanager
+def _drawing_as_rank_0(ranks: Ranks) -> Iterator[None]:
+    """Give every rank rank 0's random numbers (of torch, on the CPU); then its own again, if it had others."""
+    own = torch.get_rng_state()
+    state = bytes(as_bytes(own))
+    if ranks.same(xxhash.xxh3_64_intdigest(state) >> 1, "compare seeds"):
+        yield
+        return
+    torch.set_rng_state(torch.frombuffer(bytearray(ranks.first(state, "compare seeds")), dtype=torch.uint8))
+    try:
+        yield
+    finally:
+        if ranks.rank:
+            torch.set_rng_state(own)
 
 
 class Init:
@@ -23,7 +44,8 @@ class Init:
 
     config: a Config, or its fields as keywords: Init(nvme="/local_nvme", host_memory="4GiB").
     process_group: the ranks that share the model, as a group of torch.distributed or a DeviceMesh of one
-    dimension; None: all ranks of the run. Each of them builds the same model.
+    dimension; None: all ranks of the run. Each of them builds the same model, from the random numbers of
+    rank 0, whatever its own seed; after the `with` it goes on with its own.
 
     ::
 
@@ -60,6 +82,7 @@ class Init:
             register_module_module_registration_hook(cast("Any", construction.adopted)),
         ]
         self._in_order.enter_context(loading_in_order())
+        self._in_order.enter_context(_drawing_as_rank_0(self._engine.ranks))
         Init._active = self
         return self
 

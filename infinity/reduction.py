@@ -47,14 +47,8 @@ class Reduction:
 
     def add(self, gradient: Gradient, grad: torch.Tensor) -> None:
         """Take a further backward's gradient of this rank."""
-        unit, index = gradient.unit, gradient.index
-        if index in unit.unreduced:
-            if self.deferred:
-                _, stored = unit.unreduced[index]
-                self._hold(gradient, total_of(stored, grad.contiguous()))
-                return
-            self.reduce(unit)
-        self._hold(gradient, grad)
+        before = gradient.unit.unreduced.get(gradient.index)
+        self._hold(gradient, grad if before is None else total_of(before[1], grad.contiguous()))
 
     def _hold(self, gradient: Gradient, grad: torch.Tensor) -> None:
         grad = grad.contiguous()

@@ -77,6 +77,11 @@ class Shard:
     segments: tuple[Segment, ...]
     numel: int  # elements, with padding
 
+    @property
+    def end(self) -> int:
+        """The first element behind the last parameter: what follows is padding, and never written."""
+        return max((one.stop for one in self.segments if one.numel), default=0)
+
     def __post_init__(self) -> None:
         """Check that segments are whole-block aligned, ordered and inside the range."""
         end = 0

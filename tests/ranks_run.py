@@ -7,19 +7,38 @@ the whole model, and every gradient becomes the mean over the ranks, summed in f
 once and rounded once, as autograd hands it over.
 """
 
+import contextlib
 import json
+import os
 import sys
+import time
 import traceback
 import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import transformers
 
 import infinity
-from infinity.engine import engine_of_model
+from infinity import reference
 from infinity.reference import ReferenceAdamW, prepare
 from tests import models
+
+
+WIDE = {**models.SIZES, "vocab_size": 301, "hidden_size": 96, "intermediate_size": 168, "num_hidden_layers": 2}
+WIDE_GPT2 = {**models.GPT2, "vocab_size": 301, "n_embd": 96, "n_layer": 2}
+STILL = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+models.MODELS.update(  # wide enough that every rank holds a part of most units, and parameters are cut
+    {
+        "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**WIDE)),
+        "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**WIDE_GPT2, **STILL)),
+        "gpt2-dropout": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**WIDE_GPT2)),
+        "mixtral": lambda: transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(**WIDE, num_local_experts=4, num_experts_per_tok=2)
+        ),
+    }
+)
 
 
 def mean_over_ranks(grad):
@@ -32,6 +51,7 @@ def mean_over_ranks(grad):
 
 
 def build_reference(name, seed=0):
+    """Return the plain model of a rank, whose gradients are means over the ranks as they come."""
     torch.manual_seed(seed)
     model = models.MODELS[name]()
     for parameter in model.parameters():
@@ -39,50 +59,148 @@ def build_reference(name, seed=0):
     return prepare(model)
 
 
-def train(model, optimizer, *, steps=3, micro=1, first=0, sync=None):
-    """Train on this rank's batches; return the losses."""
+def train(model, optimizer, *, steps=3, micro=1, once=False, clip=None):
+    """Train on this rank's batches; return the losses. once: reduce only in each step's last backward."""
     losses = []
-    for step in range(first, first + steps):
+    for step in range(steps):
         for one in range(micro):
             ids = models.batch(1000 * dist.get_rank() + 10 * step + one)
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
+            local = once and one < micro - 1 and not isinstance(optimizer, ReferenceAdamW)
+            with infinity.no_sync(model) if local else contextlib.nullcontext():
+                loss = model(input_ids=ids, labels=ids).loss
+                loss.backward()
             losses.append(loss.item())
+        if once and isinstance(optimizer, ReferenceAdamW):
+            mean_of_sums(model)
+        if clip is not None and isinstance(optimizer, ReferenceAdamW):
+            reference.clip_grad_norm_(optimizer, clip)
+        elif clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
     return losses
 
 
-def compare(name, micro=1, options=None, init=None):
+def mean_of_sums(model):
+    """Let each stored gradient of the reference, this rank's fp32 sum, be the mean of the ranks' sums."""
+    for parameter in model.parameters():
+        value, factor = reference._stored(parameter)
+        reference._store(parameter, mean_over_ranks(value), factor)
+
+
+def compare(name, *, micro=1, once=False, clip=None, checkpoint=None, freeze=None, options=None, **init):
     """Train the reference and ours side by side; return what differs."""
     options = {"lr": 1e-2, "weight_decay": 0.1, **(options or {})}
-    plain = build_reference(name)
-    reference = ReferenceAdamW(
-        plain.parameters(), **{key: one for key, one in options.items() if key != "update"}
-    )
-    expected = train(plain, reference, micro=micro)
-    ours = models.build(name, **{"host_memory": "64MiB", **(init or {})})
-    optimizer = infinity.AdamW(ours.parameters(), **options)
-    actual = train(ours, optimizer, micro=micro)
-    different = [f"loss {number}" for number, pair in enumerate(zip(expected, actual, strict=True)) if len(set(pair)) > 1]
-    weights = ours.state_dict()
-    different += [key for key, one in plain.state_dict().items() if not torch.equal(one, weights[key])]
-    moments = optimizer.state_dict()["state"]
-    for number, state in reference.state_dict()["state"].items():
-        for key in ("exp_avg", "exp_avg_sq"):
-            if not torch.equal(state[key].float(), moments[number][key]):
-                different.append(f"{key} of parameter {number}")
-    stats = infinity.stats(ours)
-    return {"different": different, "divergences": stats.divergences, "losses": actual}
+    shown = []
+    for ours in (False, True):
+        if ours:
+            model = models.build(name, **{"host_memory": "64MiB", **init})
+        else:
+            model = models.build(name) if once else build_reference(name)
+        if checkpoint is not None:
+            models.checkpointed(model, checkpoint == "reentrant")
+        for key, parameter in model.named_parameters():
+            parameter.requires_grad_(freeze is None or freeze not in key)
+        trained = [one for one in model.parameters() if one.requires_grad]
+        kind = infinity.AdamW if ours else ReferenceAdamW
+        optimizer = kind(trained, **{key: one for key, one in options.items() if ours or key != "update"})
+        torch.manual_seed(100 + dist.get_rank())  # of dropout: each rank draws its own
+        losses = train(model, optimizer, micro=micro, once=once, clip=clip)
+        shown.append({"losses": losses, **model.state_dict(), **state_of(optimizer)})
+    expected, actual = shown
+    assert expected.keys() == actual.keys()
+    stats = infinity.stats(model)
+    return {
+        "different": [key for key, one in expected.items() if not same(one, actual[key])],
+        "losses": actual["losses"],
+        "nvme": stats.nvme_written_nbytes,
+        "spilled": sum(size for (_, field), size in stats.written_nbytes.items() if "grad" in field),
+    }
 
 
+def state_of(optimizer):
+    return {
+        f"{key} of parameter {number}": state[key].float()
+        for number, state in optimizer.state_dict()["state"].items()
+        for key in ("exp_avg", "exp_avg_sq")
+    }
+
+
+def same(one, other):
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def different_ways():
+    """Let the last rank use another layer than the others."""
+    with infinity.Init(host_memory="64MiB", timeout_s=20):
+        model = torch.nn.ModuleList([torch.nn.Linear(64, 64) for _ in range(4)])
+    inputs = torch.ones(1, 64, dtype=torch.bfloat16)
+    last = dist.get_rank() == dist.get_world_size() - 1
+    for index in (0, 2 if last else 1, 3):
+        inputs = model[index](inputs)
+    inputs.sum().backward()
+    infinity.AdamW(model.parameters()).step()
+    return {"went through": True}
+
+
+def alone():
+    """Let rank 0 alone read the weights."""
+    with infinity.Init(host_memory="64MiB", timeout_s=3):
+        model = torch.nn.Linear(64, 64)
+    if dist.get_rank():
+        time.sleep(12)
+        return {"slept": True}
+    model.state_dict()
+    return {"went through": True}
+
+
+def gathered_write(*, differently):
+    """Change a weight inside gathered(write=True)."""
+    with infinity.Init(host_memory="64MiB"):
+        model = torch.nn.Linear(100, 50)
+    with infinity.gathered(model, write=True), torch.no_grad():
+        model.weight.fill_(float(dist.get_rank()) if differently else 3.0)
+    return {"values": model.state_dict()["weight"].unique().tolist()}
+
+
+def seeds():
+    """Build on every rank from another seed."""
+    torch.manual_seed(dist.get_rank())
+    with infinity.Init(host_memory="64MiB"):
+        model = torch.nn.Linear(100, 50)
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(100, 50)
+    return {
+        "as rank 0 draws": torch.equal(model.state_dict()["weight"], reference.rounded(plain.weight.detach())),
+        "its own afterwards": torch.rand(1).item(),
+    }
+
+
+NVME = {"nvme": os.environ.get("INFINITY_TEST_DISK"), "host_memory": int(os.environ["WORLD_SIZE"]) << 20}
 CASES = {
     "llama": lambda: compare("llama"),
     "gpt2": lambda: compare("gpt2"),
+    "dropout": lambda: compare("gpt2-dropout"),
     "mixtral": lambda: compare("mixtral"),
-    "clipped": lambda: compare("llama", options={"max_norm": 0.5}),
+    "max_norm": lambda: compare("llama", options={"max_norm": 0.5}),
+    "clip_grad_norm_": lambda: compare("gpt2", clip=0.5),
     "accumulated": lambda: compare("llama", micro=2),
+    "no_sync": lambda: compare("llama", micro=3, once=True),
     "backward": lambda: compare("llama", options={"update": "backward"}),
+    "reentrant": lambda: compare("llama", checkpoint="reentrant"),
+    "checkpointed": lambda: compare("llama", checkpoint="not", options={"update": "backward"}),
+    "frozen": lambda: compare("llama", freeze="mlp"),
+    "nvme": lambda: compare("llama", **NVME),
+    "nvme backward": lambda: compare("gpt2", options={"update": "backward"}, **NVME),
+    "nvme accumulated": lambda: compare("llama", micro=2, clip=0.5, **NVME),
+    "stage 1": lambda: compare("llama", micro=2, once=True, stage=1),
+    "stage 2": lambda: compare("llama", stage=2),
+    "stage 2 backward": lambda: compare("llama", options={"update": "backward"}, stage=2, **NVME),
+    "different ways": different_ways,
+    "alone": alone,
+    "gathered": lambda: gathered_write(differently=False),
+    "gathered differently": lambda: gathered_write(differently=True),
+    "seeds": seeds,
 }
 
 
@@ -93,9 +211,8 @@ def main(folder, cases):
     dist.init_process_group("gloo")
     answers = {}
     for case in cases:
-        name, _, nvme = case.partition("@")
         try:
-            answers[case] = CASES[name]()
+            answers[case] = CASES[case]()
         except Exception as error:  # noqa: BLE001 - it is the answer
             answers[case] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
             break
