@@ -11,13 +11,14 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from infinity import kernels
+from infinity.device import Device
 from infinity.lanes import StreamLane
 from infinity.queueing import Pass
 from infinity.ranks import Channel
@@ -30,13 +31,16 @@ logger = logging.getLogger("infinity")
 class Collective(ABC):
     """One collective, queued; a Transfer, too, for those who wait for what it brings."""
 
+    kind = ""
+    """What its bytes count as: "gather", "reduce" or "read"."""
+
     def __init__(self, what: str, lane: StreamLane) -> None:
         """Name what every rank does at once. `lane`: its lock guards this, and its failure ends the wait."""
         self.what = what
         self.began_s = 0.0
         self.ended_s: float | None = None
         self.nbytes = 0
-        """Bytes that this rank sends."""
+        """Bytes of what is exchanged, whole."""
         self._lane = lane
 
     @property
@@ -46,11 +50,18 @@ class Collective(ABC):
 
     @property
     def processed(self) -> bool:
-        """Whether it is over."""
-        return self.ended_s is not None
+        """The same."""
+        return self.done
 
-    finished = processed
-    starved_s = 0.0
+    @property
+    def finished(self) -> bool:
+        """The same."""
+        return self.done
+
+    @property
+    def starved_s(self) -> float:
+        """See Pass."""
+        return 0.0
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when it is over; raise what made the engine fail."""
@@ -67,12 +78,14 @@ class Collective(ABC):
 class CollectiveLane:
     """Runs collectives in the order in which they come, on a thread of its own."""
 
-    def __init__(self, name: str, channel: Channel, lane: StreamLane, timeline: Timeline) -> None:
+    def __init__(
+        self, name: str, channel: Channel, lane: StreamLane, device: Device, timeline: Timeline
+    ) -> None:
         """Start the thread; `lane` is told of failures, and its failure is this one's."""
-        self.nbytes = 0
-        """Bytes sent."""
-        self.count = 0
+        self.nbytes: Counter[str] = Counter()
+        """Bytes exchanged, by kind of collective."""
         self._name = name
+        self._device = device
         self._channel = channel
         self._lane = lane
         self._timeline = timeline
@@ -89,6 +102,7 @@ class CollectiveLane:
 
     def _run(self) -> None:
         try:
+            self._device.enter_thread()
             while (job := self._next()) is not None:
                 self._do(job)
         except BaseException as error:
@@ -113,8 +127,7 @@ class CollectiveLane:
         ended_s = time.perf_counter()
         self._timeline.span(self._name, job.what, job.began_s, ended_s, job.nbytes)
         with self._lane.lock:
-            self.nbytes += job.nbytes
-            self.count += 1
+            self.nbytes[job.kind] += job.nbytes
             job.ended_s = ended_s
             self._lane.changed.notify_all()
 
@@ -130,21 +143,24 @@ class CollectiveLane:
 class Gathering(Collective):
     """A unit is assembled from every rank's share, as soon as this rank's has been fetched."""
 
-    def __init__(self, unit: Unit, local: Pass, lane: StreamLane) -> None:
+    kind = "gather"
+
+    def __init__(self, unit: Unit, local: Pass, lane: StreamLane, device: Device) -> None:
         """Assemble `unit` in the memory it has now, into which `local` brings this rank's share."""
         super().__init__(f"assemble {unit.name}", lane)
         self.local = local
         self._flat: torch.Tensor | None = unit.flat
         self._part = unit.part_of_rank
-        self.nbytes = self._part.nbytes
+        self._device = device
+        self.nbytes = unit.flat.nbytes
 
     @property
-    def finished(self) -> bool:  # type: ignore[override]
+    def finished(self) -> bool:
         """Whether it is over, and the fetch's writes as well."""
         return self.processed and self.local.finished
 
     @property
-    def starved_s(self) -> float:  # type: ignore[override]
+    def starved_s(self) -> float:
         """See Pass."""
         return self.local.starved_s
 
@@ -156,12 +172,16 @@ class Gathering(Collective):
         """All-gather, in place."""
         flat, self._flat = self._flat, None
         if flat is not None and flat.numel():
+            self._device.arrived(flat)
             channel.gather(flat, self._part, self.what)
+            self._device.assembled(flat)
         self._part = torch.empty(0)
 
 
 class Collecting(Collective):
-    """The ranks' parts of one tensor are put together, on every rank."""
+    """The ranks' parts of one tensor in host memory are put together, on every rank."""
+
+    kind = "read"
 
     def __init__(self, what: str, part: torch.Tensor, numels: Sequence[int], lane: StreamLane) -> None:
         """part: this rank's, one-dimensional; numels: elements of every rank's part."""
@@ -178,7 +198,7 @@ class Collecting(Collective):
         rows = padded.new_empty(len(self._numels) * most)
         if most:
             channel.gather(rows, padded, self.what)
-        self.nbytes = padded.nbytes
+        self.nbytes = rows.nbytes
         self.whole = torch.cat(
             [row[:numel] for row, numel in zip(rows.view(len(self._numels), -1), self._numels, strict=True)]
         )
@@ -192,31 +212,43 @@ class Reducing(Collective):
     or the network.
     """
 
+    kind = "reduce"
+
     def __init__(
-        self, what: str, sent: torch.Tensor, mean: torch.Tensor, lane: StreamLane, over: Callable[[], None]
+        self, what: str, sent: torch.Tensor, mean: torch.Tensor, lane: StreamLane, device: Device
     ) -> None:
         """sent: this rank's gradients of the whole unit, bf16 or fp32; mean: for this rank's share of the
-        mean, of the same type. over: called when `sent` is gone.
+        mean, of the same type, in host memory.
         """
         super().__init__(f"reduce {what}", lane)
         self._sent: torch.Tensor | None = sent
         self._mean = mean
-        self._over = over
+        self._device = device
+        self.over: Callable[[], None] = lambda: None
+        """Called when the memory that it works in is free."""
         self.nbytes = sent.nbytes
 
     def run(self, channel: Channel) -> None:
         """All-to-all, and the sum."""
         if self._sent is not None and self._sent.numel():
+            self._device.arrived(self._sent)
             received = torch.empty_like(self._sent)
             channel.exchange(received, self._sent, self.what)
+            self._device.leaving(self._sent)
             self._sent = None
             _mean_of_ranks(received.view(channel.ranks.size, -1), self._mean)
         self._sent, self._mean = None, torch.empty(0)
-        self._over()
+        self.over()
 
 
 def _mean_of_ranks(rows: torch.Tensor, mean: torch.Tensor) -> None:
     """Put the mean of `rows`, summed in fp32 from the first to the last, into `mean`, of their type."""
+    if rows.is_cuda:
+        sum_of_rows = rows[0].float()
+        for row in rows[1:]:
+            sum_of_rows += row
+        mean.copy_(sum_of_rows / len(rows))  # waits for this thread's stream alone
+        return
     numel = mean.numel()
     total = mean if mean.dtype == torch.float32 else torch.empty(numel, dtype=torch.float32)
     if rows.dtype == torch.float32:

@@ -42,6 +42,9 @@ class Streams(Protocol):
     def current(self) -> Any:
         """Return the stream on which the calling thread computes."""
 
+    def enter(self, stream: Any) -> None:
+        """Let the calling thread compute on `stream` from now on."""
+
     def record(self, stream: Any) -> Event:
         """Return an event behind all that is queued on `stream`."""
 
@@ -75,6 +78,10 @@ class TorchStreams:
     def current(self) -> torch.cuda.Stream:
         """See Streams."""
         return torch.cuda.current_stream(self._device)
+
+    def enter(self, stream: torch.cuda.Stream) -> None:
+        """See Streams."""
+        torch.cuda.set_stream(stream)
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """See Streams; who waits for the event leaves its core to others."""

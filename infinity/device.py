@@ -99,6 +99,12 @@ class Device(Protocol):
     def leaving(self, flat: torch.Tensor) -> None:
         """The memory is about to be given back. Called from any thread."""
 
+    def enter_thread(self) -> None:
+        """What the calling thread queues from now on goes beside what others have queued."""
+
+    def assembled(self, flat: torch.Tensor) -> None:
+        """What the calling thread's stream has queued completes `flat`: `arrived` waits for that as well."""
+
     def download(self, tensor: torch.Tensor) -> Download:
         """Begin to copy `tensor`, as the calling thread's stream leaves it, to host memory."""
 
@@ -140,6 +146,12 @@ class CpuDevice:
 
     def leaving(self, flat: torch.Tensor) -> None:
         """Copies on the CPU are over when they return."""
+
+    def enter_thread(self) -> None:
+        """Threads of the CPU queue nothing."""
+
+    def assembled(self, flat: torch.Tensor) -> None:
+        """What was done on the CPU is done."""
 
     def download(self, tensor: torch.Tensor) -> Download:
         """Return `tensor`, made contiguous if it is not."""
@@ -259,6 +271,16 @@ class CudaDevice:
         residence: _Residence | None = self._residences.pop(flat, None)
         if residence is not None and residence.uploaded is not None:
             self._streams.wait(residence.stream, residence.uploaded)
+
+    def enter_thread(self) -> None:
+        """See Device."""
+        self._streams.enter(self._streams.open())
+
+    def assembled(self, flat: torch.Tensor) -> None:
+        """See Device."""
+        residence: _Residence | None = self._residences.get(flat)
+        if residence is not None:
+            residence.uploaded = self._streams.record(self._streams.current())
 
     def download(self, tensor: torch.Tensor) -> Download:
         """See Device; the buffer is from `memory`."""

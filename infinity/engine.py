@@ -32,6 +32,7 @@ from infinity.nvme import NvmeStore
 from infinity.offloaded import OffloadedGradient
 from infinity.partition import Partition
 from infinity.passes import ReadPass, WritePass
+from infinity.paths import of_rank
 from infinity.pins import Pins
 from infinity.queueing import Pass
 from infinity.ranks import open_ranks
@@ -86,13 +87,14 @@ class Engine:
         total = self.ranks.least(total // self.ranks.local_size, "divide host_memory")
         self.form = Format(config.state_dtype)
         self.budget: Budget = divide(total, least_numel=self.form.align_numel)
-        self.device = open_device(config.device)
+        self.device = open_device(self.ranks.device)
         cpus = _choose_cores(self.device)
         self.timeline = Timeline()
         self.traffic = Traffic()
         self.kept = Ledger(self.budget.kept_nbytes)
         self.host_store = HostStore(self.kept, self.device)
-        self.nvme_store = open_nvme(config.nvme_folders, config.aio) if config.nvme_folders else None
+        folders, sharers = of_rank(config.nvme_folders, self.ranks.local_rank, self.ranks.local_size)
+        self.nvme_store = open_nvme(folders, config.aio, sharers) if folders else None
         self.store: Store = self.nvme_store or self.host_store
         pool = Pool(self.budget.slot_nbytes, self.budget.slots)
         self.device.pin(pool.address, pool.nbytes)
@@ -112,7 +114,7 @@ class Engine:
         """What several ranks need; None where there is one."""
         if self.ranks.size > 1:
             self.partition = Partition(
-                self.ranks, self.lane, self.timeline, self.executor, self.gradients
+                self.ranks, self.lane, self.device, self.timeline, self.executor, self.gradients
             )
             self.partition.reduction.deferred = config.stage == 1
             self.partition.reduction.keeps = lambda unit: self._updater(unit) is None
@@ -307,7 +309,9 @@ class Engine:
         values = self.read_record(unit.record, index, dtypes)
         return [values[field].view(parameter.shape) for field in fields]
 
-    def read_record(self, record: Record, index: int, dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
+    def read_record(
+        self, record: Record, index: int, dtypes: dict[str, torch.dtype]
+    ) -> dict[str, torch.Tensor]:
         """Return fields of a parameter, by their types, as one-dimensional CPU tensors."""
         numel = record.shard.segments[index].numel
         into = {field: torch.empty(numel, dtype=dtype) for field, dtype in dtypes.items()}

@@ -209,11 +209,10 @@ class GradientStore:
         """Add a further backward's gradient to the stored one, in fp32."""
         if gradient.form is Form.APPLIED:
             raise UnsupportedError(applied_message(gradient.unit, "a second backward before step()"))
-        tensor = self._device.to_host(grad)
         if self.add_local is not None:
-            self.add_local(gradient, tensor)
+            self.add_local(gradient, grad)
         else:
-            self.add_mean(gradient, tensor)
+            self.add_mean(gradient, self._device.to_host(grad))
 
     def add_mean(self, gradient: Gradient, tensor: torch.Tensor) -> None:
         """Add what a further backward brought to the stored gradient."""
@@ -416,6 +415,8 @@ def _measured(tensor: torch.Tensor) -> SpillPart:
 
 def total_of(stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """Return fp32(stored) + fp32(new); in place where the stored one is fp32 already."""
+    if stored.is_cuda:
+        return stored.float().add_(new)
     total = stored
     if stored.dtype != torch.float32:
         total = torch.empty(stored.shape, dtype=torch.float32)

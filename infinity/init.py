@@ -25,7 +25,7 @@ from infinity.tensors import as_bytes
 
 @contextlib.contextmanager
 def _drawing_as_rank_0(ranks: Ranks) -> Iterator[None]:
-    """Give every rank rank 0's random numbers (of torch, on the CPU); then its own again, if it had others."""
+    """Give every rank the random numbers of rank 0 (torch's, of the CPU), then its own again."""
     own = torch.get_rng_state()
     state = bytes(as_bytes(own))
     if ranks.same(xxhash.xxh3_64_intdigest(state) >> 1, "compare seeds"):

@@ -41,11 +41,13 @@ class NvmeStore:
 
     tier = "nvme"
 
-    def __init__(self, folder: str, engine_kind: str | None, request_nbytes: int = 1 << 30) -> None:
+    def __init__(
+        self, folder: str, engine_kind: str | None, request_nbytes: int = 1 << 30, sharers: int = 1
+    ) -> None:
         """Check `folder`, pick the I/O engine with a real request there, and open the file.
 
         How much the engine keeps in flight comes from the disk's speed (see disk.speed_of): the same in bytes
-        where no request is larger than `request_nbytes`.
+        where no request is larger than `request_nbytes`; `sharers` ranks on one disk divide it.
 
         Raises: ConfigError for a folder that cannot be used; aio.EngineUnavailableError for a forced engine
         that fails.
@@ -54,6 +56,7 @@ class NvmeStore:
         check_folder(folder)
         self.speed = speed_of(folder, engine_kind)
         depth = min(self.speed.depth * max(1, self.speed.piece_nbytes // request_nbytes), 256)
+        depth = -(-depth // sharers)
         self.engine = aio.open_engine(
             folder, engine_kind, depth=depth, threads=depth, piece_nbytes=self.speed.piece_nbytes
         )

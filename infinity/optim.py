@@ -137,7 +137,9 @@ class AdamW(Optimizer):
         segment = unit.record.shard.segments[index]
         start = segment.start
         under_way = unit.pending or not engine.lane.settled(unit.record)
-        if segment.numel and (under_way or any(unit.record.written(name, start) for name in engine.form.moments)):
+        if segment.numel and (
+            under_way or any(unit.record.written(name, start) for name in engine.form.moments)
+        ):
             zeros = torch.zeros(parameter.shape, dtype=torch.float32)
             if all(name in unit.record for name in engine.form.moments):
                 engine.write(parameter, {"m": zeros, "v": zeros})

@@ -6,7 +6,7 @@ import torch
 import xxhash
 
 from infinity.collectives import Collecting, CollectiveLane, Gathering
-from infinity.errors import RanksError
+from infinity.device import Device
 from infinity.executor import Executor
 from infinity.gradient import GradientStore
 from infinity.lanes import StreamLane
@@ -24,14 +24,21 @@ class Partition:
     """Assembles units from the ranks' shares, and reduces their gradients, each on a lane of its own."""
 
     def __init__(
-        self, ranks: Ranks, lane: StreamLane, timeline: Timeline, executor: Executor, gradients: GradientStore
+        self,
+        ranks: Ranks,
+        lane: StreamLane,
+        device: Device,
+        timeline: Timeline,
+        executor: Executor,
+        gradients: GradientStore,
     ) -> None:
         """Open two channels. Every rank does so."""
         self.ranks = ranks
-        self.gathers = CollectiveLane("gather", ranks.channel(), lane, timeline)
-        self.reduces = CollectiveLane("reduce", ranks.channel(), lane, timeline)
-        self.reduction = Reduction(self.reduces, lane, gradients)
+        self.gathers = CollectiveLane("gather", ranks.channel(), lane, device, timeline)
+        self.reduces = CollectiveLane("reduce", ranks.channel(), lane, device, timeline)
+        self.reduction = Reduction(self.reduces, lane, device, gradients)
         self._lane = lane
+        self._device = device
         self._executor = executor
         self._checked: Plan | None = None
         executor.assemble = self._assemble
@@ -41,7 +48,7 @@ class Partition:
         gradients.collect = lambda unit, index, part: self.collect(unit.record, index, part)
 
     def _assemble(self, unit: Unit, job: Pass) -> Gathering:
-        gathering = Gathering(unit, job, self._lane)
+        gathering = Gathering(unit, job, self._lane, self._device)
         self.gathers.submit(gathering)
         return gathering
 
@@ -60,7 +67,7 @@ class Partition:
     def _check(self, plan: Plan) -> None:
         """See that the ranks have the same plan for the step that begins.
 
-        Raises: RanksError naming the first use that differs.
+        Raises: RanksError naming the first use that differs, and what each rank has there.
         """
         digest = xxhash.xxh3_64_intdigest(str(plan).encode()) >> 1
         if self.ranks.same(digest, "compare plans"):
@@ -70,17 +77,13 @@ class Partition:
         longest = max(-self.ranks.least(-len(uses), "compare plans"), 1)
         for place in range(longest):
             use = uses[place] if place < len(uses) else "nothing more"
-            if not self.ranks.same(xxhash.xxh3_64_intdigest(use.encode()) >> 1, "compare plans"):
-                raise RanksError(
-                    f"rank {self.ranks.rank} of {self.ranks.size}: the ranks' steps differ: use {place + 1} of "
-                    f"{len(uses)} is {use} here, and another one elsewhere. Likely cause: experts or branches "
-                    "chosen by the data. Let every rank run the same modules in the same order."
-                )
+            self.ranks.agree(f"use {place + 1} of a step, {use}")
 
     @property
-    def sent_nbytes(self) -> dict[str, int]:
-        """Bytes sent, by collective; see Stats."""
-        return {"gather": self.gathers.nbytes, "reduce": self.reduces.nbytes}
+    def nbytes(self) -> dict[str, int]:
+        """Bytes exchanged, by kind of collective; see Stats."""
+        counted = self.gathers.nbytes + self.reduces.nbytes
+        return {kind: counted[kind] for kind in ("gather", "reduce", "read")}
 
     def close(self) -> None:
         """End the lanes and the connections."""

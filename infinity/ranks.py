@@ -61,37 +61,42 @@ class Channel:
         """
         self._sequence += 1
         mine = [self._sequence, xxhash.xxh3_64_intdigest(what.encode()) >> 1]
-        if any(other != mine for other in self._rows(torch.tensor(mine, dtype=torch.int64), what)):
+        if any(other != mine for other in self.rows(torch.tensor(mine, dtype=torch.int64), what)):
             raise self._different(what)
 
     def _different(self, what: str) -> RanksError:
         text = what.encode()[:_TEXT_NBYTES].ljust(_TEXT_NBYTES)
-        rows = self._rows(torch.frombuffer(bytearray(text), dtype=torch.uint8), what)
+        rows = self.rows(torch.frombuffer(bytearray(text), dtype=torch.uint8), what)
         doing = "; ".join(f"rank {rank}: {bytes(row).decode().strip()}" for rank, row in enumerate(rows))
         return RanksError(
-            f"the ranks are about to do different things: {doing}. Likely cause: their forwards take different "
-            "ways through the model (experts or branches chosen by the data, a loop that is longer on one "
-            "rank, state_dict() or an evaluation on one rank alone). Let every rank run the same modules in "
-            "the same order."
+            f"the ranks are about to do different things: {doing}. Likely cause: their forwards take "
+            "different ways through the model (experts or branches chosen by the data, a loop that is longer "
+            "on one rank, state_dict() or an evaluation on one rank alone). Let every rank run the same "
+            "modules in the same order."
         )
 
     def numbers(self, values: Sequence[float], what: str) -> list[list[float]]:
         """Return every rank's fp64 values, which are as many on each."""
-        return self._rows(torch.tensor(values, dtype=torch.float64), what)
+        return self.rows(torch.tensor(values, dtype=torch.float64), what)
 
     def integers(self, values: Sequence[int], what: str) -> list[list[int]]:
         """Return every rank's integers of 63 bits, which are as many on each."""
-        return self._rows(torch.tensor(values, dtype=torch.int64), what)
+        return self.rows(torch.tensor(values, dtype=torch.int64), what)
 
-    def _rows(self, mine: torch.Tensor, what: str) -> list[list[Any]]:
+    def rows(self, mine: torch.Tensor, what: str) -> list[list[Any]]:
+        """Return every rank's numbers, which are of one type, and as many on each."""
         rows = torch.empty(self.ranks.size * mine.numel(), dtype=mine.dtype)
         self._do(what, lambda: _all_gather(rows, mine, self._control))
         whole: list[list[Any]] = rows.view(self.ranks.size, -1).tolist()
         return whole
 
     def gather(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> None:
-        """Fill `whole` with every rank's `part`, in the order of ranks; `part` may be its place in `whole`."""
-        self._do(what, lambda: _all_gather(whole, part, self._data))
+        """Fill `whole` with every rank's `part`, in the order of ranks; `part` may be its place in `whole`.
+
+        What is in host memory goes over gloo.
+        """
+        group = self._data if whole.is_cuda else self._control
+        self._do(what, lambda: _all_gather(whole, part, group))
 
     def exchange(self, received: torch.Tensor, sent: torch.Tensor, what: str) -> None:
         """Send the i-th equal part of `sent` to rank i; `received` gets what came, in the order of ranks."""
@@ -116,17 +121,22 @@ class Channel:
 class Ranks:
     """The ranks of one engine. With one rank nothing is connected, and every answer is its own."""
 
-    def __init__(self, members: Sequence[int], rank: int, backend: str, timeout_s: float) -> None:
+    def __init__(
+        self, members: Sequence[int], rank: int, backend: str, timeout_s: float, device: str = "cpu"
+    ) -> None:
         """Connect `members`, ranks of the world, of which this process is the one at `rank`."""
         self.rank, self.size = rank, len(members)
+        self.device = device
+        """Where this rank computes."""
         self._members, self._backend, self._timeout_s = list(members), backend, timeout_s
         self._key = f"infinity/{next(_numbers)}"
         self._put_down = False
         self._lock = threading.Lock()
         self._channels: list[Channel] = []
         self._control = self.channel() if self.size > 1 else None
-        self.local_size = self._count_local()
-        """Ranks on this machine."""
+        neighbours = self._neighbours()
+        self.local_rank, self.local_size = neighbours.index(rank), len(neighbours)
+        """This rank among those on this machine, and how many they are."""
 
     def channel(self) -> Channel:
         """Open a further channel. Every rank does so, in the same order."""
@@ -134,11 +144,12 @@ class Ranks:
         self._channels.append(channel)
         return channel
 
-    def _count_local(self) -> int:
+    def _neighbours(self) -> list[int]:
         if self._control is None:
-            return 1
+            return [self.rank]
         here = xxhash.xxh3_64_intdigest(socket.gethostname().encode()) >> 1
-        return sum(other == [here] for other in self._control.integers([here], "meeting"))
+        rows = self._control.integers([here], "meeting")
+        return [rank for rank, row in enumerate(rows) if row == [here]]
 
     # For the thread that computes
 
@@ -169,7 +180,7 @@ class Ranks:
         """Return rank 0's bytes, which are as many on every rank."""
         if self._control is None:
             return values
-        return bytes(self._control._rows(torch.frombuffer(bytearray(values), dtype=torch.uint8), what)[0])
+        return bytes(self._control.rows(torch.frombuffer(bytearray(values), dtype=torch.uint8), what)[0])
 
     # When it breaks; see [Note: who is missing]
 
@@ -211,7 +222,7 @@ class Ranks:
                 if time.monotonic() > end_s:
                     break
                 time.sleep(0.05)
-        except Exception as error:  # noqa: BLE001 - torch names no type; the process that keeps it is gone
+        except Exception as error:
             logger.debug("asking the other ranks", exc_info=error)
         return told, [rank for rank in others if rank not in told]
 
@@ -241,7 +252,7 @@ def _all_gather(whole: torch.Tensor, part: torch.Tensor, group: Any) -> None:
 
 
 def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()
+    return dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch offers it to nobody else
 
 
 def open_ranks(group: Any | DeviceMesh | None, device: str, timeout_s: float) -> Ranks:
@@ -256,7 +267,10 @@ def open_ranks(group: Any | DeviceMesh | None, device: str, timeout_s: float) ->
     if not dist.is_available() or not (dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1):
         if group is not None:
             raise ConfigError("a process group needs torch.distributed.init_process_group() first")
-        return ALONE
+        return Ranks([0], 0, backend, timeout_s, device)
+    if device == "cuda" and "LOCAL_RANK" in os.environ:
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(device)
     if not dist.is_initialized():
         dist.init_process_group(backend)
     chosen: Any = group or dist.group.WORLD
@@ -265,4 +279,4 @@ def open_ranks(group: Any | DeviceMesh | None, device: str, timeout_s: float) ->
     members = dist.get_process_group_ranks(chosen)
     if dist.get_rank() not in members:
         raise ConfigError(f"rank {dist.get_rank()} is not in the process group of ranks {members}")
-    return Ranks(members, members.index(dist.get_rank()), backend, timeout_s)
+    return Ranks(members, members.index(dist.get_rank()), backend, timeout_s, device)

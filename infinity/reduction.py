@@ -16,6 +16,7 @@ import torch
 from infinity import kernels
 from infinity.buffers import Buffers
 from infinity.collectives import CollectiveLane, Reducing
+from infinity.device import Device
 from infinity.errors import HostMemoryError
 from infinity.gradient import Form, Gradient, GradientStore, total_of
 from infinity.lanes import StreamLane
@@ -24,9 +25,11 @@ from infinity.unit import Unit
 
 
 class Reduction:
-    """Owns local gradients, and what is on its way between the ranks. Called from the thread that computes."""
+    """Owns local gradients, and what is on its way between the ranks. Used by the thread that computes."""
 
-    def __init__(self, collectives: CollectiveLane, lane: StreamLane, gradients: GradientStore) -> None:
+    def __init__(
+        self, collectives: CollectiveLane, lane: StreamLane, device: Device, gradients: GradientStore
+    ) -> None:
         """Reduce by `collectives`, into `gradients`."""
         self.deferred = False
         """Whether gradients stay local until the step."""
@@ -34,6 +37,7 @@ class Reduction:
         """Whether a unit's gradients are kept until the step; set by the engine."""
         self._collectives = collectives
         self._lane = lane
+        self._device = device
         self._gradients = gradients
         self._buffers = Buffers(lambda: gradients.outgoing_free_nbytes)
         self._under_way: deque[tuple[Reducing, int]] = deque()
@@ -52,11 +56,12 @@ class Reduction:
 
     def _hold(self, gradient: Gradient, grad: torch.Tensor) -> None:
         grad = grad.contiguous()
-        if self.deferred and gradient.form is Form.LOCAL and not gradient.charge(grad.nbytes):
+        stays = self.deferred and gradient.form is Form.LOCAL and self._device.is_host
+        if stays and not gradient.charge(grad.nbytes):
             raise HostMemoryError(
-                f"{gradient.unit.name}: {format_size(grad.nbytes)} of whole gradients do not fit host_memory, "
-                "where stage=1 and no_sync() keep those of all parameters until the step. Use stage=2 or 3 "
-                "without no_sync(), or give more host_memory."
+                f"{gradient.unit.name}: {format_size(grad.nbytes)} of whole gradients do not fit "
+                "host_memory, where stage=1 and no_sync() keep those of all parameters until the step. Use "
+                "stage=2 or 3 without no_sync(), or give more host_memory."
             )
         gradient.unit.unreduced[gradient.index] = (gradient, grad)
 
@@ -84,11 +89,20 @@ class Reduction:
         dtype = torch.float32 if wide else torch.bfloat16
         nbytes = 2 * unit.shard.numel * dtype.itemsize
         self._make_room(nbytes)
-        sent = self._buffers.lend(unit.shard.numel, dtype)
-        _pack(unit, grads, sent)
+        if self._device.is_host:
+            sent = self._buffers.lend(unit.shard.numel, dtype)
+            _pack(unit, grads, sent)
+        else:
+            sent = torch.zeros(unit.shard.numel, dtype=dtype, device=self._device.torch_device)
+            self._device.allocated(sent)
+            for index, grad in grads.items():
+                segment = unit.shard.segments[index]
+                sent[segment.start : segment.stop].copy_(grad.view(-1))
+            self._device.assembled(sent)
         mean = torch.empty(unit.record.shard.numel, dtype=dtype)
         what = f"{unit.name} ({', '.join(map(str, grads))} of {len(unit.parameters)}, {str(dtype)[6:]})"
-        job = Reducing(what, sent, mean, self._lane, lambda: self._gradients.let_go(nbytes))
+        job = Reducing(what, sent, mean, self._lane, self._device)
+        job.over = lambda: self._gradients.let_go(nbytes)
         self._collectives.submit(job)
         self._under_way.append((job, nbytes))
         return job, mean

@@ -97,6 +97,13 @@ class Stats:
     """
     passes: dict[str, int] = field(metadata=_TOTAL)
     """Walks over records, by kind."""
+    rank: int = 0
+    ranks: int = 1
+    """How many divide the state, and which of them this is. Bytes and seconds are of this rank alone."""
+    exchanged_nbytes: dict[str, int] = field(default_factory=dict, metadata=_TOTAL)
+    """Bytes that the ranks exchanged, of what was exchanged as a whole: units to "gather", gradients to
+    "reduce", parameters to "read" by state_dict and the like.
+    """
     slices: tuple[SliceStats, ...] = ()
     placement_revisions: int = field(default=0, metadata=_TOTAL)
     """How often it was decided anew which fields lie in host memory, and something moved."""
@@ -195,7 +202,7 @@ def predicted_step_s(engine: Engine, load: Load, done: Stats, speed: Speed) -> f
     ]
     seconds = [load.compute_s * share / sum(shares) for share in shares]
     worked_s = (done.lane_s["work"] + done.lane_s["inline"]) / steps
-    updated = sum(unit.shard.numel for unit in engine.units if unit.trainable)
+    updated = sum(unit.record.shard.numel for unit in engine.units if unit.trainable)
     rates = Rates(speed, update=updated / worked_s if worked_s > 0 else math.inf, shared=False)
     budget, host = engine.budget, engine.device.is_host
     room = Room(
@@ -217,7 +224,7 @@ def _moves(unit: Unit) -> Moves:
     }
     hi_nbytes = stored.pop("hi", 0)
     return Moves(
-        unit.shard.numel,
+        unit.record.shard.numel,
         hi_nbytes,
         sum(stored.values()),
         unit.window_nbytes,
@@ -253,6 +260,9 @@ def stats(model: nn.Module) -> Stats:
         stalls_s={**counts.stalls_s, "gradients": engine.gradients.stall_s},
         lane_s={name.removesuffix("_s"): spent for name, spent in asdict(engine.lane.times).items()},
         passes=dict(engine.lane.passes),
+        rank=engine.ranks.rank,
+        ranks=engine.ranks.size,
+        exchanged_nbytes=engine.partition.nbytes if engine.partition is not None else {},
         slices=tuple(_slice_stats(engine)),
         placement_revisions=engine.pins.revisions if engine.pins is not None else 0,
         placement_reason=engine.pins.reason if engine.pins is not None else "",

@@ -209,8 +209,10 @@ class StripedStore:
                 closing.callback(store.close)
 
 
-def open_nvme(folders: Sequence[str], engine_kind: str | None) -> NvmeStore | StripedStore:
+def open_nvme(folders: Sequence[str], engine_kind: str | None, sharers: int = 1) -> NvmeStore | StripedStore:
     """Open the NVMe tier: one store, or one per folder with extents striped by their measured bandwidth.
+
+    sharers: ranks of this machine that use the same folders, and divide what may be in flight.
 
     Raises: ConfigError for a folder that cannot be used, or that is named twice; see NvmeStore.
     """
@@ -218,7 +220,7 @@ def open_nvme(folders: Sequence[str], engine_kind: str | None) -> NvmeStore | St
     places: dict[tuple[int, int], str] = {}
     with contextlib.ExitStack() as opened:
         for folder in folders:
-            store = NvmeStore(folder, engine_kind, STRIPE_NBYTES if len(folders) > 1 else 1 << 30)
+            store = NvmeStore(folder, engine_kind, STRIPE_NBYTES if len(folders) > 1 else 1 << 30, sharers)
             opened.callback(store.close)
             stores.append(store)
             place = os.stat(folder)

@@ -6,6 +6,8 @@
 "read"      one span per transfer from storage, with its bytes; transfers overlap
 "write"     the same, to storage
 "work"      kernels that update or upload, on the lane's thread
+"gather"    units assembled from the ranks' shares, and what it waits for other ranks
+"reduce"    gradients summed over the ranks, the same
 Samples called "memory" hold bytes by tier ("device", "host", "nvme"), those called "host" the bytes of
 host_memory by what holds them. Times are time.perf_counter() seconds.
 """
@@ -23,7 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-LANES = ("compute", "stall", "work", "read", "write")
+LANES = ("compute", "stall", "work", "read", "write", "gather", "reduce")
 """The lanes that everybody knows, in the order to show them; see [Note: lanes of a timeline]."""
 
 SAMPLED_LANES = frozenset({"compute", "stall"})

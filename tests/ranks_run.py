@@ -25,8 +25,13 @@ from infinity import reference
 from infinity.reference import ReferenceAdamW, prepare
 from tests import models
 
-
-WIDE = {**models.SIZES, "vocab_size": 301, "hidden_size": 96, "intermediate_size": 168, "num_hidden_layers": 2}
+WIDE = {
+    **models.SIZES,
+    "vocab_size": 301,
+    "hidden_size": 96,
+    "intermediate_size": 168,
+    "num_hidden_layers": 2,
+}
 WIDE_GPT2 = {**models.GPT2, "vocab_size": 301, "n_embd": 96, "n_layer": 2}
 STILL = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 models.MODELS.update(  # wide enough that every rank holds a part of most units, and parameters are cut
@@ -171,7 +176,9 @@ def seeds():
     torch.manual_seed(0)
     plain = torch.nn.Linear(100, 50)
     return {
-        "as rank 0 draws": torch.equal(model.state_dict()["weight"], reference.rounded(plain.weight.detach())),
+        "as rank 0 draws": torch.equal(
+            model.state_dict()["weight"], reference.rounded(plain.weight.detach())
+        ),
         "its own afterwards": torch.rand(1).item(),
     }
 

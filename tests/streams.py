@@ -77,6 +77,9 @@ class RecordedStreams:
     def current(self):
         return self.on
 
+    def enter(self, stream):
+        self.on = stream
+
     def record(self, stream):
         return Point(self, Counter(stream.known))
 
@@ -156,6 +159,9 @@ class LateStreams:
 
     def current(self):
         return None
+
+    def enter(self, stream):
+        pass
 
     def record(self, stream):
         return LatePoint(stream, stream.queued if stream else 0)
