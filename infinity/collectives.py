@@ -83,7 +83,7 @@ class CollectiveLane:
     ) -> None:
         """Start the thread; `lane` is told of failures, and its failure is this one's."""
         self.nbytes: Counter[str] = Counter()
-        """Bytes exchanged, by kind of collective."""
+        """Bytes exchanged, or about to be, by kind of collective."""
         self._name = name
         self._device = device
         self._channel = channel
@@ -98,6 +98,7 @@ class CollectiveLane:
         """Queue a collective. Every rank does so, in the same order."""
         with self._lane.lock:
             self._queue.append(job)
+            self.nbytes[job.kind] += job.nbytes
             self._lane.changed.notify_all()
 
     def _run(self) -> None:
@@ -127,7 +128,6 @@ class CollectiveLane:
         ended_s = time.perf_counter()
         self._timeline.span(self._name, job.what, job.began_s, ended_s, job.nbytes)
         with self._lane.lock:
-            self.nbytes[job.kind] += job.nbytes
             job.ended_s = ended_s
             self._lane.changed.notify_all()
 
@@ -187,6 +187,7 @@ class Collecting(Collective):
         """part: this rank's, one-dimensional; numels: elements of every rank's part."""
         super().__init__(f"read {what}", lane)
         self._part, self._numels = part, numels
+        self.nbytes = len(numels) * max(numels) * part.element_size()
         self.whole = part
         """All of it, when it is over."""
 
@@ -198,7 +199,6 @@ class Collecting(Collective):
         rows = padded.new_empty(len(self._numels) * most)
         if most:
             channel.gather(rows, padded, self.what)
-        self.nbytes = rows.nbytes
         self.whole = torch.cat(
             [row[:numel] for row, numel in zip(rows.view(len(self._numels), -1), self._numels, strict=True)]
         )

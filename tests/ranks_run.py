@@ -21,9 +21,11 @@ import torch.distributed as dist
 import transformers
 
 import infinity
+import models
+import parity
 from infinity import reference
+from infinity.engine import engine_of_model
 from infinity.reference import ReferenceAdamW, prepare
-from tests import models
 
 WIDE = {
     **models.SIZES,
@@ -159,6 +161,21 @@ def alone():
     return {"went through": True}
 
 
+def failing():
+    """Let a gradient fail to be stored on the last rank, in the middle of a backward."""
+    with infinity.Init(host_memory="64MiB", timeout_s=20):
+        model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+    if dist.get_rank() == dist.get_world_size() - 1:
+        lane = engine_of_model(model).lane
+        model[2].weight.register_hook(lambda _: lane.break_down(OSError("planted")))
+    optimizer = infinity.AdamW(model.parameters())
+    for _ in range(2):
+        model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"went through": True}
+
+
 def gathered_write(*, differently):
     """Change a weight inside gathered(write=True)."""
     with infinity.Init(host_memory="64MiB"):
@@ -183,7 +200,39 @@ def seeds():
     }
 
 
-NVME = {"nvme": os.environ.get("INFINITY_TEST_DISK"), "host_memory": int(os.environ["WORLD_SIZE"]) << 20}
+def traffic():
+    """Return what a checkpointed step exchanges where nothing is kept between uses, and the model's size."""
+    model = parity.nothing_waits(models.build("llama", host_memory="64MiB"))
+    models.checkpointed(model, reentrant=False)
+    optimizer = infinity.AdamW(model.parameters())
+    train(model, optimizer, steps=1)
+    before = infinity.stats(model)
+    train(model, optimizer, steps=2)
+    moved = infinity.stats(model).since(before).exchanged_nbytes
+    return {**moved, "weights": sum(unit.resident_nbytes for unit in engine_of_model(model).units)}
+
+
+def memory():
+    """Return bytes per parameter that a rank keeps between backward and step, by stage."""
+    kept = {}
+    for stage in (1, 2, 3):
+        with infinity.Init(host_memory="256MiB", stage=stage):
+            model = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(8)])
+        optimizer = infinity.AdamW(model.parameters())
+        for _ in range(2):
+            model(torch.ones(1, 512, dtype=torch.bfloat16)).sum().backward()
+            engine = engine_of_model(model)
+            engine.lane.drain()
+            nbytes = engine.kept.held_nbytes
+            if stage < 3:
+                nbytes += sum(unit.flat.nbytes for unit in engine.units)
+            optimizer.step()
+            optimizer.zero_grad()
+        kept[stage] = nbytes / (8 * 512 * 512)
+    return kept
+
+
+NVME = {"nvme": os.environ.get("RANKS_DISK"), "host_memory": int(os.environ["WORLD_SIZE"]) << 20}
 CASES = {
     "llama": lambda: compare("llama"),
     "gpt2": lambda: compare("gpt2"),
@@ -205,9 +254,12 @@ CASES = {
     "stage 2 backward": lambda: compare("llama", options={"update": "backward"}, stage=2, **NVME),
     "different ways": different_ways,
     "alone": alone,
+    "failing": failing,
     "gathered": lambda: gathered_write(differently=False),
     "gathered differently": lambda: gathered_write(differently=True),
     "seeds": seeds,
+    "traffic": traffic,
+    "memory": memory,
 }
 
 
@@ -218,11 +270,14 @@ def main(folder, cases):
     dist.init_process_group("gloo")
     answers = {}
     for case in cases:
+        began = time.perf_counter()
         try:
             answers[case] = CASES[case]()
+            answers[case]["took_s"] = time.perf_counter() - began
         except Exception as error:  # noqa: BLE001 - it is the answer
             answers[case] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
-            break
+            if isinstance(error, infinity.RanksError):  # nothing goes on
+                break
     Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(answers), encoding="utf-8")
     dist.destroy_process_group()
 

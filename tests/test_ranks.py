@@ -1,0 +1,148 @@
+"""Several ranks train one model: real processes under torchrun, over gloo. What they do is in ranks_run.py.
+
+Bit for bit against plain data parallelism in memory, whose gradients are means summed in fp32 in the order of
+ranks. One launch runs many cases: starting processes costs more than they do.
+"""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+EXACT = [
+    "llama",
+    "gpt2",
+    "dropout",
+    "mixtral",
+    "max_norm",
+    "clip_grad_norm_",
+    "accumulated",
+    "no_sync",
+    "backward",
+    "reentrant",
+    "checkpointed",
+    "frozen",
+    "nvme",
+    "nvme backward",
+    "nvme accumulated",
+    "stage 1",
+    "stage 2",
+    "stage 2 backward",
+]
+FEW = ["llama", "gpt2", "mixtral", "max_norm", "no_sync", "frozen", "nvme", "nvme accumulated", "stage 1"]
+OTHERS = ["gathered", "seeds", "traffic", "memory"]
+CASES = {2: [*EXACT, *OTHERS], 3: FEW, 4: FEW}
+
+pytestmark = [pytest.mark.multi, pytest.mark.disk]
+
+
+def launch(folder, ranks, cases, *, timeout_s=250):
+    """Run cases under torchrun; return the ranks' answers."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
+    }
+    environment |= {"OMP_NUM_THREADS": "1", "RANKS_DISK": str(folder)}
+    run = subprocess.run(
+        [*torchrun, str(TESTS / "ranks_run.py"), str(folder), *cases],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    paths = [folder / f"{rank}.json" for rank in range(ranks)]
+    assert all(path.exists() for path in paths), run.stderr[-3000:]
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """Return a function that says what each of so many ranks answers in a case."""
+
+    @functools.cache
+    def all_of(ranks):
+        return launch(tmp_path_factory.mktemp("ranks"), ranks, CASES[ranks])
+
+    def answer(ranks, case):
+        given = [one.get(case, {"error": "an earlier case ended the run"}) for one in all_of(ranks)]
+        assert [one.get("trace") or one["error"] for one in given if "error" in one] == []
+        return given
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("ranks", "case"), [(ranks, one) for ranks in CASES for one in CASES[ranks] if one in EXACT]
+)
+def test_ranks_train_bit_for_bit_as_plain_data_parallelism(answers, ranks, case):
+    given = answers(ranks, case)
+    assert [one["different"] for one in given] == [[]] * ranks
+    losses = [tuple(one["losses"]) for one in given]
+    assert len(set(losses)) == ranks, "each rank has batches of its own"
+    if case.startswith("nvme"):
+        assert all(one["nvme"] > 0 for one in given)
+    if case == "nvme accumulated":
+        assert any(one["spilled"] > 0 for one in given)
+
+
+def test_a_checkpointed_step_exchanges_every_weight_twice_and_every_gradient_once(answers):
+    for one in answers(2, "traffic"):
+        assert one["reduce"] == 2 * one["weights"]
+        assert one["gather"] <= 2 * 2 * one["weights"]
+        assert one["gather"] > 1.8 * 2 * one["weights"] * 0.9  # an embedding's weight is not read in backward
+        assert one["read"] == 0
+
+
+def test_a_rank_keeps_what_its_stage_says(answers):
+    """ZeRO's formulas with K = 12, of which 2 bytes are the 16-bit weights themselves where those are cut."""
+    for one in answers(2, "memory"):
+        assert one["1"] == pytest.approx(2 + 2 + 12 / 2, rel=0.05)
+        assert one["2"] == pytest.approx(2 + (2 + 12) / 2, rel=0.05)
+        assert one["3"] == pytest.approx((2 + 12) / 2, rel=0.05)
+
+
+def test_values_written_in_gathered_are_every_ranks(answers):
+    assert [one["values"] for one in answers(2, "gathered")] == [[3.0]] * 2
+
+
+def test_ranks_that_write_different_values_are_refused(tmp_path):
+    for one in launch(tmp_path, 2, ["gathered differently"]):
+        assert "the ranks have made different values" in one["gathered differently"]["error"]
+
+
+def test_a_model_is_drawn_as_rank_0_draws_it_and_each_rank_goes_on_with_its_own_numbers(answers):
+    given = answers(2, "seeds")
+    assert [one["as rank 0 draws"] for one in given] == [True, True]
+    assert given[1]["its own afterwards"] == given[1]["expected afterwards"]
+
+
+def test_ranks_that_take_different_ways_are_told_which(tmp_path):
+    for one in launch(tmp_path, 2, ["different ways"]):
+        error = one["different ways"]["error"]
+        assert "rank 0: " in error
+        assert "rank 1: " in error
+        assert "do different things" in error
+
+
+def test_a_rank_that_waits_in_vain_says_for_what_and_who_is_missing(tmp_path):
+    """A whole process group that ends is not needed: rank 1 sleeps longer than the timeout."""
+    waiting, _ = launch(tmp_path, 2, ["alone"])
+    error = waiting["alone"]["error"]
+    assert "read Linear.weight" in error
+    assert "timeout 3 s" in error
+    assert "rank 1 did not answer" in error
+
+
+def test_a_rank_that_fails_tells_the_others_why(tmp_path):
+    given = launch(tmp_path, 2, ["failing"])
+    assert "rank 1: " in given[0]["failing"]["error"]
+    assert "planted" in given[0]["failing"]["error"]
+    assert "planted" in given[1]["failing"]["error"]
