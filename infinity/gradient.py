@@ -123,6 +123,10 @@ class GradientStore:
         """Seconds that computing waited for gradients to be written or applied."""
         self.least_total: Callable[[str], int] = lambda _: 0
         """The host_memory, in bytes, that holds all gradients in a field as well; set by the engine."""
+        self.use_complete: Callable[[], bool] = lambda: False
+        """Applies gradients that wait, complete, in the outgoing share; False if there are none. Set by the
+        engine.
+        """
         self.flush_unit: Callable[[Unit], None] = lambda _: None
         """Applies a unit's pending update before its gradient changes; set by the executor."""
 
@@ -201,6 +205,8 @@ class GradientStore:
     def _make_room(self, nbytes: int) -> None:
         """Wait until the outgoing share has room, or nothing is under way that could make any."""
         while not self._outgoing.try_reserve(nbytes):
+            if self.use_complete():
+                continue
             while self._jobs and self._jobs[0].processed:
                 self._jobs.popleft()
             if not self._jobs:
