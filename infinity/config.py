@@ -24,7 +24,8 @@ class Config:
         memory).
     host_memory: bytes, or text like "4GiB": a hard budget for what Infinity keeps in host memory (pools,
         gradients, pinned state), on this machine: its ranks divide it. The units in use, activations and the
-        model's buffers come on top, as in plain training. None: half of the memory that is available when `Init` is entered.
+        model's buffers come on top, as in plain training. None: half of the memory that is available when
+        `Init` is entered.
     device: where the model computes, "cpu" or "cuda" (one device).
     device_memory: bytes, or text like "4GiB": what may be used on the device to keep parameters resident.
         Only for a device with memory of its own: with "cpu", `host_memory` says it all.

@@ -67,6 +67,11 @@ class Cursor:
         """
         if len(self.trace) < _TRACE_LIMIT:
             self.trace.append(use)
+        if self._opened and not self._early and self.plan is not None:
+            step = self.plan.steps[self.position] if self.position < len(self.plan.steps) else None
+            if step is not None and step.use == use:  # as nearly always
+                self.position += 1
+                return step.fetch, step.keep, True
         places = self._places.get(use, ())
         if self.plan is None or not places:
             return (), False, False

@@ -109,6 +109,7 @@ class Engine:
         """What decides which fields are pinned; None without an NVMe tier, and while a model is built."""
         self._indices: dict[int, tuple[Unit, int]] = {}
         self._building: Touch | None = None
+        self._complete: list[tuple[Unit, Updater]] = []
         self.exchange = Exchange(self)
         self.partition: Partition | None = None
         """What several ranks need; None where there is one."""
@@ -120,6 +121,7 @@ class Engine:
             self.partition.reduction.keeps = lambda unit: self._updater(unit) is None
         self.gradients.flush_unit = self.executor.flush
         self.gradients.least_total = self._least_total
+        self.gradients.use_complete = self._use_complete
         self.hooks.backward_ended.append(self._backward_ended)
         self._finalizer = weakref.finalize(
             self, _close, self.lane, self.partition, self.device, self.nvme_store, os.getpid()
@@ -248,27 +250,46 @@ class Engine:
         grad = parameter.grad
         if grad is None:
             return
+        updater = self._updater(unit)
         if not isinstance(grad, OffloadedGradient):
             if grad.layout != torch.strided:
                 name = self.name_of(unit.parameters[index])
                 raise UnsupportedError(f"{name}: sparse gradients are not supported; use sparse=False")
-            updater = self._updater(unit)
             if updater is not None and updater.applied(unit, index):
                 raise UnsupportedError(applied_message(unit, "a second backward before step()"))
             gradient = self._arrived(unit, index, grad.detach(), keep=updater is None)
             parameter.grad = OffloadedGradient(unit.parameters[index], gradient, self.gradients)
         if self.hooks.accumulated(unit, index):
-            updater = self._updater(unit)
             if self.partition is not None and not (self.partition.reduction.deferred and updater is None):
                 self.partition.reduction.reduce(unit)
-            if updater is None or not updater.apply(unit):
-                self.gradients.settle(unit)
+            if updater is not None and self._may_wait(unit):
+                self._complete.append((unit, updater))
+            else:
+                self._use_gradients(unit, updater)
             self.hooks.end_unit(unit)
 
     def _arrived(self, unit: Unit, index: int, grad: torch.Tensor, *, keep: bool) -> Gradient:
         if self.partition is None:
             return self.gradients.arrive(unit, index, grad, keep=keep)
         return self.partition.reduction.arrive(unit, index, grad)
+
+    def _may_wait(self, unit: Unit) -> bool:
+        """Whether to apply a unit's gradients is mere computing, and no further use of it can bring more."""
+        return unit.forward_uses <= 1 and unit.record.all_in_host and self.lane.runs_here(unit.record)
+
+    def _use_gradients(self, unit: Unit, updater: Updater | None) -> None:
+        if updater is None or not updater.apply(unit):
+            self.gradients.settle(unit)
+
+    def _use_complete(self) -> bool:
+        """Apply the gradients that waited for others; False if there are none. All at once takes less time:
+        after each of its operations torch's threads look for work for a while, on the cores the update needs.
+        """
+        found = bool(self._complete)
+        while self._complete:
+            self._use_gradients(*self._complete[-1])
+            self._complete.pop()
+        return found
 
     def _updater(self, unit: Unit) -> Updater | None:
         """Return the optimizer that applies this unit's gradients in the backward, as soon as they are
@@ -283,6 +304,7 @@ class Engine:
     def _backward_ended(self) -> None:
         if self.partition is not None and not self.partition.reduction.deferred:
             self.partition.reduction.settle(self.units)
+        self._use_complete()
         for unit in self.units:
             unit.arrived.clear()
             if unit.outgoing:

@@ -182,9 +182,9 @@ class Executor:
 
     def make_resident(self, unit: Unit) -> None:
         """Return when `unit` holds its current values on the device. It stays until it is dropped."""
-        if (lent := self._lent(unit)) is not None:
-            self._wait(lent, "update")
         self._no_longer_waiting(unit)
+        if unit.fetch is not None and (lent := self._lent(unit)) is not None:
+            self._wait(lent, "update")
         if unit.fetch is None:
             if self._is_there(unit):
                 unit.allocate()
@@ -211,8 +211,10 @@ class Executor:
             return unit.lent
 
     def _is_there(self, unit: Unit) -> bool:
-        """Whether the unit's present values lie in the memory that computes, without any fetch."""
-        return unit.in_place and not unit.pending and self._lane.settled(unit.record)
+        """Whether the unit's present values lie in the memory that computes, without any fetch. The lane is
+        asked first, under its lock: whatever had the unit's storage has given it back altogether.
+        """
+        return self._lane.settled(unit.record) and unit.in_place and not unit.pending
 
     def _wait(self, job: Awaited, cause: str) -> None:
         """Wait for a pass that computing cannot go on without, for `cause`, or because slots were lacking."""

@@ -79,6 +79,13 @@ class FetchPass(Pass):
         """Leave the updates to another pass."""
         self.unit.pending = self.pending
 
+    @property
+    def in_memory(self) -> bool:
+        """See Pass."""
+        record = self.record
+        spilled = [one.field for one in self.pending.values() if one.field]
+        return record.all_in_host and all(record.in_host(field) for field in spilled)
+
     def touched(self) -> Iterable[str]:
         """Gradients only where they are spilled."""
         return [*self.record.form.fields, *(one.field for one in self.pending.values() if one.field)]
@@ -86,6 +93,14 @@ class FetchPass(Pass):
     def works_in(self, flat: torch.Tensor | None) -> None:
         """Start from the values in `flat`, the unit's memory; None: from the record's."""
         self._flat, self._resident = flat, flat is not None
+
+    def _is_one_tile(self) -> bool:
+        """Whether all parameters are updated in host memory, and nothing says how much to do at once."""
+        return (
+            len(self.pending) == len(self.unit.shard.segments)
+            and self.in_memory
+            and self.record.in_one_piece(tuple(self.touched()))
+        )
 
     def tiles(self) -> Iterator[tuple[int, int]]:
         """Whole records tile by tile; where only `hi` moves, as much as a slot holds at once."""
@@ -97,6 +112,8 @@ class FetchPass(Pass):
             return
         wide = self._tile_numel * (1 if self.pending else SLOT_NBYTES_PER_ELEMENT // 2)
         filled = min(self.record.shard.numel, round_up(self.record.shard.end, self._tile_numel))
+        if self._is_one_tile():
+            wide = max(wide, filled)
         for start, stop in tiles(filled, wide):
             if self._upload or self.adopts or self._updates(start, stop):
                 yield start, stop

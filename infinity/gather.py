@@ -117,7 +117,7 @@ def _check_same(engine: Engine, unit: Unit, whole: list[torch.Tensor]) -> None:
 
 def _shares(unit: Unit) -> int:
     """Return how many tensors share the unit's storage."""
-    return int(torch._C._storage_Use_Count(unit.storage_key()))
+    return int(torch._C._storage_Use_Count(unit.storage_key))
 
 
 def _write_back(engine: Engine, unit: Unit) -> None:

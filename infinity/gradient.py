@@ -132,6 +132,10 @@ class GradientStore:
         """Has the ranks sum a unit's gradients, if they have not yet."""
         self.collect: Callable[[Unit, int, torch.Tensor], torch.Tensor] = lambda _unit, _index, part: part
         """Puts the ranks' parts of a parameter's gradient together."""
+        self.use_complete: Callable[[], bool] = lambda: False
+        """Applies gradients that wait, complete, in the outgoing share; False if there are none. Set by the
+        engine.
+        """
         self.flush_unit: Callable[[Unit], None] = lambda _: None
         """Applies a unit's pending update before its gradient changes; set by the executor."""
 
@@ -252,6 +256,8 @@ class GradientStore:
     def _make_room(self, nbytes: int) -> None:
         """Wait until the outgoing share has room, or nothing is under way that could make any."""
         while not self._outgoing.try_reserve(nbytes):
+            if self.use_complete():
+                continue
             while self._jobs and self._jobs[0].processed:
                 self._jobs.popleft()
             if not self._jobs:

@@ -107,7 +107,7 @@ class Hooks:
         task = graph_task()
         if task == -1 and self._tasks:
             self.end_backward()  # the last one ended with an exception
-        if any(frame.module == id(module) for frame in self._frames) and not runs_in_itself(module):
+        if id(module) in [frame.module for frame in self._frames] and not runs_in_itself(module):
             self._abandon_frames()
         if not self._frames:
             refuse(module)
@@ -194,7 +194,7 @@ class Hooks:
 
     def _aliased(self, unit: Unit, output: Any) -> bool:
         """Whether a module returned (a view of) its own weights, which its parent then uses."""
-        key = unit.storage_key()
+        key = unit.storage_key
         leaves = (output,) if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
         return any(
             isinstance(leaf, torch.Tensor)

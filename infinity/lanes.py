@@ -118,7 +118,7 @@ class StreamLane:
         with self.lock:
             self._check_open()
             self.passes[type(job).__name__] += 1
-            if self._inline and job.in_memory and job.record not in self._queue.of_record:
+            if job.in_memory and self.runs_here(job.record):
                 return False
             try:
                 self._queue.add(job)
@@ -129,6 +129,10 @@ class StreamLane:
                 raise
             self.changed.notify_all()
             return True
+
+    def runs_here(self, record: Record) -> bool:
+        """Whether who submits a pass over `record` that needs no transfers will run it."""
+        return self._inline and record not in self._queue.of_record
 
     def fail(self, error: BaseException) -> None:
         """Stop: from now on everything is refused, with `error`, which the caller raises, as the reason."""
@@ -144,7 +148,7 @@ class StreamLane:
         transfers: list[Transfer] = []
         for start, stop in job.tiles():
             reads, writes = job.fields(start, stop)
-            at = {name: job.record.there(name, start) for name in (*reads, *writes)}
+            at = {name: job.record.there(name, start) for name in dict.fromkeys((*reads, *writes))}
             transfers += job.process(start, stop, at) or ()
             for name in writes:
                 job.record.note_written(name, start, stop)

@@ -6,7 +6,9 @@ update="forward": step() decides (norm, clip factor, this step's scalars) and re
 applied when its record next passes through memory, which is the next forward's fetch. Whoever reads a
 parameter goes through the same fetch, so it sees the updated value. update="backward": the update is applied
 in the backward, as soon as a unit's gradients are complete, and no gradient is kept; that excludes clipping
-(the norm is not known yet) and a second backward before step().
+(the norm is not known yet) and a second backward before step(). Units in host memory need no transfers that
+could go on meanwhile: their gradients wait in the outgoing share, and are applied when it is full, or the
+backward ends.
 
 [Note: missed steps]
 A gradient of zeros still decays weights and moments. An expert that no token was routed to has such gradients
@@ -18,7 +20,8 @@ At most MISSED_LIMIT wait; then the record is fetched for their sake.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -38,6 +41,15 @@ from infinity.unit import Unit
 
 MISSED_LIMIT = 100
 """Steps with gradients of zeros that may wait for a record to pass; see [Note: missed steps]."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where one parameter of the optimizer belongs."""
+
+    engine: Engine
+    position: int  # in the order in which they came
+    group: int
 
 
 class AdamW(Optimizer):
@@ -78,11 +90,11 @@ class AdamW(Optimizer):
         self.seed = seed
         self.grad_norm: float | None = None
         """The global gradient norm of the last step, where max_norm made it known."""
-        self._positions: dict[int, int] = {}
         self._applied: set[int] = set()
         self._decided: set[Unit] = set()
         self._begun: set[int] = set()
-        self.mine: set[int] = set()
+        self.mine: dict[int, _Place] = {}
+        """Its parameters, by id()."""
         self._engines: dict[int, Engine] = {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
@@ -105,9 +117,10 @@ class AdamW(Optimizer):
         except BaseException:
             self.param_groups.pop()
             raise
-        self.mine.update(map(id, group))
         for parameter in group:
-            self._positions[id(parameter)] = len(self._positions)
+            engine = engines[id(parameter)]
+            self.mine[id(parameter)] = _Place(engine, len(self.mine), len(self.param_groups) - 1)
+        for parameter in group:
             engine = engines[id(parameter)]
             self._engines[id(engine)] = engine
             engine.optimizers.add(self)
@@ -154,6 +167,9 @@ class AdamW(Optimizer):
             if field not in record:
                 record.add(field, engine.store)
 
+    def _engine(self, unit: Unit) -> Engine:
+        return next(self.mine[id(one)].engine for one in unit.parameters if id(one) in self.mine)
+
     # A step
 
     @torch.no_grad()
@@ -168,7 +184,7 @@ class AdamW(Optimizer):
                 loss = closure()
         for engine in self._engines.values():
             engine.finish_backward()
-        taken = [(group, parameter, self._gradient(parameter)) for group, parameter in self._with_gradient()]
+        taken = [(group, one, self._gradient(one, grad)) for group, one, grad in self._with_gradient()]
         torch.autograd.graph.increment_version([one for _, one, _ in taken])  # graphs with old values end
         taken = [
             (group, parameter, gradient)
@@ -180,27 +196,29 @@ class AdamW(Optimizer):
         for group, parameter, gradient in taken:
             self._decide(group, parameter, gradient, factor)
         for unit in {gradient.unit for _, _, gradient in taken if gradient.form is not Form.ZERO}:
-            _engine(unit.parameters[0]).executor.frequencies.updated(unit.index)
+            self._engine(unit).executor.frequencies.updated(unit.index)
         self._applied.clear()
         for engine in self._engines.values():
             engine.close_step()
         return loss
 
-    def _with_gradient(self) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    yield group, parameter
+    def _with_gradient(self) -> list[tuple[dict[str, Any], nn.Parameter, torch.Tensor]]:
+        with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked
+            return [
+                (group, parameter, grad)
+                for group in self.param_groups
+                for parameter in group["params"]
+                if (grad := parameter.grad) is not None
+            ]
 
-    def _gradient(self, parameter: nn.Parameter) -> Gradient:
+    def _gradient(self, parameter: nn.Parameter, grad: torch.Tensor) -> Gradient:
         """Return the stored gradient behind `p.grad`; a plain tensor that the user put there is taken in
         first.
         """
-        grad = parameter.grad
         if not isinstance(grad, OffloadedGradient):
-            engine = _engine(parameter)
+            engine = self.mine[id(parameter)].engine
             unit, index = engine.unit_of(parameter)
-            if grad is None or grad.layout != torch.strided:
+            if grad.layout != torch.strided:
                 raise UnsupportedError(f"{engine.name_of(parameter)}: sparse gradients are not supported")
             stored = engine.gradients.arrive(unit, index, grad.detach().clone(), keep=True)
             parameter.grad = grad = OffloadedGradient(parameter, stored, engine.gradients)
@@ -220,7 +238,7 @@ class AdamW(Optimizer):
                 f"max_norm={self.max_norm}; use one of the two"
             )
         total = sum(
-            engine.gradients.square_sum_of_all(one for one in gradients if _engine_of_unit(one) is engine)
+            engine.gradients.square_sum_of_all(one for one in gradients if self._engine(one.unit) is engine)
             for engine in self._engines.values()
         )
         norm = np.float32(math.sqrt(total))
@@ -237,13 +255,13 @@ class AdamW(Optimizer):
             if unit not in busy and all(one.misses < MISSED_LIMIT for one in unit.pending.values()):
                 self._decided.add(unit)
             else:
-                _engine(unit.parameters[0]).executor.flush(unit)
+                self._engine(unit).executor.flush(unit)
 
     def _decide(
         self, group: dict[str, Any], parameter: nn.Parameter, gradient: Gradient, factor: np.float32
     ) -> None:
         """Put one parameter's update among what is pending for its unit."""
-        engine, unit = _engine(parameter), gradient.unit
+        unit, engine = gradient.unit, self.mine[id(parameter)].engine
         if unit.users:
             raise UnsupportedError(f"{unit.name}: step() inside a forward or `with infinity.gathered(...)`")
         self.make_room(engine, parameter)
@@ -275,7 +293,7 @@ class AdamW(Optimizer):
         scalars = kernels.AdamWScalars(
             float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], state["step"], clip
         )
-        return scalars, kernels.state_key(self.seed, self._positions[id(parameter)], state["step"])
+        return scalars, kernels.state_key(self.seed, self.mine[id(parameter)].position, state["step"])
 
     # Updating in the backward: engine.Updater
 
@@ -289,15 +307,16 @@ class AdamW(Optimizer):
 
     def apply(self, unit: Unit) -> bool:
         """Apply a unit's complete gradients, if no further use of it in this backward can bring more."""
-        if unit.forward_uses > 1:
+        if unit.forward_uses > 1 or not unit.outgoing:
             return False
-        mine = {index: one for index, one in unit.outgoing.items() if id(unit.parameters[index]) in self.mine}
-        if len(mine) < len(unit.outgoing) or any(
-            gradient.form is not Form.OUTGOING for gradient in mine.values()
-        ):
-            return False
-        unit.outgoing = {}
-        self._apply_now(unit, list(mine.values()), outgoing=True)
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, gradient in unit.outgoing.items():
+                parameter = unit.parameters[index]
+                theirs = id(parameter) not in self.mine or gradient.form is not Form.OUTGOING
+                if theirs or getattr(parameter.grad, "gradient", None) is not gradient:
+                    return False
+        outgoing, unit.outgoing = unit.outgoing, {}
+        self._apply_now(unit, list(outgoing.values()), outgoing=True)
         return True
 
     def backward_ended(self) -> None:
@@ -305,26 +324,22 @@ class AdamW(Optimizer):
         if self.update != "backward":
             return
         waiting: dict[Unit, list[Gradient]] = {}
-        for _, parameter in self._with_gradient():
-            gradient = self._gradient(parameter)
+        for _, parameter, grad in self._with_gradient():
+            gradient = self._gradient(parameter, grad)
             if gradient.form in (Form.HOST, Form.SPILLED):
                 waiting.setdefault(gradient.unit, []).append(gradient)
         for unit, gradients in waiting.items():
             self._apply_now(unit, gradients, outgoing=False)
 
     def _apply_now(self, unit: Unit, gradients: list[Gradient], *, outgoing: bool) -> None:
-        groups = (
-            {id(parameter): group for group in self.param_groups for parameter in group["params"]}
-            if len(self.param_groups) > 1
-            else {}
-        )
-        nbytes = 0
+        engine, nbytes = self._engine(unit), 0
         for gradient in gradients:
+            if gradient.scale != 1:
+                raise UnsupportedError(applied_message(unit, "clipping"))
             parameter = unit.parameters[gradient.index]
-            engine = _engine(parameter)
-            self._decide_in_backward(
-                groups.get(id(parameter), self.param_groups[0]), parameter, gradient, engine
-            )
+            self.make_room(engine, parameter)
+            group = self.param_groups[self.mine[id(parameter)].group]
+            unit.pending[gradient.index] = self._update(gradient, *self._scalars(group, parameter, 1.0))
             nbytes += gradient.tensor.nbytes if outgoing and gradient.tensor is not None else 0
             gradient.leaves(Form.APPLIED)
             gradient.charge(0)
@@ -332,15 +347,6 @@ class AdamW(Optimizer):
         unit.version += 1
         job = engine.executor.apply(unit, lambda: engine.gradients.let_go(nbytes))
         engine.gradients.sent(job)
-
-    def _decide_in_backward(
-        self, group: dict[str, Any], parameter: nn.Parameter, gradient: Gradient, engine: Engine
-    ) -> None:
-        if gradient.scale != 1:
-            raise UnsupportedError(applied_message(gradient.unit, "clipping"))
-        self.make_room(engine, parameter)
-        scalars, key = self._scalars(group, parameter, 1.0)
-        gradient.unit.pending[gradient.index] = self._update(gradient, scalars, key)
 
     # State
 
@@ -361,7 +367,7 @@ class AdamW(Optimizer):
         packed: dict[str, Any] = super().state_dict()
         for index, parameter in enumerate(parameters):
             if index in packed["state"]:
-                exp_avg, exp_avg_sq = _engine(parameter).read(parameter, ["m", "v"])
+                exp_avg, exp_avg_sq = self.mine[id(parameter)].engine.read(parameter, ["m", "v"])
                 step = torch.tensor(float(self.state[parameter]["step"]))
                 packed["state"][index] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
         return packed
@@ -390,17 +396,6 @@ class AdamW(Optimizer):
         )
         for number, state in states.items():
             parameter = by_number[number]
-            engine = _engine(parameter)
+            engine = self.mine[id(parameter)].engine
             self.make_room(engine, parameter)
             engine.write(parameter, {"m": state["exp_avg"], "v": state["exp_avg_sq"]})
-
-
-def _engine(parameter: nn.Parameter) -> Engine:
-    engine = engine_of(parameter)
-    if engine is None:
-        raise UnsupportedError(f"the model of a parameter of shape {tuple(parameter.shape)} is gone")
-    return engine
-
-
-def _engine_of_unit(gradient: Gradient) -> Engine:
-    return _engine(gradient.unit.parameters[gradient.index])

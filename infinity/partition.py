@@ -45,6 +45,7 @@ class Partition:
         executor.planned = self._check
         gradients.ranks = ranks
         gradients.add_local = self.reduction.add
+        gradients.settle_ranks = lambda unit: self.reduction.settle([unit])
         gradients.collect = lambda unit, index, part: self.collect(unit.record, index, part)
 
     def _assemble(self, unit: Unit, job: Pass) -> Gathering:

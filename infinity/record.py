@@ -66,7 +66,10 @@ class Record:
         self._tile_numel = tile_numel
         self._traffic = traffic
         self._verify = verify
+        self.all_in_host = True
+        """Whether every field it has, spilled gradients apart, lies in host memory."""
         self._extents: dict[str, Extent] = {}
+        self._even = all(form.nbytes(name, tile_numel) % BLOCK == 0 for name in (*form.fields, "grad16"))
         self._hashes: dict[str, array[int]] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -98,11 +101,6 @@ class Record:
         """Whether a field lies in host memory."""
         return isinstance(self._extents[name].store, HostStore)
 
-    @property
-    def all_in_host(self) -> bool:
-        """Whether every field it has, spilled gradients apart, lies in host memory."""
-        return all(self.in_host(name) for name in self.form.fields if name in self._extents)
-
     def nbytes(self, tier: str) -> int:
         """Bytes the record takes in a tier."""
         return sum(extent.nbytes for extent in self._extents.values() if extent.store.tier == tier)
@@ -119,6 +117,8 @@ class Record:
 
     def _offset(self, name: str, start: int) -> int:
         """Bytes from the start of a field's extent to element `start`."""
+        if not start:
+            return 0
         tile, within = divmod(start, self._tile_numel)
         return tile * self.tile_nbytes(name, self._tile_numel) + self.form.nbytes(name, within)
 
@@ -127,6 +127,7 @@ class Record:
     def add(self, name: str, store: Store) -> None:
         """Give the record a field in `store`; its content is undefined until each tile is written."""
         self._extents[name] = store.allocate(self.field_nbytes(name), f"{self.name}.{name}")
+        self._moved()
         self._hashes[name] = array("Q", bytes(8 * -(-self.shard.numel // self._tile_numel)))
 
     def drop(self, name: str) -> None:
@@ -136,6 +137,7 @@ class Record:
             target.store.free(target)
         extent = self._extents.pop(name, None)
         if extent is not None:
+            self._moved()
             extent.store.free(extent)
             del self._hashes[name]
 
@@ -143,13 +145,18 @@ class Record:
         """Let a field lie in its target, which holds all of it."""
         old = self._extents[name]
         self._extents[name] = self.targets.pop(name)
+        self._moved()
         old.store.free(old)
 
     def move(self, name: str, extent: Extent, hashes: array[int]) -> None:
         """Let a field lie in `extent`, on NVMe, where its tiles with these `hashes` were written."""
         old = self._extents[name]
         self._extents[name], self._hashes[name] = extent, hashes
+        self._moved()
         old.store.free(old)
+
+    def _moved(self) -> None:
+        self.all_in_host = all(self.in_host(name) for name in self.form.fields if name in self._extents)
 
     def address(self, name: str, start: int) -> int | None:
         """Return the address of element `start` of a field in host memory; None for a field on NVMe."""
@@ -218,6 +225,13 @@ class Record:
         self._traffic.written[disk.tier, name] += nbytes
         what, offset = f"{self.name}.{name}", self._offset(name, start)
         return disk.write(Request(extent, offset, address, nbytes, what, owner))
+
+    def in_one_piece(self, names: Sequence[str]) -> bool:
+        """Whether fields lie without gaps between their tiles, and each was written altogether or not at
+        all: then any range of tiles can be worked on at once, where it lies.
+        """
+        hashes = [self._hashes[name] for name in names]
+        return self._even and all(0 not in one or not any(one) for one in hashes)
 
     def note_written(self, name: str, start: int, stop: int) -> None:
         """Remember that elements [start, stop) of a field were written where they lie.

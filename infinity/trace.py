@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
 class Phase(Enum):
@@ -13,8 +13,7 @@ class Phase(Enum):
     BACKWARD = "B"
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
+class Use(NamedTuple):
     """One touch of one unit, named by its index."""
 
     phase: Phase

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from mmap import mmap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -54,6 +54,8 @@ class Unit:
         self.base = base
         self.flat = torch.empty(0, dtype=torch.bfloat16)
         """`hi` in the memory that computes, while the unit is resident; else without elements."""
+        self.storage_key = int(self.flat.untyped_storage()._cdata)
+        """Identifies the storage: any tensor that shares it shows the same number."""
         self.by_storage: dict[int, Unit] = {}
         """Where the unit enters its storage's key, for who meets a tensor and asks whose it is."""
         self._blocks: Blocks
@@ -209,15 +211,17 @@ class Unit:
     def _bind(self, flat: torch.Tensor, memory: mmap | None) -> None:
         self.unbind()
         self.flat, self._memory = flat, memory
+        self.storage_key = int(flat.untyped_storage()._cdata)
         with torch.inference_mode(mode=False), torch.no_grad():
             self._views = [flat[one.start : one.stop].view(one.shape) for one in self.shard.segments]
         self._own_shares = self.shares()
-        self.by_storage[self.storage_key()] = self
+        self.by_storage[self.storage_key] = self
 
     def unbind(self) -> None:
         """Let go of the memory."""
-        self.by_storage.pop(self.storage_key(), None)
+        self.by_storage.pop(self.storage_key, None)
         self.flat = torch.empty(0, dtype=torch.bfloat16)
+        self.storage_key = int(self.flat.untyped_storage()._cdata)
         self._memory = None
         self._views = []
 
@@ -236,7 +240,7 @@ class Unit:
 
     def shares(self) -> int:
         """Return how many tensors share the unit's storage."""
-        return int(torch._C._storage_Use_Count(self.storage_key()))
+        return int(torch._C._storage_Use_Count(self.storage_key))
 
     def attach(self) -> None:
         """Let the parameters be their values."""
@@ -262,13 +266,10 @@ class Unit:
         self.attached = False  # first: whoever is interrupted here attaches all of them again
         for parameter, stand_in in zip(self.parameters, self._placeholders, strict=True):
             release(parameter, stand_in)
-        self._abandoned = [storage for storage in self._abandoned if not storage.expired()]
-        if self.shares() == self._own_shares and not self._abandoned:
+        if self._abandoned:
+            self._abandoned = [storage for storage in self._abandoned if not storage.expired()]
+        if saved and self.shares() == self._own_shares and not self._abandoned:
             torch.autograd.graph.increment_version(saved)
-
-    def storage_key(self) -> int:
-        """Identify the storage: any tensor that shares it shows the same number."""
-        return int(self.flat.untyped_storage()._cdata)
 
     def __repr__(self) -> str:
         """Name and state."""
@@ -280,8 +281,17 @@ class Unit:
 def _saved_itself(parameter: nn.Parameter) -> bool:
     """Whether a graph holds the parameter itself, which it reads again, and not a view of its values."""
     holders: Callable[[], int] = parameter._use_count  # type: ignore[attr-defined]
-    transformed = torch._C._functorch.peek_interpreter_stack() is not None
-    if holders() == 1 or transformed or torch.is_inference_mode_enabled():
+    if holders() == 1 or torch.is_inference_mode_enabled():
         return False
-    node = torch.autograd.graph.get_gradient_edge(parameter) if parameter.requires_grad else None
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    if not parameter.requires_grad:
+        return True
+    enabled = torch.is_grad_enabled()
+    try:
+        torch.set_grad_enabled(True)
+        leads: Any = parameter.view_as(parameter).grad_fn  # as torch.autograd.graph.get_gradient_edge does
+    finally:
+        torch.set_grad_enabled(enabled)
+    node = leads.next_functions[0][0]
     return holders() > 1 + (node is not None)

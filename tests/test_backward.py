@@ -371,3 +371,100 @@ def test_changing_a_weight_in_a_forward_is_refused_by_name(nvme):
             ours(X(torch.Generator())[0])
     else:
         assert resident(ours) == []
+
+
+# Updates of units in memory, which wait in the backward to be applied together
+
+
+class Tap(torch.autograd.Function):
+    """Hands its input on; its backward makes a call."""
+
+    @staticmethod
+    def forward(ctx, x, call):
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.call()
+        return grad, None
+
+
+def tapped(call):
+    """Three blocks, with a call in the backward when those of c and b are done."""
+    return blocks(forward=lambda self, x: self.c(self.b(Tap.apply(self.a(x), call))))
+
+
+def trained_with_taps(call, prepare=lambda engine: None):
+    """Train plainly and offloaded, updating in the backward; return what differs. `call` gets the engine."""
+    engines = []
+    plain, ours = build_both(tapped(lambda: [call(engine) for engine in engines]), waits=True)
+    both = optimizers(plain, ours)
+    both[1].update = "backward"
+
+    def loop(model, optimizer):
+        losses = []
+        for step in range(3):
+            value = total(model(X(torch.Generator().manual_seed(step))[0]))
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(value.detach())
+        return [losses, {name: one.clone() for name, one in model.state_dict().items()}]
+
+    expected = loop(plain, both[0])
+    engines.append(engine_in(ours))
+    prepare(engines[0])
+    return differences(expected, loop(ours, both[1])), engines[0]
+
+
+def test_updates_of_units_in_memory_wait_for_the_end_of_the_backward():
+    waited = []
+    different, engine = trained_with_taps(lambda engine: waited.append(engine.gradients.outgoing_nbytes))
+    assert different == []
+    assert waited == [2 * sum(one.numel() for part in (block(), block()) for one in part.parameters())] * 3
+    assert engine.gradients.outgoing_nbytes == 0
+
+
+def test_updates_that_would_not_fit_their_share_of_the_budget_do_not_wait():
+    limit, waited = 1500, []
+
+    def prepare(engine):
+        engine.gradients._outgoing.limit_nbytes = limit
+        engine.gradients._outgoing.peak_nbytes = 0
+
+    different, engine = trained_with_taps(
+        lambda engine: waited.append(engine.gradients.outgoing_nbytes), prepare
+    )
+    assert different == []
+    assert 0 < min(waited) <= engine.gradients._outgoing.peak_nbytes <= limit
+    assert engine.gradients.outgoing_nbytes == 0
+
+
+def test_after_a_backward_that_failed_only_what_still_has_a_gradient_is_updated():
+    failing = []
+
+    def fail():
+        if failing:
+            raise RuntimeError("the backward dies here")
+
+    def loop(model, optimizer):
+        shown = []
+        for dies in (False, True, False):
+            failing[:] = [True] * dies
+            loss = total(model(X(torch.Generator().manual_seed(1))[0]))
+            if dies:
+                with pytest.raises(RuntimeError, match="dies here"):
+                    loss.backward()
+            else:
+                loss.backward()
+                optimizer.step()
+            optimizer.zero_grad()
+            shown.append(loss.detach())
+        return [shown, {name: one.clone() for name, one in model.state_dict().items()}]
+
+    plain, ours = build_both(tapped(fail), waits=True)
+    both = optimizers(plain, ours)
+    both[1].update = "backward"
+    assert differences(loop(plain, both[0]), loop(ours, both[1])) == []
+    assert engine_in(ours).gradients.outgoing_nbytes == 0

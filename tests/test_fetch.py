@@ -457,3 +457,33 @@ def test_other_elements_of_a_block_stay_what_they_were(pinned):
     pinned.pend([0])
     pinned.fetch()
     assert bytes(view(padding, 2 * (2 * TILE - NUMELS[0]))) == before
+
+
+def test_an_update_of_all_parameters_in_host_memory_is_done_at_once_and_of_some_by_tiles(pinned):
+    by_tiles = [(tile * TILE, tile * TILE + TILE) for tile in range(6)]
+    pinned.pend([0, 1, 2])
+    assert list(FetchPass(pinned.unit, pinned.device, TILE, upload=False).tiles()) == [(0, 6 * TILE)]
+    del pinned.unit.pending[1]
+    by_tiles.remove((2 * TILE, 3 * TILE))
+    assert list(FetchPass(pinned.unit, pinned.device, TILE, upload=False).tiles()) == by_tiles
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_update_in_host_memory_of_moments_written_in_part_goes_by_tiles_and_is_the_same(made, form):
+    setup = made(form, in_place=True)
+    for name in setup.form.moments:
+        setup.record.drop(name)
+        setup.record.add(name, setup.host)
+    setup.give_targets("hi", "lo")
+    setup.pend([1])
+    setup.fetch()
+    assert setup.record.all_in_host
+    setup.pend([0, 1, 2])
+    assert len(list(FetchPass(setup.unit, setup.device, TILE).tiles())) == 6
+    setup.fetch()
+    setup.assert_same_record()
+    setup.pend([0, 1, 2])
+    assert len(list(FetchPass(setup.unit, setup.device, TILE).tiles())) == (6 if form == "int8" else 1)
+    setup.fetch()
+    setup.assert_same_record()
+    setup.assert_same_weights()

@@ -131,7 +131,7 @@ def test_a_unit_is_found_by_the_storage_of_any_view_while_it_has_memory(home):
     parameter = home.resident(1)
     key = int(parameter[0].untyped_storage()._cdata)
     assert home.by_storage == {key: home.unit}
-    assert key == home.unit.storage_key()
+    assert key == home.unit.storage_key
     home.release()
     assert home.by_storage == {}
 
