@@ -27,6 +27,8 @@ from infinity.unit import Unit
 
 logger = logging.getLogger("infinity")
 
+_CLOSE_S = 30.0
+
 
 class Collective(ABC):
     """One collective, queued; a Transfer, too, for those who wait for what it brings."""
@@ -132,12 +134,14 @@ class CollectiveLane:
             self._lane.changed.notify_all()
 
     def close(self) -> None:
-        """Stop after the collective under way, which may wait for other ranks, and is not waited for long."""
+        """Stop after the collective under way. It ends soon: the other ranks come to it too, or their ends of
+        the connections close. A thread left in it would take the interpreter down with it at its exit.
+        """
         with self._lane.lock:
             self._stopping = True
             self._lane.changed.notify_all()
         if self._thread is not threading.current_thread():
-            self._thread.join(1.0)
+            self._thread.join(_CLOSE_S)
 
 
 class Gathering(Collective):
