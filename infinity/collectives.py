@@ -108,8 +108,10 @@ class CollectiveLane:
             self._device.enter_thread()
             while (job := self._next()) is not None:
                 self._do(job)
+            if self._lane.failure is not None:
+                self._channel.ranks.put_down(_reason(self._lane.failure))
         except BaseException as error:
-            self._channel.ranks.put_down(str(error).split("\n")[0])
+            self._channel.ranks.put_down(_reason(error))
             logger.debug("%s stops", self._name, exc_info=error)
             self._lane.break_down(error)
 
@@ -117,7 +119,7 @@ class CollectiveLane:
         """Return the next collective; None when it is time to stop."""
         with self._lane.lock:
             while not self._queue:
-                if self._stopping or self._lane.failed:
+                if self._stopping or self._lane.failure is not None:
                     return None
                 self._lane.changed.wait(0.5)
             return None if self._stopping else self._queue.popleft()
@@ -142,6 +144,10 @@ class CollectiveLane:
             self._lane.changed.notify_all()
         if self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_S)
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 class Gathering(Collective):

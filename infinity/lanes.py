@@ -203,9 +203,9 @@ class StreamLane:
             self._thread.join()
 
     @property
-    def failed(self) -> bool:
-        """Whether an error has stopped the lane."""
-        return self._failure is not None
+    def failure(self) -> BaseException | None:
+        """The error that has stopped the lane."""
+        return self._failure
 
     def _check_open(self) -> None:
         self._raise_failure()

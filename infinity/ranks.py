@@ -18,6 +18,7 @@ import contextlib
 import itertools
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -199,10 +200,10 @@ class Ranks:
         if missing:
             names = ", ".join(map(str, missing))
             lines.append(f"rank {names} did not answer within {_GRACE_S:.0f} s: killed, hung, or far behind")
-        reason = str(error).strip().splitlines()
+        reason = re.sub(r"^\[[^]]*\] ", "", str(error).strip()).split("\n")[0].split(". ")[0]
         return RanksError(
             f"rank {self.rank} of {self.size}: {what} failed after {waited_s:.1f} s (timeout "
-            f"{timeout_s:.0f} s; {reason[0] if reason else type(error).__name__}). "
+            f"{timeout_s:.0f} s; {reason or type(error).__name__}). "
             f"{'; '.join(lines)}. Look at the output of the ranks named, then start again from the last "
             "checkpoint; Config(timeout_s=...) sets how long a rank waits."
         )

@@ -275,7 +275,7 @@ def test_what_goes_wrong_in_a_pass_of_ones_own_is_raised_there_and_stops_the_lan
     with pytest.raises(EngineFailedError, match="no such number"):
         inline.drain()
     assert log == []
-    assert inline.failed
+    assert inline.failure is not None
 
 
 def test_a_field_that_leaves_host_memory_is_on_the_disk_when_its_pass_is_over(inline, seed):
@@ -296,7 +296,7 @@ def test_a_write_that_fails_under_a_pass_of_ones_own_is_raised_and_the_field_sta
     with pytest.raises(OSError, match=r"layers\.3\.hi: injected"):
         inline.submit(LeavePass(record, "hi", disk.allocate(record.field_nbytes("hi"), "hi"), TILE))
     assert record.in_host("hi")
-    assert inline.failed
+    assert inline.failure is not None
 
 
 class _Hi(_Where):
