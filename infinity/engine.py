@@ -11,25 +11,25 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import psutil
 import torch
 from torch import nn
 
 from infinity import cores, kernels
+from infinity.arrivals import Arrivals
 from infinity.calls import Entering, Leaving
 from infinity.config import Config
 from infinity.device import Device, open_device
 from infinity.errors import HostMemoryError, UnsupportedError
 from infinity.exchange import Exchange
 from infinity.executor import Executor
-from infinity.gradient import Gradient, GradientStore, applied_message
-from infinity.hooks import Hooks, graph_task
+from infinity.gradient_store import GradientStore
+from infinity.hooks import Hooks
 from infinity.lanes import StreamLane
 from infinity.memory import Budget, Ledger, Pool, divide, least_total, map_large_blocks
 from infinity.nvme import NvmeStore
-from infinity.offloaded import OffloadedGradient
 from infinity.partition import Partition
 from infinity.passes import ReadPass, WritePass
 from infinity.paths import of_rank
@@ -52,22 +52,6 @@ DTYPE = torch.bfloat16
 """The type that computes: this version has the bf16 record alone."""
 
 Touch = Callable[[Sequence[nn.Parameter], str, Sequence[Any]], object]
-
-
-class Updater(Protocol):
-    """An optimizer that may apply gradients in the backward."""
-
-    def applies_in_backward(self, unit: Unit) -> bool:
-        """Whether it will apply this unit's gradients as soon as they are complete."""
-
-    def applied(self, unit: Unit, index: int) -> bool:
-        """Whether it has applied one since the last step."""
-
-    def apply(self, unit: Unit) -> bool:
-        """Apply a unit's complete gradients; False if that has to wait for the end of the backward."""
-
-    def backward_ended(self) -> None:
-        """Apply what had to wait for the end of the backward."""
 
 
 class Engine:
@@ -104,12 +88,12 @@ class Engine:
         self.hooks = Hooks(self.executor)
         self.slices = Slices()
         self.units: list[Unit] = []
-        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.arrivals = Arrivals(self.units, self.hooks, self.gradients, self.lane)
+        self.optimizers = self.arrivals.optimizers
         self.pins: Pins | None = None
         """What decides which fields are pinned; None without an NVMe tier, and while a model is built."""
         self._indices: dict[int, tuple[Unit, int]] = {}
         self._building: Touch | None = None
-        self._complete: list[tuple[Unit, Updater]] = []
         self.exchange = Exchange(self)
         self.partition: Partition | None = None
         """What several ranks need; None where there is one."""
@@ -117,12 +101,11 @@ class Engine:
             self.partition = Partition(
                 self.ranks, self.lane, self.device, self.timeline, self.executor, self.gradients
             )
+            self.arrivals.reduction = self.partition.reduction
             self.partition.reduction.deferred = config.stage == 1
-            self.partition.reduction.keeps = lambda unit: self._updater(unit) is None
+            self.partition.reduction.keeps = lambda unit: self.arrivals.updater(unit) is None
         self.gradients.flush_unit = self.executor.flush
         self.gradients.least_total = self._least_total
-        self.gradients.use_complete = self._use_complete
-        self.hooks.backward_ended.append(self._backward_ended)
         self._finalizer = weakref.finalize(
             self, _close, self.lane, self.partition, self.device, self.nvme_store, os.getpid()
         )
@@ -188,7 +171,7 @@ class Engine:
         def caught(parameter: torch.Tensor) -> None:
             alive = engine()
             if alive is not None:
-                alive.accumulated(parameter, *alive.unit_of(cast("nn.Parameter", parameter)))
+                alive.arrivals.accumulated(parameter, *alive.unit_of(cast("nn.Parameter", parameter)))
 
         required = parameter.requires_grad
         parameter.requires_grad = True  # torch refuses the hook on what is frozen for now
@@ -242,82 +225,6 @@ class Engine:
                 "another device or dtype is refused. Set Config(device=..., dtype=...) instead."
             )
         raise not_resident(parameters[0], operation, name)
-
-    # Gradients
-
-    def accumulated(self, parameter: torch.Tensor, unit: Unit, index: int) -> None:
-        """Take over a parameter's gradient, as soon as autograd has accumulated it."""
-        grad = parameter.grad
-        if grad is None:
-            return
-        updater = self._updater(unit)
-        if not isinstance(grad, OffloadedGradient):
-            if grad.layout != torch.strided:
-                name = self.name_of(unit.parameters[index])
-                raise UnsupportedError(f"{name}: sparse gradients are not supported; use sparse=False")
-            if updater is not None and updater.applied(unit, index):
-                raise UnsupportedError(applied_message(unit, "a second backward before step()"))
-            gradient = self._arrived(unit, index, grad.detach(), keep=updater is None)
-            parameter.grad = OffloadedGradient(unit.parameters[index], gradient, self.gradients)
-        if self.hooks.accumulated(unit, index):
-            if self.partition is not None and not (self.partition.reduction.deferred and updater is None):
-                self.partition.reduction.reduce(unit)
-            if updater is not None and self._may_wait(unit):
-                self._complete.append((unit, updater))
-            else:
-                self._use_gradients(unit, updater)
-            self.hooks.end_unit(unit)
-
-    def _arrived(self, unit: Unit, index: int, grad: torch.Tensor, *, keep: bool) -> Gradient:
-        if self.partition is None:
-            return self.gradients.arrive(unit, index, grad, keep=keep)
-        return self.partition.reduction.arrive(unit, index, grad)
-
-    def _may_wait(self, unit: Unit) -> bool:
-        """Whether to apply a unit's gradients is mere computing, and no further use of it can bring more."""
-        return unit.forward_uses <= 1 and unit.record.all_in_host and self.lane.runs_here(unit.record)
-
-    def _use_gradients(self, unit: Unit, updater: Updater | None) -> None:
-        if updater is None or not updater.apply(unit):
-            self.gradients.settle(unit)
-
-    def _use_complete(self) -> bool:
-        """Apply the gradients that waited for others; False if there are none. All at once takes less time:
-        after each of its operations torch's threads look for work for a while, on the cores the update needs.
-        """
-        found = bool(self._complete)
-        while self._complete:
-            self._use_gradients(*self._complete[-1])
-            self._complete.pop()
-        return found
-
-    def _updater(self, unit: Unit) -> Updater | None:
-        """Return the optimizer that applies this unit's gradients in the backward, as soon as they are
-        complete.
-        """
-        for optimizer in self.optimizers:
-            if optimizer.applies_in_backward(unit):
-                updater: Updater = optimizer
-                return updater
-        return None
-
-    def _backward_ended(self) -> None:
-        if self.partition is not None and not self.partition.reduction.deferred:
-            self.partition.reduction.settle(self.units)
-        self._use_complete()
-        for unit in self.units:
-            unit.arrived.clear()
-            if unit.outgoing:
-                self.gradients.settle(unit)
-        for optimizer in list(self.optimizers):
-            optimizer.backward_ended()
-
-    def finish_backward(self) -> None:
-        """Settle what a backward that raised has left behind. Called before a step is decided."""
-        if graph_task() == -1:
-            self.hooks.end_backward()
-            if self.partition is not None:
-                self.partition.reduction.settle(self.units)
 
     # Reading and writing parameters
 

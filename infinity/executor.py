@@ -10,9 +10,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from infinity.blocks import Blocks, DeviceBlocks, HostBlocks
+from infinity.counts import Counts
 from infinity.cursor import Cursor
 from infinity.device import Device
 from infinity.errors import UnsupportedError
@@ -28,26 +28,6 @@ from infinity.unit import Unit
 
 _REPLAN_SHARE = 0.1
 """A new plan is made when more than this share of a step's uses was not as planned."""
-
-STALLS = ("read", "slot", "update")
-"""Why computing waits for a unit: it is being read; its read waits for a free slot; it is being updated."""
-
-
-@dataclass(slots=True)
-class Counts:
-    """What happened since the start: uses, and how they were met."""
-
-    uses: int = 0
-    hits: int = 0
-    """Uses that found the unit resident, or on its way."""
-    misses: int = 0
-    """Uses that had to ask for it."""
-    divergences: int = 0
-    """Uses that were not the next one of the plan."""
-    stalls_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STALLS, 0.0))
-    """Seconds that computing waited for a unit, by cause."""
-    steps: int = 0
-    plans: int = 0
 
 
 class Executor:

@@ -28,6 +28,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from infinity.counts import LaneTimes
 from infinity.errors import EngineFailedError
 from infinity.memory import Pool, Slot
 from infinity.queueing import Awaited, Pass, Queue
@@ -54,19 +55,6 @@ class _Tile:
     changes: Sequence[str]
     """Fields that change where they lie."""
     transfers: list[Transfer]
-
-
-@dataclass(slots=True)
-class LaneTimes:
-    """Seconds of the lane's thread: waiting for reads, at work, waiting for writes, with nothing to do. And
-    of those who ran a pass themselves, as all of it was in host memory.
-    """
-
-    read_wait_s: float = 0.0
-    work_s: float = 0.0
-    write_wait_s: float = 0.0
-    idle_s: float = 0.0
-    inline_s: float = 0.0
 
 
 class StreamLane:

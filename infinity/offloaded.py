@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from infinity.errors import UnsupportedError
-from infinity.gradient import Form, Gradient, GradientStore, applied_message
+from infinity.gradient import Form, Gradient, applied_message
+from infinity.gradient_store import GradientStore
 
 
 class OffloadedGradient(torch.Tensor):

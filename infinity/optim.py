@@ -183,7 +183,7 @@ class AdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for engine in self._engines.values():
-            engine.finish_backward()
+            engine.arrivals.finish_backward()
         taken = [(group, one, self._gradient(one, grad)) for group, one, grad in self._with_gradient()]
         torch.autograd.graph.increment_version([one for _, one, _ in taken])  # graphs with old values end
         taken = [
@@ -215,15 +215,13 @@ class AdamW(Optimizer):
         """Return the stored gradient behind `p.grad`; a plain tensor that the user put there is taken in
         first.
         """
-        if not isinstance(grad, OffloadedGradient):
-            engine = self.mine[id(parameter)].engine
-            unit, index = engine.unit_of(parameter)
-            if grad.layout != torch.strided:
-                raise UnsupportedError(f"{engine.name_of(parameter)}: sparse gradients are not supported")
-            stored = engine.gradients.arrive(unit, index, grad.detach().clone(), keep=True)
-            parameter.grad = grad = OffloadedGradient(parameter, stored, engine.gradients)
-            engine.gradients.settle(unit)
-        return grad.gradient
+        if isinstance(grad, OffloadedGradient):
+            return grad.gradient
+        engine = self.mine[id(parameter)].engine
+        unit, index = engine.unit_of(parameter)
+        if grad.layout != torch.strided:
+            raise UnsupportedError(f"{engine.name_of(parameter)}: sparse gradients are not supported")
+        return engine.arrivals.assigned(unit, index, grad.detach().clone())
 
     def _clip_factor(self, gradients: list[Gradient]) -> np.float32:
         """Return the fp32 factor that brings the global norm to max_norm (1 without one): the recipe of

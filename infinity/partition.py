@@ -8,7 +8,7 @@ import xxhash
 from infinity.collectives import Collecting, CollectiveLane, Gathering
 from infinity.device import Device
 from infinity.executor import Executor
-from infinity.gradient import GradientStore
+from infinity.gradient_store import GradientStore
 from infinity.lanes import StreamLane
 from infinity.plan import Plan
 from infinity.queueing import Pass

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from infinity.bound import Load, Speed
+from infinity.counts import Counts
 from infinity.engine import Engine, engine_of_model
-from infinity.executor import Counts
 from infinity.forecast import Moves, Room, predict_step
 from infinity.simulated import Rates
 from infinity.trace import Phase

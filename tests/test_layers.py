@@ -16,6 +16,7 @@ LAYERS = [
     {"__main__", "bench", "cli", "doctor", "picture", "presets", "recording", "report", "text", "train"},
     {"__init__"},  # what users import: everything below
     {  # what they are made of
+        "accumulation",
         "checkpoint",
         "checkpoint_writer",
         "construction",
@@ -28,10 +29,12 @@ LAYERS = [
         "stats",
     },
     {"engine"},
+    {"arrivals", "partition"},
     {"exchange", "hooks", "hub", "offloaded", "slices"},
     {"calls"},
-    {"executor", "gradient", "pins"},
-    {"fetch", "ranges"},
+    {"executor", "pins", "reduction"},
+    {"collectives", "gradient_store"},
+    {"fetch", "gradient", "ranges"},
     {"passes"},
     {"lanes", "unit"},
     {"blocks", "queueing"},
@@ -45,6 +48,7 @@ LAYERS = [
         "disk",
         "memory",
         "nvme",
+        "paths",
         "store",
         "streams",
         "stripes",
@@ -64,7 +68,8 @@ LAYERS = [
         "simulated",
     },
     {"frequency", "generators", "outline", "reference_state", "shard", "tensors", "timeline", "trace"},
-    {"cores", "errors", "sizes", "zero"},
+    {"ranks"},
+    {"cores", "counts", "errors", "sizes", "zero"},
 ]
 # Packages that import nothing of ours, and the lowest layer that may import them.
 LEAVES = {"aio": "store", "kernels": "reference", "tiling": "calls"}

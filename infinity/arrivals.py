@@ -1,0 +1,134 @@
+"""Gradients as autograd accumulates them: taken over, reduced over the ranks, then kept or applied."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+
+from infinity.errors import UnsupportedError
+from infinity.gradient import Gradient, applied_message
+from infinity.gradient_store import GradientStore
+from infinity.hooks import Hooks, graph_task
+from infinity.lanes import StreamLane
+from infinity.offloaded import OffloadedGradient
+from infinity.reduction import Reduction
+from infinity.unit import Unit
+
+
+class Updater(Protocol):
+    """An optimizer that may apply gradients in the backward."""
+
+    def applies_in_backward(self, unit: Unit) -> bool:
+        """Whether it will apply this unit's gradients as soon as they are complete."""
+
+    def applied(self, unit: Unit, index: int) -> bool:
+        """Whether it has applied one since the last step."""
+
+    def apply(self, unit: Unit) -> bool:
+        """Apply a unit's complete gradients; False if that has to wait for the end of the backward."""
+
+    def backward_ended(self) -> None:
+        """Apply what had to wait for the end of the backward."""
+
+
+class Arrivals:
+    """Takes every gradient of one engine's units. Called from the thread that computes."""
+
+    def __init__(self, units: list[Unit], hooks: Hooks, gradients: GradientStore, lane: StreamLane) -> None:
+        """Take those of `units`, a list that the engine fills, from autograd to `gradients`."""
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Who takes parameters of the engine."""
+        self.reduction: Reduction | None = None
+        """Sums gradients over the ranks; None with one rank."""
+        self._units = units
+        self._hooks = hooks
+        self._gradients = gradients
+        self._lane = lane
+        self._complete: list[tuple[Unit, Updater]] = []
+        gradients.use_complete = self._use_complete
+        hooks.backward_ended.append(self._backward_ended)
+
+    def accumulated(self, parameter: torch.Tensor, unit: Unit, index: int) -> None:
+        """Take over a parameter's gradient, as soon as autograd has accumulated it."""
+        grad = parameter.grad
+        if grad is None:
+            return
+        updater = self.updater(unit)
+        if not isinstance(grad, OffloadedGradient):
+            if grad.layout != torch.strided:
+                name = unit.shard.segments[index].name
+                raise UnsupportedError(f"{name}: sparse gradients are not supported; use sparse=False")
+            if updater is not None and updater.applied(unit, index):
+                raise UnsupportedError(applied_message(unit, "a second backward before step()"))
+            gradient = self._arrived(unit, index, grad.detach(), keep=updater is None)
+            parameter.grad = OffloadedGradient(unit.parameters[index], gradient, self._gradients)
+        if self._hooks.accumulated(unit, index):
+            if self.reduction is not None and not (self.reduction.deferred and updater is None):
+                self.reduction.reduce(unit)
+            if updater is not None and self._may_wait(unit):
+                self._complete.append((unit, updater))
+            else:
+                self._use_gradients(unit, updater)
+            self._hooks.end_unit(unit)
+
+    def assigned(self, unit: Unit, index: int, grad: torch.Tensor) -> Gradient:
+        """Take a gradient that the user made, and nobody else holds; with several ranks it is this rank's."""
+        gradient = self._arrived(unit, index, grad, keep=True)
+        unit.parameters[index].grad = OffloadedGradient(unit.parameters[index], gradient, self._gradients)
+        if self.reduction is not None:
+            self.reduction.settle([unit])
+        self._gradients.settle(unit)
+        return gradient
+
+    def _arrived(self, unit: Unit, index: int, grad: torch.Tensor, *, keep: bool) -> Gradient:
+        if self.reduction is None:
+            return self._gradients.arrive(unit, index, grad, keep=keep)
+        return self.reduction.arrive(unit, index, grad)
+
+    def _may_wait(self, unit: Unit) -> bool:
+        """Whether to apply a unit's gradients is mere computing, and no further use of it can bring more."""
+        return unit.forward_uses <= 1 and unit.record.all_in_host and self._lane.runs_here(unit.record)
+
+    def _use_gradients(self, unit: Unit, updater: Updater | None) -> None:
+        if updater is None or not updater.apply(unit):
+            self._gradients.settle(unit)
+
+    def _use_complete(self) -> bool:
+        """Apply the gradients that waited for others; False if there are none. All at once takes less time:
+        after each of its operations torch's threads look for work for a while, on the cores the update needs.
+        """
+        found = bool(self._complete)
+        while self._complete:
+            self._use_gradients(*self._complete[-1])
+            self._complete.pop()
+        return found
+
+    def updater(self, unit: Unit) -> Updater | None:
+        """Return the optimizer that applies this unit's gradients in the backward, as soon as they are
+        complete.
+        """
+        for optimizer in self.optimizers:
+            if optimizer.applies_in_backward(unit):
+                updater: Updater = optimizer
+                return updater
+        return None
+
+    def _backward_ended(self) -> None:
+        if self.reduction is not None and not self.reduction.deferred:
+            self.reduction.settle(self._units)
+        self._use_complete()
+        for unit in self._units:
+            unit.arrived.clear()
+            if unit.outgoing:
+                self._gradients.settle(unit)
+        for optimizer in list(self.optimizers):
+            optimizer.backward_ended()
+
+    def finish_backward(self) -> None:
+        """Settle what a backward that raised has left behind. Called before a step is decided."""
+        if graph_task() == -1:
+            self._hooks.end_backward()
+            if self.reduction is not None:
+                self.reduction.settle(self._units)

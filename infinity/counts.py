@@ -1,0 +1,38 @@
+"""What an engine counts from its start on: uses, and seconds. Stdlib alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+STALLS = ("read", "slot", "update")
+"""Why computing waits for a unit: it is being read; its read waits for a free slot; it is being updated."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened since the start: uses, and how they were met."""
+
+    uses: int = 0
+    hits: int = 0
+    """Uses that found the unit resident, or on its way."""
+    misses: int = 0
+    """Uses that had to ask for it."""
+    divergences: int = 0
+    """Uses that were not the next one of the plan."""
+    stalls_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STALLS, 0.0))
+    """Seconds that computing waited for a unit, by cause."""
+    steps: int = 0
+    plans: int = 0
+
+
+@dataclass(slots=True)
+class LaneTimes:
+    """Seconds of the lane's thread: waiting for reads, at work, waiting for writes, with nothing to do. And
+    of those who ran a pass themselves, as all of it was in host memory.
+    """
+
+    read_wait_s: float = 0.0
+    work_s: float = 0.0
+    write_wait_s: float = 0.0
+    idle_s: float = 0.0
+    inline_s: float = 0.0

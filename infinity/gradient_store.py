@@ -1,0 +1,355 @@
+"""The owner of stored gradients: takes them as they accumulate, keeps them, spills them, sums them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from infinity import kernels
+from infinity.buffers import Buffers
+from infinity.device import Device
+from infinity.errors import HostMemoryError, UnsupportedError
+from infinity.gradient import Form, Gradient, applied_message
+from infinity.lanes import StreamLane
+from infinity.memory import Budget, Ledger
+from infinity.passes import ReadPass, SpillPart, SpillPass
+from infinity.queueing import Pass
+from infinity.ranks import ALONE, Ranks
+from infinity.sizes import format_size
+from infinity.store import DONE, Store, Transfer
+from infinity.timeline import Timeline
+from infinity.unit import Unit
+
+_KERNEL_DTYPE: dict[torch.dtype, kernels.GradientDtype] = {torch.bfloat16: "bf16", torch.float32: "f32"}
+
+_OWN_NBYTES = 1 << 18
+"""Bytes. Smaller gradients stay where torch has put them."""
+
+
+class GradientStore:
+    """Takes gradients as they accumulate and keeps them until they are used or dropped."""
+
+    def __init__(self, lane: StreamLane, device: Device, spill_store: Store, timeline: Timeline) -> None:
+        """Keep gradients through `lane`; what does not fit goes to `spill_store`."""
+        self._timeline = timeline
+        self._lane = lane
+        self._device = device
+        self._spill_store = spill_store
+        self._tile_numel = 0
+        self._kept = Ledger(0)
+        self._outgoing = Ledger(0)
+        self._buffers = Buffers(lambda: self._outgoing.free_nbytes)
+        self._jobs: deque[Pass] = deque()
+        self.stall_s = 0.0
+        """Seconds that computing waited for gradients to be written or applied."""
+        self.least_total: Callable[[str], int] = lambda _: 0
+        """The host_memory, in bytes, that holds all gradients in a field as well; set by the engine."""
+        self.ranks: Ranks = ALONE
+        self.add_local: Callable[[Gradient, torch.Tensor], None] | None = None
+        """Takes a further gradient of this rank, where there are several; set by the engine, as all below."""
+        self.settle_ranks: Callable[[Unit], None] = lambda _: None
+        """Has the ranks sum a unit's gradients, if they have not yet."""
+        self.collect: Callable[[Unit, int, torch.Tensor], torch.Tensor] = lambda _unit, _index, part: part
+        """Puts the ranks' parts of a parameter's gradient together."""
+        self.use_complete: Callable[[], bool] = lambda: False
+        """Applies gradients that wait, complete, in the outgoing share; False if there are none. Set by the
+        engine.
+        """
+        self.flush_unit: Callable[[Unit], None] = lambda _: None
+        """Applies a unit's pending update before its gradient changes; set by the executor."""
+
+    def open(self, budget: Budget, kept: Ledger) -> None:
+        """Set the shares of the budget; gradients come only later."""
+        self._tile_numel = budget.tile_numel
+        self._kept = kept
+        self._outgoing = Ledger(budget.outgoing_nbytes)
+
+    @property
+    def outgoing_nbytes(self) -> int:
+        """Bytes of gradients on their way out."""
+        return self._outgoing.held_nbytes
+
+    @property
+    def outgoing_limit_nbytes(self) -> int:
+        """The share of the budget for gradients on their way out."""
+        return self._outgoing.limit_nbytes
+
+    @property
+    def outgoing_free_nbytes(self) -> int:
+        """What is left of that share."""
+        return self._outgoing.free_nbytes
+
+    def local(self, unit: Unit, index: int) -> Gradient:
+        """Return a gradient that other ranks have their part in; `reduced` says what it is."""
+        gradient = Gradient(unit, index, self._kept)
+        gradient.form = Form.LOCAL
+        return gradient
+
+    def reduced(self, gradient: Gradient, mean: torch.Tensor, arriving: Transfer, *, keep: bool) -> None:
+        """Give a local gradient this rank's part of the mean, which may be read when `arriving` is over."""
+        gradient.arriving = arriving
+        self._place(gradient, mean, keep=keep)
+
+    def send_anyway(self, nbytes: int) -> None:
+        """Count `nbytes` as on their way out."""
+        self._outgoing.reserve_anyway(nbytes)
+
+    def stall(self, job: Transfer) -> None:
+        """Wait for gradients."""
+        if job.done:
+            return
+        began = time.perf_counter()
+        job.wait()
+        ended = time.perf_counter()
+        self.stall_s += ended - began
+        self._timeline.span("stall", "gradients", began, ended)
+
+    def arrive(self, unit: Unit, index: int, grad: torch.Tensor, *, keep: bool) -> Gradient:
+        """Take a gradient that starts anew. With `keep` False it stays on its way, to be applied when the
+        unit is complete.
+        """
+        gradient = Gradient(unit, index, self._kept)
+        download = self._device.download(grad)
+        gradient.arriving, tensor = download.transfer, download.tensor
+        if keep and download.done:  # and in the cache
+            gradient.parts = _measured(tensor)
+        if keep or not unit.record.all_in_host:
+            tensor = self._own(tensor)
+        self._place(gradient, tensor, keep=keep)
+        return gradient
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy in memory of ours of a large gradient of the CPU's: it stays for a while; see
+        buffers.
+        """
+        if not self._device.is_host or tensor.nbytes < _OWN_NBYTES:
+            return tensor
+        own = self._buffers.lend(tensor.numel(), tensor.dtype).view(tensor.shape)
+        kernels.copy(tensor.nbytes, own.data_ptr(), tensor.data_ptr())
+        return own
+
+    def add(self, gradient: Gradient, grad: torch.Tensor) -> None:
+        """Add a further backward's gradient to the stored one, in fp32."""
+        if gradient.form is Form.APPLIED:
+            raise UnsupportedError(applied_message(gradient.unit, "a second backward before step()"))
+        if self.add_local is not None:
+            self.add_local(gradient, grad)
+        else:
+            self.add_mean(gradient, self._device.to_host(grad))
+
+    def add_mean(self, gradient: Gradient, tensor: torch.Tensor) -> None:
+        """Add what a further backward brought to the stored gradient."""
+        unit = gradient.unit
+        gradient.arriving.wait()
+        gradient.arriving = DONE
+        if gradient.index in unit.pending:
+            self.flush_unit(unit)
+        if gradient.form is Form.OUTGOING:
+            self.spill(unit)
+        if gradient.form is Form.SPILLED:
+            gradient.parts = SpillPart(tensor, add=True)
+            self._send(gradient, tensor)
+        elif gradient.form is Form.ZERO:
+            gradient.parts = _measured(tensor)
+            self._place(gradient, tensor, keep=True)
+        else:
+            total = total_of(_present(gradient.tensor), tensor)
+            gradient.parts = _measured(total)
+            self._place(gradient, total, keep=True)
+
+    def _place(self, gradient: Gradient, tensor: torch.Tensor, *, keep: bool) -> None:
+        if keep and gradient.charge(tensor.nbytes):
+            gradient.form, gradient.tensor = Form.HOST, tensor
+            return
+        gradient.charge(0)
+        self._send(gradient, tensor)
+
+    def _send(self, gradient: Gradient, tensor: torch.Tensor) -> None:
+        """Let a gradient wait for the rest of its unit; a spilled one is added to what is stored."""
+        self._make_room(tensor.nbytes)
+        if gradient.form is not Form.SPILLED:
+            gradient.form = Form.OUTGOING
+        gradient.tensor = tensor
+        gradient.unit.outgoing[gradient.index] = gradient
+
+    def _make_room(self, nbytes: int) -> None:
+        """Wait until the outgoing share has room, or nothing is under way that could make any."""
+        while not self._outgoing.try_reserve(nbytes):
+            if self.use_complete():
+                continue
+            while self._jobs and self._jobs[0].processed:
+                self._jobs.popleft()
+            if not self._jobs:
+                self._outgoing.reserve_anyway(nbytes)  # larger than the share: it counts as the unit in use
+                return
+            began = time.perf_counter()
+            self._lane.wait(self._jobs.popleft())
+            ended = time.perf_counter()
+            self.stall_s += ended - began
+            self._timeline.span("stall", "gradients", began, ended)
+
+    def sent(self, job: Pass) -> None:
+        """Remember a pass that will let go of outgoing gradients."""
+        while self._jobs and self._jobs[0].processed:
+            self._jobs.popleft()
+        self._jobs.append(job)
+
+    def let_go(self, nbytes: int) -> None:
+        """Count `nbytes` of outgoing gradients as gone."""
+        self._outgoing.release(nbytes)
+
+    def settle(self, unit: Unit) -> None:
+        """Keep a complete unit's outgoing gradients: in host memory where they fit by now, else in the
+        record.
+        """
+        for index, gradient in list(unit.outgoing.items()):
+            if gradient.form is Form.OUTGOING and gradient.parts is None and gradient.arriving.done:
+                gradient.parts = _measured(_present(gradient.tensor))
+            if gradient.form is Form.OUTGOING and gradient.charge(_present(gradient.tensor).nbytes):
+                gradient.form = Form.HOST
+                del unit.outgoing[index]
+                self.let_go(_present(gradient.tensor).nbytes)
+        self.spill(unit)
+
+    def spill(self, unit: Unit) -> None:
+        """Write a unit's outgoing gradients to its record."""
+        if not unit.outgoing:
+            return
+        outgoing, unit.outgoing = unit.outgoing, {}
+        stored = _spilled(unit)
+        adds = {index for index, gradient in outgoing.items() if gradient.form is Form.SPILLED}
+        carried = {index: gradient for index, gradient in stored.items() if index not in outgoing}
+        wide = bool(adds) or any(
+            _present(gradient.tensor).dtype == torch.float32 for gradient in outgoing.values()
+        )
+        survivors = [*carried.values(), *(outgoing[index] for index in adds)]
+        source = survivors[0].field if survivors else None
+        target = "grad32" if wide or source == "grad32" else "grad16"
+        parts = {
+            index: SpillPart(
+                _present(gradient.tensor),
+                add=index in adds,
+                measure=index in adds or gradient.parts is None,
+                arriving=gradient.arriving,
+            )
+            for index, gradient in outgoing.items()
+        }
+        if target not in unit.record:
+            self._make_space(unit, target)
+        job = SpillPass(unit, self._tile_numel, parts, set(carried), source, target)
+        nbytes = sum(part.tensor.nbytes for part in parts.values())
+        for index, gradient in (*outgoing.items(), *carried.items()):
+            gradient.leaves(Form.SPILLED)
+            gradient.field = target
+            if index in parts and parts[index].measure:
+                gradient.parts, gradient.job = parts[index], job
+        job.on_processed = lambda parts: self._spilled(parts, nbytes)
+        self._lane.submit(job)
+        self.sent(job)
+
+    def _make_space(self, unit: Unit, field: str) -> None:
+        """Give the record of `unit` a field for its gradients.
+
+        Raises: HostMemoryError, with the host_memory that would do, where records lie in host memory.
+        """
+        try:
+            unit.record.add(field, self._spill_store)
+        except HostMemoryError as error:
+            raise HostMemoryError(
+                f"{error} With the gradients of the whole model, as this step makes them, "
+                f"host_memory={format_size(self.least_total(field))} would do."
+            ) from None
+
+    def _spilled(self, parts: dict[int, SpillPart], nbytes: int) -> None:
+        for part in parts.values():
+            part.tensor = part.tensor.new_empty(0)
+        self.let_go(nbytes)
+
+    def square_sums(self, gradients: Sequence[Gradient]) -> list[float]:
+        """Return the fp64 sum of each stored gradient's squares, over all ranks; see `square_sum`."""
+        return self.ranks.totals([self.square_sum(gradient) for gradient in gradients], "norms")
+
+    def square_sum_of_all(self, gradients: Iterable[Gradient]) -> float:
+        """Return the fp64 sum of the squares of all these, over all ranks."""
+        return self.ranks.totals([sum(map(self.square_sum, gradients), 0.0)], "norm")[0]
+
+    def square_sum(self, gradient: Gradient) -> float:
+        """Return the fp64 sum of the squares of what this rank has of a stored gradient, clipping not
+        applied; waits for a pass that is computing it.
+        """
+        if gradient.form is Form.APPLIED:
+            raise UnsupportedError(applied_message(gradient.unit, "clipping, or reading a gradient,"))
+        self.settle_ranks(gradient.unit)
+        if gradient.form is Form.ZERO:
+            return 0.0
+        if gradient.parts is None:
+            gradient.arriving.wait()
+            gradient.parts = _measured(_present(gradient.tensor))
+        if gradient.job is not None:
+            if gradient.index in gradient.unit.outgoing:
+                self.spill(gradient.unit)
+            self._lane.wait(gradient.job)
+        return gradient.parts.square_sum if gradient.parts.finite else math.nan
+
+    def dense(self, gradient: Gradient) -> torch.Tensor:
+        """Return the gradient as a plain tensor, clipping applied, in the parameter's shape, dtype and
+        device.
+        """
+        parameter = gradient.unit.parameters[gradient.index]
+        if gradient.form is Form.APPLIED:
+            raise UnsupportedError(applied_message(gradient.unit, "reading a gradient"))
+        self.settle_ranks(gradient.unit)
+        if gradient.index in gradient.unit.outgoing:
+            self.spill(gradient.unit)
+        if gradient.form is Form.ZERO:
+            return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        if gradient.form is Form.SPILLED:
+            dtype = torch.float32 if gradient.field == "grad32" else torch.bfloat16
+            numel = gradient.unit.record.shard.segments[gradient.index].numel
+            values = torch.empty(numel, dtype=dtype)
+            job = ReadPass(gradient.unit.record, gradient.index, self._tile_numel, {gradient.field: values})
+            self._lane.submit(job, urgent=True)
+            self._lane.wait(job)
+        else:
+            gradient.arriving.wait()
+            values = _present(gradient.tensor)
+        values = self.collect(gradient.unit, gradient.index, values)
+        scaled = values.float().mul(float(gradient.scale)).to(parameter.dtype)
+        return scaled.view(parameter.shape).to(parameter.device)
+
+
+def _present(tensor: torch.Tensor | None) -> torch.Tensor:
+    if tensor is None:
+        raise AssertionError("expected a gradient in host memory, got none")
+    return tensor
+
+
+def _measured(tensor: torch.Tensor) -> SpillPart:
+    square_sum, finite = kernels.sum_squares(tensor.numel(), tensor.data_ptr(), _KERNEL_DTYPE[tensor.dtype])
+    return SpillPart(tensor.new_empty(0), square_sum=square_sum, finite=finite)
+
+
+def total_of(stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Return fp32(stored) + fp32(new); in place where the stored one is fp32 already."""
+    if stored.is_cuda:
+        return stored.float().add_(new)
+    total = stored
+    if stored.dtype != torch.float32:
+        total = torch.empty(stored.shape, dtype=torch.float32)
+        kernels.widen(stored.numel(), stored.data_ptr(), total.data_ptr())
+    (kernels.accumulate if new.dtype == torch.bfloat16 else kernels.accumulate_f32)(
+        new.numel(), total.data_ptr(), new.data_ptr()
+    )
+    return total
+
+
+def _spilled(unit: Unit) -> dict[int, Gradient]:
+    """Return the unit's gradients that are in its record and still stand for something."""
+    stored = {index: getattr(one.grad, "gradient", None) for index, one in enumerate(unit.parameters)}
+    return {
+        index: one for index, one in stored.items() if isinstance(one, Gradient) and one.form is Form.SPILLED
+    }
