@@ -26,6 +26,7 @@ GROWING = {
     "stalls_s",
     "lane_s",
     "passes",
+    "exchanged_nbytes",
     "placement_revisions",
 }
 
