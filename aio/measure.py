@@ -26,6 +26,15 @@ class Stream:
     request_nbytes: int
     in_flight: int
     """Requests that are submitted and not yet waited for."""
+    read_percent: int = 50
+    """Of MIXED requests, that are reads; they are spread evenly."""
+
+    def verb_of(self, count: int) -> str:
+        """Return what request number `count` does, READ or WRITE."""
+        if self.verb != MIXED:
+            return self.verb
+        before, with_it = (-(-number * self.read_percent // 100) for number in (count, count + 1))
+        return READ if with_it > before else WRITE
 
     def memory(self, *, huge: bool = True) -> AlignedMemory:
         """Return memory for it, filled with noise, for zeros cost some drives nothing.
@@ -68,8 +77,11 @@ def move(
     Raises: ValueError for a request larger than the file (MIXED: than half of it); IoError.
     """
     size = stream.request_nbytes
-    starts = {READ: (engine.read,), WRITE: (engine.write,), MIXED: (engine.read, engine.write)}[stream.verb]
-    each = nbytes // len(starts) // size * size
+    starts, begins = {READ: engine.read, WRITE: engine.write}, {READ: 0, WRITE: 0}
+    each = nbytes // (2 if stream.verb == MIXED else 1) // size * size
+    if stream.verb == MIXED:
+        begins[WRITE] = each
+    turns = {READ: 0, WRITE: 0}
     if each == 0:
         raise ValueError(f"{stream.verb} requests of {size} B do not fit into a file of {nbytes} B")
     pending: deque[Completion] = deque()
@@ -84,10 +96,11 @@ def move(
     while count * size < at_most and time.perf_counter() - began_s < seconds:
         if len(pending) >= stream.in_flight:
             finish()
-        turn, verb = divmod(count, len(starts))
-        offset = verb * each + turn * size % each
+        verb = stream.verb_of(count)
+        offset = begins[verb] + turns[verb] * size % each
         place = memory.address + count % slots * size
         pending.append(starts[verb](file, offset, place, size, owner=memory))
+        turns[verb] += 1
         count += 1
     while pending:
         finish()

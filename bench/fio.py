@@ -19,6 +19,8 @@ from infinity.bench.runs import RunError
 
 ENGINES = ("io_uring", "libaio")
 """In the order in which they are tried."""
+FILE = "disk.bin"
+"""The file's name, whoever has written it."""
 DESIGN_READ, DESIGN_WRITTEN = 14.0, 12.0
 """Bytes per parameter in a step with exact state: the mix where no run has shown one."""
 
@@ -121,7 +123,7 @@ class Fio:
         """
         if shutil.which("fio") is None:
             raise SystemExit("fio is not installed, and the floor is what it measures: apt install fio")
-        path = folder / "fio.bin"
+        path = folder / FILE
         best, second = (cls(path, nbytes, seconds, engine) for engine in ENGINES)
         try:
             best.run("write", {})

@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,21 @@ def best(call: Callable[[], object], repeats: int = _REPEATS) -> float:
         call()
         fastest = min(fastest, time.perf_counter() - began)
     return fastest
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """What this machine's cores do per second beside computing; see simulated.Rates."""
+
+    update: float
+    checked: float
+    copied: float
+    shared: bool
+
+
+def cores(state_dtype: str) -> Cores:
+    """Measure what the cores do, with the threads that training has, for a type of moments; in a second."""
+    return Cores(update_rate(state_dtype), hash_rate(), copy_rate(), shares_cores())
 
 
 def update_rate(state_dtype: str) -> float:

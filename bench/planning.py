@@ -202,7 +202,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     if options.plot and not options.sweep and not options.check:
         raise ConfigError(f"--plot {options.plot}: there is a picture of a --sweep, and of a --check")
     if options.check:
-        findings, good = hindsight.check(options.check, _kernels(options), console)
+        findings, good = hindsight.check(options.check, console)
     elif options.zero:
         Setting(1, ranks=options.ranks, local_ranks=options.local_ranks)  # refuses half a machine
         findings, good = outlook.zero(outline_of(options.model), options.ranks), True
@@ -296,26 +296,18 @@ def _rates(options: argparse.Namespace, disk: Disk | None) -> Rates | None:
     """Return what one rank has of its machine; None where too little is known."""
     if disk is None or (options.ranks > 1 and not options.link):
         return None
-    kernels = _kernels(options)(options.state_dtype)
+    kernels = _kernels(options)
     on_host = options.device_memory is None
     shared = Disk(*(rate / options.local_ranks for rate in (disk.read, disk.write, disk.mixed)))
     link = options.link * 1e9 if options.link else kernels.link
     return replace(kernels, disk=shared, link=link, shared=kernels.shared and on_host)
 
 
-def _kernels(options: argparse.Namespace) -> hindsight.Kernels:
-    """Return what measures the rates of this machine's cores, once for each state dtype."""
-    known: dict[str, Rates] = {}
-
-    def rates(state_dtype: str) -> Rates:
-        if state_dtype not in known:
-            update = options.update_rate * 1e9 if options.update_rate else pace.update_rate(state_dtype)
-            known[state_dtype] = Rates(
-                Disk(1.0, 1.0, 1.0), update, pace.hash_rate(), pace.copy_rate(), shared=pace.shares_cores()
-            )
-        return known[state_dtype]
-
-    return rates
+def _kernels(options: argparse.Namespace) -> Rates:
+    """Return the rates of this machine's cores."""
+    cores = pace.cores(options.state_dtype)
+    update = options.update_rate * 1e9 if options.update_rate else cores.update
+    return Rates(Disk(1.0, 1.0, 1.0), update, cores.checked, cores.copied, shared=cores.shared)
 
 
 def _seconds(options: argparse.Namespace, outline: Outline, console: Console) -> float | None:

@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from infinity.bench import rival
+from infinity.bench import pace, rival
 from infinity.bench.cases import ALL, EQUAL, PEERS, Case, cases, chosen
 from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, show, write
 from infinity.bench.floor import Gauge, Round, gauge_on, mix
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     peer = "run beside: deepspeed, torch (in memory; with its own step and with our kernels); may be repeated"
     add("--peer", action="append", choices=PEERS, default=[], help=peer)
     add("--venv", type=Path, metavar="DIR", help="the virtual environment that has DeepSpeed")
-    seconds = "of each of the three measurements of the disk around a run; 4"
+    seconds = "of each of the measurements of the disk around a run; 4"
     add("--disk-seconds", type=_positive, default=4, metavar="N", help=seconds)
     size = "of the file to measure with, at most a quarter of what is free; 2GiB"
     add("--disk-size", type=parse_size, default=2 << 30, metavar="SIZE", help=size)
@@ -163,10 +163,10 @@ def one_run(
         if case.kind == "forward_backward":
             return Round(result, result.seconds)
         return Round(result, _computing(found, case))
-    before = gauge.measure(mix(found[case]))
+    cores, before = pace.cores(case.state_dtype), gauge.measure(mix(found[case]))
     result = measure(OWN, case.kind, model, folder, settings)
-    one = Round(result, _computing(found, case))
-    return Round(result, one.compute_s, before, gauge.measure(mix([one])))
+    one = Round(result, _computing(found, case), before, cores=cores)
+    return replace(one, after=gauge.measure(mix([one])))
 
 
 def _computing(found: Found, case: Case) -> float:
@@ -233,17 +233,21 @@ def row_of(model: str, case: Case, rounds: Sequence[Round], faster: Sequence[flo
             "binding": statistics.mode(one.terms.binding for one in rounds),
             "ratio": median(one.ratio for one in rounds),
             "ratios": [one.ratio for one in rounds],
-            "disk": _disk([one.disk for one in rounds]),
+            "own_floor_s": median(one.own_floor_s for one in rounds),
+            "own_ratios": [one.own_ratio for one in rounds],
+            "disk": _medians([one.disk for one in rounds]),
+            "own_disk": _medians([one.own_disk for one in rounds]),
+            "cores": _medians([one.cores for one in rounds]),
         }
     return row
 
 
-def _disk(speeds: Sequence[Any]) -> dict[str, float] | None:
+def _medians(rates: Sequence[Any]) -> dict[str, float] | None:
     """Return the medians of what was measured around the runs; None where nothing was."""
-    known = [asdict(one) for one in speeds if one is not None]
+    known = [asdict(one) for one in rates if one is not None]
     if not known:
         return None
-    return {part: float(statistics.median(one[part] for one in known)) for part in known[0]}
+    return {part: statistics.median(one[part] for one in known) for part in known[0]}
 
 
 def spread(values: Sequence[float]) -> str:
@@ -267,8 +271,10 @@ def findings_of(found: Found, options: argparse.Namespace, source: str) -> Findi
         Column("floor_s", "T*, seconds", "{:.2f}".format),
         Column("binding", "bound by"),
         Column("ratios", "T* / step", spread),
+        Column("own_ratios", "the same by our engine", spread),
         Column("bytes_per_parameter", "B per parameter", "{:.1f}".format),
         Column("disk", "disk, GB/s: r / w / mixed", _rates),
+        Column("own_disk", "by our engine", _rates),
         Column("peak_rss", "peak memory", format_size),
         Column("loss", "loss", "{:.3f}".format),
     ]
@@ -276,7 +282,7 @@ def findings_of(found: Found, options: argparse.Namespace, source: str) -> Findi
     if base is not None:
         columns.append(Column("times_as_fast", f"times as fast as {base.name}", spread))
     if not any(row.get("disk") for row in rows):
-        columns = [one for one in columns if one.key != "disk"]
+        columns = [one for one in columns if one.key not in ("disk", "own_disk", "own_ratios")]
     said = [
         *verdicts(found, options),
         f"Llama of {parameter_count(options.model) / 1e6:.1f} M parameters, bf16, one sequence, checkpointed",

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from infinity.bench.fio import Bandwidth
-from infinity.bench.floor import Round
+from infinity.bench.floor import Round, Speeds
+from infinity.bench.pace import Cores
 from infinity.bench.runs import Measured
 
 RUN = Measured(
@@ -28,8 +29,10 @@ RUN = Measured(
     versions={},
 )
 DISK = Bandwidth(read=2000.0, write=3000.0, mixed=1600.0)
+SPEEDS = Speeds(fio=DISK, own=Bandwidth(read=4000.0, write=4000.0, mixed=3250.0))
+CORES = Cores(update=1e9, checked=1e10, copied=1e10, shared=True)
 
 
 def a_round(compute_s: float = 5.0, **changes: object) -> Round:
-    """Return a run of 1000 parameters with 14 + 12 bytes each, on a disk of 2000, 3000 and 1600 B/s."""
-    return Round(replace(RUN, **changes), compute_s, before=DISK, after=DISK)
+    """Return a run of 1000 parameters with 14 + 12 bytes each, on a disk of 2000, 3000, 1600 B/s by fio."""
+    return Round(replace(RUN, **changes), compute_s, before=SPEEDS, after=SPEEDS, cores=CORES)

@@ -21,11 +21,12 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from infinity import cli, disk
-from infinity.bench import cases, step
+from infinity.bench import cases, pace, step
 from infinity.bench.cases import ALL, EQUAL, Case
+from infinity.bench.floor import Speeds
 from infinity.bench.runs import OWN, parameter_count
 from infinity.errors import ConfigError
-from measurements import DISK, RUN, a_round
+from measurements import CORES, RUN, SPEEDS, a_round
 
 SMALL = "512MiB"
 RIVAL, PLAIN, KERNELS = (Case(kind, 64) for kind in ("deepspeed", "plain", "plain_kernels"))
@@ -125,7 +126,7 @@ class FakeGauge:
 
     def measure(self, percent):
         self.asked.append(percent)
-        return DISK
+        return SPEEDS
 
 
 def test_rounds_alternate_and_the_disk_is_measured_around_each_of_our_runs(monkeypatch, tmp_path):
@@ -136,6 +137,7 @@ def test_rounds_alternate_and_the_disk_is_measured_around_each_of_our_runs(monke
         return replace(RUN, peak_nbytes=1000 * len(ran), seconds=float(len(ran)))
 
     monkeypatch.setattr(step, "measure", measure)
+    monkeypatch.setattr(pace, "cores", lambda state_dtype: replace(CORES, update=float(len(ran))))
     options = parsed("--rounds", "2", "--host-memory", SMALL, EQUAL, "--peer", "deepspeed")
     entries = cases.cases([64], options.host_memory, ["backward"], ["fp32"], options.peer)
     gauge, out = FakeGauge(), StringIO()
@@ -150,6 +152,7 @@ def test_rounds_alternate_and_the_disk_is_measured_around_each_of_our_runs(monke
     assert [memory for _, _, memory in ran] == [None, None, SMALL, 2000, None, None, SMALL, 6000]
     assert gauge.asked == [54] * 8
     assert [one.compute_s for one in found[EXACT]] == [1.0, 5.0]
+    assert [one.cores.update for one in found[EXACT]] == [2.0, 6.0]  # anew for each run, right before it
     assert len(out.getvalue().splitlines()) == 8
 
 
@@ -229,6 +232,10 @@ def test_a_row_has_what_a_prediction_is_checked_against():
         "floor_s": 16.25,
         "binding": "mixed",
         "ratio": 0.5,
+        "own_disk": {"read": 4000.0, "write": 4000.0, "mixed": 3250.0},
+        "own_floor_s": 8.0,
+        "own_ratios": [8 / 65, 8 / 32.5, 8 / 26],
+        "cores": {"update": 1e9, "checked": 1e10, "copied": 1e10, "shared": True},
         "resident": False,
     }
     assert {key: row[key] for key in expected} == expected
@@ -251,7 +258,7 @@ def test_the_findings_are_json_and_a_table_and_a_picture():
     for row in findings.rows:
         shown = {one.key: one.show(row[one.key]) for one in findings.columns if row.get(one.key) is not None}
         assert shown["all_seconds"] == f"{row['seconds']:.2f}"
-    assert shown["disk"] == "0.00 / 0.00 / 0.00"
+    assert shown["disk"] == shown["own_disk"] == "0.00 / 0.00 / 0.00"
     axes = Figure().add_subplot()
     findings.draw(axes)
     assert [bar.get_width() for bar in axes.patches] == [5.0, 40.0, 32.5]
@@ -259,10 +266,10 @@ def test_the_findings_are_json_and_a_table_and_a_picture():
 
 
 def test_a_disk_that_cannot_be_measured_has_no_column():
-    found = {EXACT: [replace(a_round(), before=None, after=None)]}
+    found = {EXACT: [replace(a_round(), before=Speeds(), after=Speeds())]}
     findings = step.findings_of(found, parsed(), "not measured")
-    assert "disk" not in [column.key for column in findings.columns]
-    assert findings.rows[0]["disk"] is None
+    assert not {"disk", "own_disk", "own_ratios"} & {column.key for column in findings.columns}
+    assert (findings.rows[0]["disk"], findings.rows[0]["own_disk"]) == (None, None)
     assert findings.rows[0]["binding"] == "compute"
 
 

@@ -13,8 +13,9 @@ import pytest
 from infinity import aio
 from infinity.bench import floor, traffic
 from infinity.bench.fio import Bandwidth, Fio, mean, rates, read_percent
+from infinity.bench.floor import Speeds
 from infinity.bench.runs import RunError
-from measurements import DISK, RUN, a_round
+from measurements import DISK, RUN, SPEEDS, a_round
 
 ANSWER = """{
   "fio version" : "fio-3.33",
@@ -55,15 +56,24 @@ def test_a_step_that_moves_nothing_is_bound_by_computing():
 
 def test_where_the_disk_cannot_be_measured_computing_is_all_that_is_known():
     assert floor.terms(5.0, 1e12, 1e12, None) == floor.Terms(5.0, 0, 0, 0)
-    assert replace(a_round(), after=None).disk is None
+    assert replace(a_round(), after=Speeds()).disk is None
 
 
 def test_a_round_uses_the_disk_as_it_was_around_its_run():
-    slower = replace(DISK, mixed=1000.0)
+    slower = Speeds(replace(DISK, mixed=1000.0), replace(SPEEDS.own, mixed=1950.0))
     one = replace(a_round(seconds=20.0), after=slower)
     assert one.disk == replace(DISK, mixed=1300.0)
     assert one.terms.mixed == 20.0
     assert one.ratio == 1.0
+    assert one.own_disk == replace(SPEEDS.own, mixed=2600.0)
+    assert (one.own_floor_s, one.own_ratio) == (10.0, 0.5)
+
+
+def test_without_fio_the_floor_is_what_our_own_engine_reached():
+    ours = Speeds(own=DISK)
+    one = replace(a_round(), before=ours, after=ours)
+    assert one.disk == one.own_disk == DISK
+    assert one.terms.floor_s == one.own_floor_s == 16.25
 
 
 def test_the_mix_of_a_case_is_that_of_its_last_run_and_the_design_s_before_it():
@@ -78,12 +88,11 @@ def test_the_mix_of_a_case_is_that_of_its_last_run_and_the_design_s_before_it():
 @pytest.mark.disk
 def test_without_fio_the_disk_is_measured_as_training_does(folder, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    gauge = floor.gauge_on(folder, 1 << 30, 1)
+    gauge = floor.gauge_on(folder, 64 << 20, 1)
     assert "fio is not installed" in gauge.source
     found = gauge.measure(54)
-    assert found is not None
-    assert min(found.read, found.write, found.mixed) > 0
-    assert list(folder.iterdir()) == []
+    assert found.fio is None
+    assert min(found.own.read, found.own.write, found.own.mixed) > 0
 
 
 @pytest.mark.disk
@@ -91,16 +100,17 @@ def test_the_page_cache_is_not_taken_for_the_disk(folder, monkeypatch):
     monkeypatch.setenv("INFINITY_AIO", "buffered")
     gauge = floor.gauge_on(folder, 1 << 30, 1)
     assert "not measured" in gauge.source
-    assert gauge.measure(54) is None
+    assert gauge.measure(54) == Speeds()
 
 
 def test_fio_gets_a_quarter_of_what_is_free_and_a_full_disk_is_told(fio_without_io_uring, monkeypatch):
     class Status:
-        f_bavail, f_frsize = 60_000, 4096
+        f_bavail, f_blocks, f_frsize = 60_000, 100_000, 4096
 
     monkeypatch.setattr(os, "statvfs", lambda _: Status)
     gauge = floor.gauge_on(fio_without_io_uring, 1 << 30, 1)
-    assert gauge.source == "fio, libaio, O_DIRECT, 58 MiB, the run's own mix"
+    assert gauge.source.startswith("fio, libaio, 32 x 1.0 MiB; our engine: ")
+    assert gauge.source.endswith("; O_DIRECT, the same 58.0 MiB, the run's own mix")
     assert f"--size={58 << 20}" in (fio_without_io_uring / "calls").read_text()
     Status.f_bavail = 30_000
     with pytest.raises(aio.StorageFullError, match="122880000 B free"):

@@ -285,15 +285,16 @@ def test_kernels_are_timed_for_every_state(state_dtype, monkeypatch):
 
 def measured(**changes):
     row = {"kind": "infinity", "model": "25m", "tokens": 64, "host_memory": 64 << 20, "state_dtype": "fp32"}
-    row |= {"update": "backward", "compute_s": 1.0, "disk": {"read": 2e9, "write": 1e9, "mixed": 1.5e9}}
-    row["seconds"] = hindsight.foretell(row, KERNELS).seconds
+    row |= {"update": "backward", "compute_s": 1.0, "own_disk": {"read": 2e9, "write": 1e9, "mixed": 1.5e9}}
+    row |= {"cores": {"update": 1e9, "checked": 1e10, "copied": 1e10, "shared": True}}
+    row["seconds"] = hindsight.foretell(row).seconds
     return {**row, **changes}
 
 
 def checked(tmp_path, *rows):
     path = tmp_path / "step.json"
     path.write_text(json.dumps({"rows": rows}))
-    return hindsight.check([path], lambda _: KERNELS, Console(quiet=True))
+    return hindsight.check([path], Console(quiet=True))
 
 
 def test_a_forecast_that_is_right_passes(tmp_path):
@@ -317,11 +318,19 @@ def test_the_command_checks_files_and_fails_where_a_forecast_does(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"), [({"model": "13q"}, "expected one of"), ({"disk": None}, "none of its 1 rows")]
+    ("change", "says"),
+    [({"model": "13q"}, "expected one of"), ({"own_disk": None}, "with .*own_disk, cores")],
 )
 def test_rows_that_cannot_be_forecast_are_named(change, says, tmp_path):
     with pytest.raises(ConfigError, match=says):
         checked(tmp_path, measured(**change))
+
+
+@pytest.mark.parametrize("part", ["own_disk", "cores"])
+def test_a_forecast_is_made_with_what_was_measured_beside_the_run(part, tmp_path):
+    row = measured(tokens=16, compute_s=0.001)
+    slower = {name: rate / 9 if name != "shared" else rate for name, rate in row[part].items()}
+    assert hindsight.foretell({**row, part: slower}).seconds > 2 * hindsight.foretell(row).seconds
 
 
 @pytest.mark.parametrize("name", SHAPES)
