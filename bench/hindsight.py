@@ -32,8 +32,8 @@ _NEEDED = (*_SETTING, "seconds", "compute_s", "own_disk", "cores")
 
 def foretell(row: Mapping[str, Any]) -> Forecast:
     """Forecast the step that a row of `infinity bench step` has measured, from its setting and from what was
-    measured around it: the seconds that computing takes alone, what our own engine moved on its disk, what its
-    cores updated, hashed and copied. Nothing is taken from the run itself.
+    measured around it: the seconds that computing takes alone, what our own engine moved on its disk, what
+    its cores updated, hashed and copied. Nothing is taken from the run itself.
 
     Raises: ConfigError for a model that is none of runs.SHAPES.
     """
