@@ -23,6 +23,9 @@ from infinity.plan import Plan, make_plan
 from infinity.shard import Format, lay_out
 from infinity.sizes import BLOCK, format_size, round_up
 
+Spills = Mapping[int, tuple[tuple[int, int], ...]]
+"""Bytes read and written of a gradient in each micro-batch, by unit; the update reads the last."""
+
 _STEP_NBYTES = 1 << 20
 """Budgets are searched to the MiB, as memory.least_total does."""
 
@@ -114,8 +117,10 @@ class _Sizes:
     """Elements of this rank's share of each unit, padded."""
     resident: tuple[int, ...]
     """Bytes of whole units while resident."""
+    gradient_numels: tuple[int, ...]
+    """Elements of this rank's share of gradients; 0 of what is frozen."""
     gradients: tuple[int, ...]
-    """Bytes of this rank's share of gradients, as kept in host memory; 0 of what is frozen."""
+    """Bytes of these at the end of a step, as kept in host memory."""
 
     def field(self, unit: int, name: str, tile_numel: int) -> int:
         """Bytes of a field in its extent: each tile is whole blocks."""
@@ -131,12 +136,14 @@ class _Sizes:
 def _sizes(outline: Outline, setting: Setting) -> _Sizes:
     form = Format(setting.state_dtype)
     align, wide = form.align_numel, 4 if setting.micro_batches > 1 else 2
+    numels = tuple(-(-part.numel // setting.ranks) if part.trainable else 0 for part in outline.parts)
     wholes = [lay_out([("", shape) for shape in part.shapes], align).numel for part in outline.parts]
     return _Sizes(
         form,
         tuple(round_up(-(-whole // setting.ranks), align) for whole in wholes),
         tuple(2 * whole for whole in wholes),
-        tuple(wide * -(-part.numel // setting.ranks) if part.trainable else 0 for part in outline.parts),
+        numels,
+        tuple(wide * numel for numel in numels),
     )
 
 
@@ -158,24 +165,24 @@ def demand(outline: Outline, setting: Setting) -> Demand:
     window = budget.ahead_nbytes if setting.device_nbytes is None else setting.device_nbytes
     script = outline.script(micro_batches=setting.micro_batches)
     trace = trace_of(script)
-    first = make_plan(trace, sizes.resident, window, lead=1)
-    placement = _place(sizes, setting, budget, _fetches(first, len(sizes.numels)))
+    once = make_plan(trace_of(outline.script()), sizes.resident, window, lead=1)
+    placement = _place(sizes, setting, budget, _fetches(once, len(sizes.numels)))
     kept_nbytes = sum(sizes.field(*key, budget.tile_numel) for key in placement)
     stored = setting.nvme and setting.update == "forward"
-    spilled = _spilled(script, sizes, budget.kept_nbytes - kept_nbytes) if stored else set()
-    in_first = _spilled(script, sizes, budget.kept_nbytes) if stored else set()
+    spills = _spills(script, sizes, budget.kept_nbytes - kept_nbytes) if stored else {}
+    in_first = _spills(script, sizes, budget.kept_nbytes) if stored else {}
     fetched = _fetched_sizes(sizes, setting, placement)
-    plan = first if fetched == list(sizes.resident) else make_plan(trace, fetched, window, lead=1)
+    plan = make_plan(trace, fetched, window, lead=1)
     return Demand(
         setting=setting,
         budget=budget,
         plan=plan,
         placement=placement,
-        units=tuple(_moves(outline, sizes, setting, budget, placement, spilled)),
-        moved=_moved(outline, sizes, setting, budget, placement, spilled, plan),
+        units=tuple(_moves(outline, sizes, setting, budget, placement, spills)),
+        moved=_moved(outline, sizes, setting, budget, placement, spills, plan),
         nvme_nbytes=_stored(sizes, setting, budget, in_first),
         pinned_nbytes=kept_nbytes,
-        kept_gradients_nbytes=_kept_gradients(sizes, setting, spilled),
+        kept_gradients_nbytes=_kept_gradients(sizes, setting, spills),
         in_use_nbytes=_in_use(outline, sizes),
         uses=len(trace),
     )
@@ -234,34 +241,48 @@ def _fetches(plan: Plan, units: int) -> list[int]:
     return counts
 
 
-def _place(sizes: _Sizes, setting: Setting, budget: Budget, fetches: Sequence[int]) -> Placement:
-    """Return what `pins` would put into host memory after the first step."""
+def _place(sizes: _Sizes, setting: Setting, budget: Budget, once: Sequence[int]) -> Placement:
+    """Return what `pins` would put into host memory after the first step; once: fetches of each unit in one
+    micro-batch, which is all that the engine plans for before it has seen a step.
+    """
     if not setting.nvme:
         keys = [(unit, name) for unit in range(len(sizes.numels)) for name in sizes.form.fields]
         return MappingProxyType(dict.fromkeys(keys, "host"))
     candidates = []
-    for unit, count in enumerate(fetches):
+    for unit, count in enumerate(once):
         updates = float(sizes.gradients[unit] > 0)
         for name in sizes.form.fields if updates else ("hi", "lo"):
             nbytes = sizes.field(unit, name, budget.tile_numel)
-            candidates.append(Candidate(unit, name, nbytes, count if name == "hi" else updates, updates))
+            reads = count * setting.micro_batches if name == "hi" else updates
+            candidates.append(Candidate(unit, name, nbytes, reads, updates))
     kept = budget.kept_nbytes
     gradients = 0 if setting.update == "backward" else min(kept, sum(sizes.gradients))
     return revise({}, candidates, Rooms(0, kept, gradients)).placement
 
 
-def _spilled(script: Sequence[Act], sizes: _Sizes, room_nbytes: int) -> set[int]:
-    """Return the units whose gradients find no room in host memory, in the order in which they come."""
-    found: set[int] = set()
-    seen: set[int] = set()
+def _spills(script: Sequence[Act], sizes: _Sizes, room_nbytes: int) -> Spills:
+    """Return what each micro-batch reads and writes of the gradients that find no room in host memory, in the
+    order in which they come: of 16 bits at first, and of 32 from the second on, by which some have to go that
+    had room.
+    """
+    found: dict[int, tuple[tuple[int, int], ...]] = {}
+    came: Counter[int] = Counter()
+    held: Counter[int] = Counter()
     for act in script:
-        if act.verb != "gradient" or act.unit in seen:
+        if act.verb != "gradient":
             continue
-        seen.add(act.unit)
-        if sizes.gradients[act.unit] <= room_nbytes:
-            room_nbytes -= sizes.gradients[act.unit]
-        else:
-            found.add(act.unit)
+        unit = act.unit
+        came[unit] += 1
+        width = min(2 * came[unit], 4)
+        more = width * sizes.gradient_numels[unit] - held[unit]
+        if unit not in found and more <= room_nbytes:
+            room_nbytes -= more
+            held[unit] += more
+            continue
+        room_nbytes += held.pop(unit, 0)
+        before = found.get(unit, ((0, 0),) * (came[unit] - 1))
+        stored = before[-1][1] if before else 0
+        found[unit] = (*before, (stored, width * sizes.numels[unit]))
     return found
 
 
@@ -291,7 +312,7 @@ def _moves(
     setting: Setting,
     budget: Budget,
     placement: Placement,
-    spilled: set[int],
+    spills: Spills,
 ) -> Iterator[Moves]:
     for unit, part in enumerate(outline.parts):
         away = {
@@ -299,7 +320,7 @@ def _moves(
             for name in sizes.form.fields
             if (unit, name) not in placement and (part.trainable or name in ("hi", "lo"))
         }
-        spills, back = _spills(sizes, setting, unit) if unit in spilled else ((), 0)
+        of_gradient = spills.get(unit, ())
         in_place = _in_place(unit, setting, placement)
         yield Moves(
             numel=sizes.numels[unit],
@@ -309,19 +330,9 @@ def _moves(
             gathered_nbytes=sizes.resident[unit] * (setting.ranks - 1) // setting.ranks,
             in_place=in_place,
             trainable=part.trainable,
-            spills=spills,
-            spilled_nbytes=back,
+            spills=of_gradient,
+            spilled_nbytes=of_gradient[-1][1] if of_gradient else 0,
         )
-
-
-def _spills(sizes: _Sizes, setting: Setting, unit: int) -> tuple[tuple[tuple[int, int], ...], int]:
-    """Return what each micro-batch reads and writes of a spilled gradient, and what the update reads: 16
-    bits, and 32 from the second on.
-    """
-    narrow, wide = 2 * sizes.numels[unit], 4 * sizes.numels[unit]
-    further = setting.micro_batches - 1
-    spills = [(0, narrow), (narrow, wide), *[(wide, wide)] * further]
-    return tuple(spills[: further + 1]), wide if further else narrow
 
 
 def _moved(
@@ -330,7 +341,7 @@ def _moved(
     setting: Setting,
     budget: Budget,
     placement: Placement,
-    spilled: set[int],
+    spills: Spills,
     plan: Plan,
 ) -> Mapping[tuple[str, str], int]:
     """Return a step's NVMe bytes by field and direction. `hi` is read as often as its unit is fetched, and
@@ -348,26 +359,25 @@ def _moved(
             nbytes = sizes.field(unit, name, budget.tile_numel)
             moved[name, "read"] += nbytes * (fetches + again if name == "hi" else 1)
             moved[name, "written"] += nbytes if trainable else 0
-        if unit in spilled:
-            spills, back = _spills(sizes, setting, unit)
-            moved["grad", "read"] += sum(read for read, _ in spills) + back
-            moved["grad", "written"] += sum(written for _, written in spills)
+        if of_gradient := spills.get(unit):
+            moved["grad", "read"] += sum(read for read, _ in of_gradient) + of_gradient[-1][1]
+            moved["grad", "written"] += sum(written for _, written in of_gradient)
     return MappingProxyType(dict(moved))
 
 
-def _stored(sizes: _Sizes, setting: Setting, budget: Budget, spilled: set[int]) -> int:
+def _stored(sizes: _Sizes, setting: Setting, budget: Budget, spills: Spills) -> int:
     if not setting.nvme:
         return 0
     wide = 4 if setting.micro_batches > 1 else 2
     return sizes.fields(sizes.form.fields, budget.tile_numel) + sum(
-        wide * sizes.numels[unit] for unit in spilled
+        wide * sizes.numels[unit] for unit in spills
     )
 
 
-def _kept_gradients(sizes: _Sizes, setting: Setting, spilled: set[int]) -> int:
+def _kept_gradients(sizes: _Sizes, setting: Setting, spills: Spills) -> int:
     if setting.update == "backward":
         return 0
-    return sum(nbytes for unit, nbytes in enumerate(sizes.gradients) if unit not in spilled)
+    return sum(nbytes for unit, nbytes in enumerate(sizes.gradients) if unit not in spills)
 
 
 def _in_use(outline: Outline, sizes: _Sizes) -> int:

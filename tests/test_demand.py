@@ -57,7 +57,9 @@ def moved(engine):
         (4, {"update": "forward"}),
         (24, {"update": "backward"}),
         (24, {"update": "forward"}),
+        (1, {"update": "forward", "micro_batches": 2}),
         (24, {"update": "forward", "micro_batches": 2}),
+        (24, {"update": "forward", "micro_batches": 3}),
         (16, {"update": "backward", "state_dtype": "int8"}),
         (256, {"update": "backward"}),
     ],
@@ -76,8 +78,11 @@ def test_the_engine_moves_what_was_planned(mib, changes, folder):
     assert trace == trace_of(OUTLINE.script(micro_batches=setting.micro_batches))
     assert engine.budget == need.budget
     assert sum(took.values()) == pytest.approx(need.read_nbytes + need.written_nbytes, rel=0.05)
-    for key, nbytes in took.items():
-        assert need.moved.get(key, 0) == pytest.approx(nbytes, abs=0.05 * sum(took.values())), key
+    for key in {*took, *need.moved}:
+        nbytes = took.get(key, 0)
+        assert need.moved.get(key, 0) == pytest.approx(nbytes, rel=0.02, abs=0.02 * sum(took.values())), key
+    for way in ("read", "written"):  # of gradients that find no room, to the byte
+        assert need.moved.get(("grad", way), 0) == took.get(("grad", way), 0)
 
 
 @pytest.mark.disk
