@@ -41,7 +41,10 @@ _PLAN = "will a model fit, how fast will it train, what limits it: without train
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line asks for, and return the exit code."""
     parser = _parser()
-    options = parser.parse_args(arguments)
+    try:
+        options = parser.parse_args(arguments)  # imports what the command needs, for seconds
+    except KeyboardInterrupt:
+        return 130
     try:
         code: int = options.run(options)
     except Interrupted as interrupted:

@@ -107,8 +107,11 @@ def speed_of(folder: str, engine_kind: str | None = None) -> DiskSpeed:
 
     `default_speed` with INFINITY_MEASURE=0, with the engine "buffered", and where measuring fails; that is
     logged.
+
+    Raises: aio.EngineUnavailableError where an engine that was named, here or by INFINITY_AIO, does not work.
     """
-    kind = engine_kind or os.environ.get("INFINITY_AIO") or ""
+    named = engine_kind or os.environ.get("INFINITY_AIO") or ""
+    kind = named
     try:
         with aio.open_engine(folder, engine_kind) as engine:
             kind = engine.kind
@@ -119,6 +122,8 @@ def speed_of(folder: str, engine_kind: str | None = None) -> DiskSpeed:
         with _alone():  # a second process waits here for the first, and finds its result
             return measured(folder, kind) or _measure(folder, kind)
     except (OSError, ValueError) as error:
+        if named and isinstance(error, aio.EngineUnavailableError):
+            raise  # nothing goes on without it
         speed = default_speed(kind if kind in aio.KINDS else aio.KINDS[0])
         logger.warning(
             "the disk of %s was not measured: %s\n  going on with %d requests of %s in flight",

@@ -75,4 +75,5 @@ def recompute_blocks(model: Any) -> None:
     """
     with warnings.catch_warnings():  # the new name of it is younger than the transformers that we take
         warnings.simplefilter("ignore", FutureWarning)
+        model.config.use_cache = False  # of keys and values, for text to be generated: else it says so itself
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

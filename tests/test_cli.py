@@ -261,6 +261,14 @@ def test_an_error_of_a_measurement_is_one_paragraph_with_its_name(fake, capsys):
         cli.main(["bench", "io", "--traceback"])
 
 
+def test_ctrl_c_while_a_command_is_imported_is_no_error(fake):
+    def interrupted(parser):
+        raise KeyboardInterrupt
+
+    fake.add_arguments = interrupted
+    assert cli.main(["bench", "io"]) == 130
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_a_measurement_and_what_it_holds_is_given_back(fake, number, code):
     closed = []

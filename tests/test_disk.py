@@ -1,5 +1,6 @@
 """The measurement of a disk and its cache. Trusts the clock and the disk; how fast it is does not matter."""
 
+import errno
 import json
 import logging
 import subprocess
@@ -117,6 +118,21 @@ def test_a_folder_that_is_not_there_is_named(folder, caplog):
     assert disk.measured(missing) is None
     assert disk.speed_of(missing).mixed == 0
     assert "missing" in caplog.text
+
+
+@pytest.mark.parametrize("by", ["argument", "environment"])
+def test_an_engine_that_was_named_and_does_not_work_is_refused_once(folder, monkeypatch, caplog, by):
+    def refusing(folder, kind=None, **settings):
+        raise aio.EngineUnavailableError.of_kind("io_uring", errno.EPERM, "starting it", folder)
+
+    monkeypatch.setattr(aio, "open_engine", refusing)
+    monkeypatch.setenv("INFINITY_AIO", "io_uring" if by == "environment" else "")
+    with pytest.raises(aio.EngineUnavailableError, match="io_uring"):
+        disk.speed_of(str(folder), "io_uring" if by == "argument" else None)
+    assert caplog.text == ""
+    monkeypatch.setenv("INFINITY_AIO", "")
+    assert disk.speed_of(str(folder)).mixed == 0
+    assert "io_uring" in caplog.text
 
 
 def test_the_page_cache_is_not_measured(folder, caplog):

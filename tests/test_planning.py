@@ -255,11 +255,17 @@ def test_a_model_too_large_to_time_asks_for_its_speed(monkeypatch):
         pace.compute_seconds("1t", sketch.outline_of("1t"), 2048, 2048)
 
 
-def test_blocks_that_are_timed_are_recomputed_without_a_word(recwarn):
-    model, _ = pace._shallow("1m", 32)
+def test_blocks_that_are_timed_are_recomputed_without_a_word(recwarn, tmp_path, capfd):
+    """transformers warns of a cache of keys and values that a config asks for, by a logger of its own."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "use_cache": True, **sizes}))
+    model, _ = pace._shallow(str(tmp_path), 32)
     recwarn.clear()
-    assert any(getattr(one, "gradient_checkpointing", False) for one in pace._real(model).modules())
+    real = pace._real(model)
+    assert any(getattr(one, "gradient_checkpointing", False) for one in real.modules())
+    real(input_ids=torch.zeros(1, 4, dtype=torch.long))
     assert [str(one.message) for one in recwarn] == []
+    assert "use_cache" not in capfd.readouterr().err
 
 
 def test_blocks_that_do_not_train_here_are_told_and_ask_for_their_speed(monkeypatch):
