@@ -26,6 +26,10 @@ class Stream:
     request_nbytes: int
     in_flight: int
     """Requests that are submitted and not yet waited for."""
+    together: int = 1
+    """Requests that are waited for at once, when so many are in flight: to wake up a sleeping thread costs as
+    much as several requests. What is left in flight has to keep the engine busy.
+    """
     read_percent: int = 50
     """Of MIXED requests, that are reads; they are spread evenly."""
 
@@ -87,21 +91,22 @@ def move(
     pending: deque[Completion] = deque()
     latencies_s: list[float] = []
 
-    def finish() -> None:
-        oldest = pending.popleft()
-        oldest.wait()
-        latencies_s.append((oldest.ended_s or 0.0) - oldest.began_s)
+    def finish(count: int) -> None:
+        pending[count - 1].wait()  # asleep once, as requests end about in the order in which they began
+        for oldest in (pending.popleft() for _ in range(count)):
+            oldest.wait()
+            latencies_s.append((oldest.ended_s or 0.0) - oldest.began_s)
 
     count, slots, began_s = 0, len(memory) // size, time.perf_counter()
     while count * size < at_most and time.perf_counter() - began_s < seconds:
         if len(pending) >= stream.in_flight:
-            finish()
+            finish(stream.together)
         verb = stream.verb_of(count)
         offset = begins[verb] + turns[verb] * size % each
         place = memory.address + count % slots * size
         pending.append(starts[verb](file, offset, place, size, owner=memory))
         turns[verb] += 1
         count += 1
-    while pending:
-        finish()
+    if pending:
+        finish(len(pending))
     return Moved(count * size, time.perf_counter() - began_s, latencies_s)

@@ -35,8 +35,10 @@ Samples = Mapping[Cell, list[Sample]]
 
 
 def requests_for(nbytes: int, request: int) -> int:
-    """Return how many requests keep so many bytes in flight, and as many waiting: no engine runs dry."""
-    return max(2 * (nbytes // request), nbytes // request + 2)
+    """Return how many requests keep so many bytes in flight, and twice as many waiting: no engine runs dry,
+    and who submits them may sleep meanwhile.
+    """
+    return max(3 * (nbytes // request), nbytes // request + 2)
 
 
 def cells_of(
@@ -120,6 +122,12 @@ def counterparts(cell: Cell, samples: Samples) -> Iterator[tuple[str, list[Sampl
 def ratios(ours: Sequence[Sample], theirs: Sequence[Sample]) -> list[float]:
     """Return our rate over theirs, round by round."""
     return [one.bytes_per_s / other.bytes_per_s for one, other in zip(ours, theirs, strict=True)]
+
+
+def cpu_ratios(ours: Sequence[Sample], theirs: Sequence[Sample]) -> list[float]:
+    """Return our CPU time per byte over theirs, of the rounds in which theirs was counted at all."""
+    pairs = zip(ours, theirs, strict=True)
+    return [one.cpu_s_per_gb / other.cpu_s_per_gb for one, other in pairs if other.cpu_s_per_gb > 0]
 
 
 def best(samples: Samples, verb: str, names: Sequence[str], places: tuple[int, ...]) -> list[Sample]:

@@ -124,7 +124,7 @@ class Own:
         with _opened(folder, self.speed) as engine, engine.open_named(str(folder), self.path.name) as file:
             memory = Stream(MIXED, _REQUEST_NBYTES, _in_flight(self.speed)).memory()
             for verb in (READ, WRITE, MIXED):
-                stream = Stream(verb, _REQUEST_NBYTES, _in_flight(self.speed), percent)
+                stream = Stream(verb, _REQUEST_NBYTES, _in_flight(self.speed), read_percent=percent)
                 moved = move(engine, file, memory, stream, self.nbytes, seconds=self.seconds)
                 rates.append(moved.nbytes / moved.wall_s)
         return Bandwidth(*rates)

@@ -32,6 +32,7 @@ from infinity.bench.cells import (
     best,
     cells_of,
     counterparts,
+    cpu_ratios,
     cpu_time,
     folders_of,
     measure,
@@ -117,6 +118,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     check_outputs(options)
     grid = grid_of(options)
     check(options, grid)
+    if options.tune:
+        _check_cache()
     huge = not options.small_pages
     others = [
         peer for name in dict.fromkeys(options.peer) for peer in peers(name, options.nvme[0], huge=huge)
@@ -192,6 +195,14 @@ def check(options: argparse.Namespace, grid: Mapping[str, Sequence[Any]]) -> Non
         check_folder(folder)
     check_apart(options.nvme)
     _check_room(options.nvme, options.size)
+
+
+def _check_cache() -> None:
+    """Refuse to measure what could not be kept. Raises: ConfigError."""
+    try:
+        disk.check_cache()
+    except OSError as error:
+        raise ConfigError(f"--tune keeps what it finds in a cache: {error}. Set INFINITY_CACHE.") from error
 
 
 def _check_room(folders: Sequence[str], nbytes: int) -> None:
@@ -287,8 +298,10 @@ def verdicts_of(samples: Samples) -> Iterator[str]:
             ring = f"{peer} io_uring"
             ours, its = (thriftiest(samples, verb, name, places) for name in (engine, ring))
             if ours and its and engine == "io_uring":
-                times = [one.cpu_s_per_gb / other.cpu_s_per_gb for one, other in zip(ours, its, strict=True)]
-                yield Target("≤", 1, f"of the CPU time per GB of {ring}, {where}").verdict(times)
+                times = cpu_ratios(ours, its)
+                few = f"CPU time per GB beside {ring}, {where}: {ring} counted none in so short a time"
+                target = Target("≤", 1, f"of the CPU time per GB of {ring}, {where}")
+                yield target.verdict(times) if times else few
 
 
 def tune(index: int, folder: str, samples: Samples) -> Iterator[str]:

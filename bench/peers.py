@@ -55,6 +55,12 @@ class Work:
         each = math.ceil(self.request_nbytes / self.piece_nbytes)
         return min(self.depth, self.in_flight * each)
 
+    @property
+    def together(self) -> int:
+        """How many requests may end before more are needed to keep that depth."""
+        busy = math.ceil(self.peers_depth * self.block_nbytes / self.request_nbytes)
+        return max(1, self.in_flight - busy)
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -166,7 +172,7 @@ class Ours:
 
     def measure(self, places: Sequence[Place], work: Work, seconds: float) -> Sample:
         """Move a stream of requests in each place; CPU time is the process's, Python's share and all."""
-        stream = Stream(work.verb, work.request_nbytes, work.in_flight)
+        stream = Stream(work.verb, work.request_nbytes, work.in_flight, work.together)
         with ExitStack() as stack:
             engines = [stack.enter_context(self.engine(place.folder, work)) for place in places]
             memories = [stream.memory(huge=self.huge) for _ in places]

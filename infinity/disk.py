@@ -287,6 +287,17 @@ def keep(folder: str, speed: DiskSpeed) -> None:
         _put(folder, speed)
 
 
+def check_cache() -> None:
+    """See that a measurement could be kept, before it takes its time.
+
+    Raises: OSError naming the folder that cannot be made or written.
+    """
+    place = _cache_folder()
+    place.mkdir(parents=True, exist_ok=True)
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, "no right to write there", str(place))
+
+
 def _put(folder: str, speed: DiskSpeed) -> None:
     entries = {**_cached(), f"{_identity(folder)} {speed.engine}": speed}
     text = json.dumps({key: asdict(entry) for key, entry in entries.items()}, indent=1)

@@ -136,9 +136,25 @@ def test_peers_get_what_reaches_the_kernel_from_ours():
 
 
 def test_an_engine_is_never_asked_for_fewer_bytes_than_its_depth_holds():
-    assert cells.requests_for(32 << 20, 4 << 20) == 16
+    assert cells.requests_for(32 << 20, 4 << 20) == 24
     assert cells.requests_for(32 << 20, 64 << 20) == 2
     assert cells.requests_for(4 << 20, 4 << 20) == 3
+
+
+@pytest.mark.parametrize(
+    ("request_nbytes", "piece_nbytes", "depth", "in_flight", "together"),
+    [
+        (16 << 20, 1 << 20, 32, 6, 4),
+        (4096, 4096, 32, 96, 64),
+        (1 << 20, 1 << 20, 8, 1, 1),
+        (64 << 20, 1 << 20, 8, 2, 1),
+    ],
+)
+def test_what_is_not_waited_for_keeps_the_depth(request_nbytes, piece_nbytes, depth, in_flight, together):
+    work = Work(READ, request_nbytes, piece_nbytes, depth, in_flight)
+    assert work.together == together
+    left_nbytes = (in_flight - together) * request_nbytes
+    assert in_flight == 1 or left_nbytes >= depth * piece_nbytes
 
 
 def test_percentiles_are_requests_that_were_measured():
@@ -209,6 +225,14 @@ def test_cpu_time_is_compared_between_the_thriftiest_of_those_as_good_as_the_fas
     assert cells.thriftiest(found, "write", "io_uring", (0,)) == []
 
 
+def test_rounds_too_short_for_a_peer_s_cpu_time_to_be_counted_are_left_out():
+    ours = samples(1.0, 1.0, cpu=3.0)
+    some = [*samples(1.0, cpu=0.0), *samples(1.0, cpu=2.0)]
+    assert cells.cpu_ratios(ours, some) == [1.5]
+    found = {cell(Ours("io_uring"), 32): ours, cell(Fio("io_uring"), 32): samples(1.0, 1.0, cpu=0.0)}
+    assert any("counted none in so short a time" in line for line in io.verdicts_of(found))
+
+
 # Keeping the best
 
 
@@ -229,10 +253,11 @@ def test_what_would_be_kept_needs_all_three_rates(folder):
             run("--nvme", folder, "--tune", *arguments)
 
 
-def test_a_cache_that_cannot_be_written_is_an_error_for_who_asked_to_keep(folder, tmp_path, monkeypatch):
+def test_a_cache_that_cannot_be_written_is_told_before_anything_is_measured(folder, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("INFINITY_CACHE", str(tmp_path / "file" / "below"))
-    with pytest.raises(NotADirectoryError, match="below"):
+    monkeypatch.setattr(io, "measure", None)
+    with pytest.raises(ConfigError, match=r"--tune.*below.*Set INFINITY_CACHE"):
         run("--nvme", folder, "--engine", "threads", "--tune")
 
 
