@@ -16,6 +16,7 @@ PEERS = {"deepspeed": ("deepspeed",), "torch": ("plain", "plain_kernels")}
 """What --peer offers, and the kinds of contestant.py that each is."""
 NAMES = {
     "forward_backward": "forward and backward alone",
+    "beside_updates": "forward and backward beside updates",
     "deepspeed": "DeepSpeed NVMe",
     "plain": "PyTorch",
     "plain_kernels": "PyTorch, same kernels",
@@ -72,13 +73,14 @@ def cases(
     """List all of them in the order of a round.
 
     For each number of tokens, first the computing alone, which the floor needs, then DeepSpeed, whose memory
-    may be a budget.
+    may be a budget; before Infinity the computing beside updates, which a forecast needs.
     """
     found = []
     for each in tokens:
         found.append(Case("forward_backward", each))
         for peer in sorted(set(peers)):  # DeepSpeed before torch
             found += [Case(kind, each) for kind in PEERS[peer]]
+        found.append(Case("beside_updates", each))
         found += [
             Case("infinity", each, budget, update, state_dtype)
             for budget in budgets
@@ -104,6 +106,8 @@ def chosen(entries: Sequence[Case], only: Sequence[str]) -> list[Case]:
         or one.kind == "forward_backward"
         or any(text.lower() in one.name.lower() for text in only)
     ]
+    if any(one.kind == "infinity" for one in taken):
+        taken = [one for one in entries if one in taken or one.kind == "beside_updates"]
     if any(one.budget == EQUAL for one in taken) and all(one.kind != "deepspeed" for one in taken):
         raise ConfigError(
             f"--host-memory {EQUAL} is what DeepSpeed takes: add --peer deepspeed, and its name to --only"

@@ -23,7 +23,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +188,18 @@ def forward_backward(spec: Spec) -> Contestant:
     return Contestant(model, count(model), torch.Tensor.backward, forget)
 
 
+def beside_updates(spec: Spec) -> Contestant:
+    """Forward and backward alone while updates run; reports how fast these go, of what they do alone."""
+    contestant, work = forward_backward(spec), importlib.import_module("infinity.bench.beside").Work()
+    alone = work.rate(seconds=1.0)
+    work.start()
+
+    def report() -> dict[str, Any]:
+        return {"working": work.stop() / alone}
+
+    return replace(contestant, report=report)
+
+
 def plain(spec: Spec) -> Contestant:
     """Plain PyTorch in memory: bf16 weights and gradients, fp32 masters in torch's fused AdamW."""
     model = checkpointed(llama(spec))
@@ -295,6 +307,7 @@ KINDS = {
     "plain": plain,
     "plain_kernels": plain_kernels,
     "forward_backward": forward_backward,
+    "beside_updates": beside_updates,
     "infinity": infinity,
     "deepspeed": deepspeed,
 }
@@ -318,7 +331,7 @@ def import_kind(kind: str) -> dict[str, str]:
         alone()
         versions["deepspeed"] = importlib.import_module("deepspeed").__version__
         importlib.import_module("deepspeed.ops.adam")
-    elif kind in ("infinity", "plain_kernels"):
+    elif kind in ("infinity", "plain_kernels", "beside_updates"):
         importlib.import_module("infinity")
     return versions
 

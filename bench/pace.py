@@ -122,6 +122,8 @@ class Cores:
     checked: float
     copied: float
     shared: bool
+    computing: float = 0.5
+    working: float = 0.5
 
 
 def cores(state_dtype: str) -> Cores:

@@ -163,7 +163,7 @@ def one_run(
         if case.kind == "forward_backward":
             return Round(result, result.seconds)
         return Round(result, _computing(found, case))
-    cores, before = pace.cores(case.state_dtype), gauge.measure(mix(found[case]))
+    cores, before = _cores(found, case), gauge.measure(mix(found[case]))
     result = measure(OWN, case.kind, model, folder, settings)
     one = Round(result, _computing(found, case), before, cores=cores)
     return replace(one, after=gauge.measure(mix([one])))
@@ -172,6 +172,15 @@ def one_run(
 def _computing(found: Found, case: Case) -> float:
     """Return the seconds of forward and backward alone, in this round."""
     return found[Case("forward_backward", case.tokens)][-1].run.seconds
+
+
+def _cores(found: Found, case: Case) -> pace.Cores:
+    """Measure the cores; how computing and updating slow each other down was seen in this round."""
+    beside = found[Case("beside_updates", case.tokens)][-1]
+    computing = min(1.0, beside.compute_s / beside.run.seconds)
+    return replace(
+        pace.cores(case.state_dtype), computing=computing, working=min(1.0, beside.run.engine["working"])
+    )
 
 
 # What was found

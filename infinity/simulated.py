@@ -4,7 +4,8 @@ I/O.
 [Note: servers]
 Reads, writes, the lane's work, collectives and computing are *servers*, each serving one demand after the
 other at a speed that depends on who else is busy: a disk that reads and writes at once does the mix, half
-each; cores that compute and update at once do either at half the speed. Time jumps to whatever ends next.
+each; cores that compute and update at once do either at some share of its speed. Time jumps to whatever ends
+next.
 """
 
 from __future__ import annotations
@@ -45,6 +46,11 @@ class Rates:
     """Bytes of collectives that a rank receives."""
     shared: bool = True
     """Whether the lane's work takes the cores that compute."""
+    computing: float = 0.5
+    """How fast these then compute, of what they do undisturbed: less than half where threads spin while they
+    wait for each other, as torch's do."""
+    working: float = 0.5
+    """How fast the lane then works."""
 
 
 class Clock:
@@ -55,7 +61,7 @@ class Clock:
         self.now = 0.0
         self.busy_s: dict[str, float] = dict.fromkeys(SERVERS, 0.0)
         """Seconds in which each server was busy."""
-        self._disk, self._link, self._shared = rates.disk, rates.link, rates.shared
+        self._rates, self._disk = rates, rates.disk
         self._queues: dict[str, deque[tuple[float, Callable[[], None]]]] = {name: deque() for name in SERVERS}
         self._left = dict.fromkeys(SERVERS, 0.0)
         """Of the demand that is served."""
@@ -97,9 +103,9 @@ class Clock:
         elif "write" in busy:
             busy["write"] = self._disk.write
         if "link" in busy:
-            busy["link"] = self._link
-        if self._shared and "work" in busy and "compute" in busy:
-            busy["work"] = busy["compute"] = 0.5
+            busy["link"] = self._rates.link
+        if self._rates.shared and "work" in busy and "compute" in busy:
+            busy["work"], busy["compute"] = self._rates.working, self._rates.computing
         return busy
 
 

@@ -30,7 +30,7 @@ RUN = Measured(
 )
 DISK = Bandwidth(read=2000.0, write=3000.0, mixed=1600.0)
 SPEEDS = Speeds(fio=DISK, own=Bandwidth(read=4000.0, write=4000.0, mixed=3250.0))
-CORES = Cores(update=1e9, checked=1e10, copied=1e10, shared=True)
+CORES = Cores(update=1e9, checked=1e10, copied=1e10, shared=True, computing=0.4, working=0.5)
 
 
 def a_round(compute_s: float = 5.0, **changes: object) -> Round:

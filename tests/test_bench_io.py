@@ -141,22 +141,6 @@ def test_an_engine_is_never_asked_for_fewer_bytes_than_its_depth_holds():
     assert cells.requests_for(4 << 20, 4 << 20) == 3
 
 
-@pytest.mark.parametrize(
-    ("request_nbytes", "piece_nbytes", "depth", "in_flight", "together"),
-    [
-        (16 << 20, 1 << 20, 32, 6, 4),
-        (4096, 4096, 32, 96, 64),
-        (1 << 20, 1 << 20, 8, 1, 1),
-        (64 << 20, 1 << 20, 8, 2, 1),
-    ],
-)
-def test_what_is_not_waited_for_keeps_the_depth(request_nbytes, piece_nbytes, depth, in_flight, together):
-    work = Work(READ, request_nbytes, piece_nbytes, depth, in_flight)
-    assert work.together == together
-    left_nbytes = (in_flight - together) * request_nbytes
-    assert in_flight == 1 or left_nbytes >= depth * piece_nbytes
-
-
 def test_percentiles_are_requests_that_were_measured():
     assert peers.percentiles([float(n) for n in range(1000, 0, -1)]) == {
         "p50": 500.0,
@@ -223,14 +207,6 @@ def test_cpu_time_is_compared_between_the_thriftiest_of_those_as_good_as_the_fas
     }
     assert cells.thriftiest(found, "read", "io_uring", (0,))[0].cpu_s_per_gb == 5.0
     assert cells.thriftiest(found, "write", "io_uring", (0,)) == []
-
-
-def test_rounds_too_short_for_a_peer_s_cpu_time_to_be_counted_are_left_out():
-    ours = samples(1.0, 1.0, cpu=3.0)
-    some = [*samples(1.0, cpu=0.0), *samples(1.0, cpu=2.0)]
-    assert cells.cpu_ratios(ours, some) == [1.5]
-    found = {cell(Ours("io_uring"), 32): ours, cell(Fio("io_uring"), 32): samples(1.0, 1.0, cpu=0.0)}
-    assert any("counted none in so short a time" in line for line in io.verdicts_of(found))
 
 
 # Keeping the best

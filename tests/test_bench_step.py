@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
 
@@ -56,13 +56,13 @@ def names(only=(), peers=("deepspeed", "torch")):
 
 def test_every_budget_update_and_dtype_runs_with_every_number_of_tokens():
     found = cases.cases([16, 64], ["1GiB", ALL], ["backward", "clipped"], ["fp32", "int8"], [])
-    assert len(found) == 2 * (1 + 2 * 2 * 2)
+    assert len(found) == 2 * (2 + 2 * 2 * 2)
     assert found[0] == Case("forward_backward", 16)
     assert len(set(found)) == len(found)
 
 
 def test_what_is_asked_for_twice_runs_once():
-    assert len(cases.cases([16, 16], [ALL, ALL], ["backward"], ["fp32"], ["torch", "torch"])) == 4
+    assert len(cases.cases([16, 16], [ALL, ALL], ["backward"], ["fp32"], ["torch", "torch"])) == 5
 
 
 def test_deepspeed_runs_before_those_that_get_its_memory():
@@ -74,8 +74,10 @@ def test_a_contestant_is_chosen_by_part_of_its_name_in_any_case_and_the_computin
     assert names(["SAME kernels", "512MiB, clipped, int8"]) == [
         "forward and backward alone",
         "PyTorch, same kernels",
+        "forward and backward beside updates",
         "Infinity, 512MiB, clipped, int8 state",
     ]
+    assert names(["SAME kernels"]) == ["forward and backward alone", "PyTorch, same kernels"]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +136,8 @@ def test_rounds_alternate_and_the_disk_is_measured_around_each_of_our_runs(monke
 
     def measure(environment, kind, model, folder, settings):
         ran.append((environment.python, kind, settings.get("host_memory")))
-        return replace(RUN, peak_nbytes=1000 * len(ran), seconds=float(len(ran)))
+        engine = {"working": 0.6} if kind == "beside_updates" else RUN.engine
+        return replace(RUN, peak_nbytes=1000 * len(ran), seconds=float(len(ran)), engine=engine)
 
     monkeypatch.setattr(step, "measure", measure)
     monkeypatch.setattr(pace, "cores", lambda state_dtype: replace(CORES, update=float(len(ran))))
@@ -146,14 +149,17 @@ def test_rounds_alternate_and_the_disk_is_measured_around_each_of_our_runs(monke
     assert [(python == "/venv/bin/python", kind) for python, kind, _ in ran] == [
         (False, "forward_backward"),
         (True, "deepspeed"),
+        (False, "beside_updates"),
         (False, "infinity"),
         (False, "infinity"),
     ] * 2
-    assert [memory for _, _, memory in ran] == [None, None, SMALL, 2000, None, None, SMALL, 6000]
+    assert [memory for _, _, memory in ran] == [None, None, None, SMALL, 2000, None, None, None, SMALL, 7000]
     assert gauge.asked == [54] * 8
-    assert [one.compute_s for one in found[EXACT]] == [1.0, 5.0]
-    assert [one.cores.update for one in found[EXACT]] == [2.0, 6.0]  # anew for each run, right before it
-    assert len(out.getvalue().splitlines()) == 8
+    assert [one.compute_s for one in found[EXACT]] == [1.0, 6.0]
+    assert [one.cores.update for one in found[EXACT]] == [3.0, 8.0]  # anew for each run, right before it
+    assert [one.cores.computing for one in found[EXACT]] == [1 / 3, 6 / 8]
+    assert {one.cores.working for one in found[EXACT]} == {0.6}
+    assert len(out.getvalue().splitlines()) == 10
 
 
 # What is concluded
@@ -235,7 +241,7 @@ def test_a_row_has_what_a_prediction_is_checked_against():
         "own_disk": {"read": 4000.0, "write": 4000.0, "mixed": 3250.0},
         "own_floor_s": 8.0,
         "own_ratios": [8 / 65, 8 / 32.5, 8 / 26],
-        "cores": {"update": 1e9, "checked": 1e10, "copied": 1e10, "shared": True},
+        "cores": asdict(CORES),
         "resident": False,
     }
     assert {key: row[key] for key in expected} == expected
@@ -367,8 +373,10 @@ def test_it_works_on_a_tmpfs_with_io_uring_refused(tmp_path):
         "forward and backward alone",
         "PyTorch",
         "PyTorch, same kernels",
+        "forward and backward beside updates",
         "Infinity, 4MiB, backward, fp32 state",
     ]
+    assert 0 < rows["Infinity, 4MiB, backward, fp32 state"]["cores"]["working"] <= 1
     row = rows["Infinity, 4MiB, backward, fp32 state"]
     assert row["io_engine"] != "io_uring"
     assert row["read_nbytes"] > 5 * row["parameters"]

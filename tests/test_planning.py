@@ -292,7 +292,16 @@ def test_kernels_are_timed_for_every_state(state_dtype, monkeypatch):
 def measured(**changes):
     row = {"kind": "infinity", "model": "25m", "tokens": 64, "host_memory": 64 << 20, "state_dtype": "fp32"}
     row |= {"update": "backward", "compute_s": 1.0, "own_disk": {"read": 2e9, "write": 1e9, "mixed": 1.5e9}}
-    row |= {"cores": {"update": 1e9, "checked": 1e10, "copied": 1e10, "shared": True}}
+    row |= {
+        "cores": {
+            "update": 1e9,
+            "checked": 1e10,
+            "copied": 1e10,
+            "shared": True,
+            "computing": 0.5,
+            "working": 0.5,
+        }
+    }
     row["seconds"] = hindsight.foretell(row).seconds
     return {**row, **changes}
 
@@ -335,7 +344,7 @@ def test_rows_that_cannot_be_forecast_are_named(change, says, tmp_path):
 @pytest.mark.parametrize("part", ["own_disk", "cores"])
 def test_a_forecast_is_made_with_what_was_measured_beside_the_run(part, tmp_path):
     row = measured(tokens=16, compute_s=0.001)
-    slower = {name: rate / 9 if name != "shared" else rate for name, rate in row[part].items()}
+    slower = {name: rate if rate is True else rate / 9 for name, rate in row[part].items()}
     assert hindsight.foretell({**row, part: slower}).seconds > 2 * hindsight.foretell(row).seconds
 
 

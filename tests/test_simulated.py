@@ -38,6 +38,8 @@ def test_reads_and_writes_at_once_share_the_mix_and_the_rest_goes_alone():
 def test_computing_and_updating_share_the_cores_where_they_are_the_same():
     assert ended(Clock(Rates(DISK)), compute=3.0, work=1.0) == {"work": 2.0, "compute": 4.0}
     assert ended(Clock(Rates(DISK, shared=False)), compute=3.0, work=1.0) == {"work": 1.0, "compute": 3.0}
+    spinning = Rates(DISK, computing=0.25, working=0.5)
+    assert ended(Clock(spinning), compute=3.0, work=1.0) == {"work": 2.0, "compute": 4.5}
 
 
 def test_one_server_does_one_thing_after_the_other_and_what_is_urgent_next():
