@@ -55,7 +55,8 @@ class Work:
             self._one()
 
     def _one(self) -> None:
-        tile, contents = (every[self._done % len(self._tiles)] for every in (self._tiles, self._views))
+        at = self._done % len(self._tiles)
+        tile, contents = self._tiles[at], self._views[at]
         for content in contents:
             xxhash.xxh3_64_intdigest(content)
         hi, lo, m, v = (one.data_ptr() for one in tile)
