@@ -10,8 +10,11 @@ lower: right on average. To nearest, v would freeze: with beta2 = 0.999 a step c
 the distance of two bf16 is 0.2 % to 0.4 %.
 
 [Note: the noise]
-Element i of a parameter, in its step t, has 32 random bits, 16 for m and 16 for v: a hash of
-state_key(seed, parameter, t) and i. They depend on nothing else: no generator, no order, no threads.
+A pair of elements of a parameter, 2 j and 2 j + 1, has 32 random bits in step t: a hash of
+state_key(seed, parameter, t) and j. They depend on nothing else: no generator, no order, no threads. What is
+rounded takes the lowest or the highest 16 or 20 of them: the even element's m and the odd one's v the lowest,
+the odd one's m and the even one's v the highest. So m and v of one element are rounded independently; that
+two elements share bits changes no mean. (Of 20, 8 are in both ends, lowest in one and highest in the other.)
 
 [Note: bf16 moments]
 The upper 16 bits of (bits of the fp32 + 16 random bits). Zeros, infinities and NaNs stay what they are; a
@@ -20,10 +23,10 @@ finite value beyond the largest finite bf16 is cut to that.
 [Note: 8-bit moments]
 Each 256 elements of a parameter have a scale for m and one for v (Dettmers et al., arXiv 2110.02861, whose
 codes index a table of values; ours are computed). The grid is that of all floats with 3 bits of mantissa: in
-their bits, 2^20 apart. The scale is the block's largest magnitude, rounded up to the grid, at least 2^-90
-(stored as 0 where all are 0). Code c is the float c - 127 (m, with a sign bit) or c - 255 (v) grid points
-from the scale; c = 0 is 0. Below code 1, m becomes it or 0, at random; a v other than 0 becomes it, so that v
-is never 0 where m is not, which would make a step of m / eps. v has twice m's range in powers of two, being
+their bits, 2^20 apart. A magnitude is first rounded to it: (bits of the fp32 + 20 random bits) >> 20. The scale
+is the block's largest grid point, at least 2^-90 (stored as 0 where all are 0). Code c is the float c - 127 (m, with a sign bit) or c - 255 (v) grid points
+from the scale; c = 0 is 0. Below code 1, m becomes it or 0, at random; a v whose grid point is not 0 (2^-129 and more)
+becomes it, so that v is never 0 where m is not, which would make a step of m / eps. v has twice m's range in powers of two, being
 of the size of its square. Infinities and NaNs are on the grid; a finite value beyond the largest finite grid
 point is cut to that.
 """
@@ -61,15 +64,21 @@ def state_key(seed: int, parameter: int, step: int) -> int:
     return key
 
 
-def noise(key: int, n: int) -> Tensor:
-    """Return the 32 random bits of elements 0 to n - 1, as int64: the end of Appleby's MurmurHash3, keyed."""
-    x = (torch.arange(n) + (key & U32_MASK)) & U32_MASK
+def noise(key: int, n: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return the random bits of m and of v, `width` each, for elements 0 to n - 1: [Note: the noise].
+
+    The hash is Wellons' lowbias32, the key's lower half added before it, the upper xored in between its rounds.
+    """
+    x = (torch.arange(-(-n // 2)) + (key & U32_MASK)) & U32_MASK
     x ^= x >> 16
-    x = (x * 0x85EBCA6B) & U32_MASK  # int64 wraps around: the low 32 bits are right
-    x ^= x >> 13
-    x = (x + (key >> 32)) & U32_MASK
-    x = (x * 0xC2B2AE35) & U32_MASK
-    return x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & U32_MASK  # int64 wraps around: the low 32 bits are right
+    x ^= x >> 15
+    x ^= key >> 32
+    x = (x * 0x846CA68B) & U32_MASK
+    x ^= x >> 16
+    lowest, highest = x & ((1 << width) - 1), x >> (32 - width)
+    m, v = torch.stack((lowest, highest), dim=1), torch.stack((highest, lowest), dim=1)
+    return m.flatten()[:n], v.flatten()[:n]
 
 
 def bits_of(values: Tensor) -> Tensor:
@@ -98,22 +107,22 @@ def in_blocks(flat: Tensor) -> Tensor:
 def encode_at_random(values: Tensor, random: Tensor, codes: int) -> tuple[Tensor, Tensor]:
     """Return the 8-bit codes of flat fp32 values and their blocks' scales: [Note: 8-bit moments].
 
-    `random` are 16 bits per value; `codes` is M_CODES (signed) or V_CODES (values of at least 0).
+    `random` are 20 bits per value; `codes` is M_CODES (signed) or V_CODES (values of at least 0).
     """
-    bits, part = in_blocks(bits_of(values)), in_blocks(16 * random + 8)  # part of a grid step, of 2^20
+    bits, random = in_blocks(bits_of(values)), in_blocks(random)
     size = bits & SIZE_MASK
-    largest = size.amax(dim=1, keepdim=True)
-    scale = torch.where(largest < GRID_MAX, largest + (GRID_STEP - 1), largest) // GRID_STEP * GRID_STEP
-    scale = scale.clamp(min=SCALE_MIN)
+    point = torch.where(size < GRID_MAX, size + random, size) // GRID_STEP * GRID_STEP
+    largest = point.amax(dim=1, keepdim=True)
+    scale = largest.clamp(min=SCALE_MIN)
     base = scale - codes * GRID_STEP
-    code = (torch.where(size < GRID_MAX, size + part, size) - base) // GRID_STEP
+    code = (point - base) // GRID_STEP
     smallest = base + GRID_STEP
     if codes == M_CODES:
-        needed = (GRID_STEP - part).float() * (float_of(smallest) * 2.0**-20)  # exact
+        needed = (GRID_STEP - random).float() * (float_of(smallest) * 2.0**-20)  # exact
         code = torch.where(size < smallest, (size >= bits_of(needed)).long(), code)
         code += bits >> 31 << 7
     else:
-        code = torch.where(size > 0, code.clamp(min=1), 0)
+        code = torch.where(point > 0, code.clamp(min=1), 0)
     stored_scale = torch.where(largest > 0, scale, 0)
     return code.flatten()[: len(values)].to(torch.uint8), float_of(stored_scale.flatten())
 
@@ -155,8 +164,9 @@ def store(state: dict[str, Any], m: Tensor, v: Tensor, key: int) -> None:
     """Put new fp32 moments into a parameter's state, rounded by the noise of `key` where it is narrower."""
     if state["exp_avg"].dtype == torch.float32:
         return  # they are the stored tensors, and the step was in place
-    random = noise(key, m.numel()).to(m.device)
-    m, v, m_random, v_random = m.flatten(), v.flatten(), random & 0xFFFF, random >> 16
+    width = 20 if "scale" in state else 16
+    m_random, v_random = (random.to(m.device) for random in noise(key, m.numel(), width))
+    m, v = m.flatten(), v.flatten()
     if "scale" in state:
         m, m_scale = encode_at_random(m, m_random, M_CODES)
         v, v_scale = encode_at_random(v, v_random, V_CODES)

@@ -41,21 +41,30 @@ TARGET_AVX512 static inline __m512 divided16(__m512 root_f32x16, const struct br
     return _mm512_mask3_fmadd_ps(rest_f32x16, b->divisor_inverse, q_f32x16, is_finite);
 }
 
+/* Replaces m and v by those of the next step; NaNs as the hardware makes them. */
+TARGET_AVX512 static inline void move_moments16(__m512 *m, __m512 *v, __m512 grad_f32x16,
+                                                const struct broadcast *b) {
+    __m512 g_f32x16 = _mm512_mul_ps(grad_f32x16, b->clip);
+    __m512 start_f32x16 = _mm512_mask_mov_ps(*m, b->lerp_from_grad, g_f32x16);
+    __m512 change_f32x16 = _mm512_mul_ps(_mm512_sub_ps(g_f32x16, *m), b->lerp_weight);
+    __m512 grown_f32x16 = _mm512_mul_ps(_mm512_mul_ps(b->grad_weight, g_f32x16), g_f32x16);
+    *m = _mm512_add_ps(start_f32x16, change_f32x16);
+    *v = _mm512_add_ps(_mm512_mul_ps(*v, b->beta2), grown_f32x16);
+}
+
+/* What the weight is moved by: `change`, the moment times the step's factor, over its root. */
+TARGET_AVX512 static inline __m512 quotient16(__m512 change_f32x16, __m512 root_f32x16,
+                                              const struct broadcast *b) {
+    __m512 denom_f32x16 = _mm512_add_ps(divided16(root_f32x16, b), b->eps);
+    return _mm512_div_ps(change_f32x16, denom_f32x16);
+}
+
 /* Replaces p, m and v by those of the next step; NaNs as the hardware makes them. */
 TARGET_AVX512 static inline void update16(__m512 *p, __m512 *m, __m512 *v, __m512 grad_f32x16,
                                           const struct broadcast *b) {
-    __m512 g_f32x16 = _mm512_mul_ps(grad_f32x16, b->clip);
-    __m512 p_f32x16 = _mm512_mul_ps(*p, b->decay);
-    __m512 start_f32x16 = _mm512_mask_mov_ps(*m, b->lerp_from_grad, g_f32x16);
-    __m512 change_f32x16 = _mm512_mul_ps(_mm512_sub_ps(g_f32x16, *m), b->lerp_weight);
-    __m512 m_f32x16 = _mm512_add_ps(start_f32x16, change_f32x16);
-    __m512 v_f32x16 = _mm512_mul_ps(*v, b->beta2);
-    v_f32x16 =
-        _mm512_add_ps(v_f32x16, _mm512_mul_ps(_mm512_mul_ps(b->grad_weight, g_f32x16), g_f32x16));
-    __m512 denom_f32x16 = _mm512_add_ps(divided16(_mm512_sqrt_ps(v_f32x16), b), b->eps);
-    __m512 step_f32x16 = _mm512_div_ps(_mm512_mul_ps(b->step_factor, m_f32x16), denom_f32x16);
-    *p = _mm512_add_ps(p_f32x16, step_f32x16);
-    *m = m_f32x16;
-    *v = v_f32x16;
+    move_moments16(m, v, grad_f32x16, b);
+    __m512 change_f32x16 = _mm512_mul_ps(b->step_factor, *m);
+    __m512 moved_f32x16 = quotient16(change_f32x16, _mm512_sqrt_ps(*v), b);
+    *p = _mm512_add_ps(_mm512_mul_ps(*p, b->decay), moved_f32x16);
 }
 #endif

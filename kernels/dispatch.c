@@ -24,10 +24,10 @@
      rewrite_##isa, \
      stream_##isa, \
      narrow_##isa, \
+     noise_##isa, \
      narrow_moments_##isa, \
      dequantize_##isa, \
      quantize_##isa, \
-     quantize_noisily_##isa, \
      adamw16, \
      adamw8}
 

@@ -27,6 +27,14 @@
 #define SUM_LANES 32
 #define NAN_U32 0x7FC00000u
 
+/* Elements that share a scale: [Note: 8-bit moments]. */
+#define STATE_BLOCK ((size_t)256)
+
+/* The noise of a block's elements. */
+struct noises {
+    _Alignas(64) uint32_t m[STATE_BLOCK], v[STATE_BLOCK];
+};
+
 /* One instruction set's kernels over one block.  Any n, any alignment; single-threaded. */
 struct isa {
     const char *name;
@@ -48,34 +56,31 @@ struct isa {
                     int16_t *restrict lo);
     void (*stream)(size_t n_bytes, char *restrict dst, const char *restrict src);
     void (*narrow)(size_t n, const float *restrict f32, uint16_t *restrict bf16);
-    /* Both moments, as adamw stored them, at random: i by the noise of (key, counter + i). */
+    /* The random bits of elements first, first + 1, ... of a parameter: `width` for each moment. */
+    void (*noise)(size_t n, uint64_t key, uint64_t first, int width, uint32_t *restrict m,
+                  uint32_t *restrict v);
+    /* At most STATE_BLOCK elements, by their noise. */
     void (*narrow_moments)(size_t n, const float *restrict m_f32, const float *restrict v_f32,
-                           uint16_t *restrict m, uint16_t *restrict v, uint64_t key,
-                           uint32_t counter);
+                           const struct noises *restrict noises, uint16_t *restrict m,
+                           uint16_t *restrict v);
     /* One block of at most STATE_BLOCK elements and its two scales. */
     void (*dequantize)(size_t n, const uint8_t *restrict m, const uint8_t *restrict v,
                        const float *restrict scale, float *restrict m_f32, float *restrict v_f32);
     void (*quantize)(size_t n, const float *restrict m_f32, const float *restrict v_f32,
-                     uint8_t *restrict m, uint8_t *restrict v, float *restrict scale);
-    /* The same at random, of moments as adamw stored them. */
-    void (*quantize_noisily)(size_t n, const float *restrict m_f32, const float *restrict v_f32,
-                             uint8_t *restrict m, uint8_t *restrict v, float *restrict scale,
-                             uint64_t key, uint32_t counter);
-    /* The whole step on one block of STATE_BLOCK elements; NULL where it is put together from the
-     * above.  grad: fp32 or bf16. */
-    void (*adamw16)(uint16_t *restrict hi, int16_t *restrict lo, uint16_t *restrict m,
+                     const struct noises *restrict noises, uint8_t *restrict m,
+                     uint8_t *restrict v, float *restrict scale);
+    /* The whole step on whole blocks of STATE_BLOCK elements, more than none; NULL where it is put
+     * together from the above.  grad: fp32 or bf16; first: even. */
+    void (*adamw16)(size_t n, uint16_t *restrict hi, int16_t *restrict lo, uint16_t *restrict m,
                     uint16_t *restrict v, const void *restrict grad, bool is_f32,
-                    const struct infinity_adamw *s, uint64_t key, uint32_t counter);
-    void (*adamw8)(uint16_t *restrict hi, int16_t *restrict lo, uint8_t *restrict m,
+                    const struct infinity_adamw *s, uint64_t key, uint64_t first);
+    void (*adamw8)(size_t n, uint16_t *restrict hi, int16_t *restrict lo, uint8_t *restrict m,
                    uint8_t *restrict v, float *restrict scale, const void *restrict grad,
-                   bool is_f32, const struct infinity_adamw *s, uint64_t key, uint32_t counter);
+                   bool is_f32, const struct infinity_adamw *s, uint64_t key, uint64_t first);
 };
 
 /* The instruction set in use. */
 const struct isa *current_isa(void);
-
-/* Elements that share a scale: [Note: 8-bit moments]. */
-#define STATE_BLOCK ((size_t)256)
 
 /* Defined by adamw_*.c, norm_*.c, cast_*.c, copy_*.c and moments_*.c, one each per instruction
  * set. */
@@ -99,29 +104,28 @@ const struct isa *current_isa(void);
                        int16_t *restrict lo); \
     void stream_##isa(size_t n_bytes, char *restrict dst, const char *restrict src); \
     void narrow_##isa(size_t n, const float *restrict f32, uint16_t *restrict bf16); \
+    void noise_##isa(size_t n, uint64_t key, uint64_t first, int width, uint32_t *restrict m, \
+                     uint32_t *restrict v); \
     void narrow_moments_##isa(size_t n, const float *restrict m_f32, const float *restrict v_f32, \
-                              uint16_t *restrict m, uint16_t *restrict v, uint64_t key, \
-                              uint32_t counter); \
+                              const struct noises *restrict noises, uint16_t *restrict m, \
+                              uint16_t *restrict v); \
     void dequantize_##isa(size_t n, const uint8_t *restrict m, const uint8_t *restrict v, \
                           const float *restrict scale, float *restrict m_f32, \
                           float *restrict v_f32); \
     void quantize_##isa(size_t n, const float *restrict m_f32, const float *restrict v_f32, \
-                        uint8_t *restrict m, uint8_t *restrict v, float *restrict scale); \
-    void quantize_noisily_##isa(size_t n, const float *restrict m_f32, \
-                                const float *restrict v_f32, uint8_t *restrict m, \
-                                uint8_t *restrict v, float *restrict scale, uint64_t key, \
-                                uint32_t counter);
+                        const struct noises *restrict noises, uint8_t *restrict m, \
+                        uint8_t *restrict v, float *restrict scale);
 
 DECLARE_KERNELS(scalar)
 #ifdef INFINITY_X86
 DECLARE_KERNELS(avx2)
 DECLARE_KERNELS(avx512)
-void adamw16_avx512(uint16_t *restrict hi, int16_t *restrict lo, uint16_t *restrict m,
+void adamw16_avx512(size_t n, uint16_t *restrict hi, int16_t *restrict lo, uint16_t *restrict m,
                     uint16_t *restrict v, const void *restrict grad, bool is_f32,
-                    const struct infinity_adamw *s, uint64_t key, uint32_t counter);
-void adamw8_avx512(uint16_t *restrict hi, int16_t *restrict lo, uint8_t *restrict m,
+                    const struct infinity_adamw *s, uint64_t key, uint64_t first);
+void adamw8_avx512(size_t n, uint16_t *restrict hi, int16_t *restrict lo, uint8_t *restrict m,
                    uint8_t *restrict v, float *restrict scale, const void *restrict grad,
-                   bool is_f32, const struct infinity_adamw *s, uint64_t key, uint32_t counter);
+                   bool is_f32, const struct infinity_adamw *s, uint64_t key, uint64_t first);
 #endif
 
 /* pool.c: calls run(args, first, count) for consecutive pieces of block that cover [0, n), on any

@@ -39,16 +39,19 @@
  * would give back the old v for ever.
  *
  * [Note: the noise]
- * Element i has 32 random bits, a hash of a 64-bit key and of i's low 32 bits.  Nothing else goes
- * in, so they depend neither on threads nor on order nor on how a range was cut.  The low 16 are
- * m's, the high 16 are v's.
- *   x = i + (key mod 2^32);  x ^= x >> 16;  x *= 0x85EBCA6B;  x ^= x >> 13;
- *   x = x + (key div 2^32);                 x *= 0xC2B2AE35;  x ^= x >> 16
- * (the end of Appleby's MurmurHash3; the key's upper half, between its two rounds, makes the bits
- * of two keys more than a shift of each other.)
+ * Elements 2 j and 2 j + 1 share 32 random bits, a hash of a 64-bit key and of j's low 32 bits.
+ * Nothing else goes in, so they depend neither on threads nor on order nor on how a range was cut.
+ *   x = j + (key mod 2^32);  x ^= x >> 16;  x *= 0x7FEB352D;  x ^= x >> 15;
+ *   x ^= key div 2^32;                      x *= 0x846CA68B;  x ^= x >> 16
+ * (Wellons' lowbias32; the key's upper half, between its two rounds, makes the bits of two keys
+ * more than a shift of each other.)  The even element's m and the odd one's v take the lowest 16 or
+ * 20 of them, the odd one's m and the even one's v the highest.  So m and v of one element are
+ * rounded independently: together they make its step.  That m of one and v of the other go up or
+ * down together changes no mean.  (8 of 20 bits are in both ends, the lowest of one, the highest of
+ * the other: that correlates them by 2^-12.)
  *
  * [Note: bf16 moments]
- * With u the bits of the fp32 and r its 16 random bits: (u + r) >> 16.  A value that is a bf16
+ * With u the bits of the fp32 and r 16 random bits: (u + r) >> 16.  A value that is a bf16
  * stays what it is: zeros, infinities and NaNs among them.  A finite value beyond the largest
  * finite bf16 is cut to that: rounding never makes an infinity.
  *
@@ -57,15 +60,15 @@
  * via Block-wise Quantization (arXiv 2110.02861).  The codes differ: theirs index a table of values
  * times the block's maximum, found by search; ours count points on the grid of all floats with 3
  * bits of mantissa, which are 2^20 apart in their bits:
- *   scale   the block's largest magnitude, rounded up to the grid; at least 2^-90; 0 if all are 0
+ *   scale   the block's largest magnitude, rounded to the grid; at least 2^-90; 0 if all are 0
  *   m       a sign (bit 7) and 7 bits c:  the float of bits(scale) - ((127 - c) << 20);  c = 0: 0
  *   v       8 bits c:                     the float of bits(scale) - ((255 - c) << 20);  c = 0: 0
  * So a code is a shift and an addition away from its float; c spans 15.75 powers of two for m and
  * 31.75 for v, twice as many, since v is of the size of m squared.  And the grid does not move with
  * the scale: what did not change is stored again exactly, whatever the rest of its block did.
- * With r the 16 random bits, on the magnitude's bits u: (u + 16 r + 8) >> 20 is the grid point.
+ * With r the 20 random bits, on the magnitude's bits u: (u + r) >> 20 is the grid point.
  * Below the smallest code s = c 1's float:  m becomes 0 or s, with the odds that keep its mean (s
- * where |m| >= s (1 - (16 r + 8) / 2^20));  a v that is not 0 becomes s, never 0: a v too large
+ * where |m| >= s (1 - r / 2^20));  a v whose grid point is not 0 becomes s, never 0: a v too large
  * makes a step too small, but a v of 0 beside an m that is not would make a step of m / eps.  The
  * two ranges match, so |m| / sqrt(v) stays within a small factor of what exact moments allow.
  * Infinities and NaNs are on the grid and stay what they are; finite values beyond the largest

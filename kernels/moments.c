@@ -1,7 +1,7 @@
 /* The steps on small moments: each piece is widened into the caches, goes through the fp32 kernel,
  * and is rounded back; whole blocks go to a kernel for all of it, where there is one.  See [Note:
  * small moments] in kernels.h. */
-#include "internal.h"
+#include "moments.h"
 
 _Static_assert(BLOCK_NUMEL % STATE_BLOCK == 0, "the pool must not cut a block that shares a scale");
 
@@ -34,39 +34,47 @@ static size_t piece_at(size_t i, size_t end) {
     return end - i < STATE_BLOCK ? end - i : STATE_BLOCK;
 }
 
+/* How many of the n elements from i on go to a kernel for the whole step: whole blocks, whose pairs
+ * ([Note: the noise]) are not split. */
+static size_t whole_blocks(const struct step_args *a, bool exists, size_t i, size_t n) {
+    return exists && (a->first + i) % 2 == 0 ? n - n % STATE_BLOCK : 0;
+}
+
 static void adamw16_block(const void *args, size_t first, size_t count) {
     const struct step_args *a = args;
     _Alignas(64) float m_f32[STATE_BLOCK], v_f32[STATE_BLOCK];
-    for (size_t i = first; i < first + count; i += STATE_BLOCK) {
+    struct noises noises;
+    uint16_t *m = a->m, *v = a->v;
+    size_t i = first, whole = whole_blocks(a, a->isa->adamw16 != NULL, first, count);
+    if (whole != 0)
+        a->isa->adamw16(whole, a->hi + i, a->lo + i, m + i, v + i, grad_at(a, i),
+                        a->grad_bf16 == NULL, a->scalars, a->key, a->first + i);
+    for (i += whole; i < first + count; i += STATE_BLOCK) {
         size_t n = piece_at(i, first + count);
-        uint16_t *m = (uint16_t *)a->m + i, *v = (uint16_t *)a->v + i;
-        if (n == STATE_BLOCK && a->isa->adamw16 != NULL) {
-            a->isa->adamw16(a->hi + i, a->lo + i, m, v, grad_at(a, i), a->grad_bf16 == NULL,
-                            a->scalars, a->key, (uint32_t)(a->first + i));
-            continue;
-        }
-        a->isa->widen(n, m, m_f32);
-        a->isa->widen(n, v, v_f32);
+        a->isa->widen(n, m + i, m_f32);
+        a->isa->widen(n, v + i, v_f32);
         step_on(a, i, n, m_f32, v_f32);
-        a->isa->narrow_moments(n, m_f32, v_f32, m, v, a->key, (uint32_t)(a->first + i));
+        a->isa->noise(n, a->key, a->first + i, 16, noises.m, noises.v);
+        a->isa->narrow_moments(n, m_f32, v_f32, &noises, m + i, v + i);
     }
 }
 
 static void adamw8_block(const void *args, size_t first, size_t count) {
     const struct step_args *a = args;
     _Alignas(64) float m_f32[STATE_BLOCK], v_f32[STATE_BLOCK];
-    for (size_t i = first; i < first + count; i += STATE_BLOCK) {
+    struct noises noises;
+    uint8_t *m = a->m, *v = a->v;
+    size_t i = first, whole = whole_blocks(a, a->isa->adamw8 != NULL, first, count);
+    if (whole != 0)
+        a->isa->adamw8(whole, a->hi + i, a->lo + i, m + i, v + i, a->scale + i / STATE_BLOCK * 2,
+                       grad_at(a, i), a->grad_bf16 == NULL, a->scalars, a->key, a->first + i);
+    for (i += whole; i < first + count; i += STATE_BLOCK) {
         size_t n = piece_at(i, first + count);
-        uint8_t *m = (uint8_t *)a->m + i, *v = (uint8_t *)a->v + i;
         float *scale = a->scale + i / STATE_BLOCK * 2;
-        if (n == STATE_BLOCK && a->isa->adamw8 != NULL) {
-            a->isa->adamw8(a->hi + i, a->lo + i, m, v, scale, grad_at(a, i), a->grad_bf16 == NULL,
-                           a->scalars, a->key, (uint32_t)(a->first + i));
-            continue;
-        }
-        a->isa->dequantize(n, m, v, scale, m_f32, v_f32);
+        a->isa->dequantize(n, m + i, v + i, scale, m_f32, v_f32);
         step_on(a, i, n, m_f32, v_f32);
-        a->isa->quantize_noisily(n, m_f32, v_f32, m, v, scale, a->key, (uint32_t)(a->first + i));
+        a->isa->noise(n, a->key, a->first + i, GRID_SHIFT, noises.m, noises.v);
+        a->isa->quantize(n, m_f32, v_f32, &noises, m + i, v + i, scale);
     }
 }
 
@@ -111,9 +119,11 @@ struct quantize_args {
 
 static void quantize_block(const void *args, size_t first, size_t count) {
     const struct quantize_args *a = args;
+    struct noises nearest;
+    for (size_t i = 0; i < STATE_BLOCK; i++) nearest.m[i] = nearest.v[i] = HALF_STEP;
     for (size_t i = first; i < first + count; i += STATE_BLOCK)
-        a->isa->quantize(piece_at(i, first + count), a->m_f32 + i, a->v_f32 + i, a->m + i,
-                         a->v + i, a->scale + i / STATE_BLOCK * 2);
+        a->isa->quantize(piece_at(i, first + count), a->m_f32 + i, a->v_f32 + i, &nearest,
+                         a->m + i, a->v + i, a->scale + i / STATE_BLOCK * 2);
 }
 
 void infinity_quantize(size_t n, const float *m_f32, const float *v_f32, uint8_t *m, uint8_t *v,

@@ -6,8 +6,8 @@
 #define INFINITY_U32 0x7F800000u
 #define SIZE_MASK 0x7FFFFFFFu
 
-#define NOISE_FACTOR_1 0x85EBCA6Bu
-#define NOISE_FACTOR_2 0xC2B2AE35u
+#define NOISE_FACTOR_1 0x7FEB352Du
+#define NOISE_FACTOR_2 0x846CA68Bu
 
 /* Bits of the largest finite bf16. */
 #define BF16_MAX 0x7F7F0000u
@@ -23,24 +23,14 @@
 /* The noise that makes rounding to nearest of it. */
 #define HALF_STEP (GRID_STEP / 2)
 
-/* 32 random bits: [Note: the noise]. */
-static inline uint32_t noise_of(uint64_t key, uint32_t counter) {
-    uint32_t x = counter + (uint32_t)(key & 0xFFFFFFFFu);
+/* The 32 random bits of a pair of elements: [Note: the noise]. */
+static inline uint32_t hash_of(uint64_t key, uint32_t pair) {
+    uint32_t x = pair + (uint32_t)(key & 0xFFFFFFFFu);
     x ^= x >> 16;
     x *= NOISE_FACTOR_1;
-    x ^= x >> 13;
-    x += (uint32_t)(key >> 32);
+    x ^= x >> 15 ^ (uint32_t)(key >> 32);
     x *= NOISE_FACTOR_2;
     return x ^ x >> 16;
-}
-
-/* Either half of the noise, as a part of a grid step: never 0, never a whole one. */
-static inline uint32_t m_noise(uint32_t noise) {
-    return (noise & 0xFFFFu) << 4 | 8u;
-}
-
-static inline uint32_t v_noise(uint32_t noise) {
-    return noise >> 16 << 4 | 8u;
 }
 
 /* One block's codes: code c, not 0, is the float whose bits are base + c * GRID_STEP. */
@@ -52,35 +42,28 @@ static inline struct grids grids_of(uint32_t m_scale, uint32_t v_scale) {
     return (struct grids){m_scale - M_CODES * GRID_STEP, v_scale - V_CODES * GRID_STEP};
 }
 
-/* The bits of the scale of a block whose largest magnitude has the bits `largest`. */
-static inline uint32_t scale_of(uint32_t largest) {
-    if (largest > INFINITY_U32) return NAN_U32;
-    uint32_t up = largest < GRID_MAX ? largest + (GRID_STEP - 1) : largest;
-    up &= ~(GRID_STEP - 1);
-    return up < SCALE_MIN ? SCALE_MIN : up;
+/* The bits of the grid point that a magnitude is rounded to, and below them some without meaning. */
+static inline uint32_t rounded_size(uint32_t size, uint32_t noise) {
+    return size < GRID_MAX ? size + noise : size;
 }
 
-/* The bits of a block's largest magnitudes. */
+/* The bits of the scale of a block whose largest rounded magnitude has the bits `largest`. */
+static inline uint32_t scale_of(uint32_t largest) {
+    if (largest > INFINITY_U32) return NAN_U32;
+    uint32_t point = largest & ~(GRID_STEP - 1);
+    return point < SCALE_MIN ? SCALE_MIN : point;
+}
+
+/* The bits of a block's largest rounded magnitudes. */
 struct largest {
     uint32_t m, v;
 };
 
-/* The larger of `so_far` and those of n elements. */
-static inline struct largest largest_of(size_t n, const float *m_f32, const float *v_f32,
-                                        struct largest so_far) {
-    for (size_t i = 0; i < n; i++) {
-        uint32_t m = load_u32(m_f32 + i) & SIZE_MASK, v = load_u32(v_f32 + i) & SIZE_MASK;
-        so_far.m = m > so_far.m ? m : so_far.m;
-        so_far.v = v > so_far.v ? v : so_far.v;
-    }
-    return so_far;
-}
-
 /* Stores both scales of a block, 0 for a block of zeros, and returns its grids. */
-static inline struct grids store_scales(float *scale, struct largest largest) {
-    uint32_t m_scale = scale_of(largest.m), v_scale = scale_of(largest.v);
-    store_u32(scale, largest.m == 0 ? 0 : m_scale);
-    store_u32(scale + 1, largest.v == 0 ? 0 : v_scale);
+static inline struct grids store_scales(float *scale, uint32_t m_largest, uint32_t v_largest) {
+    uint32_t m_scale = scale_of(m_largest), v_scale = scale_of(v_largest);
+    store_u32(scale, m_largest < GRID_STEP ? 0 : m_scale);
+    store_u32(scale + 1, v_largest < GRID_STEP ? 0 : v_scale);
     return grids_of(m_scale, v_scale);
 }
 
@@ -92,16 +75,15 @@ static inline uint8_t m_code(uint32_t bits, uint32_t base, uint32_t noise) {
         float threshold = (float)(GRID_STEP - noise) * (f32_of(smallest) * 0x1p-20f);
         code = size >= bits_of(threshold) ? 1 : 0;
     } else {
-        code = ((size < GRID_MAX ? size + noise : size) - base) >> GRID_SHIFT;
+        code = (rounded_size(size, noise) - base) >> GRID_SHIFT;
     }
     return (uint8_t)((bits >> 24 & 0x80u) | code);
 }
 
 static inline uint8_t v_code(uint32_t bits, uint32_t base, uint32_t noise) {
-    uint32_t size = bits & SIZE_MASK;
-    if (size == 0) return 0;
-    if (size < base + GRID_STEP) return 1;
-    return (uint8_t)(((size < GRID_MAX ? size + noise : size) - base) >> GRID_SHIFT);
+    uint32_t rounded = rounded_size(bits & SIZE_MASK, noise);
+    if (rounded < GRID_STEP) return 0;
+    return (uint8_t)(rounded < base + 2 * GRID_STEP ? 1 : (rounded - base) >> GRID_SHIFT);
 }
 
 static inline uint32_t m_bits(uint8_t code, uint32_t base) {
@@ -113,15 +95,40 @@ static inline uint32_t v_bits(uint8_t code, uint32_t base) {
     return code == 0 ? 0 : base + code * GRID_STEP;
 }
 
-/* The codes of n elements whose block's grids are known; a vector version's tail. */
-void encode_scalar(size_t n, const float *restrict m_f32, const float *restrict v_f32,
-                   uint8_t *restrict m, uint8_t *restrict v, struct grids grids);
-void encode_noisily_scalar(size_t n, const float *restrict m_f32, const float *restrict v_f32,
-                           uint8_t *restrict m, uint8_t *restrict v, struct grids grids,
-                           uint64_t key, uint32_t counter);
-
 /* (u + r) >> 16 of [Note: bf16 moments]. */
 static inline uint32_t bf16_noisily(uint32_t bits, uint32_t noise) {
     return ((bits & SIZE_MASK) < BF16_MAX ? bits + noise : bits) >> 16;
+}
+
+/* Elements [i, n) of a block, one by one: those that fill no register. */
+static inline void narrow_moments_tail(size_t i, size_t n, const float *m_f32, const float *v_f32,
+                                       const struct noises *noises, uint16_t *m, uint16_t *v) {
+    for (; i < n; i++) {
+        store_u16(m + i, bf16_noisily(load_u32(m_f32 + i), noises->m[i]));
+        store_u16(v + i, bf16_noisily(load_u32(v_f32 + i), noises->v[i]));
+    }
+}
+
+static inline struct largest largest_tail(size_t i, size_t n, const float *m_f32,
+                                          const float *v_f32, const struct noises *noises,
+                                          struct largest so_far) {
+    for (; i < n; i++) {
+        uint32_t m = canonical_bits(f32_of(load_u32(m_f32 + i))) & SIZE_MASK;
+        uint32_t v = canonical_bits(f32_of(load_u32(v_f32 + i))) & SIZE_MASK;
+        m = rounded_size(m, noises->m[i]);
+        v = rounded_size(v, noises->v[i]);
+        so_far.m = m > so_far.m ? m : so_far.m;
+        so_far.v = v > so_far.v ? v : so_far.v;
+    }
+    return so_far;
+}
+
+static inline void quantize_tail(size_t i, size_t n, const float *m_f32, const float *v_f32,
+                                 const struct noises *noises, uint8_t *m, uint8_t *v,
+                                 struct grids grids) {
+    for (; i < n; i++) {
+        m[i] = m_code(canonical_bits(f32_of(load_u32(m_f32 + i))), grids.m_base, noises->m[i]);
+        v[i] = v_code(canonical_bits(f32_of(load_u32(v_f32 + i))), grids.v_base, noises->v[i]);
+    }
 }
 #endif

@@ -11,34 +11,46 @@ TARGET_AVX2 static inline __m256i all8(uint32_t value) {
     return _mm256_set1_epi32((int)value);
 }
 
-/* noise_of, for counter, counter + 1, ... */
-TARGET_AVX2 static inline __m256i noise8(uint64_t key, uint32_t counter) {
+/* hash_of, for 8 pairs from `pair` on. */
+TARGET_AVX2 static inline __m256i hash8(uint64_t key, uint32_t pair) {
     __m256i lanes_u32x8 = _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0);
-    __m256i x = _mm256_add_epi32(lanes_u32x8, all8(counter + (uint32_t)(key & 0xFFFFFFFFu)));
+    __m256i x = _mm256_add_epi32(lanes_u32x8, all8(pair + (uint32_t)(key & 0xFFFFFFFFu)));
     x = _mm256_xor_si256(x, _mm256_srli_epi32(x, 16));
     x = _mm256_mullo_epi32(x, all8(NOISE_FACTOR_1));
-    x = _mm256_xor_si256(x, _mm256_srli_epi32(x, 13));
-    x = _mm256_add_epi32(x, all8((uint32_t)(key >> 32)));
+    x = _mm256_xor_si256(x, _mm256_srli_epi32(x, 15));
+    x = _mm256_xor_si256(x, all8((uint32_t)(key >> 32)));
     x = _mm256_mullo_epi32(x, all8(NOISE_FACTOR_2));
     return _mm256_xor_si256(x, _mm256_srli_epi32(x, 16));
 }
 
-TARGET_AVX2 static inline __m256i m_noise8(__m256i noise) {
-    return _mm256_or_si256(_mm256_slli_epi32(_mm256_and_si256(noise, all8(0xFFFF)), 4), all8(8));
+/* a0, b0, a1, b1, ... */
+TARGET_AVX2 static inline void store_in_turn16(uint32_t *address, __m256i a, __m256i b) {
+    __m256i low = _mm256_unpacklo_epi32(a, b), high = _mm256_unpackhi_epi32(a, b);
+    _mm256_storeu_si256((__m256i *)address, _mm256_permute2x128_si256(low, high, 0x20));
+    _mm256_storeu_si256((__m256i *)(address + 8), _mm256_permute2x128_si256(low, high, 0x31));
 }
 
-TARGET_AVX2 static inline __m256i v_noise8(__m256i noise) {
-    return _mm256_or_si256(_mm256_slli_epi32(_mm256_srli_epi32(noise, 16), 4), all8(8));
+TARGET_AVX2 void noise_avx2(size_t n, uint64_t key, uint64_t first, int width,
+                            uint32_t *restrict m, uint32_t *restrict v) {
+    size_t i = n < first % 2 ? n : first % 2;
+    noise_scalar(i, key, first, width, m, v);
+    for (; i + 16 <= n; i += 16) {
+        __m256i hash = hash8(key, (uint32_t)((first + i) / 2));
+        __m256i low = _mm256_and_si256(hash, all8((1u << width) - 1));
+        __m256i high = _mm256_srli_epi32(hash, 32 - width);
+        store_in_turn16(m + i, low, high);
+        store_in_turn16(v + i, high, low);
+    }
+    noise_scalar(n - i, key, first + i, width, m + i, v + i);
+}
+
+TARGET_AVX2 static inline __m256i load8(const uint32_t *address) {
+    return _mm256_loadu_si256((const __m256i *)address);
 }
 
 /* The bits of 8 fp32, NaNs made one. */
 TARGET_AVX2 static inline __m256i bits8(const float *address) {
     return _mm256_castps_si256(canonical8(_mm256_loadu_ps(address)));
-}
-
-/* The same of what adamw has stored: NaNs are one already. */
-TARGET_AVX2 static inline __m256i stored8(const float *address) {
-    return _mm256_loadu_si256((const __m256i *)address);
 }
 
 TARGET_AVX2 static inline __m256i sizes8(__m256i bits) {
@@ -52,17 +64,17 @@ TARGET_AVX2 static inline __m128i bf16_noisily8(__m256i bits, __m256i noise) {
 }
 
 TARGET_AVX2 void narrow_moments_avx2(size_t n, const float *restrict m_f32,
-                                     const float *restrict v_f32, uint16_t *restrict m,
-                                     uint16_t *restrict v, uint64_t key, uint32_t counter) {
+                                     const float *restrict v_f32,
+                                     const struct noises *restrict noises, uint16_t *restrict m,
+                                     uint16_t *restrict v) {
     size_t i = 0;
     for (; i + 8 <= n; i += 8) {
-        __m256i noise = noise8(key, counter + (uint32_t)i);
-        __m256i m_noise = _mm256_and_si256(noise, all8(0xFFFF));
-        __m256i v_noise = _mm256_srli_epi32(noise, 16);
-        _mm_storeu_si128((__m128i *)(m + i), bf16_noisily8(stored8(m_f32 + i), m_noise));
-        _mm_storeu_si128((__m128i *)(v + i), bf16_noisily8(stored8(v_f32 + i), v_noise));
+        __m128i m_u16x8 = bf16_noisily8(bits8(m_f32 + i), load8(noises->m + i));
+        __m128i v_u16x8 = bf16_noisily8(bits8(v_f32 + i), load8(noises->v + i));
+        _mm_storeu_si128((__m128i *)(m + i), m_u16x8);
+        _mm_storeu_si128((__m128i *)(v + i), v_u16x8);
     }
-    narrow_moments_scalar(n - i, m_f32 + i, v_f32 + i, m + i, v + i, key, counter + (uint32_t)i);
+    narrow_moments_tail(i, n, m_f32, v_f32, noises, m, v);
 }
 
 TARGET_AVX2 static inline __m256i load_codes8(const uint8_t *address) {
@@ -98,23 +110,29 @@ TARGET_AVX2 static inline uint32_t largest_lane(__m256i u32x8) {
     return largest;
 }
 
-TARGET_AVX2 static inline struct largest largest8(size_t n, const float *m_f32,
-                                                  const float *v_f32) {
+/* rounded_size */
+TARGET_AVX2 static inline __m256i rounded8(__m256i size, __m256i noise) {
+    __m256i below = _mm256_cmpgt_epi32(all8(GRID_MAX), size);
+    return _mm256_add_epi32(size, _mm256_and_si256(below, noise));
+}
+
+TARGET_AVX2 static inline struct largest largest8(size_t n, const float *m_f32, const float *v_f32,
+                                                  const struct noises *noises) {
     __m256i m_u32x8 = _mm256_setzero_si256(), v_u32x8 = _mm256_setzero_si256();
     size_t i = 0;
     for (; i + 8 <= n; i += 8) {
-        m_u32x8 = _mm256_max_epi32(m_u32x8, sizes8(stored8(m_f32 + i)));
-        v_u32x8 = _mm256_max_epi32(v_u32x8, sizes8(stored8(v_f32 + i)));
+        __m256i m_rounded = rounded8(sizes8(bits8(m_f32 + i)), load8(noises->m + i));
+        __m256i v_rounded = rounded8(sizes8(bits8(v_f32 + i)), load8(noises->v + i));
+        m_u32x8 = _mm256_max_epi32(m_u32x8, m_rounded);
+        v_u32x8 = _mm256_max_epi32(v_u32x8, v_rounded);
     }
     struct largest found = {largest_lane(m_u32x8), largest_lane(v_u32x8)};
-    return largest_of(n - i, m_f32 + i, v_f32 + i, found);
+    return largest_tail(i, n, m_f32, v_f32, noises, found);
 }
 
 /* Grid steps from base to the rounded size: at most 1 for a size below the smallest code. */
-TARGET_AVX2 static inline __m256i steps8(__m256i size, uint32_t base, __m256i noise) {
-    __m256i below = _mm256_cmpgt_epi32(all8(GRID_MAX), size);
-    __m256i moved = _mm256_add_epi32(size, _mm256_and_si256(below, noise));
-    return _mm256_srai_epi32(_mm256_sub_epi32(moved, all8(base)), GRID_SHIFT);
+TARGET_AVX2 static inline __m256i steps8(__m256i rounded, uint32_t base) {
+    return _mm256_srai_epi32(_mm256_sub_epi32(rounded, all8(base)), GRID_SHIFT);
 }
 
 /* Stores the low bytes of 8 lanes, each at most 0xFF. */
@@ -131,40 +149,27 @@ TARGET_AVX2 static inline __m256i m_codes8(__m256i bits, uint32_t base, __m256i 
     __m256 threshold = _mm256_mul_ps(rest, _mm256_set1_ps(f32_of(smallest) * 0x1p-20f));
     __m256i stays = _mm256_cmpgt_epi32(_mm256_castps_si256(threshold), size);
     __m256i small_code = _mm256_andnot_si256(stays, all8(1));
-    __m256i code = _mm256_blendv_epi8(steps8(size, base, noise), small_code, is_small);
+    __m256i code = _mm256_blendv_epi8(steps8(rounded8(size, noise), base), small_code, is_small);
     __m256i sign = _mm256_and_si256(_mm256_srli_epi32(bits, 24), all8(0x80));
     return _mm256_or_si256(sign, code);
 }
 
 TARGET_AVX2 static inline __m256i v_codes8(__m256i bits, uint32_t base, __m256i noise) {
-    __m256i size = sizes8(bits);
-    __m256i is_zero = _mm256_cmpeq_epi32(size, _mm256_setzero_si256());
-    return _mm256_andnot_si256(is_zero, _mm256_max_epi32(steps8(size, base, noise), all8(1)));
+    __m256i rounded = rounded8(sizes8(bits), noise);
+    __m256i is_zero = _mm256_cmpgt_epi32(all8(GRID_STEP), rounded);
+    return _mm256_andnot_si256(is_zero, _mm256_max_epi32(steps8(rounded, base), all8(1)));
 }
 
 TARGET_AVX2 void quantize_avx2(size_t n, const float *restrict m_f32, const float *restrict v_f32,
-                               uint8_t *restrict m, uint8_t *restrict v, float *restrict scale) {
-    struct grids grids = store_scales(scale, largest8(n, m_f32, v_f32));
+                               const struct noises *restrict noises, uint8_t *restrict m,
+                               uint8_t *restrict v, float *restrict scale) {
+    struct largest largest = largest8(n, m_f32, v_f32, noises);
+    struct grids grids = store_scales(scale, largest.m, largest.v);
     size_t i = 0;
     for (; i + 8 <= n; i += 8) {
-        store_codes8(m + i, m_codes8(bits8(m_f32 + i), grids.m_base, all8(HALF_STEP)));
-        store_codes8(v + i, v_codes8(bits8(v_f32 + i), grids.v_base, all8(HALF_STEP)));
+        store_codes8(m + i, m_codes8(bits8(m_f32 + i), grids.m_base, load8(noises->m + i)));
+        store_codes8(v + i, v_codes8(bits8(v_f32 + i), grids.v_base, load8(noises->v + i)));
     }
-    encode_scalar(n - i, m_f32 + i, v_f32 + i, m + i, v + i, grids);
-}
-
-TARGET_AVX2 void quantize_noisily_avx2(size_t n, const float *restrict m_f32,
-                                       const float *restrict v_f32, uint8_t *restrict m,
-                                       uint8_t *restrict v, float *restrict scale, uint64_t key,
-                                       uint32_t counter) {
-    struct grids grids = store_scales(scale, largest8(n, m_f32, v_f32));
-    size_t i = 0;
-    for (; i + 8 <= n; i += 8) {
-        __m256i noise = noise8(key, counter + (uint32_t)i);
-        store_codes8(m + i, m_codes8(stored8(m_f32 + i), grids.m_base, m_noise8(noise)));
-        store_codes8(v + i, v_codes8(stored8(v_f32 + i), grids.v_base, v_noise8(noise)));
-    }
-    encode_noisily_scalar(n - i, m_f32 + i, v_f32 + i, m + i, v + i, grids, key,
-                          counter + (uint32_t)i);
+    quantize_tail(i, n, m_f32, v_f32, noises, m, v, grids);
 }
 #endif

@@ -12,9 +12,26 @@ TARGET_AVX512 static inline __m512i bits16(const float *address) {
     return _mm512_castps_si512(canonical16(_mm512_loadu_ps(address)));
 }
 
-/* The same of what adamw has stored: NaNs are one already. */
-TARGET_AVX512 static inline __m512i stored16(const float *address) {
-    return _mm512_loadu_si512(address);
+/* a0, b0, a1, b1, ... */
+TARGET_AVX512 static inline void store_in_turn32(uint32_t *address, __m512i a, __m512i b) {
+    __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    __m512i high = _mm512_add_epi32(low, all16(8));
+    _mm512_storeu_si512(address, _mm512_permutex2var_epi32(a, low, b));
+    _mm512_storeu_si512(address + 16, _mm512_permutex2var_epi32(a, high, b));
+}
+
+TARGET_AVX512 void noise_avx512(size_t n, uint64_t key, uint64_t first, int width,
+                                uint32_t *restrict m, uint32_t *restrict v) {
+    size_t i = n < first % 2 ? n : first % 2;
+    noise_scalar(i, key, first, width, m, v);
+    for (; i + 32 <= n; i += 32) {
+        __m512i hash = hash16(key, (uint32_t)((first + i) / 2));
+        __m512i low = _mm512_and_si512(hash, all16((1u << width) - 1));
+        __m512i high = _mm512_srli_epi32(hash, (unsigned)(32 - width));
+        store_in_turn32(m + i, low, high);
+        store_in_turn32(v + i, high, low);
+    }
+    noise_scalar(n - i, key, first + i, width, m + i, v + i);
 }
 
 TARGET_AVX512 static inline __m256i bf16_noisily16(__m512i bits, __m512i noise) {
@@ -24,17 +41,17 @@ TARGET_AVX512 static inline __m256i bf16_noisily16(__m512i bits, __m512i noise) 
 }
 
 TARGET_AVX512 void narrow_moments_avx512(size_t n, const float *restrict m_f32,
-                                         const float *restrict v_f32, uint16_t *restrict m,
-                                         uint16_t *restrict v, uint64_t key, uint32_t counter) {
+                                         const float *restrict v_f32,
+                                         const struct noises *restrict noises,
+                                         uint16_t *restrict m, uint16_t *restrict v) {
     size_t i = 0;
     for (; i + 16 <= n; i += 16) {
-        __m512i noise = noise16(key, counter + (uint32_t)i);
-        __m512i m_noise = _mm512_and_si512(noise, all16(0xFFFF));
-        __m512i v_noise = _mm512_srli_epi32(noise, 16);
-        _mm256_storeu_si256((__m256i *)(m + i), bf16_noisily16(stored16(m_f32 + i), m_noise));
-        _mm256_storeu_si256((__m256i *)(v + i), bf16_noisily16(stored16(v_f32 + i), v_noise));
+        __m512i m_noise = _mm512_loadu_si512(noises->m + i);
+        __m512i v_noise = _mm512_loadu_si512(noises->v + i);
+        _mm256_storeu_si256((__m256i *)(m + i), bf16_noisily16(bits16(m_f32 + i), m_noise));
+        _mm256_storeu_si256((__m256i *)(v + i), bf16_noisily16(bits16(v_f32 + i), v_noise));
     }
-    narrow_moments_scalar(n - i, m_f32 + i, v_f32 + i, m + i, v + i, key, counter + (uint32_t)i);
+    narrow_moments_tail(i, n, m_f32, v_f32, noises, m, v);
 }
 
 TARGET_AVX512 void dequantize_avx512(size_t n, const uint8_t *restrict m,
@@ -57,23 +74,30 @@ TARGET_AVX512 void dequantize_avx512(size_t n, const uint8_t *restrict m,
     dequantize_scalar(n - i, m + i, v + i, scale, m_f32 + i, v_f32 + i);
 }
 
+/* rounded_size */
+TARGET_AVX512 static inline __m512i rounded16(__m512i size, __m512i noise) {
+    __mmask16 below = _mm512_cmplt_epu32_mask(size, all16(GRID_MAX));
+    return _mm512_mask_add_epi32(size, below, size, noise);
+}
+
 TARGET_AVX512 static inline struct largest largest16(size_t n, const float *m_f32,
-                                                     const float *v_f32) {
+                                                     const float *v_f32,
+                                                     const struct noises *noises) {
     __m512i m_u32x16 = _mm512_setzero_si512(), v_u32x16 = _mm512_setzero_si512();
     size_t i = 0;
     for (; i + 16 <= n; i += 16) {
-        m_u32x16 = _mm512_max_epu32(m_u32x16, sizes16(stored16(m_f32 + i)));
-        v_u32x16 = _mm512_max_epu32(v_u32x16, sizes16(stored16(v_f32 + i)));
+        __m512i m_noise = _mm512_loadu_si512(noises->m + i);
+        __m512i v_noise = _mm512_loadu_si512(noises->v + i);
+        m_u32x16 = _mm512_max_epu32(m_u32x16, rounded16(sizes16(bits16(m_f32 + i)), m_noise));
+        v_u32x16 = _mm512_max_epu32(v_u32x16, rounded16(sizes16(bits16(v_f32 + i)), v_noise));
     }
     struct largest found = {_mm512_reduce_max_epu32(m_u32x16), _mm512_reduce_max_epu32(v_u32x16)};
-    return largest_of(n - i, m_f32 + i, v_f32 + i, found);
+    return largest_tail(i, n, m_f32, v_f32, noises, found);
 }
 
 /* Grid steps from base to the rounded size: at most 1 for a size below the smallest code. */
-TARGET_AVX512 static inline __m512i steps16(__m512i size, uint32_t base, __m512i noise) {
-    __mmask16 below = _mm512_cmplt_epu32_mask(size, all16(GRID_MAX));
-    __m512i moved = _mm512_mask_add_epi32(size, below, size, noise);
-    return _mm512_srai_epi32(_mm512_sub_epi32(moved, all16(base)), GRID_SHIFT);
+TARGET_AVX512 static inline __m512i steps16(__m512i rounded, uint32_t base) {
+    return _mm512_srai_epi32(_mm512_sub_epi32(rounded, all16(base)), GRID_SHIFT);
 }
 
 TARGET_AVX512 static inline __m128i m_codes16(__m512i bits, uint32_t base, __m512i noise) {
@@ -83,47 +107,35 @@ TARGET_AVX512 static inline __m128i m_codes16(__m512i bits, uint32_t base, __m51
     __m512 rest = _mm512_cvtepi32_ps(_mm512_sub_epi32(all16(GRID_STEP), noise));
     __m512 threshold = _mm512_mul_ps(rest, _mm512_set1_ps(f32_of(smallest) * 0x1p-20f));
     __mmask16 up = _mm512_mask_cmpge_epu32_mask(is_small, size, _mm512_castps_si512(threshold));
-    __m512i code = _mm512_mask_mov_epi32(steps16(size, base, noise), is_small, all16(0));
+    __m512i steps = steps16(rounded16(size, noise), base);
+    __m512i code = _mm512_mask_mov_epi32(steps, is_small, all16(0));
     code = _mm512_mask_mov_epi32(code, up, all16(1));
     __m512i sign = _mm512_and_si512(_mm512_srli_epi32(bits, 24), all16(0x80));
     return _mm512_cvtepi32_epi8(_mm512_or_si512(sign, code));
 }
 
 TARGET_AVX512 static inline __m128i v_codes16(__m512i bits, uint32_t base, __m512i noise) {
-    __m512i size = sizes16(bits);
-    __mmask16 is_some = _mm512_test_epi32_mask(size, size);
+    __m512i rounded = rounded16(sizes16(bits), noise);
+    __mmask16 is_some = _mm512_cmpge_epu32_mask(rounded, all16(GRID_STEP));
     return _mm512_cvtepi32_epi8(
-        _mm512_maskz_max_epi32(is_some, steps16(size, base, noise), all16(1)));
+        _mm512_maskz_max_epi32(is_some, steps16(rounded, base), all16(1)));
 }
 
 TARGET_AVX512 void quantize_avx512(size_t n, const float *restrict m_f32,
-                                   const float *restrict v_f32, uint8_t *restrict m,
+                                   const float *restrict v_f32,
+                                   const struct noises *restrict noises, uint8_t *restrict m,
                                    uint8_t *restrict v, float *restrict scale) {
-    struct grids grids = store_scales(scale, largest16(n, m_f32, v_f32));
+    struct largest largest = largest16(n, m_f32, v_f32, noises);
+    struct grids grids = store_scales(scale, largest.m, largest.v);
     size_t i = 0;
     for (; i + 16 <= n; i += 16) {
-        __m128i m_u8x16 = m_codes16(bits16(m_f32 + i), grids.m_base, all16(HALF_STEP));
-        __m128i v_u8x16 = v_codes16(bits16(v_f32 + i), grids.v_base, all16(HALF_STEP));
+        __m512i m_noise = _mm512_loadu_si512(noises->m + i);
+        __m512i v_noise = _mm512_loadu_si512(noises->v + i);
+        __m128i m_u8x16 = m_codes16(bits16(m_f32 + i), grids.m_base, m_noise);
+        __m128i v_u8x16 = v_codes16(bits16(v_f32 + i), grids.v_base, v_noise);
         _mm_storeu_si128((__m128i *)(m + i), m_u8x16);
         _mm_storeu_si128((__m128i *)(v + i), v_u8x16);
     }
-    encode_scalar(n - i, m_f32 + i, v_f32 + i, m + i, v + i, grids);
-}
-
-TARGET_AVX512 void quantize_noisily_avx512(size_t n, const float *restrict m_f32,
-                                           const float *restrict v_f32, uint8_t *restrict m,
-                                           uint8_t *restrict v, float *restrict scale, uint64_t key,
-                                           uint32_t counter) {
-    struct grids grids = store_scales(scale, largest16(n, m_f32, v_f32));
-    size_t i = 0;
-    for (; i + 16 <= n; i += 16) {
-        __m512i noise = noise16(key, counter + (uint32_t)i);
-        __m128i m_u8x16 = m_codes16(stored16(m_f32 + i), grids.m_base, m_noise16(noise));
-        __m128i v_u8x16 = v_codes16(stored16(v_f32 + i), grids.v_base, v_noise16(noise));
-        _mm_storeu_si128((__m128i *)(m + i), m_u8x16);
-        _mm_storeu_si128((__m128i *)(v + i), v_u8x16);
-    }
-    encode_noisily_scalar(n - i, m_f32 + i, v_f32 + i, m + i, v + i, grids, key,
-                          counter + (uint32_t)i);
+    quantize_tail(i, n, m_f32, v_f32, noises, m, v, grids);
 }
 #endif

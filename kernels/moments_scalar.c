@@ -2,14 +2,21 @@
  * See [Note: small moments] in kernels.h. */
 #include "moments.h"
 
-void narrow_moments_scalar(size_t n, const float *restrict m_f32, const float *restrict v_f32,
-                           uint16_t *restrict m, uint16_t *restrict v, uint64_t key,
-                           uint32_t counter) {
+void noise_scalar(size_t n, uint64_t key, uint64_t first, int width, uint32_t *restrict m,
+                  uint32_t *restrict v) {
     for (size_t i = 0; i < n; i++) {
-        uint32_t noise = noise_of(key, counter + (uint32_t)i);
-        store_u16(m + i, bf16_noisily(load_u32(m_f32 + i), noise & 0xFFFFu));
-        store_u16(v + i, bf16_noisily(load_u32(v_f32 + i), noise >> 16));
+        uint32_t hash = hash_of(key, (uint32_t)((first + i) / 2));
+        uint32_t low = hash & ((1u << width) - 1), high = hash >> (32 - width);
+        bool is_odd = (first + i) % 2 != 0;
+        m[i] = is_odd ? high : low;
+        v[i] = is_odd ? low : high;
     }
+}
+
+void narrow_moments_scalar(size_t n, const float *restrict m_f32, const float *restrict v_f32,
+                           const struct noises *restrict noises, uint16_t *restrict m,
+                           uint16_t *restrict v) {
+    narrow_moments_tail(0, n, m_f32, v_f32, noises, m, v);
 }
 
 void dequantize_scalar(size_t n, const uint8_t *restrict m, const uint8_t *restrict v,
@@ -21,33 +28,10 @@ void dequantize_scalar(size_t n, const uint8_t *restrict m, const uint8_t *restr
     }
 }
 
-void encode_scalar(size_t n, const float *restrict m_f32, const float *restrict v_f32,
-                   uint8_t *restrict m, uint8_t *restrict v, struct grids grids) {
-    for (size_t i = 0; i < n; i++) {
-        m[i] = m_code(canonical_bits(f32_of(load_u32(m_f32 + i))), grids.m_base, HALF_STEP);
-        v[i] = v_code(canonical_bits(f32_of(load_u32(v_f32 + i))), grids.v_base, HALF_STEP);
-    }
-}
-
-void encode_noisily_scalar(size_t n, const float *restrict m_f32, const float *restrict v_f32,
-                           uint8_t *restrict m, uint8_t *restrict v, struct grids grids,
-                           uint64_t key, uint32_t counter) {
-    for (size_t i = 0; i < n; i++) {
-        uint32_t noise = noise_of(key, counter + (uint32_t)i);
-        m[i] = m_code(load_u32(m_f32 + i), grids.m_base, m_noise(noise));
-        v[i] = v_code(load_u32(v_f32 + i), grids.v_base, v_noise(noise));
-    }
-}
-
 void quantize_scalar(size_t n, const float *restrict m_f32, const float *restrict v_f32,
-                     uint8_t *restrict m, uint8_t *restrict v, float *restrict scale) {
-    struct grids grids = store_scales(scale, largest_of(n, m_f32, v_f32, (struct largest){0, 0}));
-    encode_scalar(n, m_f32, v_f32, m, v, grids);
-}
-
-void quantize_noisily_scalar(size_t n, const float *restrict m_f32, const float *restrict v_f32,
-                             uint8_t *restrict m, uint8_t *restrict v, float *restrict scale,
-                             uint64_t key, uint32_t counter) {
-    struct grids grids = store_scales(scale, largest_of(n, m_f32, v_f32, (struct largest){0, 0}));
-    encode_noisily_scalar(n, m_f32, v_f32, m, v, grids, key, counter);
+                     const struct noises *restrict noises, uint8_t *restrict m,
+                     uint8_t *restrict v, float *restrict scale) {
+    struct largest largest = largest_tail(0, n, m_f32, v_f32, noises, (struct largest){0, 0});
+    struct grids grids = store_scales(scale, largest.m, largest.v);
+    quantize_tail(0, n, m_f32, v_f32, noises, m, v, grids);
 }

@@ -1,10 +1,16 @@
-/* The steps on small moments, STATE_BLOCK elements at a time: the same bits as widening, adamw and
- * rounding one after the other (moments.c), in registers.
+/* The steps on small moments, whole blocks at a time: the same bits as widening, adamw and rounding
+ * one after the other (moments.c), in registers.
  *
  * [Note: even and odd]
  * 32 elements of 16 bits are two registers of fp32: the even ones, x << 16, and the odd ones, the
  * upper halves.  That takes no shuffle, which has one port of its own, and going back is a shift
- * and a blend. */
+ * and a blend.  The hash of 16 pairs of elements is the noise of both.
+ *
+ * [Note: in the divider's shadow]
+ * A root and a division keep the divider busy for 23 cycles per 16 elements, and what waits for
+ * them fills the scheduler, so that nothing behind can start.  So each turn of a loop first asks
+ * for the divisions of the 32 elements whose roots the turn before has begun, then does all that
+ * the next 32 need up to their roots, and only then takes the quotients. */
 #include "moments.h"
 
 #ifdef INFINITY_X86
@@ -14,10 +20,18 @@
 #include "cast_avx512.h"
 #include "moments_avx512.h"
 
+/* Once for each type of gradient. */
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
 #define ODD_WORDS ((__mmask32)0xAAAAAAAAu)
 
 struct pair {
     __m512i even, odd; /* bits of fp32 */
+};
+
+/* What is left of a step once m and v are new. */
+struct begun {
+    __m512 p_even, p_odd, root_even, root_odd, change_even, change_odd;
 };
 
 TARGET_AVX512 static inline __m512i all_words(uint32_t value) {
@@ -35,6 +49,10 @@ TARGET_AVX512 static inline __m512i upper32(struct pair bits) {
     return _mm512_mask_blend_epi16(ODD_WORDS, _mm512_srli_epi32(bits.even, 16), bits.odd);
 }
 
+TARGET_AVX512 static inline struct pair sum32(struct pair a, struct pair b) {
+    return (struct pair){_mm512_add_epi32(a.even, b.even), _mm512_add_epi32(a.odd, b.odd)};
+}
+
 TARGET_AVX512 static inline struct pair join32(const uint16_t *hi, const int16_t *lo) {
     __m512i lo_i16x32 = _mm512_loadu_si512(lo);
     /* lo is signed: where it is negative, one less above it. */
@@ -46,9 +64,8 @@ TARGET_AVX512 static inline struct pair join32(const uint16_t *hi, const int16_t
 }
 
 TARGET_AVX512 static inline void split32(struct pair p, uint16_t *hi, int16_t *lo) {
-    struct pair rounded = {_mm512_add_epi32(p.even, all16(0x8000)),
-                           _mm512_add_epi32(p.odd, all16(0x8000))};
-    _mm512_storeu_si512(hi, upper32(rounded));
+    struct pair half = {all16(0x8000), all16(0x8000)};
+    _mm512_storeu_si512(hi, upper32(sum32(p, half)));
     _mm512_storeu_si512(
         lo, _mm512_mask_blend_epi16(ODD_WORDS, p.even, _mm512_slli_epi32(p.odd, 16)));
 }
@@ -68,25 +85,67 @@ TARGET_AVX512 static inline struct pair load_grad32(const void *grad, size_t i, 
                          _mm512_permutex2var_epi32(low, odds, high)};
 }
 
-/* hi and lo of 32 elements, and m and v in registers, go one step on. */
-TARGET_AVX512 static inline void update32(uint16_t *hi, int16_t *lo, struct pair *m,
-                                          struct pair *v, struct pair grad,
-                                          const struct broadcast *b) {
-    struct pair p = join32(hi, lo);
-    __m512 p_even = _mm512_castsi512_ps(p.even), p_odd = _mm512_castsi512_ps(p.odd);
-    __m512 m_even = _mm512_castsi512_ps(m->even), m_odd = _mm512_castsi512_ps(m->odd);
-    __m512 v_even = _mm512_castsi512_ps(v->even), v_odd = _mm512_castsi512_ps(v->odd);
-    update16(&p_even, &m_even, &v_even, _mm512_castsi512_ps(grad.even), b);
-    update16(&p_odd, &m_odd, &v_odd, _mm512_castsi512_ps(grad.odd), b);
-    p = (struct pair){_mm512_castps_si512(canonical16(p_even)),
-                      _mm512_castps_si512(canonical16(p_odd))};
-    split32(p, hi, lo);
-    *m = (struct pair){_mm512_castps_si512(m_even), _mm512_castps_si512(m_odd)};
-    *v = (struct pair){_mm512_castps_si512(v_even), _mm512_castps_si512(v_odd)};
+TARGET_AVX512 static inline struct pair canonical32(struct pair bits) {
+    return (struct pair){
+        _mm512_castps_si512(canonical16(_mm512_castsi512_ps(bits.even))),
+        _mm512_castps_si512(canonical16(_mm512_castsi512_ps(bits.odd)))};
 }
 
-TARGET_AVX512 static inline __m512i canonical_bits16(__m512i bits) {
-    return _mm512_castps_si512(canonical16(_mm512_castsi512_ps(bits)));
+/* Makes m and v new, and begins their roots.  p, the masters, come along: read later, at the place
+ * in their pages where m and v have just been written, they would wait for that to be over. */
+TARGET_AVX512 static inline struct begun begin32(struct pair p, struct pair *m, struct pair *v,
+                                                 struct pair grad, const struct broadcast *b) {
+    __m512 m_even = _mm512_castsi512_ps(m->even), m_odd = _mm512_castsi512_ps(m->odd);
+    __m512 v_even = _mm512_castsi512_ps(v->even), v_odd = _mm512_castsi512_ps(v->odd);
+    move_moments16(&m_even, &v_even, _mm512_castsi512_ps(grad.even), b);
+    move_moments16(&m_odd, &v_odd, _mm512_castsi512_ps(grad.odd), b);
+    *m = (struct pair){_mm512_castps_si512(m_even), _mm512_castps_si512(m_odd)};
+    *v = (struct pair){_mm512_castps_si512(v_even), _mm512_castps_si512(v_odd)};
+    return (struct begun){_mm512_mul_ps(_mm512_castsi512_ps(p.even), b->decay),
+                          _mm512_mul_ps(_mm512_castsi512_ps(p.odd), b->decay),
+                          _mm512_sqrt_ps(v_even),
+                          _mm512_sqrt_ps(v_odd),
+                          _mm512_mul_ps(b->step_factor, m_even),
+                          _mm512_mul_ps(b->step_factor, m_odd)};
+}
+
+/* What the weights are moved by. */
+struct moves {
+    __m512 p_even, p_odd, even, odd;
+};
+
+TARGET_AVX512 static inline struct moves divide32(struct begun begun, const struct broadcast *b) {
+    __m512 even = quotient16(begun.change_even, begun.root_even, b);
+    __m512 odd = quotient16(begun.change_odd, begun.root_odd, b);
+    /* The compiler would move the divisions to where they are used. */
+    __asm__ volatile("" : "+v"(even), "+v"(odd));
+    return (struct moves){begun.p_even, begun.p_odd, even, odd};
+}
+
+TARGET_AVX512 static inline void finish32(uint16_t *hi, int16_t *lo, struct moves moves) {
+    __m512 even = _mm512_add_ps(moves.p_even, moves.even);
+    __m512 odd = _mm512_add_ps(moves.p_odd, moves.odd);
+    struct pair p = {_mm512_castps_si512(even), _mm512_castps_si512(odd)};
+    if (__builtin_expect(_mm512_cmp_ps_mask(even, odd, _CMP_UNORD_Q) != 0, 0)) p = canonical32(p);
+    split32(p, hi, lo);
+}
+
+/* Of the hash of 16 pairs, the lowest and the highest `width` bits. */
+struct noise {
+    struct pair m, v;
+};
+
+TARGET_AVX512 static inline struct noise noise32(uint64_t key, uint64_t element, int width) {
+    __m512i hash = hash16(key, (uint32_t)(element / 2));
+    __m512i low = _mm512_and_si512(hash, all16((1u << width) - 1));
+    __m512i high = _mm512_srli_epi32(hash, (unsigned)(32 - width));
+    return (struct noise){{low, high}, {high, low}};
+}
+
+/* Whether one of 64 magnitudes may be as large as limit.  Ors are larger than what they are made
+ * of, so that now and then (1.5 or 3) they look large where nothing is. */
+TARGET_AVX512 static inline __m512i any_of64(__m512i so_far, struct pair bits) {
+    return _mm512_ternarylogic_epi32(so_far, bits.even, bits.odd, 0xFE);
 }
 
 /* Lanes whose magnitude is below limit, as floats: no NaN is. */
@@ -95,63 +154,115 @@ TARGET_AVX512 static inline __mmask16 below16(__m512i bits, uint32_t limit) {
                               _mm512_castsi512_ps(all16(limit)), _CMP_LT_OQ);
 }
 
-TARGET_AVX512 static inline __m512i round32(struct pair bits, struct pair noise) {
-    __mmask16 even = below16(bits.even, BF16_MAX), odd = below16(bits.odd, BF16_MAX);
-    if (__builtin_expect((even & odd) == 0xFFFF, 1)) {
-        bits.even = _mm512_add_epi32(bits.even, noise.even);
-        bits.odd = _mm512_add_epi32(bits.odd, noise.odd);
+/* Noise where there may be some: [Note: bf16 moments]. */
+TARGET_AVX512 static inline struct pair rounded_any32(struct pair bits, struct pair noise) {
+    bits = canonical32(bits);
+    return (struct pair){
+        _mm512_mask_add_epi32(bits.even, below16(bits.even, BF16_MAX), bits.even, noise.even),
+        _mm512_mask_add_epi32(bits.odd, below16(bits.odd, BF16_MAX), bits.odd, noise.odd)};
+}
+
+TARGET_AVX512 static inline struct begun begin16(struct pair p, uint16_t *m, uint16_t *v,
+                                                 struct pair grad,
+                                                 const struct broadcast *b, uint64_t key,
+                                                 uint64_t element) {
+    struct pair m_bits = widen32(_mm512_loadu_si512(m)), v_bits = widen32(_mm512_loadu_si512(v));
+    struct begun begun = begin32(p, &m_bits, &v_bits, grad, b);
+    struct noise noise = noise32(key, element, 16);
+    __m512i any = _mm512_ternarylogic_epi32(m_bits.even, m_bits.odd, all16(SIZE_MASK), 0xA8);
+    any = any_of64(any, v_bits);
+    if (__builtin_expect(_mm512_cmpge_epu32_mask(any, all16(BF16_MAX)) != 0, 0)) {
+        m_bits = rounded_any32(m_bits, noise.m);
+        v_bits = rounded_any32(v_bits, noise.v);
     } else {
-        bits.even = _mm512_mask_add_epi32(canonical_bits16(bits.even), even, bits.even, noise.even);
-        bits.odd = _mm512_mask_add_epi32(canonical_bits16(bits.odd), odd, bits.odd, noise.odd);
+        m_bits = sum32(m_bits, noise.m);
+        v_bits = sum32(v_bits, noise.v);
     }
-    return upper32(bits);
+    _mm512_storeu_si512(m, upper32(m_bits));
+    _mm512_storeu_si512(v, upper32(v_bits));
+    return begun;
 }
 
-TARGET_AVX512 static inline struct pair noise32(uint64_t key, uint32_t counter) {
-    __m512i evens = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
-    return (struct pair){noise_at16(key, counter, evens),
-                         noise_at16(key, counter + 1, evens)};
-}
-
-TARGET_AVX512 static inline void step16(uint16_t *restrict hi, int16_t *restrict lo,
+TARGET_AVX512 static ALWAYS_INLINE void step16(size_t n, uint16_t *restrict hi, int16_t *restrict lo,
                                         uint16_t *restrict m, uint16_t *restrict v,
                                         const void *restrict grad, bool is_f32,
                                         const struct infinity_adamw *s, uint64_t key,
-                                        uint32_t counter) {
+                                        uint64_t first) {
     const struct broadcast b = broadcast(s);
-    for (size_t i = 0; i < STATE_BLOCK; i += 32) {
+    struct begun begun = {0};
+    for (size_t i = 0; i < n; i += 32) {
         fetch_ahead(hi + i, sizeof *hi);
         fetch_ahead(lo + i, sizeof *lo);
         fetch_ahead(m + i, sizeof *m);
         fetch_ahead(v + i, sizeof *v);
-        struct pair m_bits = widen32(_mm512_loadu_si512(m + i));
-        struct pair v_bits = widen32(_mm512_loadu_si512(v + i));
-        update32(hi + i, lo + i, &m_bits, &v_bits, load_grad32(grad, i, is_f32), &b);
-        struct pair noise = noise32(key, counter + (uint32_t)i);
-        struct pair m_noise = {_mm512_and_si512(noise.even, all16(0xFFFF)),
-                               _mm512_and_si512(noise.odd, all16(0xFFFF))};
-        struct pair v_noise = {_mm512_srli_epi32(noise.even, 16), _mm512_srli_epi32(noise.odd, 16)};
-        _mm512_storeu_si512(m + i, round32(m_bits, m_noise));
-        _mm512_storeu_si512(v + i, round32(v_bits, v_noise));
+        struct moves moves = divide32(begun, &b);
+        struct pair p = join32(hi + i, lo + i);
+        begun = begin16(p, m + i, v + i, load_grad32(grad, i, is_f32), &b, key, first + i);
+        if (i != 0) finish32(hi + i - 32, lo + i - 32, moves);
     }
+    finish32(hi + n - 32, lo + n - 32, divide32(begun, &b));
 }
 
 /* base + c * GRID_STEP for 32 codes: the lower half of a grid point is 0, so words do. */
-TARGET_AVX512 static inline __m512i points32(__m512i c, uint32_t base) {
-    return _mm512_maskz_add_epi16(_mm512_test_epi16_mask(c, c), _mm512_slli_epi16(c, 4),
-                                  all_words(base >> 16));
-}
-
-TARGET_AVX512 static inline __m512i load_codes32(const uint8_t *codes) {
-    return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)codes));
-}
-
 TARGET_AVX512 static inline struct pair m_bits32(const uint8_t *codes, uint32_t base) {
-    __m512i c = load_codes32(codes);
-    __m512i size = points32(_mm512_and_si512(c, all_words(M_CODES)), base);
-    /* size, and the code's bit 7 in bit 15 */
-    return widen32(_mm512_ternarylogic_epi32(size, _mm512_slli_epi16(c, 8), all_words(0x8000),
-                                             0xF8));
+    /* The sign goes to all bits above the code's seven. */
+    __m512i c = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)codes));
+    __mmask32 is_some = _mm512_test_epi16_mask(c, all_words(M_CODES));
+    __m512i signed_c = _mm512_and_si512(_mm512_slli_epi16(c, 4), all_words(0x87F0));
+    return widen32(_mm512_mask_add_epi16(signed_c, is_some, signed_c, all_words(base >> 16)));
+}
+
+TARGET_AVX512 static inline struct pair v_bits32(const uint8_t *codes, uint32_t base) {
+    __m512i c = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)codes));
+    return widen32(_mm512_maskz_add_epi16(_mm512_test_epi16_mask(c, c), _mm512_slli_epi16(c, 4),
+                                          all_words(base >> 16)));
+}
+
+/* One block's new moments: as bits, and the upper words of them and their noise, which hold the
+ * grid point and, below it, four bits without meaning.  The largest of those, and any bit set. */
+struct block {
+    struct pair m[STATE_BLOCK / 32], v[STATE_BLOCK / 32];
+    __m512i m_words[STATE_BLOCK / 32], v_words[STATE_BLOCK / 32];
+    __m512i m_most, v_most, m_any, v_any;
+};
+
+TARGET_AVX512 static inline void keep32(struct block *block, size_t at, struct pair m,
+                                        struct pair v, struct noise noise) {
+    __m512i m_words = upper32(sum32(m, noise.m)), v_words = upper32(sum32(v, noise.v));
+    block->m[at] = m;
+    block->v[at] = v;
+    block->m_words[at] = m_words;
+    block->v_words[at] = v_words;
+    block->m_any = any_of64(block->m_any, m);
+    block->v_any = any_of64(block->v_any, v);
+    __m512i m_sizes = _mm512_and_si512(m_words, all_words(0x7FFF));
+    block->m_most = _mm512_max_epu16(block->m_most, m_sizes);
+    block->v_most = _mm512_max_epu16(block->v_most, v_words);
+}
+
+TARGET_AVX512 static inline uint32_t largest_word(__m512i words) {
+    __m512i even = _mm512_and_si512(words, all16(0xFFFF)), odd = _mm512_srli_epi32(words, 16);
+    return _mm512_reduce_max_epu32(_mm512_max_epu32(even, odd));
+}
+
+TARGET_AVX512 static inline void store_in_order32(float *f32, struct pair bits) {
+    __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    __m512i high = _mm512_add_epi32(low, all16(8));
+    _mm512_storeu_si512(f32, _mm512_permutex2var_epi32(bits.even, low, bits.odd));
+    _mm512_storeu_si512(f32 + 16, _mm512_permutex2var_epi32(bits.even, high, bits.odd));
+}
+
+/* The codes of any block, through memory. */
+TARGET_AVX512 static void quantize_any(const struct block *block, uint8_t *m, uint8_t *v,
+                                       float *scale, uint64_t key, uint64_t first) {
+    _Alignas(64) float m_f32[STATE_BLOCK], v_f32[STATE_BLOCK];
+    struct noises noises;
+    for (size_t i = 0; i < STATE_BLOCK; i += 32) {
+        store_in_order32(m_f32 + i, block->m[i / 32]);
+        store_in_order32(v_f32 + i, block->v[i / 32]);
+    }
+    noise_avx512(STATE_BLOCK, key, first, GRID_SHIFT, noises.m, noises.v);
+    quantize_avx512(STATE_BLOCK, m_f32, v_f32, &noises, m, v, scale);
 }
 
 /* Two times 32 words of at most 255 become 64 bytes. */
@@ -161,18 +272,7 @@ TARGET_AVX512 static inline void store_codes64(uint8_t *codes, __m512i low, __m5
                         _mm512_permutexvar_epi64(order, _mm512_packus_epi16(low, high)));
 }
 
-/* bits + (the low or the high half of the noise << 4 | 8): the grid point is in the upper words. */
-TARGET_AVX512 static inline __m512i m_rounded32(struct pair bits, struct pair noise) {
-    return upper32((struct pair){_mm512_add_epi32(bits.even, m_noise16(noise.even)),
-                                 _mm512_add_epi32(bits.odd, m_noise16(noise.odd))});
-}
-
-TARGET_AVX512 static inline __m512i v_rounded32(struct pair bits, struct pair noise) {
-    return upper32((struct pair){_mm512_add_epi32(bits.even, v_noise16(noise.even)),
-                                 _mm512_add_epi32(bits.odd, v_noise16(noise.odd))});
-}
-
-/* Codes of rounded magnitudes' upper words; *least: the smallest distance from code 0 so far. */
+/* Codes of words; *least: the smallest distance from code 0 so far. */
 TARGET_AVX512 static inline __m512i m_codes32(__m512i words, uint32_t base, __m512i *least) {
     __m512i size = _mm512_and_si512(words, all_words(0x7FFF));
     __m512i d = _mm512_sub_epi16(size, all_words(base >> 16));
@@ -188,108 +288,89 @@ TARGET_AVX512 static inline __m512i v_codes32(__m512i words, uint32_t base, __m5
     return _mm512_srli_epi16(d, 4);
 }
 
-/* One block's new moments, 32 at a time, and the largest of them. */
-struct block {
-    struct pair m[STATE_BLOCK / 32], v[STATE_BLOCK / 32];
-    struct largest largest;
-};
-
-TARGET_AVX512 static inline void store_in_order32(float *f32, struct pair bits) {
-    __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    __m512i high = _mm512_add_epi32(low, all16(8));
-    __m512i even = canonical_bits16(bits.even), odd = canonical_bits16(bits.odd);
-    _mm512_storeu_si512(f32, _mm512_permutex2var_epi32(even, low, odd));
-    _mm512_storeu_si512(f32 + 16, _mm512_permutex2var_epi32(even, high, odd));
-}
-
-/* The codes of any block, through memory. */
-TARGET_AVX512 static void quantize_any(const struct block *block, uint8_t *m, uint8_t *v,
-                                       float *scale, uint64_t key, uint32_t counter) {
-    _Alignas(64) float m_f32[STATE_BLOCK], v_f32[STATE_BLOCK];
-    for (size_t i = 0; i < STATE_BLOCK; i += 32) {
-        store_in_order32(m_f32 + i, block->m[i / 32]);
-        store_in_order32(v_f32 + i, block->v[i / 32]);
-    }
-    quantize_noisily_avx512(STATE_BLOCK, m_f32, v_f32, m, v, scale, key, counter);
-}
-
 /* The codes of a block without infinities and NaNs; false where one moment stays below the smallest
  * code: other rules hold for it.  (One that is rounded up to that code gets it by those rules, too:
  * what it lacks is at most noise / 2^23 of it, and noise / 2^20 is allowed.) */
 TARGET_AVX512 static inline bool quantize_plain(const struct block *block, struct grids grids,
-                                                uint8_t *m, uint8_t *v, uint64_t key,
-                                                uint32_t counter) {
+                                                uint8_t *m, uint8_t *v) {
     __m512i least = all_words(0x7FFF);
     for (size_t i = 0; i < STATE_BLOCK; i += 64) {
-        __m512i m_codes[2], v_codes[2];
-        for (size_t half = 0; half < 2; half++) {
-            struct pair noise = noise32(key, counter + (uint32_t)(i + 32 * half));
-            __m512i m_words = m_rounded32(block->m[i / 32 + half], noise);
-            __m512i v_words = v_rounded32(block->v[i / 32 + half], noise);
-            m_codes[half] = m_codes32(m_words, grids.m_base, &least);
-            v_codes[half] = v_codes32(v_words, grids.v_base, &least);
-        }
-        store_codes64(m + i, m_codes[0], m_codes[1]);
-        store_codes64(v + i, v_codes[0], v_codes[1]);
+        const __m512i *m_words = block->m_words + i / 32, *v_words = block->v_words + i / 32;
+        store_codes64(m + i, m_codes32(m_words[0], grids.m_base, &least),
+                      m_codes32(m_words[1], grids.m_base, &least));
+        store_codes64(v + i, v_codes32(v_words[0], grids.v_base, &least),
+                      v_codes32(v_words[1], grids.v_base, &least));
     }
     return _mm512_cmplt_epi16_mask(least, all_words(GRID_STEP >> 16)) == 0;
 }
 
 TARGET_AVX512 static inline void quantize_block(const struct block *block, uint8_t *m, uint8_t *v,
-                                                float *scale, uint64_t key, uint32_t counter) {
-    if (block->largest.m < GRID_MAX && block->largest.v < GRID_MAX) {
-        struct grids grids = store_scales(scale, block->largest);
-        if (quantize_plain(block, grids, m, v, key, counter)) return;
+                                                float *scale, uint64_t key, uint64_t first) {
+    __m512i any = _mm512_or_si512(sizes16(block->m_any), block->v_any);
+    if (_mm512_cmpge_epu32_mask(any, all16(GRID_MAX)) == 0) {
+        struct grids grids = store_scales(scale, largest_word(block->m_most) << 16,
+                                          largest_word(block->v_most) << 16);
+        if (quantize_plain(block, grids, m, v)) return;
     }
-    quantize_any(block, m, v, scale, key, counter);
+    quantize_any(block, m, v, scale, key, first);
 }
 
-/* One block on: hi, lo, codes and scales. */
-TARGET_AVX512 static inline void step8(uint16_t *restrict hi, int16_t *restrict lo,
+/* Begins 32 elements of a block: their codes are read, their new moments kept. */
+TARGET_AVX512 static inline struct begun begin8(struct pair p, const uint8_t *m, const uint8_t *v,
+                                                struct grids grids, struct pair grad,
+                                                const struct broadcast *b, struct noise noise,
+                                                struct block *block, size_t at) {
+    struct pair m_bits = m_bits32(m, grids.m_base), v_bits = v_bits32(v, grids.v_base);
+    struct begun begun = begin32(p, &m_bits, &v_bits, grad, b);
+    keep32(block, at, m_bits, v_bits, noise);
+    return begun;
+}
+
+TARGET_AVX512 static ALWAYS_INLINE void step8(size_t n, uint16_t *restrict hi, int16_t *restrict lo,
                                        uint8_t *restrict m, uint8_t *restrict v,
                                        float *restrict scale, const void *restrict grad,
                                        bool is_f32, const struct infinity_adamw *s, uint64_t key,
-                                       uint32_t counter) {
+                                       uint64_t first) {
     const struct broadcast b = broadcast(s);
-    struct grids grids = grids_of(load_u32(scale), load_u32(scale + 1));
-    struct block block;
-    __m512i m_most = _mm512_setzero_si512(), v_most = m_most;
-    for (size_t i = 0; i < STATE_BLOCK; i += 32) {
-        fetch_ahead(hi + i, sizeof *hi);
-        fetch_ahead(lo + i, sizeof *lo);
-        /* A line of codes is two of weights; the two fields take turns. */
-        fetch_ahead(i % 64 == 0 ? m + i : v + i, sizeof *m);
-        struct pair m_bits = m_bits32(m + i, grids.m_base);
-        struct pair v_bits = widen32(points32(load_codes32(v + i), grids.v_base));
-        update32(hi + i, lo + i, &m_bits, &v_bits, load_grad32(grad, i, is_f32), &b);
-        block.m[i / 32] = m_bits;
-        block.v[i / 32] = v_bits;
-        __m512i even = sizes16(m_bits.even), odd = sizes16(m_bits.odd);
-        m_most = _mm512_max_epu32(m_most, _mm512_max_epu32(even, odd));
-        v_most = _mm512_max_epu32(v_most, _mm512_max_epu32(v_bits.even, v_bits.odd));
+    struct begun begun = {0};
+    for (size_t start = 0; start < n; start += STATE_BLOCK, scale += 2) {
+        struct grids grids = grids_of(load_u32(scale), load_u32(scale + 1));
+        struct block block;
+        block.m_most = block.v_most = block.m_any = block.v_any = _mm512_setzero_si512();
+        for (size_t at = 0; at < STATE_BLOCK / 32; at++) {
+            size_t i = start + 32 * at;
+            fetch_ahead(hi + i, sizeof *hi);
+            fetch_ahead(lo + i, sizeof *lo);
+            /* A line of codes is two of weights; the two fields take turns. */
+            fetch_ahead(at % 2 == 0 ? m + i : v + i, sizeof *m);
+            struct moves moves = divide32(begun, &b);
+            struct pair p = join32(hi + i, lo + i);
+            begun = begin8(p, m + i, v + i, grids, load_grad32(grad, i, is_f32), &b,
+                           noise32(key, first + i, GRID_SHIFT), &block, at);
+            if (i != 0) finish32(hi + i - 32, lo + i - 32, moves);
+        }
+        quantize_block(&block, m + start, v + start, scale, key, first + start);
     }
-    block.largest =
-        (struct largest){_mm512_reduce_max_epu32(m_most), _mm512_reduce_max_epu32(v_most)};
-    quantize_block(&block, m, v, scale, key, counter);
+    finish32(hi + n - 32, lo + n - 32, divide32(begun, &b));
 }
 
-TARGET_AVX512 void adamw16_avx512(uint16_t *restrict hi, int16_t *restrict lo,
+TARGET_AVX512 void adamw16_avx512(size_t n, uint16_t *restrict hi, int16_t *restrict lo,
                                   uint16_t *restrict m, uint16_t *restrict v,
                                   const void *restrict grad, bool is_f32,
-                                  const struct infinity_adamw *s, uint64_t key, uint32_t counter) {
+                                  const struct infinity_adamw *s, uint64_t key, uint64_t first) {
     if (is_f32)
-        step16(hi, lo, m, v, grad, true, s, key, counter);
+        step16(n, hi, lo, m, v, grad, true, s, key, first);
     else
-        step16(hi, lo, m, v, grad, false, s, key, counter);
+        step16(n, hi, lo, m, v, grad, false, s, key, first);
 }
 
-TARGET_AVX512 void adamw8_avx512(uint16_t *restrict hi, int16_t *restrict lo, uint8_t *restrict m,
-                                 uint8_t *restrict v, float *restrict scale,
+TARGET_AVX512 void adamw8_avx512(size_t n, uint16_t *restrict hi, int16_t *restrict lo,
+                                 uint8_t *restrict m, uint8_t *restrict v, float *restrict scale,
                                  const void *restrict grad, bool is_f32,
-                                 const struct infinity_adamw *s, uint64_t key, uint32_t counter) {
+                                 const struct infinity_adamw *s, uint64_t key, uint64_t first) {
     if (is_f32)
-        step8(hi, lo, m, v, scale, grad, true, s, key, counter);
+        step8(n, hi, lo, m, v, scale, grad, true, s, key, first);
     else
-        step8(hi, lo, m, v, scale, grad, false, s, key, counter);
+        step8(n, hi, lo, m, v, scale, grad, false, s, key, first);
 }
 #endif

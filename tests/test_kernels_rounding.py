@@ -123,24 +123,46 @@ def correlation(a, b):
     return float(torch.corrcoef(torch.stack((a.double(), b.double())))[0, 1])
 
 
-def test_the_noise_is_fair_and_unrelated_between_moments_elements_steps_and_parameters():
+def assert_evenly_spread(values, cells):
+    """Check integers from 0 to cells - 1 by their chi square."""
+    counts = torch.bincount(values, minlength=cells).double()
+    expected = len(values) / cells
+    chi_square = float(((counts - expected) ** 2 / expected).sum())
+    assert abs(chi_square - (cells - 1)) < SIGMAS * math.sqrt(2 * (cells - 1))
+
+
+@pytest.mark.parametrize("width", [16, 20])
+def test_the_noise_is_fair_and_unrelated_between_moments_elements_steps_and_parameters(width):
     n = 1 << 20
     limit = SIGMAS / math.sqrt(n)
-    noise = reference_state.noise(kernels.state_key(0, 0, 1), n)
-    halves = {"m": noise & 0xFFFF, "v": noise >> 16}
-    for half in halves.values():
-        for bit in range(16):
-            assert abs((half >> bit & 1).double().mean() - 0.5) < limit
-        counts = torch.bincount(half >> 4, minlength=4096).double()
-        chi_square = float(((counts - n / 4096) ** 2 / (n / 4096)).sum())
-        assert abs(chi_square - 4095) < SIGMAS * math.sqrt(2 * 4095)
-        for distance in (1, 2, 16, 256, 4096):
-            assert abs(correlation(half[distance:], half[:-distance])) < limit * 1.01
+    m, v = reference_state.noise(kernels.state_key(0, 0, 1), n, width)
+    for bits in (m, v):
+        for bit in range(width):
+            assert abs((bits >> bit & 1).double().mean() - 0.5) < limit
+        for part in (bits >> (width - 12), bits & 4095, bits >> 2 & 4095):
+            assert_evenly_spread(part, 4096)
+        for distance in (1, 2, 16, 32, 256, 4096):
+            assert abs(correlation(bits[distance:], bits[:-distance])) < limit * 1.01
         for other in ((0, 0, 2), (0, 1, 1), (1, 0, 1)):
-            others = reference_state.noise(kernels.state_key(*other), n)
-            assert abs(correlation(half, others & 0xFFFF)) < limit
-            assert abs(correlation(half, others >> 16)) < limit
-    assert abs(correlation(halves["m"], halves["v"])) < limit
+            for others in reference_state.noise(kernels.state_key(*other), n, width):
+                assert abs(correlation(bits, others)) < limit
+    assert abs(correlation(m, v)) < limit
+
+
+@pytest.mark.parametrize("width", [16, 20])
+def test_the_noise_of_two_that_meet_is_independent_and_not_only_uncorrelated(width):
+    """Pairs of 6-bit noises are spread evenly over the square: m and v, neighbours, one element in two steps."""
+    m, v = (bits >> (width - 6) for bits in reference_state.noise(kernels.state_key(0, 0, 1), 1 << 20, width))
+    later, _ = reference_state.noise(kernels.state_key(0, 0, 2), 1 << 20, width)
+    for other in (v, m.roll(1), m.roll(2), m.roll(32), later >> (width - 6)):
+        assert_evenly_spread(m * 64 + other, 4096)
+
+
+def test_a_pair_of_elements_shares_its_bits_crosswise():
+    for width in (16, 20):
+        m, v = reference_state.noise(kernels.state_key(0, 0, 1), 1000, width)
+        assert torch.equal(m[::2], v[1::2])
+        assert torch.equal(m[1::2], v[::2])
 
 
 def test_v_is_never_0_where_it_should_not_be_and_steps_stay_bounded():
