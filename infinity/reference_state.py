@@ -23,11 +23,12 @@ finite value beyond the largest finite bf16 is cut to that.
 [Note: 8-bit moments]
 Each 256 elements of a parameter have a scale for m and one for v (Dettmers et al., arXiv 2110.02861, whose
 codes index a table of values; ours are computed). The grid is that of all floats with 3 bits of mantissa: in
-their bits, 2^20 apart. A magnitude is first rounded to it: (bits of the fp32 + 20 random bits) >> 20. The scale
-is the block's largest grid point, at least 2^-90 (stored as 0 where all are 0). Code c is the float c - 127 (m, with a sign bit) or c - 255 (v) grid points
-from the scale; c = 0 is 0. Below code 1, m becomes it or 0, at random; a v whose grid point is not 0 (2^-129 and more)
-becomes it, so that v is never 0 where m is not, which would make a step of m / eps. v has twice m's range in powers of two, being
-of the size of its square. Infinities and NaNs are on the grid; a finite value beyond the largest finite grid
+their bits, 2^20 apart. A magnitude is first rounded to it: (bits of the fp32 + 20 random bits) >> 20. The
+scale is the block's largest grid point, at least 2^-90 (stored as 0 where all are 0). Code c is the float c -
+127 (m, with a sign bit) or c - 255 (v) grid points from the scale; c = 0 is 0. Below code 1, m becomes it or
+0, at random; a v whose grid point is not 0 (2^-129 and more) becomes it, so that v is never 0 where m is not,
+which would make a step of m / eps. v has twice m's range in powers of two, being of the size of its square.
+Infinities and NaNs are on the grid; a finite value beyond the largest finite grid
 point is cut to that.
 """
 
@@ -67,7 +68,7 @@ def state_key(seed: int, parameter: int, step: int) -> int:
 def noise(key: int, n: int, width: int) -> tuple[Tensor, Tensor]:
     """Return the random bits of m and of v, `width` each, for elements 0 to n - 1: [Note: the noise].
 
-    The hash is Wellons' lowbias32, the key's lower half added before it, the upper xored in between its rounds.
+    The hash is Wellons' lowbias32, the key's lower half added before it, the upper xored in between rounds.
     """
     x = (torch.arange(-(-n // 2)) + (key & U32_MASK)) & U32_MASK
     x ^= x >> 16

@@ -28,6 +28,12 @@
      narrow_moments_##isa, \
      dequantize_##isa, \
      quantize_##isa, \
+     adamw_half_##isa, \
+     adamw_full_##isa, \
+     adam_##isa, \
+     sgd_##isa, \
+     adagrad_##isa, \
+     lion_##isa, \
      adamw16, \
      adamw8}
 

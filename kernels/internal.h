@@ -21,6 +21,11 @@
 #define INFINITY_UPDATE 1
 #define INFINITY_WRITE 2
 
+/* Types of a gradient. */
+#define INFINITY_BF16 0
+#define INFINITY_F32 1
+#define INFINITY_F16 2
+
 /* Elements per block: what a kernel is called with, and part of sum_squares' contract. */
 #define BLOCK_NUMEL ((size_t)16384)
 /* Partial sums per block. */
@@ -69,6 +74,21 @@ struct isa {
     void (*quantize)(size_t n, const float *restrict m_f32, const float *restrict v_f32,
                      const struct noises *restrict noises, uint8_t *restrict m,
                      uint8_t *restrict v, float *restrict scale);
+    /* [Note: other recipes]; type: of the gradient. */
+    void (*adamw_half)(size_t n, uint16_t *restrict weight, float *restrict master, float
+                       *restrict m, float *restrict v, const void *restrict grad, int32_t type,
+                       const struct infinity_adamw *s);
+    void (*adamw_full)(size_t n, float *restrict weight, float *restrict m, float *restrict v,
+                       const void *restrict grad, int32_t type, const struct infinity_adamw *s);
+    void (*adam)(size_t n, uint16_t *restrict hi, int16_t *restrict lo, float *restrict m, float
+                 *restrict v, const void *restrict grad, int32_t type, const struct infinity_adamw
+                 *s);
+    void (*sgd)(size_t n, uint16_t *restrict hi, int16_t *restrict lo, float *restrict m, const
+                void *restrict grad, int32_t type, const struct infinity_sgd *s);
+    void (*adagrad)(size_t n, uint16_t *restrict hi, int16_t *restrict lo, float *restrict v,
+                    const void *restrict grad, int32_t type, const struct infinity_adagrad *s);
+    void (*lion)(size_t n, uint16_t *restrict hi, int16_t *restrict lo, float *restrict m, const
+                 void *restrict grad, int32_t type, const struct infinity_lion *s);
     /* The whole step on whole blocks of STATE_BLOCK elements, more than none; NULL where it is put
      * together from the above.  grad: fp32 or bf16; first: even. */
     void (*adamw16)(size_t n, uint16_t *restrict hi, int16_t *restrict lo, uint16_t *restrict m,
@@ -114,7 +134,22 @@ const struct isa *current_isa(void);
                           float *restrict v_f32); \
     void quantize_##isa(size_t n, const float *restrict m_f32, const float *restrict v_f32, \
                         const struct noises *restrict noises, uint8_t *restrict m, \
-                        uint8_t *restrict v, float *restrict scale);
+                        uint8_t *restrict v, float *restrict scale); \
+    void adamw_half_##isa(size_t n, uint16_t *restrict weight, float *restrict master, float \
+                          *restrict m, float *restrict v, const void *restrict grad, int32_t \
+                          type, const struct infinity_adamw *s); \
+    void adamw_full_##isa(size_t n, float *restrict weight, float *restrict m, float *restrict \
+                          v, const void *restrict grad, int32_t type, const struct \
+                          infinity_adamw *s); \
+    void adam_##isa(size_t n, uint16_t *restrict hi, int16_t *restrict lo, float *restrict m, \
+                    float *restrict v, const void *restrict grad, int32_t type, const struct \
+                    infinity_adamw *s); \
+    void sgd_##isa(size_t n, uint16_t *restrict hi, int16_t *restrict lo, float *restrict m, \
+                   const void *restrict grad, int32_t type, const struct infinity_sgd *s); \
+    void adagrad_##isa(size_t n, uint16_t *restrict hi, int16_t *restrict lo, float *restrict v, \
+                       const void *restrict grad, int32_t type, const struct infinity_adagrad *s); \
+    void lion_##isa(size_t n, uint16_t *restrict hi, int16_t *restrict lo, float *restrict m, \
+                    const void *restrict grad, int32_t type, const struct infinity_lion *s);
 
 DECLARE_KERNELS(scalar)
 #ifdef INFINITY_X86
@@ -149,6 +184,11 @@ static inline void fetch_ahead(const void *field, size_t width) {
     const char *line = (const char *)((uintptr_t)field + FETCH_NUMEL * width);
     __builtin_prefetch(line, 0, 3);
     if (width > 2) __builtin_prefetch((const char *)((uintptr_t)line + 64), 0, 3);
+}
+
+/* Element i of a gradient: INFINITY_BF16, _F16 or _F32. */
+static inline const void *grad_at(const void *grad, size_t i, int32_t type) {
+    return (const char *)grad + i * (type == INFINITY_F32 ? sizeof(float) : sizeof(uint16_t));
 }
 
 static inline void fetch_record(const uint16_t *hi, const int16_t *lo, const float *m,

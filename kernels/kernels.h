@@ -74,6 +74,30 @@
  * Infinities and NaNs are on the grid and stay what they are; finite values beyond the largest
  * finite grid point, 1.875 * 2^127, are cut to that.  In a block that holds one the scale is an
  * infinity or a NaN, and the other elements' v become huge: those weights stand still.
+ *
+ * [Note: other recipes]
+ * On fp32, in this order, each operation rounded by itself (reference_steps.py has the same lines);
+ * a line with a condition is left out where that does not hold.  p is a split master, but for:
+ *   adamw_half   an fp32 master; the weight is its fp16, to nearest, ties to even, an infinity from
+ *                65520 on; NaN: 0x7E00.  The step is that of adamw.
+ *   adamw_full   an fp32 weight, its own master.  The step is that of adamw.
+ *   all          g = f32(grad) * clip
+ *   adam         g = g + l2 * p                                 where l2 is not 0
+ *                then adamw without its decay
+ *   sgd          g = g + l2 * p                                 where l2 is not 0
+ *                m = g                                          in the first step, else
+ *                m = m * momentum + (1 - dampening) * g
+ *                p = p + -lr * m                                or, with Nesterov's momentum:
+ *                p = p + -lr * (g + momentum * m)
+ *   adagrad      g = g + l2 * p                                 where l2 is not 0
+ *                v = v + g * g
+ *                p = p + (-(lr / (1 + (step - 1) * lr_decay)) * g) / (sqrt(v) + eps)
+ *   lion         p = p * decay                                  decay = 1 - lr * weight_decay
+ *                d = m * beta1 + (1 - beta1) * g
+ *                p = p + -lr * sign(d)                          sign(0) = sign(NaN) = 0
+ *                m = m * beta2 + (1 - beta2) * g
+ * (Lion: Chen et al., arXiv 2302.06675; the others as torch.optim has them, whose additions with a
+ * factor are FMAs.)
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -90,6 +114,35 @@ struct infinity_adamw {
     float eps;
     float step_factor;      /* -(lr / (1 - beta1^step)) */
     int32_t lerp_from_grad; /* 1 - beta1 >= 0.5: the branch that starts from g */
+    float l2;               /* adam's weight decay; of no meaning to adamw */
+};
+
+/* The scalars of the other steps: [Note: other recipes]. */
+struct infinity_sgd {
+    float clip;
+    float l2;
+    float momentum;
+    float grad_weight; /* 1 - dampening */
+    float step_factor; /* -lr */
+    int32_t is_first;
+    int32_t is_nesterov;
+};
+
+struct infinity_adagrad {
+    float clip;
+    float l2;
+    float eps;
+    float step_factor; /* -(lr / (1 + (step - 1) * lr_decay)) */
+};
+
+struct infinity_lion {
+    float clip;
+    float decay; /* 1 - lr * weight_decay */
+    float beta1;
+    float grad_weight1; /* 1 - beta1 */
+    float beta2;
+    float grad_weight2; /* 1 - beta2 */
+    float step_factor;  /* -lr */
 };
 
 /* What a sum of squares found.  The fp64 sum of fp32 squares cannot overflow, so it is finite
@@ -122,6 +175,20 @@ void infinity_adamw8_bf16(size_t n, uint16_t *hi, int16_t *lo, uint8_t *m, uint8
 void infinity_adamw8_f32(size_t n, uint16_t *hi, int16_t *lo, uint8_t *m, uint8_t *v, float *scale,
                          const float *grad, const struct infinity_adamw *scalars, uint64_t key,
                          uint64_t first);
+
+/* [Note: other recipes], in place.  grad_type: 0 for bf16, 1 for fp32, 2 for fp16. */
+void infinity_adamw_half(size_t n, uint16_t *weight, float *master, float *m, float *v,
+                         const void *grad, int32_t grad_type, const struct infinity_adamw *scalars);
+void infinity_adamw_full(size_t n, float *weight, float *m, float *v, const void *grad,
+                         int32_t grad_type, const struct infinity_adamw *scalars);
+void infinity_adam(size_t n, uint16_t *hi, int16_t *lo, float *m, float *v, const void *grad,
+                   int32_t grad_type, const struct infinity_adamw *scalars);
+void infinity_sgd(size_t n, uint16_t *hi, int16_t *lo, float *m, const void *grad,
+                  int32_t grad_type, const struct infinity_sgd *scalars);
+void infinity_adagrad(size_t n, uint16_t *hi, int16_t *lo, float *v, const void *grad,
+                      int32_t grad_type, const struct infinity_adagrad *scalars);
+void infinity_lion(size_t n, uint16_t *hi, int16_t *lo, float *m, const void *grad,
+                   int32_t grad_type, const struct infinity_lion *scalars);
 
 /* fp32 -> bf16, to nearest, ties to even; every NaN becomes 0x7FC0. */
 void infinity_narrow(size_t n, const float *f32, uint16_t *bf16);

@@ -77,6 +77,68 @@ class Library(Protocol):
         key: int,
         first: int,
     ) -> None: ...
+    def infinity_adamw_half(
+        self,
+        n: int,
+        weight: Pointer,
+        master: Pointer,
+        m: Pointer,
+        v: Pointer,
+        grad: Pointer,
+        grad_type: int,
+        scalars: Pointer,
+    ) -> None: ...
+    def infinity_adamw_full(
+        self,
+        n: int,
+        weight: Pointer,
+        m: Pointer,
+        v: Pointer,
+        grad: Pointer,
+        grad_type: int,
+        scalars: Pointer,
+    ) -> None: ...
+    def infinity_adam(
+        self,
+        n: int,
+        hi: Pointer,
+        lo: Pointer,
+        m: Pointer,
+        v: Pointer,
+        grad: Pointer,
+        grad_type: int,
+        scalars: Pointer,
+    ) -> None: ...
+    def infinity_sgd(
+        self,
+        n: int,
+        hi: Pointer,
+        lo: Pointer,
+        m: Pointer,
+        grad: Pointer,
+        grad_type: int,
+        scalars: Pointer,
+    ) -> None: ...
+    def infinity_adagrad(
+        self,
+        n: int,
+        hi: Pointer,
+        lo: Pointer,
+        v: Pointer,
+        grad: Pointer,
+        grad_type: int,
+        scalars: Pointer,
+    ) -> None: ...
+    def infinity_lion(
+        self,
+        n: int,
+        hi: Pointer,
+        lo: Pointer,
+        m: Pointer,
+        grad: Pointer,
+        grad_type: int,
+        scalars: Pointer,
+    ) -> None: ...
     def infinity_narrow(self, n: int, f32: Pointer, bf16: Pointer) -> None: ...
     def infinity_quantize(
         self, n: int, m_f32: Pointer, v_f32: Pointer, m: Pointer, v: Pointer, scale: Pointer

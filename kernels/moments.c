@@ -26,7 +26,7 @@ static void step_on(const struct step_args *a, size_t i, size_t n, float *m, flo
         a->isa->adamw_f32(n, a->hi + i, a->lo + i, m, v, a->grad_f32 + i, a->scalars);
 }
 
-static const void *grad_at(const struct step_args *a, size_t i) {
+static const void *step_grad_at(const struct step_args *a, size_t i) {
     return a->grad_bf16 != NULL ? (const void *)(a->grad_bf16 + i) : a->grad_f32 + i;
 }
 
@@ -47,7 +47,7 @@ static void adamw16_block(const void *args, size_t first, size_t count) {
     uint16_t *m = a->m, *v = a->v;
     size_t i = first, whole = whole_blocks(a, a->isa->adamw16 != NULL, first, count);
     if (whole != 0)
-        a->isa->adamw16(whole, a->hi + i, a->lo + i, m + i, v + i, grad_at(a, i),
+        a->isa->adamw16(whole, a->hi + i, a->lo + i, m + i, v + i, step_grad_at(a, i),
                         a->grad_bf16 == NULL, a->scalars, a->key, a->first + i);
     for (i += whole; i < first + count; i += STATE_BLOCK) {
         size_t n = piece_at(i, first + count);
@@ -67,7 +67,7 @@ static void adamw8_block(const void *args, size_t first, size_t count) {
     size_t i = first, whole = whole_blocks(a, a->isa->adamw8 != NULL, first, count);
     if (whole != 0)
         a->isa->adamw8(whole, a->hi + i, a->lo + i, m + i, v + i, a->scale + i / STATE_BLOCK * 2,
-                       grad_at(a, i), a->grad_bf16 == NULL, a->scalars, a->key, a->first + i);
+                       step_grad_at(a, i), a->grad_bf16 == NULL, a->scalars, a->key, a->first + i);
     for (i += whole; i < first + count; i += STATE_BLOCK) {
         size_t n = piece_at(i, first + count);
         float *scale = a->scale + i / STATE_BLOCK * 2;

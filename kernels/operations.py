@@ -12,7 +12,12 @@ STATE_BLOCK = 256  # elements whose 8-bit moments share a pair of scales
 WORD = 1 << 64  # a key, and what a counter stays below
 
 
-def _check(n: int, **addresses: int) -> None:
+def check(n: int, **addresses: int) -> None:
+    """Refuse a count below 0, and null addresses.
+
+    Raises:
+        ValueError: the message names the argument.
+    """
     if n < 0:
         message = f"n={n}: expected a count of at least 0"
         raise ValueError(message)
@@ -53,11 +58,12 @@ def _f32(address: int) -> Any:
     return ffi.cast("float *", address)
 
 
-def _rounded(scalars: AdamWScalars) -> Any:
+def rounded(scalars: AdamWScalars) -> Any:
     """Return the C struct: each scalar computed in fp64, then rounded to fp32 by the assignment."""
     struct = ffi.new("struct infinity_adamw *")
     struct.clip = scalars.clip
     struct.decay = 1 - scalars.lr * scalars.weight_decay
+    struct.l2 = scalars.weight_decay
     struct.lerp_weight = 1 - scalars.beta1
     if not struct.lerp_weight < HALF:
         struct.lerp_weight = -scalars.beta1
@@ -77,9 +83,9 @@ def adamw(
 
     `dtype` is that of the gradient, which is only read.
     """
-    _check(n, hi=hi, lo=lo, m=m, v=v, grad=grad)
+    check(n, hi=hi, lo=lo, m=m, v=v, grad=grad)
     _check_dtype(dtype)
-    struct = _rounded(scalars)
+    struct = rounded(scalars)
     if dtype == "bf16":
         library.infinity_adamw_bf16(n, _u16(hi), _i16(lo), _f32(m), _f32(v), _u16(grad), struct)
     else:
@@ -103,11 +109,11 @@ def adamw_bf16(
     `key` is `state_key` of this parameter's step; `first` is the first element's place in its parameter. They
     alone decide the random bits: a range cut in two, the second with its own `first`, gives the same.
     """
-    _check(n, hi=hi, lo=lo, m=m, v=v, grad=grad)
+    check(n, hi=hi, lo=lo, m=m, v=v, grad=grad)
     _check_dtype(dtype)
     _check_noise(key, first)
     fields = (_u16(hi), _i16(lo), _u16(m), _u16(v))
-    struct = _rounded(scalars)
+    struct = rounded(scalars)
     if dtype == "bf16":
         library.infinity_adamw16_bf16(n, *fields, _u16(grad), struct, key, first)
     else:
@@ -133,11 +139,11 @@ def adamw_int8(
     (8 bytes per block, the last and shorter one too). Memory of zeros is a moment of zeros. `key` and `first`
     as in `adamw_bf16`; a range may be cut in two at a multiple of STATE_BLOCK.
     """
-    _check(n, hi=hi, lo=lo, m=m, v=v, scale=scale, grad=grad)
+    check(n, hi=hi, lo=lo, m=m, v=v, scale=scale, grad=grad)
     _check_dtype(dtype)
     _check_noise(key, first)
     fields = (_u16(hi), _i16(lo), _u8(m), _u8(v), _f32(scale))
-    struct = _rounded(scalars)
+    struct = rounded(scalars)
     if dtype == "bf16":
         library.infinity_adamw8_bf16(n, *fields, _u16(grad), struct, key, first)
     else:
@@ -146,7 +152,7 @@ def adamw_int8(
 
 def sum_squares(n: int, grad: int, dtype: GradientDtype) -> tuple[float, bool]:
     """Return the fp64 sum of the fp64 squares of n gradients, and whether all of them are finite."""
-    _check(n, grad=grad)
+    check(n, grad=grad)
     _check_dtype(dtype)
     if dtype == "bf16":
         result = library.infinity_sum_squares_bf16(n, _u16(grad))
@@ -157,25 +163,25 @@ def sum_squares(n: int, grad: int, dtype: GradientDtype) -> tuple[float, bool]:
 
 def split(n: int, f32: int, hi: int, lo: int) -> None:
     """Split n fp32 masters into hi (bf16, to nearest, ties away from zero) and lo (int16 remainder)."""
-    _check(n, f32=f32, hi=hi, lo=lo)
+    check(n, f32=f32, hi=hi, lo=lo)
     library.infinity_split(n, _f32(f32), _u16(hi), _i16(lo))
 
 
 def join(n: int, hi: int, lo: int, f32: int) -> None:
     """Join n pairs of hi and lo into fp32 masters: what `split` was given, bit for bit."""
-    _check(n, hi=hi, lo=lo, f32=f32)
+    check(n, hi=hi, lo=lo, f32=f32)
     library.infinity_join(n, _u16(hi), _i16(lo), _f32(f32))
 
 
 def widen(n: int, bf16: int, f32: int) -> None:
     """Convert n bf16 values to fp32, exactly."""
-    _check(n, bf16=bf16, f32=f32)
+    check(n, bf16=bf16, f32=f32)
     library.infinity_widen(n, _u16(bf16), _f32(f32))
 
 
 def narrow(n: int, f32: int, bf16: int) -> None:
     """Convert n fp32 values to bf16, to nearest, ties to even; every NaN becomes 0x7FC0."""
-    _check(n, f32=f32, bf16=bf16)
+    check(n, f32=f32, bf16=bf16)
     library.infinity_narrow(n, _f32(f32), _u16(bf16))
 
 
@@ -186,31 +192,31 @@ def quantize(n: int, m_f32: int, v_f32: int, m: int, v: int, scale: int) -> None
     A v is off by at most 1/16 of itself, but below its block's smallest code, about 2^-31.75 of the scale, it
     becomes that, never 0; its sign is dropped.
     """
-    _check(n, m_f32=m_f32, v_f32=v_f32, m=m, v=v, scale=scale)
+    check(n, m_f32=m_f32, v_f32=v_f32, m=m, v=v, scale=scale)
     library.infinity_quantize(n, _f32(m_f32), _f32(v_f32), _u8(m), _u8(v), _f32(scale))
 
 
 def dequantize(n: int, m: int, v: int, scale: int, m_f32: int, v_f32: int) -> None:
     """Convert n pairs of 8-bit codes, and their blocks' scales, to fp32 moments, exactly."""
-    _check(n, m=m, v=v, scale=scale, m_f32=m_f32, v_f32=v_f32)
+    check(n, m=m, v=v, scale=scale, m_f32=m_f32, v_f32=v_f32)
     library.infinity_dequantize(n, _u8(m), _u8(v), _f32(scale), _f32(m_f32), _f32(v_f32))
 
 
 def accumulate(n: int, acc: int, grad: int) -> None:
     """Add n bf16 gradients to the fp32 accumulator, in fp32."""
-    _check(n, acc=acc, grad=grad)
+    check(n, acc=acc, grad=grad)
     library.infinity_accumulate_bf16(n, _f32(acc), _u16(grad))
 
 
 def accumulate_f32(n: int, acc: int, grad: int) -> None:
     """Add n fp32 gradients to the fp32 accumulator."""
-    _check(n, acc=acc, grad=grad)
+    check(n, acc=acc, grad=grad)
     library.infinity_accumulate_f32(n, _f32(acc), _f32(grad))
 
 
 def rewrite(n: int, new_hi: int, hi: int, lo: int) -> None:
     """Take a user's edit of n 16-bit weights: where new_hi differs from hi, hi becomes new_hi and lo 0."""
-    _check(n, new_hi=new_hi, hi=hi, lo=lo)
+    check(n, new_hi=new_hi, hi=hi, lo=lo)
     library.infinity_rewrite(n, _u16(new_hi), _u16(hi), _i16(lo))
 
 
@@ -220,7 +226,7 @@ def copy(n_bytes: int, dst: int, src: int) -> None:
     Raises:
         ValueError: the two ranges overlap.
     """
-    _check(n_bytes, dst=dst, src=src)
+    check(n_bytes, dst=dst, src=src)
     if abs(dst - src) < n_bytes:
         message = f"copy of {n_bytes} B from {src:#x} to {dst:#x}: the ranges overlap"
         raise ValueError(message)

@@ -1,4 +1,4 @@
-"""The scalars of one AdamW step, and the key of the random bits that round its moments."""
+"""The scalars of one step of each recipe, and the key of the random bits that round AdamW's moments."""
 
 import math
 from dataclasses import dataclass
@@ -23,22 +23,94 @@ class AdamWScalars:
     clip: float = 1.0  # the fp32 factor on the gradient; NaN where the norm is, as torch's clipping has it
 
     def __post_init__(self) -> None:
-        for name in ("lr", "eps", "weight_decay"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                message = f"{name}={value}: expected a finite number of at least 0"
-                raise ValueError(message)
-        for name in ("beta1", "beta2"):
-            value = getattr(self, name)
-            if not 0 <= value < 1:
-                message = f"{name}={value}: expected at least 0 and below 1"
-                raise ValueError(message)
-        if self.step < 1:
-            message = f"step={self.step}: expected at least 1, the count that includes this step"
+        _check_not_negative(lr=self.lr, eps=self.eps, weight_decay=self.weight_decay)
+        _check_below_1(beta1=self.beta1, beta2=self.beta2)
+        _check_step(self.step)
+        _check_clip(self.clip)
+
+
+@dataclass(frozen=True, slots=True)
+class SGDScalars:
+    """The same for one step of SGD with momentum."""
+
+    lr: float
+    momentum: float
+    weight_decay: float  # L2: added to the gradient
+    step: int  # in the first the momentum is the gradient
+    dampening: float = 0.0
+    nesterov: bool = False
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_not_negative(lr=self.lr, weight_decay=self.weight_decay)
+        _check_below_1(momentum=self.momentum)
+        _check_step(self.step)
+        _check_clip(self.clip)
+        if self.dampening and (self.nesterov or not self.momentum):
+            message = (
+                f"dampening={self.dampening}, momentum={self.momentum}, nesterov={self.nesterov}: "
+                "dampening takes a momentum, and Nesterov's takes none"
+            )
             raise ValueError(message)
-        if self.clip < 0:
-            message = f"clip={self.clip}: expected a factor of at least 0"
+
+
+@dataclass(frozen=True, slots=True)
+class AdagradScalars:
+    """The same for one step of Adagrad."""
+
+    lr: float
+    eps: float
+    weight_decay: float  # L2: added to the gradient
+    step: int
+    lr_decay: float = 0.0
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_not_negative(lr=self.lr, eps=self.eps, weight_decay=self.weight_decay, lr_decay=self.lr_decay)
+        _check_step(self.step)
+        _check_clip(self.clip)
+
+
+@dataclass(frozen=True, slots=True)
+class LionScalars:
+    """The same for one step of Lion (Chen et al., arXiv 2302.06675)."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    weight_decay: float  # decoupled
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_not_negative(lr=self.lr, weight_decay=self.weight_decay)
+        _check_below_1(beta1=self.beta1, beta2=self.beta2)
+        _check_clip(self.clip)
+
+
+def _check_not_negative(**values: float) -> None:
+    for name, value in values.items():
+        if not (math.isfinite(value) and value >= 0):
+            message = f"{name}={value}: expected a finite number of at least 0"
             raise ValueError(message)
+
+
+def _check_below_1(**values: float) -> None:
+    for name, value in values.items():
+        if not 0 <= value < 1:
+            message = f"{name}={value}: expected at least 0 and below 1"
+            raise ValueError(message)
+
+
+def _check_step(step: int) -> None:
+    if step < 1:
+        message = f"step={step}: expected at least 1, the count that includes this step"
+        raise ValueError(message)
+
+
+def _check_clip(clip: float) -> None:
+    if clip < 0:
+        message = f"clip={clip}: expected a factor of at least 0"
+        raise ValueError(message)
 
 
 def state_key(seed: int, parameter: int, step: int) -> int:

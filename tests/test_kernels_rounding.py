@@ -151,7 +151,7 @@ def test_the_noise_is_fair_and_unrelated_between_moments_elements_steps_and_para
 
 @pytest.mark.parametrize("width", [16, 20])
 def test_the_noise_of_two_that_meet_is_independent_and_not_only_uncorrelated(width):
-    """Pairs of 6-bit noises are spread evenly over the square: m and v, neighbours, one element in two steps."""
+    """Pairs of 6 bits are spread evenly over the square: m and v, neighbours, one element in two steps."""
     m, v = (bits >> (width - 6) for bits in reference_state.noise(kernels.state_key(0, 0, 1), 1 << 20, width))
     later, _ = reference_state.noise(kernels.state_key(0, 0, 2), 1 << 20, width)
     for other in (v, m.roll(1), m.roll(2), m.roll(32), later >> (width - 6)):

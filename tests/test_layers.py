@@ -64,6 +64,7 @@ LAYERS = [
         "plan",
         "pretrained",
         "reference",
+        "reference_steps",
         "released",
         "simulated",
     },

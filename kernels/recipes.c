@@ -1,0 +1,91 @@
+/* The functions of [Note: other recipes]: each cuts its range into blocks for the pool. */
+#include "internal.h"
+
+/* One call's arguments; a field that a recipe does not have is NULL. */
+struct recipe_args {
+    const struct isa *isa;
+    uint16_t *half; /* hi, or the fp16 weight */
+    int16_t *lo;
+    float *master, *m, *v;
+    const void *grad;
+    int32_t type;
+    const void *scalars;
+};
+
+static void adamw_half_block(const void *args, size_t i, size_t count) {
+    const struct recipe_args *a = args;
+    a->isa->adamw_half(count, a->half + i, a->master + i, a->m + i, a->v + i, grad_at(a->grad, i,
+                       a->type), a->type, a->scalars);
+}
+
+void infinity_adamw_half(size_t n, uint16_t *weight, float *master, float *m, float *v, const void
+                         *grad, int32_t grad_type, const struct infinity_adamw *scalars) {
+    struct recipe_args args = {.isa = current_isa(), .half = weight, .master = master, .m = m, .v =
+                               v, .grad = grad, .type = grad_type, .scalars = scalars};
+    run_blocks(adamw_half_block, &args, n, BLOCK_NUMEL);
+}
+
+static void adamw_full_block(const void *args, size_t i, size_t count) {
+    const struct recipe_args *a = args;
+    a->isa->adamw_full(count, a->master + i, a->m + i, a->v + i, grad_at(a->grad, i, a->type),
+                       a->type, a->scalars);
+}
+
+void infinity_adamw_full(size_t n, float *weight, float *m, float *v, const void *grad, int32_t
+                         grad_type, const struct infinity_adamw *scalars) {
+    struct recipe_args args = {.isa = current_isa(), .master = weight, .m = m, .v = v, .grad = grad,
+                               .type = grad_type, .scalars = scalars};
+    run_blocks(adamw_full_block, &args, n, BLOCK_NUMEL);
+}
+
+static void adam_block(const void *args, size_t i, size_t count) {
+    const struct recipe_args *a = args;
+    a->isa->adam(count, a->half + i, a->lo + i, a->m + i, a->v + i, grad_at(a->grad, i, a->type),
+                 a->type, a->scalars);
+}
+
+void infinity_adam(size_t n, uint16_t *hi, int16_t *lo, float *m, float *v, const void *grad,
+                   int32_t grad_type, const struct infinity_adamw *scalars) {
+    struct recipe_args args = {.isa = current_isa(), .half = hi, .lo = lo, .m = m, .v = v, .grad =
+                               grad, .type = grad_type, .scalars = scalars};
+    run_blocks(adam_block, &args, n, BLOCK_NUMEL);
+}
+
+static void sgd_block(const void *args, size_t i, size_t count) {
+    const struct recipe_args *a = args;
+    a->isa->sgd(count, a->half + i, a->lo + i, a->m + i, grad_at(a->grad, i, a->type), a->type,
+                a->scalars);
+}
+
+void infinity_sgd(size_t n, uint16_t *hi, int16_t *lo, float *m, const void *grad, int32_t
+                  grad_type, const struct infinity_sgd *scalars) {
+    struct recipe_args args = {.isa = current_isa(), .half = hi, .lo = lo, .m = m, .grad = grad,
+                               .type = grad_type, .scalars = scalars};
+    run_blocks(sgd_block, &args, n, BLOCK_NUMEL);
+}
+
+static void adagrad_block(const void *args, size_t i, size_t count) {
+    const struct recipe_args *a = args;
+    a->isa->adagrad(count, a->half + i, a->lo + i, a->v + i, grad_at(a->grad, i, a->type), a->type,
+                    a->scalars);
+}
+
+void infinity_adagrad(size_t n, uint16_t *hi, int16_t *lo, float *v, const void *grad, int32_t
+                      grad_type, const struct infinity_adagrad *scalars) {
+    struct recipe_args args = {.isa = current_isa(), .half = hi, .lo = lo, .v = v, .grad = grad,
+                               .type = grad_type, .scalars = scalars};
+    run_blocks(adagrad_block, &args, n, BLOCK_NUMEL);
+}
+
+static void lion_block(const void *args, size_t i, size_t count) {
+    const struct recipe_args *a = args;
+    a->isa->lion(count, a->half + i, a->lo + i, a->m + i, grad_at(a->grad, i, a->type), a->type,
+                 a->scalars);
+}
+
+void infinity_lion(size_t n, uint16_t *hi, int16_t *lo, float *m, const void *grad, int32_t
+                   grad_type, const struct infinity_lion *scalars) {
+    struct recipe_args args = {.isa = current_isa(), .half = hi, .lo = lo, .m = m, .grad = grad,
+                               .type = grad_type, .scalars = scalars};
+    run_blocks(lion_block, &args, n, BLOCK_NUMEL);
+}

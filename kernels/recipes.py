@@ -1,0 +1,116 @@
+"""The steps of other records and other optimizers, typed and checked: [Note: other recipes] in kernels.h.
+
+All work in place on n elements; every moment is fp32. `dtype` is that of the gradient, which is only read,
+and `scalars.clip` the factor on it as fp32: a clipping, the inverse of a loss scale, or their product.
+"""
+
+from typing import Any, Literal, TypeAlias
+
+from infinity.kernels.library import ffi, library
+from infinity.kernels.operations import check, rounded
+from infinity.kernels.scalars import AdagradScalars, AdamWScalars, LionScalars, SGDScalars
+
+AnyGradientDtype: TypeAlias = Literal["bf16", "f32", "f16"]
+
+_TYPES = {"bf16": 0, "f32": 1, "f16": 2}  # as in kernels.h
+
+
+def _type_of(dtype: str) -> int:
+    if dtype not in _TYPES:
+        message = f"dtype={dtype!r}: expected 'bf16', 'f32' or 'f16'"
+        raise ValueError(message)
+    return _TYPES[dtype]
+
+
+def _f32(address: int) -> Any:
+    return ffi.cast("float *", address)
+
+
+def _u16(address: int) -> Any:
+    return ffi.cast("uint16_t *", address)
+
+
+def _i16(address: int) -> Any:
+    return ffi.cast("int16_t *", address)
+
+
+def _any(address: int) -> Any:
+    return ffi.cast("void *", address)
+
+
+def adamw_fp16(
+    n: int,
+    weight: int,
+    master: int,
+    m: int,
+    v: int,
+    grad: int,
+    dtype: AnyGradientDtype,
+    scalars: AdamWScalars,
+) -> None:
+    """Apply the step of `adamw` to the fp16 record: fp32 masters, and weights that become their fp16.
+
+    A master of 65520 or more rounds to infinity, as torch's .half() has it. The weight is only written.
+    """
+    check(n, weight=weight, master=master, m=m, v=v, grad=grad)
+    fields = (_u16(weight), _f32(master), _f32(m), _f32(v), _any(grad), _type_of(dtype))
+    library.infinity_adamw_half(n, *fields, rounded(scalars))
+
+
+def adamw_fp32(
+    n: int, weight: int, m: int, v: int, grad: int, dtype: AnyGradientDtype, scalars: AdamWScalars
+) -> None:
+    """Apply the step of `adamw` to the fp32 record, whose weights are their own masters."""
+    check(n, weight=weight, m=m, v=v, grad=grad)
+    fields = (_f32(weight), _f32(m), _f32(v), _any(grad), _type_of(dtype))
+    library.infinity_adamw_full(n, *fields, rounded(scalars))
+
+
+def adam(
+    n: int, hi: int, lo: int, m: int, v: int, grad: int, dtype: AnyGradientDtype, scalars: AdamWScalars
+) -> None:
+    """Apply one Adam step to split masters: the weight decay is added to the gradient (L2)."""
+    check(n, hi=hi, lo=lo, m=m, v=v, grad=grad)
+    fields = (_u16(hi), _i16(lo), _f32(m), _f32(v), _any(grad), _type_of(dtype))
+    library.infinity_adam(n, *fields, rounded(scalars))
+
+
+def sgd(n: int, hi: int, lo: int, m: int, grad: int, dtype: AnyGradientDtype, scalars: SGDScalars) -> None:
+    """Apply one step of SGD to split masters; m is the momentum, which the first step only writes."""
+    check(n, hi=hi, lo=lo, m=m, grad=grad)
+    struct = ffi.new("struct infinity_sgd *")
+    struct.clip = scalars.clip
+    struct.l2 = scalars.weight_decay
+    struct.momentum = scalars.momentum
+    struct.grad_weight = 1 - scalars.dampening
+    struct.step_factor = -scalars.lr
+    struct.is_first = scalars.step == 1
+    struct.is_nesterov = scalars.nesterov
+    library.infinity_sgd(n, _u16(hi), _i16(lo), _f32(m), _any(grad), _type_of(dtype), struct)
+
+
+def adagrad(
+    n: int, hi: int, lo: int, v: int, grad: int, dtype: AnyGradientDtype, scalars: AdagradScalars
+) -> None:
+    """Apply one Adagrad step to split masters; v is the sum of squares, whose first value is the caller's."""
+    check(n, hi=hi, lo=lo, v=v, grad=grad)
+    struct = ffi.new("struct infinity_adagrad *")
+    struct.clip = scalars.clip
+    struct.l2 = scalars.weight_decay
+    struct.eps = scalars.eps
+    struct.step_factor = -(scalars.lr / (1 + (scalars.step - 1) * scalars.lr_decay))
+    library.infinity_adagrad(n, _u16(hi), _i16(lo), _f32(v), _any(grad), _type_of(dtype), struct)
+
+
+def lion(n: int, hi: int, lo: int, m: int, grad: int, dtype: AnyGradientDtype, scalars: LionScalars) -> None:
+    """Apply one Lion step to split masters: each weight moves by lr, whichever way its momentum points."""
+    check(n, hi=hi, lo=lo, m=m, grad=grad)
+    struct = ffi.new("struct infinity_lion *")
+    struct.clip = scalars.clip
+    struct.decay = 1 - scalars.lr * scalars.weight_decay
+    struct.beta1 = scalars.beta1
+    struct.grad_weight1 = 1 - scalars.beta1
+    struct.beta2 = scalars.beta2
+    struct.grad_weight2 = 1 - scalars.beta2
+    struct.step_factor = -scalars.lr
+    library.infinity_lion(n, _u16(hi), _i16(lo), _f32(m), _any(grad), _type_of(dtype), struct)
