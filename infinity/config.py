@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import posixpath
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from infinity.errors import ConfigError
 from infinity.sizes import format_size, parse_size
@@ -108,6 +110,27 @@ class Config:
             if places.count(place) > 1:
                 raise ConfigError(f"nvme={self.nvme!r}: {folder!r} is named twice; name each folder once")
         return folders
+
+    @classmethod
+    def from_deepspeed(
+        cls,
+        source: str | Path | Mapping[str, Any],
+        strict: bool = True,  # noqa: FBT001, FBT002 - as the documentation writes it
+        *,
+        infinity: Mapping[str, Any] | None = None,
+        **values: Any,
+    ) -> Config:
+        """Return what a DeepSpeed JSON says of places and precision; infinity.deepspeed_config.read has all.
+
+        source: the file, or what is in it. strict: refuse keys that are not supported; False warns of them.
+        infinity: fields of Config for which DeepSpeed has no words, such as host_memory. values: what "auto"
+        stands for: from_deepspeed("ds.json", lr=3e-4, train_micro_batch_size_per_gpu=4).
+
+        Raises: ConfigError naming every key that is unknown, not supported, or "auto" without a value.
+        """
+        from infinity.deepspeed_config import read  # which needs Config
+
+        return read(source, strict=strict, infinity=infinity, **values).config
 
     def __str__(self) -> str:
         """The settings in one line."""
