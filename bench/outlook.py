@@ -12,7 +12,7 @@ import psutil
 from infinity.bench.findings import Column, Findings, asked
 from infinity.outline import Outline
 from infinity.sizes import format_size
-from infinity.zero import STAGES, model_states
+from infinity.zero_memory import STAGES, model_states
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

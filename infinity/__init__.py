@@ -2,9 +2,13 @@
 and the device.
 """
 
+from infinity import zero
 from infinity.accumulation import no_sync
 from infinity.checkpoint import load, save
 from infinity.config import Config
+from infinity.deepspeed_engine import DeepSpeedEngine
+from infinity.deepspeed_initialize import initialize
+from infinity.deepspeed_launch import add_config_arguments, init_distributed
 from infinity.errors import (
     ConfigError,
     CorruptionError,
@@ -30,6 +34,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "CorruptionError",
+    "DeepSpeedEngine",
     "EngineFailedError",
     "HostMemoryError",
     "InfinityError",
@@ -39,11 +44,15 @@ __all__ = [
     "Stats",
     "TensorFileError",
     "UnsupportedError",
+    "add_config_arguments",
     "gathered",
+    "init_distributed",
+    "initialize",
     "load",
     "load_deepspeed",
     "no_sync",
     "save",
     "save_pretrained",
     "stats",
+    "zero",
 ]

@@ -170,7 +170,7 @@ class OneCycle(_Schedule):
         cycle_first_stair_count: int = 0,
         cycle_second_stair_count: int | None = None,
         decay_step_size: int = 0,
-        cycle_momentum: bool = True,  # noqa: FBT001, FBT002 - the order is DeepSpeed's
+        cycle_momentum: bool = True,
         cycle_min_mom: Rates = 0.8,
         cycle_max_mom: Rates = 0.9,
         decay_mom_rate: float = 0.0,
@@ -250,7 +250,7 @@ class LRRangeTest(_Schedule):
         lr_range_test_min_lr: Rates = 1e-3,
         lr_range_test_step_size: int = 2000,
         lr_range_test_step_rate: float = 1.0,
-        lr_range_test_staircase: bool = False,  # noqa: FBT001, FBT002 - the order is DeepSpeed's
+        lr_range_test_staircase: bool = False,
     ) -> None:
         """Set the first rates."""
         self._low = _per_group(optimizer, lr_range_test_min_lr, "lr_range_test_min_lr")

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 import xxhash
+from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -85,6 +86,14 @@ class Init:
         self._in_order.enter_context(_drawing_as_rank_0(self._engine.ranks))
         Init._active = self
         return self
+
+    def take_in(self, model: nn.Module) -> None:
+        """Take charge of a model that was built before, in memory. Inside the `with`."""
+        if self._construction is None:
+            raise UnsupportedError("take_in outside of `with infinity.Init(...) as init:`")
+        if self.config.tile_nbytes is not None:
+            raise UnsupportedError("tile_above: layers that exist are not cut; build the model inside Init")
+        self._construction.adopted(model, "", None)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -1,30 +1,126 @@
-"""What model states take where ranks share them: the arithmetic of ZeRO. Pure: no torch, no I/O.
+"""The names that scripts know as deepspeed.zero: Init and GatheredParameters, with DeepSpeed's arguments.
 
-Mixed-precision Adam keeps, per parameter, a 16-bit weight (2 bytes), a 16-bit gradient (2) and the
-optimizer's fp32 master and two moments (12, the paper's K). ZeRO divides among ranks first the optimizer's
-part (stage 1), then gradients too (2), then weights too (3): Rajbhandari, Rasley, Ruwase and He 2020, fig. 1.
+The arithmetic of ZeRO is in zero_memory.
 """
 
 from __future__ import annotations
 
-WEIGHT_NBYTES = 2
-GRADIENT_NBYTES = 2
-OPTIMIZER_NBYTES = 12
-"""The paper's K: fp32 master, momentum and variance."""
+import contextlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
 
-STAGES = (0, 1, 2, 3)
-"""0: nothing is shared, as in plain data parallelism."""
+import torch
+from torch import nn
+
+from infinity import init as plain
+from infinity.config import Config
+from infinity.deepspeed_config import Settings
+from infinity.deepspeed_launch import settings_of
+from infinity.engine import engine_of
+from infinity.errors import ConfigError, UnsupportedError
+from infinity.gather import gathered
 
 
-def model_states(parameters: float, ranks: int, stage: int) -> float:
-    """Return the bytes of model states that each of `ranks` ranks holds; activations come on top.
+class Init:
+    """infinity.Init with DeepSpeed's arguments: build the model inside the `with`.
 
-    Raises: ValueError for a stage that is none, and for less than one rank.
+    config_dict_or_path: DeepSpeed's JSON, or what is in it; None for host memory alone. module: a model that
+    exists, to be taken in now; the `with` is not needed then. enabled: False changes nothing. remote_device:
+    "nvme" needs an nvme_path in the configuration. dtype: torch.bfloat16. Groups and quantized weights are
+    refused; the other arguments change nothing here.
+
+    Raises: ConfigError, UnsupportedError; on entering, what infinity.Init raises.
     """
-    if stage not in STAGES:
-        raise ValueError(f"stage {stage}: ZeRO has the stages {', '.join(map(str, STAGES))}")
-    if ranks < 1:
-        raise ValueError(f"{ranks} ranks: expected at least 1")
-    shared = (OPTIMIZER_NBYTES, GRADIENT_NBYTES, WEIGHT_NBYTES)[:stage]
-    whole = WEIGHT_NBYTES + GRADIENT_NBYTES + OPTIMIZER_NBYTES - sum(shared)
-    return parameters * (whole + sum(shared) / ranks)
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: str | Path | Mapping[str, Any] | Settings | None = None,
+        config: str | Path | Mapping[str, Any] | Settings | None = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+    ) -> None:
+        """Check the settings; take `module` in."""
+        refused = {
+            "data_parallel_group": data_parallel_group,
+            "mpu": mpu,
+            "zero_param_parallel_group": zero_param_parallel_group,
+            "zero_quantized_weights": zero_quantized_weights,
+            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
+            "sequence_data_parallel_group": sequence_data_parallel_group,
+        }
+        for name, value in refused.items():
+            if value:
+                raise UnsupportedError(f"zero.Init({name}={value!r}) is not supported; leave it out")
+        self._init: plain.Init | None = None
+        if not enabled:
+            return
+        source = config_dict_or_path if config_dict_or_path is not None else config
+        settings = Config() if source is None else settings_of(source).config
+        if dtype is not None and settings.dtype != Config(dtype=dtype).dtype:
+            raise ConfigError(f"zero.Init(dtype={dtype}), but the configuration says {settings.dtype}")
+        if remote_device == "nvme" and not settings.nvme_folders:
+            raise ConfigError('zero.Init(remote_device="nvme") needs an nvme_path in the configuration')
+        self._init = plain.Init(settings)
+        if module is not None:
+            take_in(module, settings)
+
+    def __enter__(self) -> None:
+        """As infinity.Init."""
+        if self._init is not None:
+            self._init.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """As infinity.Init."""
+        if self._init is not None:
+            self._init.__exit__(kind, error, trace)
+
+
+def take_in(model: nn.Module, config: Config) -> None:
+    """Take in a model that was built in memory, as if it had been built inside Init.
+
+    Its Parameter objects stay the same; their values move to where `config` says, module by module.
+
+    Raises: what Init raises; ValueError for a model of which a part was built in Init before.
+    """
+    if any(engine_of(parameter) is not None for parameter in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__}: a part of it was built inside Init; build the whole model there, once"
+        )
+    with plain.Init(config) as building:
+        building.take_in(model)
+
+
+@contextlib.contextmanager
+def GatheredParameters(
+    params: nn.Module | nn.Parameter | Iterable[nn.Parameter],
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+) -> Any:
+    """infinity.gathered with DeepSpeed's arguments: with a modifier_rank, changes are kept.
+
+    Parameters that are not offloaded are what they are. fwd_module changes nothing here.
+    """
+    if isinstance(params, nn.Module):
+        params = params.parameters()
+    several = [params] if isinstance(params, nn.Parameter) else list(params)
+    ours = [parameter for parameter in several if engine_of(parameter) is not None]
+    if not enabled or not ours:
+        yield
+        return
+    with gathered(ours, write=modifier_rank is not None):
+        yield

@@ -15,6 +15,8 @@ PACKAGE = ROOT / "infinity"
 LAYERS = [
     {"__main__", "bench", "cli", "doctor", "picture", "presets", "recording", "report", "text", "train"},
     {"__init__"},  # what users import: everything below
+    {"deepspeed_checkpoint", "deepspeed_engine", "deepspeed_initialize"},
+    {"zero"},
     {  # what they are made of
         "accumulation",
         "checkpoint",
@@ -30,7 +32,7 @@ LAYERS = [
     },
     {"engine"},
     {"arrivals", "partition"},
-    {"deepspeed_schedules", "exchange", "hooks", "hub", "offloaded", "slices"},
+    {"deepspeed_launch", "deepspeed_schedules", "exchange", "hooks", "hub", "offloaded", "slices"},
     {"calls"},
     {"executor", "pins", "reduction"},
     {"collectives", "gradient_store"},
@@ -74,7 +76,7 @@ LAYERS = [
     },
     {"frequency", "generators", "outline", "reference_state", "shard", "tensors", "timeline", "trace"},
     {"ranks"},
-    {"cores", "counts", "errors", "sizes", "zero"},
+    {"cores", "counts", "errors", "sizes", "zero_memory"},
 ]
 # Packages that import nothing of ours, and the lowest layer that may import them.
 LEAVES = {"aio": "store", "kernels": "reference", "tiling": "calls"}
@@ -99,7 +101,7 @@ PURE = {
     "simulated",
     "sizes",
     "trace",
-    "zero",
+    "zero_memory",
 }
 IMPURE = {"aio", "io", "kernels", "mmap", "os", "shutil", "socket", "subprocess", "tempfile", "torch"}
 

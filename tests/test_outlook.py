@@ -9,7 +9,7 @@ from infinity.bench.outlook import decimal_size, duration, figure, short_count
 from infinity.demand import Setting
 from infinity.outline import Outline, Part, Stage
 from infinity.simulated import Disk, Rates
-from infinity.zero import STAGES, model_states
+from infinity.zero_memory import STAGES, model_states
 
 RATES = Rates(Disk(2e9, 1e9, 1.5e9), update=1e9, checked=1e10, copied=1e10)
 

@@ -1,5 +1,6 @@
-"""The README's program runs as it stands, on a smaller model."""
+"""The README's programs run as they stand, on a smaller model."""
 
+import json
 import re
 from pathlib import Path
 
@@ -10,10 +11,14 @@ README = Path(__file__).parents[1] / "README.md"
 SIZES = "vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4"
 
 
+def programs():
+    return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
 @pytest.mark.disk
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_the_program_in_the_readme_runs(folder, capsys):
-    program = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[1]
+    program = programs()[0]
     for written, here in (
         ('"/local_nvme"', repr(str(folder))),
         ("LlamaConfig()", f"LlamaConfig({SIZES})"),
@@ -25,3 +30,34 @@ def test_the_program_in_the_readme_runs(folder, capsys):
     weights = torch.load(folder / "weights.pt", weights_only=True)
     assert weights["lm_head.weight"].isfinite().all()
     assert "steps=3" in capsys.readouterr().out
+
+
+@pytest.mark.disk
+def test_the_deepspeed_script_in_the_readme_runs(folder):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    nvme = {"device": "nvme", "nvme_path": str(folder)}
+    content = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
+        "infinity": {"host_memory": "4MiB"},
+    }
+    (folder / "ds.json").write_text(json.dumps(content))
+    program = programs()[1]
+    for written, here in (
+        ('"ds.json"', repr(str(folder / "ds.json"))),
+        ("LlamaConfig()", f"LlamaConfig({SIZES})"),
+        ('"out"', repr(str(folder / "out"))),
+    ):
+        assert written in program
+        program = program.replace(written, here)
+    names = {
+        "LlamaConfig": LlamaConfig,
+        "LlamaForCausalLM": LlamaForCausalLM,
+        "batches": [torch.randint(0, 64, (1, 16)) for _ in range(3)],
+    }
+    exec(program, names)  # noqa: S102 - it is ours
+    assert (folder / "out" / "latest").read_text() == "global_step3"
+    assert "zero_optimization.stage = 3: honoured" in str(names["engine"].settings.report)

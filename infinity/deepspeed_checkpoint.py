@@ -1,0 +1,123 @@
+"""Checkpoints as DeepSpeed scripts name them: a folder per tag, and `latest`, which names one.
+
+What is in a tag's folder is infinity.save's.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from infinity.checkpoint import load, save
+from infinity.manifest import CheckpointError
+
+if TYPE_CHECKING:
+    from infinity.deepspeed_engine import DeepSpeedEngine
+
+LATEST = "latest"
+_COUNTS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+
+
+def save_tagged(
+    engine: DeepSpeedEngine,
+    folder: str | os.PathLike[str],
+    tag: object,
+    client_state: dict[str, Any],
+    *,
+    save_latest: bool,
+) -> None:
+    """Save to folder/tag; see DeepSpeedEngine.save_checkpoint."""
+    name = _name(f"global_step{engine.global_steps}" if tag is None else tag)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    waiting = engine.micro_steps % engine.gradient_accumulation_steps()
+    if waiting:
+        warnings.warn(
+            f"save_checkpoint after {waiting} of {engine.gradient_accumulation_steps()} backwards of a step: "
+            "gradients are not saved",
+            stacklevel=3,
+        )
+    extra = {"client_state": client_state, "counts": {name: getattr(engine, name) for name in _COUNTS}}
+    save(
+        engine.module,
+        engine.optimizer,
+        Path(folder) / name,
+        scheduler=engine.lr_scheduler,
+        extra=extra,
+        overwrite=True,
+    )
+    if save_latest:
+        _replace(Path(folder) / LATEST, lambda file: file.write(name.encode()))
+
+
+def load_tagged(
+    engine: DeepSpeedEngine,
+    folder: str | os.PathLike[str],
+    tag: object,
+    *,
+    optimizer: bool,
+    scheduler: bool,
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Load from folder/tag; see DeepSpeedEngine.load_checkpoint."""
+    latest = Path(folder) / LATEST
+    if tag is None:
+        if not latest.is_file():
+            warnings.warn(f"load_checkpoint: {latest} does not exist; nothing was loaded", stacklevel=3)
+            return None, None
+        tag = latest.read_text().strip()
+    path = Path(folder) / _name(tag)
+    if any(path.glob("*model_states.pt")):
+        raise CheckpointError(
+            f"{path} was saved by DeepSpeed: infinity.load_deepspeed(engine.module, engine.optimizer, "
+            f"{str(folder)!r}, tag={str(tag)!r}) takes weights and moments over"
+        )
+    extra = load(
+        engine.module,
+        engine.optimizer if optimizer else None,
+        path,
+        scheduler=engine.lr_scheduler if scheduler else None,
+    )
+    if not isinstance(extra, dict) or extra.keys() != {"client_state", "counts"}:
+        raise CheckpointError(f"{path} was not saved by save_checkpoint; infinity.load has loaded it")
+    if optimizer:
+        for name in _COUNTS:
+            setattr(engine, name, extra["counts"][name])
+    return str(path), extra["client_state"]
+
+
+def save_weights(model: nn.Module, folder: str | os.PathLike[str], name: str) -> None:
+    """Save the 16-bit weights as one file; see DeepSpeedEngine.save_16bit_model."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    weights = model.state_dict()
+    _replace(Path(folder) / name, lambda file: torch.save(weights, file))
+
+
+def _name(tag: object) -> str:
+    name = str(tag)
+    if name in ("", ".", "..", LATEST) or "/" in name or "\0" in name:
+        raise ValueError(f"tag={tag!r}: expected the name of a folder")
+    return name
+
+
+def _replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Put a file in place as a whole."""
+    filling = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+    try:
+        with filling.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        filling.replace(path)
+    finally:
+        filling.unlink(missing_ok=True)
+    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

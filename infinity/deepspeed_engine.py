@@ -1,0 +1,331 @@
+"""The object that infinity.initialize returns: a model, its optimizer and its schedule, driven as DeepSpeed's
+engine is.
+
+It decides when a step is due, clips, leaves steps out whose gradients are not finite, and counts. All else is
+the model's hooks and the optimizer, which work without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from infinity import deepspeed_checkpoint
+from infinity.deepspeed_config import Settings
+from infinity.deepspeed_launch import local_rank, rank, ranks
+from infinity.engine import engine_of_model
+from infinity.errors import UnsupportedError
+from infinity.optim import AdamW
+
+logger = logging.getLogger("infinity")
+
+
+class DeepSpeedEngine(nn.Module):
+    """A model, trained as DeepSpeed scripts do it: engine(batch), engine.backward(loss), engine.step().
+
+    Made by infinity.initialize. Attributes of the model may be asked of the engine.
+    """
+
+    module: nn.Module
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: AdamW | None,
+        scheduler: Any,
+        settings: Settings,
+        loader: DataLoader[Any] | None = None,
+    ) -> None:
+        """Drive `model`, built in Init, with `optimizer` and `scheduler`."""
+        super().__init__()
+        self.module = model
+        self.optimizer = optimizer
+        self.lr_scheduler = scheduler
+        self.settings = settings
+        self.training_dataloader = loader
+        self.device = engine_of_model(model).device.torch_device
+        self.local_rank, self.global_rank, self.world_size = local_rank(), rank(), ranks()
+        self.micro_steps = 0
+        """Backwards that step() has seen."""
+        self.global_steps = 0
+        self.global_samples = 0
+        self.skipped_steps = 0
+        """Steps left out because gradients were not finite."""
+        self._norm: float | None = None
+        self._applied = False
+        self._boundary: bool | None = None
+        self._unsynced = self._stepping = False
+        self._seconds = dict.fromkeys(("forward", "backward", "step"), 0.0)
+        self._backwards = 0  # since the last update
+
+    def __getattr__(self, name: str) -> Any:
+        """Ask the model for what the engine does not have."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    # A step
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        with self._timed("forward"):
+            return self.module(*args, **kwargs)
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+    ) -> torch.Tensor:
+        """Run the backward of loss / gradient_accumulation_steps (of loss itself without scale_wrt_gas);
+        return what was differentiated.
+        """
+        self._trained()
+        if loss.numel() != 1:
+            raise ValueError(f"a loss of shape {tuple(loss.shape)}: expected one number")
+        with self._timed("backward"):
+            if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
+                loss = loss / self.gradient_accumulation_steps()
+            loss.backward(retain_graph=retain_graph)
+        self._backwards += 1
+        return loss
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the step() after the current backward updates the model."""
+        if self._boundary is not None:
+            return self._boundary
+        if not self.settings.managed_accumulation:
+            return self._stepping
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say from now on whether step() updates the model, instead of counting."""
+        if not self.settings.managed_accumulation:
+            raise UnsupportedError("with managed_gradient_accumulation=false every step() is a boundary")
+        self._boundary = is_boundary
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Update the model, where the accumulation is complete; then zero gradients and step the schedule.
+
+        Raises: UnsupportedError within no_sync().
+        """
+        optimizer = self._trained()
+        if self._unsynced:
+            raise UnsupportedError("step() inside no_sync()")
+        with self._timed("step"):
+            self._stepping = True
+            self._applied = False
+            try:
+                if self.is_gradient_accumulation_boundary():
+                    self._update(optimizer, lr_kwargs or {})
+            finally:
+                self._stepping = False
+        self.micro_steps += 1
+
+    def _update(self, optimizer: AdamW, lr_kwargs: Mapping[str, Any]) -> None:
+        self._norm = self._clip(optimizer)
+        if self.settings.check_overflow and self._norm is not None and not math.isfinite(self._norm):
+            self.skipped_steps += 1
+            logger.warning("step %d left out: the gradients' norm is %s", self.global_steps, self._norm)
+        else:
+            optimizer.step()
+            self._applied = True
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step(**lr_kwargs)
+        optimizer.zero_grad()
+        self.global_steps += 1
+        self.global_samples += (self.settings.batches.micro or 0) * self._backwards * self.world_size
+        self._backwards = 0
+        self._report()
+
+    def _clip(self, optimizer: AdamW) -> float | None:
+        """Return the global norm before clipping; None where updates happen in the backward."""
+        if optimizer.update == "backward":
+            return None
+        parameters = [
+            one for group in optimizer.param_groups for one in group["params"] if one.grad is not None
+        ]
+        largest = self.settings.gradient_clipping
+        if largest:
+            return float(torch.nn.utils.clip_grad_norm_(parameters, largest))
+        return float(torch.nn.utils.get_total_norm([one.grad for one in parameters]))
+
+    def _report(self) -> None:
+        every = self.settings.steps_per_print
+        if every is not None and self.global_steps % every == 0:
+            logger.info(
+                "step=%d, skipped=%d, lr=%s, mom=%s",
+                self.global_steps,
+                self.skipped_steps,
+                self.get_lr(),
+                self.get_mom(),
+            )
+        if self.settings.breakdown:
+            took = ", ".join(f"{what} {seconds:.3f} s" for what, seconds in self._seconds.items())
+            logger.info("step %d: %s", self.global_steps, took)
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
+
+    @contextlib.contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._seconds[what] += time.perf_counter() - start
+
+    def _trained(self) -> AdamW:
+        if self.optimizer is None:
+            raise UnsupportedError(
+                'initialize was given no optimizer: name one in the configuration ("optimizer"), or give '
+                "initialize(optimizer=...)"
+            )
+        return self.optimizer
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in here are not reduced among ranks; of one rank none is. step() is refused."""
+        if self._unsynced:
+            raise UnsupportedError("no_sync() inside no_sync()")
+        self._unsynced = True
+        try:
+            yield
+        finally:
+            self._unsynced = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the model's gradients."""
+        self.module.zero_grad(set_to_none=set_to_none)
+
+    # What it knows
+
+    def train_batch_size(self) -> int | None:
+        """Samples per update, of all ranks."""
+        return self.settings.batches.train
+
+    def train_micro_batch_size_per_gpu(self) -> int | None:
+        """Samples per backward and rank."""
+        return self.settings.batches.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Backwards per update."""
+        return self.settings.batches.steps
+
+    def gradient_clipping(self) -> float:
+        """The largest global norm; 0 for no clipping."""
+        return self.settings.gradient_clipping
+
+    def get_global_grad_norm(self) -> float | None:
+        """The global norm, before clipping, at the last update; None before it, and with updates in the
+        backward.
+        """
+        return self._norm
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of every param group."""
+        return [float(group["lr"]) for group in self._groups()]
+
+    def get_mom(self) -> list[Any]:
+        """The betas of every param group."""
+        return [group["betas"] for group in self._groups()]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step() updated the model."""
+        return self._applied
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether the model computes in bf16."""
+        return self.settings.precision == "bf16"
+
+    def fp16_enabled(self) -> bool:
+        """Whether the model computes in fp16."""
+        return self.settings.precision == "fp16"
+
+    def zero_optimization_stage(self) -> int:
+        """3: parameters, gradients and states are all divided."""
+        return 3
+
+    def wall_clock_breakdown(self) -> bool:
+        """Whether seconds of forward, backward and step are logged."""
+        return self.settings.breakdown
+
+    # Checkpoints
+
+    def save_checkpoint(
+        self,
+        save_dir: str | PathLike[str],
+        tag: object = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        client_sd: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Save everything to save_dir/tag, as a whole or not at all; then name it in save_dir/latest.
+
+        tag: None for "global_stepN". client_state: plain values and tensors, which load_checkpoint returns
+        (client_sd: the same, as DeepSpeed's first page writes it).
+
+        Raises: as infinity.save; ValueError for a tag that is no name of a folder.
+        """
+        if exclude_frozen_parameters:
+            raise UnsupportedError("exclude_frozen_parameters: checkpoints hold the whole model")
+        kept = dict(client_state or client_sd or {})
+        deepspeed_checkpoint.save_tagged(self, save_dir, tag, kept, save_latest=save_latest)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | PathLike[str],
+        tag: object = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load what save_checkpoint has saved; return its path and client_state, (None, None) for a folder
+        that names no `latest`. tag: None for the one that `latest` names.
+
+        Raises: as infinity.load.
+        """
+        if not load_module_strict or custom_load_fn is not None:
+            raise UnsupportedError("load_checkpoint loads everything, or names what does not fit")
+        whole = load_optimizer_states and not load_module_only
+        return deepspeed_checkpoint.load_tagged(
+            self, load_dir, tag, optimizer=whole, scheduler=whole and load_lr_scheduler_states
+        )
+
+    def save_16bit_model(
+        self,
+        save_dir: str | PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save the 16-bit weights as one file for torch.load; False, and no file, unless the configuration
+        has stage3_gather_16bit_weights_on_model_save. They are in memory at once: save_pretrained streams.
+
+        Raises: HostMemoryError, with the numbers.
+        """
+        if exclude_frozen_parameters:
+            raise UnsupportedError("exclude_frozen_parameters: the file holds the whole model")
+        if not self.settings.gathers_on_save:
+            logger.warning(
+                "save_16bit_model: not saved, since the configuration has no "
+                "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+            )
+            return False
+        deepspeed_checkpoint.save_weights(self.module, save_dir, save_filename)
+        return True

@@ -1,0 +1,203 @@
+"""infinity.initialize: from a DeepSpeed script's arguments to an engine.
+
+[Note: when updates happen]
+In the backward, where nothing needs the norm of all gradients first: gradient_clipping 0,
+bf16.check_grad_overflow false, and one backward per step. Else with the next forward. A script sees no
+difference.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from infinity.deepspeed_config import Settings
+from infinity.deepspeed_engine import DeepSpeedEngine
+from infinity.deepspeed_launch import init_distributed, rank, ranks, settings_of
+from infinity.deepspeed_schedules import make_schedule
+from infinity.engine import engine_of_model
+from infinity.errors import ConfigError, UnsupportedError
+from infinity.optim import AdamW
+from infinity.zero import take_in
+
+logger = logging.getLogger("infinity")
+
+_OURS = ("lr", "betas", "eps", "weight_decay")
+_OTHER_ADAM = ("amsgrad", "maximize")
+
+Source = str | Path | Mapping[str, Any] | Settings
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: LRScheduler | Callable[[Optimizer], Any] | None = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+    config: Source | None = None,
+    mesh_param: Any = None,
+    config_params: Source | None = None,
+) -> tuple[DeepSpeedEngine, AdamW | None, DataLoader[Any] | None, Any]:
+    """Return (engine, optimizer, data loader, learning rate scheduler), as deepspeed.initialize does.
+
+    model: built in infinity.zero.Init or infinity.Init, and so never held as a whole; one that was built
+    without is taken in now. config: DeepSpeed's JSON, or what is in it (config_params and
+    args.deepspeed_config are other ways to give it). optimizer: an infinity.AdamW, a torch.optim.AdamW that
+    has not stepped yet (an infinity.AdamW with its groups takes its place), or a function of the parameters
+    that returns one; None for the configuration's. model_parameters: parameters or groups, for that; None
+    for all. lr_scheduler: a scheduler of that optimizer, or a function that makes one; None for the
+    configuration's. training_data: gives the data loader, collate_fn its collation.
+
+    Raises: ConfigError; UnsupportedError; what infinity.Init and infinity.AdamW raise.
+    """
+    if model is None:
+        raise ValueError("initialize(model=...): no model was given")
+    if mpu is not None or mesh_param is not None:
+        raise UnsupportedError(
+            "mpu and mesh_param: tensor, pipeline and sequence parallelism are not supported"
+        )
+    if dist_init_required:
+        init_distributed(distributed_port=distributed_port)
+    given = [
+        one for one in (config, config_params, getattr(args, "deepspeed_config", None)) if one is not None
+    ]
+    if len(given) > 1 and any(one != given[0] for one in given):
+        raise ConfigError("config, config_params and args.deepspeed_config name different ones; give one")
+    settings = settings_of(given[0] if given else None)
+    if settings.dump:
+        logger.info("%s", settings.report)
+    _take_in(model, settings)
+    ours, replaced = _optimizer(model, optimizer, model_parameters, settings)
+    scheduler = _scheduler(lr_scheduler, ours, replaced, settings)
+    loader = _loader(training_data, collate_fn, settings)
+    return DeepSpeedEngine(model, ours, scheduler, settings, loader), ours, loader, scheduler
+
+
+def _take_in(model: nn.Module, settings: Settings) -> None:
+    try:
+        engine = engine_of_model(model)
+    except ValueError:
+        logger.info(
+            "%s was built in memory and is taken in; inside `with infinity.zero.Init(...)` it is never held",
+            type(model).__name__,
+        )
+        take_in(model, settings.config)
+        return
+    wanted, found = settings.config.nvme_folders, engine.config.nvme_folders
+    if wanted and wanted != found:
+        raise ConfigError(
+            f"the model was built in Init with nvme={found or None}, the configuration says {wanted}; give "
+            "Init the same one"
+        )
+
+
+def _optimizer(
+    model: nn.Module,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None,
+    parameters: Iterable[Any] | None,
+    settings: Settings,
+) -> tuple[AdamW | None, Optimizer | None]:
+    """Return the optimizer, and the one of torch that it replaces."""
+    chosen = list(model.parameters() if parameters is None else parameters)
+    if optimizer is None:
+        if settings.optimizer is None:
+            return None, None
+        adam = settings.optimizer
+        options = {name: getattr(adam, name) for name in _OURS}
+        return AdamW(chosen, **options, update=_update(settings)), None
+    if not isinstance(optimizer, Optimizer):
+        optimizer = optimizer(chosen)
+    if isinstance(optimizer, AdamW):
+        if optimizer.max_norm is not None and settings.gradient_clipping:
+            raise ConfigError(
+                f"AdamW has max_norm={optimizer.max_norm}, the configuration gradient_clipping="
+                f"{settings.gradient_clipping} (1.0 unless it says so); use one of the two"
+            )
+        return optimizer, None
+    return AdamW(_groups(optimizer), update=_update(settings)), optimizer
+
+
+def _update(settings: Settings) -> Literal["forward", "backward"]:
+    """Choose; see [Note: when updates happen]."""
+    one = settings.batches.steps == 1 and settings.managed_accumulation
+    early = one and not settings.gradient_clipping and not settings.check_overflow
+    return "backward" if early else "forward"
+
+
+def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the param groups of an Adam of torch, for ours."""
+    kind = type(optimizer)
+    decays = any(group["weight_decay"] for group in optimizer.param_groups)
+    if kind is not torch.optim.AdamW and not (kind is torch.optim.Adam and not decays):
+        raise UnsupportedError(
+            f"{kind.__module__}.{kind.__name__}: infinity.AdamW takes the place of torch.optim.AdamW, and of "
+            "Adam without weight decay; give one of these, or infinity.AdamW"
+        )
+    if optimizer.state:
+        raise UnsupportedError(f"{kind.__name__} has stepped already; initialize before the first step")
+    for group in optimizer.param_groups:
+        for name in _OTHER_ADAM:
+            if group.get(name):
+                raise UnsupportedError(f"{kind.__name__}({name}=True) is not supported")
+    kept = ("params", "initial_lr", *_OURS)
+    groups = [{name: group[name] for name in kept if name in group} for group in optimizer.param_groups]
+    for group in groups:
+        group["lr"] = float(group["lr"])
+    return groups
+
+
+def _scheduler(
+    scheduler: Any, optimizer: AdamW | None, replaced: Optimizer | None, settings: Settings
+) -> Any:
+    if scheduler is None:
+        if settings.scheduler is None or optimizer is None:
+            return None
+        return make_schedule(*settings.scheduler, optimizer)
+    if not hasattr(scheduler, "step"):
+        return scheduler(optimizer)
+    of = getattr(scheduler, "optimizer", optimizer)
+    if of is replaced and optimizer is not None and replaced is not None:
+        scheduler.optimizer = optimizer
+        _Steady(optimizer)  # torch's schedulers mark the optimizer that they are made for
+    elif of is not optimizer:
+        raise ConfigError(
+            f"{type(scheduler).__name__} belongs to another optimizer than initialize was given"
+        )
+    return scheduler
+
+
+class _Steady(LRScheduler):
+    def get_lr(self) -> list[float | torch.Tensor]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+def _loader(
+    data: Dataset[Any] | None, collate_fn: Callable[[Any], Any] | None, settings: Settings
+) -> DataLoader[Any] | None:
+    if data is None:
+        return None
+    if settings.batches.micro is None:
+        raise ConfigError("training_data needs train_batch_size or train_micro_batch_size_per_gpu")
+    sampler: DistributedSampler[Any] | None = None
+    if not isinstance(data, IterableDataset):
+        sampler = DistributedSampler(cast("Any", data), num_replicas=ranks(), rank=rank())
+    return DataLoader(
+        data,
+        settings.batches.micro,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        drop_last=settings.drop_last,
+    )
