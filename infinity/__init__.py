@@ -2,6 +2,8 @@
 and the device.
 """
 
+from typing import Any
+
 from infinity import zero
 from infinity.accumulation import no_sync
 from infinity.checkpoint import load, save
@@ -27,6 +29,16 @@ from infinity.manifest import CheckpointError
 from infinity.optim import AdamW
 from infinity.stats import Stats, stats
 from infinity.tensorfile import TensorFileError
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs transformers when it is asked for."""
+    if name == "TrainerCallback":
+        from infinity.trainer_callback import TrainerCallback
+
+        return TrainerCallback
+    raise AttributeError(f"module 'infinity' has no attribute {name!r}")
+
 
 __all__ = [
     "AdamW",

@@ -355,14 +355,14 @@ class AdamW(Optimizer):
         Raises: HostMemoryError, with the numbers, where they do not fit the machine's memory.
         """
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        needed = sum(8 * parameter.numel() for parameter in parameters if parameter in self.state)
+        packed: dict[str, Any] = super().state_dict()  # a hook may leave moments out
+        needed = sum(8 * one.numel() for index, one in enumerate(parameters) if index in packed["state"])
         available = psutil.virtual_memory().available
         if needed > available:
             raise HostMemoryError(
                 f"optimizer.state_dict: the moments take {format_size(needed)}, {format_size(available)} of "
                 "memory are available"
             )
-        packed: dict[str, Any] = super().state_dict()
         for index, parameter in enumerate(parameters):
             if index in packed["state"]:
                 exp_avg, exp_avg_sq = self.mine[id(parameter)].engine.read(parameter, ["m", "v"])

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "infinity"
 LAYERS = [
     {"__main__", "bench", "cli", "doctor", "picture", "presets", "recording", "report", "text", "train"},
     {"__init__"},  # what users import: everything below
-    {"deepspeed_checkpoint", "deepspeed_engine", "deepspeed_initialize"},
+    {"deepspeed_checkpoint", "deepspeed_engine", "deepspeed_initialize", "trainer_callback"},
     {"zero"},
     {  # what they are made of
         "accumulation",

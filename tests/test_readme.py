@@ -61,3 +61,30 @@ def test_the_deepspeed_script_in_the_readme_runs(folder):
     exec(program, names)  # noqa: S102 - it is ours
     assert (folder / "out" / "latest").read_text() == "global_step3"
     assert "zero_optimization.stage = 3: honoured" in str(names["engine"].settings.report)
+
+
+@pytest.mark.disk
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
+def test_the_trainer_in_the_readme_runs(folder):
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    sizes = {name: int(size) for name, size in re.findall(r"(\w+)=(\d+)", SIZES)}
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder / "model")
+    program = programs()[2]
+    for written, here in (
+        ('"/local_nvme"', repr(str(folder))),
+        ('"out"', f'{str(folder / "out")!r}, use_cpu=True, report_to="none", disable_tqdm=True'),
+        ("save_steps=100, max_steps=200", "save_steps=2, max_steps=3"),
+    ):
+        assert written in program
+        program = program.replace(written, here)
+    names = {
+        "LlamaForCausalLM": LlamaForCausalLM,
+        "Trainer": Trainer,
+        "TrainingArguments": TrainingArguments,
+        "infinity": __import__("infinity"),
+        "name": folder / "model",
+        "dataset": [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (8, 16))],
+    }
+    exec(program, names)  # noqa: S102 - it is ours
+    assert (folder / "out" / "checkpoint-2" / "infinity" / "manifest.json").is_file()

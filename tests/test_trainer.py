@@ -1,0 +1,262 @@
+"""Hugging Face's Trainer, unmodified, on a model built in Init. Trusted: the reference recipe, trained by the
+same Trainer, which clips it as the recipe does.
+"""
+
+import shutil
+
+import pytest
+import torch
+import transformers
+
+import infinity
+import models
+from infinity import UnsupportedError
+from infinity.manifest import CheckpointError
+from infinity.reference import ReferenceAdamW, prepare
+from infinity.reference import clip_grad_norm_ as reference_clip
+
+pytestmark = [
+    pytest.mark.disk,
+    pytest.mark.usefixtures("repeatable"),
+    pytest.mark.filterwarnings(
+        "ignore:.*pin_memory.*:UserWarning",  # the Trainer's default, without an accelerator
+        "ignore:`gradient_checkpointing.*` is deprecated:FutureWarning",  # and still what users write
+        "ignore:.*use_reentrant.*",
+        "ignore:None of the inputs have requires_grad",
+        "ignore:.*lr_scheduler.step.*:UserWarning",
+    ),
+]
+
+ROWS = [{"input_ids": row, "labels": row} for row in models.batch(0, rows=24)]
+HELD = [{"input_ids": row, "labels": row} for row in models.batch(1, rows=4)]
+ADAM = {"lr": 1e-2, "betas": (0.9, 0.95)}
+
+
+class RecipeTrainer(transformers.Trainer):
+    """The Trainer, clipping in fp32 as the recipe does, where torch rounds 16-bit gradients."""
+
+    def _clip_grad_norm(self, model):
+        return reference_clip(self.optimizer.optimizer, self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        return reference_clip(self.optimizer.optimizer, float("inf")) if grad_norm is None else grad_norm
+
+
+def build(name, folder=None, seed=0):
+    torch.manual_seed(seed)
+    if folder is None:
+        return prepare(models.MODELS[name]())
+    with infinity.Init(nvme=str(folder), host_memory="1MiB"):
+        return models.MODELS[name]()
+
+
+def trainer_of(model, folder, **options):
+    """Return a Trainer of an offloaded model, or of a prepared one."""
+    ours = any(infinity.engine.engine_of(parameter) for parameter in model.parameters())
+    options = {
+        "max_steps": 6,
+        "per_device_train_batch_size": 2,
+        "max_grad_norm": 0.5,
+        "weight_decay": 0.1,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": 5,
+        **options,
+    }
+    args = transformers.TrainingArguments(output_dir=str(folder / ("ours" if ours else "plain")), **options)
+    kind = infinity.AdamW if ours else ReferenceAdamW
+    return (transformers.Trainer if ours else RecipeTrainer)(
+        model=model,
+        args=args,
+        train_dataset=ROWS,
+        eval_dataset=HELD,
+        optimizer_cls_and_kwargs=(kind, {**ADAM, "weight_decay": args.weight_decay}),
+        callbacks=[infinity.TrainerCallback()] if ours else [],
+    )
+
+
+def logged(trainer, *names):
+    return [tuple(entry[name] for name in names) for entry in trainer.state.log_history if names[0] in entry]
+
+
+def compare(folder, name="llama", **options):
+    """Train both; hold losses, norms, rates and the state at the end against each other."""
+    plain, ours = build(name), build(name, folder)
+    trainers = []
+    for model in (plain, ours):
+        trainers.append(trainer_of(model, folder, **options))
+        torch.manual_seed(7)
+        trainers[-1].train()
+    expected, found = (logged(one, "loss", "grad_norm", "learning_rate") for one in trainers)
+    assert len(expected) > 0
+    assert [(loss, lr) for loss, _, lr in found] == [(loss, lr) for loss, _, lr in expected]
+    assert [norm for _, norm, _ in found] == pytest.approx([norm for _, norm, _ in expected], rel=1e-6)
+    recipe, optimizer = (one.optimizer.optimizer for one in trainers)
+    models.assert_same_state(ours, optimizer, plain, recipe)
+    return trainers[1]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt2-dropout", "mixtral"])
+def test_losses_norms_and_weights_are_the_recipes(folder, name):
+    trainer = compare(folder, name)
+    groups = trainer.optimizer.param_groups
+    assert sorted({group["weight_decay"] for group in groups}) == [0.0, 0.1], "the Trainer's decay groups"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_accumulation_steps": 3, "max_steps": 3},
+        {"max_grad_norm": 0.0},
+        {"bf16": True},
+        {"label_smoothing_factor": 0.1},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 5},
+    ],
+    ids="-".join,
+)
+def test_the_trainers_options_keep_the_recipes_bits(folder, options):
+    compare(folder, **options)
+
+
+def test_evaluation_and_generation_between_and_after_steps(folder):
+    trainer = compare(folder, eval_strategy="steps", eval_steps=2)
+    assert len(logged(trainer, "eval_loss")) == 3
+    prompt = models.batch(3, rows=1, length=4)
+    texts = []
+    for model in (trainer.model, build("llama")):
+        if model is not trainer.model:
+            model.load_state_dict(trainer.model.state_dict())
+        model.eval()
+        texts.append(model.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0).tolist())
+    assert texts[0] == texts[1]
+
+
+def test_a_training_resumes_with_the_bits_of_one_that_never_stopped(folder):
+    whole = trainer_of(build("llama", folder), folder / "whole", save_strategy="steps", save_steps=2)
+    whole.train()
+    saved = folder / "whole" / "ours" / "checkpoint-2"
+    assert {"infinity", "model.safetensors", "optimizer.pt", "trainer_state.json"} <= {
+        path.name for path in saved.iterdir()
+    }
+    assert torch.load(saved / "optimizer.pt", weights_only=True)["state"] == {}
+    again = trainer_of(build("llama", folder, seed=1), folder / "whole", save_strategy="steps", save_steps=2)
+    again.train(resume_from_checkpoint=str(saved))
+    assert logged(again, "loss", "learning_rate")[2:] == logged(whole, "loss", "learning_rate")[2:]
+    engines = [infinity.engine.engine_of_model(one.model) for one in (whole, again)]
+    for ours, theirs in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        for field, other in zip(
+            engines[0].read(ours, ["master", "m", "v"]),
+            engines[1].read(theirs, ["master", "m", "v"]),
+            strict=True,
+        ):
+            assert torch.equal(field, other)
+    assert whole.optimizer.optimizer.state_dict()["state"][0]["exp_avg"].any(), "whole again after training"
+
+
+def test_a_checkpoint_that_was_moved_is_found_where_the_arguments_say_or_refused(folder):
+    first = trainer_of(
+        build("llama", folder), folder / "old", max_steps=2, save_strategy="steps", save_steps=2
+    )
+    first.train()
+    shutil.move(folder / "old", folder / "new")
+    moved = str(folder / "new" / "ours" / "checkpoint-2")
+    again = trainer_of(build("llama", folder, seed=1), folder / "other", max_steps=3)
+    with pytest.raises(CheckpointError, match="masters and moments of step 2 are not there"):
+        again.train(resume_from_checkpoint=moved)
+    again = trainer_of(
+        build("llama", folder, seed=1), folder / "other", max_steps=3, resume_from_checkpoint=moved
+    )
+    again.train(resume_from_checkpoint=moved)
+    assert again.state.global_step == 3
+
+
+def test_the_best_model_is_loaded_at_the_end(folder):
+    trainer = trainer_of(
+        build("llama", folder),
+        folder,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        load_best_model_at_end=True,
+    )
+    seen = {}
+    evaluate = trainer.evaluate
+
+    def remember(*args, **kwargs):
+        metrics = evaluate(*args, **kwargs)
+        weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        seen[metrics["eval_loss"]] = weights
+        return metrics
+
+    trainer.evaluate = remember
+    trainer.train()
+    best = seen[min(seen)]
+    assert len(seen) == 3
+    assert trainer.state.best_metric == min(seen)
+    found = trainer.model.state_dict()
+    assert [name for name in best if not torch.equal(best[name], found[name])] == []
+
+
+def test_saving_the_model_alone_saves_nothing_beside_it(folder):
+    trainer = trainer_of(
+        build("llama", folder), folder, max_steps=2, save_strategy="steps", save_steps=2, save_only_model=True
+    )
+    trainer.train()
+    assert not (folder / "ours" / "checkpoint-2" / "infinity").exists()
+    trainer.save_model(str(folder / "final"))
+    plain = transformers.LlamaForCausalLM.from_pretrained(folder / "final", dtype=torch.bfloat16)
+    for name, value in trainer.model.state_dict().items():
+        assert torch.equal(plain.state_dict()[name], value)
+
+
+def test_what_moved_stands_in_the_trainers_logs(folder):
+    trainer = trainer_of(build("llama", folder), folder, max_steps=3)
+    trainer.train()
+    read = logged(trainer, "infinity_nvme_read_gb", "infinity_stall_s", "infinity_host_gb")
+    assert len(read) == 4, "three steps, and the summary"
+    assert all(one[0] > 0 for one in read[:3])
+    total = infinity.stats(trainer.model).nvme_read_nbytes / 1e9
+    assert sum(one[0] for one in read) == pytest.approx(total, rel=0.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"torch_compile": True}, "torch_compile=True.*leave it out"),
+        ({"fp16": True}, "fp16=True.*set bf16=True"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused_before_training(folder, options, says):
+    with pytest.raises(UnsupportedError, match=says):
+        trainer_of(build("llama", folder), folder, **options)
+
+
+def test_data_parallel_and_other_optimizers_are_refused(folder, monkeypatch):
+    model = build("llama", folder)
+    monkeypatch.setattr(transformers.TrainingArguments, "n_gpu", 2)
+    with pytest.raises(UnsupportedError, match=r"DataParallel.*torchrun"):
+        trainer_of(model, folder)
+    monkeypatch.undo()
+    for kwargs, says in (
+        ({"optimizer_cls_and_kwargs": (infinity.AdamW, {"max_norm": 1.0})}, "leave max_norm out"),
+        ({"optimizer_cls_and_kwargs": (infinity.AdamW, {"update": "backward"})}, 'use update="forward"'),
+        ({}, "optimizer is AdamW: give Trainer optimizer_cls_and_kwargs"),
+    ):
+        args = transformers.TrainingArguments(
+            str(folder / "out"), max_steps=1, report_to="none", use_cpu=True, disable_tqdm=True
+        )
+        trainer = transformers.Trainer(
+            model, args, train_dataset=ROWS, callbacks=[infinity.TrainerCallback()], **kwargs
+        )
+        with pytest.raises(UnsupportedError, match=says):
+            trainer.train()
+    with pytest.raises(ValueError, match="no parameter built inside"):
+        transformers.Trainer(build("gpt2"), args, callbacks=[infinity.TrainerCallback()])
