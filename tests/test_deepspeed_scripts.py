@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 import infinity
 import models
+from infinity import deepspeed_launch
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
 
@@ -162,6 +163,31 @@ def no_group_left():
     yield
     if distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("no_group_left")
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_process_group_is_made_of_torchruns_ranks_or_of_one(launched, monkeypatch):
+    environment = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+        "LOCAL_RANK": "0",
+    }
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value) if launched else monkeypatch.delenv(name, raising=False)
+    infinity.init_distributed(dist_init_required=False)
+    assert not distributed.is_initialized()
+    infinity.init_distributed()
+    infinity.init_distributed()  # a second time changes nothing
+    assert (distributed.get_rank(), distributed.get_world_size()) == (0, 1)
+
+
+def test_several_ranks_are_refused_for_now(started, monkeypatch):
+    monkeypatch.setattr(deepspeed_launch, "ranks", lambda: 2)
+    with pytest.raises(infinity.UnsupportedError, match="2 ranks: this version trains on one"):
+        execute(TRAINING, started)
 
 
 @pytest.mark.usefixtures("no_group_left")

@@ -1,0 +1,47 @@
+"""Models of many kinds, unmodified, train as the reference recipe does: three steps, bit for bit."""
+
+import pytest
+import torch
+
+import architectures
+import infinity
+import models
+import parity
+from infinity.reference import ReferenceAdamW, prepare
+
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
+
+
+def train(model, optimizer, batch):
+    losses = []
+    model.train()
+    torch.manual_seed(5)  # of dropout
+    for step in range(3):
+        loss = model(**batch(torch.Generator().manual_seed(step))).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("checkpointed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", architectures.ARCHITECTURES)
+def test_three_steps_equal_the_recipes(folder, name, checkpointed):
+    build, batch = architectures.ARCHITECTURES[name]
+    torch.manual_seed(0)
+    plain = prepare(build())
+    torch.manual_seed(0)
+    with infinity.Init(nvme=str(folder), host_memory="1MiB"):
+        ours = build()
+    parity.nothing_waits(ours)
+    if checkpointed:
+        if not ours.supports_gradient_checkpointing:
+            pytest.skip("this model has no checkpointing")
+        for model in (plain, ours):
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    recipe = ReferenceAdamW(plain.parameters(), lr=1e-2, weight_decay=0.1, max_norm=1.0)
+    optimizer = infinity.AdamW(ours.parameters(), lr=1e-2, weight_decay=0.1, max_norm=1.0)
+    expected = train(plain, recipe, batch)
+    assert train(ours, optimizer, batch) == expected
+    models.assert_same_state(ours, optimizer, plain, recipe)
