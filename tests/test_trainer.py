@@ -138,15 +138,24 @@ def test_evaluation_and_generation_between_and_after_steps(folder):
     assert texts[0] == texts[1]
 
 
-def test_a_training_resumes_with_the_bits_of_one_that_never_stopped(folder):
-    whole = trainer_of(build("llama", folder), folder / "whole", save_strategy="steps", save_steps=2)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {}),
+        ("gpt2-dropout", {"accelerator_config": {"use_seedable_sampler": False}}),
+    ],
+    ids=["order by seed", "order and dropout by torch's generator"],
+)
+def test_a_training_resumes_with_the_bits_of_one_that_never_stopped(folder, name, options):
+    options = {"save_strategy": "steps", "save_steps": 2, **options}
+    whole = trainer_of(build(name, folder), folder / "whole", **options)
     whole.train()
     saved = folder / "whole" / "ours" / "checkpoint-2"
     assert {"infinity", "model.safetensors", "optimizer.pt", "trainer_state.json"} <= {
         path.name for path in saved.iterdir()
     }
     assert torch.load(saved / "optimizer.pt", weights_only=True)["state"] == {}
-    again = trainer_of(build("llama", folder, seed=1), folder / "whole", save_strategy="steps", save_steps=2)
+    again = trainer_of(build(name, folder, seed=1), folder / "whole", **options)
     again.train(resume_from_checkpoint=str(saved))
     assert logged(again, "loss", "learning_rate")[2:] == logged(whole, "loss", "learning_rate")[2:]
     engines = [infinity.engine.engine_of_model(one.model) for one in (whole, again)]
