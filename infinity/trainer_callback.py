@@ -78,6 +78,7 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
             ("n_gpu", args.n_gpu > 1, "nn.DataParallel copies parameters: start with torchrun"),
             ("torch_compile", args.torch_compile, "it cannot follow fetching and releasing; leave it out"),
             ("fp16", args.fp16, "weights are bf16, without loss scaling; set bf16=True, or neither"),
+            ("fp16_full_eval", args.fp16_full_eval, "weights are bf16; leave it out"),
             ("deepspeed", args.deepspeed, "Infinity takes DeepSpeed's place; leave it out"),
             ("fsdp", args.fsdp, "Infinity divides parameters itself; leave it out"),
         ):
@@ -191,7 +192,8 @@ def _optimizer(optimizer: Any) -> AdamW:
     if not isinstance(inner, AdamW):
         raise UnsupportedError(
             f"the optimizer is {type(inner).__name__}: give Trainer "
-            'optimizer_cls_and_kwargs=(infinity.AdamW, {"lr": ...})'
+            'optimizer_cls_and_kwargs=(infinity.AdamW, {"lr": ...}), or, to those that take no class, '
+            "optimizers=(infinity.AdamW(model.parameters(), lr=...), None)"
         )
     return inner
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+import architectures
 import infinity
 import models
 from infinity import UnsupportedError
@@ -169,6 +170,68 @@ def test_a_training_resumes_with_the_bits_of_one_that_never_stopped(folder, name
     assert whole.optimizer.optimizer.state_dict()["state"][0]["exp_avg"].any(), "whole again after training"
 
 
+def test_a_model_may_be_built_by_a_function(folder):
+    args = transformers.TrainingArguments(
+        str(folder / "out"), max_steps=2, report_to="none", use_cpu=True, disable_tqdm=True, logging_steps=1
+    )
+    trainer = transformers.Trainer(
+        model_init=lambda: build("llama", folder),
+        args=args,
+        train_dataset=ROWS,
+        optimizer_cls_and_kwargs=(infinity.AdamW, ADAM),
+        callbacks=[infinity.TrainerCallback()],
+    )
+    trainer.train()
+    first = logged(trainer, "loss", "grad_norm")
+    trainer.train()
+    assert logged(trainer, "loss", "grad_norm") == first
+
+
+def test_translations_are_generated_and_measured_between_steps(folder):
+    rows = [{"input_ids": row, "labels": row[:8]} for row in models.batch(2, rows=8).clamp(min=3)]
+
+    def measure(prediction):
+        return {"sum": float(prediction.predictions.clip(min=0).sum())}
+
+    shown = []
+    for place in (None, folder):
+        torch.manual_seed(0)
+        kind = ReferenceAdamW if place is None else infinity.AdamW
+        build_t5 = architectures.ARCHITECTURES["t5, tied"][0]
+        if place is None:
+            model = prepare(build_t5())
+        else:
+            with infinity.Init(nvme=str(place), host_memory="1MiB"):
+                model = build_t5()
+        args = transformers.Seq2SeqTrainingArguments(
+            str(folder / "out"),
+            max_steps=4,
+            eval_strategy="steps",
+            eval_steps=2,
+            predict_with_generate=True,
+            generation_max_length=6,
+            max_grad_norm=0.0,
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+            seed=3,
+        )
+        trainer = transformers.Seq2SeqTrainer(
+            model,
+            args,
+            train_dataset=rows,
+            eval_dataset=rows[:4],
+            compute_metrics=measure,
+            optimizers=(kind(model.parameters(), **ADAM), None),  # this Trainer takes no class
+            callbacks=[] if place is None else [infinity.TrainerCallback()],
+        )
+        torch.manual_seed(7)
+        trainer.train()
+        shown.append(logged(trainer, "eval_sum", "eval_loss"))
+    assert len(shown[0]) == 2
+    assert shown[0] == shown[1]
+
+
 def test_a_checkpoint_that_was_moved_is_found_where_the_arguments_say_or_refused(folder):
     first = trainer_of(
         build("llama", folder), folder / "old", max_steps=2, save_strategy="steps", save_steps=2
@@ -241,6 +304,7 @@ def test_what_moved_stands_in_the_trainers_logs(folder):
     [
         ({"torch_compile": True}, "torch_compile=True.*leave it out"),
         ({"fp16": True}, "fp16=True.*set bf16=True"),
+        ({"fp16_full_eval": True}, "fp16_full_eval=True"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused_before_training(folder, options, says):
