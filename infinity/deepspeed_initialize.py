@@ -54,12 +54,12 @@ def initialize(
     """Return (engine, optimizer, data loader, learning rate scheduler), as deepspeed.initialize does.
 
     model: built in infinity.zero.Init or infinity.Init, and so never held as a whole; one that was built
-    without is taken in now. config: DeepSpeed's JSON, or what is in it (config_params and
-    args.deepspeed_config are other ways to give it). optimizer: an infinity.AdamW, a torch.optim.AdamW that
-    has not stepped yet (an infinity.AdamW with its groups takes its place), or a function of the parameters
-    that returns one; None for the configuration's. model_parameters: parameters or groups, for that; None
-    for all. lr_scheduler: a scheduler of that optimizer, or a function that makes one; None for the
-    configuration's. training_data: gives the data loader, collate_fn its collation.
+    without is taken in now. config: DeepSpeed's JSON, what is in it, or what deepspeed_config.read has made
+    of it (config_params and args.deepspeed_config are other ways to give it). optimizer: an infinity.AdamW, a
+    torch.optim.AdamW that has not stepped yet (an infinity.AdamW with its groups takes its place), or a
+    function of the parameters that returns one; None for the configuration's. model_parameters: parameters
+    or groups, for that; None for all. lr_scheduler: a scheduler of that optimizer, or a function that makes
+    one; None for the configuration's. training_data: gives the data loader, collate_fn its collation.
 
     Raises: ConfigError; UnsupportedError; what infinity.Init and infinity.AdamW raise.
     """

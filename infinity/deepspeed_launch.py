@@ -72,16 +72,11 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def settings_of(
-    source: str | Path | Mapping[str, Any] | Settings | None,
-    infinity: Mapping[str, Any] | None = None,
-) -> Settings:
+def settings_of(source: str | Path | Mapping[str, Any] | Settings | None) -> Settings:
     """Read a script's configuration; the device is this rank's GPU where there is one, unless it is named.
 
     Raises: ConfigError; UnsupportedError for more ranks than one.
     """
-    if isinstance(source, Settings):
-        return source
     if ranks() > 1:
         raise UnsupportedError(f"{ranks()} ranks: this version trains on one; start one process")
     if source is None:
@@ -89,7 +84,7 @@ def settings_of(
             "no configuration: give initialize(config=...) a DeepSpeed JSON or what is in it, or the script "
             "--deepspeed_config FILE"
         )
-    settings = read(source, world_size=ranks(), infinity=infinity)
+    settings = source if isinstance(source, Settings) else read(source, world_size=ranks())
     named = any(line.key == "infinity.device" for line in settings.report.lines)
     if named or not torch.cuda.is_available():
         return settings

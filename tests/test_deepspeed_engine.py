@@ -10,6 +10,8 @@ import torch
 import infinity
 import models
 from infinity import ConfigError, UnsupportedError
+from infinity.deepspeed_config import read
+from infinity.deepspeed_launch import settings_of
 from infinity.manifest import CheckpointError
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.reference import clip_grad_norm_ as reference_clip
@@ -346,6 +348,23 @@ def test_zero_init_takes_deepspeeds_arguments(folder):
             infinity.zero.Init(**arguments)
     with pytest.raises(ValueError, match="a part of it was built inside Init"):
         infinity.zero.Init(module=plain)
+
+
+def test_what_read_has_made_of_a_file_may_stand_for_it(folder):
+    config = configuration(folder, wandb={"enabled": True}, gradient_clipping="auto")
+    with pytest.warns(UserWarning, match="wandb"):
+        settings = read(config, strict=False, gradient_clipping=0.5)
+    engine, _, _, _ = infinity.initialize(model=llama(settings), config=settings)
+    assert run(engine, 3) == reference(3, 1, 0.5)[2]
+
+
+def test_where_there_is_a_gpu_a_rank_computes_on_its_own_unless_told(folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    config = configuration(folder)
+    assert settings_of(config).config.device == settings_of(read(config)).config.device == "cuda:3"
+    config["infinity"]["device"] = "cpu"
+    assert settings_of(config).config.device == "cpu"
 
 
 def test_the_arguments_of_a_script_name_the_file(folder):
