@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from infinity.checkpoint import load, save
+from infinity.deepspeed_launch import rank
+from infinity.errors import UnsupportedError
 from infinity.manifest import CheckpointError
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ def save_tagged(
     save_latest: bool,
 ) -> None:
     """Save to folder/tag; see DeepSpeedEngine.save_checkpoint."""
+    _one_rank(engine)
     name = _name(f"global_step{engine.global_steps}" if tag is None else tag)
     Path(folder).mkdir(parents=True, exist_ok=True)
     waiting = engine.micro_steps % engine.gradient_accumulation_steps()
@@ -65,6 +68,7 @@ def load_tagged(
     scheduler: bool,
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Load from folder/tag; see DeepSpeedEngine.load_checkpoint."""
+    _one_rank(engine)
     latest = Path(folder) / LATEST
     if tag is None:
         if not latest.is_file():
@@ -93,9 +97,15 @@ def load_tagged(
 
 def save_weights(model: nn.Module, folder: str | os.PathLike[str], name: str) -> None:
     """Save the 16-bit weights as one file; see DeepSpeedEngine.save_16bit_model."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    weights = model.state_dict()
-    _replace(Path(folder) / name, lambda file: torch.save(weights, file))
+    weights = model.state_dict()  # of all ranks, together
+    if rank() == 0:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        _replace(Path(folder) / name, lambda file: torch.save(weights, file))
+
+
+def _one_rank(engine: DeepSpeedEngine) -> None:
+    if engine.world_size > 1:
+        raise UnsupportedError(f"checkpoints of {engine.world_size} ranks are not there yet")
 
 
 def _name(tag: object) -> str:

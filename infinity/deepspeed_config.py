@@ -349,6 +349,8 @@ def _config(given: Mapping[str, Any], more: Mapping[str, Any]) -> Config:
     ours: dict[str, Any] = {}
     if folders:
         ours["nvme"] = list(dict.fromkeys(folders))
+    if given.get("zero_optimization.stage"):
+        ours["stage"] = int(given["zero_optimization.stage"])
     if given.get("bf16.bf16_optimizer_states"):
         ours["state_dtype"] = "bf16"
     ours.update(

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from infinity import deepspeed_checkpoint
+from infinity.accumulation import no_sync
 from infinity.deepspeed_config import Settings
 from infinity.deepspeed_launch import local_rank, rank, ranks
 from infinity.engine import engine_of_model
@@ -193,12 +194,13 @@ class DeepSpeedEngine(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards in here are not reduced among ranks; of one rank none is. step() is refused."""
+        """Backwards in here are not reduced among ranks; see infinity.no_sync. step() is refused."""
         if self._unsynced:
             raise UnsupportedError("no_sync() inside no_sync()")
         self._unsynced = True
         try:
-            yield
+            with no_sync(self.module):
+                yield
         finally:
             self._unsynced = False
 
@@ -254,8 +256,8 @@ class DeepSpeedEngine(nn.Module):
         return self.settings.precision == "fp16"
 
     def zero_optimization_stage(self) -> int:
-        """3: parameters, gradients and states are all divided."""
-        return 3
+        """What ranks divide, as ZeRO counts; see Config.stage."""
+        return engine_of_model(self.module).config.stage
 
     def wall_clock_breakdown(self) -> bool:
         """Whether seconds of forward, backward and step are logged."""

@@ -15,7 +15,7 @@ from torch import distributed
 
 from infinity.config import Config
 from infinity.deepspeed_config import Settings, read
-from infinity.errors import ConfigError, UnsupportedError
+from infinity.errors import ConfigError
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -75,16 +75,22 @@ def local_rank() -> int:
 def settings_of(source: str | Path | Mapping[str, Any] | Settings | None) -> Settings:
     """Read a script's configuration; the device is this rank's GPU where there is one, unless it is named.
 
-    Raises: ConfigError; UnsupportedError for more ranks than one.
+    Under torchrun the process group is made, if there is none. Raises: ConfigError, also where `source` was
+    read for another number of ranks.
     """
-    if ranks() > 1:
-        raise UnsupportedError(f"{ranks()} ranks: this version trains on one; start one process")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        init_distributed()
     if source is None:
         raise ConfigError(
             "no configuration: give initialize(config=...) a DeepSpeed JSON or what is in it, or the script "
             "--deepspeed_config FILE"
         )
     settings = source if isinstance(source, Settings) else read(source, world_size=ranks())
+    if settings.batches.ranks != ranks():
+        raise ConfigError(
+            f"the configuration was read for {settings.batches.ranks} ranks, there are {ranks()}: "
+            "read(..., world_size=...)"
+        )
     named = any(line.key == "infinity.device" for line in settings.report.lines)
     if named or not torch.cuda.is_available():
         return settings

@@ -76,6 +76,7 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
         engine_of_model(kwargs["model"])
         for name, wanted, cure in (
             ("n_gpu", args.n_gpu > 1, "nn.DataParallel copies parameters: start with torchrun"),
+            ("world_size", args.world_size > 1, "several ranks are not there yet under the Trainer"),
             ("torch_compile", args.torch_compile, "it cannot follow fetching and releasing; leave it out"),
             ("fp16", args.fp16, "weights are bf16, without loss scaling; set bf16=True, or neither"),
             ("fp16_full_eval", args.fp16_full_eval, "weights are bf16; leave it out"),

@@ -17,7 +17,7 @@ from torch import nn
 from infinity import init as plain
 from infinity.config import Config
 from infinity.deepspeed_config import Settings
-from infinity.deepspeed_launch import settings_of
+from infinity.deepspeed_launch import ranks, settings_of
 from infinity.engine import engine_of
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.gather import gathered
@@ -94,11 +94,17 @@ def take_in(model: nn.Module, config: Config) -> None:
 
     Its Parameter objects stay the same; their values move to where `config` says, module by module.
 
-    Raises: what Init raises; ValueError for a model of which a part was built in Init before.
+    Raises: what Init raises; UnsupportedError on several ranks; ValueError for a model of which a part was
+    built in Init before.
     """
     if any(engine_of(parameter) is not None for parameter in model.parameters()):
         raise ValueError(
             f"{type(model).__name__}: a part of it was built inside Init; build the whole model there, once"
+        )
+    if ranks() > 1:
+        raise UnsupportedError(
+            f"{type(model).__name__} was built in memory, by each of {ranks()} ranks: build it inside "
+            "`with infinity.zero.Init(...):`, where all draw the same values"
         )
     with plain.Init(config) as building:
         building.take_in(model)

@@ -125,6 +125,48 @@ def compare(name, *, micro=1, once=False, clip=None, checkpoint=None, freeze=Non
     }
 
 
+def through_deepspeed():
+    """Train through infinity.initialize, beside the reference; return what differs."""
+    plain = build_reference("gpt2")
+    recipe = ReferenceAdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "infinity": {"host_memory": "64MiB"},
+    }
+    torch.manual_seed(0)
+    with infinity.zero.Init(config_dict_or_path=config):
+        model = models.MODELS["gpt2"]()
+    engine, optimizer, loader, _ = infinity.initialize(
+        model=model, config=config, training_data=list(range(12))
+    )
+    losses = [[], []]
+    for number in range(6):
+        ids = models.batch(1000 * dist.get_rank() + number)
+        loss = plain(input_ids=ids, labels=ids).loss
+        (loss / 2).backward()
+        losses[0].append(loss.item())
+        if number % 2:
+            reference.clip_grad_norm_(recipe, 0.5)
+            recipe.step()
+            recipe.zero_grad()
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        losses[1].append(loss.item())
+    expected = {"losses": losses[0], **plain.state_dict(), **state_of(recipe)}
+    actual = {"losses": losses[1], **model.state_dict(), **state_of(optimizer)}
+    return {
+        "different": [key for key, one in expected.items() if not same(one, actual[key])],
+        "losses": losses[1],
+        "rows": sorted(int(row) for rows in loader for row in rows),
+        "counts": [engine.train_batch_size(), engine.global_samples, engine.global_steps],
+    }
+
+
 def state_of(optimizer):
     return {
         f"{key} of parameter {number}": state[key].float()
@@ -252,6 +294,7 @@ CASES = {
     "stage 1": lambda: compare("llama", micro=2, once=True, stage=1),
     "stage 2": lambda: compare("llama", stage=2),
     "stage 2 backward": lambda: compare("llama", options={"update": "backward"}, stage=2, **NVME),
+    "deepspeed": through_deepspeed,
     "different ways": different_ways,
     "alone": alone,
     "failing": failing,

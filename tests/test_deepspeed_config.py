@@ -144,7 +144,7 @@ def test_the_file_of_getting_started_needs_bf16_for_now():
     with pytest.raises(ConfigError, match=r'fp16.enabled = true: not supported \(set "bf16"'):
         Config.from_deepspeed(GETTING_STARTED)
     settings = read({**GETTING_STARTED, "fp16": {"enabled": False}, **BF16})
-    assert (settings.config, settings.optimizer) == (Config(), Adam(lr=0.00015))
+    assert (settings.config, settings.optimizer) == (Config(stage=1), Adam(lr=0.00015))
     assert (settings.batches.micro, settings.gradient_clipping, settings.check_overflow) == (8, 1.0, True)
 
 
@@ -245,6 +245,11 @@ def test_parameters_and_states_on_two_drives_are_striped_over_both():
     assert Config.from_deepspeed({**BF16, "zero_optimization": zero}).nvme_folders == ("/nvme0", "/nvme1")
     zero["offload_optimizer"]["device"] = "cpu"
     assert Config.from_deepspeed({**BF16, "zero_optimization": zero}).nvme_folders == ("/nvme0",)
+
+
+@pytest.mark.parametrize(("stage", "expected"), [(0, 3), (1, 1), (2, 2), (3, 3)])
+def test_the_stage_says_what_ranks_divide(stage, expected):
+    assert Config.from_deepspeed({**BF16, "zero_optimization": {"stage": stage}}).stage == expected
 
 
 def test_old_spellings_are_understood():

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import infinity
 import models
-from infinity import deepspeed_launch
+from infinity import zero
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
 
@@ -184,9 +184,9 @@ def test_a_process_group_is_made_of_torchruns_ranks_or_of_one(launched, monkeypa
     assert (distributed.get_rank(), distributed.get_world_size()) == (0, 1)
 
 
-def test_several_ranks_are_refused_for_now(started, monkeypatch):
-    monkeypatch.setattr(deepspeed_launch, "ranks", lambda: 2)
-    with pytest.raises(infinity.UnsupportedError, match="2 ranks: this version trains on one"):
+def test_a_model_that_ranks_have_built_in_memory_is_refused(started, monkeypatch):
+    monkeypatch.setattr(zero, "ranks", lambda: 2)
+    with pytest.raises(infinity.UnsupportedError, match=r"by each of 2 ranks: build it inside .*zero.Init"):
         execute(TRAINING, started)
 
 

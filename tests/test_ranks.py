@@ -33,6 +33,7 @@ EXACT = [
     "stage 1",
     "stage 2",
     "stage 2 backward",
+    "deepspeed",
 ]
 FEW = ["llama", "gpt2", "mixtral", "max_norm", "no_sync", "frozen", "nvme", "nvme accumulated", "stage 1"]
 OTHERS = ["gathered", "seeds", "traffic", "memory"]
@@ -91,6 +92,13 @@ def test_ranks_train_bit_for_bit_as_plain_data_parallelism(answers, ranks, case)
         assert all(one["nvme"] > 0 for one in given)
     if case == "nvme accumulated":
         assert any(one["spilled"] > 0 for one in given)
+
+
+def test_deepspeeds_engine_counts_and_deals_for_all_ranks(answers):
+    given = answers(2, "deepspeed")
+    assert [one["counts"] for one in given] == [[8, 24, 3]] * 2
+    rows = [one["rows"] for one in given]
+    assert sorted(rows[0] + rows[1]) == list(range(12))
 
 
 def test_a_checkpointed_step_exchanges_every_weight_twice_and_every_gradient_once(answers):
