@@ -163,8 +163,10 @@ def _add_recipe(add: Callable[..., object]) -> None:
         add(flag, type=kind, default=default, metavar="N", help=f"{what} ({default})")
 
     number("--steps", _at_least(1), "updates of the weights")
-    number("--batch", _at_least(1), "sequences per forward")
+    number("--batch", _at_least(1), "sequences per forward, or micro-batch")
     number("--sequence", _at_least(2), "bytes per sequence")
+    micro_batches = "micro-batches per forward, block by block, so that parameters are fetched once for all"
+    number("--micro-batches", _at_least(1), micro_batches)
     number("--accumulate", _at_least(1), "forwards and backwards per step")
     number("--lr", _not_negative, "the highest learning rate")
     number("--weight-decay", _not_negative, "decoupled, as AdamW has it")
@@ -212,6 +214,11 @@ def _check(settings: Settings) -> None:
     if settings.update == "backward" and settings.accumulate > 1:
         raise ConfigError(
             "--update backward excludes --accumulate: a second backward would come after the update. "
+            "Leave one out."
+        )
+    if settings.micro_batches > 1 and not settings.checkpointing:
+        raise ConfigError(
+            "--micro-batches excludes --no-checkpointing: each block is recomputed in the backward. "
             "Leave one out."
         )
     if settings.in_host_memory and settings.nvme is not None:

@@ -13,7 +13,19 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "infinity"
 
 LAYERS = [
-    {"__main__", "bench", "cli", "doctor", "picture", "presets", "recording", "report", "text", "train"},
+    {
+        "__main__",
+        "bench",
+        "cli",
+        "doctor",
+        "picture",
+        "presets",
+        "recording",
+        "report",
+        "run_folder",
+        "text",
+        "train",
+    },
     {"__init__"},  # what users import: everything below
     {  # what they are made of
         "accumulation",
