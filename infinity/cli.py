@@ -174,6 +174,8 @@ def _add_recipe(add: Callable[..., object]) -> None:
     number("--seed", _at_least(0), "of weights and text")
     checkpointing = "recompute activations in the backward (on)"
     add("--checkpointing", action=argparse.BooleanOptionalAction, default=True, help=checkpointing)
+    offload = "keep the blocks' inputs there until the backward: within --host-memory, or on NVMe (neither)"
+    add("--offload-activations", choices=("host", "nvme"), help=offload)
     add("--max-norm", type=_norm, metavar="X", help="clip the gradients' norm (none)")
     update = "when updates are applied (auto: in the backward, unless gradients are clipped or accumulated)"
     add("--update", choices=("auto", "forward", "backward"), default="auto", help=update)
@@ -221,6 +223,13 @@ def _check(settings: Settings) -> None:
             "--micro-batches excludes --no-checkpointing: each block is recomputed in the backward. "
             "Leave one out."
         )
+    if settings.offload_activations is not None and not settings.checkpointing:
+        raise ConfigError(
+            "--offload-activations excludes --no-checkpointing: what a block saves within itself is not "
+            "offloaded. Leave one out."
+        )
+    if settings.offload_activations == "nvme" and settings.in_host_memory:
+        raise ConfigError("--offload-activations nvme excludes --no-nvme. Leave one out.")
     if settings.in_host_memory and settings.nvme is not None:
         raise ConfigError("--no-nvme excludes --nvme. Leave one out.")
     for what in ("timeline", "report"):

@@ -80,6 +80,8 @@ class Settings:
     sequence: int = 256
     """Bytes of text in one sequence."""
     checkpointing: bool = True
+    offload_activations: str | None = None
+    """Where the blocks' inputs wait for the backward; see Config."""
     accumulate: int = 1
     """Backwards per step."""
     lr: float = 3e-4
@@ -248,6 +250,7 @@ def build(settings: Settings, folder: Path) -> tuple[nn.Module, Any]:
         host_memory=settings.host_memory,
         device=settings.device,
         aio=settings.aio,
+        offload_activations=settings.offload_activations,
         **stored,
     )
     _check_device(config.device)

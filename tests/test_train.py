@@ -69,6 +69,7 @@ def test_three_steps_leave_three_lines_a_picture_and_a_table(folder, capsys, mon
         pytest.param({"max_norm": 0.5, "accumulate": 2, "batch": 2}, id="clipped and accumulated"),
         pytest.param({"checkpointing": False, "update": "forward"}, id="not checkpointed"),
         pytest.param({"micro_batches": 3, "batch": 2}, id="in micro-batches"),
+        pytest.param({"offload_activations": "nvme"}, id="activations on NVMe"),
         pytest.param({"micro_batches": 2, "accumulate": 2, "max_norm": 0.5}, id="in both ways"),
     ],
 )

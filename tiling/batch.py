@@ -38,7 +38,9 @@ def tile_batch_(
             "tile_batch_(model, 2, blocks=Block), or slice them one by one with tile_batch"
         )
     for name in named:
-        outer = next((one for one in named if name.startswith(f"{one}." if one else "") and name != one), None)
+        outer = next(
+            (one for one in named if name.startswith(f"{one}." if one else "") and name != one), None
+        )
         if outer is not None:
             raise ValueError(f"{name} is a block inside the block {outer or '(the model)'}: name one class")
     around = {name: one for name, one in _around(model, named) if _is_cut(one)}
