@@ -209,29 +209,24 @@ def _check(settings: Settings) -> None:
 
     Raises: ConfigError naming the options.
     """
-    if settings.update == "backward" and settings.max_norm is not None:
-        raise ConfigError(
-            "--update backward excludes --max-norm: the norm is known only after the backward. Leave one out."
-        )
-    if settings.update == "backward" and settings.accumulate > 1:
-        raise ConfigError(
-            "--update backward excludes --accumulate: a second backward would come after the update. "
-            "Leave one out."
-        )
-    if settings.micro_batches > 1 and not settings.checkpointing:
-        raise ConfigError(
-            "--micro-batches excludes --no-checkpointing: each block is recomputed in the backward. "
-            "Leave one out."
-        )
-    if settings.offload_activations is not None and not settings.checkpointing:
-        raise ConfigError(
-            "--offload-activations excludes --no-checkpointing: what a block saves within itself is not "
-            "offloaded. Leave one out."
-        )
-    if settings.offload_activations == "nvme" and settings.in_host_memory:
-        raise ConfigError("--offload-activations nvme excludes --no-nvme. Leave one out.")
-    if settings.in_host_memory and settings.nvme is not None:
-        raise ConfigError("--no-nvme excludes --nvme. Leave one out.")
+    backward, tiles = settings.update == "backward", settings.micro_batches > 1
+    nvme, offload = settings.nvme is not None, settings.offload_activations
+    excluded = {
+        "--update backward excludes --max-norm: the norm is known only after the backward.": backward
+        and settings.max_norm is not None,
+        "--update backward excludes --accumulate: a second backward would come after the update.": backward
+        and settings.accumulate > 1,
+        "--micro-batches excludes --no-checkpointing: each block is recomputed in the backward.": tiles
+        and not settings.checkpointing,
+        "--offload-activations excludes --no-checkpointing: what a block saves within itself stays.": (
+            offload is not None and not settings.checkpointing
+        ),
+        "--offload-activations nvme excludes --no-nvme.": offload == "nvme" and settings.in_host_memory,
+        "--no-nvme excludes --nvme.": settings.in_host_memory and nvme,
+    }
+    for why, so in excluded.items():
+        if so:
+            raise ConfigError(f"{why} Leave one out.")
     for what in ("timeline", "report"):
         if settings.plain and getattr(settings, what) is not None:
             raise ConfigError(f"--plain excludes --{what}: without an engine there are no lanes to show")

@@ -35,7 +35,7 @@ class Config:
         "int8" (block-wise), with 26, 18 and 14 bytes of traffic per parameter and step.
     tile_above: bytes, or text like "256MiB": every nn.Linear, nn.Embedding and Hugging Face Conv1D with a
         larger weight is built in tiles of at most that, each fetched, used and released on its own; see
-        infinity.tiling. None: layers stay whole.
+        infinity.tiling. "auto": where the budgets ask for it; see choice. None: layers stay whole.
     stage: what the ranks of a run partition among them, as ZeRO counts: 1 the masters and the optimizer's
         state, 2 gradients as well, 3 parameters as well. With 1 and 2 the 16-bit parameters, with 1 also
         their gradients, stay whole on the device of every rank.
@@ -67,7 +67,7 @@ class Config:
     device_nbytes: int | None = field(init=False)
     """`device_memory` in bytes, or None."""
     tile_nbytes: int | None = field(init=False)
-    """`tile_above` in bytes, or None."""
+    """`tile_above` in bytes; None for None and "auto"."""
     nvme_folders: tuple[str, ...] = field(init=False)
     """The folders of `nvme`; none without an NVMe tier."""
 
@@ -76,7 +76,8 @@ class Config:
         object.__setattr__(self, "nvme_folders", self._folders())
         object.__setattr__(self, "host_nbytes", _nbytes("host_memory", self.host_memory))
         object.__setattr__(self, "device_nbytes", _nbytes("device_memory", self.device_memory))
-        object.__setattr__(self, "tile_nbytes", _nbytes("tile_above", self.tile_above))
+        tile_above = None if self.tile_above == "auto" else self.tile_above
+        object.__setattr__(self, "tile_nbytes", _nbytes("tile_above", tile_above))
         if _DTYPES.get(str(self.dtype)) is None:
             raise ConfigError(f'dtype={self.dtype!r}: this version computes in "bf16" (torch.bfloat16)')
         object.__setattr__(self, "dtype", _DTYPES[str(self.dtype)])

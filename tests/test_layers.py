@@ -69,6 +69,7 @@ LAYERS = [
     },
     {
         "bound",
+        "choice",
         "config",
         "cursor",
         "forecast",
@@ -89,6 +90,7 @@ LEAVES = {"aio": "store", "kernels": "reference", "tiling": "calls"}
 # Modules that decide and compute, and never touch torch or the machine: they run anywhere, in milliseconds.
 PURE = {
     "bound",
+    "choice",
     "config",
     "cursor",
     "demand",
