@@ -31,6 +31,7 @@ _BENCHES = {
     "io": "read, write and mixed bandwidth and latency of a folder's disk, by engine, block size and depth",
     "adam": "parameters per second of the update's kernels beside the memory's speed and torch's",
     "step": "whole training steps beside their floor, DeepSpeed and plain PyTorch",
+    "tiles": "peak memory and time of operators in tiles, beside the whole ones and DeepSpeed's",
     "copy": "copies between host and CUDA device, both ways at once and beside NVMe",
 }
 """Each is a module of infinity.bench."""
