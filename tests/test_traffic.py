@@ -35,7 +35,7 @@ if micro_batches == "none":
 else:
     infinity.tiling.tile_batch_(model, 1)
     infinity.tiling.tile_loss_(model)
-    ids = torch.randint(0, 256, (int(micro_batches), 64))
+    ids = torch.randint(0, 256, (int(micro_batches), 64 // int(micro_batches)))
 steps = []
 for _ in range(4):
     start = moved()
