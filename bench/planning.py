@@ -22,7 +22,7 @@ import psutil
 from rich.console import Console
 from torch import nn
 
-from infinity.bench import hindsight, outlook, pace
+from infinity.bench import cuts, hindsight, outlook, pace
 from infinity.bench.findings import add_outputs, check_outputs, show, write
 from infinity.bench.places import check_folder
 from infinity.bench.sketch import outline_of, outline_of_model
@@ -153,6 +153,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="when updates are applied (forward)",
     )
     add("--micro-batches", type=_positive, default=1, metavar="N", help="forwards and backwards per step (1)")
+    cuts.add_argument(add)
     _add_machine(add)
     sweep = f"plan for each value, and each combination where repeated: {', '.join(_SWEPT)}"
     add("--sweep", action="append", type=_sweep, default=[], metavar="KEY=A,B,...", help=sweep)
@@ -236,10 +237,16 @@ def _planned(options: argparse.Namespace, console: Console) -> Iterator[tuple[di
             key = chosen.model, chosen.tokens
             if key not in seconds:
                 seconds[key] = _seconds(chosen, outline, console)
-            one = _plan_one(chosen, outline, disk, seconds[key])
+            budgets = _host_nbytes(chosen), chosen.device_memory
+            tiled = cuts.tiled(outline, chosen.tile_above, *budgets, console)
+            one = _plan_one(chosen, tiled, disk, seconds[key])
         if len(combinations) > 1 and not console.is_terminal:
             console.print(f"planned {number + 1} of {len(combinations)}", highlight=False)
         yield dict(zip(names, values, strict=True)), one
+
+
+def _host_nbytes(chosen: argparse.Namespace) -> int:
+    return int(chosen.host_memory or psutil.virtual_memory().available // 2)
 
 
 def _plan_one(
@@ -247,7 +254,7 @@ def _plan_one(
 ) -> Planned:
     batch, sequence = chosen.tokens
     setting = Setting(
-        host_nbytes=chosen.host_memory or psutil.virtual_memory().available // 2,
+        host_nbytes=_host_nbytes(chosen),
         nvme=not chosen.no_nvme,
         device_nbytes=chosen.device_memory,
         state_dtype=chosen.state_dtype,

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from infinity.errors import NotResidentError, UnsupportedError
-from infinity.tiling import runs_in_slices
+from infinity.tiling import postpones, runs_in_slices
 from infinity.unit import Unit
 
 
@@ -48,7 +48,8 @@ class Entering:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """As torch calls it."""
-        self._hooks.enter(module, self._below if runs_in_slices(module) else self._units, (args, kwargs))
+        units = self._below if runs_in_slices(module) else self._units
+        self._hooks.enter(module, [] if postpones(module, kwargs) else units, (args, kwargs))
         if self._watch is not None:
             self._watch(args, kwargs)
 

@@ -31,6 +31,7 @@ _BENCHES = {
     "io": "read, write and mixed bandwidth and latency of a folder's disk, by engine, block size and depth",
     "adam": "parameters per second of the update's kernels beside the memory's speed and torch's",
     "step": "whole training steps beside their floor, DeepSpeed and plain PyTorch",
+    "tiles": "peak memory and time of operators in tiles, beside the whole ones and DeepSpeed's",
     "copy": "copies between host and CUDA device, both ways at once and beside NVMe",
 }
 """Each is a module of infinity.bench."""
@@ -163,8 +164,10 @@ def _add_recipe(add: Callable[..., object]) -> None:
         add(flag, type=kind, default=default, metavar="N", help=f"{what} ({default})")
 
     number("--steps", _at_least(1), "updates of the weights")
-    number("--batch", _at_least(1), "sequences per forward")
+    number("--batch", _at_least(1), "sequences per forward, or micro-batch")
     number("--sequence", _at_least(2), "bytes per sequence")
+    micro_batches = "micro-batches per forward, block by block, so that parameters are fetched once for all"
+    number("--micro-batches", _at_least(1), micro_batches)
     number("--accumulate", _at_least(1), "forwards and backwards per step")
     number("--lr", _not_negative, "the highest learning rate")
     number("--weight-decay", _not_negative, "decoupled, as AdamW has it")
@@ -172,6 +175,8 @@ def _add_recipe(add: Callable[..., object]) -> None:
     number("--seed", _at_least(0), "of weights and text")
     checkpointing = "recompute activations in the backward (on)"
     add("--checkpointing", action=argparse.BooleanOptionalAction, default=True, help=checkpointing)
+    offload = "keep the blocks' inputs there until the backward: within --host-memory, or on NVMe (neither)"
+    add("--offload-activations", choices=("host", "nvme"), help=offload)
     add("--max-norm", type=_norm, metavar="X", help="clip the gradients' norm (none)")
     update = "when updates are applied (auto: in the backward, unless gradients are clipped or accumulated)"
     add("--update", choices=("auto", "forward", "backward"), default="auto", help=update)
@@ -205,17 +210,24 @@ def _check(settings: Settings) -> None:
 
     Raises: ConfigError naming the options.
     """
-    if settings.update == "backward" and settings.max_norm is not None:
-        raise ConfigError(
-            "--update backward excludes --max-norm: the norm is known only after the backward. Leave one out."
-        )
-    if settings.update == "backward" and settings.accumulate > 1:
-        raise ConfigError(
-            "--update backward excludes --accumulate: a second backward would come after the update. "
-            "Leave one out."
-        )
-    if settings.in_host_memory and settings.nvme is not None:
-        raise ConfigError("--no-nvme excludes --nvme. Leave one out.")
+    backward, tiles = settings.update == "backward", settings.micro_batches > 1
+    nvme, offload = settings.nvme is not None, settings.offload_activations
+    excluded = {
+        "--update backward excludes --max-norm: the norm is known only after the backward.": backward
+        and settings.max_norm is not None,
+        "--update backward excludes --accumulate: a second backward would come after the update.": backward
+        and settings.accumulate > 1,
+        "--micro-batches excludes --no-checkpointing: each block is recomputed in the backward.": tiles
+        and not settings.checkpointing,
+        "--offload-activations excludes --no-checkpointing: what a block saves within itself stays.": (
+            offload is not None and not settings.checkpointing
+        ),
+        "--offload-activations nvme excludes --no-nvme.": offload == "nvme" and settings.in_host_memory,
+        "--no-nvme excludes --nvme.": settings.in_host_memory and nvme,
+    }
+    for why, so in excluded.items():
+        if so:
+            raise ConfigError(f"{why} Leave one out.")
     for what in ("timeline", "report"):
         if settings.plain and getattr(settings, what) is not None:
             raise ConfigError(f"--plain excludes --{what}: without an engine there are no lanes to show")

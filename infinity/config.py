@@ -14,6 +14,7 @@ from infinity.sizes import format_size, parse_size
 
 _DTYPES = {"bf16": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16"}
 _STATE_DTYPES = ("fp32", "bf16", "int8")
+_OFFLOADS = (None, "host", "nvme")
 _AIO = (None, "io_uring", "threads", "buffered")
 
 
@@ -36,11 +37,14 @@ class Config:
         "int8" (block-wise), with 26, 18 and 14 bytes of traffic per parameter and step.
     tile_above: bytes, or text like "256MiB": every nn.Linear, nn.Embedding and Hugging Face Conv1D with a
         larger weight is built in tiles of at most that, each fetched, used and released on its own; see
-        infinity.tiling. None: layers stay whole.
+        infinity.tiling. "auto": where the budgets ask for it; see choice. None: layers stay whole.
     stage: what the ranks of a run partition among them, as ZeRO counts: 1 the masters and the optimizer's
         state, 2 gradients as well, 3 parameters as well. With 1 and 2 the 16-bit parameters, with 1 also
         their gradients, stay whole on the device of every rank.
     timeout_s: seconds that a rank waits for the others before it gives up, and says who is missing.
+    offload_activations: where the inputs of checkpointed blocks wait for the backward (those of
+        torch.utils.checkpoint, and of tiling's slices): "host" is within host_memory as far as that has room,
+        else on NVMe; "nvme" is there alone. None: on the device, beside host_memory.
     aio: the I/O engine, "io_uring", "threads" or "buffered"; None picks the best that works (and honours
     INFINITY_AIO).
     verify: check every record read back against the hash of what was written.
@@ -57,6 +61,7 @@ class Config:
     tile_above: int | str | None = None
     stage: int = 3
     timeout_s: float = 600.0
+    offload_activations: str | None = None
     aio: str | None = None
     verify: bool = True
     host_nbytes: int | None = field(init=False)
@@ -64,7 +69,7 @@ class Config:
     device_nbytes: int | None = field(init=False)
     """`device_memory` in bytes, or None."""
     tile_nbytes: int | None = field(init=False)
-    """`tile_above` in bytes, or None."""
+    """`tile_above` in bytes; None for None and "auto"."""
     nvme_folders: tuple[str, ...] = field(init=False)
     """The folders of `nvme`; none without an NVMe tier."""
 
@@ -73,7 +78,8 @@ class Config:
         object.__setattr__(self, "nvme_folders", self._folders())
         object.__setattr__(self, "host_nbytes", _nbytes("host_memory", self.host_memory))
         object.__setattr__(self, "device_nbytes", _nbytes("device_memory", self.device_memory))
-        object.__setattr__(self, "tile_nbytes", _nbytes("tile_above", self.tile_above))
+        tile_above = None if self.tile_above == "auto" else self.tile_above
+        object.__setattr__(self, "tile_nbytes", _nbytes("tile_above", tile_above))
         if _DTYPES.get(str(self.dtype)) is None:
             raise ConfigError(f'dtype={self.dtype!r}: this version computes in "bf16" (torch.bfloat16)')
         object.__setattr__(self, "dtype", _DTYPES[str(self.dtype)])
@@ -84,6 +90,12 @@ class Config:
             raise ConfigError(f"stage={self.stage!r}: expected 1, 2 or 3")
         if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < math.inf:
             raise ConfigError(f"timeout_s={self.timeout_s!r}: expected a number of seconds above 0")
+        if self.offload_activations not in _OFFLOADS:
+            raise ConfigError(
+                f'offload_activations={self.offload_activations!r}: expected None, "host" or "nvme"'
+            )
+        if self.offload_activations == "nvme" and not self.nvme_folders:
+            raise ConfigError('offload_activations="nvme" needs a folder on NVMe (nvme=...)')
         if self.aio not in _AIO:
             raise ConfigError(f"aio={self.aio!r}: expected one of {', '.join(map(repr, _AIO))}")
         if str(self.device).split(":")[0] not in ("cpu", "cuda"):

@@ -11,6 +11,7 @@ and what came without registration (copy.deepcopy) has been found by walking the
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils import _pytree as pytree
 
+from infinity.choice import tile_choice
 from infinity.engine import DTYPE, Engine, engine_of
 from infinity.errors import UnsupportedError
 from infinity.passes import WritePass
@@ -29,6 +31,8 @@ from infinity.released import not_resident, placeholder, release, restore, set_o
 from infinity.sizes import format_size
 from infinity.tiling import Whole, assembled, stand_in
 from infinity.unit import Unit
+
+logger = logging.getLogger("infinity")
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _OVERWRITES = frozenset(
@@ -118,7 +122,11 @@ class Construction:
         """Return what stands for a weight that is to be built in tiles, which are taken charge of as they are
         made; None for every other parameter.
         """
-        above = self._engine.config.tile_nbytes
+        config = self._engine.config
+        above, reason = config.tile_nbytes, ""
+        if config.tile_above == "auto" and parameter is not None:
+            choice = tile_choice(self._engine.budget.total_nbytes, config.device_nbytes)
+            above, reason = choice.of_built(parameter.element_size()), f" by {choice.reason}"
         if above is None:
             return None
         if parameter is not None and parameter.is_meta and parameter.nbytes > above:
@@ -128,7 +136,11 @@ class Construction:
                 "Build the model from its config and load the weights with load_state_dict, or leave "
                 "tile_above out."
             )
-        return stand_in(module, name, parameter, above)
+        whole = stand_in(module, name, parameter, above)
+        if whole is not None:
+            kind, shape = type(module).__name__, " x ".join(map(str, whole.shape))
+            logger.info("a %s of %s is built in %d tiles%s", kind, shape, len(whole.grid), reason)
+        return whole
 
     def adopted(self, module: nn.Module, name: str, child: nn.Module | None) -> nn.Module | None:
         """A module got a child, perhaps a copy whose parameters were never registered; return the tiled one

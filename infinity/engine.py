@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from infinity import cores, kernels
+from infinity.activations import Boundaries
 from infinity.arrivals import Arrivals
 from infinity.calls import Entering, Leaving
 from infinity.config import Config
@@ -86,6 +87,18 @@ class Engine:
         self.executor = Executor(self.lane, self.device, self.timeline)
         self.gradients = GradientStore(self.lane, self.device, self.store, self.timeline)
         self.hooks = Hooks(self.executor)
+        if config.offload_activations is not None:
+            self.hooks.boundaries = Boundaries(
+                config.offload_activations,
+                self.lane,
+                self.device,
+                self.gradients,
+                self.kept,
+                self.nvme_store,
+                self.traffic,
+                verify=config.verify,
+            )
+            self.hooks.backward_ended.append(self.hooks.boundaries.backward_ended)
         self.slices = Slices()
         self.units: list[Unit] = []
         self.arrivals = Arrivals(self.units, self.hooks, self.gradients, self.lane)
@@ -159,6 +172,8 @@ class Engine:
             ahead = sum(unit.resident_nbytes for unit in self.units)
         self.executor.open(self.units, self.budget.tile_numel, ahead, whole=whole)
         self.gradients.open(self.budget, self.kept)
+        if self.hooks.boundaries is not None:
+            self.hooks.boundaries.tile_numel = self.budget.tile_numel
         if self.nvme_store is not None:
             stores = (self.host_store, self.nvme_store)
             frequencies = self.executor.frequencies

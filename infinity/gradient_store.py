@@ -42,7 +42,7 @@ class GradientStore:
         self._tile_numel = 0
         self._kept = Ledger(0)
         self._outgoing = Ledger(0)
-        self._buffers = Buffers(lambda: self._outgoing.free_nbytes)
+        self.buffers = Buffers(lambda: self._outgoing.free_nbytes)
         self._jobs: deque[Pass] = deque()
         self.stall_s = 0.0
         """Seconds that computing waited for gradients to be written or applied."""
@@ -128,7 +128,7 @@ class GradientStore:
         """
         if not self._device.is_host or tensor.nbytes < _OWN_NBYTES:
             return tensor
-        own = self._buffers.lend(tensor.numel(), tensor.dtype).view(tensor.shape)
+        own = self.buffers.lend(tensor.numel(), tensor.dtype).view(tensor.shape)
         kernels.copy(tensor.nbytes, own.data_ptr(), tensor.data_ptr())
         return own
 
@@ -170,13 +170,13 @@ class GradientStore:
 
     def _send(self, gradient: Gradient, tensor: torch.Tensor) -> None:
         """Let a gradient wait for the rest of its unit; a spilled one is added to what is stored."""
-        self._make_room(tensor.nbytes)
+        self.make_room(tensor.nbytes)
         if gradient.form is not Form.SPILLED:
             gradient.form = Form.OUTGOING
         gradient.tensor = tensor
         gradient.unit.outgoing[gradient.index] = gradient
 
-    def _make_room(self, nbytes: int) -> None:
+    def make_room(self, nbytes: int) -> None:
         """Wait until the outgoing share has room, or nothing is under way that could make any."""
         while not self._outgoing.try_reserve(nbytes):
             if self.use_complete():
@@ -191,6 +191,10 @@ class GradientStore:
             ended = time.perf_counter()
             self.stall_s += ended - began
             self._timeline.span("stall", "gradients", began, ended)
+
+    def has_room(self, nbytes: int) -> bool:
+        """Take `nbytes` of the outgoing share if it has them now."""
+        return self._outgoing.try_reserve(nbytes)
 
     def sent(self, job: Pass) -> None:
         """Remember a pass that will let go of outgoing gradients."""

@@ -30,10 +30,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from infinity.activations import Boundaries, Boundary
 from infinity.calls import refuse, runs_in_itself
 from infinity.errors import UnsupportedError
 from infinity.executor import Executor
-from infinity.tiling import Tile
+from infinity.tiling import Tile, runs_in_slices
 from infinity.trace import Phase
 from infinity.unit import Unit
 
@@ -54,6 +55,8 @@ class Frame:
     inputs: Any  # those whose gradients end the holds on frozen units; None where no hold outlives the frame
     saving: torch.autograd.graph.saved_tensors_hooks | None
     keeps: bool  # the backward needs what a recomputation here saves of the weights
+    counts: bool  # each use in it brings a gradient
+    slices: bool  # for autograd, all uses within it are one
     units: list[Unit] = field(default_factory=list)
 
 
@@ -92,6 +95,8 @@ class Hooks:
         self._leases: list[Lease] = []
         self._counting = False
         self._held: set[Unit] = set()
+        self.boundaries: Boundaries | None = None
+        """What offloads the inputs of checkpoints; None where they stay."""
         self.backward_ended: list[Any] = []
         """Callables run when the outermost backward is over."""
 
@@ -119,7 +124,10 @@ class Hooks:
                 watched = inputs
             elif pair is None or getattr(pair[0], "infinity", None) is not self:
                 saving = self._packing(*((_as_is, _as_is) if pair is None else pair))
-        frame = Frame(id(module), task, watched, saving, not isinstance(module, Tile))
+        outer = self._frames[-1] if self._frames else None
+        counts = task == -1 and self._counting and (outer is None or (outer.counts and not outer.slices))
+        keeps = not isinstance(module, Tile)
+        frame = Frame(id(module), task, watched, saving, keeps, counts, runs_in_slices(module))
         self._frames.append(frame)
         if task != -1:
             self._note_backward(task)
@@ -129,7 +137,7 @@ class Hooks:
     def _hold(self, unit: Unit, frame: Frame) -> None:
         self._executor.hold(unit, Phase.FORWARD if frame.task == -1 else Phase.BACKWARD)
         frame.units.append(unit)
-        if frame.task == -1 and self._counting:
+        if frame.counts:
             unit.forward_uses += 1
         if frame.inputs is not None and not unit.trainable:
             self._watch(unit, _differentiable(frame.inputs))
@@ -222,10 +230,14 @@ class Hooks:
             self.by_storage.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
         )
         if unit is None or tensor.dtype != unit.flat.dtype:
+            if otherwise is _as_is and self.boundaries is not None and self.boundaries.takes(tensor):
+                return self.boundaries.save(tensor)
             return otherwise(tensor)
         return Packed(unit, tensor.shape, tensor.stride(), int(tensor.storage_offset()), unit.version)
 
     def _unpack(self, packed: Any, otherwise: Any) -> torch.Tensor:
+        if isinstance(packed, Boundary):
+            return packed.take()
         if not isinstance(packed, Packed):
             tensor: torch.Tensor = otherwise(packed)
             return tensor

@@ -13,7 +13,7 @@ from infinity.sizes import BLOCK, round_up
 STATE_BLOCK = 256
 """Elements that share one pair of scales in an 8-bit state; see kernels."""
 
-_WEIGHTS = {"hi": 2, "lo": 2, "grad16": 2, "grad32": 4}
+_WEIGHTS = {"hi": 2, "lo": 2, "grad16": 2, "grad32": 4, "activation": 2}
 _MOMENTS: dict[str, dict[str, float]] = {
     "fp32": {"m": 4, "v": 4},
     "bf16": {"m": 2, "v": 2},
@@ -24,7 +24,8 @@ _MOMENTS: dict[str, dict[str, float]] = {
 class Format:
     """The fields of a record, and what they take (DESIGN 2): fixed by the type of the optimizer's state.
 
-    state_dtype: "fp32", "bf16" or "int8". grad16 and grad32 are a spilled gradient's two forms.
+    state_dtype: "fp32", "bf16" or "int8". grad16 and grad32 are a spilled gradient's two forms;
+    an activation is a record of its own.
     """
 
     def __init__(self, state_dtype: str) -> None:

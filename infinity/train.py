@@ -8,7 +8,6 @@ same number of torch threads.
 from __future__ import annotations
 
 import contextlib
-import errno
 import importlib.util
 import math
 import os
@@ -17,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -27,7 +25,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from infinity import reference
+from infinity import reference, tiling
 from infinity.config import Config
 from infinity.disk import DiskSpeed, measured
 from infinity.engine import engine_of_model
@@ -37,11 +35,11 @@ from infinity.optim import AdamW
 from infinity.presets import PRESETS, llama, recompute_blocks
 from infinity.recording import Recording
 from infinity.report import RECENT, STATE_NBYTES, Meter, Progress, Run, Step, StepLog, plot_loss
+from infinity.run_folder import LOG, PICTURE, errors_named, run_folder
 from infinity.sizes import format_size
 from infinity.stats import stats
 from infinity.text import Sampler, Text, default_text
 
-LOG, PICTURE = "log.jsonl", "loss.png"
 LAST_FACTOR = 0.1
 """What is left of the learning rate at the last step."""
 
@@ -76,10 +74,14 @@ class Settings:
     """How moments are stored."""
     steps: int = 100
     batch: int = 1
-    """Sequences in one forward."""
+    """Sequences in one micro-batch."""
+    micro_batches: int = 1
+    """In one forward, block by block; see infinity.tiling."""
     sequence: int = 256
     """Bytes of text in one sequence."""
     checkpointing: bool = True
+    offload_activations: str | None = None
+    """Where the blocks' inputs wait for the backward; see Config."""
     accumulate: int = 1
     """Backwards per step."""
     lr: float = 3e-4
@@ -183,7 +185,7 @@ def _train(
         with closing(Progress(settings.steps, budget, meter.baseline_nbytes)) as progress:
             for step in steps(settings, model, optimizer, sampler, meter, recording):
                 run.steps.append(step)
-                with _named(folder / LOG):
+                with errors_named(folder / LOG):
                     log.write(step)
                 progress.show(step, run.bound(RECENT))
                 check()
@@ -200,21 +202,6 @@ def _train(
             with contextlib.suppress(InfinityError, OSError):  # what matters has been raised by the step
                 engine_of_model(model).close()
         _conclude(console, settings, run, folder, recording)
-
-
-@contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Let an error of writing name the file, as one of opening does, and on a full disk what is free."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            status = os.statvfs(path.parent)
-            free = format_size(status.f_bavail * status.f_frsize)
-            cure = f"{free} are free. Free space there, or name another folder with --out."
-            error.strerror = f"{error.strerror}; {cure}"
-        raise
 
 
 def _folders(settings: Settings, folder: Path) -> list[str]:
@@ -263,6 +250,7 @@ def build(settings: Settings, folder: Path) -> tuple[nn.Module, Any]:
         host_memory=settings.host_memory,
         device=settings.device,
         aio=settings.aio,
+        offload_activations=settings.offload_activations,
         **stored,
     )
     _check_device(config.device)
@@ -274,7 +262,10 @@ def build(settings: Settings, folder: Path) -> tuple[nn.Module, Any]:
             model = llama(preset, settings.sequence)
         optimizer = AdamW(model.parameters(), update=settings.updates_in, **rates)
     model.train()
-    if settings.checkpointing:
+    if settings.micro_batches > 1:
+        tiling.tile_batch_(model, settings.batch)
+        tiling.tile_loss_(model)
+    elif settings.checkpointing:
         recompute_blocks(model)
     return model, optimizer
 
@@ -285,7 +276,7 @@ def steps(
     """Train step by step, and yield what each was like."""
     schedule = LambdaLR(optimizer, lambda step: learning_rate(step, settings.warmup, settings.steps))
     batches = iter(sampler)
-    tokens = settings.batch * settings.sequence * settings.accumulate
+    tokens = settings.batch * settings.micro_batches * settings.sequence * settings.accumulate
     now = None if settings.plain else stats(model)
     io = meter.io_nbytes(now)
     recording.mark(time.perf_counter(), now, meter.rss_nbytes() - meter.baseline_nbytes)
@@ -324,49 +315,13 @@ def _accumulate(
     """Go forward and backward over the batches of one step; return their mean loss."""
     total = torch.zeros((), device=settings.device)
     for _ in range(settings.accumulate):
-        ids = next(batches).to(settings.device)
+        ids = torch.cat([next(batches) for _ in range(settings.micro_batches)]).to(settings.device)
         with recording.phase("forward"):
             loss = model(input_ids=ids, labels=ids).loss / settings.accumulate
         with recording.phase("backward"):
             loss.backward()
         total += loss.detach()
     return total
-
-
-@contextlib.contextmanager
-def run_folder(out: str | None) -> Iterator[Path]:
-    """Make the folder of a new run; if nothing was trained, an error takes it away again.
-
-    Raises: ConfigError where `out` already holds something.
-    """
-    if out is None:
-        folder = _new_folder(Path("runs"))
-    else:
-        folder = Path(out)
-        if folder.is_dir() and any(folder.iterdir()):
-            raise ConfigError(
-                f"out: {out} is not empty, and a run is never overwritten. Name another folder."
-            )
-        folder.mkdir(parents=True, exist_ok=True)
-    try:
-        yield folder
-    finally:
-        log = folder / LOG
-        if log.exists() and log.stat().st_size == 0:
-            log.unlink()
-        with contextlib.suppress(OSError):
-            folder.rmdir()  # does nothing to one that holds something
-
-
-def _new_folder(parent: Path) -> Path:
-    """Make a folder named after the time, and, where there is one, a number."""
-    name = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
-    for number in range(1, 1000):
-        folder = parent / (name if number == 1 else f"{name}-{number}")
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
-            return folder
-    raise ConfigError(f"{parent} has a thousand runs of this second. Name a folder with --out.")
 
 
 def _introduce(console: Console, settings: Settings, run: Run, text: Text, folder: Path) -> None:
@@ -376,10 +331,12 @@ def _introduce(console: Console, settings: Settings, run: Run, text: Text, folde
         tier = f"NVMe {', '.join(folders)}" if folders else "host memory alone"
         where = f"{tier} ({run.before.io_engine}), host_memory {format_size(run.before.budget_nbytes)}"
     state = format_size(run.state_nbytes * run.parameters)
+    tiles = [settings.micro_batches] if settings.micro_batches > 1 else []
+    batches = " x ".join(map(str, [settings.accumulate, *tiles, settings.batch]))
     console.print(
         f"{run.name}: {run.parameters / 1e6:,.1f} M parameters, {state} of state; {where}\n"
         f"text: {text.path}, {text.files:,} files, {format_size(text.nbytes)}; "
-        f"{settings.steps} steps of {settings.accumulate} x {settings.batch} x {settings.sequence} bytes",
+        f"{settings.steps} steps of {batches} x {settings.sequence} bytes",
         markup=False,
         highlight=False,
         soft_wrap=True,
@@ -392,7 +349,7 @@ def _conclude(console: Console, settings: Settings, run: Run, folder: Path, reco
     console.print(run.table())
     how = "in memory" if run.after is None else f"host_memory {format_size(run.after.budget_nbytes)}"
     title = f"{settings.preset}: {run.parameters / 1e6:,.1f} M parameters, {how}"
-    with _named(folder / PICTURE):
+    with errors_named(folder / PICTURE):
         missing = plot_loss(folder / PICTURE, run.steps, title)
     written = [f"log: {folder / LOG}", missing or f"loss: {folder / PICTURE}"]
     written += recording.write(f"{title}; {run.bound() or ''}", run.rows())

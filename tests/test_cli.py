@@ -88,6 +88,9 @@ def test_wrong_arguments_are_refused_by_name(capsys, arguments, named):
     [
         (["--update", "backward", "--max-norm", "1"], "--max-norm"),
         (["--update", "backward", "--accumulate", "2"], "--accumulate"),
+        (["--micro-batches", "2", "--no-checkpointing"], "--no-checkpointing"),
+        (["--offload-activations", "host", "--no-checkpointing"], "--no-checkpointing"),
+        (["--offload-activations", "nvme", "--no-nvme"], "--no-nvme"),
         (["--no-nvme", "--nvme", "/"], "--nvme"),
         (["--plain", "--timeline", "t.json"], "--timeline"),
         (["--plain", "--report", "r.html"], "--report"),

@@ -13,7 +13,19 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "infinity"
 
 LAYERS = [
-    {"__main__", "bench", "cli", "doctor", "picture", "presets", "recording", "report", "text", "train"},
+    {
+        "__main__",
+        "bench",
+        "cli",
+        "doctor",
+        "picture",
+        "presets",
+        "recording",
+        "report",
+        "run_folder",
+        "text",
+        "train",
+    },
     {"__init__"},  # what users import: everything below
     {"deepspeed_checkpoint", "deepspeed_engine", "deepspeed_initialize", "trainer_callback"},
     {"zero"},
@@ -35,8 +47,9 @@ LAYERS = [
     {"deepspeed_launch", "deepspeed_schedules", "exchange", "hooks", "hub", "offloaded", "slices"},
     {"calls"},
     {"executor", "pins", "reduction"},
+    {"activations"},
     {"collectives", "gradient_store"},
-    {"fetch", "gradient", "ranges"},
+    {"activation_passes", "fetch", "gradient", "ranges"},
     {"passes"},
     {"lanes", "unit"},
     {"blocks", "queueing"},
@@ -58,6 +71,7 @@ LAYERS = [
     },
     {
         "bound",
+        "choice",
         "config",
         "cursor",
         "deepspeed_batches",
@@ -83,6 +97,7 @@ LEAVES = {"aio": "store", "kernels": "reference", "tiling": "calls"}
 # Modules that decide and compute, and never touch torch or the machine: they run anywhere, in milliseconds.
 PURE = {
     "bound",
+    "choice",
     "config",
     "cursor",
     "deepspeed_batches",

@@ -5,6 +5,7 @@ Trusted: the same model in memory, with the reference recipe; and infinity.tilin
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import infinity
@@ -136,6 +137,29 @@ def test_slices_train_as_in_memory_and_fetch_a_unit_once_for_all_of_them(folder,
     assert uses <= 3 * parts, (
         f"{uses} uses of {parts} units: once in the forward, once or twice in the backward"
     )
+
+
+def test_a_step_of_eight_micro_batches_moves_the_bytes_of_one(folder):
+    def moved(micro_batches):
+        shape = models.SIZES | {"hidden_size": 256, "intermediate_size": 512}
+        with infinity.Init(nvme=str(folder), host_memory="512KiB"):
+            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
+        optimizer = infinity.AdamW(model.parameters(), lr=1e-2, update="backward")
+        tiling.tile_loss_(model)
+        tiling.tile_batch_(model, 1)
+        ids = models.batch(0, rows=micro_batches, length=8)
+        for _ in range(3):
+            before = infinity.stats(model)
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        step = infinity.stats(model).since(before)
+        nbytes = sum(step.read_nbytes.values()) + sum(step.written_nbytes.values())
+        return nbytes / model.num_parameters()
+
+    one, eight = moved(1), moved(8)
+    assert eight <= 26.5
+    assert abs(eight - one) <= 0.5, "a piece of a unit may be there or not, whatever the number"
 
 
 def test_a_layer_eight_times_the_budget_trains(folder):

@@ -16,7 +16,7 @@ TRAIN = """
 import json, sys
 import psutil, torch, transformers
 import infinity
-nvme, memory, update = sys.argv[1:]
+nvme, memory, update, micro_batches = sys.argv[1:]
 
 def moved():
     lines = dict(line.split(": ") for line in open("/proc/self/io").read().splitlines())
@@ -29,8 +29,13 @@ with infinity.Init(nvme=nvme, host_memory=memory):
         vocab_size=256, hidden_size=1024, intermediate_size=2816,
         num_hidden_layers=21, num_attention_heads=16))
 optimizer = infinity.AdamW(model.parameters(), lr=1e-4, update=update)
-model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-ids = torch.randint(0, 256, (1, 64))
+if micro_batches == "none":
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    ids = torch.randint(0, 256, (1, 64))
+else:
+    infinity.tiling.tile_batch_(model, 1)
+    infinity.tiling.tile_loss_(model)
+    ids = torch.randint(0, 256, (int(micro_batches), 64 // int(micro_batches)))
 steps = []
 for _ in range(4):
     start = moved()
@@ -44,8 +49,16 @@ print(json.dumps([model.num_parameters(), steps, peak - before]))
 """
 
 
-@pytest.mark.parametrize(("update", "limit"), [("backward", 26.5), ("forward", 30.5)])
-def test_a_step_moves_no_more_than_it_must_and_stays_in_its_budget(folder, update, limit):
+@pytest.mark.parametrize(
+    ("update", "micro_batches", "limit"),
+    [
+        ("backward", "none", 26.5),
+        ("forward", "none", 30.5),
+        ("backward", "1", 26.5),
+        ("backward", "8", 26.5),
+    ],
+)
+def test_a_step_moves_no_more_than_it_must_and_stays_in_its_budget(folder, update, micro_batches, limit):
     command = [
         sys.executable,
         "-c",
@@ -53,6 +66,7 @@ def test_a_step_moves_no_more_than_it_must_and_stays_in_its_budget(folder, updat
         str(folder),
         "16MiB",
         update,
+        micro_batches,
     ]  # nothing worth the name can be pinned
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, "TQDM_DISABLE": "1"}

@@ -68,6 +68,9 @@ def test_three_steps_leave_three_lines_a_picture_and_a_table(folder, capsys, mon
         pytest.param({"max_norm": 0.5}, id="clipped"),
         pytest.param({"max_norm": 0.5, "accumulate": 2, "batch": 2}, id="clipped and accumulated"),
         pytest.param({"checkpointing": False, "update": "forward"}, id="not checkpointed"),
+        pytest.param({"micro_batches": 3, "batch": 2}, id="in micro-batches"),
+        pytest.param({"offload_activations": "nvme"}, id="activations on NVMe"),
+        pytest.param({"micro_batches": 2, "accumulate": 2, "max_norm": 0.5}, id="in both ways"),
     ],
 )
 def test_losses_equal_those_in_memory_bit_for_bit_at_any_budget(folder, recipe, one_thread):
@@ -78,6 +81,14 @@ def test_losses_equal_those_in_memory_bit_for_bit_at_any_budget(folder, recipe, 
     assert losses(large) == losses(plain)
     assert [step["lr"] for step in small] == [step["lr"] for step in plain]
     assert len(set(losses(plain))) == len(plain)
+
+
+def test_micro_batches_are_the_batches_of_accumulation_and_learn_the_same(folder, one_thread):
+    tiles = losses(run(folder, "tiles", host_memory="1MiB", micro_batches=4, steps=8))
+    loop = losses(run(folder, "loop", host_memory="1MiB", accumulate=4, steps=8))
+    assert tiles[0] == pytest.approx(loop[0], rel=1e-5)
+    assert tiles == pytest.approx(loop, rel=2e-3)
+    assert tiles[-1] < tiles[0] - 0.2
 
 
 def test_the_same_seed_gives_the_same_losses_and_another_others(folder, one_thread):

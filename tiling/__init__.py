@@ -3,8 +3,9 @@
 Plain modules and functions: nothing here knows the engine, and the engine finds tiles as it finds any module.
 """
 
+from infinity.tiling.batch import tile_batch_
 from infinity.tiling.build import assembled, stand_in
-from infinity.tiling.causal_lm import tile_loss_
+from infinity.tiling.causal_lm import postpones, tile_loss_
 from infinity.tiling.embedding import TiledEmbedding
 from infinity.tiling.grid import Grid, tiles_of
 from infinity.tiling.linear import TiledConv1D, TiledLinear
@@ -27,10 +28,12 @@ __all__ = [
     "Whole",
     "assembled",
     "cross_entropy",
+    "postpones",
     "runs_in_slices",
     "stand_in",
     "tile_",
     "tile_batch",
+    "tile_batch_",
     "tile_loss_",
     "tile_sequence",
     "tiles_of",

@@ -89,7 +89,7 @@ class Logits(torch.Tensor):
                 return getattr(args[0].hidden, name)
             if name not in _VALUES:
                 name = "size"
-        if name in METADATA:
+        if name in METADATA or name == "untyped_storage":  # asked whether it is the weights': an empty one
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         dtype = _CASTS.get(name, args[1] if name == "to" and len(args) == 2 and not kwargs else None)
@@ -155,6 +155,12 @@ class Loss:
         }
         module: Callable[..., torch.Tensor] = logits.head.module
         return module(logits.hidden, loss=options)  # its call: around it its parameters may be fetched
+
+
+def postpones(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether this call of `module` only says what it would compute: it needs no parameters yet."""
+    forward = module.__dict__.get("forward")
+    return isinstance(forward, Head) and forward.loss_follows and kwargs.get("loss") is None
 
 
 def tile_loss_(model: nn.Module, z_loss: float = 0.0) -> nn.Module:

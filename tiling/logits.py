@@ -20,6 +20,12 @@ from infinity.tiling.tile import Kept
 
 SMALLEST_NBYTES = 1 << 20
 LARGEST_NBYTES = 128 << 20
+BLOCKS = 20
+"""Of logits, in fp32: some more than the 16 that they should take at most, for all that is small."""
+IN_CACHE_NBYTES = 2 << 20
+"""Of logits that several operations go over, one after another."""
+_LIKELY = 1e-30
+"""A probability that still has all its digits in fp32."""
 FEWEST_TOKENS = 128
 """In a block that goes over the whole weight and its gradient: fewer would wait for memory."""
 
@@ -89,6 +95,27 @@ def derivative_(
     local, inside = _local(labels, start, logits.shape[-1])
     grad.scatter_add_(-1, local[:, None], by.at_label.where(inside, 0)[:, None])
     return grad.add_(by.total[:, None]) if smoothed else grad
+
+
+def derived(
+    logits: torch.Tensor, labels: torch.Tensor, formula: Formula, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss of some tokens, all of whose logits these are, and its derivative by them, wide."""
+    z = logits.to(weight.dtype)
+    probabilities = torch.softmax(z, -1)
+    smoothed = bool(formula.label_smoothing)
+    total = z.sum(-1) if smoothed else z.new_zeros(len(z))
+    at_label = z.gather(-1, labels[:, None])[:, 0]
+    # softmax is one pass over the logits, which a sum of exponentials and a maximum are not.
+    likely = probabilities.gather(-1, labels[:, None])[:, 0]
+    lse = at_label - likely.log()
+    if not bool((likely > _LIKELY).all()):
+        lse = torch.where(likely > _LIKELY, lse, z.logsumexp(-1))
+    sums = Sums(lse, at_label, total)
+    by = formula.derivatives(sums, weight)
+    grad = probabilities.mul_(by.lse[:, None])
+    grad.scatter_add_(-1, labels[:, None], by.at_label[:, None])
+    return formula.value(sums, weight), grad.add_(by.total[:, None]) if smoothed else grad
 
 
 def _local(labels: torch.Tensor, start: int, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,12 +205,22 @@ def together(sums: list[Sums]) -> Sums:
     return Sums(lse, at_label, torch.stack([one.total for one in sums]).sum(0))
 
 
+def _steps(tokens: int, classes: int, narrow: float) -> tuple[int, int]:
+    """Return how many tokens to make logits of at a time, and of how many of these to make them wide.
+
+    narrow: bytes of an element, by those of the wide dtype. With half of them there are twice the tokens.
+    """
+    step = block_of(tokens, int(classes * narrow), int(BLOCKS * narrow), FEWEST_TOKENS)
+    most = max(min(step * 4 * classes // (2 * BLOCKS), IN_CACHE_NBYTES), SMALLEST_NBYTES // 16)
+    return step, max(most // (4 * max(classes, 1)), 1)
+
+
 class InForward(torch.autograd.Function):
     """The loss with its gradients made along with it, over blocks of tokens with the whole vocabulary.
 
     Three matrix products, as in the plain loss, where `OfTile` needs four; but the gradients exist from the
-    forward on, and the weight's is added to once per block: for fp32 and fp64, whose sums then lose nothing.
-    The idea is Liger Kernel's fused linear cross entropy (arXiv 2410.10989).
+    forward on, and the weight's is added to, and rounded, once per block. The idea is Liger Kernel's fused
+    linear cross entropy (arXiv 2410.10989).
     """
 
     @staticmethod
@@ -199,38 +236,39 @@ class InForward(torch.autograd.Function):
         """Return the loss, a scalar."""
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if for_hidden else None
-        grad_weight = torch.zeros_like(weight) if for_weight else None
-        grad_bias = torch.zeros_like(bias) if for_bias and bias is not None else None
+        grad_weight = torch.empty_like(weight) if for_weight else None
+        grad_bias = (
+            torch.zeros_like(bias, dtype=token_weight.dtype) if for_bias and bias is not None else None
+        )
         loss = 0 * token_weight  # NaN where there is no token to take the mean of, as torch has it
-        step = block_of(len(hidden), len(weight), 17, FEWEST_TOKENS)  # one buffer, all in place
+        step, few = _steps(len(hidden), len(weight), hidden.element_size() / token_weight.element_size())
         scratch = hidden.new_empty(min(step, len(hidden)), len(weight))
+        if grad_weight is not None and not len(hidden):
+            grad_weight.zero_()
         for first in range(0, len(hidden), step):
-            rows = slice(first, first + step)
-            part, part_labels = hidden[rows], labels[rows]
+            part = hidden[first : first + step]
             logits = scratch[: len(part)]
             torch.mm(part, weight.t(), out=logits)
             if bias is not None:
                 logits += bias
-            top = logits.amax(-1, keepdim=True)
-            smoothed = bool(formula.label_smoothing)
-            total = logits.sum(-1) if smoothed else logits.new_zeros(len(part))
-            at_label = logits.gather(-1, part_labels[:, None])[:, 0]
-            exponentials = logits.sub_(top).exp_()
-            norm = exponentials.sum(-1, keepdim=True)
-            sums = Sums((norm.log() + top)[:, 0], at_label, total)
-            loss += formula.value(sums, token_weight)
-            by = formula.derivatives(sums, token_weight)
-            grad = exponentials.mul_(by.lse[:, None] / norm)
-            grad.scatter_add_(-1, part_labels[:, None], by.at_label[:, None])
-            if smoothed:
-                grad.add_(by.total[:, None])
+            for start in range(0, len(part), few):
+                rows = slice(first + start, first + min(start + few, len(part)))
+                of_rows, grad = derived(logits[start : start + few], labels[rows], formula, token_weight)
+                loss += of_rows
+                logits[start : start + few].copy_(grad)
+                if grad_bias is not None:
+                    grad_bias += grad.sum(0)
             if grad_hidden is not None:
-                torch.mm(grad, weight, out=grad_hidden[rows])
-            if grad_weight is not None:
-                grad_weight.addmm_(grad.t(), part)
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
-        ctx.grads = (grad_hidden, grad_weight, grad_bias)
+                torch.mm(logits, weight, out=grad_hidden[first : first + step])
+            if grad_weight is not None and first:
+                grad_weight.addmm_(logits.t(), part)
+            elif grad_weight is not None:
+                torch.mm(logits.t(), part, out=grad_weight)
+        ctx.grads = (
+            grad_hidden,
+            grad_weight,
+            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
+        )
         return loss
 
     @staticmethod
@@ -243,4 +281,6 @@ class InForward(torch.autograd.Function):
             )
         (scale,) = grads
         found, ctx.grads = ctx.grads, None
-        return *(None if one is None else one.mul_(scale) for one in found), None, None, None
+        if scale.device.type != "cpu" or scale != 1:
+            found = [None if one is None else one.mul_(scale) for one in found]
+        return *found, None, None, None

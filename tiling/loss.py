@@ -89,7 +89,7 @@ def _loss(
         rows = rows.to(torch.get_autocast_dtype(rows.device.type))
         if isinstance(weight, torch.Tensor):
             weight, bias = weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype)
-    if isinstance(weight, torch.Tensor) and rows.dtype == wide(rows.dtype):
+    if isinstance(weight, torch.Tensor):
         loss: torch.Tensor = InForward.apply(rows, weight, bias, targets, formula, scale)  # type: ignore[no-untyped-call]
         return loss
     found: list[Sums] = []

@@ -66,6 +66,8 @@ class BatchSlices(InSlices):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block."""
         if kwargs.get("past_key_values") is not None:
+            if not torch.is_grad_enabled():
+                return self.forward(*args, **kwargs)
             raise ValueError(
                 "a block with a cache would fill it twice, in forward and backward: use_cache=False"
             )
@@ -138,9 +140,9 @@ def tile_batch(block: nn.Module, micro_batch: int, whole: Collection[str] = ()) 
 
 
 def untile_(module: nn.Module) -> nn.Module:
-    """Undo tile_sequence or tile_batch on this module; returns it."""
-    for one in (module, getattr(module, "experts", None)):
-        if isinstance(one, nn.Module) and runs_in_slices(one):
+    """Undo tile_sequence, tile_batch and tile_batch_ on this module and all within it; returns it."""
+    for one in module.modules():
+        if runs_in_slices(one):
             forward = _own_forward(one)
             del one.forward
             if forward != one.forward:  # somebody else's, from before

@@ -1,0 +1,95 @@
+"""Outlines in weight tiles: what Config(tile_above=...) would make of a model, for `infinity plan`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from rich.console import Console
+
+from infinity.choice import tile_choice
+from infinity.outline import Outline, Part
+from infinity.sizes import format_size, parse_size
+from infinity.tiling.grid import Grid, cut_to, tiles_of
+
+_ITEMSIZE = 2
+_TOLD = 3
+
+
+def add_argument(add: Callable[..., object]) -> None:
+    """Let a command be asked for tiles."""
+    what = 'cut layers above SIZE into tiles, as Config(tile_above=...); "auto": as the budgets ask for'
+    add("--tile-above", type=_above, metavar="SIZE", help=what)
+
+
+def _above(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def tiled(
+    outline: Outline, above: int | str | None, host_nbytes: int, device_nbytes: int | None, console: Console
+) -> Outline:
+    """Return the outline in the tiles that were asked for, and tell them, and why they are so large."""
+    if above is None:
+        return outline
+    lines = []
+    if isinstance(above, str):
+        choice = tile_choice(host_nbytes, device_nbytes)
+        above = choice.nbytes
+        lines.append(f"tile_above: {choice.reason}")
+    cut, told = in_tiles(outline, above)
+    lines += told[:_TOLD] or ["no layer is cut"]
+    if len(told) > _TOLD:
+        lines.append(f"... and {len(told) - _TOLD} more")
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+    return cut
+
+
+def in_tiles(outline: Outline, above_nbytes: int) -> tuple[Outline, list[str]]:
+    """Return the outline with every matrix above `above_nbytes`, in 16 bits, cut into tiles; and what was
+    cut, a line each.
+    """
+    parts: list[Part] = []
+    told: list[str] = []
+    at: list[tuple[int, ...]] = []
+    for part in outline.parts:
+        pieces = _pieces(part, above_nbytes)
+        at.append(tuple(range(len(parts), len(parts) + len(pieces))))
+        parts += pieces
+        if len(pieces) > 1:
+            nbytes = _ITEMSIZE * math.prod(part.shapes[0])
+            largest = max(_ITEMSIZE * math.prod(one.shapes[0]) for one in pieces)
+            shape = " x ".join(map(str, part.shapes[0]))
+            tiles = f"{len(pieces)} tiles of {format_size(largest)}"
+            told.append(f"{part.name}: {shape}, {format_size(nbytes)}, in {tiles}")
+    stages = [
+        replace(one, units=tuple(new for unit in one.units for new in at[unit])) for one in outline.stages
+    ]
+    return Outline(outline.name, tuple(parts), tuple(stages)), told
+
+
+def _pieces(part: Part, above_nbytes: int) -> Sequence[Part]:
+    """Cut a part as tiling.tile_ would cut its module: a matrix, perhaps with a bias, and nothing else."""
+    if len(part.shapes) > 2 or len(part.shapes[0]) != 2 or any(len(shape) != 1 for shape in part.shapes[1:]):
+        return [part]
+    rows, columns = part.shapes[0]
+    if _ITEMSIZE * rows * columns <= above_nbytes:
+        return [part]
+    grid = tiles_of(rows, columns, _ITEMSIZE, above_nbytes)
+    if part.looked_up:
+        grid = Grid(cut_to(rows, max(above_nbytes // (_ITEMSIZE * columns), 1)), (columns,))
+    pieces = []
+    for number, (high, wide) in enumerate(grid.slices()):
+        shapes: tuple[tuple[int, ...], ...] = ((high.stop - high.start, wide.stop - wide.start),)
+        if len(part.shapes) > 1 and wide.start == 0:
+            shapes += ((high.stop - high.start,),)
+        attention = part.attention if number == 0 else 0
+        pieces.append(replace(part, name=f"{part.name}.tiles.{number}", shapes=shapes, attention=attention))
+    return pieces

@@ -1,0 +1,175 @@
+"""One contestant of `infinity bench tiles`: builds what it is told, and takes a step for each line it reads.
+
+Started by path, in whatever environment has the contestant's library: it imports nothing of ours but for
+ours. It answers each line with one of JSON: the seconds of a forward and backward, and how far the process's
+memory rose above what it was before, as the kernel counts it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+Step = Callable[[], Any]
+
+
+def linear(case: dict[str, Any]) -> Step:
+    """A linear layer [4 * hidden, hidden], its weight in tiles along the outputs."""
+    inputs, outputs, tiles = case["hidden"], 4 * case["hidden"], case["tiles"]
+    layer: Any
+    if case["who"] == "infinity":
+        from infinity import tiling
+
+        layer = tiling.TiledLinear(inputs, outputs, False, out_tiles=tiles, dtype=torch.bfloat16)
+    elif case["who"] == "deepspeed":
+        from deepspeed.runtime.zero.tiling import TiledLinear
+
+        layer = TiledLinear(inputs, outputs, bias=False, out_splits=tiles).bfloat16()
+    else:
+        layer = nn.Linear(inputs, outputs, False, dtype=torch.bfloat16)
+    for one in layer.parameters():  # as under an engine: a gradient goes when it has come
+        one.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    x = torch.randn(case["tokens"], inputs, dtype=torch.bfloat16)
+    upstream = torch.randn(case["tokens"], outputs, dtype=torch.bfloat16)
+
+    def step() -> None:
+        layer(x.requires_grad_()).backward(upstream)
+        x.grad = None
+
+    return step
+
+
+class MLP(nn.Module):
+    """A Llama's."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(hidden, 4 * hidden, False) for _ in range(2))
+        self.down_proj = nn.Linear(4 * hidden, hidden, False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, sequence, hidden] to the same."""
+        y: torch.Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return y
+
+
+def mlp(case: dict[str, Any]) -> Step:
+    """An MLP over slices of the sequence."""
+    module: Any = MLP(case["hidden"]).bfloat16()
+    x = torch.randn(1, case["tokens"], case["hidden"], dtype=torch.bfloat16)
+    call: Callable[[torch.Tensor], torch.Tensor] = module
+    if case["who"] == "infinity":
+        from infinity import tiling
+
+        tiling.tile_sequence(module, case["tiles"])
+    elif case["who"] == "deepspeed":
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+
+        def call(x: torch.Tensor) -> torch.Tensor:
+            parameters = list(module.parameters())
+            y: torch.Tensor = TiledMLP.apply(lambda self, x: self(x), module, x, case["tiles"], parameters)
+            return y
+
+    upstream = torch.randn_like(x)
+
+    def step() -> None:
+        call(x.requires_grad_()).backward(upstream)
+        x.grad = None
+        module.zero_grad()
+
+    return step
+
+
+def loss(case: dict[str, Any]) -> Step:
+    """Cross entropy over a vocabulary; DeepSpeed's in as many shards of tokens as there are tiles."""
+    vocabulary, hidden = case["vocabulary"], case["hidden"]
+    head: Any = nn.Linear(hidden, vocabulary, False, dtype=torch.bfloat16)
+    x = torch.randn(1, case["tokens"], hidden, dtype=torch.bfloat16)
+    y = torch.randint(vocabulary, (1, case["tokens"]))
+
+    def plain(_: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(head(x).float().view(-1, vocabulary), y.view(-1))
+
+    def value() -> torch.Tensor:
+        if case["who"] == "plain":
+            return plain(None, x, y)
+        if case["who"] == "infinity":
+            from infinity import tiling
+
+            return tiling.cross_entropy(x, head.weight, y)
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
+
+        found: torch.Tensor = TiledFusedLogitsLoss.apply(
+            plain, head, x, y, None, case["tiles"], [head.weight], "mean"
+        )
+        return found
+
+    def step() -> None:
+        x.requires_grad_()
+        value().backward()
+        x.grad = None
+        head.zero_grad()
+
+    return step
+
+
+def batch(case: dict[str, Any]) -> Step:
+    """Four blocks over micro-batches of one sequence; plain: all of them at once."""
+    blocks = nn.Sequential(*(MLP(case["hidden"]) for _ in range(4))).bfloat16()
+    if case["who"] == "infinity":
+        from infinity import tiling
+
+        tiling.tile_batch_(blocks, 1, blocks=MLP)
+    x = torch.randn(case["tiles"], case["tokens"], case["hidden"], dtype=torch.bfloat16)
+    upstream = torch.randn_like(x)
+
+    def step() -> None:
+        blocks(x.requires_grad_()).backward(upstream)
+        x.grad = None
+        blocks.zero_grad()
+
+    return step
+
+
+KINDS = {"linear": linear, "mlp": mlp, "loss": loss, "batch": batch}
+
+
+def status(name: str) -> int:
+    """Return a line of /proc/self/status, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    raise KeyError(name)
+
+
+def main() -> None:
+    """Build, and step as long as lines come."""
+    case = json.loads(sys.argv[1])
+    torch.set_num_threads(case["threads"])
+    torch.manual_seed(0)
+    step = KINDS[case["kind"]](case)
+    step()
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    for _ in sys.stdin:
+        ctypes.CDLL(None).malloc_trim(0)  # what earlier steps left would hide what this one takes
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before, began = status("VmRSS"), time.perf_counter()
+        step()
+        seconds = time.perf_counter() - began
+        found = {"seconds": seconds, "peak_nbytes": max(0, status("VmHWM") - before)}
+        sys.stdout.write(json.dumps(found) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

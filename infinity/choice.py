@@ -1,0 +1,43 @@
+"""How large tiles are to be, where nobody has said so: from the budgets, and from what tiling costs. Pure.
+
+[Note: the size of a tile]
+A tile is fetched ahead of its use, and its gradient leaves while the next one computes: each has a share of
+host_memory that is an eighth at least (see memory). So a tile of an eighth is the largest that moves without
+anybody waiting. Where units live on a device with a budget of its own, a quarter of that holds the tile in
+use, the next one and a gradient.
+
+Smaller tiles than LEAST_NBYTES save little, and cost time: each is a call of its own, and its product with
+few tokens is over before the next one is fetched (`infinity bench tiles` measures it).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from infinity.sizes import format_size
+
+LEAST_NBYTES = 8 << 20
+"""Of a 16-bit weight that is cut at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileChoice:
+    """Above how many bytes a weight is cut, as it is resident in 16 bits; and why, for people."""
+
+    nbytes: int
+    reason: str
+
+    def of_built(self, itemsize: int) -> int:
+        """Return the same limit for a weight that is built in elements of `itemsize` bytes."""
+        return self.nbytes * itemsize // 2
+
+
+def tile_choice(host_nbytes: int, device_nbytes: int | None = None) -> TileChoice:
+    """Choose the size of tiles for these budgets: see [Note: the size of a tile]."""
+    nbytes, reason = host_nbytes // 8, f"an eighth of host_memory={format_size(host_nbytes)}"
+    if device_nbytes is not None and device_nbytes // 4 < nbytes:
+        nbytes, reason = device_nbytes // 4, f"a quarter of device_memory={format_size(device_nbytes)}"
+    if nbytes < LEAST_NBYTES:
+        least = format_size(LEAST_NBYTES)
+        return TileChoice(LEAST_NBYTES, f"{least}, as smaller tiles cost more time than they save memory")
+    return TileChoice(nbytes, f"{format_size(nbytes)}, {reason}")

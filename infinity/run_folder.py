@@ -1,0 +1,66 @@
+"""The folder of a run of `infinity train`: its log and its picture."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+from infinity.errors import ConfigError
+from infinity.sizes import format_size
+
+LOG, PICTURE = "log.jsonl", "loss.png"
+
+
+@contextlib.contextmanager
+def run_folder(out: str | None) -> Iterator[Path]:
+    """Make the folder of a new run; if nothing was trained, an error takes it away again.
+
+    Raises: ConfigError where `out` already holds something.
+    """
+    if out is None:
+        folder = _new_folder(Path("runs"))
+    else:
+        folder = Path(out)
+        if folder.is_dir() and any(folder.iterdir()):
+            raise ConfigError(
+                f"out: {out} is not empty, and a run is never overwritten. Name another folder."
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield folder
+    finally:
+        log = folder / LOG
+        if log.exists() and log.stat().st_size == 0:
+            log.unlink()
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # does nothing to one that holds something
+
+
+def _new_folder(parent: Path) -> Path:
+    """Make a folder named after the time, and, where there is one, a number."""
+    name = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
+    for number in range(1, 1000):
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+    raise ConfigError(f"{parent} has a thousand runs of this second. Name a folder with --out.")
+
+
+@contextlib.contextmanager
+def errors_named(path: Path) -> Iterator[None]:
+    """Let an error of writing name the file, as one of opening does, and on a full disk what is free."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            status = os.statvfs(path.parent)
+            free = format_size(status.f_bavail * status.f_frsize)
+            cure = f"{free} are free. Free space there, or name another folder with --out."
+            error.strerror = f"{error.strerror}; {cure}"
+        raise
