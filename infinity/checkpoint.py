@@ -10,8 +10,8 @@ moments-*.safetensors  "exp_avg.NAME", "exp_avg_sq.NAME" in the type in which th
 extra-*.safetensors    tensors among what the user gave
 
 Each rank writes and reads what it holds, its units one after the other in chunks, which is all that is in
-memory. Rank 0 writes the manifest when everything that it names is on the disk. Updates that were decided and wait
-are applied first, as for any reader. Gradients are not saved.
+memory. Rank 0 writes the manifest when everything that it names is on the disk. Updates that were decided
+and wait are applied first, as for any reader. Gradients are not saved.
 """
 
 from __future__ import annotations
@@ -83,8 +83,9 @@ def save(
 
     model: built in Init. optimizer: its AdamW; None saves weights and buffers alone. scheduler: its
     state_dict has to be plain. extra: plain values and tensors of your own, such as the position in the data;
-    load returns them; each rank's are kept. overwrite: an older checkpoint there is replaced, in one step, once the new one is
-    complete. The generators of torch, Python and numpy are saved as well. Gradients are not.
+    load returns them; each rank's are kept. overwrite: an older checkpoint there is replaced, in one step,
+    once the new one is complete. The generators of torch, Python and numpy are saved as well. Gradients are
+    not.
 
     Raises: FileExistsError for a folder that is not to be replaced; StorageFullError with the numbers;
     CheckpointError naming a value that is not plain; ValueError for a model that was not built in Init;
