@@ -299,6 +299,17 @@ def _store() -> Any:
     return dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch offers it to nobody else
 
 
+def _meet(backend: str) -> None:
+    """Connect all processes of torchrun. It keeps its store when it restarts them, with the addresses of those
+    that are gone, so each life has names of its own.
+    """
+    store, rank, size = next(dist.rendezvous("env://"))
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group(
+        backend, store=dist.PrefixStore(f"infinity/life {life}", store), rank=rank, world_size=size
+    )
+
+
 def open_ranks(group: Any | DeviceMesh | None, device: str, timeout_s: float) -> Ranks:
     """Return the ranks of `group`, a process group or a DeviceMesh of one dimension; else those of the world.
 
@@ -316,7 +327,7 @@ def open_ranks(group: Any | DeviceMesh | None, device: str, timeout_s: float) ->
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        dist.init_process_group(backend)
+        _meet(backend)
     chosen: Any = group or dist.group.WORLD
     if hasattr(chosen, "get_group"):
         chosen = chosen.get_group()
