@@ -4,8 +4,9 @@
 Hugging Face builds a model on the meta device, maps the safetensors files and sets one parameter after the
 other (setattr, so registration tells Init). A parameter without values is therefore left alone until it is
 replaced. Pages of the files that were read would count as this process's memory until the last is loaded, so
-they are let go now and then; they stay in the page cache, where the other ranks of this machine find them. Nothing of transformers is replaced: one of its own settings makes it load in
-order, since its threads would convert types far ahead of what is evicted.
+they are let go now and then; they stay in the page cache, where the other ranks of this machine find them.
+Nothing of transformers is replaced: one of its own settings makes it load in order, since its threads would
+convert types far ahead of what is evicted.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class Mapped:
     def page_out(self) -> None:
         """Take the files' pages out of this process's memory. Whoever reads one again finds the same values.
 
-        A mapping that somebody has changed holds pages of its own, which are no file's: they are paged out, where
-        the kernel can do that.
+        A mapping that somebody has changed holds pages of its own, which are no file's: they are paged out,
+        where the kernel can do that.
         """
         self._nbytes = 0
         libc = ctypes.CDLL(None)

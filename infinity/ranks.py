@@ -300,14 +300,14 @@ def _store() -> Any:
 
 
 def _meet(backend: str) -> None:
-    """Connect all processes of torchrun. It keeps its store when it restarts them, with the addresses of those
-    that are gone, so each life has names of its own.
+    """Connect all processes of torchrun. It keeps its store when it restarts them, with the addresses of
+    those that are gone, so each life has names of its own.
     """
-    store, rank, size = next(dist.rendezvous("env://"))
+    connect: Any = dist.rendezvous  # type: ignore[attr-defined]
+    store, rank, size = next(connect("env://"))
     life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    dist.init_process_group(
-        backend, store=dist.PrefixStore(f"infinity/life {life}", store), rank=rank, world_size=size
-    )
+    own = dist.distributed_c10d.PrefixStore(f"infinity/life {life}", store)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=size)
 
 
 def open_ranks(group: Any | DeviceMesh | None, device: str, timeout_s: float) -> Ranks:

@@ -50,6 +50,7 @@ LAYERS = [
         "disk",
         "memory",
         "nvme",
+        "sharedfolder",
         "paths",
         "store",
         "streams",
