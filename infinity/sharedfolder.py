@@ -47,7 +47,7 @@ def shared_folder(ranks: Ranks, path: Path, may_replace: Callable[[Path], bool])
                 name = filling.name.encode()
         told = ranks.each(nonce + name, f"meeting beside {path}")[0]
         filling = path.absolute().parent / told[len(nonce) :].decode()
-        with ranks.together(f"looking for {filling}"):
+        with ranks.together(f"looking for rank 0's folder beside {path}"):
             _check_shared(filling / _SHARED, told[: len(nonce)])
         if ranks.rank == 0:
             (filling / _SHARED).unlink()
