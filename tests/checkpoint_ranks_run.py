@@ -228,8 +228,11 @@ def fails(here):
         dist.barrier(group=here.group)
     other = here.folder / (f"elsewhere-{here.rank}" if here.rank == 2 else "elsewhere")
     other.mkdir(exist_ok=True)
-    with contextlib.chdir(other):
+    os.chdir(other)
+    try:
         raised["not shared"] = attempt(here, -1, os, "", full, lambda: infinity.save(model, optimizer, "new"))
+    finally:
+        os.chdir(here.folder)
     raised["not plain"] = attempt(
         here,
         -1,
