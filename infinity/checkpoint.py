@@ -3,13 +3,15 @@
 [Note: what lies where]
 manifest.json          everything that is no array, and what the files hold; see manifest
 weights-*.safetensors  fp32 masters, buffers and ordinary parameters, by their names in the model: any reader
-                       of safetensors can read them, torch.distributed.checkpoint too
+                       of safetensors can read them, torch.distributed.checkpoint too. Of several ranks each
+                       has files of its own, and of most tensors a flat part, "NAME[START:STOP]"
 moments-*.safetensors  "exp_avg.NAME", "exp_avg_sq.NAME" in the type in which they are kept; 8-bit ones have
                        "exp_avg_scale.NAME", two fp32 scales for each 256 elements
 extra-*.safetensors    tensors among what the user gave
 
-Units pass one after the other in chunks, which is all that is in memory. Updates that were decided and wait
-are applied first, as for any reader. Gradients are not saved.
+Each rank writes and reads what it holds, its units one after the other in chunks, which is all that is in
+memory. Rank 0 writes the manifest when everything that it names is on the disk. Updates that were decided
+and wait are applied first, as for any reader. Gradients are not saved.
 """
 
 from __future__ import annotations
@@ -24,7 +26,6 @@ import torch
 from torch import nn
 
 from infinity import generators
-from infinity.atomic import new_folder
 from infinity.checkpoint_writer import CheckpointWriter
 from infinity.engine import Engine
 from infinity.errors import UnsupportedError
@@ -36,15 +37,18 @@ from infinity.manifest import (
     PLAIN,
     CheckpointError,
     Manifest,
+    Share,
     Tensor,
     compare,
     compare_groups,
     decode,
     encode,
+    joined,
     names_of,
 )
 from infinity.optim import AdamW
 from infinity.ranges import CopyInPass, buffers, chunks, parts
+from infinity.sharedfolder import shared_folder
 from infinity.streams import Source
 from infinity.tensorfile import TensorReader
 from infinity.tensors import as_bytes, empty, name_of_dtype
@@ -75,41 +79,54 @@ def save(
 ) -> None:
     """Save a training to a new folder: all of it, or, after an error or a kill, nothing.
 
+    Every rank calls this, with the same folder, on a file system that all ranks share.
+
     model: built in Init. optimizer: its AdamW; None saves weights and buffers alone. scheduler: its
     state_dict has to be plain. extra: plain values and tensors of your own, such as the position in the data;
-    load returns them. overwrite: an older checkpoint there is replaced, in one step, once the new one is
-    complete. The generators of torch, Python and numpy are saved as well. Gradients are not.
+    load returns them; each rank's are kept. overwrite: an older checkpoint there is replaced, in one step,
+    once the new one is complete. The generators of torch, Python and numpy are saved as well. Gradients are
+    not.
 
     Raises: FileExistsError for a folder that is not to be replaced; StorageFullError with the numbers;
-    CheckpointError naming a value that is not plain; ValueError for a model that was not built in Init.
+    CheckpointError naming a value that is not plain; ValueError for a model that was not built in Init;
+    ConfigError where the ranks share no such folder; RanksError where another rank failed, with its reason.
     """
     inventory = Inventory(model, optimizer)
+    ranks = inventory.engine.ranks
     kept: dict[str, torch.Tensor] = {}
+    of_rank = f"extra.{ranks.rank}." if ranks.rank else "extra."
 
     def keep(value: Any, what: str) -> str | None:
         if not isinstance(value, torch.Tensor):
             return None
         name_of_dtype(value, what)
-        key = f"extra.{len(kept)}"
+        key = f"{of_rank}{len(kept)}"
         kept[key] = value.detach()
         return key
 
-    said = {
-        "optimizer": _optimizer_out(inventory, keep),
-        "scheduler": encode(scheduler.state_dict() if scheduler else None, "scheduler.state_dict()", keep),
-        "rng": generators.capture(),
-        "extra": encode(extra, "extra", keep),
-        "model": configuration(model),
-    }
-    with new_folder(Path(folder), lambda old: overwrite and is_checkpoint(old)) as filling:
-        writing = CheckpointWriter(filling, inventory, kept)
-        with contextlib.closing(writing):
-            writing.write_units(inventory)
-            for kind, tensors in ((PLAIN, inventory.plain), ("extra", kept)):
-                for name, tensor in tensors.items():
-                    writing.write(kind, name, as_bytes(tensor))
-            manifest = Manifest(writing.tensors(), writing.files(), **said)
-        (filling / NAME).write_text(manifest.to_json())
+    with ranks.together(f"saving to {folder}"):
+        optimizer_and_lines = {
+            "optimizer": _optimizer_out(inventory, keep),
+            "scheduler": encode(
+                scheduler.state_dict() if scheduler else None, "scheduler.state_dict()", keep
+            ),
+        }
+        if ranks.rank:
+            kept.clear()  # they are rank 0's; extra is everybody's own
+        own = encode(extra, "extra", keep)
+    with shared_folder(ranks, Path(folder), lambda old: overwrite and is_checkpoint(old)) as filling:
+        with contextlib.ExitStack() as stack:
+            with ranks.together(f"making files of {folder}"):
+                files = stack.enter_context(contextlib.closing(CheckpointWriter(filling, inventory, kept)))
+            with ranks.together(f"writing files of {folder}"):
+                files.write_units(inventory)
+                files.write_plain(inventory.plain, kept)
+                share = Share(files.pieces(), files.files(), generators.capture(), own)
+        shares = ranks.each(share.to_json(), f"say what files of {folder} hold")
+        if ranks.rank == 0:
+            said = {**optimizer_and_lines, "model": configuration(model)}
+            manifest = joined([Share.from_json(text) for text in shares], said)
+            (filling / NAME).write_text(manifest.to_json())
 
 
 def _optimizer_out(inventory: Inventory, keep: Any) -> dict[str, Any] | None:
@@ -155,22 +172,28 @@ def load(
 
     Budgets, tiers and `update` may be others than they were. With an optimizer the random number generators
     are set as well, and the training goes on as if it had never stopped; with None weights and buffers alone
-    are loaded.
+    are loaded. Every rank calls this; there may be any number of them. As many as have saved get back each
+    its own generators and `extra`; of another number all get rank 0's `extra`, and those beyond the number
+    that has saved begin generators of their own.
 
     Raises: CheckpointError naming everything that does not fit, before anything is changed; CorruptionError
     naming file and tensor where a hash does not fit; FileNotFoundError.
     """
     folder = Path(folder)
-    manifest = read_manifest(folder)
     inventory = Inventory(model, optimizer)
-    _check_fits(manifest, inventory, scheduler, folder)
-    with contextlib.ExitStack() as stack:
-        files = open_files(manifest, folder, stack)
+    ranks = inventory.engine.ranks
+    with ranks.together(f"loading {folder}"), contextlib.ExitStack() as stack:
+        with ranks.together(f"comparing {folder} with the model"):
+            manifest = read_manifest(folder)
+            _check_fits(manifest, inventory, scheduler, folder)
+            files = open_files(manifest, folder, stack)
 
         def tensor_of(key: str) -> torch.Tensor:
             return _read_whole(manifest.by_kind()["extra", key], files)
 
-        extra, lines = decode(manifest.extra, tensor_of), decode(manifest.scheduler, tensor_of)
+        of_rank = manifest.of_rank(ranks.rank) if ranks.size == 1 + len(manifest.further) else None
+        extra = decode(of_rank["extra"] if of_rank else manifest.extra, tensor_of)
+        lines = decode(manifest.scheduler, tensor_of)
         groups = decode((manifest.optimizer or {}).get("groups", []), tensor_of)
         _begin_moments(manifest, inventory)
         _fill_units(manifest, inventory, files)
@@ -181,7 +204,11 @@ def load(
         _optimizer_in(manifest.optimizer, groups, inventory, optimizer)
         if scheduler is not None:
             scheduler.load_state_dict(lines)
-        generators.restore(manifest.rng)
+        saved = manifest.of_rank(ranks.rank)
+        if saved is not None:
+            generators.restore(saved["rng"])
+        else:
+            generators.begin(manifest.rng, ranks.rank)
     return extra
 
 
@@ -295,7 +322,9 @@ def _fill_units(manifest: Manifest, inventory: Inventory, files: Mapping[str, Te
                 name, kind = names[part.index], KINDS.get(part.field, MASTER)
                 if name is not None and (kind, name) in tensors:
                     key = kind, name
-                    sources.setdefault(key, Source(tensors[key], files)).read(part.values)
+                    if key not in sources:
+                        sources[key] = Source(tensors[key], files, part.first)
+                    sources[key].read(part.values)
             job = CopyInPass(unit.record, engine.budget.tile_numel, start, stop, values)
             if before is not None:
                 before[0].lane.wait(before[1])
@@ -314,7 +343,7 @@ def _moments_to_fill(
     if inventory.optimizer is None or saved is None:
         return ()
     stepped = any(name in saved["steps"] for name in names if name is not None)
-    tiles = range(0, unit.shard.numel, inventory.engine.budget.tile_numel)
+    tiles = range(0, unit.record.shard.numel, inventory.engine.budget.tile_numel)
     written = any(unit.record.written(field, start) for field in form.moments for start in tiles)
     return form.moments if stepped or written else ()
 

@@ -267,11 +267,16 @@ class Engine:
     def write(self, parameter: nn.Parameter, values: dict[str, torch.Tensor]) -> None:
         """Set fields ("master", "m", "v") of a parameter, after the updates that are pending."""
         unit, index = self.unit_of(parameter)
+        self.write_part(parameter, {field: unit.record.part(index, one) for field, one in values.items()})
+
+    def write_part(self, parameter: nn.Parameter, values: dict[str, torch.Tensor]) -> None:
+        """Set fields of this rank's part of a parameter; see `write`."""
+        unit, index = self.unit_of(parameter)
         self.executor.flush(unit)
         host = {}
         for field, tensor in values.items():
             dtype = DTYPE if field == "master" and tensor.dtype == DTYPE else torch.float32
-            host[field] = unit.record.part(index, tensor.detach().to("cpu", dtype).contiguous())
+            host[field] = tensor.detach().to("cpu", dtype).contiguous()
         if "master" in values:
             self.executor.changed(unit)
         self.run(WritePass(unit.record, self.budget.tile_numel, {index: host}))

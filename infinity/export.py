@@ -18,15 +18,17 @@ from torch import nn
 from infinity import kernels
 from infinity.atomic import new_folder
 from infinity.checkpoint import open_files, read_manifest
+from infinity.engine import engine_of
 from infinity.errors import UnsupportedError
 from infinity.hub import HubWriter, check_names, file_name, kept_names, write_configuration
 from infinity.inventory import Inventory
 from infinity.manifest import MASTER, PLAIN, WIDTHS, CheckpointError, Form, Manifest, Tensor
 from infinity.ranges import CHUNK_NUMEL, copied_out, parts
+from infinity.sharedfolder import shared_folder
 from infinity.sizes import parse_size
 from infinity.streams import Source
 from infinity.tensorfile import TensorReader
-from infinity.tensors import as_bytes
+from infinity.tensors import as_bytes, empty
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,32 +58,82 @@ def save_pretrained(
 ) -> None:
     """Write a model as Hugging Face's safetensors files, streamed, for `from_pretrained` without Infinity.
 
+    Every rank calls this, with the same folder, on a file system that all ranks share; each writes its part.
+
     model: built in Init; of transformers, its configuration is written too. folder: new, or empty; it appears
     when everything is in it. dtype: torch.bfloat16 (None too), the weights that compute, or torch.float32,
     their masters. max_shard_size: of one file.
 
     Raises: FileExistsError for a folder with something in it; StorageFullError; ValueError for a dtype that
     is none of these and for a model that was not built in Init; UnsupportedError for one whose state_dict has
-    other names than its parameters.
+    other names than its parameters; ConfigError and RanksError as `save`.
     """
     saved = _saved(dtype)
     check_names(model)
     inventory = Inventory(model, None)
+    ranks = inventory.engine.ranks
     forms, names = _forms_of_model(model, inventory, saved)
-    with new_folder(Path(folder), may_replace=_never) as filling:
-        with contextlib.closing(HubWriter(filling, model, forms, _nbytes(max_shard_size))) as files:
-            fields = ((engine, unit, (saved.field,)) for engine, unit in inventory.units())
-            for unit, chunk in copied_out(fields):
-                of_unit = inventory.names_in(unit)
-                for part in parts(chunk.record, chunk.start, chunk.stop, chunk.values):
-                    name = names.get(of_unit[part.index] or "")
-                    if name is not None:
-                        files.write(name, part.values)
-            for name, tensor in inventory.plain.items():
-                if name in forms:
-                    files.write(name, as_bytes(tensor))
-            files.finish(sum(parameter.numel() for parameter in model.parameters()))
-        write_configuration(model, filling, saved.name)
+    with (
+        shared_folder(ranks, Path(folder), may_replace=_never) as filling,
+        contextlib.closing(HubWriter(filling, model, forms, _nbytes(max_shard_size))) as files,
+    ):
+        with ranks.together(f"making files of {folder}"):
+            if ranks.rank == 0:
+                files.create()
+        with ranks.together(f"writing files of {folder}"):
+            if ranks.rank:
+                files.join()
+            _write_parts(files, inventory, names, saved)
+        _write_converted(files, model, inventory, names, saved)
+        with ranks.together(f"writing the rest of {folder}"):
+            if ranks.rank == 0:
+                _write_plain(files, inventory, forms)
+            written_nbytes = files.finish()
+        total = int(sum(ranks.totals([written_nbytes], "count what was written")))
+        if ranks.rank == 0:
+            files.finish_all(total, sum(parameter.numel() for parameter in model.parameters()))
+            write_configuration(model, filling, saved.name)
+
+
+def _write_parts(files: HubWriter, inventory: Inventory, names: Mapping[str, str], saved: _Saved) -> None:
+    """Write what this rank holds of all weights that are in files as they are."""
+    direct = {name: of_file for name, of_file in names.items() if of_file not in files.converted}
+    wanted = (
+        (engine, unit, (saved.field,))
+        for engine, unit in inventory.units()
+        if any(name in direct for name in inventory.names_in(unit))
+    )
+    for unit, chunk in copied_out(wanted):
+        of_unit = inventory.names_in(unit)
+        for part in parts(chunk.record, chunk.start, chunk.stop, chunk.values):
+            of_file = direct.get(of_unit[part.index] or "")
+            if of_file is not None:
+                files.write(of_file, part.first * WIDTHS[saved.form], part.values)
+
+
+def _write_converted(
+    files: HubWriter, model: nn.Module, inventory: Inventory, names: Mapping[str, str], saved: _Saved
+) -> None:
+    """Put together one weight after the other that files have in another form; rank 0 writes it."""
+    ranks = inventory.engine.ranks
+    for name, parameter in model.named_parameters():
+        of_file = names.get(name)
+        engine = engine_of(parameter)
+        if of_file not in files.converted or of_file is None or engine is None:
+            continue
+        with ranks.together(f"writing {name}"):
+            (whole,) = engine.read(parameter, [saved.field])
+            if ranks.rank == 0:
+                files.convert(of_file, whole)
+
+
+def _write_plain(files: HubWriter, inventory: Inventory, forms: Mapping[str, Form]) -> None:
+    """Write buffers and ordinary parameters."""
+    for name, tensor in inventory.plain.items():
+        if name in files.converted:
+            files.convert(name, tensor.detach().cpu())
+        elif name in forms:
+            files.write(name, 0, as_bytes(tensor))
 
 
 def _saved(dtype: torch.dtype | None) -> _Saved:
@@ -145,10 +197,19 @@ def export_checkpoint(
         files = stack.enter_context(
             contextlib.closing(HubWriter(filling, model, forms, _nbytes(max_shard_size)))
         )
-        for of_file in forms:
+        files.create()
+        for of_file, form in forms.items():
+            whole = empty(*form) if of_file in files.converted else None
+            at = 0
             for values in _values(tensors[names[of_file]], readers, saved):
-                files.write(of_file, values)
-        files.finish(sum(one.numel for one in tensors.values() if one.kind == MASTER))
+                if whole is None:
+                    files.write(of_file, at, values)
+                else:
+                    as_bytes(whole)[at : at + len(values)] = values
+                at += len(values)
+            if whole is not None:
+                files.convert(of_file, whole)
+        files.finish_all(files.finish(), sum(one.numel for one in tensors.values() if one.kind == MASTER))
         write_configuration(model, filling, saved.name)
 
 

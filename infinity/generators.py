@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import xxhash
 
 
 def capture() -> dict[str, Any]:
@@ -37,6 +38,17 @@ def restore(states: Mapping[str, Any]) -> None:
         numpy = sys.modules["numpy"]
         name, words, *rest = states["numpy"]
         numpy.random.set_state((name, numpy.array(words, dtype=numpy.uint32), *rest))
+
+
+def begin(states: Mapping[str, Any], number: int) -> None:
+    """Begin all generators anew, from what `capture` has returned elsewhere and a number: other draws than
+    there, the same each time.
+    """
+    seed = xxhash.xxh3_64_intdigest(f"{number} {states['torch']}".encode()) >> 1
+    torch.manual_seed(seed)  # those of CUDA, too
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
 
 
 def _out(state: torch.Tensor) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from torch import nn
 
 from infinity.errors import UnsupportedError
 from infinity.manifest import Form
-from infinity.tensorfile import Entry, TensorWriter
-from infinity.tensors import DTYPES, as_bytes, empty, name_of_dtype
+from infinity.tensorfile import Entry, TensorFileError, TensorJoiner, TensorWriter
+from infinity.tensors import DTYPES, as_bytes, name_of_dtype
 
 logger = logging.getLogger("infinity")
 
@@ -91,66 +91,73 @@ def _reverted(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
 
 
 class HubWriter:
-    """The files of a model that is being written; its tensors come in order, in pieces."""
+    """The files of a model that is being written, by one process or by several."""
 
     def __init__(
         self, folder: Path, model: nn.Module, forms: Mapping[str, Form], max_shard_nbytes: int
     ) -> None:
-        """Create all shards; forms: of the model's tensors, by name."""
+        """Lay out the shards; forms: of the model's tensors, by name."""
         self._folder = folder
         self._model = model
-        self._forms = forms
         self._stored = stored_names(model, forms)
-        self._writer_of: dict[str, TensorWriter] = {}
-        self._at: dict[str, int] = dict.fromkeys(forms, 0)
-        self._whole: dict[str, torch.Tensor] = {}
-        """Tensors that are not in files as they are, while they arrive."""
-        entries = [
+        self.converted = {name for name, form in forms.items() if list(self._stored[name].values()) != [form]}
+        """Tensors that files have in another form."""
+        self._entries = [
             Entry(name, dtype, shape)
             for of_one in self._stored.values()
             for name, (dtype, shape) in of_one.items()
         ]
-        shards = _cut(entries, max_shard_nbytes)
-        try:
-            for number, shard in enumerate(shards, 1):
-                only = "model.safetensors"
-                path = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else only
-                writer = TensorWriter(folder / path, shard, {"format": "pt"})
-                self._writer_of.update(dict.fromkeys((entry.name for entry in shard), writer))
-        except BaseException:
-            self.close()
-            raise
-        self._entries = entries
+        self._shards = _cut(self._entries, max_shard_nbytes)
+        self._writer_of: dict[str, TensorWriter] = {}
 
-    def write(self, name: str, values: memoryview) -> None:
-        """Write the next bytes of a tensor of the model."""
-        at, form = self._at[name], self._forms[name]
-        self._at[name] += len(values)
-        (first, stored), *more = self._stored[name].items()
-        if not more and stored == form:
-            self._writer_of[first].write(first, at, values)
-            return
-        whole = self._whole.get(name)
-        if whole is None:
-            whole = self._whole[name] = empty(*form)
-        as_bytes(whole)[at : self._at[name]] = values
-        if self._at[name] == whole.nbytes:
-            del self._whole[name]
-            for key, tensor in _reverted(self._model, {name: whole}).items():
-                self._writer_of[key].write(key, 0, as_bytes(tensor))
+    def create(self) -> None:
+        """Create all shards. One process does."""
+        self._open(TensorWriter)
 
-    def finish(self, parameters: int) -> None:
-        """Write the index, if there are several shards; `parameters`: elements of all parameters."""
+    def join(self) -> None:
+        """Open the shards that another process has created."""
+        self._open(TensorJoiner)
+
+    def _open(self, make: Callable[[Path, Sequence[Entry], Mapping[str, str]], TensorWriter]) -> None:
+        for number, shard in enumerate(self._shards, 1):
+            several = f"model-{number:05}-of-{len(self._shards):05}.safetensors"
+            path = self._folder / (several if len(self._shards) > 1 else "model.safetensors")
+            writer = make(path, shard, {"format": "pt"})
+            self._writer_of.update(dict.fromkeys((entry.name for entry in shard), writer))
+
+    def write(self, name: str, at: int, values: memoryview) -> None:
+        """Write a part of a tensor that is not `converted`, from its byte `at` on."""
+        (stored,) = self._stored[name]
+        self._writer_of[stored].write(stored, at, values)
+
+    def convert(self, name: str, whole: torch.Tensor) -> None:
+        """Write all of a tensor, in the form that files have."""
+        for key, tensor in _reverted(self._model, {name: whole}).items():
+            self._writer_of[key].write(key, 0, as_bytes(tensor))
+
+    def finish(self) -> int:
+        """Bring what this process has written to the disk; return how many bytes of tensors that was."""
         writers = dict.fromkeys(self._writer_of.values())
         for writer in writers:
-            writer.check_whole()
-        if len(writers) < 2:
+            writer.finish()
+        return sum(writer.written_nbytes for writer in writers)
+
+    def finish_all(self, written_nbytes: int, parameters: int) -> None:
+        """See that all is written, and write the index, if there are several shards.
+
+        written_nbytes: by all processes; parameters: elements of all parameters.
+
+        Raises: TensorFileError if anything is missing.
+        """
+        total_nbytes = sum(entry.nbytes for entry in self._entries)
+        if written_nbytes != total_nbytes:
+            raise TensorFileError(
+                f"{self._folder}: {written_nbytes} bytes of tensors were written, expected {total_nbytes}"
+            )
+        if len(self._shards) < 2:
             return
         index = {
-            "metadata": {
-                "total_parameters": parameters,
-                "total_size": sum(entry.nbytes for entry in self._entries),
-            },
+            "metadata": {"total_parameters": parameters, "total_size": total_nbytes},
             "weight_map": {name: writer.path.name for name, writer in self._writer_of.items()},
         }
         (self._folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

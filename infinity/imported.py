@@ -18,7 +18,7 @@ import math
 import os
 import pickle
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch import nn
 
 from infinity.engine import engine_of
 from infinity.inventory import Inventory
-from infinity.manifest import CheckpointError, Form, compare
+from infinity.manifest import MASTER, CheckpointError, Form, compare
 from infinity.optim import AdamW
 from infinity.tensors import name_of_dtype
 
@@ -59,33 +59,56 @@ def load_deepspeed(
     optimizer: gets moments and step counts as well; None for weights and buffers alone. Param groups keep the
     options they have here. tag: of the checkpoint; None for the one that the file `latest` names.
 
+    Every rank of ours calls this, and reads the parts that it holds.
+
     Raises: CheckpointError naming all that does not fit, before anything is changed, and for files that are
-    not what they should be; FileNotFoundError.
+    not what they should be; FileNotFoundError; RanksError where another rank failed, with its reason.
     """
     folder = Path(folder)
-    saved = _Saved(folder / (tag or (folder / "latest").read_text().strip()))
     inventory = Inventory(model, optimizer)
+    ranks = inventory.engine.ranks
+    with ranks.together(f"loading {folder}"):
+        with ranks.together(f"comparing {folder} with the model"):
+            saved = _Saved(folder / (tag or (folder / "latest").read_text().strip()))
+            plains, moments = _check_fits(saved, inventory)
+        _fill(saved, moments, inventory, model)
+        with torch.no_grad():
+            for name in plains:
+                inventory.plain[name].copy_(saved.module[name])
+
+
+def _check_fits(saved: _Saved, inventory: Inventory) -> tuple[Iterable[str], _Moments | None]:
+    """See that everything has its place; return the names of buffers, and the moments."""
     shared = saved.shared
     plains = {name: form for name, form in inventory.plains().items() if name not in shared}
     found = compare(saved.forms(), inventory.masters(), "parameters")
     found += compare(saved.buffers(), plains, "buffers")
-    moments = saved.moments() if optimizer is not None else None
+    moments = saved.moments() if inventory.optimizer is not None else None
     if found:
         raise CheckpointError("\n  ".join([f"{saved.folder} does not fit; nothing was loaded:", *found]))
+    return plains, moments
+
+
+def _fill(saved: _Saved, moments: _Moments | None, inventory: Inventory, model: nn.Module) -> None:
+    """Write this rank's parts of masters and moments into the records."""
+    optimizer, held = inventory.optimizer, inventory.held()
     ours = {id(one) for group in inventory.groups for one in group["params"]}
     for parameter in model.parameters():
         engine, name = engine_of(parameter), inventory.names.get(id(parameter))
         if engine is None or name is None:
             continue
-        values = {"master": saved.master(name)}
+        start, stop = held[MASTER, name]
+        values = {"master": saved.master(name, start, stop)}
         if optimizer is not None and moments is not None and name in saved.trained and id(parameter) in ours:
-            values["m"], values["v"] = (saved.part(name, moments[key]) for key in ("exp_avg", "exp_avg_sq"))
+            for field, key in (("m", "exp_avg"), ("v", "exp_avg_sq")):
+                values[field] = saved.part(name, moments[key], start, stop)
             optimizer.make_room(engine, parameter)
             optimizer.state[parameter]["step"] = saved.step(name)
-        engine.write(parameter, values)
-    with torch.no_grad():
-        for name in plains:
-            inventory.plain[name].copy_(saved.module[name])
+        engine.write_part(parameter, values)
+
+
+_Moments = dict[str, list[list[torch.Tensor]]]
+"""Each rank's moments by sub-group, by DeepSpeed's names of them."""
 
 
 class _Saved:
@@ -142,7 +165,7 @@ class _Saved:
         kept = {name: self.module[name] for name in self._models[0]["buffer_names"]}
         return {name: (name_of_dtype(one, name), tuple(one.shape)) for name, one in kept.items()}
 
-    def moments(self) -> dict[str, list[list[torch.Tensor]]] | None:
+    def moments(self) -> _Moments | None:
         """Return each rank's moments by sub-group; None where none were saved.
 
         Raises: CheckpointError where they do not belong to the masters, as when they lay on NVMe.
@@ -150,7 +173,7 @@ class _Saved:
         states = [one["optimizer_state_dict"]["state"] for one in self._states]
         if not any(states):
             return None
-        found: dict[str, list[list[torch.Tensor]]] = {}
+        found: _Moments = {}
         for key in ("exp_avg", "exp_avg_sq"):
             found[key] = []
             for rank, (state, masters) in enumerate(zip(states, self._masters, strict=True)):
@@ -175,33 +198,44 @@ class _Saved:
         step = inner["state"][index].get("step", self._models[0]["global_steps"])
         return int(step)
 
-    def master(self, name: str) -> torch.Tensor:
-        """Return a parameter's values: fp32 masters; of a frozen one what there is."""
+    def master(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Return elements [start, stop) of a parameter: fp32 masters; of a frozen one what there is."""
         if name in self.trained:
-            return self.part(name, self._masters)
+            return self.part(name, self._masters, start, stop)
         parts = [model["frozen_param_fragments"][name] for model in self._models]
-        shape = self.frozen[name]
-        return torch.cat(parts)[: shape.numel()].float().view(shape)
+        return _cut(parts, start, stop).float()
 
-    def part(self, name: str, groups: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-        """Return a trained parameter's values out of every rank's flat sub-groups."""
+    def part(
+        self, name: str, groups: Sequence[Sequence[torch.Tensor]], start: int, stop: int
+    ) -> torch.Tensor:
+        """Return elements [start, stop) of a trained parameter out of every rank's flat sub-groups."""
         shape = self.trained[name]
-        start, numel = self._starts[name], self._numel(shape)
+        first, numel = self._starts[name], self._numel(shape)
         parts = []
         for of_rank in groups:
             at = 0
             for group in of_rank:
-                first, last = max(start - at, 0), min(start + numel - at, group.numel())
-                if first < last:
-                    parts.append(group[first:last])
+                begin, end = max(first - at, 0), min(first + numel - at, group.numel())
+                if begin < end:
+                    parts.append(group[begin:end])
                 at += group.numel()
-        values = torch.cat(parts) if parts else torch.empty(0)
-        if values.numel() < shape.numel():
+        found = sum(part.numel() for part in parts)
+        if found < shape.numel():
             raise CheckpointError(
-                f"{self.folder}: {name} has {values.numel()} elements in the flat groups, expected "
-                f"{shape.numel()}"
+                f"{self.folder}: {name} has {found} elements in the flat groups, expected {shape.numel()}"
             )
-        return values[: shape.numel()].view(shape)
+        return _cut(parts, start, stop)
+
+
+def _cut(parts: Sequence[torch.Tensor], start: int, stop: int) -> torch.Tensor:
+    """Return elements [start, stop) of tensors laid end to end; the others are not read."""
+    found, at = [], 0
+    for part in parts:
+        begin, end = max(start - at, 0), min(stop - at, part.numel())
+        if begin < end:
+            found.append(part[begin:end])
+        at += part.numel()
+    return torch.cat(found) if found else torch.empty(0)
 
 
 def _unpickled(path: Path) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from torch import nn
 
 from infinity.engine import Engine, engine_of, engine_of_model
 from infinity.errors import UnsupportedError
-from infinity.manifest import Form
+from infinity.manifest import MASTER, Form
 from infinity.optim import AdamW
-from infinity.shard import STATE_BLOCK
+from infinity.shard import STATE_BLOCK, Segment
 from infinity.tensors import name_of_dtype
 from infinity.unit import Unit
 
@@ -144,3 +144,22 @@ class Inventory:
                 blocks = -(-torch.Size(shape).numel() // STATE_BLOCK)
                 found[KINDS[field], name] = (dtype, (blocks, 2) if field == "scale" else shape)
         return found
+
+    def held(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """Return which elements [start, stop) this rank has of masters and moments, by kind and name."""
+        types = _TYPES[self.engine.form.state_dtype]
+        found: dict[tuple[str, str], tuple[int, int]] = {}
+        for _, unit in self.units():
+            for segment, name in zip(unit.record.shard.segments, self.names_in(unit), strict=True):
+                if name is not None:
+                    for field in ("master", *types):
+                        found[KINDS.get(field, MASTER), name] = range_of(field, segment)
+        return found
+
+
+def range_of(field: str, segment: Segment) -> tuple[int, int]:
+    """Return the elements [start, stop) of a field's tensor that belong to a rank's part of a parameter."""
+    start, stop = segment.first, segment.first + segment.numel
+    if field == "scale":  # two for each block
+        return 2 * (start // STATE_BLOCK), 2 * -(-stop // STATE_BLOCK) if segment.numel else 0
+    return start, stop

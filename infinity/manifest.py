@@ -37,6 +37,9 @@ MASTER, PLAIN = "master", "plain"
 WIDTHS = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 """Bytes of an element, by safetensors' names of types."""
 
+Form = tuple[str, tuple[int, ...]]
+"""A tensor's type and shape."""
+
 _SHOWN = 20
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\.safetensors")
 _LISTED = {"__tuple__", "__items__", "__float__", "__tensor__"}
@@ -111,6 +114,14 @@ class Manifest:
     extra: Any = None
     model: Mapping[str, Any] | None = None
     """The class and configuration of a model of transformers, None for any other."""
+    further: tuple[Mapping[str, Any], ...] = ()
+    """What ranks 1, 2, … said, each as `rng` and `extra` are rank 0's."""
+
+    def of_rank(self, rank: int) -> Mapping[str, Any] | None:
+        """Return "rng" and "extra" of a rank; None for one that took no part in saving."""
+        if rank == 0:
+            return {"rng": self.rng, "extra": self.extra}
+        return self.further[rank - 1] if rank <= len(self.further) else None
 
     def by_kind(self) -> dict[tuple[str, str], Tensor]:
         """Return the tensors by (kind, name)."""
@@ -128,6 +139,7 @@ class Manifest:
             "rng": self.rng,
             "extra": self.extra,
             "model": self.model,
+            **({"further": self.further} if self.further else {}),
             "tensors": [
                 [one.name, one.kind, one.dtype, one.shape, [_piece_out(piece) for piece in one.pieces]]
                 for one in self.tensors
@@ -157,7 +169,8 @@ class Manifest:
                 for name, kind, dtype, shape, pieces in body["tensors"]
             )
             kept = {key: body[key] for key in ("optimizer", "scheduler", "rng", "extra", "model")}
-            manifest = Manifest(tensors, body["files"], **kept)
+            further = tuple({"rng": one["rng"], "extra": one["extra"]} for one in body.get("further", ()))
+            manifest = Manifest(tensors, body["files"], **kept, further=further)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             if isinstance(error, CheckpointError):
                 raise
@@ -165,6 +178,61 @@ class Manifest:
         if len(manifest.by_kind()) != len(tensors):
             raise CheckpointError("the manifest names a tensor twice")
         return manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one of the ranks that save together has written, and what it says."""
+
+    pieces: Mapping[tuple[str, str], tuple[Form, Piece | None]]
+    """By (kind, name): type and shape of the whole tensor, and the rank's piece of it, None for none."""
+    files: Mapping[str, int]
+    rng: Mapping[str, Any]
+    extra: Any
+
+    def to_json(self) -> bytes:
+        """Return its text."""
+        rows = [
+            [kind, name, *form, None if piece is None else _piece_out(piece)]
+            for (kind, name), (form, piece) in self.pieces.items()
+        ]
+        said = {"pieces": rows, "files": dict(self.files), "rng": self.rng, "extra": self.extra}
+        return json.dumps(said, separators=(",", ":"), allow_nan=False).encode()
+
+    @staticmethod
+    def from_json(text: bytes) -> Share:
+        """Read what `to_json` returned."""
+        said = json.loads(text)
+        pieces = {
+            (kind, name): ((dtype, tuple(shape)), None if piece is None else _piece_in(piece))
+            for kind, name, dtype, shape, piece in said["pieces"]
+        }
+        return Share(pieces, said["files"], said["rng"], said["extra"])
+
+
+def joined(shares: Sequence[Share], said: Mapping[str, Any]) -> Manifest:
+    """Return the manifest of what all ranks have written; said: what they say in common.
+
+    Raises: CheckpointError where the ranks have different models, or pieces do not make whole tensors.
+    """
+    forms: dict[tuple[str, str], Form] = {}
+    pieces: dict[tuple[str, str], list[Piece]] = {}
+    files: dict[str, int] = {}
+    for rank, share in enumerate(shares):
+        files.update(share.files)
+        for (kind, name), (form, piece) in share.pieces.items():
+            if forms.setdefault((kind, name), form) != form:
+                before = _form(forms[kind, name])
+                raise CheckpointError(f"{kind} of {name}: {_form(form)} on rank {rank}, {before} before it")
+            pieces.setdefault((kind, name), []).extend([] if piece is None else [piece])
+    tensors = tuple(
+        Tensor(
+            name, kind, *form, tuple(sorted(pieces[kind, name], key=lambda piece: (piece.start, piece.stop)))
+        )
+        for (kind, name), form in forms.items()
+    )
+    of_ranks = [{"rng": share.rng, "extra": share.extra} for share in shares]
+    return Manifest(tensors, files, **said, **of_ranks[0], further=tuple(of_ranks[1:]))
 
 
 def _hash(body: Mapping[str, Any]) -> str:
@@ -182,9 +250,6 @@ def _piece_in(piece: Sequence[Any]) -> Piece:
 
 
 # Does it fit?
-
-Form = tuple[str, tuple[int, ...]]
-"""A tensor's type and shape."""
 
 
 def compare(saved: Mapping[str, Form], expected: Mapping[str, Form], what: str) -> list[str]:

@@ -4,8 +4,9 @@
 Hugging Face builds a model on the meta device, maps the safetensors files and sets one parameter after the
 other (setattr, so registration tells Init). A parameter without values is therefore left alone until it is
 replaced. Pages of the files that were read would count as this process's memory until the last is loaded, so
-they are paged out now and then. Nothing of transformers is replaced: one of its own settings makes it load in
-order, since its threads would convert types far ahead of what is evicted.
+they are let go now and then; they stay in the page cache, where the other ranks of this machine find them.
+Nothing of transformers is replaced: one of its own settings makes it load in order, since its threads would
+convert types far ahead of what is evicted.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import nn
 from infinity.errors import UnsupportedError
 
 _IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"
-_MADV_PAGEOUT = 21  # asm-generic/mman-common.h; Linux 5.4
+_MADV_DONTNEED, _MADV_PAGEOUT = 4, 21  # asm-generic/mman-common.h; the second since Linux 5.4
 _LARGE_NBYTES = 1 << 20
 _TOGETHER_NBYTES = 16 << 20
 _SHOWN = 10
@@ -58,12 +59,15 @@ class Mapped:
     def page_out(self) -> None:
         """Take the files' pages out of this process's memory. Whoever reads one again finds the same values.
 
-        Where the kernel knows no such request nothing happens.
+        A mapping that somebody has changed holds pages of its own, which are no file's: they are paged out,
+        where the kernel can do that.
         """
         self._nbytes = 0
         libc = ctypes.CDLL(None)
+        changed = set(_changed())
         for start, nbytes in set(_mappings()) - self._before:
-            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), _MADV_PAGEOUT)
+            advice = _MADV_PAGEOUT if start in changed else _MADV_DONTNEED
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), advice)
 
 
 def _mappings() -> Iterator[tuple[int, int]]:
@@ -74,6 +78,17 @@ def _mappings() -> Iterator[tuple[int, int]]:
         ours = bool(path) and path[0].startswith("/") and not path[0].startswith("/dev/")
         if ours and "x" not in access and stop - start >= _LARGE_NBYTES:
             yield start, stop - start
+
+
+def _changed() -> Iterator[int]:
+    """Return the address of every mapping with pages that are no file's."""
+    start = 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        key, *values = line.split()
+        if not key.endswith(":"):
+            start = int(key.split("-")[0], 16)
+        elif key == "Anonymous:" and values[0] != "0":
+            yield start
 
 
 def check_values(modules: Sequence[tuple[str, nn.Module]]) -> None:

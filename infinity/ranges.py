@@ -117,6 +117,8 @@ class Part:
 
     index: int  # of the parameter in its unit
     field: str
+    first: int
+    """The element of the field's tensor, as it is saved, with which the part begins."""
     values: memoryview
 
 
@@ -128,7 +130,8 @@ def parts(record: Record, start: int, stop: int, values: Mapping[str, torch.Tens
             first = field_nbytes(record, field, piece.start - start)
             # Scales are there for whole blocks, the last one too.
             numel = -(-piece.numel // STATE_BLOCK) * STATE_BLOCK if field == "scale" else piece.numel
-            yield Part(piece.index, field, whole[first : first + field_nbytes(record, field, numel)])
+            element = 2 * (piece.element // STATE_BLOCK) if field == "scale" else piece.element
+            yield Part(piece.index, field, element, whole[first : first + field_nbytes(record, field, numel)])
 
 
 def copied_out(

@@ -23,7 +23,7 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +91,10 @@ class Channel:
         whole: list[list[Any]] = rows.view(self.ranks.size, -1).tolist()
         return whole
 
+    def gather_bytes(self, rows: torch.Tensor, mine: torch.Tensor, what: str) -> None:
+        """Fill `rows` with every rank's bytes, which lie in host memory."""
+        self._do(what, lambda: _all_gather(rows, mine, self._control))
+
     def gather(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> None:
         """Fill `whole` with every rank's `part`, in the order of ranks; `part` may be its place in `whole`.
 
@@ -132,6 +136,7 @@ class Ranks:
         self._members, self._backend, self._timeout_s = list(members), backend, timeout_s
         self._key = f"infinity/{next(_numbers)}"
         self._put_down = False
+        self._lost = False
         self._lock = threading.Lock()
         self._channels: list[Channel] = []
         self._control = self.channel() if self.size > 1 else None
@@ -183,6 +188,39 @@ class Ranks:
             return values
         return bytes(self._control.rows(torch.frombuffer(bytearray(values), dtype=torch.uint8), what)[0])
 
+    def each(self, said: bytes, what: str) -> list[bytes]:
+        """Return what every rank says, in the order of ranks: bytes, of any number."""
+        if self._control is None:
+            return [said]
+        self._control.agree(what)
+        sizes = [row[0] for row in self._control.integers([len(said)], what)]
+        most = max(sizes)
+        if not most:
+            return [b""] * self.size
+        padded = torch.frombuffer(bytearray(said.ljust(most)), dtype=torch.uint8)
+        rows = torch.empty(self.size * most, dtype=torch.uint8)
+        self._control.gather_bytes(rows, padded, what)
+        whole = memoryview(rows.numpy())  # type: ignore[arg-type]
+        return [bytes(whole[rank * most : rank * most + size]) for rank, size in enumerate(sizes)]
+
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Do something that may fail on one rank alone, and that nobody goes on from unless all have done it:
+        the ranks meet at the end of the `with`.
+
+        Raises: what failed here; where it failed on other ranks, RanksError naming them and their reasons.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not self._lost:
+                self.each(_in_one_line(error).encode(), what)
+            raise
+        failed = {rank: why.decode() for rank, why in enumerate(self.each(b"", what)) if why}
+        if failed:
+            reasons = "; ".join(f"rank {rank}: {why}" for rank, why in failed.items())
+            raise RanksError(f"rank {self.rank} of {self.size}: {what} failed elsewhere: {reasons}")
+
     # When it breaks; see [Note: who is missing]
 
     def put_down(self, why: str) -> None:
@@ -194,6 +232,7 @@ class Ranks:
 
     def broken(self, what: str, waited_s: float, timeout_s: float, error: Exception) -> RanksError:
         """Return the error for a collective that failed after `waited_s`."""
+        self._lost = True
         self.put_down(f"it waited for the others, at {what}")
         told, missing = self._ask(_GRACE_S)
         lines = [f"rank {rank}: {why}" for rank, why in told.items()]
@@ -238,6 +277,10 @@ ALONE = Ranks([0], 0, "gloo", 0)
 """One rank."""
 
 
+def _in_one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:1000]
+
+
 def _group(members: Sequence[int], backend: str, timeout_s: float) -> Any:
     return dist.new_group(
         list(members),
@@ -254,6 +297,17 @@ def _all_gather(whole: torch.Tensor, part: torch.Tensor, group: Any) -> None:
 
 def _store() -> Any:
     return dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch offers it to nobody else
+
+
+def _meet(backend: str) -> None:
+    """Connect all processes of torchrun. It keeps its store when it restarts them, with the addresses of
+    those that are gone, so each life has names of its own.
+    """
+    connect: Any = dist.rendezvous  # type: ignore[attr-defined]
+    store, rank, size = next(connect("env://"))
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    own = dist.distributed_c10d.PrefixStore(f"infinity/life {life}", store)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=size)
 
 
 def open_ranks(group: Any | DeviceMesh | None, device: str, timeout_s: float) -> Ranks:
@@ -273,7 +327,7 @@ def open_ranks(group: Any | DeviceMesh | None, device: str, timeout_s: float) ->
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        dist.init_process_group(backend)
+        _meet(backend)
     chosen: Any = group or dist.group.WORLD
     if hasattr(chosen, "get_group"):
         chosen = chosen.get_group()

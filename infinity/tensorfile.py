@@ -91,6 +91,24 @@ class TensorWriter:
         Raises: aio.StorageFullError with the numbers; FileExistsError.
         """
         self.path = path
+        text = self._lay_out(entries, metadata)
+        self._fd = self._open()
+        try:
+            self._begin(text)
+        except BaseException:
+            self.close()
+            raise
+        self._finish_if_whole()
+
+    def _open(self) -> int:
+        return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def _begin(self, text: bytes) -> None:
+        self._allocate()
+        self._write(0, len(text).to_bytes(8, "little") + text)
+
+    def _lay_out(self, entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+        """Decide where everything lies; return the header."""
         self._offsets: dict[str, int] = {}
         header: dict[str, Any] = {"__metadata__": dict(metadata)}
         at = 0
@@ -105,14 +123,9 @@ class TensorWriter:
         self._start = 8 + len(text)
         self.nbytes = self._start + at
         self._left_nbytes = at
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            self._allocate()
-            self._write(0, len(text).to_bytes(8, "little") + text)
-        except BaseException:
-            self.close()
-            raise
-        self._finish_if_whole()
+        self.written_nbytes = 0
+        """Of tensors, by this process."""
+        return text
 
     def _allocate(self) -> None:
         try:
@@ -133,6 +146,7 @@ class TensorWriter:
         nbytes = memoryview(values).nbytes
         self._write(self._start + self._offsets[name] + offset, values)
         self._left_nbytes -= nbytes
+        self.written_nbytes += nbytes
         self._finish_if_whole()
 
     def _write(self, at: int, values: Bytes) -> None:
@@ -147,6 +161,11 @@ class TensorWriter:
     def _finish_if_whole(self) -> None:
         """Bring a file that is written to the disk, and close it."""
         if self._left_nbytes == 0:
+            self.finish()
+
+    def finish(self) -> None:
+        """Bring what this process has written to the disk, and close the file."""
+        if self._fd >= 0:
             os.fsync(self._fd)
             self.close()
 
@@ -160,6 +179,21 @@ class TensorWriter:
         """Raises: TensorFileError if anything is missing."""
         if self._left_nbytes:
             raise TensorFileError(f"{self.path}: {self._left_nbytes} of {self.nbytes} bytes were not written")
+
+
+class TensorJoiner(TensorWriter):
+    """A file that another process has created, from the same entries, and to which this one writes parts.
+
+    Raises: TensorFileError for a file of another size; FileNotFoundError.
+    """
+
+    def _open(self) -> int:
+        return os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+
+    def _begin(self, text: bytes) -> None:
+        found = os.fstat(self._fd).st_size
+        if found != self.nbytes:
+            raise TensorFileError(f"{self.path}: {found} bytes, expected {self.nbytes}: it is another file")
 
 
 class TensorReader:

@@ -63,6 +63,7 @@ LAYERS = [
         "disk",
         "memory",
         "nvme",
+        "sharedfolder",
         "paths",
         "store",
         "streams",

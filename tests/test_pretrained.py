@@ -132,3 +132,14 @@ def test_what_was_mapped_before_and_ordinary_memory_stay(monkeypatch):
     monkeypatch.setattr(pretrained.ctypes, "c_void_p", None)  # any request would fail
     mapped.page_out()
     assert not kept.any()
+
+
+def test_what_was_changed_in_a_mapped_file_stays(folder):
+    save_file({"w": torch.zeros(8 << 20)}, folder / "w.safetensors")
+    mapped = Mapped()
+    with safe_open(folder / "w.safetensors", framework="pt") as file:
+        values = file.get_slice("w")[...]
+        values[5] = 3.0
+        mapped.page_out()
+        assert values[5] == 3.0
+        assert not values[6:].any()

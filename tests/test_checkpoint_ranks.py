@@ -1,0 +1,163 @@
+"""Checkpoints of several ranks: real processes over gloo, many cases to a launch; see checkpoint_ranks_run.
+
+Trusted: the hashes of whole tensors, from_pretrained of transformers, torch's readers, DeepSpeed's layout.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import test_imported
+
+pytestmark = [pytest.mark.disk, pytest.mark.multi, pytest.mark.timeout(900)]
+classes = test_imported.classes
+HERE = Path(__file__).parent
+
+
+def environment(**more):
+    paths = [str(HERE.parent), str(HERE)]
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **more}
+
+
+def torchrun(ranks, script, *arguments, restarts=0):
+    """Run a script on so many ranks; return its exit code and what it printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    done = subprocess.run(
+        [*command, f"--max-restarts={restarts}", str(HERE / script), *map(str, arguments)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def answers(ranks, folder, *cases):
+    """Run cases; return for each what every rank of it answered."""
+    code, printed = torchrun(ranks, "checkpoint_ranks_run.py", folder, *cases)
+    files = [folder / f"{rank}.json" for rank in range(ranks)]
+    assert all(file.exists() for file in files), printed[-3000:]
+    found = [json.loads(file.read_text()) for file in files]
+    failed = [one["trace"] for of_rank in found for one in of_rank.values() if "error" in one]
+    assert not failed, failed[0]
+    assert code == 0, printed[-3000:]
+    return {case: [of_rank[case] for of_rank in found if case in of_rank] for case in cases}
+
+
+@pytest.mark.parametrize(
+    ("name", "state_dtype"), [("llama", "fp32"), ("llama", "int8"), ("mixtral", "bf16"), ("gpt2", "fp32")]
+)
+def test_saved_on_4_loaded_on_2_saved_loaded_on_1_and_saved_and_loaded_on_3(folder, name, state_dtype):
+    cases = [
+        f"4/first/{name}/{state_dtype}",
+        f"2/again/{name}/{state_dtype}/0/stage2/forward",
+        f"1/again/{name}/{state_dtype}/1/disk/backward",
+        f"3/again/{name}/{state_dtype}/2/stage1/forward",
+    ]
+    found = answers(4, folder, *cases)
+    expected = found[cases[0]][0]["state"]
+    assert all(hashes != [] for hashes in expected["stored"].values())
+    for case in cases:
+        for rank, answer in enumerate(found[case]):
+            assert answer["state"] == expected, (case, rank)
+    assert [one["extra"] for one in found[cases[1]]] == [[0, 0]] * 2
+    of_parts = [one["parts"] for one in found[cases[0]]]
+    assert any(some for _, some, _ in of_parts), "no parameter was in parts"
+    assert any(none for _, _, none in of_parts), "no rank was without a parameter"
+
+
+def test_the_same_ranks_go_on_bit_for_bit_each_with_its_own_dropout(folder):
+    found = answers(3, folder, "3/goes_on/gpt2-dropout")
+    for of_case in found.values():
+        for answer in of_case:
+            assert answer["losses"] == answer["expected"]
+            assert answer["same"]
+        assert len({json.dumps(answer["losses"]) for answer in of_case}) == len(of_case)
+
+
+def test_a_rank_that_fails_is_named_and_the_last_checkpoint_stays(folder):
+    (found,) = answers(3, folder, "3/fails").values()
+    for number, answer in enumerate(found):
+        raised = answer["raised"]
+        for failing, why in (
+            ("posix_fallocate on rank 1", "No space left"),
+            ("pwrite on rank 2", "No space left"),
+            ("fsync on rank 1", "No space left"),
+            ("fsync on rank 0", "No space left"),
+            ("_exchange on rank 0", "No space left"),
+            ("preadv on rank 1", "Input/output error"),
+        ):
+            rank = int(failing[-1])
+            assert why in raised[failing], (number, failing)
+            assert (f"failed elsewhere: rank {rank}: " in raised[failing]) is (number != rank)
+        assert raised["extra"] == "new"
+        assert "extra is a builtins.builtin_function" in raised["not plain"]
+        assert "is not the folder that rank 0 writes to" in raised["not shared"]
+    assert found[0]["raised"]["found"] == "old"
+    assert found[0]["raised"]["left"] == ["fails"]
+
+
+@pytest.mark.parametrize("case", ["3/exports/llama/fp32", "2/exports/mixtral/bf16"])
+def test_everybody_elses_files_hold_every_value(folder, case):
+    (found,) = answers(int(case[0]), folder, case).values()
+    for answer in found:
+        assert answer.pop("parts")[1], "no parameter was in parts"
+        assert answer.pop("state")
+        assert not any(answer.values()), answer
+
+
+@pytest.mark.parametrize("theirs", [1, 3])
+def test_a_checkpoint_of_deepspeed_is_read_by_any_number_of_ranks(folder, classes, theirs):
+    masters, m, v = test_imported.write(folder / "ds", theirs, classes)
+    expected = {f"master.{name}": one for name, one in masters.items()}
+    for field, values in (("m", m), ("v", v)):
+        expected |= {f"{field}.{name}": one for name, one in values.items()}
+    save_file({name: one.contiguous() for name, one in expected.items()}, folder / "expected.safetensors")
+    (found,) = answers(2, folder, "2/deepspeed").values()
+    assert [one["different"] for one in found] == [[], []]
+
+
+def losses(folder, rank):
+    """Return the last loss that a rank has had in each step."""
+    return dict(json.loads(line) for line in (folder / f"{rank}.losses").read_text().splitlines())
+
+
+def test_a_killed_rank_is_named_by_the_others(folder):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "restart_run.py"), str(folder), "3"],
+            env=environment(RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)),
+            stderr=subprocess.DEVNULL,
+        )
+        for rank in range(3)
+    ]
+    codes = [rank.wait() for rank in ranks]
+    assert codes == [1, 1, -signal.SIGKILL]
+    for rank in (0, 1):
+        told = json.loads((folder / f"{rank}.error").read_text())
+        assert "rank 2 did not answer" in told["error"], told
+        assert set(losses(folder, rank)) == {0, 1, 2}
+
+
+def test_torchrun_restarts_from_the_last_save_and_the_losses_go_on_bit_for_bit(folder):
+    shown = {}
+    for name, kill in (("whole", -1), ("killed", 4)):
+        below = folder / name
+        below.mkdir()
+        code, printed = torchrun(2, "restart_run.py", below, kill, restarts=1)
+        assert code == 0, printed[-3000:]
+        shown[name] = [losses(below, rank) for rank in range(2)]
+    assert shown["killed"] == shown["whole"]
+    assert len(shown["whole"][0]) == 6
+    assert torch.tensor(list(shown["whole"][0].values())).isfinite().all()
