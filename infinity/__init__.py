@@ -21,6 +21,8 @@ from infinity.imported import load_deepspeed
 from infinity.init import Init
 from infinity.manifest import CheckpointError
 from infinity.optim import AdamW
+from infinity.resume import commit, resume
+from infinity.snapshot import Snapshot, snapshot
 from infinity.stats import Stats, stats
 from infinity.tensorfile import TensorFileError
 
@@ -36,14 +38,18 @@ __all__ = [
     "Init",
     "NotResidentError",
     "RanksError",
+    "Snapshot",
     "Stats",
     "TensorFileError",
     "UnsupportedError",
+    "commit",
     "gathered",
     "load",
     "load_deepspeed",
     "no_sync",
+    "resume",
     "save",
     "save_pretrained",
+    "snapshot",
     "stats",
 ]
