@@ -233,7 +233,7 @@ class Boundaries:
         nvme: Store | None,
         traffic: Traffic,
         *,
-        verify: bool,
+        verify: str,
     ) -> None:
         """Keep boundaries in `kept` (with mode "host") and in `nvme`."""
         self.mode, self.lane, self.device, self.gradients = mode, lane, device, gradients

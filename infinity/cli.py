@@ -21,9 +21,10 @@ from rich.console import Console
 
 from infinity import aio
 from infinity.errors import ConfigError, InfinityError
+from infinity.interrupted import Interrupted
 from infinity.presets import PRESETS
 from infinity.sizes import parse_size
-from infinity.train import Interrupted, Settings, train
+from infinity.train import Settings, train
 
 _ENGINES = ("io_uring", "threads", "buffered")
 _DEFAULT = Settings()
@@ -183,6 +184,9 @@ def _add_recipe(add: Callable[..., object]) -> None:
 
 
 def _add_run(add: Callable[..., object]) -> None:
+    durable = "commit every so many steps, to go on from after a kill (twice the space)"
+    add("--durable", metavar="STEPS", type=_at_least(1), nargs="?", const=1, default=0, help=durable)
+    add("--resume", action="store_true", help="go on with the durable run in the folders of --nvme")
     add("--out", metavar="DIR", help="a new folder for log and picture (default: runs/<time>)")
     add("--log-every", type=_at_least(1), default=1, metavar="N", help="steps per line of the log (1)")
     timeline = "write a trace of the lanes there, for ui.perfetto.dev: a new file, *.json"
@@ -224,6 +228,11 @@ def _check(settings: Settings) -> None:
         ),
         "--offload-activations nvme excludes --no-nvme.": offload == "nvme" and settings.in_host_memory,
         "--no-nvme excludes --nvme.": settings.in_host_memory and nvme,
+        "--durable needs --nvme DIR, a folder to find the run in again, and excludes --plain.": bool(
+            settings.durable
+        )
+        and (not nvme or settings.plain),
+        "--resume goes on with a durable run, and needs --durable.": settings.resume and not settings.durable,
     }
     for why, so in excluded.items():
         if so:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import posixpath
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,8 @@ from infinity.sizes import format_size, parse_size
 _DTYPES = {"bf16": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16"}
 _STATE_DTYPES = ("fp32", "bf16", "int8")
 _OFFLOADS = (None, "host", "nvme")
+VERIFY = ("always", "sample", "off")
+_EVERY = re.compile(r"every (?:(\d{1,9}) steps|step)")
 _AIO = (None, "io_uring", "threads", "buffered")
 
 
@@ -47,7 +50,13 @@ class Config:
         else on NVMe; "nvme" is there alone. None: on the device, beside host_memory.
     aio: the I/O engine, "io_uring", "threads" or "buffered"; None picks the best that works (and honours
     INFINITY_AIO).
-    verify: check every record read back against the hash of what was written.
+    verify: what is read back is compared with the hash of what was written: "always" (or True), "sample"
+        (one tile in 16; each once in 16 reads), or "off" (or False: nothing is hashed).
+    durable: commit steps to a folder of their own under `nvme`, from which infinity.resume goes on after the
+        process was killed: True for every step, or "every 10 steps". Takes twice the space.
+    wipe: with `durable`, remove the run that is in the folder and begin anew: its files' names and blocks are
+        given back before Init goes on. What the blocks held is not overwritten; a disk that must not keep it
+        needs encryption (dm-crypt) or discard.
 
     Raises: ConfigError, naming the field, what it holds and what it may hold.
     """
@@ -63,7 +72,11 @@ class Config:
     timeout_s: float = 600.0
     offload_activations: str | None = None
     aio: str | None = None
-    verify: bool = True
+    verify: bool | str = "always"
+    durable: bool | str = False
+    wipe: bool = False
+    durable_steps: int = field(init=False)
+    """Steps from one commit to the next; 0 without `durable`."""
     host_nbytes: int | None = field(init=False)
     """`host_memory` in bytes, or None."""
     device_nbytes: int | None = field(init=False)
@@ -80,24 +93,38 @@ class Config:
         object.__setattr__(self, "device_nbytes", _nbytes("device_memory", self.device_memory))
         tile_above = None if self.tile_above == "auto" else self.tile_above
         object.__setattr__(self, "tile_nbytes", _nbytes("tile_above", tile_above))
+        object.__setattr__(self, "verify", _verify(self.verify))
+        object.__setattr__(self, "durable_steps", _durable_steps(self.durable))
+        self._check_choices()
+        self._check_tiers()
+        self._check_device()
+
+    def _check_choices(self) -> None:
         if _DTYPES.get(str(self.dtype)) is None:
             raise ConfigError(f'dtype={self.dtype!r}: this version computes in "bf16" (torch.bfloat16)')
         object.__setattr__(self, "dtype", _DTYPES[str(self.dtype)])
-        if self.state_dtype not in _STATE_DTYPES:
-            choices = ", ".join(map(repr, _STATE_DTYPES))
-            raise ConfigError(f"state_dtype={self.state_dtype!r}: expected one of {choices}")
-        if self.stage not in (1, 2, 3):
-            raise ConfigError(f"stage={self.stage!r}: expected 1, 2 or 3")
+        choices: dict[str, tuple[Any, ...]] = {
+            "state_dtype": _STATE_DTYPES,
+            "stage": (1, 2, 3),
+            "offload_activations": _OFFLOADS,
+            "aio": _AIO,
+        }
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                expected = ", ".join(map(repr, known))
+                raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {expected}")
         if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < math.inf:
             raise ConfigError(f"timeout_s={self.timeout_s!r}: expected a number of seconds above 0")
-        if self.offload_activations not in _OFFLOADS:
-            raise ConfigError(
-                f'offload_activations={self.offload_activations!r}: expected None, "host" or "nvme"'
-            )
+
+    def _check_tiers(self) -> None:
         if self.offload_activations == "nvme" and not self.nvme_folders:
             raise ConfigError('offload_activations="nvme" needs a folder on NVMe (nvme=...)')
-        if self.aio not in _AIO:
-            raise ConfigError(f"aio={self.aio!r}: expected one of {', '.join(map(repr, _AIO))}")
+        if self.durable_steps and not self.nvme_folders:
+            raise ConfigError(f"durable={self.durable!r} needs a folder on NVMe (nvme=...)")
+        if self.wipe and not self.durable_steps:
+            raise ConfigError("wipe=True removes a durable run: it needs durable=True")
+
+    def _check_device(self) -> None:
         if str(self.device).split(":")[0] not in ("cpu", "cuda"):
             raise ConfigError(f'device={self.device!r}: expected "cpu", "cuda" or "cuda:N"')
         object.__setattr__(self, "device", str(self.device))
@@ -152,7 +179,24 @@ class Config:
             device += f" ({format_size(self.device_nbytes)})"
         nvme = ", ".join(self.nvme_folders) or None
         state = "" if self.state_dtype == "fp32" else f", state_dtype={self.state_dtype}"
-        return f"nvme={nvme}, host_memory={host}, device={device}, dtype={self.dtype}{state}"
+        durable = f", durable={self.durable!r}" if self.durable_steps else ""
+        return f"nvme={nvme}, host_memory={host}, device={device}, dtype={self.dtype}{state}{durable}"
+
+
+def _verify(how: object) -> str:
+    found = {True: "always", False: "off"}.get(how, how) if isinstance(how, bool) else how
+    if found not in VERIFY:
+        raise ConfigError(f"verify={how!r}: expected one of {', '.join(map(repr, VERIFY))}")
+    return str(found)
+
+
+def _durable_steps(how: object) -> int:
+    if isinstance(how, bool):
+        return int(how)
+    match = _EVERY.fullmatch(how) if isinstance(how, str) else None
+    if match is None or int(match[1] or 1) == 0:
+        raise ConfigError(f'durable={how!r}: expected True, False, or text like "every 10 steps"')
+    return int(match[1] or 1)
 
 
 def _nbytes(name: str, size: int | str | None) -> int | None:
