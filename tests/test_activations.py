@@ -250,7 +250,7 @@ def test_a_transposed_input_comes_back_with_its_strides(folder):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"offload_activations": "disk"}, 'expected None, "host" or "nvme"'),
+        ({"offload_activations": "disk"}, "expected one of None, 'host', 'nvme'"),
         ({"offload_activations": "nvme"}, "needs a folder"),
     ],
 )
