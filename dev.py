@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Set the checkout up and run its tasks: `python3 dev.py demo | test | lint | gpu | build`.
+"""Set the checkout up and run its tasks: `python3 dev.py demo | test | lint | gpu | faults | soak | build`.
 
 Needs Python 3.10 or newer and pip, nothing else. Each step prints one line; what is done already is skipped.
 Python's packages go into .venv, and liburing, where it cannot be installed, into .deps. Once that is set up,
@@ -302,6 +302,20 @@ def test(rest: list[str], *, everything: bool) -> NoReturn:
     become(python, str(python), "-m", "pytest", "-m", kinds, *rest)
 
 
+def faults(rest: list[str]) -> NoReturn:
+    """Train with every fault at every request, hundreds of kills and of power cuts; print a table."""
+    python = set_up("test")
+    os.environ["PYTHONPATH"] = str(ROOT / "tests")
+    become(python, str(python), "tests/faults.py", *rest)
+
+
+def soak(rest: list[str]) -> NoReturn:
+    """Train 2,000 steps and see that memory, descriptors, threads and files stay as they are."""
+    python = set_up("test")
+    os.environ["PYTHONPATH"] = str(ROOT / "tests")
+    become(python, str(python), "tests/soak.py", *rest)
+
+
 def lint() -> int:
     """Check format, style, types and the C compiler's warnings."""
     python = set_up("lint")
@@ -355,8 +369,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    tasks = parser.add_subparsers(dest="task", required=True, metavar="demo | test | lint | gpu | build")
-    for task in (demo, test, lint, gpu, build):
+    tasks = parser.add_subparsers(
+        dest="task", required=True, metavar="demo | test | lint | gpu | faults | soak | build"
+    )
+    for task in (demo, test, lint, gpu, faults, soak, build):
         summary = (task.__doc__ or "").splitlines()[0]
         command = tasks.add_parser(task.__name__, help=summary, description=summary)
         if task is test:
@@ -371,6 +387,8 @@ def main() -> int:
         test(rest, everything=options.all)
     if options.task == "gpu":
         return gpu(rest)
+    if options.task in ("faults", "soak"):
+        {"faults": faults, "soak": soak}[options.task](rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return {"lint": lint, "build": build}[options.task]()

@@ -14,7 +14,7 @@
 #pragma GCC visibility push(default)
 
 enum {
-    AIO_ABI = 3,            /* changes with this header; see aio_abi */
+    AIO_ABI = 4,            /* changes with this header; see aio_abi */
     AIO_BLOCK = 4096,       /* alignment of address, offset and nbytes on O_DIRECT files */
     AIO_SLICE_MS = 100,     /* no call from Python waits longer: signals must get their turn */
     AIO_END_OF_FILE = 4096, /* an error that no errno (at most 4095) stands for */
@@ -110,8 +110,17 @@ void aio_statistics(struct aio_engine *engine, struct aio_statistics *statistics
 
 int32_t aio_allocate(int32_t fd, uint64_t offset, uint64_t nbytes);
 
+/* Faults that are no result of the kernel's, for aio_inject: a disk that lies, or does not answer. */
+enum {
+    AIO_FAULT_TORN = -10001,  /* half of the blocks are moved, all are reported */
+    AIO_FAULT_LOST = -10002,  /* nothing is moved, all is reported */
+    AIO_FAULT_FLIP = -10003,  /* a read's memory gets one bit wrong; a write is left as it is */
+    AIO_FAULT_DELAY = -10004, /* moved only after 20 ms, when others have overtaken it */
+    AIO_FAULT_HANG = -10005   /* not moved within an hour */
+};
+
 /* Faults for tests, in a normally built library.  The nth attempt from now (1: the next) to move a
- * piece yields `result`: -errno, 0, or a short count, of which the bytes are really moved. */
+ * piece yields `result`: -errno, 0, a short count, of which the bytes are really moved, or AIO_FAULT_x. */
 int32_t aio_inject(struct aio_engine *engine, uint64_t nth, int32_t result);
 /* While held, requests are accepted but no piece is started. */
 void aio_hold(struct aio_engine *engine, int32_t held);

@@ -49,13 +49,13 @@ class Completion:
         return float(self._request.ended_ns) / 1e9
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until the request is over; `None` waits for ever.
+        """Wait until the request is over; `None` waits until the engine's `hang_s` after it began.
 
         An exception that a signal raises meanwhile (KeyboardInterrupt) leaves the request in flight.
 
         Raises:
             IoError: it failed; every call raises the same.
-            IoTimeoutError: it is not over after `timeout_s` seconds, and still in flight.
+            IoTimeoutError: it is not over after `timeout_s` seconds, and still in flight; or the disk hangs.
             EngineFailedError: it will never be over, because the engine broke.
             ForkedError: it was submitted by the parent of this process.
         """
@@ -82,6 +82,8 @@ class Completion:
                 raise EngineFailedError.of_engine(-result)
             if end_s is not None and time.monotonic() >= end_s:
                 raise IoTimeoutError(errno.ETIMEDOUT, f"not done after {timeout_s} s: {self!r}")
+            if end_s is None and time.perf_counter() - self.began_s >= engine.hang_s:
+                raise engine.hangs(repr(self))
 
     def _error(self) -> IoError:
         request = self._request

@@ -15,12 +15,13 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from infinity.aio import files
 from infinity.aio.completion import Completion
+from infinity.aio.ending import InFlight, Native, abandoned, end, end_forgotten
 from infinity.aio.errors import EngineClosedError, EngineFailedError, ForkedError, IoTimeoutError
-from infinity.aio.files import Descriptor, File, Folder
+from infinity.aio.files import File, Folder
 from infinity.aio.library import (
     ALIGNED,
     BLOCK,
@@ -29,7 +30,6 @@ from infinity.aio.library import (
     SLICE_MS,
     WRITE,
     CData,
-    Library,
     Priority,
     ffi,
     load,
@@ -40,9 +40,10 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-EXIT_TIMEOUT_S = 60.0
-"""How long the interpreter's exit, or the collection of a forgotten engine, waits for requests in flight."""
+HANG_S = 60.0
+"""How long a request may take before the disk counts as hung, where nobody says otherwise."""
 
+_HUNG_CLOSE_S = 0.2
 _FIRST_ADDRESS, _END = 1, 1 << 63
 _NO_COUNT = (1 << 64) - 1
 
@@ -64,45 +65,6 @@ class EngineStatistics:
     high_water: int  # most pieces in flight at once
 
 
-class _InFlight(NamedTuple):
-    request: CData
-    owner: object
-    descriptor: Descriptor  # not the File, which refers to the engine: a forgotten engine must be collectable
-
-
-@dataclass(frozen=True, slots=True)
-class _Native:
-    """What must outlive an Engine object: the C engine and what the kernel may still use."""
-
-    library: Library
-    pointer: CData
-    in_flight: dict[int, _InFlight]
-    pid: int
-
-
-_abandoned: list[_Native] = []  # engines whose requests never came back: their memory is never reused
-
-
-def _end(native: _Native, timeout_s: float | None) -> bool:
-    """Stop an engine; whether it is over.  Does nothing in a forked child, which has none."""
-    if native.pid != os.getpid():
-        return True
-    end_s = None if timeout_s is None else time.monotonic() + timeout_s
-    native.library.aio_stop(native.pointer)
-    while not native.library.aio_stopped(native.pointer, SLICE_MS):
-        if end_s is not None and time.monotonic() >= end_s:
-            return False
-    native.library.aio_join(native.pointer)
-    return True
-
-
-def _end_forgotten(native: _Native) -> None:
-    """End the engine of an Engine that was collected, or that was open at exit."""
-    over = _end(native, EXIT_TIMEOUT_S)
-    if not over or not all(native.library.aio_done(entry.request) for entry in native.in_flight.values()):
-        _abandoned.append(native)
-
-
 class Engine:
     """Asynchronous file I/O; make one with `open_engine`.  All methods may be called from any thread.
 
@@ -113,6 +75,8 @@ class Engine:
         depth: pieces in flight at once.
         piece_nbytes: into pieces of how many bytes requests are split.
         ring: how the ring learns of completions, one of RINGS; None without io_uring.
+        hang_s: after so many seconds without an answer a request's `wait` says that the disk hangs.
+        hung: whether it did. Then closing waits for nothing, and memory in flight is never reused.
     """
 
     def __init__(
@@ -128,14 +92,16 @@ class Engine:
         ring = self.library.aio_ring(pointer)
         self.ring = RINGS[ring - 1] if ring else None
         self.pid = os.getpid()
+        self.hang_s = HANG_S
+        self.hung = False
         self._closed = False
         # Guards _in_flight.  Reentrant: a garbage collection inside it may run a finalizer that comes here.
         self._lock = threading.RLock()
-        self._in_flight: dict[int, _InFlight] = {}
+        self._in_flight: dict[int, InFlight] = {}
         self._keys = itertools.count()
-        native = _Native(self.library, pointer, self._in_flight, self.pid)
+        native = Native(self.library, pointer, self._in_flight, self.pid)
         self._native = native
-        self._finalizer = weakref.finalize(self, _end_forgotten, native)
+        self._finalizer = weakref.finalize(self, end_forgotten, native)
 
     # Files
 
@@ -213,7 +179,7 @@ class Engine:
         self._check_range(file, offset, address, nbytes, what)
         request = ffi.new("struct aio_request *")
         key = next(self._keys)
-        self._in_flight[key] = _InFlight(request, owner, file.descriptor)
+        self._in_flight[key] = InFlight(what, request, owner, file.descriptor)
         try:
             result = self.library.aio_submit(self.pointer, request, file.fd, flags, address, offset, nbytes)
         except BaseException:  # Ctrl-C, before or after the call did its work
@@ -270,9 +236,22 @@ class Engine:
             raise EngineFailedError.of_engine(-result)
         self._release_all()
 
+    def hangs(self, what: str) -> IoTimeoutError:
+        """Take note that the disk does not answer `what`, and return the error that says so."""
+        self.hung = True
+        with self._lock:
+            entries = list(self._in_flight.values())
+        in_flight = [
+            f"{'write' if one.request.flags & WRITE else 'read'} of {one.what or 'unnamed data'}, "
+            f"{one.request.nbytes} B at {one.request.offset}"
+            for one in entries
+            if not self.library.aio_done(one.request)
+        ]
+        return IoTimeoutError.of_hang(what, self.hang_s, in_flight)
+
     def wait_for_file(self, file: File) -> None:
-        """Wait until no request on a file is in flight."""
-        if self.pid != os.getpid():
+        """Wait until no request on a file is in flight, or the disk hangs."""
+        if self.pid != os.getpid() or self.hung:
             return
         descriptor = file.descriptor
         with self._lock:
@@ -345,8 +324,12 @@ class Engine:
         """Finish all requests, then end the engine's threads.  A second call does nothing."""
         if self._closed or self.pid != os.getpid():
             return
-        _end(self._native, None)
+        over = end(self._native, _HUNG_CLOSE_S if self.hung else None)
         self._closed = True
+        if not over:
+            abandoned.append(self._native)
+            self._finalizer.detach()
+            return
         self._release_all()
         self._finalizer()
 

@@ -151,6 +151,19 @@ class IoTimeoutError(_DetailedError, TimeoutError):
     It is still in flight: its memory stays with the engine until the kernel is done with it.
     """
 
+    @classmethod
+    def of_hang(cls, what: str, seconds: float, in_flight: "list[str]") -> "IoTimeoutError":
+        """Compose the error of a disk that does not answer; `in_flight` are the requests it has."""
+        shown = in_flight[:8] + ([f"and {len(in_flight) - 8} more"] if len(in_flight) > 8 else [])
+        return cls(
+            errno.ETIMEDOUT,
+            f"the disk does not answer: {what} has been waiting for {seconds:.0f} s\n"
+            f"  in flight: {'; '.join(shown)}\n"
+            "  likely cause: the drive, or the network behind the file system, hangs, or the file system is "
+            "frozen (fsfreeze)\n"
+            "  try: look at `dmesg`; a larger INFINITY_IO_TIMEOUT, in seconds, where the drive is only slow",
+        )
+
 
 class StorageFullError(_DetailedError):
     """A file system has no room for what was to be allocated.

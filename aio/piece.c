@@ -10,8 +10,10 @@ enum {
     MAX_STALLS = 3,     /* of transfers shorter than a block: a file that ends inside one */
     PROMPT_RETRIES = 2, /* without a pause */
     FIRST_PAUSE_NS = 50000,
-    MAX_PAUSE_NS = 10000000
+    MAX_PAUSE_NS = 10000000,
+    FAULT_DELAY_NS = 20000000
 };
+static const uint64_t FAULT_HANG_NS = 3600u * (uint64_t)1000000000u;
 
 uint64_t monotonic_ns(void) {
     struct timespec now;
@@ -55,8 +57,9 @@ void piece_begin(struct aio_engine *engine, struct piece *piece) {
     piece->injected = false;
     if (__atomic_load_n(&engine->n_injections, __ATOMIC_RELAXED) == 0) return;
     piece->injected = take_injection(engine, &piece->injected_result);
-    if (!piece->injected) return;
+    if (!piece->injected || piece->injected_result == AIO_FAULT_FLIP) return;
     uint64_t wanted = piece->injected_result > 0 ? (uint64_t)piece->injected_result : 0;
+    if (piece->injected_result == AIO_FAULT_TORN) wanted = piece->nbytes / 2;
     /* O_DIRECT moves whole blocks only, so a count inside a block is moved up to its end: the rest
      * is then moved twice, which is what the caller of a kernel that counts so must do as well. */
     wanted = (wanted + block_of(piece) - 1) / block_of(piece) * block_of(piece);
@@ -66,6 +69,13 @@ void piece_begin(struct aio_engine *engine, struct piece *piece) {
 /* The result to act on: the kernel's, or the fault's where the kernel reports nothing worse. */
 int64_t piece_result(const struct piece *piece, int64_t result) {
     if (!piece->injected) return result;
+    if (piece->injected_result == AIO_FAULT_FLIP) {
+        if (result > 0 && !(piece->request->flags & AIO_WRITE))
+            *(unsigned char *)(uintptr_t)(piece->address + (uint64_t)result / 2) ^= 4;
+        return result;
+    }
+    if (piece->injected_result == AIO_FAULT_TORN || piece->injected_result == AIO_FAULT_LOST)
+        return (int64_t)piece->nbytes;
     if (piece->injected_result > 0 && result < piece->injected_result) return result;
     return piece->injected_result;
 }
@@ -85,6 +95,11 @@ static enum step retry(struct piece *piece, int error, uint32_t limit) {
 }
 
 enum step piece_advance(struct piece *piece, int64_t result) {
+    if (piece->injected && (result == AIO_FAULT_DELAY || result == AIO_FAULT_HANG)) {
+        piece->ready_ns =
+            monotonic_ns() + (result == AIO_FAULT_HANG ? FAULT_HANG_NS : FAULT_DELAY_NS);
+        return STEP_LATER;
+    }
     if (result == -EINTR || result == -EAGAIN) return retry(piece, (int)-result, MAX_RETRIES);
     if (result < 0) {
         piece->error = (int)-result;

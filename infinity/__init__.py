@@ -27,6 +27,8 @@ from infinity.imported import load_deepspeed
 from infinity.init import Init
 from infinity.manifest import CheckpointError
 from infinity.optim import AdamW
+from infinity.resume import commit, resume
+from infinity.snapshot import Snapshot, snapshot
 from infinity.stats import Stats, stats
 from infinity.tensorfile import TensorFileError
 
@@ -53,18 +55,22 @@ __all__ = [
     "Init",
     "NotResidentError",
     "RanksError",
+    "Snapshot",
     "Stats",
     "TensorFileError",
     "UnsupportedError",
     "add_config_arguments",
+    "commit",
     "gathered",
     "init_distributed",
     "initialize",
     "load",
     "load_deepspeed",
     "no_sync",
+    "resume",
     "save",
     "save_pretrained",
+    "snapshot",
     "stats",
     "zero",
 ]

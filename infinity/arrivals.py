@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +34,10 @@ class Updater(Protocol):
         """Apply what had to wait for the end of the backward."""
 
 
+def _nothing() -> None:
+    return None
+
+
 class Arrivals:
     """Takes every gradient of one engine's units. Called from the thread that computes."""
 
@@ -47,6 +52,10 @@ class Arrivals:
         self._gradients = gradients
         self._lane = lane
         self._complete: list[tuple[Unit, Updater]] = []
+        self.before_change: Callable[[], None] = _nothing
+        """Called before records are changed in a backward; a durable run's."""
+        self.before_step: Callable[[], None] = _nothing
+        """Called before a step is decided; a durable run's."""
         gradients.use_complete = self._use_complete
         hooks.backward_ended.append(self._backward_ended)
 
@@ -56,6 +65,8 @@ class Arrivals:
         if grad is None:
             return
         updater = self.updater(unit)
+        if updater is not None:
+            self.before_change()
         if not isinstance(grad, OffloadedGradient):
             if grad.layout != torch.strided:
                 name = unit.shard.segments[index].name
@@ -132,3 +143,4 @@ class Arrivals:
             self._hooks.end_backward()
             if self.reduction is not None:
                 self.reduction.settle(self._units)
+        self.before_step()

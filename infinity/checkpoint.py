@@ -95,7 +95,7 @@ def save(
         return key
 
     said = {
-        "optimizer": _optimizer_out(inventory, keep),
+        "optimizer": optimizer_out(inventory, keep),
         "scheduler": encode(scheduler.state_dict() if scheduler else None, "scheduler.state_dict()", keep),
         "rng": generators.capture(),
         "extra": encode(extra, "extra", keep),
@@ -112,7 +112,8 @@ def save(
         (filling / NAME).write_text(manifest.to_json())
 
 
-def _optimizer_out(inventory: Inventory, keep: Any) -> dict[str, Any] | None:
+def optimizer_out(inventory: Inventory, keep: Any) -> dict[str, Any] | None:
+    """Return an optimizer's groups, steps and seed, in the form of manifest.encode."""
     if inventory.optimizer is None:
         return None
     groups = [
@@ -178,7 +179,7 @@ def load(
             for name, tensor in inventory.plain.items():
                 tensor.copy_(_read_whole(manifest.by_kind()[PLAIN, name], files))
     if optimizer is not None and manifest.optimizer is not None:
-        _optimizer_in(manifest.optimizer, groups, inventory, optimizer)
+        optimizer_in(manifest.optimizer, groups, inventory, optimizer)
         if scheduler is not None:
             scheduler.load_state_dict(lines)
         generators.restore(manifest.rng)
@@ -281,6 +282,7 @@ def _fill_units(manifest: Manifest, inventory: Inventory, files: Mapping[str, Te
     tensors = manifest.by_kind()
     before: tuple[Engine, CopyInPass] | None = None
     for engine, unit in inventory.units():
+        engine.before_change()
         engine.executor.flush(unit)
         engine.executor.changed(unit)
         names = inventory.names_in(unit)
@@ -319,10 +321,10 @@ def _moments_to_fill(
     return form.moments if stepped or written else ()
 
 
-def _optimizer_in(
+def optimizer_in(
     saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], inventory: Inventory, optimizer: AdamW
 ) -> None:
-    """Set step counts, groups' options and the seed of rounding."""
+    """Set step counts, groups' options and the seed of rounding from what `optimizer_out` has returned."""
     optimizer.seed = saved["seed"]
     for group, found in zip(optimizer.param_groups, groups, strict=True):
         group.update(found["options"])

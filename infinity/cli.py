@@ -21,9 +21,10 @@ from rich.console import Console
 
 from infinity import aio
 from infinity.errors import ConfigError, InfinityError
+from infinity.interrupted import Interrupted
 from infinity.presets import PRESETS
 from infinity.sizes import parse_size
-from infinity.train import Interrupted, Settings, train
+from infinity.train import Settings, train
 
 _ENGINES = ("io_uring", "threads", "buffered")
 _DEFAULT = Settings()
@@ -178,6 +179,9 @@ def _add_recipe(add: Callable[..., object]) -> None:
 
 
 def _add_run(add: Callable[..., object]) -> None:
+    durable = "commit every so many steps, to go on from after a kill (twice the space)"
+    add("--durable", metavar="STEPS", type=_at_least(1), nargs="?", const=1, default=0, help=durable)
+    add("--resume", action="store_true", help="go on with the durable run in the folders of --nvme")
     add("--out", metavar="DIR", help="a new folder for log and picture (default: runs/<time>)")
     add("--log-every", type=_at_least(1), default=1, metavar="N", help="steps per line of the log (1)")
     timeline = "write a trace of the lanes there, for ui.perfetto.dev: a new file, *.json"
@@ -216,6 +220,10 @@ def _check(settings: Settings) -> None:
         )
     if settings.in_host_memory and settings.nvme is not None:
         raise ConfigError("--no-nvme excludes --nvme. Leave one out.")
+    if settings.durable and (settings.nvme is None or settings.plain):
+        raise ConfigError("--durable needs --nvme DIR, a folder to find the run in again, and not --plain")
+    if settings.resume and not settings.durable:
+        raise ConfigError("--resume goes on with a durable run: add --durable")
     for what in ("timeline", "report"):
         if settings.plain and getattr(settings, what) is not None:
             raise ConfigError(f"--plain excludes --{what}: without an engine there are no lanes to show")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import posixpath
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,8 @@ from infinity.sizes import format_size, parse_size
 
 _DTYPES = {"bf16": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16"}
 _STATE_DTYPES = ("fp32", "bf16", "int8")
+VERIFY = ("always", "sample", "off")
+_EVERY = re.compile(r"every (?:(\d{1,9}) steps|step)")
 _AIO = (None, "io_uring", "threads", "buffered")
 
 
@@ -43,7 +46,13 @@ class Config:
     timeout_s: seconds that a rank waits for the others before it gives up, and says who is missing.
     aio: the I/O engine, "io_uring", "threads" or "buffered"; None picks the best that works (and honours
     INFINITY_AIO).
-    verify: check every record read back against the hash of what was written.
+    verify: what is read back is compared with the hash of what was written: "always" (or True), "sample"
+        (one tile in 16; each once in 16 reads), or "off" (or False: nothing is hashed).
+    durable: commit steps to a folder of their own under `nvme`, from which infinity.resume goes on after the
+        process was killed: True for every step, or "every 10 steps". Takes twice the space.
+    wipe: with `durable`, remove the run that is in the folder and begin anew: its files' names and blocks are
+        given back before Init goes on. What the blocks held is not overwritten; a disk that must not keep it
+        needs encryption (dm-crypt) or discard.
 
     Raises: ConfigError, naming the field, what it holds and what it may hold.
     """
@@ -58,7 +67,11 @@ class Config:
     stage: int = 3
     timeout_s: float = 600.0
     aio: str | None = None
-    verify: bool = True
+    verify: bool | str = "always"
+    durable: bool | str = False
+    wipe: bool = False
+    durable_steps: int = field(init=False)
+    """Steps from one commit to the next; 0 without `durable`."""
     host_nbytes: int | None = field(init=False)
     """`host_memory` in bytes, or None."""
     device_nbytes: int | None = field(init=False)
@@ -86,6 +99,12 @@ class Config:
             raise ConfigError(f"timeout_s={self.timeout_s!r}: expected a number of seconds above 0")
         if self.aio not in _AIO:
             raise ConfigError(f"aio={self.aio!r}: expected one of {', '.join(map(repr, _AIO))}")
+        object.__setattr__(self, "verify", _verify(self.verify))
+        object.__setattr__(self, "durable_steps", _durable_steps(self.durable))
+        if self.durable_steps and not self.nvme_folders:
+            raise ConfigError(f"durable={self.durable!r} needs a folder on NVMe (nvme=...)")
+        if self.wipe and not self.durable_steps:
+            raise ConfigError("wipe=True removes a durable run: it needs durable=True")
         if str(self.device).split(":")[0] not in ("cpu", "cuda"):
             raise ConfigError(f'device={self.device!r}: expected "cpu", "cuda" or "cuda:N"')
         object.__setattr__(self, "device", str(self.device))
@@ -140,7 +159,24 @@ class Config:
             device += f" ({format_size(self.device_nbytes)})"
         nvme = ", ".join(self.nvme_folders) or None
         state = "" if self.state_dtype == "fp32" else f", state_dtype={self.state_dtype}"
-        return f"nvme={nvme}, host_memory={host}, device={device}, dtype={self.dtype}{state}"
+        durable = f", durable={self.durable!r}" if self.durable_steps else ""
+        return f"nvme={nvme}, host_memory={host}, device={device}, dtype={self.dtype}{state}{durable}"
+
+
+def _verify(how: object) -> str:
+    found = {True: "always", False: "off"}.get(how, how) if isinstance(how, bool) else how
+    if found not in VERIFY:
+        raise ConfigError(f"verify={how!r}: expected one of {', '.join(map(repr, VERIFY))}")
+    return str(found)
+
+
+def _durable_steps(how: object) -> int:
+    if isinstance(how, bool):
+        return int(how)
+    match = _EVERY.fullmatch(how) if isinstance(how, str) else None
+    if match is None or int(match[1] or 1) == 0:
+        raise ConfigError(f'durable={how!r}: expected True, False, or text like "every 10 steps"')
+    return int(match[1] or 1)
 
 
 def _nbytes(name: str, size: int | str | None) -> int | None:

@@ -22,6 +22,7 @@ from infinity.arrivals import Arrivals
 from infinity.calls import Entering, Leaving
 from infinity.config import Config
 from infinity.device import Device, open_device
+from infinity.durable import NvmeTier, open_tier
 from infinity.errors import HostMemoryError, UnsupportedError
 from infinity.exchange import Exchange
 from infinity.executor import Executor
@@ -29,7 +30,6 @@ from infinity.gradient_store import GradientStore
 from infinity.hooks import Hooks
 from infinity.lanes import StreamLane
 from infinity.memory import Budget, Ledger, Pool, divide, least_total, map_large_blocks
-from infinity.nvme import NvmeStore
 from infinity.partition import Partition
 from infinity.passes import ReadPass, WritePass
 from infinity.paths import of_rank
@@ -42,7 +42,6 @@ from infinity.shard import Format, lay_out, share
 from infinity.sizes import format_size
 from infinity.slices import Slices
 from infinity.store import HostStore, Store
-from infinity.stripes import StripedStore, open_nvme
 from infinity.timeline import Timeline
 from infinity.unit import Unit
 
@@ -78,13 +77,18 @@ class Engine:
         self.kept = Ledger(self.budget.kept_nbytes)
         self.host_store = HostStore(self.kept, self.device)
         folders, sharers = of_rank(config.nvme_folders, self.ranks.local_rank, self.ranks.local_size)
-        self.nvme_store = open_nvme(folders, config.aio, sharers) if folders else None
-        self.store: Store = self.nvme_store or self.host_store
+        self.durable, self.nvme_store = open_tier(
+            config, folders, sharers, self.ranks.size, self.budget.tile_numel
+        )
+        spill_store: Store = self.nvme_store or self.host_store
+        self.store: Store = self.durable.store if self.durable else spill_store
         pool = Pool(self.budget.slot_nbytes, self.budget.slots)
         self.device.pin(pool.address, pool.nbytes)
+        if self.nvme_store is not None:
+            self.nvme_store.keep(pool, self.host_store)
         self.lane = StreamLane(pool, inline=self.device.is_host, timeline=self.timeline, cpus=cpus)
         self.executor = Executor(self.lane, self.device, self.timeline)
-        self.gradients = GradientStore(self.lane, self.device, self.store, self.timeline)
+        self.gradients = GradientStore(self.lane, self.device, spill_store, self.timeline)
         self.hooks = Hooks(self.executor)
         self.slices = Slices()
         self.units: list[Unit] = []
@@ -106,8 +110,9 @@ class Engine:
             self.partition.reduction.keeps = lambda unit: self.arrivals.updater(unit) is None
         self.gradients.flush_unit = self.executor.flush
         self.gradients.least_total = self._least_total
+        tier = self.durable or self.nvme_store
         self._finalizer = weakref.finalize(
-            self, _close, self.lane, self.partition, self.device, self.nvme_store, os.getpid()
+            self, _close, self.lane, self.partition, self.device, tier, os.getpid()
         )
 
     # Building
@@ -128,7 +133,7 @@ class Engine:
             share(whole, self.ranks.rank, self.ranks.size),
             self.budget.tile_numel,
             self.traffic,
-            verify=self.config.verify,
+            verify=str(self.config.verify),
             form=self.form,
             whole=whole,
         )
@@ -160,9 +165,14 @@ class Engine:
         self.executor.open(self.units, self.budget.tile_numel, ahead, whole=whole)
         self.gradients.open(self.budget, self.kept)
         if self.nvme_store is not None:
-            stores = (self.host_store, self.nvme_store)
+            stores = (self.host_store, self.store)
             frequencies = self.executor.frequencies
             self.pins = Pins(self.units, frequencies, self.lane, self.kept, stores, self.budget.tile_numel)
+        if self.durable is not None:
+            self.hooks.forward_began.append(self.durable.forward_began)
+            self.arrivals.before_change = self.durable.before_change
+            self.arrivals.before_step = self.durable.before_step
+            self.durable.open(self.units, self.lane, self.executor.flush, self.budget.tile_numel)
         logger.info("%d units, %s; %s", len(self.units), self.config, self.budget)
 
     def _catch_gradient(self, parameter: nn.Parameter) -> None:
@@ -226,6 +236,11 @@ class Engine:
             )
         raise not_resident(parameters[0], operation, name)
 
+    def before_change(self) -> None:
+        """Called before records are changed: a durable run first takes down the step that they belong to."""
+        if self.durable is not None:
+            self.durable.before_change()
+
     # Reading and writing parameters
 
     def read(self, parameter: nn.Parameter, fields: Sequence[str]) -> list[torch.Tensor]:
@@ -251,6 +266,7 @@ class Engine:
 
     def write(self, parameter: nn.Parameter, values: dict[str, torch.Tensor]) -> None:
         """Set fields ("master", "m", "v") of a parameter, after the updates that are pending."""
+        self.before_change()
         unit, index = self.unit_of(parameter)
         self.executor.flush(unit)
         host = {}
@@ -275,6 +291,8 @@ class Engine:
             self.slices.close_step()
             if self.pins is not None:
                 self.pins.close_step()
+            if self.durable is not None:
+                self.durable.step_closed()
         self.executor.begin_step()
 
     def check_fits(self, what: str, nbytes: int) -> None:
@@ -329,11 +347,7 @@ def _choose_cores(device: Device) -> tuple[int, ...]:
 
 
 def _close(
-    lane: StreamLane,
-    partition: Partition | None,
-    device: Device,
-    store: NvmeStore | StripedStore | None,
-    pid: int,
+    lane: StreamLane, partition: Partition | None, device: Device, store: NvmeTier | None, pid: int
 ) -> None:
     """End an engine; in a forked child there is no lane and the files are the parent's."""
     if os.getpid() != pid:

@@ -125,6 +125,7 @@ def _write_back(engine: Engine, unit: Unit) -> None:
     if engine.ranks.size > 1:
         _check_same(engine, unit, whole)
     values = {index: {"master": unit.record.part(index, one)} for index, one in enumerate(whole)}
+    engine.before_change()
     engine.executor.flush(unit)
     unit.version += 1
     engine.run(WritePass(unit.record, engine.budget.tile_numel, values, rewrite=True))

@@ -94,6 +94,8 @@ class Hooks:
         self._held: set[Unit] = set()
         self.backward_ended: list[Any] = []
         """Callables run when the outermost backward is over."""
+        self.forward_began: list[Any] = []
+        """Callables run when a forward begins that a backward may follow."""
 
     @property
     def in_forward(self) -> bool:
@@ -112,6 +114,8 @@ class Hooks:
         if not self._frames:
             refuse(module)
             self._counting = task == -1 and torch.is_grad_enabled()
+            for call in self.forward_began if self._counting else ():
+                call()
         watched = saving = None
         if torch.is_grad_enabled():
             pair = torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -95,16 +95,19 @@ class StreamLane:
         if self._queued(job):
             return
         try:
+            self._queue.here.append(job)
             job.take_over()
             self._run_here(job)
         except BaseException as error:  # a record half changed is not to be trained on
             self.fail(error)
             raise
+        finally:
+            self._queue.here.remove(job)
 
     def _queued(self, job: Pass) -> bool:
         """Queue a pass, altogether or, at a Ctrl-C, not at all; False for one to be run here."""
         with self.lock:
-            self._check_open()
+            self.check_open()
             self.passes[type(job).__name__] += 1
             if job.in_memory and self.runs_here(job.record):
                 return False
@@ -122,11 +125,11 @@ class StreamLane:
         """Whether who submits a pass over `record` that needs no transfers will run it."""
         return self._inline and record not in self._queue.of_record
 
-    def fail(self, error: BaseException) -> None:
-        """Stop: from now on everything is refused, with `error`, which the caller raises, as the reason."""
+    def fail(self, error: BaseException, *, raised: bool = True) -> None:
+        """Stop, and refuse everything because of `error`, which the caller raises, or else who waits next."""
         with self.lock:
             self._failure = self._failure or error
-            self._reported = True
+            self._reported = raised
             self._stopping = True
             self.changed.notify_all()
 
@@ -149,11 +152,16 @@ class StreamLane:
             job.done_processing()
             job.processed = True
             job.finish()
+            self.changed.notify_all()
+
+    def unfinished(self, record: Record) -> list[Pass]:
+        """Return the passes over a record that are not over, writes included. Asked under the lock."""
+        return self._queue.unfinished(record)
 
     def settled(self, record: Record) -> bool:
         """Whether every pass over a record has been worked on, writes apart."""
         with self.lock:
-            self._check_open()
+            self.check_open()
             return all(job.processed for job in self._queue.of_record.get(record, ()))
 
     def promote(self, record: Record) -> None:
@@ -169,7 +177,7 @@ class StreamLane:
         started = time.perf_counter()
         with self.lock:
             while not (job.finished if finished else job.processed):
-                self._check_open()
+                self.check_open()
                 self.changed.wait(0.5)
             self._raise_failure()
         return time.perf_counter() - started
@@ -178,7 +186,7 @@ class StreamLane:
         """Return when every queued pass is finished. Raises as `wait` does."""
         with self.lock:
             while self._queue.of_record:
-                self._check_open()
+                self.check_open()
                 self.changed.wait(0.5)
             self._raise_failure()
 
@@ -195,7 +203,8 @@ class StreamLane:
         """The error that has stopped the lane."""
         return self._failure
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise what made the lane fail; EngineFailedError where it was closed."""
         self._raise_failure()
         if self._stopping:
             raise EngineFailedError("the engine was closed; its parameters are gone")

@@ -1,4 +1,4 @@
-"""Extents on NVMe: one nameless file in a folder, grown in large steps."""
+"""Extents on NVMe: one file in a folder, nameless unless it is to be found again, grown in large steps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import stat
 from collections.abc import Callable
 
 from infinity import aio
+from infinity.aio.engine import HANG_S
 from infinity.disk import speed_of
 from infinity.errors import ConfigError
 from infinity.sizes import BLOCK, format_size, round_up
@@ -32,17 +33,28 @@ class FreeExtents:
         self._offsets.setdefault(nbytes, []).append(offset)
 
 
+_hung: list[object] = []
+
+Opening = Callable[[aio.Engine], aio.File]
+"""Opens the file of a store with its engine."""
+
+
 class NvmeStore:
-    """One nameless file in a folder, grown in large steps as extents are allocated.
+    """One file in a folder, grown in large steps as extents are allocated.
 
     Nameless, so that its space returns the instant the process ends, however it ends, and two runs on one
-    folder cannot meet.
+    folder cannot meet; or, for a durable run, the one that `opening` opens.
     """
 
     tier = "nvme"
 
     def __init__(
-        self, folder: str, engine_kind: str | None, request_nbytes: int = 1 << 30, sharers: int = 1
+        self,
+        folder: str,
+        engine_kind: str | None,
+        request_nbytes: int = 1 << 30,
+        sharers: int = 1,
+        opening: Opening | None = None,
     ) -> None:
         """Check `folder`, pick the I/O engine with a real request there, and open the file.
 
@@ -60,10 +72,23 @@ class NvmeStore:
         self.engine = aio.open_engine(
             folder, engine_kind, depth=depth, threads=depth, piece_nbytes=self.speed.piece_nbytes
         )
-        self._file = self.engine.open_nameless(folder)
-        self.allocated_nbytes = 0
+        try:
+            self._file = opening(self.engine) if opening else self.engine.open_nameless(folder)
+        except BaseException:
+            self.engine.close()
+            raise
+        self.allocated_nbytes = self._file.nbytes // BLOCK * BLOCK
         self._end = 0
         self._free = FreeExtents()
+        self.engine.hang_s = _hang_s()
+        self._keeps: tuple[object, ...] = ()
+        self._claimed: list[tuple[int, int]] = []
+        self._gaps: list[tuple[int, int]] = []
+
+    @property
+    def hung(self) -> bool:
+        """Whether the disk has stopped to answer."""
+        return self.engine.hung
 
     @property
     def kind(self) -> str:
@@ -83,11 +108,73 @@ class NvmeStore:
         nbytes = round_up(max(nbytes, 1), BLOCK)
         offset = self._free.take(nbytes)
         if offset is None:
+            offset = self._in_gap(nbytes)
+        if offset is None:
             if self._end + nbytes > self.allocated_nbytes:
                 self._grow(self._end + nbytes - self.allocated_nbytes, what)
             offset = self._end
             self._end += nbytes
         return Extent(self, offset, nbytes)
+
+    def _in_gap(self, nbytes: int) -> int | None:
+        """Return the offset of `nbytes` between what was claimed, the first there are."""
+        for index, (offset, stop) in enumerate(self._gaps):
+            if stop - offset >= nbytes:
+                self._gaps[index] = offset + nbytes, stop
+                return offset
+        return None
+
+    def describe(self, extent: Extent) -> object:
+        """Return where an extent lies, as plain values."""
+        return [extent.offset, extent.nbytes]
+
+    def claim(self, place: object, nbytes: int, what: str) -> Extent:
+        """Return the extent that `describe` has described, in the file of an earlier process; before any is
+        allocated.
+
+        Raises: ValueError for one that is not in the file, or not by itself.
+        """
+        if not (isinstance(place, list) and len(place) == 2 and all(type(one) is int for one in place)):
+            raise ValueError(f"{what}: {place!r} is no place in a file")
+        offset, size = place
+        if size != nbytes or size <= 0 or offset < 0 or offset % BLOCK or size % BLOCK:
+            raise ValueError(f"{what}: {size} B at byte {offset} of {self._file.path}, expected {nbytes} B")
+        if offset + size > self._file.nbytes:
+            raise ValueError(
+                f"{what}: bytes {offset} to {offset + size} of {self._file.path}, which ends at "
+                f"{self._file.nbytes}: it was cut"
+            )
+        self._claimed.append((offset, offset + size))
+        return Extent(self, offset, size)
+
+    def open_gaps(self) -> None:
+        """All is claimed that there is: what lies between may be allocated.
+
+        Raises: ValueError where claims overlap.
+        """
+        end = 0
+        for start, stop in sorted(set(self._claimed)):
+            if start < end:
+                raise ValueError(f"{self._file.path}: two extents share byte {start}")
+            if start > end:
+                self._gaps.append((end, start))
+            end = stop
+        self._end, self._claimed = end, []
+
+    def descriptors(self) -> list[int]:
+        """Return the descriptor of each file, of the one file here."""
+        return [self._file.fd]
+
+    def keep(self, *memory: object) -> None:
+        """Hold the memory of transfers for ever if the disk hangs: it may yet write there."""
+        self._keeps = memory
+
+    def sync(self) -> None:
+        """Bring to the drive what was written.
+
+        Raises: aio.IoError, for good.
+        """
+        self._file.sync()
 
     def _grow(self, least_nbytes: int, what: str) -> None:
         for nbytes in (max(least_nbytes, _GROW_NBYTES), least_nbytes):
@@ -130,10 +217,25 @@ class NvmeStore:
         return f"{self._file.path} at byte {extent.offset + start}"
 
     def close(self) -> None:
-        """Wait for what is in flight and give the space back."""
-        self.engine.drain()
-        self._file.close()
+        """Wait for what is in flight and give the space back; after a hang, wait for nothing."""
+        if self.hung:
+            _hung.append((self._file, *self._keeps))
+        else:
+            self.engine.drain()
+            self._file.close()
         self.engine.close()
+
+
+def _hang_s() -> float:
+    """Return after how many seconds without an answer the disk counts as hung."""
+    text = os.environ.get("INFINITY_IO_TIMEOUT")
+    try:
+        seconds = float(text) if text else HANG_S
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise ConfigError(f"INFINITY_IO_TIMEOUT={text!r}: expected seconds, above 0")
+    return seconds
 
 
 def _named(error: aio.StorageFullError, what: str, allocated_nbytes: int) -> aio.StorageFullError:

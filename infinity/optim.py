@@ -37,6 +37,7 @@ from infinity.fetch import Update
 from infinity.gradient import Form, Gradient, applied_message
 from infinity.offloaded import OffloadedGradient
 from infinity.sizes import format_size
+from infinity.tracked import Tracking
 from infinity.unit import Unit
 
 MISSED_LIMIT = 100
@@ -52,7 +53,7 @@ class _Place:
     group: int
 
 
-class AdamW(Optimizer):
+class AdamW(Tracking, Optimizer):
     """AdamW with decoupled weight decay, on parameters built inside `with infinity.Init(...)`.
 
     params, lr, betas, eps, weight_decay: as torch.optim.AdamW, per group too. max_norm: clip the global

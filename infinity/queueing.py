@@ -135,6 +135,8 @@ class Queue:
 
     waiting: deque[Pass] = field(default_factory=deque)
     of_record: dict[Record, deque[Pass]] = field(default_factory=dict)
+    here: list[Pass] = field(default_factory=list)
+    """Those that are run by who submitted them, and wait for nobody."""
 
     def add(self, job: Pass) -> None:
         """Queue a pass behind the others; an urgent one, and older ones over its record, in front."""
@@ -151,6 +153,11 @@ class Queue:
             job.asked_s = job.asked_s or time.perf_counter()
             self.waiting.remove(job)
         self.waiting.extendleft(reversed(first))
+
+    def unfinished(self, record: Record) -> list[Pass]:
+        """Return the passes over a record that are not over."""
+        here = (job for job in self.here if job.record is record)
+        return [job for job in (*self.of_record.get(record, ()), *here) if not job.finished]
 
     def admissible(self) -> Pass | None:
         """Return the first waiting pass, unless an older pass over its record is unfinished."""

@@ -25,6 +25,10 @@ from infinity.store import DiskStore, Extent, HostStore, Request, Store, Transfe
 
 if TYPE_CHECKING:
     import torch
+SAMPLED = 16
+"""With verify="sample": one tile in so many is compared when it is read."""
+
+_GOLDEN = 2654435769  # 2**32 / the golden ratio: multiples of it, mod 2**32, are spread evenly
 
 
 @dataclass(slots=True)
@@ -49,11 +53,13 @@ class Record:
         tile_numel: int,
         traffic: Traffic,
         *,
-        verify: bool,
+        verify: str = "always",
         form: Format = FP32,
         whole: Shard | None = None,
     ) -> None:
-        """Describe a record of `shard` with no field yet; it is a rank's share of `whole`."""
+        """Describe a record of `shard` with no field yet; it is a rank's share of `whole`. verify: "always",
+        "sample" or "off"; see Config.
+        """
         self.name = "?"
         self.shard = shard
         self.whole = whole or shard
@@ -63,9 +69,14 @@ class Record:
         """Extents in host memory that fields on NVMe are to lie in: the next pass that has all of such a
         field in memory puts it there, and `adopt`s the extent.
         """
+        self.changed_in_host: set[str] = set()
+        """Fields in host memory that were changed there since somebody took them out of this set."""
         self._tile_numel = tile_numel
         self._traffic = traffic
-        self._verify = verify
+        self._hashes_tiles = verify != "off"
+        self.samples = verify == "sample"
+        """Whether only some of the tiles are compared when they are read."""
+        self._reads = 0
         self.all_in_host = True
         """Whether every field it has, spilled gradients apart, lies in host memory."""
         self._extents: dict[str, Extent] = {}
@@ -105,6 +116,11 @@ class Record:
         """Bytes the record takes in a tier."""
         return sum(extent.nbytes for extent in self._extents.values() if extent.store.tier == tier)
 
+    @property
+    def tile_count(self) -> int:
+        """Tiles of a field."""
+        return -(-self.shard.numel // self._tile_numel)
+
     def field_nbytes(self, name: str) -> int:
         """Bytes of a field of the whole unit."""
         return self.tile_nbytes(name, self.shard.numel)
@@ -128,7 +144,7 @@ class Record:
         """Give the record a field in `store`; its content is undefined until each tile is written."""
         self._extents[name] = store.allocate(self.field_nbytes(name), f"{self.name}.{name}")
         self._moved()
-        self._hashes[name] = array("Q", bytes(8 * -(-self.shard.numel // self._tile_numel)))
+        self._hashes[name] = array("Q", bytes(8 * self.tile_count))
 
     def drop(self, name: str) -> None:
         """Take a field away and give its extent back."""
@@ -146,6 +162,7 @@ class Record:
         old = self._extents[name]
         self._extents[name] = self.targets.pop(name)
         self._moved()
+        self.changed_in_host.add(name)
         old.store.free(old)
 
     def move(self, name: str, extent: Extent, hashes: array[int]) -> None:
@@ -157,6 +174,16 @@ class Record:
 
     def _moved(self) -> None:
         self.all_in_host = all(self.in_host(name) for name in self.form.fields if name in self._extents)
+
+    def place(self, name: str) -> tuple[Extent, array[int]]:
+        """Return where a field lies, and its tiles' hashes, both as they are now."""
+        return self._extents[name], self._hashes[name]
+
+    def restore(self, name: str, extent: Extent, hashes: array[int]) -> None:
+        """Let a field, whether or not the record has it, lie in `extent` and have these hashes."""
+        self.drop(name)
+        self._extents[name], self._hashes[name] = extent, hashes
+        self._moved()
 
     def address(self, name: str, start: int) -> int | None:
         """Return the address of element `start` of a field in host memory; None for a field on NVMe."""
@@ -221,7 +248,7 @@ class Record:
         """
         disk, nbytes = self._disk(extent, name), self.tile_nbytes(name, stop - start)
         for tile, tile_nbytes, tile_address in self._tiles(name, start, stop, address):
-            hashes[tile] = _hash(tile_address, tile_nbytes) if self._verify else 1
+            hashes[tile] = _hash(tile_address, tile_nbytes) if self._hashes_tiles else 1
         self._traffic.written[disk.tier, name] += nbytes
         what, offset = f"{self.name}.{name}", self._offset(name, start)
         return disk.write(Request(extent, offset, address, nbytes, what, owner))
@@ -239,6 +266,7 @@ class Record:
         Of a hash in host memory only that it is not 0 counts.
         """
         hashes = self._hashes[name]
+        self.changed_in_host.add(name)
         for tile in range(start // self._tile_numel, -(-stop // self._tile_numel)):
             hashes[tile] = hashes[tile] or 1
 
@@ -248,10 +276,13 @@ class Record:
 
         Raises: CorruptionError naming unit, field, file and offset.
         """
-        if not self._verify:
+        if not self._hashes_tiles:
             return
         extent = self._extents[name]
         for tile, tile_nbytes, tile_address in self._tiles(name, start, stop, address):
+            self._reads += 1
+            if self.samples and self._reads * _GOLDEN % (1 << 32) >= (1 << 32) // SAMPLED:
+                continue
             found, expected = _hash(tile_address, tile_nbytes), self._hashes[name][tile]
             if found != expected:
                 offset = self._offset(name, tile * self._tile_numel)
@@ -261,7 +292,8 @@ class Record:
                     "written "
                     f"(xxh3 {found:016x}, expected {expected:016x}). Likely cause: the device returned stale "
                     "or damaged data. "
-                    "Check it (smartctl, dmesg) and go on from your last checkpoint."
+                    "Check it (smartctl, dmesg) and go on from your last checkpoint; a durable run from its "
+                    "older generation, infinity.resume(..., older=True), if that is still whole."
                 )
 
     def _tiles(self, name: str, start: int, stop: int, address: int) -> list[tuple[int, int, int]]:

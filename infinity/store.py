@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from mmap import mmap
 from typing import NamedTuple, Protocol
 
-from infinity import kernels
+from infinity import aio, kernels
 from infinity.errors import HostMemoryError
 from infinity.memory import Arena, Ledger
 from infinity.sizes import BLOCK, format_size, round_up
@@ -43,6 +46,57 @@ class _Done:
 
 
 DONE = _Done()
+
+
+class Together:
+    """Transfers that are one to who waits; over when all of them are."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: Sequence[Transfer]) -> None:
+        """Combine one or more."""
+        self._parts = parts
+
+    @property
+    def done(self) -> bool:
+        """Whether all parts are over, well or badly."""
+        return all(part.done for part in self._parts)
+
+    @property
+    def began_s(self) -> float:
+        """When the first part was accepted, by the clock of `time.perf_counter`."""
+        return min(part.began_s for part in self._parts)
+
+    @property
+    def ended_s(self) -> float | None:
+        """When the last part was over, on the same clock; None while one is not."""
+        ends = [part.ended_s for part in self._parts]
+        over = [end for end in ends if end is not None]
+        return max(over) if len(over) == len(ends) else None
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until all parts are over, and only then say what went wrong: the memory may be used again.
+
+        Raises: the error of the first part that failed, as its path reported it; aio.IoTimeoutError while a
+        part is still in flight.
+        """
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        first: Exception | None = None
+        for part in self._parts:
+            try:
+                part.wait(None if end_s is None else max(0.0, end_s - time.monotonic()))
+            except aio.IoTimeoutError:
+                raise
+            except (OSError, RuntimeError) as error:
+                first = first or error
+        if first is not None:
+            raise first
+
+    @staticmethod
+    def settle(begun: Sequence[Transfer]) -> None:
+        """Wait for what was begun before another part was refused: its memory may not be freed till then."""
+        with contextlib.suppress(OSError, RuntimeError):
+            Together(begun).wait()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,64 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from infinity import aio
 from infinity.errors import ConfigError
-from infinity.nvme import FreeExtents, NvmeStore
+from infinity.nvme import FreeExtents, NvmeStore, Opening
 from infinity.sizes import BLOCK, round_up
-from infinity.store import Extent, Request
+from infinity.store import Extent, Request, Together
 
 STRIPE_NBYTES = 512 << 10
 """Half of the smallest field of a full tile (bf16), and large enough for a drive's full rate."""
-
-
-class StripedTransfer:
-    """One transfer over several paths; over when all its parts are."""
-
-    __slots__ = ("_parts",)
-
-    def __init__(self, parts: Sequence[aio.Completion]) -> None:
-        """Combine one or more completions."""
-        self._parts = parts
-
-    @property
-    def done(self) -> bool:
-        """Whether all parts are over, well or badly."""
-        return all(part.done for part in self._parts)
-
-    @property
-    def began_s(self) -> float:
-        """When the first part was accepted, by the clock of `time.perf_counter`."""
-        return min(part.began_s for part in self._parts)
-
-    @property
-    def ended_s(self) -> float | None:
-        """When the last part was over, on the same clock; None while one is not."""
-        ends = [part.ended_s for part in self._parts]
-        over = [end for end in ends if end is not None]
-        return max(over) if len(over) == len(ends) else None
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until all parts are over, and only then say what went wrong: the memory may be used again.
-
-        Raises: the error of the first part that failed, as its path reported it; aio.IoTimeoutError while a
-        part is still in flight.
-        """
-        end_s = None if timeout_s is None else time.monotonic() + timeout_s
-        first: Exception | None = None
-        for part in self._parts:
-            try:
-                part.wait(None if end_s is None else max(0.0, end_s - time.monotonic()))
-            except aio.IoTimeoutError:
-                raise
-            except (OSError, RuntimeError) as error:
-                first = first or error
-        if first is not None:
-            raise first
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +67,11 @@ class StripedStore:
         self._layouts: dict[int, _Layout] = {}
         self._end = 0
         self._free = FreeExtents()
+
+    @property
+    def hung(self) -> bool:
+        """Whether one of the disks has stopped to answer."""
+        return any(store.hung for store in self.stores)
 
     @property
     def kind(self) -> str:
@@ -168,21 +127,69 @@ class StripedStore:
             undo.pop_all()
         return parts
 
+    def describe(self, extent: Extent) -> object:
+        """Return where an extent's stripes lie, as plain values."""
+        layout = self._layouts[extent.offset]
+        parts = {str(path): self.stores[path].describe(part) for path, part in layout.parts.items()}
+        return [layout.owners.hex(), parts]
+
+    def claim(self, place: object, nbytes: int, what: str) -> Extent:
+        """Return the extent that `describe` has described; see NvmeStore.
+
+        Raises: ValueError.
+        """
+        try:
+            owners, parts = bytes.fromhex(place[0]), dict(place[1])  # type: ignore[index]
+        except (TypeError, IndexError, KeyError, ValueError):
+            raise ValueError(f"{what}: {str(place)[:80]} are no stripes") from None
+        if len(owners) != -(-nbytes // STRIPE_NBYTES) or set(map(str, set(owners))) != set(parts):
+            raise ValueError(f"{what}: {len(owners)} stripes do not make {nbytes} B")
+        if max(owners) >= len(self.stores):
+            raise ValueError(f"{what}: a stripe on path {max(owners)} of {len(self.stores)}")
+        ranks, sizes = array("L"), [0] * len(self.stores)
+        for number, owner in enumerate(owners):
+            ranks.append(sizes[owner] // STRIPE_NBYTES)
+            sizes[owner] += min(STRIPE_NBYTES, nbytes - number * STRIPE_NBYTES)
+        found = {
+            int(path): self.stores[int(path)].claim(one, sizes[int(path)], what)
+            for path, one in parts.items()
+        }
+        self._layouts[self._end] = _Layout(found, owners, ranks)
+        self._end += nbytes
+        return Extent(self, self._end - nbytes, nbytes)
+
+    def open_gaps(self) -> None:
+        """See NvmeStore."""
+        for store in self.stores:
+            store.open_gaps()
+
+    def descriptors(self) -> list[int]:
+        """Return the descriptor of each file."""
+        return [fd for store in self.stores for fd in store.descriptors()]
+
+    def keep(self, *memory: object) -> None:
+        """Hold the memory of transfers for ever if a disk hangs."""
+        for store in self.stores:
+            store.keep(*memory)
+
+    def sync(self) -> None:
+        """Bring to the drives what was written: see NvmeStore."""
+        for store in self.stores:
+            store.sync()
+
     def free(self, extent: Extent) -> None:
         """Give an extent back; its stripes stay together, for the next one of its size."""
         self._free.give(extent.offset, extent.nbytes)
 
-    def read(self, request: Request) -> StripedTransfer:
+    def read(self, request: Request) -> Together:
         """Begin a read on all paths that hold a part of it; see DiskStore."""
         return self._begin([store.read for store in self.stores], request)
 
-    def write(self, request: Request) -> StripedTransfer:
+    def write(self, request: Request) -> Together:
         """Begin a write on all paths that hold a part of it; see DiskStore."""
         return self._begin([store.write for store in self.stores], request)
 
-    def _begin(
-        self, starts: Sequence[Callable[[Request], aio.Completion]], request: Request
-    ) -> StripedTransfer:
+    def _begin(self, starts: Sequence[Callable[[Request], aio.Completion]], request: Request) -> Together:
         """Begin what covers the bytes of a request, with one of `starts` per path."""
         layout, address = self._layouts[request.extent.offset], request.address
         parts: list[aio.Completion] = []
@@ -192,10 +199,9 @@ class StripedStore:
                 parts.append(starts[path](piece))
                 address += nbytes
         except Exception:
-            with contextlib.suppress(OSError, RuntimeError):
-                StripedTransfer(parts).wait()  # a refused part must not free the memory of those begun
+            Together.settle(parts)
             raise
-        return StripedTransfer(parts)
+        return Together(parts)
 
     def where(self, extent: Extent, start: int) -> str:
         """Name a place for an error message."""
@@ -209,18 +215,26 @@ class StripedStore:
                 closing.callback(store.close)
 
 
-def open_nvme(folders: Sequence[str], engine_kind: str | None, sharers: int = 1) -> NvmeStore | StripedStore:
+def open_nvme(
+    folders: Sequence[str],
+    engine_kind: str | None,
+    sharers: int = 1,
+    openings: Sequence[Opening] | None = None,
+) -> NvmeStore | StripedStore:
     """Open the NVMe tier: one store, or one per folder with extents striped by their measured bandwidth.
 
-    sharers: ranks of this machine that use the same folders, and divide what may be in flight.
+    sharers: ranks of this machine that use the same folders, and divide what may be in flight. openings: of
+    the file in each folder; None for nameless ones.
 
     Raises: ConfigError for a folder that cannot be used, or that is named twice; see NvmeStore.
     """
     stores: list[NvmeStore] = []
     places: dict[tuple[int, int], str] = {}
     with contextlib.ExitStack() as opened:
-        for folder in folders:
-            store = NvmeStore(folder, engine_kind, STRIPE_NBYTES if len(folders) > 1 else 1 << 30, sharers)
+        for number, folder in enumerate(folders):
+            opening = openings[number] if openings else None
+            most_nbytes = STRIPE_NBYTES if len(folders) > 1 else 1 << 30
+            store = NvmeStore(folder, engine_kind, most_nbytes, sharers, opening)
             opened.callback(store.close)
             stores.append(store)
             place = os.stat(folder)

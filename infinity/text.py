@@ -95,6 +95,14 @@ class Sampler:
         self._batch, self._sequence = batch, sequence
         self._generator = torch.Generator().manual_seed(seed)
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return where in the stream it stands."""
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        """Go on from there."""
+        self._generator.set_state(state_dict["generator"])
+
     def __iter__(self) -> Iterator[Tensor]:
         """Yield batches of token ids: int64 [batch, sequence]."""
         last = self._text.nbytes - self._sequence

@@ -12,14 +12,12 @@ import errno
 import importlib.util
 import math
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -32,11 +30,14 @@ from infinity.config import Config
 from infinity.disk import DiskSpeed, measured
 from infinity.engine import engine_of_model
 from infinity.errors import ConfigError, InfinityError
+from infinity.going_on import go_on
 from infinity.init import Init
+from infinity.interrupted import interruptible
 from infinity.optim import AdamW
 from infinity.presets import PRESETS, llama, recompute_blocks
 from infinity.recording import Recording
 from infinity.report import RECENT, STATE_NBYTES, Meter, Progress, Run, Step, StepLog, plot_loss
+from infinity.resume import commit
 from infinity.sizes import format_size
 from infinity.stats import stats
 from infinity.text import Sampler, Text, default_text
@@ -48,14 +49,6 @@ LAST_FACTOR = 0.1
 
 class DivergedError(InfinityError, ArithmeticError):
     """The loss is no longer a number: further steps could not bring it back."""
-
-
-class Interrupted(BaseException):
-    """Ctrl-C, or a request to end."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.exit_code = 128 + number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +67,10 @@ class Settings:
     aio: str | None = None
     state_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
     """How moments are stored."""
+    durable: int = 0
+    """Steps from one commit to the next; 0 for none."""
+    resume: bool = False
+    """Go on with the durable run in `nvme`."""
     steps: int = 100
     batch: int = 1
     """Sequences in one forward."""
@@ -103,32 +100,6 @@ class Settings:
         if self.update == "auto":
             return "backward" if self.max_norm is None and self.accumulate == 1 else "forward"
         return self.update
-
-
-@contextlib.contextmanager
-def interruptible() -> Iterator[Callable[[], None]]:
-    """Turn SIGINT and SIGTERM into Interrupted, once; a second one ends the process at once.
-
-    Gives a function that raises what a signal asked for: Python swallows what is raised inside a destructor.
-    """
-    came: list[int] = []
-
-    def stop(number: int, _: FrameType | None) -> None:
-        came.append(number)
-        for one in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(one, signal.SIG_DFL)
-        raise Interrupted(number)
-
-    def check() -> None:
-        if came:
-            raise Interrupted(came[0])
-
-    before = {one: signal.signal(one, stop) for one in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield check
-    finally:
-        for one, action in before.items():
-            signal.signal(one, action)
 
 
 def learning_rate(step: int, warmup: int, steps: int) -> float:
@@ -263,6 +234,7 @@ def build(settings: Settings, folder: Path) -> tuple[nn.Module, Any]:
         host_memory=settings.host_memory,
         device=settings.device,
         aio=settings.aio,
+        durable=f"every {settings.durable} steps" if settings.durable else False,
         **stored,
     )
     _check_device(config.device)
@@ -284,12 +256,15 @@ def steps(
 ) -> Iterator[Step]:
     """Train step by step, and yield what each was like."""
     schedule = LambdaLR(optimizer, lambda step: learning_rate(step, settings.warmup, settings.steps))
+    first = 0
+    if settings.durable:
+        first = go_on(model, optimizer, schedule, sampler, resuming=settings.resume)
     batches = iter(sampler)
     tokens = settings.batch * settings.sequence * settings.accumulate
     now = None if settings.plain else stats(model)
     io = meter.io_nbytes(now)
     recording.mark(time.perf_counter(), now, meter.rss_nbytes() - meter.baseline_nbytes)
-    for number in range(1, settings.steps + 1):
+    for number in range(first + 1, settings.steps + 1):
         began = time.perf_counter()
         lr = optimizer.param_groups[0]["lr"]
         loss = _accumulate(model, batches, settings, recording)
@@ -316,6 +291,8 @@ def steps(
             budget_held_nbytes=0 if now is None else now.budget_held_nbytes,
             stall_s=0.0 if now is None or before is None else now.stall_s - before.stall_s,
         )
+    if settings.durable:
+        commit(model)
 
 
 def _accumulate(

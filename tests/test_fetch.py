@@ -40,7 +40,7 @@ class Setup:
         named = [(f"p{index}", (numel,)) for index, numel in enumerate(NUMELS)]
         shard = lay_out(named, TILE)
         self.traffic = Traffic()
-        self.record = Record(shard, TILE, self.traffic, verify=True, form=self.form)
+        self.record = Record(shard, TILE, self.traffic, form=self.form)
         self.record.name = "layers.3"
         for field in self.form.fields:
             self.record.add(field, self.disk)

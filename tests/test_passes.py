@@ -31,7 +31,7 @@ class Setup:
         self.host = HostStore(Ledger(1 << 24))
         self.traffic = Traffic()
         self.shard = lay_out([(f"p{index}", (numel,)) for index, numel in enumerate(NUMELS)], TILE)
-        self.record = Record(self.shard, TILE, self.traffic, verify=True, form=Format(form))
+        self.record = Record(self.shard, TILE, self.traffic, form=Format(form))
         self.record.name = "layers.3"
         for field in self.record.form.fields:
             self.record.add(field, self.disk)
@@ -165,7 +165,7 @@ def test_one_parameters_write_leaves_the_others_as_they_are(setup):
 def share_a_tile(setup):
     """Give a set-up a record of two parameters in one tile."""
     setup.shard = lay_out([("a", (100,)), ("b", (200,))])
-    setup.record = Record(setup.shard, TILE, setup.traffic, verify=True)
+    setup.record = Record(setup.shard, TILE, setup.traffic)
     for field in setup.record.form.fields:
         setup.record.add(field, setup.disk)
 

@@ -67,7 +67,7 @@ class Model:
 
     def unit(self, index):
         shard = lay_out([("w", (TILE,))])
-        record = Record(shard, TILE, self.traffic, verify=True)
+        record = Record(shard, TILE, self.traffic)
         record.name = f"layers.{index}"
         for field in record.form.fields:
             record.add(field, self.disk)

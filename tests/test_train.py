@@ -12,8 +12,9 @@ from rich.console import Console
 from infinity import cli
 from infinity import train as module
 from infinity.disk import DiskSpeed
+from infinity.interrupted import Interrupted
 from infinity.presets import PRESETS, llama, recompute_blocks
-from infinity.train import Interrupted, Settings, disk_speed, learning_rate, train
+from infinity.train import Settings, disk_speed, learning_rate, train
 
 pytestmark = pytest.mark.disk
 

@@ -25,7 +25,7 @@ class Home:
         self.host = HostStore(Ledger(1 << 24))
         self.blocks = HostBlocks(lambda: 1 << 24)
         shard = lay_out([(f"p{index}", shape) for index, shape in enumerate(SHAPES)])
-        record = Record(shard, ALIGN_NUMEL, Traffic(), verify=True)
+        record = Record(shard, ALIGN_NUMEL, Traffic())
         record.name = "layers.3"
         record.add("hi", self.host)
         parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in SHAPES]

@@ -1,0 +1,54 @@
+"""How an engine ends, and what has to outlive it: memory that the kernel may still use."""
+
+import os
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from infinity.aio.files import Descriptor
+from infinity.aio.library import SLICE_MS, CData, Library
+
+EXIT_TIMEOUT_S = 60.0
+"""How long the interpreter's exit, or the collection of a forgotten engine, waits for requests in flight."""
+
+
+class InFlight(NamedTuple):
+    """A request that the kernel may be working on, and what keeps its memory."""
+
+    what: str
+    request: CData
+    owner: object
+    descriptor: Descriptor  # not the File, which refers to the engine: a forgotten engine must be collectable
+
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """What must outlive an Engine object: the C engine and what the kernel may still use."""
+
+    library: Library
+    pointer: CData
+    in_flight: dict[int, InFlight]
+    pid: int
+
+
+abandoned: list[Native] = []  # engines whose requests never came back: their memory is never reused
+
+
+def end(native: Native, timeout_s: float | None) -> bool:
+    """Stop an engine; whether it is over.  Does nothing in a forked child, which has none."""
+    if native.pid != os.getpid():
+        return True
+    end_s = None if timeout_s is None else time.monotonic() + timeout_s
+    native.library.aio_stop(native.pointer)
+    while not native.library.aio_stopped(native.pointer, SLICE_MS):
+        if end_s is not None and time.monotonic() >= end_s:
+            return False
+    native.library.aio_join(native.pointer)
+    return True
+
+
+def end_forgotten(native: Native) -> None:
+    """End the engine of an Engine that was collected, or that was open at exit."""
+    over = end(native, EXIT_TIMEOUT_S)
+    if not over or not all(native.library.aio_done(entry.request) for entry in native.in_flight.values()):
+        abandoned.append(native)

@@ -1,0 +1,32 @@
+"""`infinity train --durable`, with and without `--resume`."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from infinity.engine import engine_of_model
+from infinity.errors import ConfigError
+from infinity.optim import AdamW
+from infinity.resume import resume
+from infinity.text import Sampler
+
+
+def go_on(
+    model: nn.Module, optimizer: AdamW, schedule: LRScheduler, sampler: Sampler, *, resuming: bool
+) -> int:
+    """Begin a durable run, or, `resuming`, go on with the one in its folder; return the steps that are done.
+
+    Raises: ConfigError where there is a run and it was not asked for, and the other way round.
+    """
+    durable = engine_of_model(model).durable
+    if durable is not None and bool(durable.found) != resuming:
+        path = durable.folders[0].path
+        if resuming:
+            raise ConfigError(f"--resume: {path} holds no committed step. Leave --resume out to begin there.")
+        raise ConfigError(
+            f"--durable: {path} holds a run committed at step {durable.found[0].step}. Go on with it by "
+            "--resume, or name another folder with --nvme."
+        )
+    optimizer.track(scheduler=schedule, loader=sampler)
+    return resume(model, optimizer)

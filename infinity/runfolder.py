@@ -1,0 +1,249 @@
+"""The folder of a durable run: checked, locked, and opened once; everything in it is reached through that.
+
+[Note: whose folder]
+Under the folder that `nvme` names lies RUN, in it one folder per rank. Both belong to us, nobody else may
+write in them, and no link is followed on the way; the folder above may be anybody's only if names in it
+cannot be taken away from us (sticky). So no name of ours can be replaced by another user. Files are 0600,
+plain, with one name. A lock on the rank's folder, held as long as a process has it open, keeps a second run
+out, and is gone the instant the process is; a forked child closes it at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from infinity import aio
+from infinity.aio.files import Descriptor
+from infinity.errors import ConfigError
+
+RUN = "infinity-run"
+_SLOTS = ("commit-0", "commit-1")
+_PART = "part-of"
+_STATE = re.compile(r"state-([0-9a-f]{16})-[0-9]+")
+_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class RunFolder:
+    """One rank's folder of a durable run, under one path; see [Note: whose folder]."""
+
+    def __init__(self, base: str, rank: int = 0, *, create: bool = True) -> None:
+        """Open it, make it if need be, and lock it.
+
+        Raises: ConfigError naming the path for a folder that cannot be trusted, that is not there (without
+        `create`), or that another run has locked.
+        """
+        self.path = str(Path(base, RUN, f"rank{rank}"))
+        with contextlib.ExitStack() as opened:
+            above = _opened(base, None, "", opened, create=False, follow=True)
+            _check_above(above, base)
+            run = _opened(RUN, above, base, opened, create=create)
+            fd = _opened(f"rank{rank}", run, str(Path(base, RUN)), opened, create=create)
+            self._folder = Descriptor(os.dup(fd))
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.close()
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+            raise ConfigError(
+                f"{self.path} belongs to a durable run that is under way in another process. Wait for it to "
+                "end, or give this one another folder (nvme=...)."
+            ) from None
+        self._slots: dict[int, Descriptor] = {}
+        self._allocated = [0, 0]
+
+    @property
+    def fd(self) -> int:
+        """The folder's descriptor."""
+        return self._folder.fd
+
+    # The two slots; see commit
+
+    def read_slots(self) -> list[bytes]:
+        """Return what the slots hold; nothing for one that is not there."""
+        found = []
+        for name in _SLOTS:
+            try:
+                with _plain_file(self.fd, name, os.O_RDONLY, self.path) as fd:
+                    found.append(_read(fd))
+            except FileNotFoundError:
+                found.append(b"")
+        return found
+
+    def write_slot(self, number: int, data: bytes) -> None:
+        """Write a slot, and return when it is on disk.
+
+        Raises: OSError naming the file.
+        """
+        name = _SLOTS[number]
+        try:
+            new = number not in self._slots
+            if new:
+                with _plain_file(self.fd, name, os.O_RDWR | os.O_CREAT, self.path) as fd:
+                    self._slots[number] = Descriptor(os.dup(fd))
+            fd = self._slots[number].fd
+            if len(data) > self._allocated[number]:
+                nbytes = max(len(data) * 5 // 4, 1 << 16)
+                with contextlib.suppress(
+                    OSError
+                ):  # where it cannot be promised, writing says whether it fits
+                    os.posix_fallocate(fd, 0, nbytes)
+                self._allocated[number] = nbytes
+            written = 0
+            while written < len(data):
+                written += os.pwrite(fd, memoryview(data)[written:], written)
+            os.fdatasync(fd)
+            if new:
+                os.fsync(self.fd)
+        except OSError as error:
+            error.filename = str(Path(self.path, name))
+            raise
+
+    # Which run's second, third, ... folder it is
+
+    def read_part(self) -> tuple[str, str] | None:
+        """Return the name of the run that this folder is a further one of, and where its first one is."""
+        try:
+            with _plain_file(self.fd, _PART, os.O_RDONLY, self.path) as fd:
+                run, _, first = _read(fd).decode(errors="replace").partition(" ")
+        except FileNotFoundError:
+            return None
+        return run, first.strip()
+
+    def write_part(self, run: str, first: str) -> None:
+        """Note that, for good."""
+        with _plain_file(self.fd, _PART, os.O_RDWR | os.O_CREAT, self.path) as fd:
+            os.pwrite(fd, f"{run} {first}\n".encode(), 0)
+            os.fdatasync(fd)
+        os.fsync(self.fd)
+
+    # The file of extents
+
+    def create_state(self, engine: aio.Engine, name: str) -> aio.File:
+        """Create the file of a new run's extents."""
+        file = engine.create_named(self.fd, name)
+        os.fsync(self.fd)
+        return file
+
+    def open_state(self, engine: aio.Engine, name: str) -> aio.File:
+        """Open the file of a committed run's extents.
+
+        Raises: ConfigError where it is not there, or not a file of ours.
+        """
+        try:
+            with _plain_file(self.fd, name, os.O_RDONLY, self.path):
+                return engine.open_named(self.fd, name)
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{self.path} has no file {name}, which its commit names. Name the folders in the order of "
+                "the run that is to go on, all of them; or start anew with wipe=True."
+            ) from None
+
+    def remove_states(self, but: str | None = None) -> None:
+        """Remove files of extents that no commit names: all, but those of one run."""
+        for name in os.listdir(self.fd):  # noqa: PTH208 - of a descriptor
+            match = _STATE.fullmatch(name)
+            if match is not None and match[1] != but:
+                os.unlink(name, dir_fd=self.fd)
+
+    def wipe(self) -> None:
+        """Remove the run: commits first, so that nothing names what is no longer there."""
+        for name in (*_SLOTS, _PART):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=self.fd)
+        os.fsync(self.fd)
+        self.remove_states()
+
+    def close(self) -> None:
+        """Let go of it: the lock ends."""
+        for slot in getattr(self, "_slots", {}).values():
+            slot.close()
+        self._folder.close()
+
+
+def state_name(run: str, path: int) -> str:
+    """Return the name of the file of a run's extents in one of its folders."""
+    return f"state-{run}-{path}"
+
+
+def _opened(
+    name: str,
+    above: int | None,
+    where: str,
+    opened: contextlib.ExitStack,
+    *,
+    create: bool,
+    follow: bool = False,
+) -> int:
+    """Open a folder of ours, relative to the one above."""
+    path = str(Path(where, name))
+    if create:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=above)
+            if above is not None:
+                os.fsync(above)
+    try:
+        fd = os.open(name, _FLAGS & ~os.O_NOFOLLOW if follow else _FLAGS, dir_fd=above)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such folder, and so no durable run") from None
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+            raise
+        raise ConfigError(f"{path} is a link or a file, and not a folder of ours. Remove it.") from None
+    opened.callback(os.close, fd)
+    if above is not None:
+        status = os.fstat(fd)
+        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise ConfigError(
+                f"{path} belongs to user {status.st_uid}, mode {stat.filemode(status.st_mode)}: only user "
+                f"{os.geteuid()} may be able to write in it. Choose another folder (nvme=...), or chmod go-w."
+            )
+    return fd
+
+
+def _check_above(fd: int, path: str) -> None:
+    """See that nobody else can take names out of the folder above the run's."""
+    status = os.fstat(fd)
+    others = status.st_mode & 0o002 and not status.st_mode & stat.S_ISVTX
+    if others or status.st_uid not in (0, os.geteuid()):
+        raise ConfigError(
+            f"nvme={path!r}: mode {stat.filemode(status.st_mode)}, user {status.st_uid}: another user could "
+            "put a folder of their own in the place of a durable run. Choose another folder, or chmod o-w."
+        )
+
+
+@contextlib.contextmanager
+def _plain_file(folder: int, name: str, flags: int, where: str) -> Iterator[int]:
+    """Open a file of ours: no link, no second name, nobody else's."""
+    path = str(Path(where, name))
+    try:
+        fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600, dir_fd=folder)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):
+            raise
+        raise ConfigError(f"{path} is a link, and not a file of ours. Remove it.") from None
+    try:
+        status = os.fstat(fd)
+        plain = stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid == os.geteuid()
+        if not plain or status.st_mode & 0o077:
+            raise ConfigError(
+                f"{path} is not a file that this run has made: {stat.filemode(status.st_mode)}, "
+                f"{status.st_nlink} names, user {status.st_uid}. Remove it."
+            )
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _read(fd: int) -> bytes:
+    data = bytearray()
+    while part := os.read(fd, 1 << 24):
+        data += part
+    return bytes(data)

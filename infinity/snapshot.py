@@ -1,0 +1,175 @@
+"""A copy of a durable run's last step, in a folder of its own, while the training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import nn
+
+from infinity.atomic import new_folder
+from infinity.commits import Commit
+from infinity.durable import Durable
+from infinity.resume import durable_of
+from infinity.runfolder import RUN, state_name
+
+_FICLONE = 0x40049409  # linux/fs.h
+_NO_CLONE = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.ENOSYS)
+_COPIED_NBYTES = 4 << 20
+
+
+class Snapshot:
+    """A snapshot that is being taken.
+
+    Attributes:
+        folder: where it will be.
+        step: the committed step that it holds.
+        cloned: whether the file system shared the blocks, which takes no time and no space.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        """Begin with nothing copied."""
+        self.folder, self.step, self.cloned = folder, step, False
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when the folder is there, and on disk.
+
+        Raises: what went wrong; then there is no folder.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+def snapshot(model: nn.Module, folder: str | os.PathLike[str]) -> Snapshot:
+    """Copy the last step of a durable run to a new folder, from which it can be resumed as from its own.
+
+    The step is committed first. Then the files share their blocks where the file system can (reflink: xfs,
+    btrfs); elsewhere a thread copies what the commit names, at twice its space since the copy is a run like
+    any other. While it copies, training goes on, but no further step is committed: what is copied is the last
+    commit. The folder appears when all is on disk, or not at all. To resume: nvme=FOLDER; for a striped run
+    nvme=[FOLDER/path0, FOLDER/path1, ...].
+
+    Raises: FileExistsError for a folder that is there; ConfigError without `durable`; OSError.
+    """
+    durable = durable_of(model)
+    at = Path(folder).absolute()
+    filling = contextlib.ExitStack()
+    commit = durable.hold()
+    taken = Snapshot(at, commit.step)
+    try:
+        place = filling.enter_context(new_folder(at, lambda _: False))
+        files = list(_files(durable, commit, place))
+        taken.cloned = all(_clone(source, target) for source, target in files)
+    except BaseException as error:
+        durable.let_go()
+        filling.__exit__(type(error), error, None)
+        raise
+
+    def copy() -> None:
+        error: BaseException | None = None
+        try:
+            with filling:
+                for path, (source, target) in enumerate(files):
+                    if not taken.cloned:
+                        _copy(source, target, sorted(set(_ranges(commit, path))))
+                    os.fsync(target)
+                _write_commit(place, commit)
+        except BaseException as raised:  # noqa: BLE001 - `wait` raises it
+            error = raised
+        finally:
+            for pair in files:
+                for fd in pair:
+                    os.close(fd)
+            durable.let_go()
+        taken._error = error  # noqa: SLF001 - it is ours
+
+    taken._thread = threading.Thread(target=copy, name="infinity-snapshot")  # noqa: SLF001
+    taken._thread.start()  # noqa: SLF001
+    if taken.cloned:
+        taken.wait()
+    return taken
+
+
+def _place(folder: Path, commit: Commit, path: int) -> Path:
+    above = folder if commit.paths == 1 else folder / f"path{path}"
+    return above / RUN / "rank0"
+
+
+def _files(durable: Durable, commit: Commit, folder: Path) -> Iterator[tuple[int, int]]:
+    """Create the copies' files; yield descriptors of each file and of its copy."""
+    for path, source in enumerate(durable.nvme.descriptors()):
+        place = _place(folder, commit, path)
+        for one in reversed([place, *place.parents]):
+            if one.is_relative_to(folder) and one != folder:
+                one.mkdir(mode=0o700, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        target = os.open(place / state_name(commit.run, path), flags, 0o600)
+        yield os.open(f"/proc/self/fd/{source}", os.O_RDONLY | os.O_CLOEXEC), target
+
+
+def _clone(source: int, target: int) -> bool:
+    """Let a file share all blocks of another; False where the file system cannot."""
+    try:
+        fcntl.ioctl(target, _FICLONE, source)
+    except OSError as error:
+        if error.errno not in _NO_CLONE:
+            raise
+        return False
+    return True
+
+
+def _copy(source: int, target: int, ranges: list[tuple[int, int]]) -> None:
+    """Copy byte ranges, past the page cache as far as it goes, to a file with room for all."""
+    os.posix_fallocate(target, 0, os.fstat(source).st_size)
+    for start, stop in ranges:
+        for at in range(start, stop, _COPIED_NBYTES):
+            data = os.pread(source, min(_COPIED_NBYTES, stop - at), at)
+            os.pwrite(target, data, at)
+            os.posix_fadvise(source, at, len(data), os.POSIX_FADV_DONTNEED)
+
+
+def _ranges(commit: Commit, path: int) -> Iterator[tuple[int, int]]:
+    """Yield the byte ranges of one path's file that hold what a commit names."""
+    for record in commit.records:
+        for field in record.fields:
+            for side in {side for _, side in field.runs}:
+                place = field.sides[side]
+                if place is None:
+                    continue
+                part = place if commit.paths == 1 else place[1].get(str(path))
+                if part is not None:
+                    yield part[0], part[0] + part[1]
+
+
+def _write_commit(folder: Path, commit: Commit) -> None:
+    """Write the commit, and which run further folders belong to."""
+    first = _place(folder, commit, 0)
+    for path in range(commit.paths):
+        name = f"commit-{commit.sequence % 2}" if path == 0 else "part-of"
+        data = commit.to_bytes() if path == 0 else f"{commit.run} {first}\n".encode()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        place = _place(folder, commit, path)
+        fd = os.open(place / name, flags, 0o600)
+        with open(fd, "wb") as file:  # noqa: PTH123 - a descriptor
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        for one in [place, *place.parents]:
+            if one.is_relative_to(folder):
+                descriptor = os.open(one, os.O_RDONLY | os.O_DIRECTORY)
+                os.fsync(descriptor)
+                os.close(descriptor)

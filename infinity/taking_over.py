@@ -1,0 +1,64 @@
+"""What an earlier process has left in the folders of a durable run. Looking changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from infinity.commits import Commit, read_slot
+from infinity.errors import ConfigError
+from infinity.manifest import CheckpointError
+from infinity.runfolder import RunFolder
+
+
+def find(folders: Sequence[RunFolder]) -> tuple[Commit, ...]:
+    """Return the commits in the folders of a run, the newest first; none in new ones.
+
+    Raises: ConfigError for folders that are not those of one run; CheckpointError for a damaged one.
+    """
+    first, *others = folders
+    slots = first.read_slots()
+    read = [read_slot(data, f"{first.path}/commit-{number}") for number, data in enumerate(slots)]
+    whole = sorted((one for one in read if one is not None), key=lambda one: -one.sequence)
+    if not whole and all(slots):
+        raise CheckpointError(
+            f"{first.path}: both commits are damaged, so no step can be found. wipe=True starts anew."
+        )
+    found = tuple(one for one in whole if one.run == whole[0].run)
+    if found and found[0].paths != len(folders):
+        raise ConfigError(
+            f"{first.path}: the committed run lies in {found[0].paths} folders, and nvme names "
+            f"{len(folders)}. Name the same ones, in the same order."
+        )
+    for number, folder in enumerate(folders):
+        part = folder.read_part()
+        run = found[0].run if found and number else None
+        if part is not None and part[0] != run:
+            raise ConfigError(
+                f"{folder.path} is a further folder of the run in {part[1]}. Name that run's folders, all of "
+                "them, in their order; or wipe=True to remove what is in those that are named."
+            )
+    for folder in others:
+        if any(folder.read_slots()):
+            raise ConfigError(
+                f"{folder.path} holds a run of its own. Name it alone, or another folder in its place; or "
+                "wipe=True to remove that run."
+            )
+    return found
+
+
+def check_cut(commit: Commit, path: str, tile_numel: int, state_dtype: str) -> None:
+    """See that a new process cuts records as the committed run did.
+
+    Raises: ConfigError with what would do.
+    """
+    if commit.state_dtype != state_dtype:
+        raise ConfigError(
+            f"state_dtype={state_dtype!r}: the run in {path} has {commit.state_dtype!r} moments. Give that, "
+            "another folder, or wipe=True."
+        )
+    if commit.tile_numel != tile_numel:
+        raise ConfigError(
+            f"host_memory: the run in {path} has records in tiles of {commit.tile_numel} elements, and this "
+            f"host_memory makes {tile_numel} of them. Give it as in that run (above 400 MiB all have the "
+            "same tiles), another folder, or wipe=True."
+        )

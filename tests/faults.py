@@ -1,0 +1,250 @@
+"""`python3 dev.py faults`: every request of a small training with every kind of fault, kills and power cuts.
+
+Prints a table; ends with 1 where a result was wrong, a process hung, or something leaked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import trials
+from infinity.aio import faults
+from trials import STEPS, Child
+
+KINDS = {
+    "EIO": -errno.EIO,
+    "ENOSPC": -errno.ENOSPC,
+    "EAGAIN": -errno.EAGAIN,
+    "EINTR": -errno.EINTR,
+    "short, inside a block": 512,
+    "short, one block": 4096,
+    "delayed, others first": faults.DELAY,
+    "one bit flipped": faults.FLIP,
+    "torn write or read": faults.TORN,
+    "lost write or read": faults.LOST,
+    "no answer": faults.HANG,
+}
+TRANSIENT = {"EAGAIN", "EINTR", "short, inside a block", "short, one block", "delayed, others first"}
+LIES = {"torn write or read", "lost write or read"}
+DISTURBED = 3
+"""Steps of a training with a fault."""
+COLUMNS = ("tried", "same bits", "named error, then resumed", "both generations damaged, named", "WRONG")
+
+
+class Bench:
+    """Runs trials, a few at a time, and counts how they end."""
+
+    def __init__(self, place, jobs, seed):
+        self.place, self.jobs, self.seed = Path(place), jobs, seed
+        self.counts = {}
+        self.complaints = []
+        self._plain = {}
+
+    def folder(self):
+        return Path(tempfile.mkdtemp(prefix="trial-", dir=self.place))
+
+    def plain(self, settings, steps=STEPS):
+        """What an undisturbed run of these settings gives."""
+        key = (*trials.settings_key(settings), settings.get("blocks"), steps)
+        if key not in self._plain:
+            folder = self.folder()
+            self._plain[key] = trials.plain({**settings, "durable": True}, str(folder), steps)
+            shutil.rmtree(folder)
+        return self._plain[key]
+
+    def run(self, name, waiting):
+        """Run generators, each of which yields children and returns how it ended."""
+        counts = self.counts.setdefault(name, Counter())
+        active = []
+        waiting = iter(waiting)
+        while True:
+            while len(active) < self.jobs and (one := next(waiting, None)) is not None:
+                active.append([one, next(one)])
+            if not active:
+                return
+            for slot in list(active):
+                if not slot[1].over():
+                    continue
+                try:
+                    slot[1] = slot[0].send(slot[1])
+                except StopIteration as stop:
+                    active.remove(slot)
+                    outcome, complaint = stop.value
+                    counts["tried"] += 1
+                    counts[outcome] += 1
+                    if complaint:
+                        self.complaints.append(f"{name}: {complaint}")
+                        print(f"  {name}: {complaint}"[:600], flush=True)
+            time.sleep(0.001)
+
+    def finish(self, folder, settings, at_least, said, steps=STEPS):
+        """Resume in another child, to the end; return what is wrong with it, None for nothing."""
+        expected = self.plain(settings, steps)
+        child = yield Child(lambda say: trials.train(say, str(folder), steps, **settings))
+        lines = [*said, *child.said]
+        return _complaint(expected, lines, child, at_least, steps)
+
+    def finish_after_a_lie(self, folder, settings, at_least, said):
+        """The same where the disk has lied: damage that is named is the older generation's turn."""
+        complaint = yield from self.finish(folder, settings, at_least, said, DISTURBED + 1)
+        if complaint is None or not complaint.startswith("CorruptionError"):
+            return complaint, "same bits" if at_least == DISTURBED else "named error, then resumed"
+        older = {**settings, "resume": {"older": True}}
+        complaint = yield from self.finish(folder, older, 0, said, DISTURBED + 1)
+        if complaint is not None and complaint.startswith(("CorruptionError", "CheckpointError")):
+            return None, "both generations damaged, named"
+        return complaint, "named error, then resumed"
+
+    # The sweeps
+
+    def fault(self, kind, nth, settings):
+        """One fault at one piece."""
+        folder = self.folder()
+        try:
+            child = yield Child(trials.with_fault(nth, KINDS[kind], str(folder), settings))
+            said = {key: value for line in child.said for key, value in line.items()}
+            where = f"{kind} at piece {nth} of {settings}"
+            if "end" not in said:
+                return "WRONG", f"{where}: {child.said[-1:]} status {child.status}"
+            if said.get("leaked"):
+                return "WRONG", f"{where}: leaked {said['counts']}"
+            if said["end"] != "done" and kind in TRANSIENT:
+                return "WRONG", f"{where}: {said['message']}"
+            at_least = said["committed"] or 0
+            if kind in LIES:
+                complaint, outcome = yield from self.finish_after_a_lie(
+                    folder, settings, at_least, child.said
+                )
+            else:
+                complaint = yield from self.finish(folder, settings, at_least, child.said, DISTURBED + 1)
+                outcome = "same bits" if said["end"] == "done" else "named error, then resumed"
+            return ("WRONG", f"{where}: {complaint}") if complaint else (outcome, None)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def kill(self, number):
+        """Kill at random moments, up to three times, in whatever is going on."""
+        rng = trials.rng_of(f"{self.seed} kill {number}")
+        settings = trials.choose(rng)
+        self.plain(settings)
+        folder, said, at_least = self.folder(), [], 0
+        save = str(folder / "saved") if rng.random() < 0.3 else None
+        try:
+            for _ in range(rng.randint(1, 3)):
+                child = Child(lambda say: trials.train(say, str(folder), save=save, **settings))
+                child.end_s = time.monotonic() + rng.random() * self.run_s
+                over = child.over
+                child.over = lambda over=over, child=child: _over_or_killed(over, child)
+                child = yield child
+                said += child.said
+                at_least = max([at_least, *(line.get("committed") or 0 for line in child.said)])
+            complaint = yield from self.finish(folder, settings, at_least, said)
+            return (
+                ("WRONG", f"seed {self.seed}, kill {number}, {settings}: {complaint}")
+                if complaint
+                else ("same bits", None)
+            )
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def cut(self, number):
+        """Cut the power at a random event of the store."""
+        rng = trials.rng_of(f"{self.seed} cut {number}")
+        settings = trials.choose(rng)
+        expected = self.plain(settings)
+        folder = self.folder()
+        nth = rng.randint(1, int(expected["pieces"] * 1.2))
+        try:
+            child = yield Child(trials.cut_off(nth, str(folder), str(folder / "journal"), settings))
+            at_least = max([0, *(line.get("committed") or 0 for line in child.said)])
+            trials.lose_power(folder / "journal", rng)
+            complaint = yield from self.finish(folder, settings, at_least, child.said)
+            return (
+                ("WRONG", f"seed {self.seed}, cut {number} at {nth}, {settings}: {complaint}")
+                if complaint
+                else ("same bits", None)
+            )
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def measure(self):
+        """How long an undisturbed run takes, so that kills fall into all of it."""
+        folder = self.folder()
+        child = Child(lambda say: trials.train(say, str(folder)))
+        while not child.over():
+            time.sleep(0.001)
+        self.run_s = 1.1 * (time.monotonic() - child.began_s)
+        shutil.rmtree(folder)
+
+
+def _over_or_killed(over, child):
+    if time.monotonic() >= child.end_s and child.status is None:
+        os.kill(child.pid, signal.SIGKILL)
+    return over()
+
+
+def _complaint(expected, lines, child, at_least, steps):
+    """Say what is wrong with a run that was resumed to its end, by all that its processes said."""
+    last = {key: value for line in child.said for key, value in line.items()}
+    if "hang" in last or "crash" in last or child.status:
+        return f"{last.get('crash', 'hang' if 'hang' in last else 'no end')} (status {child.status})"
+    if last["first"] < at_least:
+        return f"resumed at step {last['first']}, but step {at_least} was committed"
+    for line in lines:
+        if "loss" in line and line["loss"] != expected["losses"][line["step"] - 1]:
+            there = expected["losses"][line["step"] - 1]
+            return f"the loss of step {line['step']} is {line['loss']}, expected {there}"
+    if last["digest"] != expected["digest"] or last["committed"] != steps:
+        return f"other bits in the end, or not committed: {last}"
+    return None
+
+
+def table(counts):
+    """Lay the counts out."""
+    width = max(map(len, counts))
+    lines = [" " * width + "  " + "  ".join(COLUMNS)]
+    for name, row in counts.items():
+        cells = "  ".join(f"{row[column] or '':>{len(column)}}" for column in COLUMNS)
+        lines.append(f"{name:<{width}}  {cells}")
+    return "\n".join(lines)
+
+
+def main(arguments):
+    """Run all sweeps."""
+    parser = argparse.ArgumentParser(prog="dev.py faults", description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--cuts", type=int, default=300)
+    parser.add_argument("--every", type=int, default=1, help="disturb every so many requests (1: all)")
+    parser.add_argument("--seed", type=int, default=2104)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--place", default=None, help="a folder on the disk to use")
+    options = parser.parse_args(arguments)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="infinity-faults-", dir=options.place) as place:
+        bench = Bench(place, options.jobs, options.seed)
+        bench.measure()
+        settings = {"update": "forward", "host_memory": "256KiB", "state_dtype": "fp32", "blocks": 1}
+        pieces = bench.plain(settings, DISTURBED)["pieces"]
+        print(f"seed {options.seed}; {pieces} requests in {DISTURBED} steps; {place}", flush=True)
+        for kind in KINDS:
+            numbers = range(1, pieces + 1, options.every)
+            bench.run(kind, (bench.fault(kind, nth, settings) for nth in numbers))
+            print(f"{time.monotonic() - began:6.0f} s  {kind}", flush=True)
+        bench.run("kill -9, up to three times", (bench.kill(number) for number in range(options.kills)))
+        print(f"{time.monotonic() - began:6.0f} s  kills", flush=True)
+        bench.run("power cut", (bench.cut(number) for number in range(options.cuts)))
+    print(f"{time.monotonic() - began:6.0f} s\n\n{table(bench.counts)}")
+    return 1 if bench.complaints else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

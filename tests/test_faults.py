@@ -1,0 +1,137 @@
+"""A sample of `python3 dev.py faults`: faults at some requests, a few kills and power cuts, in children.
+
+The whole of it takes minutes; this says that it works, and that nothing has come loose.
+"""
+
+import random
+import subprocess
+import sys
+
+import pytest
+
+import faults
+import fragile
+import infinity.aio.faults
+import soak
+import trials
+from conftest import SEED, disk
+from infinity import CorruptionError
+from trials import Child
+
+pytestmark = [pytest.mark.disk, pytest.mark.multi, pytest.mark.timeout(300)]
+
+
+def test_a_sample_of_every_kind_of_fault_kill_and_power_cut(folder):
+    arguments = ["--kills", "4", "--cuts", "4", "--every", "83", "--seed", str(SEED), "--place", str(folder)]
+    command = [
+        sys.executable,
+        "-c",
+        f"import sys; sys.path.insert(0, {str(faults.__file__.rsplit('/', 1)[0])!r}); ",
+    ]
+    command[-1] += f"import faults; sys.exit(faults.main({arguments!r}))"
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    assert (ended.returncode, ended.stderr.replace("\n", "")[-500:] if ended.returncode else "") == (0, "")
+    for kind in (*faults.KINDS, "kill -9, up to three times", "power cut"):
+        assert kind in ended.stdout
+
+
+def test_the_sweep_notices_a_wrong_number_a_lost_step_and_a_hang():
+    expected = {"losses": [1.0, 2.0], "digest": "d"}
+    good = [{"first": 1}, {"step": 2, "loss": 2.0}, {"committed": 2}, {"digest": "d"}]
+
+    class Ended:
+        status = 0
+
+        def __init__(self, said):
+            self.said = said
+
+    def complaint(said, at_least=0):
+        return faults._complaint(expected, said, Ended(said), at_least, 2)
+
+    assert complaint(good) is None
+    assert "expected 2.0" in complaint([*good, {"step": 2, "loss": 2.5}])
+    assert "but step 2 was committed" in complaint(good, 2)
+    assert "other bits" in complaint([*good, {"digest": "e"}])
+    assert "not committed" in complaint([*good, {"committed": 1}])
+    assert "hang" in complaint([*good, {"hang": True}])
+    assert "Error: x" in complaint([*good, {"crash": "Error: x"}])
+
+
+def test_what_a_power_cut_takes_back_is_what_was_not_flushed(folder):
+    path, journal = folder / "file", folder / "journal"
+    path.write_bytes(b"n" * 8192)
+    power = trials.PowerCut(str(journal), nth=10**9)
+    power.note(str(path), 0, b"o" * 4096)
+    power.note(str(path), 4096, b"o" * 4096)
+    power.flushed(0, 1)
+    for seed in range(50):
+        path.write_bytes(b"n" * 8192)
+        assert trials.lose_power(journal, random.Random(seed)) == 1
+        assert path.read_bytes()[:4096] == b"n" * 4096
+    assert set(path.read_bytes()) <= set(b"no")
+
+
+def test_a_disk_that_hangs_is_reported_in_time_with_what_it_was_asked_for(folder):
+    child = Child(trials.with_fault(60, infinity.aio.faults.HANG, str(folder), {}))
+    while not child.over():
+        pass
+    (ended,) = [line for line in child.said if "end" in line]
+    assert ended["end"] == "IoTimeoutError"
+    for part in (
+        "the disk does not answer",
+        "in flight: ",
+        " B at ",
+        "try: look at `dmesg`",
+        "INFINITY_IO_TIMEOUT",
+    ):
+        assert part in ended["message"]
+
+
+def test_every_bit_of_a_records_fields_is_watched(folder):
+    run = fragile.Run(folder)
+    run.train(2)
+    infinity.commit(run.model)
+    run.engine.lane.drain()
+    durable, rng = run.engine.durable, random.Random(SEED)
+    unit = next(unit for unit in run.engine.units if unit.name == "blocks.1")
+    path = next((folder / "infinity-run" / "rank0").glob("state-*"))
+    for field in ("hi", "lo", "m", "v"):
+        extent, _ = durable._homes.get((unit.record, field)) or unit.record.place(field)
+        (one, other), runs = durable.store.describe(extent)
+        place = (one, other)[runs[0][1]]
+        assert len(runs) == 1
+        for bit in rng.sample(range(8 * place[1]), 8):
+            _flip(path, place[0] + bit // 8, 1 << bit % 8)
+            record = unit.record
+            if record.in_host(field):
+                _flip(path, place[0] + bit // 8, 1 << bit % 8)
+                continue
+            nbytes = record.field_nbytes(field)
+            arena = infinity.memory.Arena(nbytes)
+            record.read(field, 0, unit.shard.numel, arena.address, arena).wait()
+            with pytest.raises(CorruptionError, match=rf"blocks\.1\.{field}"):
+                record.check(field, 0, unit.shard.numel, arena.address)
+            _flip(path, place[0] + bit // 8, 1 << bit % 8)
+    run.kill()
+
+
+def _flip(path, offset, mask):
+    import os
+
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ mask]))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def test_nothing_grows_over_many_steps():
+    first, last = soak.soak(150, str(disk()))
+    assert soak.grown({**first, "memory": 0}, {**last, "memory": 0}) == []
+
+
+def test_the_soak_notices_what_grows():
+    first = {"memory": 0, "descriptors": 10, "objects": 100}
+    assert soak.grown(first, {"memory": 5 << 20, "descriptors": 11, "objects": 301}) == list(first)

@@ -1,0 +1,314 @@
+"""Trials of a durable run in forked children: with a fault at one request, killed, or cut off from power.
+
+Each child trains tests/fragile's model for a few steps, and tells its parent, line by line, what it did.
+What it leaves behind is then resumed in another child, and has to end with the bits of a run that nothing
+disturbed.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import signal
+import struct
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch._dynamo  # warmed up for the children: what makes a torch Optimizer imports it
+import xxhash
+
+import fragile
+import infinity
+from infinity import CheckpointError, CorruptionError, EngineFailedError, HostMemoryError, nvme
+from infinity import aio as product_aio
+from infinity.aio import faults
+from infinity.nvme import NvmeStore
+from infinity.runfolder import RunFolder
+from infinity.tensors import as_bytes
+
+STEPS = 6
+LIMIT_S = 120.0
+NAMED = (product_aio.IoError, product_aio.IoTimeoutError, product_aio.StorageFullError, CorruptionError)
+NAMED += (EngineFailedError, CheckpointError, HostMemoryError)
+
+
+class Child:
+    """A forked process that runs `work(say)` and ends without any clean-up; `say` sends a line."""
+
+    def __init__(self, work):
+        read, write = os.pipe()
+        sys.stdout.flush()
+        self.began_s = time.monotonic()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(read)
+            code = 1
+            try:
+                os.environ["INFINITY_MEASURE"] = "0"
+                work(lambda **what: os.write(write, (json.dumps(what) + "\n").encode()))
+                code = 0
+            except BaseException as error:  # noqa: BLE001
+                line = {"crash": f"{type(error).__name__}: {error}"[:2000]}
+                os.write(write, (json.dumps(line) + "\n").encode())
+            finally:
+                os._exit(code)
+        os.close(write)
+        self._read = read
+        os.set_blocking(read, False)
+        self._text = b""
+        self.status = None
+
+    def over(self):
+        """Whether it has ended; after LIMIT_S it is ended."""
+        try:
+            while part := os.read(self._read, 1 << 16):
+                self._text += part
+        except BlockingIOError:
+            pass
+        if time.monotonic() - self.began_s > LIMIT_S:
+            os.kill(self.pid, signal.SIGKILL)
+            self._text += b'{"hang": true}\n'
+        if self.status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if not pid:
+                return False
+            self.status = status
+            return self.over()
+        os.close(self._read)
+        return True
+
+    @property
+    def said(self):
+        """Everything it said, whole lines."""
+        return [json.loads(line) for line in self._text.split(b"\n")[:-1]]
+
+
+def digest(run):
+    """One number for every bit that counts."""
+    found = xxhash.xxh3_128()
+    for name, tensors in run.state().items():
+        found.update(name.encode())
+        for tensor in tensors:
+            found.update(as_bytes(tensor))
+    return found.hexdigest()
+
+
+def train(say, folder, steps=STEPS, save=None, **settings):
+    """Begin or go on, to the end; say each loss, what is committed, and the digest in the end."""
+    torch.set_num_threads(1)
+    run = fragile.Run(folder, **settings)
+    say(first=run.first)
+    while run.done < steps:
+        loss = run.step()
+        say(step=run.done, loss=loss, committed=run.committed)
+        if save is not None and run.done == 3:
+            infinity.save(run.model, run.optimizer, save, overwrite=True)
+    infinity.commit(run.model)
+    say(committed=run.committed)
+    say(digest=digest(run))
+    run.kill()
+
+
+def plain(settings, folder, steps=STEPS):
+    """Return what an undisturbed run says: its losses, its digest, the pieces that its requests make."""
+
+    def work(say):
+        torch.set_num_threads(1)
+        run = fragile.Run(folder, **settings)
+        losses = run.train(steps)
+        infinity.commit(run.model)
+        say(losses=list(losses.values()), digest=digest(run))
+        say(pieces=run.engine.nvme_store.engine.statistics().pieces)
+        run.kill()
+
+    child = Child(work)
+    while not child.over():
+        time.sleep(0.005)
+    return {key: value for line in child.said for key, value in line.items()}
+
+
+# A fault at the nth piece that is moved
+
+
+def resources():
+    """Count descriptors and threads."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), threading.active_count()  # noqa: PTH208
+
+
+def with_fault(nth, result, folder, settings, steps=3):
+    """Return the work of a child that trains with a fault at its nth piece, and says how it ended."""
+
+    def work(say):
+        torch.set_num_threads(1)
+        os.environ["INFINITY_IO_TIMEOUT"] = "0.4" if result == faults.HANG else "30"
+        real = product_aio.open_engine
+
+        def opened(*args, **kwargs):
+            engine = real(*args, **kwargs)
+            faults.inject(engine, nth, result)
+            return engine
+
+        before = resources()
+        nvme.aio.open_engine = opened
+        run = None
+        try:
+            try:
+                run = fragile.Run(folder, **settings)
+                nvme.aio.open_engine = real
+                for _ in range(steps):
+                    say(step=run.done + 1, loss=run.step())
+                infinity.commit(run.model)
+                say(end="done", committed=run.committed)
+            except NAMED as error:
+                committed = None if run is None else run.committed
+                say(end=type(error).__name__, message=str(error), committed=committed)
+                del error
+            if run is not None:
+                run.kill()
+        finally:
+            nvme.aio.open_engine = real
+        del run
+        if result != faults.HANG:
+            after = resources()
+            say(leaked=after[0] > before[0] or after[1] > before[1], counts=[before, after])
+
+    return work
+
+
+# A power cut
+
+
+class PowerCut:
+    """Notes what every write since the last flush has overwritten, and ends the process at the nth event."""
+
+    def __init__(self, journal, nth):
+        self.journal, self.nth, self.events = os.open(journal, os.O_RDWR | os.O_CREAT | os.O_APPEND), nth, 0
+        self._lock = threading.Lock()
+        self._entries = 0
+
+    def event(self):
+        self.events += 1
+        if self.events == self.nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)
+
+    def note(self, path, offset, old):
+        with self._lock:
+            head = json.dumps({"path": path, "offset": offset, "nbytes": len(old)}).encode()
+            os.write(self.journal, struct.pack("<I", len(head)) + head + old)
+            self._entries += 1
+            return self._entries
+
+    def flushed(self, first, last):
+        head = json.dumps({"flushed": [first, last]}).encode()
+        os.write(self.journal, struct.pack("<I", len(head)) + head)
+
+    def watch(self):
+        """Stand between the store and its disk."""
+        write, sync, write_slot = NvmeStore.write, NvmeStore.sync, RunFolder.write_slot
+        began = {}
+
+        def noted_write(store, request):
+            path = str(Path(f"/proc/self/fd/{store._file.fd}").readlink())
+            offset = request.extent.offset + request.start
+            with open(path, "rb", buffering=0) as file:  # noqa: PTH123
+                self.note(path, offset, os.pread(file.fileno(), request.nbytes, offset))
+            self.event()
+            transfer = write(store, request)
+            self.event()
+            return transfer
+
+        def noted_sync(store):
+            last, first = self._entries, began.get(store, 0)
+            self.event()
+            sync(store)
+            self.flushed(first, last)
+            began[store] = last
+            self.event()
+
+        def noted_slot(folder, number, data):
+            path = Path(folder.path) / f"commit-{number}"
+            entry = self.note(str(path), 0, path.read_bytes() if path.exists() else b"")
+            real = os.fdatasync
+
+            def torn(fd):
+                os.fdatasync = real
+                self.event()
+                real(fd)
+
+            os.fdatasync = torn
+            try:
+                write_slot(folder, number, data)
+            finally:
+                os.fdatasync = real
+            self.flushed(entry - 1, entry)
+            self.event()
+
+        NvmeStore.write, NvmeStore.sync, RunFolder.write_slot = noted_write, noted_sync, noted_slot
+
+
+def lose_power(journal, rng):
+    """Take back what was not flushed when the power went: each write whole, in part, or not at all."""
+    data, at, entries = Path(journal).read_bytes(), 0, {}
+    number = 0
+    while at + 4 <= len(data):
+        (length,) = struct.unpack_from("<I", data, at)
+        head = json.loads(data[at + 4 : at + 4 + length])
+        at += 4 + length
+        if "flushed" in head:
+            first, last = head["flushed"]
+            for one in range(first + 1, last + 1):
+                entries.pop(one, None)
+            continue
+        number += 1
+        entries[number] = head["path"], head["offset"], data[at : at + head["nbytes"]]
+        at += head["nbytes"]
+    share = rng.random()
+    for path, offset, old in reversed(entries.values()):
+        if rng.random() > share:
+            continue
+        first = rng.randrange(0, len(old) + 1, 512) if rng.random() < 0.5 else 0
+        last = len(old) if rng.random() < 0.5 else rng.randrange(first, len(old) + 1)
+        with open(path, "r+b", buffering=0) as file:  # noqa: PTH123
+            os.pwrite(file.fileno(), old[first:last], offset + first)
+            if not old:
+                os.ftruncate(file.fileno(), rng.randrange(0, os.fstat(file.fileno()).st_size + 1))
+    return len(entries)
+
+
+def cut_off(nth, folder, journal, settings):
+    """Return the work of a child that trains until its power is cut."""
+
+    def work(say):
+        power = PowerCut(journal, nth)
+        power.watch()
+        train(say, folder, **settings)
+        say(events=power.events)
+
+    return work
+
+
+def choose(rng):
+    """Draw the settings of a trial."""
+    return {
+        "update": rng.choice(["forward", "backward"]),
+        "host_memory": rng.choice(["256KiB", "256KiB", "64MiB"]),
+        "state_dtype": rng.choice(["fp32", "fp32", "int8"]),
+        "durable": rng.choice([True, True, "every 2 steps"]),
+    }
+
+
+def settings_key(settings):
+    """Name settings whose undisturbed runs are the same."""
+    return settings["update"], settings["state_dtype"]
+
+
+def rng_of(seed):
+    """Return a generator for one trial."""
+    return random.Random(seed)
