@@ -30,19 +30,18 @@ from typing import Any, Protocol
 
 from infinity import aio
 from infinity.commits import Commit, FieldAt, PlainTensor, RecordAt
-from infinity.config import Config
-from infinity.errors import ConfigError, UnsupportedError
+from infinity.errors import UnsupportedError
 from infinity.generations import TwinStore
 from infinity.keeping import KeepPass
 from infinity.lanes import StreamLane
 from infinity.manifest import CheckpointError
-from infinity.nvme import NvmeStore, Opening
+from infinity.nvme import Opening
 from infinity.queueing import Pass
 from infinity.record import Record
 from infinity.runfolder import RunFolder, state_name
 from infinity.store import Extent
-from infinity.stripes import StripedStore, open_nvme
-from infinity.taking_over import check_cut, find
+from infinity.stripes import open_nvme
+from infinity.taking_over import find
 from infinity.unit import Unit
 
 Said = tuple[Mapping[str, Any], Mapping[str, PlainTensor]]
@@ -392,31 +391,3 @@ def _known(commit: Commit | None) -> Commit:
 
 def _open(opening: Callable[[aio.Engine, str], aio.File], name: str, engine: aio.Engine) -> aio.File:
     return opening(engine, name)
-
-
-NvmeTier = Durable | NvmeStore | StripedStore
-"""What has to be closed in the end."""
-
-
-def open_tier(
-    config: Config, folders: Sequence[str], sharers: int, ranks: int, tile_numel: int
-) -> tuple[Durable | None, NvmeStore | StripedStore | None]:
-    """Open the NVMe tier that a configuration asks for, durable or not; None for what it does not.
-
-    Raises: ConfigError, CheckpointError, or an OSError naming the path.
-    """
-    if not config.durable_steps:
-        return None, open_nvme(folders, config.aio, sharers) if folders else None
-    if ranks > 1:
-        raise ConfigError(
-            f"durable={config.durable!r}: {ranks} ranks do not agree on a commit yet. Use infinity.save, or "
-            "one rank."
-        )
-    durable = Durable(folders, config.aio, config.durable_steps, wipe=config.wipe)
-    try:
-        for commit in durable.found[:1]:
-            check_cut(commit, durable.folders[0].path, tile_numel, config.state_dtype)
-    except BaseException:
-        durable.close()
-        raise
-    return durable, durable.nvme

@@ -22,7 +22,6 @@ from infinity.arrivals import Arrivals
 from infinity.calls import Entering, Leaving
 from infinity.config import Config
 from infinity.device import Device, open_device
-from infinity.durable import NvmeTier, open_tier
 from infinity.errors import HostMemoryError, UnsupportedError
 from infinity.exchange import Exchange
 from infinity.executor import Executor
@@ -42,6 +41,7 @@ from infinity.shard import Format, lay_out, share
 from infinity.sizes import format_size
 from infinity.slices import Slices
 from infinity.store import HostStore, Store
+from infinity.tiers import NvmeTier, open_tier
 from infinity.timeline import Timeline
 from infinity.unit import Unit
 

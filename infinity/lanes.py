@@ -63,10 +63,7 @@ class StreamLane:
     def __init__(
         self, pool: Pool, *, inline: bool = False, timeline: Timeline | None = None, cpus: Sequence[int] = ()
     ) -> None:
-        """Start the thread, on `cpus` if there are any; `pool` belongs to it from now on.
-
-        inline: see [Note: passes without transfers].
-        """
+        """Start it, on `cpus` if any; it owns `pool`; `inline`: see [Note: passes without transfers]."""
         self.lock = threading.RLock()  # entered as a lock, in C; a Ctrl-C in Condition's own methods keeps it
         """Guards all units' state."""
         self.changed = threading.Condition(self.lock)
@@ -393,9 +390,7 @@ class StreamLane:
             self.changed.notify_all()
 
     def _drain_transfers(self) -> None:
-        """Wait for whatever is in flight, so that slots may be freed; errors here come after the one that
-        counts.
-        """
+        """Wait for what is in flight, so that slots may be freed; the error that counts came before."""
         for tile in (*self._reading, *self._writing):
             for transfer in tile.transfers:
                 try:

@@ -211,12 +211,14 @@ def test_another_model_is_refused_by_name(folder, monkeypatch):
 
 
 def test_a_second_optimizer_is_refused(folder):
-    run = Run(folder, resume=False, track=False)
-    run.optimizer.mine.clear()  # as if some parameters were left to another one
-    other = AdamW(run.model.frozen.parameters())
-    infinity.resume(run.model, run.optimizer)
+    with infinity.Init(nvme=folder, host_memory="256KiB", durable=True):
+        model = fragile.Small()
+    one = AdamW([*model.embed.parameters(), *model.blocks.parameters()])
+    other = AdamW(model.seldom.parameters())
+    infinity.resume(model, one)
+    model(torch.zeros(1, 8, dtype=torch.int64), seldom=True).backward()
     with pytest.raises(UnsupportedError, match="a second optimizer"):
-        run.step()
+        one.step()
     del other
 
 

@@ -1,0 +1,39 @@
+"""The NVMe tier of an engine: nameless files, or a durable run's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from infinity.config import Config
+from infinity.durable import Durable
+from infinity.errors import ConfigError
+from infinity.nvme import NvmeStore
+from infinity.stripes import StripedStore, open_nvme
+from infinity.taking_over import check_cut
+
+NvmeTier = Durable | NvmeStore | StripedStore
+"""What has to be closed in the end."""
+
+
+def open_tier(
+    config: Config, folders: Sequence[str], sharers: int, ranks: int, tile_numel: int
+) -> tuple[Durable | None, NvmeStore | StripedStore | None]:
+    """Open the NVMe tier that a configuration asks for, durable or not; None for what it does not.
+
+    Raises: ConfigError, CheckpointError, or an OSError naming the path.
+    """
+    if not config.durable_steps:
+        return None, open_nvme(folders, config.aio, sharers) if folders else None
+    if ranks > 1:
+        raise ConfigError(
+            f"durable={config.durable!r}: {ranks} ranks do not agree on a commit yet. Use infinity.save, or "
+            "one rank."
+        )
+    durable = Durable(folders, config.aio, config.durable_steps, wipe=config.wipe)
+    try:
+        for commit in durable.found[:1]:
+            check_cut(commit, durable.folders[0].path, tile_numel, config.state_dtype)
+    except BaseException:
+        durable.close()
+        raise
+    return durable, durable.nvme
