@@ -33,6 +33,20 @@ def test_the_program_in_the_readme_runs(folder, capsys):
 
 
 @pytest.mark.disk
+def test_the_durable_program_in_the_readme_runs(folder):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import fragile
+    import infinity
+
+    program = programs()[1].replace('"/local_nvme"', repr(str(folder))).replace("4GiB", "4MiB")
+    program = program.replace("LlamaConfig()", f"LlamaConfig({SIZES})")
+    names = {"infinity": infinity, "torch": torch, "LlamaConfig": LlamaConfig, "loader": fragile.Loader()}
+    exec(program, {**names, "LlamaForCausalLM": LlamaForCausalLM})  # noqa: S102 - it is ours
+    assert (folder / "infinity-run" / "rank0" / "commit-1").stat().st_size > 1000
+
+
+@pytest.mark.disk
 def test_the_deepspeed_script_in_the_readme_runs(folder):
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -45,7 +59,7 @@ def test_the_deepspeed_script_in_the_readme_runs(folder):
         "infinity": {"host_memory": "4MiB"},
     }
     (folder / "ds.json").write_text(json.dumps(content))
-    program = programs()[1]
+    program = programs()[2]
     for written, here in (
         ('"ds.json"', repr(str(folder / "ds.json"))),
         ("LlamaConfig()", f"LlamaConfig({SIZES})"),
@@ -70,7 +84,7 @@ def test_the_trainer_in_the_readme_runs(folder):
 
     sizes = {name: int(size) for name, size in re.findall(r"(\w+)=(\d+)", SIZES)}
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder / "model")
-    program = programs()[2]
+    program = programs()[3]
     for written, here in (
         ('"/local_nvme"', repr(str(folder))),
         ('"out"', f'{str(folder / "out")!r}, use_cpu=True, report_to="none", disable_tqdm=True'),
