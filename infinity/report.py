@@ -204,6 +204,8 @@ class Run:
     after: Stats | None = None
     speed: Speed | None = None
     """The disk's, if it was measured."""
+    of_ranks: list[dict[str, float]] = field(default_factory=list)
+    """What each of several ranks says of itself, as `figures` returns it."""
 
     @property
     def steady(self) -> list[Step]:
@@ -235,7 +237,26 @@ class Run:
 
     def rows(self) -> list[tuple[str, str]]:
         """Return what the table says, as (what, value)."""
-        return [*self._model(), *self._time(), *self._bound(), *self._engine()]
+        return [*self._model(), *self._time(), *self._bound(), *self._engine(), *self._ranks()]
+
+    def figures(self, peak_nbytes: int) -> dict[str, float]:
+        """Return what this rank tells the one that draws the table."""
+        median = statistics.median
+        return {
+            "peak_nbytes": peak_nbytes,
+            "read_nbytes": median(step.nvme_read_nbytes for step in self.steady),
+            "written_nbytes": median(step.nvme_written_nbytes for step in self.steady),
+            "stall_s": median(step.stall_s for step in self.steady),
+        }
+
+    def _ranks(self) -> list[tuple[str, str]]:
+        rows = [(f"rank {rank}", _of_rank(one)) for rank, one in enumerate(self.of_ranks)]
+        if self.before is not None and self.after is not None and self.after.ranks > 1 and self.steps:
+            moved = self.after.since(self.before).exchanged_nbytes
+            per_step = {kind: nbytes / len(self.steps) / 1e6 for kind, nbytes in moved.items()}
+            said = f"units {per_step['gather']:,.1f} MB, gradients {per_step['reduce']:,.1f} MB"
+            rows.append(("exchanged by ranks per step", said))
+        return rows
 
     def _model(self) -> list[tuple[str, str]]:
         state = self.parameters * self.state_nbytes
@@ -308,12 +329,20 @@ class Run:
         return rows
 
     def _traffic(self) -> list[tuple[str, str]]:
-        read = statistics.median(step.nvme_read_nbytes for step in self.steady) / self.parameters
-        written = statistics.median(step.nvme_written_nbytes for step in self.steady) / self.parameters
+        held = self.parameters / (self.after.ranks if self.after is not None else 1)
+        read = statistics.median(step.nvme_read_nbytes for step in self.steady) / held
+        written = statistics.median(step.nvme_written_nbytes for step in self.steady) / held
         rate = statistics.median(step.nvme_nbytes / step.seconds for step in self.steady) / 1e9
         source = "/proc/self/io" if self.counts_io else "the engine's own count"
         moved = f"{read + written:.1f} (read {read:.1f}, written {written:.1f}; median, by {source})"
         return [("NVMe bytes per parameter, step", moved), ("NVMe throughput", f"{rate:.2f} GB/s, median")]
+
+
+def _of_rank(figures: Mapping[str, float]) -> str:
+    read, written = (figures[name] / 1e6 for name in ("read_nbytes", "written_nbytes"))
+    peak = format_size(int(figures["peak_nbytes"]))
+    moved = f"a step reads {read:,.1f} MB, writes {written:,.1f} MB, waits {figures['stall_s']:.2f} s"
+    return f"peak memory {peak}; {moved} (medians)"
 
 
 def typical(steps: Sequence[Step]) -> Load:

@@ -40,6 +40,13 @@ def run_folder(out: str | None) -> Iterator[Path]:
             folder.rmdir()  # does nothing to one that holds something
 
 
+def folder_beside(out: str | None) -> Path:
+    """Return where a rank that leaves no log of its own may make files: the folder that holds rank 0's."""
+    folder = Path("runs") if out is None else Path(out).absolute().parent
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def _new_folder(parent: Path) -> Path:
     """Make a folder named after the time, and, where there is one, a number."""
     name = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")

@@ -81,11 +81,15 @@ class Text:
 class Sampler:
     """An endless stream of batches, the same ones for the same text, seed and shape.
 
+    Several ranks divide each batch: together they see what one rank sees with as many times the sequences.
+
     Raises: TextError where the text is shorter than one sequence.
     """
 
-    def __init__(self, text: Text, *, batch: int, sequence: int, seed: int) -> None:
-        """Sequences per batch, bytes per sequence, and the seed of the positions."""
+    def __init__(
+        self, text: Text, *, batch: int, sequence: int, seed: int, rank: int = 0, ranks: int = 1
+    ) -> None:
+        """Sequences per batch and rank, bytes per sequence, and the seed of the positions."""
         if text.nbytes < sequence:
             raise TextError(
                 f"text: {text.path} has {text.nbytes} B, less than one sequence of {sequence}. "
@@ -93,6 +97,7 @@ class Sampler:
             )
         self._text = text
         self._batch, self._sequence = batch, sequence
+        self._rank, self._ranks = rank, ranks
         self._generator = torch.Generator().manual_seed(seed)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -107,7 +112,8 @@ class Sampler:
         """Yield batches of token ids: int64 [batch, sequence]."""
         last = self._text.nbytes - self._sequence
         while True:
-            starts = torch.randint(last + 1, (self._batch,), generator=self._generator).tolist()
+            drawn = torch.randint(last + 1, (self._ranks, self._batch), generator=self._generator)
+            starts = drawn[self._rank].tolist()
             read = b"".join(self._text.read(start, self._sequence) for start in starts)
             flat = torch.frombuffer(bytearray(read), dtype=torch.uint8)
             yield flat.view(self._batch, self._sequence).long()

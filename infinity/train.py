@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import math
 import os
 import time
@@ -26,17 +27,18 @@ from torch.optim.lr_scheduler import LambdaLR
 from infinity import reference, tiling
 from infinity.config import Config
 from infinity.disk import DiskSpeed, measured
-from infinity.engine import engine_of_model
+from infinity.engine import Engine, engine_of_model
 from infinity.errors import ConfigError, InfinityError
 from infinity.going_on import go_on
 from infinity.init import Init
 from infinity.interrupted import interruptible
 from infinity.optim import AdamW
 from infinity.presets import PRESETS, llama, recompute_blocks
+from infinity.ranks import ALONE
 from infinity.recording import Recording
 from infinity.report import RECENT, STATE_NBYTES, Meter, Progress, Run, Step, StepLog, plot_loss
 from infinity.resume import commit
-from infinity.run_folder import LOG, PICTURE, errors_named, run_folder
+from infinity.run_folder import LOG, PICTURE, errors_named, folder_beside, run_folder
 from infinity.sizes import format_size
 from infinity.stats import stats
 from infinity.text import Sampler, Text, default_text
@@ -119,15 +121,53 @@ def train(settings: Settings, console: Console) -> None:
     """
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError("infinity train needs transformers: pip install 'zero-infinity[train]'")
-    recording = Recording(settings.timeline, settings.report)
+    rank, ranks = (int(os.environ.get(name, usual)) for name, usual in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    if ranks > 1 and settings.plain:
+        raise ConfigError("--plain trains in one process. Leave torchrun out, or --plain.")
+    recording = Recording(None, None) if rank else Recording(settings.timeline, settings.report)
     with interruptible() as check:
         text = default_text() if settings.text is None else Text(settings.text)
-        sampler = Sampler(text, batch=settings.batch, sequence=settings.sequence, seed=settings.seed)
+        shape = {"batch": settings.batch, "sequence": settings.sequence, "seed": settings.seed}
+        sampler = Sampler(text, **shape, rank=rank, ranks=ranks)
         from transformers import LlamaForCausalLM  # noqa: F401 (its imports are no part of what training takes)
 
         meter = Meter()
+        if rank:
+            _train_beside(settings, sampler, folder_beside(settings.out), meter, recording, check)
+            return
         with run_folder(settings.out) as folder:
             _train(settings, console, text, sampler, folder, meter, recording, check)
+
+
+def _train_beside(
+    settings: Settings,
+    sampler: Sampler,
+    folder: Path,
+    meter: Meter,
+    recording: Recording,
+    check: Callable[[], None],
+) -> None:
+    """Train as a further rank: rank 0 shows and logs what all do."""
+    model, optimizer = build(settings, folder)
+    run = Run(settings.preset, 1)
+    engine = engine_of_model(model)
+    try:
+        for step in steps(settings, model, optimizer, sampler, meter, recording):
+            run.steps.append(step)
+            check()
+            _check_finite(step)
+        _figures(engine, run, meter)
+    finally:
+        with contextlib.suppress(InfinityError, OSError):
+            engine.close()
+
+
+def _figures(engine: Engine, run: Run, meter: Meter) -> list[dict[str, float]]:
+    """Return what each of several ranks says of itself; nothing with one. Every rank calls it."""
+    if engine.ranks.size == 1:
+        return []
+    mine = json.dumps(run.figures(meter.peak_nbytes())).encode()
+    return [json.loads(said) for said in engine.ranks.each(mine, "closing figures")]
 
 
 def _train(
@@ -162,6 +202,7 @@ def _train(
                 check()
                 _check_finite(step)
         if not settings.plain:
+            run.of_ranks = _figures(engine_of_model(model), run, meter)
             run.predict(engine_of_model(model), stats(model))
     finally:
         with contextlib.suppress(OSError):  # each line was written at once: what failed then has been raised
@@ -251,7 +292,8 @@ def steps(
     if settings.durable:
         first = go_on(model, optimizer, schedule, sampler, resuming=settings.resume)
     batches = iter(sampler)
-    tokens = settings.batch * settings.micro_batches * settings.sequence * settings.accumulate
+    ranks = ALONE if settings.plain else engine_of_model(model).ranks
+    tokens = settings.batch * settings.micro_batches * settings.sequence * settings.accumulate * ranks.size
     now = None if settings.plain else stats(model)
     io = meter.io_nbytes(now)
     recording.mark(time.perf_counter(), now, meter.rss_nbytes() - meter.baseline_nbytes)
@@ -263,7 +305,7 @@ def steps(
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-        value = float(loss)
+        value = ranks.totals([float(loss)], "mean loss")[0] / ranks.size
         seconds = time.perf_counter() - began
         before, now = now, None if settings.plain else stats(model)
         io_before, io = io, meter.io_nbytes(now)

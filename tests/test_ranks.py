@@ -42,23 +42,23 @@ CASES = {2: [*EXACT, *OTHERS], 3: FEW, 4: FEW}
 pytestmark = [pytest.mark.multi, pytest.mark.disk]
 
 
-def launch(folder, ranks, cases, *, timeout_s=250):
-    """Run cases under torchrun; return the ranks' answers."""
-    folder.mkdir(parents=True, exist_ok=True)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
-    }
-    environment |= {"OMP_NUM_THREADS": "1", "RANKS_DISK": str(folder)}
-    run = subprocess.run(
-        [*torchrun, str(TESTS / "ranks_run.py"), str(folder), *cases],
-        env=environment,
+def torchrun(ranks, *arguments, **environment):
+    """Run a program on several ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    paths = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [*command, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=250,
         check=False,
     )
+
+
+def launch(folder, ranks, cases):
+    """Run cases under torchrun; return the ranks' answers."""
+    run = torchrun(ranks, TESTS / "ranks_run.py", folder, *cases, RANKS_DISK=str(folder))
     paths = [folder / f"{rank}.json" for rank in range(ranks)]
     assert all(path.exists() for path in paths), run.stderr[-3000:]
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
@@ -154,3 +154,20 @@ def test_a_rank_that_fails_tells_the_others_why(tmp_path):
     assert "rank 1: " in given[0]["failing"]["error"]
     assert "planted" in given[0]["failing"]["error"]
     assert "planted" in given[1]["failing"]["error"]
+
+
+def test_the_command_trains_on_two_ranks_with_one_log_as_on_one_with_twice_the_batch(tmp_path):
+    """Losses within what bf16 sums of other orders explain; the table has each rank's figures."""
+    options = ["--preset", "1m", "--steps", 4, "--sequence", 64, "--no-nvme", "--host-memory", "256MiB"]
+    runs = {2: ["--batch", 1, "--out", tmp_path / "two"], 1: ["--batch", 2, "--out", tmp_path / "one"]}
+    for ranks, own in runs.items():
+        run = torchrun(ranks, "-m", "infinity", "train", *options, *own)
+        assert run.returncode == 0, run.stderr[-3000:]
+        assert run.stdout.count("log: ") == 1
+        assert ("rank 1" in run.stdout) == (ranks == 2)
+    two, one = (
+        [json.loads(line)["loss"] for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        for name in ("two", "one")
+    )
+    assert len(two) == 4
+    assert two == pytest.approx(one, rel=2e-3)
