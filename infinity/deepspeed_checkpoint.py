@@ -17,7 +17,7 @@ from torch import nn
 
 from infinity.checkpoint import load, save
 from infinity.deepspeed_launch import rank
-from infinity.errors import UnsupportedError
+from infinity.engine import engine_of_model
 from infinity.manifest import CheckpointError
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ def save_tagged(
     save_latest: bool,
 ) -> None:
     """Save to folder/tag; see DeepSpeedEngine.save_checkpoint."""
-    _one_rank(engine)
     name = _name(f"global_step{engine.global_steps}" if tag is None else tag)
     Path(folder).mkdir(parents=True, exist_ok=True)
     waiting = engine.micro_steps % engine.gradient_accumulation_steps()
@@ -55,8 +54,9 @@ def save_tagged(
         extra=extra,
         overwrite=True,
     )
-    if save_latest:
-        _replace(Path(folder) / LATEST, lambda file: file.write(name.encode()))
+    with engine_of_model(engine.module).ranks.together(f"naming {name} the latest"):
+        if save_latest and rank() == 0:
+            _replace(Path(folder) / LATEST, lambda file: file.write(name.encode()))
 
 
 def load_tagged(
@@ -68,7 +68,6 @@ def load_tagged(
     scheduler: bool,
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Load from folder/tag; see DeepSpeedEngine.load_checkpoint."""
-    _one_rank(engine)
     latest = Path(folder) / LATEST
     if tag is None:
         if not latest.is_file():
@@ -101,11 +100,6 @@ def save_weights(model: nn.Module, folder: str | os.PathLike[str], name: str) ->
     if rank() == 0:
         Path(folder).mkdir(parents=True, exist_ok=True)
         _replace(Path(folder) / name, lambda file: torch.save(weights, file))
-
-
-def _one_rank(engine: DeepSpeedEngine) -> None:
-    if engine.world_size > 1:
-        raise UnsupportedError(f"checkpoints of {engine.world_size} ranks are not there yet")
 
 
 def _name(tag: object) -> str:

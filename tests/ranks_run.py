@@ -159,12 +159,30 @@ def through_deepspeed():
         losses[1].append(loss.item())
     expected = {"losses": losses[0], **plain.state_dict(), **state_of(recipe)}
     actual = {"losses": losses[1], **model.state_dict(), **state_of(optimizer)}
+    counts = [engine.train_batch_size(), engine.global_samples, engine.global_steps]
+    engine.save_checkpoint(os.environ["RANKS_DISK"], client_state={"epoch": 1})
+    further = [deepspeed_step(engine, 6), deepspeed_step(engine, 8)]
+    path, said = engine.load_checkpoint(os.environ["RANKS_DISK"])
+    again = [deepspeed_step(engine, 6), deepspeed_step(engine, 8)]
     return {
+        "resumed": further == again and path.endswith("global_step3") and said == {"epoch": 1},
         "different": [key for key, one in expected.items() if not same(one, actual[key])],
         "losses": losses[1],
         "rows": sorted(int(row) for rows in loader for row in rows),
-        "counts": [engine.train_batch_size(), engine.global_samples, engine.global_steps],
+        "counts": counts,
     }
+
+
+def deepspeed_step(engine, first):
+    """Train one step, of two backwards; return their losses."""
+    losses = []
+    for number in (first, first + 1):
+        ids = models.batch(1000 * dist.get_rank() + number)
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
 
 
 def state_of(optimizer):

@@ -101,6 +101,10 @@ def test_deepspeeds_engine_counts_and_deals_for_all_ranks(answers):
     assert sorted(rows[0] + rows[1]) == list(range(12))
 
 
+def test_deepspeeds_engine_goes_on_from_a_checkpoint_of_all_ranks(answers):
+    assert [one["resumed"] for one in answers(2, "deepspeed")] == [True, True]
+
+
 def test_a_checkpointed_step_exchanges_every_weight_twice_and_every_gradient_once(answers):
     for one in answers(2, "traffic"):
         assert one["reduce"] == 2 * one["weights"]
