@@ -19,12 +19,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed.device_mesh import init_device_mesh
 
 import infinity
 import models
 import parity
 from infinity import reference
 from infinity.engine import engine_of_model
+from infinity.presets import PRESETS, llama
 from infinity.reference import ReferenceAdamW, prepare
 
 WIDE = {
@@ -48,21 +50,21 @@ models.MODELS.update(  # wide enough that every rank holds a part of most units,
 )
 
 
-def mean_over_ranks(grad):
-    rows = [torch.empty_like(grad) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, grad.contiguous())
+def mean_over_ranks(grad, group=None):
+    rows = [torch.empty_like(grad) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, grad.contiguous(), group=group)
     total = rows[0].float()
     for row in rows[1:]:
         total += row.float()
     return (total / len(rows)).to(grad.dtype)
 
 
-def build_reference(name, seed=0):
+def build_reference(name, seed=0, group=None):
     """Return the plain model of a rank, whose gradients are means over the ranks as they come."""
     torch.manual_seed(seed)
     model = models.MODELS[name]()
     for parameter in model.parameters():
-        parameter.register_hook(mean_over_ranks)
+        parameter.register_hook(lambda grad: mean_over_ranks(grad, group))
     return prepare(model)
 
 
@@ -95,15 +97,17 @@ def mean_of_sums(model):
         reference._store(parameter, mean_over_ranks(value), factor)
 
 
-def compare(name, *, micro=1, once=False, clip=None, checkpoint=None, freeze=None, options=None, **init):
+def compare(
+    name, *, micro=1, once=False, clip=None, checkpoint=None, freeze=None, options=None, group=None, **init
+):
     """Train the reference and ours side by side; return what differs."""
     options = {"lr": 1e-2, "weight_decay": 0.1, **(options or {})}
     shown = []
     for ours in (False, True):
         if ours:
-            model = models.build(name, **{"host_memory": "64MiB", **init})
+            model = models.build(name, **{"host_memory": "64MiB", "process_group": group, **init})
         else:
-            model = models.build(name) if once else build_reference(name)
+            model = models.build(name) if once else build_reference(name, group=group and group.get_group())
         if checkpoint is not None:
             models.checkpointed(model, checkpoint == "reentrant")
         for key, parameter in model.named_parameters():
@@ -183,6 +187,12 @@ def deepspeed_step(engine, first):
         engine.step()
         losses.append(loss.item())
     return losses
+
+
+def mesh():
+    """Train on one dimension of a mesh of two: two pairs of ranks, each with a model of its own."""
+    whole = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("data", "tensor"))
+    return compare("llama", options={"max_norm": 0.5}, group=whole["data"])
 
 
 def state_of(optimizer):
@@ -272,6 +282,26 @@ def traffic():
     return {**moved, "weights": sum(unit.resident_nbytes for unit in engine_of_model(model).units)}
 
 
+def nvme_traffic():
+    """Return NVMe bytes per parameter of a rank's share and step, next to nothing of it in memory."""
+    moved = {}
+    for update in ("backward", "forward"):
+        torch.manual_seed(0)
+        with infinity.Init(nvme=os.environ["RANKS_DISK"], host_memory=16 * dist.get_world_size() << 20):
+            model = llama(PRESETS["25m"], 32)
+        models.checkpointed(model, reentrant=False)
+        optimizer = infinity.AdamW(model.parameters(), update=update)
+        train(model, optimizer, steps=2)
+        before = infinity.stats(model)
+        train(model, optimizer, steps=2)
+        after = infinity.stats(model)
+        done = after.since(before)
+        held = after.parameters / after.ranks
+        moved[update] = (done.nvme_read_nbytes + done.nvme_written_nbytes) / (2 * held)
+        moved["pinned"] = after.host_nbytes / (12 * held)
+    return moved
+
+
 def memory():
     """Return bytes per parameter that a rank keeps between backward and step, by stage."""
     kept = {}
@@ -313,6 +343,7 @@ CASES = {
     "stage 2": lambda: compare("llama", stage=2),
     "stage 2 backward": lambda: compare("llama", options={"update": "backward"}, stage=2, **NVME),
     "deepspeed": through_deepspeed,
+    "mesh": mesh,
     "different ways": different_ways,
     "alone": alone,
     "failing": failing,
@@ -320,6 +351,7 @@ CASES = {
     "gathered differently": lambda: gathered_write(differently=True),
     "seeds": seeds,
     "traffic": traffic,
+    "nvme traffic": nvme_traffic,
     "memory": memory,
 }
 

@@ -34,10 +34,11 @@ EXACT = [
     "stage 2",
     "stage 2 backward",
     "deepspeed",
+    "mesh",
 ]
 FEW = ["llama", "gpt2", "mixtral", "max_norm", "no_sync", "frozen", "nvme", "nvme accumulated", "stage 1"]
-OTHERS = ["gathered", "seeds", "traffic", "memory"]
-CASES = {2: [*EXACT, *OTHERS], 3: FEW, 4: FEW}
+OTHERS = ["gathered", "seeds", "traffic", "nvme traffic", "memory"]
+CASES = {2: [*EXACT, *OTHERS], 3: FEW, 4: [*FEW, "mesh"]}
 
 pytestmark = [pytest.mark.multi, pytest.mark.disk]
 
@@ -111,6 +112,14 @@ def test_a_checkpointed_step_exchanges_every_weight_twice_and_every_gradient_onc
         assert one["gather"] <= 2 * 2 * one["weights"]
         assert one["gather"] > 1.8 * 2 * one["weights"] * 0.9  # an embedding's weight is not read in backward
         assert one["read"] == 0
+
+
+def test_a_ranks_disk_moves_the_bytes_of_its_own_share(answers):
+    """26 B per parameter of the share and step, less what is pinned; with spilled gradients 4 more."""
+    for one in answers(2, "nvme traffic"):
+        assert 20 < one["backward"] <= 26.5
+        assert one["backward"] < one["forward"] <= 30.5
+        assert one["pinned"] < 0.1
 
 
 def test_a_rank_keeps_what_its_stage_says(answers):

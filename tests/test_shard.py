@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.shard import ALIGN_NUMEL, STATE_BLOCK, Format, Segment, Shard, lay_out, pieces, tiles
+from infinity.shard import ALIGN_NUMEL, STATE_BLOCK, Format, Segment, Shard, lay_out, pieces, share, tiles
 from infinity.sizes import BLOCK
 
 shapes = st.lists(st.lists(st.integers(0, 70), max_size=3).map(tuple), min_size=1, max_size=6)
@@ -99,3 +99,29 @@ def test_parameters_are_laid_out_as_a_format_asks(shapes, state_dtype):
     shard = lay_out([(str(index), shape) for index, shape in enumerate(shapes)], align)
     assert all(segment.start % align == 0 for segment in shard.segments)
     assert shard.numel % align == 0
+
+
+@given(
+    st.lists(st.integers(0, 3 * ALIGN_NUMEL), min_size=1, max_size=6),
+    st.integers(1, 5),
+)
+def test_the_shares_of_all_ranks_are_the_unit_once(numels, ranks):
+    whole = lay_out([(str(index), (numel,)) for index, numel in enumerate(numels)], ranks=ranks)
+    shares = [share(whole, rank, ranks) for rank in range(ranks)]
+    assert {one.numel for one in shares} == {whole.numel // ranks}
+    assert whole.numel % (ranks * ALIGN_NUMEL) == 0
+    for index, numel in enumerate(numels):
+        held = [(one.first, one.first + one.numel) for part in shares if (one := part.segments[index]).numel]
+        assert [stop for _, stop in held[:-1]] == [first for first, _ in held[1:]]
+        assert sum(stop - first for first, stop in held) == numel
+    for rank, part in enumerate(shares):
+        for piece in pieces(part, 0, part.numel):
+            segment = whole.segments[piece.index]
+            assert rank * part.numel + piece.start == segment.start + piece.element
+            assert piece.within == piece.element - part.segments[piece.index].first
+
+
+def test_a_share_ends_where_its_last_parameter_does():
+    whole = lay_out([("weight", (10,))], ranks=2)
+    first, second = (share(whole, rank, 2) for rank in range(2))
+    assert (first.end, second.end) == (10, 0)
