@@ -225,14 +225,20 @@ class Reducing(Collective):
     kind = "reduce"
 
     def __init__(
-        self, what: str, sent: torch.Tensor, mean: torch.Tensor, lane: StreamLane, device: Device
+        self,
+        what: str,
+        sent: torch.Tensor,
+        mean: torch.Tensor,
+        lend: Callable[[int, torch.dtype], torch.Tensor],
+        lane: StreamLane,
+        device: Device,
     ) -> None:
         """sent: this rank's gradients of the whole unit, bf16 or fp32; mean: for this rank's share of the
-        mean, of the same type, in host memory.
+        mean, of the same type, in host memory; lend: gives memory beside `sent`, for what comes.
         """
         super().__init__(f"reduce {what}", lane)
         self._sent: torch.Tensor | None = sent
-        self._mean = mean
+        self._mean, self._lend = mean, lend
         self._device = device
         self.over: Callable[[], None] = lambda: None
         """Called when the memory that it works in is free."""
@@ -242,7 +248,7 @@ class Reducing(Collective):
         """All-to-all, and the sum."""
         if self._sent is not None and self._sent.numel():
             self._device.arrived(self._sent)
-            received = torch.empty_like(self._sent)
+            received = self._lend(self._sent.numel(), self._sent.dtype)
             channel.exchange(received, self._sent, self.what)
             self._device.leaving(self._sent)
             self._sent = None

@@ -100,13 +100,17 @@ class Reduction:
                 segment = unit.shard.segments[index]
                 sent[segment.start : segment.stop].copy_(grad.view(-1))
             self._device.assembled(sent)
-        mean = torch.empty(unit.record.shard.numel, dtype=dtype)
+        mean = self._buffers.lend(unit.record.shard.numel, dtype)
         what = f"{unit.name} ({', '.join(map(str, grads))} of {len(unit.parameters)}, {str(dtype)[6:]})"
-        job = Reducing(what, sent, mean, self._lane, self._device)
+        lend = self._buffers.lend if self._device.is_host else self._on_device
+        job = Reducing(what, sent, mean, lend, self._lane, self._device)
         job.over = lambda: self._gradients.let_go(nbytes)
         self._collectives.submit(job)
         self._under_way.append((job, nbytes))
         return job, mean
+
+    def _on_device(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=self._device.torch_device)
 
     def _make_room(self, nbytes: int) -> None:
         """Wait for earlier reductions until half of the outgoing share has room, or nothing is under way."""
