@@ -99,7 +99,12 @@ class Arrivals:
         return self.reduction.arrive(unit, index, grad)
 
     def _may_wait(self, unit: Unit) -> bool:
-        """Whether to apply a unit's gradients is mere computing, and no further use of it can bring more."""
+        """Whether to apply a unit's gradients is mere computing, and no further use of it can bring more.
+
+        With several ranks never: where records lie may differ among them, what is fetched when may not.
+        """
+        if self.reduction is not None:
+            return False
         return unit.forward_uses <= 1 and unit.record.all_in_host and self._lane.runs_here(unit.record)
 
     def _use_gradients(self, unit: Unit, updater: Updater | None) -> None:
