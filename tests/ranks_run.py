@@ -260,13 +260,15 @@ def seeds():
     torch.manual_seed(dist.get_rank())
     with infinity.Init(host_memory="64MiB"):
         model = torch.nn.Linear(100, 50)
+    afterwards = torch.rand(1).item()
+    torch.manual_seed(dist.get_rank())
+    own = torch.rand(1).item()
     torch.manual_seed(0)
-    plain = torch.nn.Linear(100, 50)
+    expected = reference.rounded(torch.nn.Linear(100, 50).weight.detach())
     return {
-        "as rank 0 draws": torch.equal(
-            model.state_dict()["weight"], reference.rounded(plain.weight.detach())
-        ),
-        "its own afterwards": torch.rand(1).item(),
+        "as rank 0 draws": torch.equal(model.state_dict()["weight"], expected),
+        "its own afterwards": afterwards,
+        "expected afterwards": own,
     }
 
 

@@ -109,8 +109,7 @@ LAYERS = [
         "tracked",
     },
     {"ranks"},
-    {"cores", "counts", "errors", "sizes", "zero_memory"},
-    {"cores", "counts", "errors", "interrupted", "sizes", "zero"},
+    {"cores", "counts", "errors", "interrupted", "sizes", "zero_memory"},
 ]
 # Packages that import nothing of ours, and the lowest layer that may import them.
 LEAVES = {"aio": "store", "kernels": "reference", "tiling": "calls"}

@@ -91,7 +91,7 @@ def test_ranks_train_bit_for_bit_as_plain_data_parallelism(answers, ranks, case)
     assert len(set(losses)) == ranks, "each rank has batches of its own"
     if case.startswith("nvme"):
         assert all(one["nvme"] > 0 for one in given)
-    if case == "nvme accumulated":
+    if case == "nvme accumulated" and ranks == 2:  # a smaller share's gradients fit
         assert any(one["spilled"] > 0 for one in given)
 
 

@@ -51,8 +51,13 @@ def test_a_second_run_is_refused_by_name_until_the_first_ends(folder, run):
 
 
 def test_a_forked_child_does_not_keep_the_lock(folder, run):
+    readable, writable = os.pipe()
     if (child := os.fork()) == 0:
+        os.write(writable, b"here")
         signal.pause()
+    assert os.read(readable, 4) == b"here"
+    os.close(readable)
+    os.close(writable)
     run.close()
     try:
         RunFolder(str(folder)).close()

@@ -56,7 +56,7 @@ def test_a_config_that_describes_nothing_is_refused_in_one_short_line(config, sa
 def test_a_check_of_a_broken_file_tells_its_cause_once(tmp_path):
     path = described(tmp_path, "{", "broken.json")
     with pytest.raises(ConfigError) as caught:
-        hindsight.check([path], lambda _: None, Console(quiet=True))
+        hindsight.check([path], Console(quiet=True))
     told = cli.describe(caught.value)
     assert told.count("Expecting property name") == 1
     assert "cause:" not in told
