@@ -60,11 +60,12 @@ def test_too_few_descriptors_are_an_error_with_a_cure_and_the_run_stays(folder):
         infinity.commit(run.model)
         run.kill()
         here = len(list(Path("/proc/self/fd").iterdir()))
+        enough = here + 48
         for more in range(8):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (here + more, 64))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (here + more, enough))
             with contextlib.suppress(OSError, ConfigError):
                 fragile.Run(folder).kill()
-        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (enough, enough))
         say(first=fragile.Run(folder).first)
 
     assert ended(few).get("first") == 2
