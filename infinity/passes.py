@@ -286,17 +286,14 @@ class WritePass(Pass):
         self._values = {}
 
 
-class LeavePass(Pass):
-    """Write one field from host memory to an extent on NVMe, then let it lie there."""
+class OutPass(Pass):
+    """Write one field from host memory to an extent on NVMe."""
 
-    def __init__(self, record: Record, name: str, to: Extent, tile_numel: int) -> None:
-        """Prepare to move the field `name`."""
+    def __init__(self, record: Record, name: str, to: Extent, hashes: array[int], tile_numel: int) -> None:
+        """Prepare to write the field `name`; its tiles' hashes go to `hashes`."""
         super().__init__(record)
-        self._name = name
-        self._to = to
-        self._hashes = array("Q", bytes(8 * -(-record.shard.numel // tile_numel)))
+        self._name, self._to, self._hashes = name, to, hashes
         self._tile_numel = tile_numel
-        self.on_finished.append(self._switch)
 
     def tiles(self) -> Iterator[tuple[int, int]]:
         """Every tile that was ever written."""
@@ -312,6 +309,16 @@ class LeavePass(Pass):
         """Begin to write it."""
         keeps = self.record.memory(self._name)
         return (self.record.write_to(self._to, self._hashes, self._name, start, stop, at[self._name], keeps),)
+
+
+class LeavePass(OutPass):
+    """Write one field from host memory to an extent on NVMe, then let it lie there."""
+
+    def __init__(self, record: Record, name: str, to: Extent, tile_numel: int) -> None:
+        """Prepare to move the field `name`."""
+        hashes = array("Q", bytes(8 * -(-record.shard.numel // tile_numel)))
+        super().__init__(record, name, to, hashes, tile_numel)
+        self.on_finished.append(self._switch)
 
     def _switch(self) -> None:
         self.record.move(self._name, self._to, self._hashes)
