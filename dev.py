@@ -299,7 +299,10 @@ def test(rest: list[str], *, everything: bool) -> NoReturn:
     """Run the tests: all but the slow ones and those for a GPU; with --all, the slow ones too."""
     python = set_up("test")
     kinds = "not gpu" if everything else "not gpu and not slow"
-    become(python, str(python), "-m", "pytest", "-m", kinds, *rest)
+    workers = ["-n", str(min(os.cpu_count() or 1, 4)), "--dist", "loadfile"]
+    if missing(python, ["xdist"]):
+        workers = []
+    become(python, str(python), "-m", "pytest", "-m", kinds, *workers, *rest)
 
 
 def faults(rest: list[str]) -> NoReturn:

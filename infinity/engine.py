@@ -29,7 +29,7 @@ from infinity.executor import Executor
 from infinity.gradient_store import GradientStore
 from infinity.hooks import Hooks
 from infinity.lanes import StreamLane
-from infinity.memory import Budget, Ledger, Pool, divide, least_total, map_large_blocks
+from infinity.memory import Budget, Ledger, Pool, divide, least_total, map_large_blocks, reuse_large_blocks
 from infinity.partition import Partition
 from infinity.passes import ReadPass, WritePass
 from infinity.paths import of_rank
@@ -132,7 +132,10 @@ class Engine:
 
     def build_with(self, touch: Touch | None) -> None:
         """Send uses of released parameters to `touch` while a model is built; None when it is."""
-        map_large_blocks(building=touch is not None)
+        if touch is not None:
+            map_large_blocks()
+        else:
+            reuse_large_blocks(self.budget.outgoing_nbytes)
         self._building = touch
 
     def new_record(self, parameters: Sequence[nn.Parameter], name: str) -> Record:

@@ -163,7 +163,7 @@ class Executor:
     def make_resident(self, unit: Unit) -> None:
         """Return when `unit` holds its current values on the device. It stays until it is dropped."""
         self._no_longer_waiting(unit)
-        if unit.fetch is not None and (lent := self._lent(unit)) is not None:
+        if unit.fetch is not None and (lent := unit.lent) is not None:
             self._wait(lent, "update")
         if unit.fetch is None:
             if self._is_there(unit):
@@ -182,13 +182,6 @@ class Executor:
             self._lane.promote(unit.record)
             self._wait(job, "read")
         self._device.arrived(unit.flat)
-
-    def _lent(self, unit: Unit) -> Pass | None:
-        """Return the pass that works on the unit's storage and will release it. Asked under the lane's lock,
-        so that None says that it has done so altogether.
-        """
-        with self._lane.lock:
-            return unit.lent
 
     def _is_there(self, unit: Unit) -> bool:
         """Whether the unit's present values lie in the memory that computes, without any fetch. The lane is
@@ -235,7 +228,7 @@ class Executor:
         """Start the fetches that the plan asked for, as far as there is room for what waits."""
         while self._owed:
             unit = self.units[self._owed[0]]
-            if (lent := self._lent(unit)) is not None:
+            if (lent := unit.lent) is not None:
                 if self.assemble is None:
                     return
                 self._wait(lent, "update")  # what is fetched next may not hang on this rank's timing
@@ -268,7 +261,7 @@ class Executor:
 
     def _evict(self, unit: Unit) -> None:
         """Take a unit that nobody uses off the device."""
-        if (lent := self._lent(unit)) is not None:
+        if (lent := unit.lent) is not None:
             self._lane.wait(lent)
         job = unit.fetch
         if job is None:
@@ -288,7 +281,7 @@ class Executor:
         """Apply a unit's pending updates in the backward, from the values on the CPU if they are there; then
         release it.
         """
-        lent, fetch = self._lent(unit), unit.fetch
+        lent, fetch = unit.lent, unit.fetch
         if fetch is not None and not fetch.processed:
             self._lane.wait(fetch)  # else it would go on standing for values of before the update
         self.frequencies.updated(unit.index)
@@ -318,10 +311,11 @@ class Executor:
         before = job.on_processed
 
         def give_back() -> None:
-            unit.lent = unit.fetch = None
+            unit.fetch = None
             unit.deallocate()
             if before:
                 before()
+            unit.lent = None  # last, so that it says all of it is done
 
         job.on_processed = give_back
         try:
@@ -336,7 +330,7 @@ class Executor:
         """Apply a unit's pending updates now, whether or not it is needed."""
         if not unit.pending:
             return
-        if not unit.users and self._lent(unit) is None and unit.fetch is not None:
+        if not unit.users and unit.lent is None and unit.fetch is not None:
             self._evict(unit)
         self._lane.submit(self._pass(unit, upload=False))
 

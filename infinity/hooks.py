@@ -321,7 +321,7 @@ class Hooks:
         """
         self._note_backward(graph_task())
         unit.arrived.add(index)
-        return unit.arrived >= unit.trainable
+        return unit.complete
 
     def end_unit(self, unit: Unit) -> None:
         """End the holds that waited for a unit's gradients: see [Note: graph tasks]."""

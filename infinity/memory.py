@@ -31,6 +31,7 @@ SLOT_NBYTES_PER_ELEMENT = 16
 _SLOT_NUMEL_MOST = 1 << 19
 _SLOT_COUNT = 12
 _SLOT_COUNT_LEAST = 4
+_INT_MOST = (1 << 31) - 1  # what mallopt takes
 
 
 class Arena:
@@ -53,20 +54,33 @@ def view(address: int, nbytes: int) -> memoryview:
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-_MAPPED_FROM = {True: 1 << 20, False: 32 << 20}
+_MAPPED_FROM_MOST = 32 << 20  # glibc's limit
 
 
-def map_large_blocks(*, building: bool) -> None:
-    """Let malloc map blocks of 1 MiB and more while a model is built (glibc; elsewhere nothing happens).
+def map_large_blocks() -> None:
+    """Let malloc map blocks of 1 MiB and more, while a model is built (glibc; elsewhere nothing happens).
 
     What is built is large and stays for a while: freed, it would leave holes among small objects that stay,
-    which count as ours (measured: 0.6 GiB). In training that would cost page faults in every operation, and
-    what is large and stays has buffers of its own: then only blocks from 32 MiB on are mapped, glibc's limit.
+    which count as ours (measured: 0.6 GiB).
     """
+    _tell_malloc(1 << 20, 2 << 20)
+
+
+def reuse_large_blocks(outgoing_nbytes: int) -> None:
+    """Let malloc keep what operations free, for the next ones, while a model is trained.
+
+    Mapping it anew costs page faults in every operation, and what is large and stays has buffers of its own.
+    outgoing_nbytes: the budget's share of gradients on their way. A backward may end with all of it freed at
+    once; the next one wants it again, and it is the budget's all the time.
+    """
+    _tell_malloc(_MAPPED_FROM_MOST, max(2 * _MAPPED_FROM_MOST, outgoing_nbytes))
+
+
+def _tell_malloc(mapped_from_nbytes: int, kept_nbytes: int) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM[building])
-        mallopt(_M_TRIM_THRESHOLD, 2 * _MAPPED_FROM[building])
+        mallopt(_M_MMAP_THRESHOLD, mapped_from_nbytes)
+        mallopt(_M_TRIM_THRESHOLD, min(kept_nbytes, _INT_MOST))
 
 
 @dataclass(frozen=True, slots=True)

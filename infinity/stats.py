@@ -229,7 +229,7 @@ def _moves(unit: Unit) -> Moves:
         sum(stored.values()),
         unit.window_nbytes,
         in_place=unit.in_place,
-        trainable=bool(unit.trainable),
+        trainable=unit.trainable,
     )
 
 

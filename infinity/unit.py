@@ -129,9 +129,18 @@ class Unit:
         return fetch is not None and fetch.processed
 
     @property
-    def trainable(self) -> set[int]:
-        """Parameters that will get a gradient."""
-        return {index for index, parameter in enumerate(self.parameters) if parameter.requires_grad}
+    def trainable(self) -> bool:
+        """Whether any parameter will get a gradient."""
+        return any(parameter.requires_grad for parameter in self.parameters)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every trainable parameter's gradient has arrived."""
+        return all(
+            index in self.arrived
+            for index, parameter in enumerate(self.parameters)
+            if parameter.requires_grad
+        )
 
     def open(self, blocks: Blocks, device: torch.device, *, in_place: bool) -> None:
         """Release the parameters; from now on the unit becomes resident in `blocks`, or, if `in_place` and

@@ -358,7 +358,7 @@ def test_a_fio_that_fails_or_is_missing_says_so(folder, fake_fio, monkeypatch):
 
 
 def test_libaio_moves_the_right_bytes(folder):
-    nbytes = 1 << 20
+    nbytes = 4 << 16  # what is in flight at once: however slow the machine, it is moved
     with peers.opened(str(folder), nbytes) as place:
         stream = Stream(WRITE, 1 << 16, 4)
         memory = stream.memory()

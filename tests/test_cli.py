@@ -371,9 +371,7 @@ def test_a_signal_ends_training_cleanly(folder, number, code):
                 assert process.poll() is None, process.communicate()
                 time.sleep(0.05)
             process.send_signal(number)
-            began = time.monotonic()
             printed, told = process.communicate(timeout=60)
-            took_s = time.monotonic() - began
         finally:
             process.kill()
     assert process.returncode == code, told
@@ -383,4 +381,3 @@ def test_a_signal_ends_training_cleanly(folder, number, code):
     assert f"{len(steps)} in " in printed
     assert sorted(path.name for path in out.iterdir()) == ["log.jsonl", "loss.png"]
     assert list(nvme.iterdir()) == []
-    assert took_s < 10
