@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from infinity import kernels
+from infinity import cores, kernels
 from infinity.cuda import Event, HostMemory, Streams, TorchStreams
 from infinity.errors import ConfigError
 from infinity.memory import view
@@ -325,3 +325,17 @@ def open_device(name: str) -> Device:
         )
     device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
     return CudaDevice(device, TorchStreams(device))
+
+
+def choose_cores(device: Device) -> tuple[int, ...]:
+    """Run the kernels on the cores that torch's own threads leave, where they leave any, and, with several
+    ranks on this machine, on this rank's own, which are returned; see cores.
+
+    Torch's number of threads is the user's: it changes results.
+    """
+    here = cores.here()
+    share = cores.share(here, torch.get_num_threads() if device.is_host else 1)
+    if kernels.threads() == len(here.allowed):  # else somebody has chosen
+        kernels.set_threads(share.threads)
+        kernels.bind_threads(share.cpus)
+    return share.cpus

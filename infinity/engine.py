@@ -17,12 +17,11 @@ import psutil
 import torch
 from torch import nn
 
-from infinity import cores, kernels
 from infinity.activations import Boundaries
 from infinity.arrivals import Arrivals
 from infinity.calls import Entering, Leaving
 from infinity.config import Config
-from infinity.device import Device, open_device
+from infinity.device import Device, choose_cores, open_device
 from infinity.errors import HostMemoryError, UnsupportedError
 from infinity.exchange import Exchange
 from infinity.executor import Executor
@@ -72,7 +71,7 @@ class Engine:
         self.form = Format(config.state_dtype)
         self.budget: Budget = divide(total, least_numel=self.form.align_numel)
         self.device = open_device(self.ranks.device)
-        cpus = _choose_cores(self.device)
+        cpus = choose_cores(self.device)
         self.timeline = Timeline()
         self.traffic = Traffic()
         self.kept = Ledger(self.budget.kept_nbytes)
@@ -353,20 +352,6 @@ class Engine:
     def close(self) -> None:
         """Stop the lane and give memory and files back. The parameters' values are gone."""
         self._finalizer()
-
-
-def _choose_cores(device: Device) -> tuple[int, ...]:
-    """Run the kernels on the cores that torch's own threads leave, where they leave any, and, with several
-    ranks on this machine, on this rank's own, which are returned; see cores.
-
-    Torch's number of threads is the user's: it changes results.
-    """
-    here = cores.here()
-    share = cores.share(here, torch.get_num_threads() if device.is_host else 1)
-    if kernels.threads() == len(here.allowed):  # else somebody has chosen
-        kernels.set_threads(share.threads)
-        kernels.bind_threads(share.cpus)
-    return share.cpus
 
 
 def _close(
