@@ -299,9 +299,7 @@ def test(rest: list[str], *, everything: bool) -> NoReturn:
     """Run the tests: all but the slow ones and those for a GPU; with --all, the slow ones too."""
     python = set_up("test")
     kinds = "not gpu" if everything else "not gpu and not slow"
-    workers = ["-n", str(min(os.cpu_count() or 1, 4)), "--dist", "loadfile"]
-    if missing(python, ["xdist"]):
-        workers = []
+    workers = ["-n", str(min(os.cpu_count() or 1, 4)), "--dist=loadfile"] * (not missing(python, ["xdist"]))
     become(python, str(python), "-m", "pytest", "-m", kinds, *workers, *rest)
 
 
