@@ -8,11 +8,18 @@ hands it on once, so that what happens when a gradient has come happens once per
 
 The sum runs from the first slice to the last, as micro-batches would add up in `.grad`: in fp32 for 16-bit
 parameters, rounded once at the end (plain accumulation rounds every time), else in the parameter's dtype.
+
+[Note: room for sums]
+A slice's gradients are added up one parameter at a time, as they come, and each is let go of at once. The
+fp32 sums of one call lie in one piece of memory, which the calls of a backward use one after another, and
+which goes with its end: taken from malloc for every call, they left holes between what stays (measured: twice
+their size). So a backward in slices holds, beyond one slice, the fp32 sums of one call. One slice needs none.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -167,20 +174,22 @@ class Slices(torch.autograd.Function):
                 pairs = [(one, grad) for one, grad in zip(results, sliced, strict=True) if one.requires_grad]
                 leaves = [one for one, want in zip(part, wanted, strict=True) if want]
                 if pairs:
-                    found = torch.autograd.grad(
-                        [one for one, _ in pairs],
-                        [*leaves, *parameters],
-                        [grad for _, grad in pairs],
-                        allow_unused=True,
-                    )
+                    with sums.taking():
+                        found = torch.autograd.grad(
+                            [one for one, _ in pairs],
+                            [*leaves, *parameters],
+                            [grad for _, grad in pairs],
+                            allow_unused=True,
+                        )
                     sums.add(found, start, size)
+                    del found
                 del part, leaves, results, pairs
                 start += size
         return None, None, *sums.finished()
 
 
 class Sums:
-    """Gradients of one sliced call, as its slices add to them."""
+    """Gradients of one sliced call, as its slices add to them; see [Note: room for sums]."""
 
     def __init__(
         self,
@@ -192,36 +201,104 @@ class Sums:
         self._call, self._inputs, self._wanted, self._parameters = call, inputs, wanted, parameters
         self._of_inputs: list[torch.Tensor | None] = [None] * len(inputs)
         self._of_parameters: list[torch.Tensor | None] = [None] * len(parameters)
+        self._alone = len(call.sizes) == 1
+        self._rooms: list[torch.Tensor] = []
+        self._places: list[torch.Tensor | None] = [None] * len(parameters)
+        if not self._alone:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Give every 16-bit parameter a place for its sum."""
+        narrow = [number for number, one in enumerate(self._parameters) if _wide(one.dtype) != one.dtype]
+        for device in dict.fromkeys(self._parameters[number].device for number in narrow):
+            here = [number for number in narrow if self._parameters[number].device == device]
+            numels = [self._parameters[number].numel() for number in here]
+            room = _borrow(sum(numels), device)
+            self._rooms.append(room)
+            for number, place in zip(here, room[: sum(numels)].split(numels), strict=True):
+                self._places[number] = place.view(self._parameters[number].shape)
+
+    @contextlib.contextmanager
+    def taking(self) -> Iterator[None]:
+        """Take the parameters' gradients as they come, inside the `with`, and leave none of them."""
+        taken: list[Any] = []
+        if not self._alone:
+            for number, one in enumerate(self._parameters):
+                taken.append(one.register_hook(functools.partial(self._take, number)))
+        try:
+            yield
+        finally:
+            for one in taken:
+                one.remove()
+
+    def _take(self, number: int, grad: torch.Tensor) -> torch.Tensor:
+        total, place = self._of_parameters[number], self._places[number]
+        if total is not None:
+            _add(total, grad)
+        elif place is not None:
+            self._of_parameters[number] = place.copy_(grad)
+        else:
+            # Copied: autograd may hand the same tensor to somebody else.
+            self._of_parameters[number] = grad.to(_wide(grad.dtype), copy=True)
+        return grad.new_zeros(()).expand(grad.shape)
 
     def add(self, found: Sequence[torch.Tensor | None], start: int, size: int) -> None:
-        """Take the gradients of one slice: of the wanted inputs, then of the parameters."""
+        """Take the gradients of one slice: of the wanted inputs, and, where there is but one slice, of the
+        parameters, which come after them.
+        """
         rest = iter(found)
         for number, one in enumerate(self._inputs):
             grad = next(rest) if self._wanted[number] else None
-            if grad is None:
-                continue
-            if self._call.sliced[number]:
+            if grad is None or self._alone:
+                self._of_inputs[number] = grad if self._alone else self._of_inputs[number]
+            elif self._call.sliced[number]:
                 if self._of_inputs[number] is None:
                     self._of_inputs[number] = torch.zeros_like(one)
                 self._of_inputs[number].narrow(self._call.dims[number], start, size).copy_(grad)  # type: ignore[union-attr]
+            elif (total := self._of_inputs[number]) is None:
+                self._of_inputs[number] = grad.to(_wide(grad.dtype), copy=True)
             else:
-                self._of_inputs[number] = _added(self._of_inputs[number], grad)
-        for number, grad in enumerate(rest):
-            if grad is not None:
-                self._of_parameters[number] = _added(self._of_parameters[number], grad)
+                _add(total, grad)
+        if self._alone:
+            self._of_parameters = list(rest)
 
     def finished(self) -> list[torch.Tensor | None]:
         """Return the sums, each in the dtype of what it is a gradient of."""
         sums = zip([*self._of_inputs, *self._of_parameters], [*self._inputs, *self._parameters], strict=True)
-        return [None if total is None else total.to(one.dtype) for total, one in sums]
+        done = [None if total is None else total.to(one.dtype) for total, one in sums]
+        _free_rooms.extend(self._rooms)
+        return done
 
 
-def _added(total: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
-    if total is None:
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        # The first is copied: autograd.grad may return the same tensor twice.
-        return grad.to(wide, copy=True)
-    return total.add_(grad)
+_AT_ONCE = 1 << 16
+"""Elements that are widened and added while they are in a core's cache."""
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _add(total: torch.Tensor, grad: torch.Tensor) -> None:
+    """Add to a sum. torch's own addition of two dtypes takes twice as long on the CPU."""
+    if grad.dtype == total.dtype or grad.device.type != "cpu" or not grad.is_contiguous():
+        total.add_(grad)
+        return
+    for piece, more in zip(total.view(-1).split(_AT_ONCE), grad.view(-1).split(_AT_ONCE), strict=True):
+        piece.add_(more.to(piece.dtype))
+
+
+_free_rooms: list[torch.Tensor] = []
+"""Of the backward that is under way; see [Note: room for sums]."""
+
+
+def _borrow(numel: int, device: torch.device) -> torch.Tensor:
+    """Return at least so many fp32 elements, which nobody uses."""
+    torch.autograd.Variable._execution_engine.queue_callback(_free_rooms.clear)
+    while _free_rooms:
+        room = _free_rooms.pop()
+        if room.device == device and room.numel() >= numel:
+            return room
+    return torch.empty(numel, dtype=torch.float32, device=device)
 
 
 def _dim(call: Call) -> int:
