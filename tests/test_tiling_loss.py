@@ -101,6 +101,26 @@ def test_loss_and_gradients_are_those_of_fp64_logits(
             assert (actual.double() - exact).abs().max() <= 32 * eps * (exact.abs().max() + share)
 
 
+@pytest.mark.parametrize("form", ["whole", "pieces"])
+def test_products_in_fp32_are_as_good_as_16_bit_ones(form, monkeypatch):
+    """[Note: products in fp32]: whichever this machine takes, both are right."""
+    monkeypatch.setattr(blocks, "FEWEST_ROWS", 7)
+    monkeypatch.setattr(blocks, "WIDENED_NBYTES", 1)
+    hidden, labels = torch.randn(90, 16).bfloat16(), torch.randint(50, (90,))
+    weight = torch.randn(50, 16).bfloat16()
+    expected = F.cross_entropy(hidden.double() @ weight.double().t(), labels)
+    found = []
+    for native in (True, False):
+        monkeypatch.setattr(blocks, "_multiplies_16_bit", lambda native=native: native)
+        x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        loss = cross_entropy(x, w if form == "whole" else [w[:30], w[30:]], labels)
+        loss.backward()
+        torch.testing.assert_close(loss.double(), expected, rtol=2e-3, atol=0)
+        found.append((x.grad, w.grad))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.05, atol=4e-4)
+
+
 @pytest.mark.parametrize("form", ["whole", "pieces", "tiled"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_without_a_label_that_counts_the_loss_is_what_torch_says(form, reduction):

@@ -9,10 +9,11 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.disk, pytest.mark.timeout(600)]
 
+LAYERS = 21
 BLOCK = 4 * 1024 * 1024 + 3 * 1024 * 2816 + 2 * 1024
-"""Parameters of one decoder layer."""
+"""Decoder layers, and the parameters of one."""
 
-TRAIN = """
+TRAIN = f"LAYERS = {LAYERS}" + """
 import json, sys
 import psutil, torch, transformers
 import infinity
@@ -27,7 +28,7 @@ open("/proc/self/clear_refs", "w").write("5")  # the peak so far is that of the 
 with infinity.Init(nvme=nvme, host_memory=memory):
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
         vocab_size=256, hidden_size=1024, intermediate_size=2816,
-        num_hidden_layers=21, num_attention_heads=16))
+        num_hidden_layers=LAYERS, num_attention_heads=16))
 optimizer = infinity.AdamW(model.parameters(), lr=1e-4, update=update)
 if micro_batches == "none":
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -75,6 +76,9 @@ def test_a_step_moves_no_more_than_it_must_and_stays_in_its_budget(folder, updat
     parameters, steps, peak = json.loads(done.stdout.splitlines()[-1])
     assert parameters > 250_000_000
     assert sum(steps[2:]) / 2 / parameters <= limit
-    if micro_batches != "8":  # the sums of several slices take more, how much is not promised
-        activations = 100 << 20  # of a plain run at these tokens, without parameters and gradients
-        assert peak <= (16 << 20) + 3 * 4 * BLOCK + activations + (200 << 20)
+    activations = 100 << 20  # of a plain run at these tokens, without parameters and gradients
+    expected = (16 << 20) + 3 * 4 * BLOCK + activations + (200 << 20)
+    if micro_batches == "8":
+        # One block's sums in fp32 and rounded to 16 bits, beside what one micro-batch takes; the boundaries.
+        expected += (4 + 2) * BLOCK + LAYERS * 64 * 1024 * 2
+    assert peak <= expected

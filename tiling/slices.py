@@ -12,14 +12,17 @@ parameters, rounded once at the end (plain accumulation rounds every time), else
 [Note: room for sums]
 A slice's gradients are added up one parameter at a time, as they come, and each is let go of at once. The
 fp32 sums of one call lie in one piece of memory, which the calls of a backward use one after another, and
-which goes with its end: taken from malloc for every call, they left holes between what stays (measured: twice
-their size). So a backward in slices holds, beyond one slice, the fp32 sums of one call. One slice needs none.
+which goes with its end; the rounded sums lie in another, of exactly their size. On the CPU both are mapped:
+taken from malloc for every parameter and call, they left holes between what stays (measured: twice their
+size). So a backward in slices holds, beyond one slice, the fp32 sums of one call, and its gradients. One
+slice needs no sums.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -264,9 +267,22 @@ class Sums:
 
     def finished(self) -> list[torch.Tensor | None]:
         """Return the sums, each in the dtype of what it is a gradient of."""
-        sums = zip([*self._of_inputs, *self._of_parameters], [*self._inputs, *self._parameters], strict=True)
-        done = [None if total is None else total.to(one.dtype) for total, one in sums]
+        rounded = self._rounded()
         _free_rooms.extend(self._rooms)
+        of_inputs = zip(self._of_inputs, self._inputs, strict=True)
+        return [*(None if total is None else total.to(one.dtype) for total, one in of_inputs), *rounded]
+
+    def _rounded(self) -> list[torch.Tensor | None]:
+        done = list(self._of_parameters)
+        kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for number, (place, one) in enumerate(zip(self._places, self._parameters, strict=True)):
+            if place is not None and done[number] is not None:
+                kinds.setdefault((one.device, one.dtype), []).append(number)
+        for (device, dtype), numbers in kinds.items():
+            numels = [self._parameters[number].numel() for number in numbers]
+            pieces = _memory(sum(numels), dtype, device).split(numels)
+            for number, piece in zip(numbers, pieces, strict=True):
+                done[number] = piece.view(self._parameters[number].shape).copy_(done[number])  # type: ignore[arg-type]
         return done
 
 
@@ -287,6 +303,8 @@ def _add(total: torch.Tensor, grad: torch.Tensor) -> None:
         piece.add_(more.to(piece.dtype))
 
 
+_MAPPED_NBYTES = 1 << 20
+
 _free_rooms: list[torch.Tensor] = []
 """Of the backward that is under way; see [Note: room for sums]."""
 
@@ -298,7 +316,17 @@ def _borrow(numel: int, device: torch.device) -> torch.Tensor:
         room = _free_rooms.pop()
         if room.device == device and room.numel() >= numel:
             return room
-    return torch.empty(numel, dtype=torch.float32, device=device)
+    return _memory(numel, torch.float32, device)
+
+
+def _memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    nbytes = numel * dtype.itemsize
+    if device.type != "cpu" or nbytes < _MAPPED_NBYTES:
+        return torch.empty(numel, dtype=dtype, device=device)
+    mapped = mmap.mmap(-1, nbytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapped, dtype=dtype)
 
 
 def _dim(call: Call) -> int:
