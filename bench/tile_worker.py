@@ -20,26 +20,28 @@ from torch import nn
 from torch.nn import functional as F
 
 Step = Callable[[], Any]
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def linear(case: dict[str, Any]) -> Step:
     """A linear layer [4 * hidden, hidden], its weight in tiles along the outputs."""
     inputs, outputs, tiles = case["hidden"], 4 * case["hidden"], case["tiles"]
+    dtype = DTYPES[case["dtype"]]
     layer: Any
     if case["who"] == "infinity":
         from infinity import tiling
 
-        layer = tiling.TiledLinear(inputs, outputs, False, out_tiles=tiles, dtype=torch.bfloat16)
+        layer = tiling.TiledLinear(inputs, outputs, False, out_tiles=tiles, dtype=dtype)
     elif case["who"] == "deepspeed":
         from deepspeed.runtime.zero.tiling import TiledLinear
 
-        layer = TiledLinear(inputs, outputs, bias=False, out_splits=tiles).bfloat16()
+        layer = TiledLinear(inputs, outputs, bias=False, out_splits=tiles).to(dtype)
     else:
-        layer = nn.Linear(inputs, outputs, False, dtype=torch.bfloat16)
+        layer = nn.Linear(inputs, outputs, False, dtype=dtype)
     for one in layer.parameters():  # as under an engine: a gradient goes when it has come
         one.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
-    x = torch.randn(case["tokens"], inputs, dtype=torch.bfloat16)
-    upstream = torch.randn(case["tokens"], outputs, dtype=torch.bfloat16)
+    x = torch.randn(case["tokens"], inputs, dtype=dtype)
+    upstream = torch.randn(case["tokens"], outputs, dtype=dtype)
 
     def step() -> None:
         layer(x.requires_grad_()).backward(upstream)
@@ -64,8 +66,9 @@ class MLP(nn.Module):
 
 def mlp(case: dict[str, Any]) -> Step:
     """An MLP over slices of the sequence."""
-    module: Any = MLP(case["hidden"]).bfloat16()
-    x = torch.randn(1, case["tokens"], case["hidden"], dtype=torch.bfloat16)
+    dtype = DTYPES[case["dtype"]]
+    module: Any = MLP(case["hidden"]).to(dtype)
+    x = torch.randn(1, case["tokens"], case["hidden"], dtype=dtype)
     call: Callable[[torch.Tensor], torch.Tensor] = module
     if case["who"] == "infinity":
         from infinity import tiling
@@ -92,8 +95,9 @@ def mlp(case: dict[str, Any]) -> Step:
 def loss(case: dict[str, Any]) -> Step:
     """Cross entropy over a vocabulary; DeepSpeed's in as many shards of tokens as there are tiles."""
     vocabulary, hidden = case["vocabulary"], case["hidden"]
-    head: Any = nn.Linear(hidden, vocabulary, False, dtype=torch.bfloat16)
-    x = torch.randn(1, case["tokens"], hidden, dtype=torch.bfloat16)
+    dtype = DTYPES[case["dtype"]]
+    head: Any = nn.Linear(hidden, vocabulary, False, dtype=dtype)
+    x = torch.randn(1, case["tokens"], hidden, dtype=dtype)
     y = torch.randint(vocabulary, (1, case["tokens"]))
 
     def plain(_: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -124,12 +128,13 @@ def loss(case: dict[str, Any]) -> Step:
 
 def batch(case: dict[str, Any]) -> Step:
     """Four blocks over micro-batches of one sequence; plain: all of them at once."""
-    blocks = nn.Sequential(*(MLP(case["hidden"]) for _ in range(4))).bfloat16()
+    dtype = DTYPES[case["dtype"]]
+    blocks = nn.Sequential(*(MLP(case["hidden"]) for _ in range(4))).to(dtype)
     if case["who"] == "infinity":
         from infinity import tiling
 
         tiling.tile_batch_(blocks, 1, blocks=MLP)
-    x = torch.randn(case["tiles"], case["tokens"], case["hidden"], dtype=torch.bfloat16)
+    x = torch.randn(case["tiles"], case["tokens"], case["hidden"], dtype=dtype)
     upstream = torch.randn_like(x)
 
     def step() -> None:

@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("rounds", 5, "steps of each contestant"),
     ):
         add(f"--{name}", type=int, default=default, metavar="N", help=f"{told} ({default})")
+    add("--dtype", choices=tuple(tile_worker.DTYPES), default="bf16", help="of weights and inputs")
     add("--threads", type=int, default=torch.get_num_threads(), metavar="N", help="of torch")
     sweep = f"measure for each value: {', '.join(KEYS)}"
     add("--sweep", type=_sweep, default=("tiles", ()), metavar="KEY=A,B,...", help=sweep)
@@ -85,7 +86,7 @@ def cases(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield what is measured, one by one."""
     name, values = options.sweep
     for value in values or (getattr(options, name),):
-        case = {key: getattr(options, key) for key in (*KEYS, "kind", "threads")}
+        case = {key: getattr(options, key) for key in (*KEYS, "kind", "dtype", "threads")}
         yield case | {name: value}
 
 
@@ -173,7 +174,7 @@ def findings_of(rows: Sequence[Mapping[str, Any]], options: argparse.Namespace) 
     swept, _ = options.sweep
     keys = [key for key in KEYS if key != "vocabulary" or options.kind == "loss"]
     return Findings(
-        title=f"{options.kind} in tiles, bf16, {options.threads} threads",
+        title=f"{options.kind} in tiles, {options.dtype}, {options.threads} threads",
         rows=rows,
         columns=[
             *(Column(key, key) for key in keys),
@@ -194,7 +195,8 @@ def _limits(rows: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> I
         return
     for row in rows:
         if row["who"] == "infinity":
-            results = 2 * (row["vocabulary"] + row["tokens"]) * row["hidden"]  # the gradients
+            itemsize = tile_worker.DTYPES[row["dtype"]].itemsize
+            results = itemsize * (row["vocabulary"] + row["tokens"]) * row["hidden"]  # the gradients
             extra = max(0, row["peak_nbytes"] - results)
             logits = 4 * row["tokens"] * row["vocabulary"]
             yield (

@@ -6,8 +6,11 @@ host_memory that is an eighth at least (see memory). So a tile of an eighth is t
 anybody waiting. Where units live on a device with a budget of its own, a quarter of that holds the tile in
 use, the next one and a gradient.
 
-Smaller tiles than LEAST_NBYTES save little, and cost time: each is a call of its own, and its product with
-few tokens is over before the next one is fetched (`infinity bench tiles` measures it).
+Smaller tiles than LEAST_NBYTES save little, and cost time: each is a call of its own, whose gradient is made
+and let go of by itself. Measured, a weight of 32 MiB with 16 tokens, forward and backward, by the size of its
+tiles: 8 MiB 0.94 times the time in one piece, 4 MiB 1.30, 2 MiB 1.55, 0.5 MiB 4.57 (2 cores, torch on both):
+
+    infinity bench tiles --kind linear --hidden 2048 --tokens 16 --sweep tiles=1,4,8,16,64 --rounds 7
 """
 
 from __future__ import annotations

@@ -24,18 +24,28 @@ TINY = [
     "--threads",
     "1",
 ]
-CASE = {"kind": "mlp", "tiles": 2, "hidden": 32, "tokens": 64, "vocabulary": 64, "threads": 1}
+CASE = {
+    "kind": "mlp",
+    "tiles": 2,
+    "hidden": 32,
+    "tokens": 64,
+    "vocabulary": 64,
+    "dtype": "bf16",
+    "threads": 1,
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_is_measured_plain_and_in_tiles(kind, tmp_path, capsys):
     out = tmp_path / "tiles.json"
-    assert cli.main(["bench", "tiles", "--kind", kind, *TINY, "--json", str(out)]) == 0
+    dtype = "fp32" if kind == "loss" else "bf16"
+    assert cli.main(["bench", "tiles", "--kind", kind, "--dtype", dtype, *TINY, "--json", str(out)]) == 0
     rows = json.loads(out.read_text())["rows"]
     assert [row["who"] for row in rows] == ["plain", "infinity"]
     assert all(row["seconds"] > 0 and len(row["all_seconds"]) == 3 for row in rows)
     assert rows[0]["of_plain"] == 1
+    assert {row["dtype"] for row in rows} == {dtype}
     assert "limit 1.15" in capsys.readouterr().out or kind != "loss"
 
 

@@ -13,7 +13,7 @@ LAYERS = 21
 BLOCK = 4 * 1024 * 1024 + 3 * 1024 * 2816 + 2 * 1024
 """Decoder layers, and the parameters of one."""
 
-TRAIN = f"LAYERS = {LAYERS}" + """
+TRAIN = """
 import json, sys
 import psutil, torch, transformers
 import infinity
@@ -28,7 +28,7 @@ open("/proc/self/clear_refs", "w").write("5")  # the peak so far is that of the 
 with infinity.Init(nvme=nvme, host_memory=memory):
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
         vocab_size=256, hidden_size=1024, intermediate_size=2816,
-        num_hidden_layers=LAYERS, num_attention_heads=16))
+        num_hidden_layers=21, num_attention_heads=16))
 optimizer = infinity.AdamW(model.parameters(), lr=1e-4, update=update)
 if micro_batches == "none":
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -282,12 +282,12 @@ class Sums:
             numels = [self._parameters[number].numel() for number in numbers]
             pieces = _memory(sum(numels), dtype, device).split(numels)
             for number, piece in zip(numbers, pieces, strict=True):
-                done[number] = piece.view(self._parameters[number].shape).copy_(done[number])  # type: ignore[arg-type]
+                done[number] = piece.view(self._parameters[number].shape).copy_(done[number])
         return done
 
 
-_AT_ONCE = 1 << 16
-"""Elements that are widened and added while they are in a core's cache."""
+_AT_ONCE = 1 << 15
+"""Elements that are widened and added in a core's cache: as many as torch gives to one thread."""
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
