@@ -8,21 +8,11 @@ hands it on once, so that what happens when a gradient has come happens once per
 
 The sum runs from the first slice to the last, as micro-batches would add up in `.grad`: in fp32 for 16-bit
 parameters, rounded once at the end (plain accumulation rounds every time), else in the parameter's dtype.
-
-[Note: room for sums]
-A slice's gradients are added up one parameter at a time, as they come, and each is let go of at once. The
-fp32 sums of one call lie in one piece of memory, which the calls of a backward use one after another, and
-which goes with its end; the rounded sums lie in another, of exactly their size. On the CPU both are mapped:
-taken from malloc for every parameter and call, they left holes between what stays (measured: twice their
-size). So a backward in slices holds, beyond one slice, the fp32 sums of one call, and its gradients. One
-slice needs no sums.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from infinity.tiling.sums import Cuts, Sums
 from infinity.tiling.tile import Kept
 
 TENSOR = object()
@@ -63,6 +54,10 @@ class Call:
         found, spec = pytree.tree_flatten(self.forward(*args, **kwargs))
         rest = [TENSOR if isinstance(one, torch.Tensor) else one for one in found]
         return [one for one in found if isinstance(one, torch.Tensor)], spec, rest
+
+    def cuts(self) -> Cuts:
+        """Return how the inputs are cut."""
+        return Cuts(self.sliced, self.dims, len(self.sizes))
 
     def parts(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         """Yield the tensors of each slice, contiguous as modules may expect (Conv1D does); the others
@@ -164,7 +159,7 @@ class Slices(torch.autograd.Function):
         call: Call = ctx.call
         inputs, parameters = ctx.saved_tensors, [one.take() for one in ctx.parameters]
         wanted = ctx.needs_input_grad[2 : 2 + len(inputs)]
-        sums = Sums(call, inputs, wanted, parameters)
+        sums = Sums(call.cuts(), inputs, wanted, parameters)
         start = 0
         with _as_before(call):
             for number, part in enumerate(call.parts(inputs)):
@@ -189,144 +184,6 @@ class Slices(torch.autograd.Function):
                 del part, leaves, results, pairs
                 start += size
         return None, None, *sums.finished()
-
-
-class Sums:
-    """Gradients of one sliced call, as its slices add to them; see [Note: room for sums]."""
-
-    def __init__(
-        self,
-        call: Call,
-        inputs: Sequence[torch.Tensor],
-        wanted: Sequence[bool],
-        parameters: Sequence[torch.Tensor],
-    ) -> None:
-        self._call, self._inputs, self._wanted, self._parameters = call, inputs, wanted, parameters
-        self._of_inputs: list[torch.Tensor | None] = [None] * len(inputs)
-        self._of_parameters: list[torch.Tensor | None] = [None] * len(parameters)
-        self._alone = len(call.sizes) == 1
-        self._rooms: list[torch.Tensor] = []
-        self._places: list[torch.Tensor | None] = [None] * len(parameters)
-        if not self._alone:
-            self._make_room()
-
-    def _make_room(self) -> None:
-        """Give every 16-bit parameter a place for its sum."""
-        narrow = [number for number, one in enumerate(self._parameters) if _wide(one.dtype) != one.dtype]
-        for device in dict.fromkeys(self._parameters[number].device for number in narrow):
-            here = [number for number in narrow if self._parameters[number].device == device]
-            numels = [self._parameters[number].numel() for number in here]
-            room = _borrow(sum(numels), device)
-            self._rooms.append(room)
-            for number, place in zip(here, room[: sum(numels)].split(numels), strict=True):
-                self._places[number] = place.view(self._parameters[number].shape)
-
-    @contextlib.contextmanager
-    def taking(self) -> Iterator[None]:
-        """Take the parameters' gradients as they come, inside the `with`, and leave none of them."""
-        taken: list[Any] = []
-        if not self._alone:
-            for number, one in enumerate(self._parameters):
-                taken.append(one.register_hook(functools.partial(self._take, number)))
-        try:
-            yield
-        finally:
-            for one in taken:
-                one.remove()
-
-    def _take(self, number: int, grad: torch.Tensor) -> torch.Tensor:
-        total, place = self._of_parameters[number], self._places[number]
-        if total is not None:
-            _add(total, grad)
-        elif place is not None:
-            self._of_parameters[number] = place.copy_(grad)
-        else:
-            # Copied: autograd may hand the same tensor to somebody else.
-            self._of_parameters[number] = grad.to(_wide(grad.dtype), copy=True)
-        return grad.new_zeros(()).expand(grad.shape)
-
-    def add(self, found: Sequence[torch.Tensor | None], start: int, size: int) -> None:
-        """Take the gradients of one slice: of the wanted inputs, and, where there is but one slice, of the
-        parameters, which come after them.
-        """
-        rest = iter(found)
-        for number, one in enumerate(self._inputs):
-            grad = next(rest) if self._wanted[number] else None
-            if grad is None or self._alone:
-                self._of_inputs[number] = grad if self._alone else self._of_inputs[number]
-            elif self._call.sliced[number]:
-                if self._of_inputs[number] is None:
-                    self._of_inputs[number] = torch.zeros_like(one)
-                self._of_inputs[number].narrow(self._call.dims[number], start, size).copy_(grad)  # type: ignore[union-attr]
-            elif (total := self._of_inputs[number]) is None:
-                self._of_inputs[number] = grad.to(_wide(grad.dtype), copy=True)
-            else:
-                _add(total, grad)
-        if self._alone:
-            self._of_parameters = list(rest)
-
-    def finished(self) -> list[torch.Tensor | None]:
-        """Return the sums, each in the dtype of what it is a gradient of."""
-        rounded = self._rounded()
-        _free_rooms.extend(self._rooms)
-        of_inputs = zip(self._of_inputs, self._inputs, strict=True)
-        return [*(None if total is None else total.to(one.dtype) for total, one in of_inputs), *rounded]
-
-    def _rounded(self) -> list[torch.Tensor | None]:
-        done = list(self._of_parameters)
-        kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        for number, (place, one) in enumerate(zip(self._places, self._parameters, strict=True)):
-            if place is not None and done[number] is not None:
-                kinds.setdefault((one.device, one.dtype), []).append(number)
-        for (device, dtype), numbers in kinds.items():
-            numels = [self._parameters[number].numel() for number in numbers]
-            pieces = _memory(sum(numels), dtype, device).split(numels)
-            for number, piece in zip(numbers, pieces, strict=True):
-                done[number] = piece.view(self._parameters[number].shape).copy_(done[number])
-        return done
-
-
-_AT_ONCE = 1 << 15
-"""Elements that are widened and added in a core's cache: as many as torch gives to one thread."""
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _add(total: torch.Tensor, grad: torch.Tensor) -> None:
-    """Add to a sum. torch's own addition of two dtypes takes twice as long on the CPU."""
-    if grad.dtype == total.dtype or grad.device.type != "cpu" or not grad.is_contiguous():
-        total.add_(grad)
-        return
-    for piece, more in zip(total.view(-1).split(_AT_ONCE), grad.view(-1).split(_AT_ONCE), strict=True):
-        piece.add_(more.to(piece.dtype))
-
-
-_MAPPED_NBYTES = 1 << 20
-
-_free_rooms: list[torch.Tensor] = []
-"""Of the backward that is under way; see [Note: room for sums]."""
-
-
-def _borrow(numel: int, device: torch.device) -> torch.Tensor:
-    """Return at least so many fp32 elements, which nobody uses."""
-    torch.autograd.Variable._execution_engine.queue_callback(_free_rooms.clear)
-    while _free_rooms:
-        room = _free_rooms.pop()
-        if room.device == device and room.numel() >= numel:
-            return room
-    return _memory(numel, torch.float32, device)
-
-
-def _memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    nbytes = numel * dtype.itemsize
-    if device.type != "cpu" or nbytes < _MAPPED_NBYTES:
-        return torch.empty(numel, dtype=dtype, device=device)
-    mapped = mmap.mmap(-1, nbytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        mapped.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(mapped, dtype=dtype)
 
 
 def _dim(call: Call) -> int:
