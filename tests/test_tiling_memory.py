@@ -1,12 +1,15 @@
 """Peaks of memory, counted operation by operation. Trusted: allocations.py, which the first test checks."""
 
+import mmap
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from allocations import Allocations
-from infinity.tiling import TiledLinear, cross_entropy, tile_sequence
+from infinity.tiling import TiledLinear, cross_entropy, sums, tile_sequence
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -78,3 +81,29 @@ def test_an_mlp_in_slices_holds_one_slices_activations():
     parameters = sum(one.nbytes for one in mlp.parameters())
     assert plain > 2 * inner
     assert sliced <= 4 * inner / tiles + 2 * parameters + 5 * x.nbytes
+
+
+def test_a_slices_gradients_go_one_by_one_and_one_slice_needs_no_sums(monkeypatch):
+    monkeypatch.setattr(sums, "_MAPPED_NBYTES", 0)  # what is mapped is not counted
+    width, layers = 256, 8
+    stack = nn.Sequential(*(nn.Linear(width, width, False) for _ in range(layers))).bfloat16()
+    weight_nbytes = 2 * width * width
+    x = torch.randn(1, 8, width).bfloat16().requires_grad_()
+    few = peak(lambda: tile_sequence(stack, 4)(x).sum().backward())
+    assert weight_nbytes <= few < 3 * weight_nbytes
+    stack.zero_grad()
+    monkeypatch.setattr(sums, "Room", None)
+    assert peak(lambda: tile_sequence(stack, 1)(x).sum().backward()) >= layers * weight_nbytes
+
+
+def test_pages_of_sums_go_when_they_are_emptied():
+    def resident():
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
+
+    room = sums.Room(8 << 20, torch.device("cpu"))
+    room.values.fill_(1)
+    before = resident()
+    room.emptied(room.values[100 : 6 << 20])
+    assert before - resident() >= 23 << 20
+    assert room.values[:100].eq(1).all()
+    assert room.values[6 << 20 :].eq(1).all()
