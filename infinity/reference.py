@@ -39,6 +39,15 @@ In this order, on fp32, each operation rounded by itself (kernels.h has the same
     p     = p + (-(lr / (1 - beta1^step)) * m) / denom
 Every scalar is computed in fp64 and rounded to fp32 once; clip is an fp32 already.
 Every NaN is stored as 0x7FC00000.
+
+[Note: the small step]
+The same step with its constants multiplied together, for moments in bf16 or 8 bits: their own rounding is far
+coarser than the few last places by which this differs, and it is quicker. With c = sqrt(1 - beta2^step):
+    t = f32(grad) * (clip * sqrt(1 - beta2))
+    p = p * decay
+    m = m * beta1 + f32(grad) * (clip * (1 - beta1))
+    v = v * beta2 + t * t
+    p = p + (-(lr / (1 - beta1^step) * c) * m) / (sqrt(v) + eps * c)
 """
 
 from __future__ import annotations
@@ -184,12 +193,31 @@ def adamw_step(
         m.copy_(g - (g - m) * _f32(beta1))
     v.mul_(_f32(beta2))
     v.add_((_f32(1 - beta2) * g) * g)
-    # torch's fp32 sqrt (MKL's) is up to one ULP off; through fp64 it is the correctly rounded one.
-    root = v.double().sqrt().float()
-    denom = root / _f32((1 - beta2**step) ** 0.5) + _f32(group["eps"])
+    denom = root(v) / _f32((1 - beta2**step) ** 0.5) + _f32(group["eps"])
     p.add_((_f32(-(lr / (1 - beta1**step))) * m) / denom)
     for state in (p, m, v):
         canonical_(state)
+
+
+def adamw_small_step(
+    p: Tensor, m: Tensor, v: Tensor, grad: Tensor, clip: Tensor, step: int, group: dict[str, Any]
+) -> None:
+    """Apply [Note: the small step] in place; arguments as in `adamw_step`."""
+    lr, (beta1, beta2), factor = float(group["lr"]), group["betas"], float(clip)
+    correction = (1 - beta2**step) ** 0.5
+    t = grad.float() * _f32(factor * (1 - beta2) ** 0.5)
+    p.mul_(_f32(1 - lr * group["weight_decay"]))
+    m.copy_(m * _f32(beta1) + grad.float() * _f32(factor * (1 - beta1)))
+    v.copy_(v * _f32(beta2) + t * t)
+    denom = root(v) + _f32(group["eps"] * correction)
+    p.add_((_f32(-(lr / (1 - beta1**step) * correction)) * m) / denom)
+    for state in (p, m, v):
+        canonical_(state)
+
+
+def root(values: Tensor) -> Tensor:
+    """Return the correctly rounded square roots: torch's fp32 ones, MKL's, are up to one ULP off."""
+    return values.double().sqrt().float()
 
 
 def _f32(scalar: float) -> Tensor:
@@ -286,7 +314,8 @@ class ReferenceAdamW(torch.optim.Optimizer):
             _take_edits(parameter, state["master"])
             m, v = widened(state)
             factor = factor if clip is None else clip
-            adamw_step(state["master"], m, v, grad, factor, state["step"], group)
+            make_step = adamw_step if self.state_dtype == "fp32" else adamw_small_step
+            make_step(state["master"], m, v, grad, factor, state["step"], group)
             store(state, m, v, state_key(self.seed, number, state["step"]))
             parameter.copy_(rounded(state["master"], parameter.dtype))
         return loss

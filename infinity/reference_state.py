@@ -1,8 +1,8 @@
 """How the reference recipe stores Adam's moments: in fp32, in bf16 or in 8 bits, in plain torch.
 
-A step is the same in all three: the stored moments are widened to fp32, [Note: the adamw step] is computed on
-them, and what is stored is the new fp32 moments, rounded. The weight sees them unrounded. kernels.h has the
-same rules, and the kernels give the same bits.
+A step on small moments widens the stored ones to fp32, computes [Note: the small step] on them, and stores
+the new fp32 moments, rounded. The weight sees them unrounded. kernels.h has the same rules, and the kernels
+give the same bits.
 
 [Note: rounding at random]
 A moment between two stored values becomes the upper with probability (x - lower) / (upper - lower), else the
@@ -68,11 +68,11 @@ def state_key(seed: int, parameter: int, step: int) -> int:
 def noise(key: int, n: int, width: int) -> tuple[Tensor, Tensor]:
     """Return the random bits of m and of v, `width` each, for elements 0 to n - 1: [Note: the noise].
 
-    The hash is Wellons' lowbias32, the key's lower half added before it, the upper xored in between rounds.
+    The hash is Wellons' lowbias32 without its first shift, the key's lower half added after the first
+    product, the upper xored in between rounds.
     """
-    x = (torch.arange(-(-n // 2)) + (key & U32_MASK)) & U32_MASK
-    x ^= x >> 16
-    x = (x * 0x7FEB352D) & U32_MASK  # int64 wraps around: the low 32 bits are right
+    x = torch.arange(-(-n // 2)) * 0x7FEB352D  # int64 wraps around: the low 32 bits are right
+    x = (x + (key & U32_MASK)) & U32_MASK
     x ^= x >> 15
     x ^= key >> 32
     x = (x * 0x846CA68B) & U32_MASK

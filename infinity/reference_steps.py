@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infinity.reference import adamw_step, canonical_
+from infinity.reference import adamw_step, canonical_, root
 
 
 def _f32(scalar: float) -> Tensor:
@@ -48,9 +48,8 @@ def adagrad_step(p: Tensor, v: Tensor, grad: Tensor, clip: Tensor, step: int, gr
     """Apply a step of Adagrad; `v` is the sum of squared gradients."""
     g = _gradient(p, grad, clip, group["weight_decay"])
     v.add_(g * g)
-    root = v.double().sqrt().float()  # as in adamw_step
     lr = group["lr"] / (1 + (step - 1) * group["lr_decay"])
-    p.add_((_f32(-lr) * g) / (root + _f32(group["eps"])))
+    p.add_((_f32(-lr) * g) / (root(v) + _f32(group["eps"])))
     canonical_(p)
     canonical_(v)
 

@@ -34,6 +34,7 @@
      sgd_##isa, \
      adagrad_##isa, \
      lion_##isa, \
+     adamw_small_##isa, \
      adamw16, \
      adamw8}
 

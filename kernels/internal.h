@@ -89,14 +89,19 @@ struct isa {
                     const void *restrict grad, int32_t type, const struct infinity_adagrad *s);
     void (*lion)(size_t n, uint16_t *restrict hi, int16_t *restrict lo, float *restrict m, const
                  void *restrict grad, int32_t type, const struct infinity_lion *s);
+    /* [Note: the small step] */
+    void (*adamw_small)(size_t n, uint16_t *restrict hi, int16_t *restrict lo, float *restrict m,
+                        float *restrict v, const void *restrict grad, int32_t type,
+                        const struct infinity_adamw_small *s);
     /* The whole step on whole blocks of STATE_BLOCK elements, more than none; NULL where it is put
      * together from the above.  grad: fp32 or bf16; first: even. */
     void (*adamw16)(size_t n, uint16_t *restrict hi, int16_t *restrict lo, uint16_t *restrict m,
-                    uint16_t *restrict v, const void *restrict grad, bool is_f32,
-                    const struct infinity_adamw *s, uint64_t key, uint64_t first);
+                    uint16_t *restrict v, const void *restrict grad, int32_t type,
+                    const struct infinity_adamw_small *s, uint64_t key, uint64_t first);
     void (*adamw8)(size_t n, uint16_t *restrict hi, int16_t *restrict lo, uint8_t *restrict m,
                    uint8_t *restrict v, float *restrict scale, const void *restrict grad,
-                   bool is_f32, const struct infinity_adamw *s, uint64_t key, uint64_t first);
+                   int32_t type, const struct infinity_adamw_small *s, uint64_t key,
+                   uint64_t first);
 };
 
 /* The instruction set in use. */
@@ -149,18 +154,22 @@ const struct isa *current_isa(void);
     void adagrad_##isa(size_t n, uint16_t *restrict hi, int16_t *restrict lo, float *restrict v, \
                        const void *restrict grad, int32_t type, const struct infinity_adagrad *s); \
     void lion_##isa(size_t n, uint16_t *restrict hi, int16_t *restrict lo, float *restrict m, \
-                    const void *restrict grad, int32_t type, const struct infinity_lion *s);
+                    const void *restrict grad, int32_t type, const struct infinity_lion *s); \
+    void adamw_small_##isa(size_t n, uint16_t *restrict hi, int16_t *restrict lo, \
+                           float *restrict m, float *restrict v, const void *restrict grad, \
+                           int32_t type, const struct infinity_adamw_small *s);
 
 DECLARE_KERNELS(scalar)
 #ifdef INFINITY_X86
 DECLARE_KERNELS(avx2)
 DECLARE_KERNELS(avx512)
 void adamw16_avx512(size_t n, uint16_t *restrict hi, int16_t *restrict lo, uint16_t *restrict m,
-                    uint16_t *restrict v, const void *restrict grad, bool is_f32,
-                    const struct infinity_adamw *s, uint64_t key, uint64_t first);
+                    uint16_t *restrict v, const void *restrict grad, int32_t type,
+                    const struct infinity_adamw_small *s, uint64_t key, uint64_t first);
 void adamw8_avx512(size_t n, uint16_t *restrict hi, int16_t *restrict lo, uint8_t *restrict m,
                    uint8_t *restrict v, float *restrict scale, const void *restrict grad,
-                   bool is_f32, const struct infinity_adamw *s, uint64_t key, uint64_t first);
+                   int32_t type, const struct infinity_adamw_small *s, uint64_t key,
+                   uint64_t first);
 #endif
 
 /* pool.c: calls run(args, first, count) for consecutive pieces of block that cover [0, n), on any

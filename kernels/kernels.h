@@ -31,24 +31,35 @@
  *   p     = p + (-(lr / (1 - beta1^step)) * m) / denom
  * Every scalar is computed in fp64 and rounded to fp32 once; clip is an fp32 already.
  *
+ * [Note: the small step]
+ * The same step with its constants multiplied together, for small moments, whose own rounding is
+ * far coarser than the few last places by which this differs:
+ *   t     = f32(grad) * (clip * sqrt(1 - beta2))
+ *   p     = p * decay
+ *   m     = m * beta1 + f32(grad) * (clip * (1 - beta1))
+ *   v     = v * beta2 + t * t
+ *   p     = p + (-(lr / (1 - beta1^step) * c) * m) / (sqrt(v) + eps * c)
+ *           with c = sqrt(1 - beta2^step)
+ * It has 11 operations beside the root and the division instead of 15, and shorter chains of them.
+ *
  * [Note: small moments]
- * adamw16 and adamw8 store m and v in 16 or 8 bits.  A step widens them to fp32, is the step above,
- * bit for bit, and only then rounds the new m and v; the weight has seen them unrounded.  They are
- * rounded at random, up or down with the odds that make the mean right: v changes by 0.1 % a step
- * (beta2 = 0.999), far less than half of what separates two codes, so that rounding to nearest
- * would give back the old v for ever.
+ * adamw16 and adamw8 store m and v in 16 or 8 bits.  They widen them to fp32, do the small step, and
+ * only then round the new m and v; the weight has seen them unrounded.  They are rounded at random,
+ * up or down with the odds that make the mean right: v changes by 0.1 % a step (beta2 = 0.999), far
+ * less than half of what separates two codes, so that rounding to nearest would give back the old v
+ * for ever.
  *
  * [Note: the noise]
  * Elements 2 j and 2 j + 1 share 32 random bits, a hash of a 64-bit key and of j's low 32 bits.
  * Nothing else goes in, so they depend neither on threads nor on order nor on how a range was cut.
- *   x = j + (key mod 2^32);  x ^= x >> 16;  x *= 0x7FEB352D;  x ^= x >> 15;
- *   x ^= key div 2^32;                      x *= 0x846CA68B;  x ^= x >> 16
- * (Wellons' lowbias32; the key's upper half, between its two rounds, makes the bits of two keys
- * more than a shift of each other.)  The even element's m and the odd one's v take the lowest 16 or
- * 20 of them, the odd one's m and the even one's v the highest.  So m and v of one element are
- * rounded independently: together they make its step.  That m of one and v of the other go up or
- * down together changes no mean.  (8 of 20 bits are in both ends, the lowest of one, the highest of
- * the other: that correlates them by 2^-12.)
+ *   x = j * 0x7FEB352D + (key mod 2^32);  x ^= x >> 15;
+ *   x ^= key div 2^32;                    x *= 0x846CA68B;  x ^= x >> 16
+ * (Wellons' lowbias32 without its first shift, which a counter does not need; the key's upper half,
+ * between its two rounds, makes the bits of two keys more than a shift of each other.)  The even
+ * element's m and the odd one's v take the lowest 16 or 20 of them, the odd one's m and the even
+ * one's v the highest.  So m and v of one element are rounded independently: together they make its
+ * step.  That m of one and v of the other go up or down together changes no mean.  (8 of 20 bits
+ * are in both ends, the lowest of one, the highest of the other: that correlates them by 2^-12.)
  *
  * [Note: bf16 moments]
  * With u the bits of the fp32 and r 16 random bits: (u + r) >> 16.  A value that is a bf16
@@ -117,6 +128,17 @@ struct infinity_adamw {
     float l2;               /* adam's weight decay; of no meaning to adamw */
 };
 
+/* The scalars of [Note: the small step], each already rounded to fp32. */
+struct infinity_adamw_small {
+    float decay; /* 1 - lr * weight_decay */
+    float beta1;
+    float beta2;
+    float grad_weight; /* clip * (1 - beta1) */
+    float root_weight; /* clip * sqrt(1 - beta2) */
+    float eps;         /* eps * sqrt(1 - beta2^step) */
+    float step_factor; /* -(lr / (1 - beta1^step) * sqrt(1 - beta2^step)) */
+};
+
 /* The scalars of the other steps: [Note: other recipes]. */
 struct infinity_sgd {
     float clip;
@@ -158,23 +180,23 @@ void infinity_adamw_bf16(size_t n, uint16_t *hi, int16_t *lo, float *m, float *v
 void infinity_adamw_f32(size_t n, uint16_t *hi, int16_t *lo, float *m, float *v, const float *grad,
                         const struct infinity_adamw *scalars);
 
-/* The same step with m and v in bf16: [Note: bf16 moments].  Element i of the range has the noise
+/* The small step with m and v in bf16: [Note: bf16 moments].  Element i of the range has the noise
  * of element first + i. */
 void infinity_adamw16_bf16(size_t n, uint16_t *hi, int16_t *lo, uint16_t *m, uint16_t *v,
-                           const uint16_t *grad, const struct infinity_adamw *scalars, uint64_t key,
-                           uint64_t first);
+                           const uint16_t *grad, const struct infinity_adamw_small *scalars,
+                           uint64_t key, uint64_t first);
 void infinity_adamw16_f32(size_t n, uint16_t *hi, int16_t *lo, uint16_t *m, uint16_t *v,
-                          const float *grad, const struct infinity_adamw *scalars, uint64_t key,
-                          uint64_t first);
+                          const float *grad, const struct infinity_adamw_small *scalars,
+                          uint64_t key, uint64_t first);
 
-/* The same step with m and v in 8 bits: [Note: 8-bit moments].  Block b covers elements [256 b,
+/* The small step with m and v in 8 bits: [Note: 8-bit moments].  Block b covers elements [256 b,
  * 256 (b + 1)) of the range; scale[2 b] is its m's, scale[2 b + 1] its v's. */
 void infinity_adamw8_bf16(size_t n, uint16_t *hi, int16_t *lo, uint8_t *m, uint8_t *v, float *scale,
-                          const uint16_t *grad, const struct infinity_adamw *scalars, uint64_t key,
-                          uint64_t first);
+                          const uint16_t *grad, const struct infinity_adamw_small *scalars,
+                          uint64_t key, uint64_t first);
 void infinity_adamw8_f32(size_t n, uint16_t *hi, int16_t *lo, uint8_t *m, uint8_t *v, float *scale,
-                         const float *grad, const struct infinity_adamw *scalars, uint64_t key,
-                         uint64_t first);
+                         const float *grad, const struct infinity_adamw_small *scalars,
+                         uint64_t key, uint64_t first);
 
 /* [Note: other recipes], in place.  grad_type: 0 for bf16, 1 for fp32, 2 for fp16. */
 void infinity_adamw_half(size_t n, uint16_t *weight, float *master, float *m, float *v,

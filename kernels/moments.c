@@ -1,33 +1,27 @@
-/* The steps on small moments: each piece is widened into the caches, goes through the fp32 kernel,
- * and is rounded back; whole blocks go to a kernel for all of it, where there is one.  See [Note:
- * small moments] in kernels.h. */
+/* The steps on small moments: each piece is widened into the caches, makes the small step, and is
+ * rounded back; whole blocks go to a kernel for all of it, where there is one.  See [Note: small
+ * moments] in kernels.h. */
 #include "moments.h"
 
 _Static_assert(BLOCK_NUMEL % STATE_BLOCK == 0, "the pool must not cut a block that shares a scale");
 
-/* One call's arguments; grad_bf16 or grad_f32 is NULL. */
+/* One call's arguments. */
 struct step_args {
     const struct isa *isa;
     uint16_t *hi;
     int16_t *lo;
     void *m, *v;
     float *scale;
-    const uint16_t *grad_bf16;
-    const float *grad_f32;
-    const struct infinity_adamw *scalars;
+    const void *grad;
+    int32_t type; /* of the gradient: INFINITY_BF16 or _F32 */
+    const struct infinity_adamw_small *scalars;
     uint64_t key, first;
 };
 
-/* The fp32 step on elements [i, i + n), whose moments stand in m and v. */
+/* The step on elements [i, i + n), whose moments stand in m and v. */
 static void step_on(const struct step_args *a, size_t i, size_t n, float *m, float *v) {
-    if (a->grad_bf16 != NULL)
-        a->isa->adamw_bf16(n, a->hi + i, a->lo + i, m, v, a->grad_bf16 + i, a->scalars);
-    else
-        a->isa->adamw_f32(n, a->hi + i, a->lo + i, m, v, a->grad_f32 + i, a->scalars);
-}
-
-static const void *step_grad_at(const struct step_args *a, size_t i) {
-    return a->grad_bf16 != NULL ? (const void *)(a->grad_bf16 + i) : a->grad_f32 + i;
+    a->isa->adamw_small(n, a->hi + i, a->lo + i, m, v, grad_at(a->grad, i, a->type), a->type,
+                        a->scalars);
 }
 
 static size_t piece_at(size_t i, size_t end) {
@@ -47,8 +41,8 @@ static void adamw16_block(const void *args, size_t first, size_t count) {
     uint16_t *m = a->m, *v = a->v;
     size_t i = first, whole = whole_blocks(a, a->isa->adamw16 != NULL, first, count);
     if (whole != 0)
-        a->isa->adamw16(whole, a->hi + i, a->lo + i, m + i, v + i, step_grad_at(a, i),
-                        a->grad_bf16 == NULL, a->scalars, a->key, a->first + i);
+        a->isa->adamw16(whole, a->hi + i, a->lo + i, m + i, v + i, grad_at(a->grad, i, a->type),
+                        a->type, a->scalars, a->key, a->first + i);
     for (i += whole; i < first + count; i += STATE_BLOCK) {
         size_t n = piece_at(i, first + count);
         a->isa->widen(n, m + i, m_f32);
@@ -67,7 +61,8 @@ static void adamw8_block(const void *args, size_t first, size_t count) {
     size_t i = first, whole = whole_blocks(a, a->isa->adamw8 != NULL, first, count);
     if (whole != 0)
         a->isa->adamw8(whole, a->hi + i, a->lo + i, m + i, v + i, a->scale + i / STATE_BLOCK * 2,
-                       step_grad_at(a, i), a->grad_bf16 == NULL, a->scalars, a->key, a->first + i);
+                       grad_at(a->grad, i, a->type), a->type, a->scalars, a->key,
+                       a->first + i);
     for (i += whole; i < first + count; i += STATE_BLOCK) {
         size_t n = piece_at(i, first + count);
         float *scale = a->scale + i / STATE_BLOCK * 2;
@@ -79,34 +74,34 @@ static void adamw8_block(const void *args, size_t first, size_t count) {
 }
 
 void infinity_adamw16_bf16(size_t n, uint16_t *hi, int16_t *lo, uint16_t *m, uint16_t *v,
-                           const uint16_t *grad, const struct infinity_adamw *scalars, uint64_t key,
-                           uint64_t first) {
+                           const uint16_t *grad, const struct infinity_adamw_small *scalars,
+                           uint64_t key, uint64_t first) {
     struct step_args args = {
-        current_isa(), hi, lo, m, v, NULL, grad, NULL, scalars, key, first};
+        current_isa(), hi, lo, m, v, NULL, grad, INFINITY_BF16, scalars, key, first};
     run_blocks(adamw16_block, &args, n, BLOCK_NUMEL);
 }
 
 void infinity_adamw16_f32(size_t n, uint16_t *hi, int16_t *lo, uint16_t *m, uint16_t *v,
-                          const float *grad, const struct infinity_adamw *scalars, uint64_t key,
-                          uint64_t first) {
+                          const float *grad, const struct infinity_adamw_small *scalars,
+                          uint64_t key, uint64_t first) {
     struct step_args args = {
-        current_isa(), hi, lo, m, v, NULL, NULL, grad, scalars, key, first};
+        current_isa(), hi, lo, m, v, NULL, grad, INFINITY_F32, scalars, key, first};
     run_blocks(adamw16_block, &args, n, BLOCK_NUMEL);
 }
 
 void infinity_adamw8_bf16(size_t n, uint16_t *hi, int16_t *lo, uint8_t *m, uint8_t *v, float *scale,
-                          const uint16_t *grad, const struct infinity_adamw *scalars, uint64_t key,
-                          uint64_t first) {
+                          const uint16_t *grad, const struct infinity_adamw_small *scalars,
+                          uint64_t key, uint64_t first) {
     struct step_args args = {
-        current_isa(), hi, lo, m, v, scale, grad, NULL, scalars, key, first};
+        current_isa(), hi, lo, m, v, scale, grad, INFINITY_BF16, scalars, key, first};
     run_blocks(adamw8_block, &args, n, BLOCK_NUMEL);
 }
 
 void infinity_adamw8_f32(size_t n, uint16_t *hi, int16_t *lo, uint8_t *m, uint8_t *v, float *scale,
-                         const float *grad, const struct infinity_adamw *scalars, uint64_t key,
-                         uint64_t first) {
+                         const float *grad, const struct infinity_adamw_small *scalars,
+                         uint64_t key, uint64_t first) {
     struct step_args args = {
-        current_isa(), hi, lo, m, v, scale, NULL, grad, scalars, key, first};
+        current_isa(), hi, lo, m, v, scale, grad, INFINITY_F32, scalars, key, first};
     run_blocks(adamw8_block, &args, n, BLOCK_NUMEL);
 }
 

@@ -25,9 +25,7 @@
 
 /* The 32 random bits of a pair of elements: [Note: the noise]. */
 static inline uint32_t hash_of(uint64_t key, uint32_t pair) {
-    uint32_t x = pair + (uint32_t)(key & 0xFFFFFFFFu);
-    x ^= x >> 16;
-    x *= NOISE_FACTOR_1;
+    uint32_t x = pair * NOISE_FACTOR_1 + (uint32_t)(key & 0xFFFFFFFFu);
     x ^= x >> 15 ^ (uint32_t)(key >> 32);
     x *= NOISE_FACTOR_2;
     return x ^ x >> 16;

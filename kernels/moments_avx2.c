@@ -14,9 +14,9 @@ TARGET_AVX2 static inline __m256i all8(uint32_t value) {
 /* hash_of, for 8 pairs from `pair` on. */
 TARGET_AVX2 static inline __m256i hash8(uint64_t key, uint32_t pair) {
     __m256i lanes_u32x8 = _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0);
-    __m256i x = _mm256_add_epi32(lanes_u32x8, all8(pair + (uint32_t)(key & 0xFFFFFFFFu)));
-    x = _mm256_xor_si256(x, _mm256_srli_epi32(x, 16));
-    x = _mm256_mullo_epi32(x, all8(NOISE_FACTOR_1));
+    uint32_t first = pair * NOISE_FACTOR_1 + (uint32_t)(key & 0xFFFFFFFFu);
+    __m256i x = _mm256_mullo_epi32(lanes_u32x8, all8(NOISE_FACTOR_1));
+    x = _mm256_add_epi32(x, all8(first));
     x = _mm256_xor_si256(x, _mm256_srli_epi32(x, 15));
     x = _mm256_xor_si256(x, all8((uint32_t)(key >> 32)));
     x = _mm256_mullo_epi32(x, all8(NOISE_FACTOR_2));

@@ -12,9 +12,9 @@ TARGET_AVX512 static inline __m512i all16(uint32_t value) {
 /* hash_of, for 16 pairs from `pair` on. */
 TARGET_AVX512 static inline __m512i hash16(uint64_t key, uint32_t pair) {
     __m512i lanes_u32x16 = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    __m512i x = _mm512_add_epi32(lanes_u32x16, all16(pair + (uint32_t)(key & 0xFFFFFFFFu)));
-    x = _mm512_xor_si512(x, _mm512_srli_epi32(x, 16));
-    x = _mm512_mullo_epi32(x, all16(NOISE_FACTOR_1));
+    uint32_t first = pair * NOISE_FACTOR_1 + (uint32_t)(key & 0xFFFFFFFFu);
+    __m512i x = _mm512_mullo_epi32(lanes_u32x16, all16(NOISE_FACTOR_1)); /* a constant */
+    x = _mm512_add_epi32(x, all16(first));
     __m512i upper = all16((uint32_t)(key >> 32));
     x = _mm512_ternarylogic_epi32(x, _mm512_srli_epi32(x, 15), upper, 0x96); /* exclusive ors */
     x = _mm512_mullo_epi32(x, all16(NOISE_FACTOR_2));

@@ -76,6 +76,20 @@ def rounded(scalars: AdamWScalars) -> Any:
     return struct
 
 
+def rounded_small(scalars: AdamWScalars) -> Any:
+    """Return the C struct of [Note: the small step], each scalar as in `rounded`."""
+    struct = ffi.new("struct infinity_adamw_small *")
+    correction = (1 - scalars.beta2**scalars.step) ** 0.5
+    struct.decay = 1 - scalars.lr * scalars.weight_decay
+    struct.beta1 = scalars.beta1
+    struct.beta2 = scalars.beta2
+    struct.grad_weight = scalars.clip * (1 - scalars.beta1)
+    struct.root_weight = scalars.clip * (1 - scalars.beta2) ** 0.5
+    struct.eps = scalars.eps * correction
+    struct.step_factor = -(scalars.lr / (1 - scalars.beta1**scalars.step) * correction)
+    return struct
+
+
 def adamw(
     n: int, hi: int, lo: int, m: int, v: int, grad: int, dtype: GradientDtype, scalars: AdamWScalars
 ) -> None:
@@ -104,7 +118,7 @@ def adamw_bf16(
     key: int,
     first: int,
 ) -> None:
-    """Apply the step of `adamw` to n elements whose m and v are bf16, rounded at random after it.
+    """Apply [Note: the small step] to n elements whose m and v are bf16, rounded at random after it.
 
     `key` is `state_key` of this parameter's step; `first` is the first element's place in its parameter. They
     alone decide the random bits: a range cut in two, the second with its own `first`, gives the same.
@@ -113,7 +127,7 @@ def adamw_bf16(
     _check_dtype(dtype)
     _check_noise(key, first)
     fields = (_u16(hi), _i16(lo), _u16(m), _u16(v))
-    struct = rounded(scalars)
+    struct = rounded_small(scalars)
     if dtype == "bf16":
         library.infinity_adamw16_bf16(n, *fields, _u16(grad), struct, key, first)
     else:
@@ -133,7 +147,7 @@ def adamw_int8(
     key: int,
     first: int,
 ) -> None:
-    """Apply the step of `adamw` to n elements whose m and v are 8-bit codes, encoded at random after it.
+    """Apply [Note: the small step] to n elements whose m and v are 8-bit codes, encoded at random after it.
 
     Blocks of STATE_BLOCK elements, counted from the range's first, have two fp32 scales each: m's, then v's
     (8 bytes per block, the last and shorter one too). Memory of zeros is a moment of zeros. `key` and `first`
@@ -143,7 +157,7 @@ def adamw_int8(
     _check_dtype(dtype)
     _check_noise(key, first)
     fields = (_u16(hi), _i16(lo), _u8(m), _u8(v), _f32(scale))
-    struct = rounded(scalars)
+    struct = rounded_small(scalars)
     if dtype == "bf16":
         library.infinity_adamw8_bf16(n, *fields, _u16(grad), struct, key, first)
     else:

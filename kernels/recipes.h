@@ -1,6 +1,6 @@
-/* The steps of [Note: other recipes], once per instruction set: recipes_*.c name a register of LANES
- * fp32, f32s, and what is done with it, and include this.  Operators on f32s round each operation
- * by itself, as on a float. */
+/* The steps of [Note: other recipes] and [Note: the small step], once per instruction set:
+ * recipes_*.c name a register of LANES fp32, f32s, and what is done with it, and include this.
+ * Operators on f32s round each operation by itself, as on a float. */
 
 /* The gradients of elements i to i + LANES - 1. */
 LANES_FUNCTION f32s load_grad(const void *grad, size_t i, int32_t type) {
@@ -59,6 +59,23 @@ LANES_FUNCTION size_t adam_loop(size_t n, uint16_t *hi, int16_t *lo, float *m, f
         f32s g = load_grad(grad, i, type) * all(own.clip);
         if (own.l2 != 0.0f) g = g + all(own.l2) * p;
         store_split(hi + i, lo + i, p + adam_move(m + i, v + i, g, &own));
+    }
+    return i;
+}
+
+LANES_FUNCTION size_t adamw_small_loop(size_t n, uint16_t *hi, int16_t *lo, float *m_address,
+                                       float *v_address, const void *grad, int32_t type,
+                                       const struct infinity_adamw_small *s) {
+    const struct infinity_adamw_small own = *s;
+    size_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        f32s g = load_grad(grad, i, type), t = g * all(own.root_weight);
+        f32s p = load_split(hi + i, lo + i) * all(own.decay);
+        f32s m = load_f32s(m_address + i) * all(own.beta1) + g * all(own.grad_weight);
+        f32s v = load_f32s(v_address + i) * all(own.beta2) + t * t;
+        store_f32s(m_address + i, m);
+        store_f32s(v_address + i, v);
+        store_split(hi + i, lo + i, p + (all(own.step_factor) * m) / (roots(v) + all(own.eps)));
     }
     return i;
 }
@@ -136,6 +153,13 @@ TARGET void KERNEL(adam)(size_t n, uint16_t *restrict hi, int16_t *restrict lo, 
                          const struct infinity_adamw *s) {
     size_t i = BY_TYPE(adam_loop, type, n, hi, lo, m, v, grad);
     LEFT_OVER(adam, hi + i, lo + i, m + i, v + i, grad_at(grad, i, type));
+}
+
+TARGET void KERNEL(adamw_small)(size_t n, uint16_t *restrict hi, int16_t *restrict lo,
+                                float *restrict m, float *restrict v, const void *restrict grad,
+                                int32_t type, const struct infinity_adamw_small *s) {
+    size_t i = BY_TYPE(adamw_small_loop, type, n, hi, lo, m, v, grad);
+    LEFT_OVER(adamw_small, hi + i, lo + i, m + i, v + i, grad_at(grad, i, type));
 }
 
 TARGET void KERNEL(sgd)(size_t n, uint16_t *restrict hi, int16_t *restrict lo, float *restrict m,

@@ -1,0 +1,213 @@
+/* The step on 8-bit moments, whole blocks at a time. */
+#include "moments.h"
+
+#ifdef INFINITY_X86
+#include "small_avx512.h"
+
+/* base + c * GRID_STEP for 32 codes: the lower half of a grid point is 0, so words do. */
+TARGET_AVX512 static inline struct pair m_bits32(const uint8_t *codes, uint32_t base) {
+    /* The sign goes to all bits above the code's seven. */
+    __m512i c = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)codes));
+    __mmask32 is_some = _mm512_test_epi16_mask(c, all_words(M_CODES));
+    __m512i signed_c = _mm512_and_si512(_mm512_slli_epi16(c, 4), all_words(0x87F0));
+    return widen32(_mm512_mask_add_epi16(signed_c, is_some, signed_c, all_words(base >> 16)));
+}
+
+TARGET_AVX512 static inline struct pair v_bits32(const uint8_t *codes, uint32_t base) {
+    __m512i c = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)codes));
+    return widen32(_mm512_maskz_add_epi16(_mm512_test_epi16_mask(c, c), _mm512_slli_epi16(c, 4),
+                                          all_words(base >> 16)));
+}
+
+/* One block's new moments: the upper words of them and their noise, which hold the grid point and,
+ * below it, four bits without meaning.  The largest of those, and any bit set.  And its old codes,
+ * to begin again from where a plain block was expected and is not. */
+struct block {
+    uint8_t m_old[STATE_BLOCK], v_old[STATE_BLOCK];
+    float old_scale[2];
+    __m512i m_words[STATE_BLOCK / 32], v_words[STATE_BLOCK / 32];
+    __m512i m_most, v_most, m_any, v_any;
+};
+
+TARGET_AVX512 static inline void keep32(struct block *block, size_t at, struct pair m,
+                                        struct pair v, struct noise noise) {
+    __m512i m_words = upper32(sum32(m, noise.m)), v_words = upper32(sum32(v, noise.v));
+    block->m_words[at] = m_words;
+    block->v_words[at] = v_words;
+    block->m_any = any_of64(block->m_any, m);
+    block->v_any = any_of64(block->v_any, v);
+    __m512i m_sizes = _mm512_and_si512(m_words, all_words(0x7FFF));
+    block->m_most = _mm512_max_epu16(block->m_most, m_sizes);
+    block->v_most = _mm512_max_epu16(block->v_most, v_words);
+}
+
+TARGET_AVX512 static inline uint32_t largest_word(__m512i words) {
+    __m512i even = _mm512_and_si512(words, all16(0xFFFF)), odd = _mm512_srli_epi32(words, 16);
+    return _mm512_reduce_max_epu32(_mm512_max_epu32(even, odd));
+}
+
+/* Above so many, all of a block's codes are made anew at once. */
+#define MOST_SINGLY 32
+
+/* What a step on 8-bit moments reads and writes, from some block on. */
+struct codes {
+    uint8_t *m, *v;
+    float *scale;
+    const void *grad;
+    int32_t type;
+    const struct infinity_adamw_small *scalars;
+    uint64_t key, first;
+};
+
+/* The codes of any block, through memory: its new moments once more, from its old codes. */
+TARGET_AVX512 static void quantize_any(const struct block *block, const struct codes *c) {
+    _Alignas(64) float m_f32[STATE_BLOCK], v_f32[STATE_BLOCK];
+    uint16_t hi[STATE_BLOCK] = {0}; /* of no weight */
+    int16_t lo[STATE_BLOCK] = {0};
+    struct noises noises;
+    dequantize_avx512(STATE_BLOCK, block->m_old, block->v_old, block->old_scale, m_f32, v_f32);
+    adamw_small_avx512(STATE_BLOCK, hi, lo, m_f32, v_f32, c->grad, c->type, c->scalars);
+    noise_avx512(STATE_BLOCK, c->key, c->first, GRID_SHIFT, noises.m, noises.v);
+    quantize_avx512(STATE_BLOCK, m_f32, v_f32, &noises, c->m, c->v, c->scale);
+}
+
+/* The codes of element i alone, once more from the old ones. */
+static void quantize_one(const struct block *block, const struct codes *c, struct grids grids,
+                         size_t i) {
+    const struct infinity_adamw_small *s = c->scalars;
+    struct grids old = grids_of(load_u32(block->old_scale), load_u32(block->old_scale + 1));
+    float m = f32_of(m_bits(block->m_old[i], old.m_base));
+    float v = f32_of(v_bits(block->v_old[i], old.v_base));
+    const void *grad = grad_at(c->grad, i, c->type);
+    float g = f32_of(c->type == INFINITY_F32 ? load_u32(grad) : (uint32_t)load_u16(grad) << 16);
+    float t = g * s->root_weight;
+    m = m * s->beta1 + g * s->grad_weight;
+    v = v * s->beta2 + t * t;
+    uint32_t m_noise, v_noise;
+    noise_scalar(1, c->key, c->first + i, GRID_SHIFT, &m_noise, &v_noise);
+    c->m[i] = m_code(bits_of(m), grids.m_base, m_noise);
+    c->v[i] = v_code(bits_of(v), grids.v_base, v_noise);
+}
+
+/* The codes of a block, some of which stay below the smallest one: they are the ones that are 0 so
+ * far.  Of values normally distributed, one block in a hundred has such an m. */
+TARGET_AVX512 static void quantize_smallest(const struct block *block, const struct codes *c,
+                                            struct grids grids) {
+    uint64_t smallest[STATE_BLOCK / 64];
+    int count = 0;
+    for (size_t i = 0; i < STATE_BLOCK; i += 64) {
+        __m512i m = _mm512_loadu_si512(c->m + i), v = _mm512_loadu_si512(c->v + i);
+        smallest[i / 64] = _mm512_testn_epi8_mask(m, _mm512_set1_epi8(M_CODES)) |
+                           _mm512_testn_epi8_mask(v, v);
+        count += __builtin_popcountll(smallest[i / 64]);
+    }
+    if (count > MOST_SINGLY) {
+        quantize_any(block, c);
+        return;
+    }
+    for (size_t i = 0; i < STATE_BLOCK; i += 64)
+        for (uint64_t left = smallest[i / 64]; left != 0; left &= left - 1)
+            quantize_one(block, c, grids, i + (size_t)__builtin_ctzll(left));
+}
+
+/* Grid steps from base on, of 64 words: 64 bytes, in the order in which words are packed.  What is
+ * below base becomes 0. */
+TARGET_AVX512 static inline __m512i steps64(__m512i low, __m512i high, uint32_t base) {
+    __m512i base_u16x32 = all_words(base >> 16);
+    return _mm512_packus_epi16(_mm512_srai_epi16(_mm512_sub_epi16(low, base_u16x32), 4),
+                               _mm512_srai_epi16(_mm512_sub_epi16(high, base_u16x32), 4));
+}
+
+TARGET_AVX512 static inline void store_codes64(uint8_t *address, __m512i codes) {
+    __m512i order = _mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0);
+    _mm512_storeu_si512(address, _mm512_permutexvar_epi64(order, codes));
+}
+
+/* The codes of a block without infinities and NaNs; false where one moment stays below the smallest
+ * code and has got 0: other rules hold for it.  (One that is rounded up to that code gets it by
+ * those rules, too: what it lacks is at most noise / 2^23 of it, and noise / 2^20 is allowed.) */
+TARGET_AVX512 static inline bool quantize_plain(const struct block *block, struct grids grids,
+                                                uint8_t *m, uint8_t *v) {
+    __m512i least = _mm512_set1_epi8(-1), sizes = all_words(0x7FFF);
+    for (size_t i = 0; i < STATE_BLOCK; i += 64) {
+        const __m512i *m_words = block->m_words + i / 32, *v_words = block->v_words + i / 32;
+        __m512i v_codes = steps64(v_words[0], v_words[1], grids.v_base);
+        __m512i m_codes = steps64(_mm512_and_si512(m_words[0], sizes),
+                                  _mm512_and_si512(m_words[1], sizes), grids.m_base);
+        least = _mm512_min_epu8(least, _mm512_min_epu8(m_codes, v_codes));
+        /* Packed as signed numbers, words keep their signs. */
+        __m512i signs = _mm512_packs_epi16(m_words[0], m_words[1]);
+        m_codes = _mm512_ternarylogic_epi32(m_codes, signs, _mm512_set1_epi8(-128), 0xF8);
+        store_codes64(m + i, m_codes);
+        store_codes64(v + i, v_codes);
+    }
+    return _mm512_testn_epi8_mask(least, least) == 0;
+}
+
+TARGET_AVX512 static inline void quantize_block(const struct block *block, const struct codes *c) {
+    __m512i any = _mm512_or_si512(sizes16(block->m_any), block->v_any);
+    if (_mm512_cmpge_epu32_mask(any, all16(GRID_MAX)) == 0) {
+        struct grids grids = store_scales(c->scale, largest_word(block->m_most) << 16,
+                                          largest_word(block->v_most) << 16);
+        if (!quantize_plain(block, grids, c->m, c->v)) quantize_smallest(block, c, grids);
+        return;
+    }
+    quantize_any(block, c);
+}
+
+/* Begins 32 elements of a block: their codes are read, their new moments kept. */
+TARGET_AVX512 static inline struct begun begin8(struct pair p, const uint8_t *m, const uint8_t *v,
+                                                struct grids grids, struct pair grad,
+                                                const struct broadcast *b, struct noise noise,
+                                                struct block *block, size_t at) {
+    struct pair m_bits = m_bits32(m, grids.m_base), v_bits = v_bits32(v, grids.v_base);
+    struct begun begun = begin32(p, &m_bits, &v_bits, grad, b);
+    keep32(block, at, m_bits, v_bits, noise);
+    return begun;
+}
+
+TARGET_AVX512 static ALWAYS_INLINE void step8(size_t n, uint16_t *restrict hi,
+                                              int16_t *restrict lo, uint8_t *restrict m,
+                                              uint8_t *restrict v, float *restrict scale,
+                                              const void *restrict grad, int32_t type,
+                                              const struct infinity_adamw_small *s, uint64_t key,
+                                              uint64_t first) {
+    const struct broadcast b = broadcast(s);
+    struct begun begun = {0};
+    for (size_t start = 0; start < n; start += STATE_BLOCK, scale += 2) {
+        struct grids grids = grids_of(load_u32(scale), load_u32(scale + 1));
+        struct codes codes = {m + start,      v + start, scale, grad_at(grad, start, type),
+                              type, s, key, first + start};
+        struct block block;
+        memcpy(block.m_old, m + start, STATE_BLOCK);
+        memcpy(block.v_old, v + start, STATE_BLOCK);
+        memcpy(block.old_scale, scale, sizeof block.old_scale);
+        block.m_most = block.v_most = block.m_any = block.v_any = _mm512_setzero_si512();
+        for (size_t at = 0; at < STATE_BLOCK / 32; at++) {
+            size_t i = start + 32 * at;
+            fetch_ahead(hi + i, sizeof *hi);
+            fetch_ahead(lo + i, sizeof *lo);
+            /* A line of codes is two of weights; the two fields take turns. */
+            fetch_ahead(at % 2 == 0 ? m + i : v + i, sizeof *m);
+            struct moves moves = divide32(begun, &b);
+            struct pair p = join32(hi + i, lo + i);
+            begun = begin8(p, m + i, v + i, grids, load_grad32(grad, i, type), &b,
+                           noise32(key, first + i, GRID_SHIFT), &block, at);
+            if (i != 0) finish32(hi + i - 32, lo + i - 32, moves);
+        }
+        quantize_block(&block, &codes);
+    }
+    finish32(hi + n - 32, lo + n - 32, divide32(begun, &b));
+}
+
+TARGET_AVX512 void adamw8_avx512(size_t n, uint16_t *restrict hi, int16_t *restrict lo,
+                                 uint8_t *restrict m, uint8_t *restrict v, float *restrict scale,
+                                 const void *restrict grad, int32_t type,
+                                 const struct infinity_adamw_small *s, uint64_t key,
+                                 uint64_t first) {
+    if (type == INFINITY_F32)
+        step8(n, hi, lo, m, v, scale, grad, INFINITY_F32, s, key, first);
+    else
+        step8(n, hi, lo, m, v, scale, grad, INFINITY_BF16, s, key, first);
+}
+#endif

@@ -1,0 +1,182 @@
+#ifndef INFINITY_SMALL_AVX512_H
+#define INFINITY_SMALL_AVX512_H
+/* The small step on 32 elements in registers, for steps on small moments, whole blocks at a time:
+ * the same bits as widening, the small step and rounding one after the other (moments.c).
+ *
+ * [Note: even and odd]
+ * 32 elements of 16 bits are two registers of fp32: the even ones, x << 16, and the odd ones, the
+ * upper halves.  Going back, and to and from hi and lo, is one shuffle of bytes within 32 bits,
+ * merged into the other register by its mask: one operation, where a shift and a blend are two,
+ * and not on the port that the divider and the shifts need.  The hash of 16 pairs of elements is
+ * the noise of both.
+ *
+ * [Note: in the divider's shadow]
+ * A root and a division keep the divider busy for 23 cycles per 16 elements, and what waits for
+ * them fills the scheduler, so that nothing behind can start.  So each turn of a loop first asks
+ * for the divisions of the 32 elements whose roots the turn before has begun, then does all that
+ * the next 32 need up to their roots, and only then takes the quotients. */
+#include <immintrin.h>
+
+#include "cast_avx512.h"
+#include "moments_avx512.h"
+
+/* Once for each type of gradient. */
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
+/* The bytes of words with an even, an odd number. */
+#define EVEN_WORDS ((__mmask64)0x3333333333333333u)
+#define ODD_WORDS (~EVEN_WORDS)
+
+struct pair {
+    __m512i even, odd; /* bits of fp32 */
+};
+
+/* What is left of a step once m and v are new. */
+struct begun {
+    __m512 p_even, p_odd, root_even, root_odd, change_even, change_odd;
+};
+
+/* The scalars, one register each. */
+struct broadcast {
+    __m512 decay, beta1, beta2, grad_weight, root_weight, eps, step_factor;
+};
+
+TARGET_AVX512 static inline struct broadcast broadcast(const struct infinity_adamw_small *s) {
+    return (struct broadcast){_mm512_set1_ps(s->decay),       _mm512_set1_ps(s->beta1),
+                              _mm512_set1_ps(s->beta2),       _mm512_set1_ps(s->grad_weight),
+                              _mm512_set1_ps(s->root_weight), _mm512_set1_ps(s->eps),
+                              _mm512_set1_ps(s->step_factor)};
+}
+
+TARGET_AVX512 static inline __m512i all_words(uint32_t value) {
+    return _mm512_set1_epi16((short)value);
+}
+
+/* Words become upper halves over zeros. */
+TARGET_AVX512 static inline struct pair widen32(__m512i words) {
+    return (struct pair){_mm512_slli_epi32(words, 16),
+                         _mm512_and_si512(words, all16(0xFFFF0000u))};
+}
+
+/* b, but for the even words, which become the odd ones of a. */
+TARGET_AVX512 static inline __m512i with_upper(__m512i b, __m512i a) {
+    __m512i down = _mm512_set4_epi32(0x0F0E0F0E, 0x0B0A0B0A, 0x07060706, 0x03020302);
+    return _mm512_mask_shuffle_epi8(b, EVEN_WORDS, a, down);
+}
+
+/* b, but for the odd words, which become the even ones of a. */
+TARGET_AVX512 static inline __m512i with_lower(__m512i b, __m512i a) {
+    __m512i up = _mm512_set4_epi32(0x0D0C0D0C, 0x09080908, 0x05040504, 0x01000100);
+    return _mm512_mask_shuffle_epi8(b, ODD_WORDS, a, up);
+}
+
+/* The upper halves. */
+TARGET_AVX512 static inline __m512i upper32(struct pair bits) {
+    return with_upper(bits.odd, bits.even);
+}
+
+TARGET_AVX512 static inline struct pair sum32(struct pair a, struct pair b) {
+    return (struct pair){_mm512_add_epi32(a.even, b.even), _mm512_add_epi32(a.odd, b.odd)};
+}
+
+TARGET_AVX512 static inline struct pair join32(const uint16_t *hi, const int16_t *lo) {
+    __m512i lo_i16x32 = _mm512_loadu_si512(lo);
+    /* lo is signed: where it is negative, one less above it. */
+    __m512i hi_u16x32 =
+        _mm512_add_epi16(_mm512_loadu_si512(hi), _mm512_srai_epi16(lo_i16x32, 15));
+    return (struct pair){with_lower(lo_i16x32, hi_u16x32), with_upper(hi_u16x32, lo_i16x32)};
+}
+
+TARGET_AVX512 static inline void split32(struct pair p, uint16_t *hi, int16_t *lo) {
+    struct pair half = {all16(0x8000), all16(0x8000)};
+    _mm512_storeu_si512(hi, upper32(sum32(p, half)));
+    _mm512_storeu_si512(lo, with_lower(p.even, p.odd));
+}
+
+TARGET_AVX512 static inline struct pair load_grad32(const void *grad, size_t i, int32_t type) {
+    if (type == INFINITY_BF16) {
+        const uint16_t *bf16 = (const uint16_t *)grad + i;
+        fetch_ahead(bf16, sizeof *bf16);
+        return widen32(_mm512_loadu_si512(bf16));
+    }
+    const float *f32 = (const float *)grad + i;
+    fetch_ahead(f32, sizeof *f32);
+    __m512i low = _mm512_loadu_si512(f32), high = _mm512_loadu_si512(f32 + 16);
+    __m512i evens = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    __m512i odds = _mm512_or_si512(evens, all16(1));
+    return (struct pair){_mm512_permutex2var_epi32(low, evens, high),
+                         _mm512_permutex2var_epi32(low, odds, high)};
+}
+
+TARGET_AVX512 static inline struct pair canonical32(struct pair bits) {
+    return (struct pair){
+        _mm512_castps_si512(canonical16(_mm512_castsi512_ps(bits.even))),
+        _mm512_castps_si512(canonical16(_mm512_castsi512_ps(bits.odd)))};
+}
+
+/* Replaces m and v by those of the next step; NaNs as the hardware makes them. */
+TARGET_AVX512 static inline void move_moments16(__m512 *m, __m512 *v, __m512 grad_f32x16,
+                                                const struct broadcast *b) {
+    __m512 t_f32x16 = _mm512_mul_ps(grad_f32x16, b->root_weight);
+    __m512 part_f32x16 = _mm512_mul_ps(grad_f32x16, b->grad_weight);
+    *m = _mm512_add_ps(_mm512_mul_ps(*m, b->beta1), part_f32x16);
+    *v = _mm512_add_ps(_mm512_mul_ps(*v, b->beta2), _mm512_mul_ps(t_f32x16, t_f32x16));
+}
+
+/* Makes m and v new, and begins their roots.  p, the masters, come along: read later, at the place
+ * in their pages where m and v have just been written, they would wait for that to be over. */
+TARGET_AVX512 static inline struct begun begin32(struct pair p, struct pair *m, struct pair *v,
+                                                 struct pair grad, const struct broadcast *b) {
+    __m512 m_even = _mm512_castsi512_ps(m->even), m_odd = _mm512_castsi512_ps(m->odd);
+    __m512 v_even = _mm512_castsi512_ps(v->even), v_odd = _mm512_castsi512_ps(v->odd);
+    move_moments16(&m_even, &v_even, _mm512_castsi512_ps(grad.even), b);
+    move_moments16(&m_odd, &v_odd, _mm512_castsi512_ps(grad.odd), b);
+    *m = (struct pair){_mm512_castps_si512(m_even), _mm512_castps_si512(m_odd)};
+    *v = (struct pair){_mm512_castps_si512(v_even), _mm512_castps_si512(v_odd)};
+    return (struct begun){_mm512_mul_ps(_mm512_castsi512_ps(p.even), b->decay),
+                          _mm512_mul_ps(_mm512_castsi512_ps(p.odd), b->decay),
+                          _mm512_sqrt_ps(v_even),
+                          _mm512_sqrt_ps(v_odd),
+                          _mm512_mul_ps(b->step_factor, m_even),
+                          _mm512_mul_ps(b->step_factor, m_odd)};
+}
+
+/* What the weights are moved by. */
+struct moves {
+    __m512 p_even, p_odd, even, odd;
+};
+
+TARGET_AVX512 static inline struct moves divide32(struct begun begun, const struct broadcast *b) {
+    __m512 even = _mm512_div_ps(begun.change_even, _mm512_add_ps(begun.root_even, b->eps));
+    __m512 odd = _mm512_div_ps(begun.change_odd, _mm512_add_ps(begun.root_odd, b->eps));
+    /* The compiler would move the divisions to where they are used. */
+    __asm__ volatile("" : "+v"(even), "+v"(odd));
+    return (struct moves){begun.p_even, begun.p_odd, even, odd};
+}
+
+TARGET_AVX512 static inline void finish32(uint16_t *hi, int16_t *lo, struct moves moves) {
+    __m512 even = _mm512_add_ps(moves.p_even, moves.even);
+    __m512 odd = _mm512_add_ps(moves.p_odd, moves.odd);
+    struct pair p = {_mm512_castps_si512(even), _mm512_castps_si512(odd)};
+    if (__builtin_expect(_mm512_cmp_ps_mask(even, odd, _CMP_UNORD_Q) != 0, 0)) p = canonical32(p);
+    split32(p, hi, lo);
+}
+
+/* Of the hash of 16 pairs, the lowest and the highest `width` bits. */
+struct noise {
+    struct pair m, v;
+};
+
+TARGET_AVX512 static inline struct noise noise32(uint64_t key, uint64_t element, int width) {
+    __m512i hash = hash16(key, (uint32_t)(element / 2));
+    __m512i low = _mm512_and_si512(hash, all16((1u << width) - 1));
+    __m512i high = _mm512_srli_epi32(hash, (unsigned)(32 - width));
+    return (struct noise){{low, high}, {high, low}};
+}
+
+/* Whether one of 64 magnitudes may be as large as limit.  Ors are larger than what they are made
+ * of, so that now and then (1.5 or 3) they look large where nothing is. */
+TARGET_AVX512 static inline __m512i any_of64(__m512i so_far, struct pair bits) {
+    return _mm512_ternarylogic_epi32(so_far, bits.even, bits.odd, 0xFE);
+}
+#endif
