@@ -48,7 +48,7 @@ LOOKAHEAD = 2
 """Boundaries that are on their way back while one is used."""
 
 _SAVERS = ("torch.utils.checkpoint", "infinity.tiling.slices")
-_BETWEEN = ("infinity.activations", "infinity.hooks", "torch.autograd.function")
+_BETWEEN = ("infinity.activation_parts", "infinity.activations", "infinity.hooks", "torch.autograd.function")
 
 
 class Boundary:
@@ -106,7 +106,7 @@ class Boundary:
         if every.mode == "host" and every.kept.try_reserve(self._nbytes):
             self._charged = self._nbytes
             if not every.device.is_host:
-                download = every.device.download(_flattened(self._tensor))
+                download = every.device.download(flattened(self._tensor))
                 self._host = download.tensor
                 every.leaving.append((weakref.ref(self), download))
             return
@@ -119,7 +119,7 @@ class Boundary:
             )
         self._record = every.new_record(repr(self), self._nbytes)
         self._record.add(FIELD, every.nvme)
-        every.write(self, self._record, _flattened(self._tensor))
+        every.write(self, self._record, flattened(self._tensor))
 
     def sent(self, job: SavePass) -> None:
         """Note the pass that writes it, before it is queued: its place is in use until that is over."""
@@ -250,10 +250,7 @@ class Boundaries:
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor that autograd is about to save is a boundary; asked from the hook it calls."""
-        if type(tensor) is not torch.Tensor or not tensor.requires_grad or tensor.nbytes < BLOCK:
-            return False
-        whole = tensor.is_floating_point() and tensor.nbytes % ELEMENT_NBYTES == 0 and _is_dense(tensor)
-        return whole and tensor.device == self.device.torch_device and _saver() in _SAVERS
+        return is_boundary(tensor, self.device.torch_device)
 
     def save(self, tensor: torch.Tensor) -> Boundary:
         """Return what autograd keeps in the place of a boundary; the one before it leaves."""
@@ -339,6 +336,14 @@ class Boundaries:
             )
 
 
+def is_boundary(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether a tensor on `device` that autograd is about to save is a boundary; see [Note: boundaries]."""
+    if type(tensor) is not torch.Tensor or not tensor.requires_grad or tensor.nbytes < BLOCK:
+        return False
+    whole = tensor.is_floating_point() and tensor.nbytes % ELEMENT_NBYTES == 0 and _is_dense(tensor)
+    return whole and tensor.device == device and _saver() in _SAVERS
+
+
 def _over(moving: SavePass | Transfer) -> bool:
     return moving.processed if isinstance(moving, SavePass) else moving.done
 
@@ -361,6 +366,6 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _flattened(tensor: torch.Tensor) -> torch.Tensor:
+def flattened(tensor: torch.Tensor) -> torch.Tensor:
     """Return a dense tensor's memory in one dimension."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))

@@ -272,7 +272,11 @@ UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...], str]] = {
     _ZERO + "mics_shard_size": ("anything", (-1, 0), "DeepSpeed has removed it too"),
     _ZERO + "mics_hierarchical_params_gather": ("switch", (False,), "DeepSpeed has removed it too"),
     _ZERO + "zeropp_loco_param": ("anything", (), "DeepSpeed has removed it too"),
-    "activation_checkpointing.partition_activations": ("switch", (False,), "torch.utils.checkpoint"),
+    "activation_checkpointing.partition_activations": (
+        "switch",
+        (False,),
+        "Init(partition_activations=group)",
+    ),
     "activation_checkpointing.cpu_checkpointing": ("switch", (False,), "torch.utils.checkpoint"),
     "activation_checkpointing.contiguous_memory_optimization": (
         "switch",

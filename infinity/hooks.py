@@ -30,6 +30,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from infinity.activation_parts import Part, Parts
 from infinity.activations import Boundaries, Boundary
 from infinity.calls import refuse, runs_in_itself
 from infinity.errors import UnsupportedError
@@ -97,6 +98,8 @@ class Hooks:
         self._held: set[Unit] = set()
         self.boundaries: Boundaries | None = None
         """What offloads the inputs of checkpoints; None where they stay."""
+        self.parts: Parts | None = None
+        """What divides them among ranks first; None where each keeps its own."""
         self.backward_ended: list[Any] = []
         """Callables run when the outermost backward is over."""
         self.forward_began: list[Any] = []
@@ -234,13 +237,14 @@ class Hooks:
             self.by_storage.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
         )
         if unit is None or tensor.dtype != unit.flat.dtype:
-            if otherwise is _as_is and self.boundaries is not None and self.boundaries.takes(tensor):
-                return self.boundaries.save(tensor)
+            boundaries = self.parts or self.boundaries
+            if otherwise is _as_is and boundaries is not None and boundaries.takes(tensor):
+                return boundaries.save(tensor)
             return otherwise(tensor)
         return Packed(unit, tensor.shape, tensor.stride(), int(tensor.storage_offset()), unit.version)
 
     def _unpack(self, packed: Any, otherwise: Any) -> torch.Tensor:
-        if isinstance(packed, Boundary):
+        if isinstance(packed, (Boundary, Part)):
             return packed.take()
         if not isinstance(packed, Packed):
             tensor: torch.Tensor = otherwise(packed)

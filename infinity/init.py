@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, cast
@@ -15,6 +16,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from infinity.activation_parts import open_parts
 from infinity.config import Config
 from infinity.construction import Construction
 from infinity.engine import Engine
@@ -47,6 +49,9 @@ class Init:
     process_group: the ranks that share the model, as a group of torch.distributed or a DeviceMesh of one
     dimension; None: all ranks of the run. Each of them builds the same model, from the random numbers of
     rank 0, whatever its own seed; after the `with` it goes on with its own.
+    partition_activations: the ranks that compute on copies of the same activations, as those of tensor
+    parallelism do (a group or a DeviceMesh likewise): each keeps a part of what a checkpointed block saves,
+    and they gather it when the backward takes it.
 
     ::
 
@@ -59,12 +64,20 @@ class Init:
 
     _active: Init | None = None
 
-    def __init__(self, config: Config | None = None, *, process_group: Any = None, **fields: Any) -> None:
+    def __init__(
+        self,
+        config: Config | None = None,
+        *,
+        process_group: Any = None,
+        partition_activations: Any = None,
+        **fields: Any,
+    ) -> None:
         """Check the settings."""
         if config is not None and fields:
             raise ConfigError("Init takes a Config or its fields, not both")
         self.config = config if config is not None else Config(**fields)
         self._process_group = process_group
+        self._copies = partition_activations
         self._engine: Engine | None = None
         self._construction: Construction | None = None
         self._hooks: list[Any] = []
@@ -75,6 +88,8 @@ class Init:
         if Init._active is not None:
             raise UnsupportedError("Init inside another Init: build the models one after the other")
         self._engine = Engine(self.config, self._process_group)
+        if self._copies is not None:
+            self._partition_activations(self._engine)
         construction = self._construction = Construction(self._engine)
         self._engine.build_with(construction.touch)
         self._hooks = [
@@ -86,6 +101,12 @@ class Init:
         self._in_order.enter_context(_drawing_as_rank_0(self._engine.ranks))
         Init._active = self
         return self
+
+    def _partition_activations(self, engine: Engine) -> None:
+        config, device, hooks = self.config, engine.device.torch_device, engine.hooks
+        hooks.parts = open_parts(self._copies, config.device, config.timeout_s, device, hooks.boundaries)
+        if hooks.parts is not None:
+            weakref.finalize(engine, hooks.parts.close)
 
     def take_in(self, model: nn.Module) -> None:
         """Take charge of a model that was built before, in memory. Inside the `with`."""

@@ -195,6 +195,42 @@ def mesh():
     return compare("llama", options={"max_norm": 0.5}, group=whole["data"])
 
 
+def partitioned(**settings):
+    """Train copies of one model, once with all activations on every rank, and once with a part on each."""
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    runs, kept = [], []
+    for copies in (None, dist.group.WORLD):
+        torch.manual_seed(5)
+        with infinity.Init(process_group=alone, partition_activations=copies, **settings):
+            model = models.MODELS["llama"]()
+        model.gradient_checkpointing_enable()
+        model.train()
+        parts = engine_of_model(model).hooks.parts
+        if parts is not None:
+            save = parts.save
+
+            def counted(tensor, save=save):
+                part = save(tensor)
+                kept.append(part.nbytes / tensor.nbytes)
+                return part
+
+            parts.save = counted
+        optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+        losses = []
+        for step in range(3):
+            ids = torch.randint(0, 301, (2, 63), generator=torch.Generator().manual_seed(step))
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        runs.append((losses, model.state_dict()))
+        del model, optimizer, parts
+    (losses, weights), (parted_losses, parted) = runs
+    equal = losses == parted_losses and all(same(weights[name], parted[name]) for name in weights)
+    return {"equal": equal, "kept": kept}
+
+
 def state_of(optimizer):
     return {
         f"{key} of parameter {number}": state[key].float()
@@ -346,6 +382,8 @@ CASES = {
     "stage 2 backward": lambda: compare("llama", options={"update": "backward"}, stage=2, **NVME),
     "deepspeed": through_deepspeed,
     "mesh": mesh,
+    "partitioned": lambda: partitioned(host_memory="64MiB"),
+    "partitioned nvme": lambda: partitioned(offload_activations="nvme", **NVME),
     "different ways": different_ways,
     "alone": alone,
     "failing": failing,

@@ -50,7 +50,7 @@ LAYERS = [
     {"arrivals", "partition"},
     {"deepspeed_launch", "deepspeed_schedules", "exchange", "hooks", "hub", "offloaded", "slices"},
     {"calls"},
-    {"executor", "pins", "reduction", "tiers"},
+    {"activation_parts", "executor", "pins", "reduction", "tiers"},
     {"activations", "durable"},
     {"collectives", "gradient_store"},
     {"activation_passes", "fetch", "gradient", "keeping", "ranges"},

@@ -37,7 +37,7 @@ EXACT = [
     "mesh",
 ]
 FEW = ["llama", "gpt2", "mixtral", "max_norm", "no_sync", "frozen", "nvme", "nvme accumulated", "stage 1"]
-OTHERS = ["gathered", "seeds", "traffic", "nvme traffic", "memory"]
+OTHERS = ["gathered", "seeds", "traffic", "nvme traffic", "memory", "partitioned", "partitioned nvme"]
 CASES = {2: [*EXACT, *OTHERS], 3: FEW, 4: [*FEW, "mesh"]}
 
 pytestmark = [pytest.mark.multi, pytest.mark.disk]
@@ -120,6 +120,14 @@ def test_a_ranks_disk_moves_the_bytes_of_its_own_share(answers):
         assert 20 < one["backward"] <= 26.5
         assert one["backward"] < one["forward"] <= 30.5
         assert one["pinned"] < 0.1
+
+
+@pytest.mark.parametrize("case", ["partitioned", "partitioned nvme"])
+def test_ranks_with_copies_of_activations_keep_a_part_each_and_train_the_same_bits(answers, case):
+    for one in answers(2, case):
+        assert one["equal"]
+        assert len(one["kept"]) >= 3 * 2, "an input of each of two blocks, in three steps"
+        assert set(one["kept"]) == {0.5}
 
 
 def test_a_rank_keeps_what_its_stage_says(answers):
