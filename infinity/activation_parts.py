@@ -71,7 +71,6 @@ class Parts:
         return Part(self, tensor, self._saved)
 
     def _check_copies(self, tensor: torch.Tensor) -> None:
-        values = flattened(tensor).view(torch.uint8).cpu().numpy()
         digest = xxhash.xxh3_64_intdigest(as_bytes(flattened(tensor))) >> 1
         if not self._ranks.same(digest, "comparing the first activation"):
             raise RanksError(
