@@ -252,10 +252,13 @@ def plain_kernels(spec: Spec) -> Contestant:
 
 
 def infinity(spec: Spec) -> Contestant:
-    """Infinity; settings: host_memory, update, max_norm, and state_dtype where it is not the default."""
+    """Infinity; settings: host_memory, update, max_norm, and state_dtype, durable and verify where they are
+    not the default.
+    """
     import infinity as engine
 
-    chosen = {key: spec.settings[key] for key in ("host_memory", "state_dtype") if key in spec.settings}
+    offered = ("host_memory", "state_dtype", "durable", "verify")
+    chosen = {key: spec.settings[key] for key in offered if key in spec.settings}
     with engine.Init(nvme=spec.nvme, **chosen):
         model = llama(spec)
     optimizer = engine.AdamW(
@@ -267,6 +270,8 @@ def infinity(spec: Spec) -> Contestant:
         update=spec.settings["update"],
         max_norm=spec.settings.get("max_norm"),
     )
+    if "durable" in chosen:
+        engine.resume(model, optimizer)
 
     def step() -> None:
         optimizer.step()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import itertools
 import os
 import shutil
 import signal
@@ -47,6 +48,8 @@ class Bench:
         self.place, self.jobs, self.seed = Path(place), jobs, seed
         self.counts = {}
         self.complaints = []
+        self.killed = Counter()
+        """By what was going on."""
         self._plain = {}
 
     def folder(self):
@@ -139,13 +142,16 @@ class Bench:
         folder, said, at_least = self.folder(), [], 0
         save = str(folder / "saved") if rng.random() < 0.3 else None
         try:
-            for _ in range(rng.randint(1, 3)):
+            for turn in range(rng.randint(1, 3)):
                 child = Child(lambda say: trials.train(say, str(folder), save=save, **settings))
                 child.end_s = time.monotonic() + rng.random() * self.run_s
                 over = child.over
                 child.over = lambda over=over, child=child: _over_or_killed(over, child)
                 child = yield child
                 said += child.said
+                if child.status == signal.SIGKILL:
+                    now = [line["now"] for line in child.said if "now" in line]
+                    self.killed[now[-1] if now else "resume" if turn else "Init"] += 1
                 at_least = max([at_least, *(line.get("committed") or 0 for line in child.said)])
             complaint = yield from self.finish(folder, settings, at_least, said)
             return (
@@ -177,13 +183,16 @@ class Bench:
             shutil.rmtree(folder, ignore_errors=True)
 
     def measure(self):
-        """How long an undisturbed run takes, so that kills fall into all of it."""
-        folder = self.folder()
-        child = Child(lambda say: trials.train(say, str(folder)))
-        while not child.over():
+        """How long an undisturbed run takes beside others, so that kills fall into all of it."""
+        folders = [self.folder() for _ in range(self.jobs)]
+        began = time.monotonic()
+        children = [Child(lambda say, folder=folder: trials.train(say, str(folder))) for folder in folders]
+        while children:
+            children = [child for child in children if not child.over()]
             time.sleep(0.001)
-        self.run_s = 1.1 * (time.monotonic() - child.began_s)
-        shutil.rmtree(folder)
+        self.run_s = 1.1 * (time.monotonic() - began)
+        for folder in folders:
+            shutil.rmtree(folder)
 
 
 def _over_or_killed(over, child):
@@ -225,12 +234,15 @@ def main(arguments):
     parser.add_argument("--cuts", type=int, default=300)
     parser.add_argument("--every", type=int, default=1, help="disturb every so many requests (1: all)")
     parser.add_argument("--seed", type=int, default=2104)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--jobs", type=int, default=2 * (os.cpu_count() or 1), help="trials at once")
     parser.add_argument("--place", default=None, help="a folder on the disk to use")
     options = parser.parse_args(arguments)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="infinity-faults-", dir=options.place) as place:
         bench = Bench(place, options.jobs, options.seed)
+        warm = bench.folder()
+        trials.warm_up(str(warm))
+        shutil.rmtree(warm)
         bench.measure()
         settings = {"update": "forward", "host_memory": "256KiB", "state_dtype": "fp32", "blocks": 1}
         pieces = bench.plain(settings, DISTURBED)["pieces"]
@@ -239,10 +251,13 @@ def main(arguments):
             numbers = range(1, pieces + 1, options.every)
             bench.run(kind, (bench.fault(kind, nth, settings) for nth in numbers))
             print(f"{time.monotonic() - began:6.0f} s  {kind}", flush=True)
-        bench.run("kill -9, up to three times", (bench.kill(number) for number in range(options.kills)))
+        numbers = itertools.takewhile(lambda _: bench.killed.total() < options.kills, itertools.count())
+        bench.run("kill -9, up to three times", map(bench.kill, numbers))
         print(f"{time.monotonic() - began:6.0f} s  kills", flush=True)
         bench.run("power cut", (bench.cut(number) for number in range(options.cuts)))
     print(f"{time.monotonic() - began:6.0f} s\n\n{table(bench.counts)}")
+    where = ", ".join(f"{what} {times}" for what, times in bench.killed.most_common())
+    print(f"{bench.killed.total()} kills: {where}")
     return 1 if bench.complaints else 0
 
 

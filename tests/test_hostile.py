@@ -4,9 +4,11 @@ Limits are set in forked children. A full disk is a small tmpfs, where root may 
 """
 
 import contextlib
+import errno
 import gc
 import os
 import resource
+import signal
 import subprocess
 import sys
 import textwrap
@@ -20,13 +22,13 @@ import fragile
 import infinity
 import trials
 from infinity import ConfigError
-from infinity.aio import StorageFullError
+from infinity.aio import IoError, StorageFullError
 from infinity.runfolder import RunFolder
+from mounts import ground, mounted, root, run
+from seccomp_run import refuse
 from trials import Child
 
 pytestmark = [pytest.mark.disk, pytest.mark.multi, pytest.mark.timeout(120)]
-MOUNT, UMOUNT, MKFS = "/bin/mount", "/bin/umount", "/sbin/mkfs.ext4"
-root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
 
 
 def ended(work):
@@ -71,18 +73,9 @@ def test_too_few_descriptors_are_an_error_with_a_cure_and_the_run_stays(folder):
     assert ended(few).get("first") == 2
 
 
-@contextlib.contextmanager
-def mounted(folder, *options):
-    subprocess.run([MOUNT, *options, str(folder)], check=True)
-    try:
-        yield folder
-    finally:
-        subprocess.run([UMOUNT, "-l", str(folder)], check=True)
-
-
 @root
 def test_a_disk_without_room_for_two_generations_is_named_with_the_numbers_before_training(folder):
-    with mounted(folder, "-t", "tmpfs", "-o", "size=400k,mode=700", "tmpfs"):
+    with mounted(folder, "-t", "tmpfs", "-o", "size=400k", "tmpfs"):
         with pytest.raises(StorageFullError) as caught:
             fragile.Run(folder)
         for part in ("allocating", "B free", "for: ", "allocated so far"):
@@ -94,27 +87,20 @@ def test_a_disk_without_room_for_two_generations_is_named_with_the_numbers_befor
 
 @root
 def test_a_disk_that_becomes_read_only_stops_the_run_by_name_and_loses_no_commit(folder):
-    image, place = folder / "image", folder / "place"
-    place.mkdir()
-    with image.open("wb") as file:
-        file.truncate(64 << 20)
-    subprocess.run([MKFS, "-q", image], check=True)
-
     def work(say):
-        with mounted(place, "-o", "loop", str(image)):
-            place.chmod(0o700)
+        with ground("ext4", folder) as place:
             torch.set_num_threads(1)
-            run = fragile.Run(place)
-            run.train(3)
-            infinity.commit(run.model)
-            subprocess.run([MOUNT, "-o", "remount,ro", str(place)], check=False, capture_output=True)
+            training = fragile.Run(place)
+            training.train(3)
+            infinity.commit(training.model)
+            run("mount", "-o", "remount,ro", place)
             try:
-                run.train(20)
+                training.train(20)
                 say(refused="no")
             except Exception as error:  # noqa: BLE001
                 say(refused=f"{type(error).__name__}: {error}")
-            run.kill()
-            subprocess.run([MOUNT, "-o", "remount,rw", str(place)], check=False, capture_output=True)
+            training.kill()
+            run("mount", "-o", "remount,rw", place)
             again = fragile.Run(place)
             say(first=again.first)
             again.kill()
@@ -171,3 +157,68 @@ def test_an_interpreter_that_ends_in_the_middle_leaves_a_run_to_go_on_with(folde
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (process.returncode, process.stderr) == (0, "")
     assert fragile.Run(folder).first in (2, 3)  # step 3 was on its way
+
+
+# Grounds and disturbances on which the bits are those of an undisturbed run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    return trials.plain({}, str(tmp_path_factory.mktemp("undisturbed")))
+
+
+def same_bits(place, undisturbed, disturb=lambda: None):
+    """Train, be killed, resume, all of it disturbed: to the bits of a run that was not."""
+
+    def work(say, steps):
+        disturb()
+        trials.train(say, str(place), steps)
+
+    first = ended(lambda say: work(say, 3))
+    second = ended(lambda say: work(say, trials.STEPS))
+    assert (first.get("committed"), second.get("first")) == (3, 3), (first, second)
+    assert second["digest"] == undisturbed["digest"]
+
+
+@root
+@pytest.mark.parametrize("kind", ["tmpfs", "overlay", "4 KiB sectors", "xfs"])
+def test_on_every_ground_a_run_goes_on_with_the_same_bits(folder, undisturbed, kind):
+    with ground(kind, folder) as place:
+        same_bits(place, undisturbed)
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS])
+def test_where_io_uring_is_refused_a_run_goes_on_with_the_same_bits(folder, undisturbed, number):
+    same_bits(folder, undisturbed, lambda: refuse(number))
+
+
+def test_signals_in_the_middle_of_every_wait_change_nothing(folder, undisturbed):
+    caught = []
+
+    def disturb():
+        signal.signal(signal.SIGALRM, lambda *_: caught.append(1))
+        signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+
+    same_bits(folder, undisturbed, disturb)
+
+
+def test_a_wall_clock_that_jumps_by_years_changes_nothing(folder, undisturbed):
+    jumps = iter(range(10**9))
+
+    def disturb():
+        time.time = lambda: (-1) ** (jump := next(jumps)) * 1e9 * jump
+
+    same_bits(folder, undisturbed, disturb)
+
+
+def test_a_quota_that_is_used_up_is_named_and_the_run_goes_on_later(folder, undisturbed):
+    def work(say):
+        trials.with_fault(60, -errno.EDQUOT, str(folder), {})(say)
+
+    said = ended(work)
+    assert said["end"] == IoError.__name__, said
+    for part in ("Disk quota exceeded", "raise the quota", "in the file"):
+        assert part in said["message"]
+    assert not said["leaked"]
+    again = ended(lambda say: trials.train(say, str(folder)))
+    assert (again["first"] >= (said["committed"] or 0), again["digest"]) == (True, undisturbed["digest"])

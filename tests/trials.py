@@ -88,6 +88,21 @@ class Child:
         return [json.loads(line) for line in self._text.split(b"\n")[:-1]]
 
 
+def warm_up(folder):
+    """Train once in the parent, so that what loads once is loaded before any child is forked."""
+    torch.set_num_threads(1)
+    os.environ["INFINITY_MEASURE"] = "0"
+    for _ in range(2):
+        run = fragile.Run(folder, blocks=1)
+        run.train(2)
+        infinity.commit(run.model)
+        digest(run)
+        run.kill()
+        del run
+    gc.collect()
+    gc.freeze()  # else each child walks, and copies, all that torch has made
+
+
 def digest(run):
     """One number for every bit that counts."""
     found = xxhash.xxh3_128()
@@ -102,15 +117,17 @@ def train(say, folder, steps=STEPS, save=None, **settings):
     """Begin or go on, to the end; say each loss, what is committed, and the digest in the end."""
     torch.set_num_threads(1)
     run = fragile.Run(folder, **settings)
-    say(first=run.first)
+    say(first=run.first, now="training")
     while run.done < steps:
         loss = run.step()
         say(step=run.done, loss=loss, committed=run.committed)
         if save is not None and run.done == 3:
+            say(now="save")
             infinity.save(run.model, run.optimizer, save, overwrite=True)
+            say(now="training")
     infinity.commit(run.model)
     say(committed=run.committed)
-    say(digest=digest(run))
+    say(digest=digest(run), now="the end")
     run.kill()
 
 
