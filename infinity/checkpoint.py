@@ -45,6 +45,7 @@ from infinity.manifest import (
     encode,
     joined,
     names_of,
+    readable,
 )
 from infinity.optim import AdamW
 from infinity.ranges import CopyInPass, buffers, chunks, parts
@@ -186,30 +187,34 @@ def load(
     with ranks.together(f"loading {folder}"), contextlib.ExitStack() as stack:
         with ranks.together(f"comparing {folder} with the model"):
             manifest = read_manifest(folder)
-            _check_fits(manifest, inventory, scheduler, folder)
-            files = open_files(manifest, folder, stack)
+            with readable(f"{folder / NAME}"):
+                _check_fits(manifest, inventory, scheduler, folder)
+                files = open_files(manifest, folder, stack)
 
         def tensor_of(key: str) -> torch.Tensor:
             return _read_whole(manifest.by_kind()["extra", key], files)
 
         of_rank = manifest.of_rank(ranks.rank) if ranks.size == 1 + len(manifest.further) else None
-        extra = decode(of_rank["extra"] if of_rank else manifest.extra, tensor_of)
-        lines = decode(manifest.scheduler, tensor_of)
-        groups = decode((manifest.optimizer or {}).get("groups", []), tensor_of)
+        with readable(f"{folder / NAME}"):
+            extra = decode(of_rank["extra"] if of_rank else manifest.extra, tensor_of)
+            lines = decode(manifest.scheduler, tensor_of)
+            groups = decode((manifest.optimizer or {}).get("groups", []), tensor_of)
         _begin_moments(manifest, inventory)
         _fill_units(manifest, inventory, files)
         with torch.no_grad():
             for name, tensor in inventory.plain.items():
                 tensor.copy_(_read_whole(manifest.by_kind()[PLAIN, name], files))
     if optimizer is not None and manifest.optimizer is not None:
-        optimizer_in(manifest.optimizer, groups, inventory, optimizer)
+        with readable(f"{folder / NAME}"):
+            optimizer_in(manifest.optimizer, groups, inventory, optimizer)
         if scheduler is not None:
             scheduler.load_state_dict(lines)
         saved = manifest.of_rank(ranks.rank)
-        if saved is not None:
-            generators.restore(saved["rng"])
-        else:
-            generators.begin(manifest.rng, ranks.rank)
+        with readable(f"the generators' states in {folder / NAME}"):
+            if saved is not None:
+                generators.restore(saved["rng"])
+            else:
+                generators.begin(manifest.rng, ranks.rank)
     return extra
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import xxhash
 
-from infinity.manifest import WIDTHS, CheckpointError
+from infinity.manifest import WIDTHS, CheckpointError, readable
 
 VERSION = 1
 _MAGIC = b"infinity commit\n"
@@ -131,12 +131,8 @@ def read_slot(data: bytes, what: str) -> Commit | None:
         return None
     if version != VERSION:
         raise CheckpointError(f"{what}: a commit of version {version}; this Infinity reads {VERSION}")
-    try:
+    with readable(what):
         return _commit(sequence, json.loads(bytes(whole[:text_nbytes])), whole[text_nbytes:])
-    except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{what} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _commit(sequence: int, body: Mapping[str, Any], behind: memoryview) -> Commit:

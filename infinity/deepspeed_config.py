@@ -168,6 +168,8 @@ def read(
 def _content(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(source, Mapping):
         return source
+    if not isinstance(source, str | Path):
+        raise ConfigError(f"{source!r}: expected a DeepSpeed JSON, or what is in it as a dict")
     path = Path(source)
     if not path.is_file():
         raise ConfigError(f"{path}: no such file. Give a DeepSpeed JSON, or what is in it as a dict.")
@@ -176,6 +178,10 @@ def _content(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise ConfigError(f"{path}, {where}: {error.msg}. Comments are not JSON.") from error
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path}: no JSON ({error})") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected an object in braces")
     return content

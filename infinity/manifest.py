@@ -14,10 +14,11 @@ checkpoint is ever executed: JSON and plain arrays hold data only.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +48,17 @@ _LISTED = {"__tuple__", "__items__", "__float__", "__tensor__"}
 
 class CheckpointError(InfinityError, ValueError):
     """A checkpoint cannot be read, or does not fit the model and optimizer that it is to be loaded into."""
+
+
+@contextlib.contextmanager
+def readable(what: str) -> Iterator[None]:
+    """Read what may say anything: whatever goes wrong by that is a CheckpointError with `what`."""
+    try:
+        yield
+    except InfinityError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise CheckpointError(f"{what} cannot be read: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +165,7 @@ class Manifest:
 
         Raises: CheckpointError saying what is wrong with it.
         """
-        try:
+        with readable("the manifest"):
             outer = json.loads(text)
             body = outer["manifest"]
             if body["format"] != FORMAT or body["version"] != VERSION or body["range_nbytes"] != RANGE_NBYTES:
@@ -171,10 +183,6 @@ class Manifest:
             kept = {key: body[key] for key in ("optimizer", "scheduler", "rng", "extra", "model")}
             further = tuple({"rng": one["rng"], "extra": one["extra"]} for one in body.get("further", ()))
             manifest = Manifest(tensors, body["files"], **kept, further=further)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"the manifest cannot be read: {type(error).__name__}: {error}") from error
         if len(manifest.by_kind()) != len(tensors):
             raise CheckpointError("the manifest names a tensor twice")
         return manifest

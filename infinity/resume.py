@@ -11,7 +11,7 @@ from infinity.engine import Engine, engine_of_model
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.inventory import Inventory
 from infinity.keeping import CheckPass
-from infinity.manifest import CheckpointError, compare_groups, decode
+from infinity.manifest import CheckpointError, compare_groups, decode, readable
 from infinity.optim import AdamW
 from infinity.tracking import Training
 from infinity.unit import Unit
@@ -45,21 +45,25 @@ def resume(model: nn.Module, optimizer: AdamW, *, older: bool = False, check: bo
         durable.follow(training, 0, resumed=False)
         return 0
     commit = _chosen(durable, older=older)
+    what = f"the commit of step {commit.step} in {durable.folders[0].path}"
     durable.store.step = commit.step
-    _check_fits(commit, training, durable)
-    for unit, at in zip(engine.units, commit.records, strict=True):
-        engine.executor.changed(unit)
-        _restore(engine, durable, unit, at)
+    with readable(what):
+        _check_fits(commit, training, durable)
+        for unit, at in zip(engine.units, commit.records, strict=True):
+            engine.executor.changed(unit)
+            _restore(engine, durable, unit, at)
     durable.store.complete(f"resuming from {durable.folders[0].path}")
     optimizer.begin(one for unit in engine.units for one in unit.parameters)
     said = commit.said
-    groups = decode(said["optimizer"]["groups"], _no_tensor)
-    optimizer_in(said["optimizer"], groups, training.inventory, optimizer)
+    with readable(what):
+        groups = decode(said["optimizer"]["groups"], _no_tensor)
+        optimizer_in(said["optimizer"], groups, training.inventory, optimizer)
     if older or check:
         _read_all(engine)
     if older:
         durable.forget_newest()
-    training.restore(said, commit.tensors)
+    with readable(what):
+        training.restore(said, commit.tensors)
     durable.follow(training, commit.step, resumed=True)
     return commit.step
 

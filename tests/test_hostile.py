@@ -24,9 +24,9 @@ import trials
 from infinity import ConfigError
 from infinity.aio import IoError, StorageFullError
 from infinity.runfolder import RunFolder
-from mounts import ground, mounted, root, run
+from mounts import device, ground, mounted, root, run
 from seccomp_run import refuse
-from trials import Child
+from trials import NAMED, Child
 
 pytestmark = [pytest.mark.disk, pytest.mark.multi, pytest.mark.timeout(120)]
 
@@ -88,25 +88,27 @@ def test_a_disk_without_room_for_two_generations_is_named_with_the_numbers_befor
 @root
 def test_a_disk_that_becomes_read_only_stops_the_run_by_name_and_loses_no_commit(folder):
     def work(say):
-        with ground("ext4", folder) as place:
-            torch.set_num_threads(1)
-            training = fragile.Run(place)
-            training.train(3)
-            infinity.commit(training.model)
-            run("mount", "-o", "remount,ro", place)
-            try:
-                training.train(20)
-                say(refused="no")
-            except Exception as error:  # noqa: BLE001
-                say(refused=f"{type(error).__name__}: {error}")
-            training.kill()
-            run("mount", "-o", "remount,rw", place)
-            again = fragile.Run(place)
-            say(first=again.first)
-            again.kill()
+        torch.set_num_threads(1)
+        with device(folder, 64 << 20) as name:
+            run("mkfs.ext4", "-q", name)
+            with mounted(folder / "place", name) as place:
+                training = fragile.Run(place)
+                training.train(3)
+                infinity.commit(training.model)
+                run("mount", "-o", "remount,abort", place)
+                try:
+                    training.train(20)
+                except NAMED as error:
+                    say(refused=f"{type(error).__name__}: {error}")
+                training.kill()
+            with mounted(folder / "place", name) as place:
+                again = fragile.Run(place)
+                say(first=again.first)
+                again.kill()
 
     said = ended(work)
     assert said.get("first", 0) >= 3, said
+    assert "infinity-run" in said["refused"]
 
 
 def test_a_folder_that_cannot_be_written_is_refused_by_name(folder):
@@ -217,7 +219,7 @@ def test_a_quota_that_is_used_up_is_named_and_the_run_goes_on_later(folder, undi
 
     said = ended(work)
     assert said["end"] == IoError.__name__, said
-    for part in ("Disk quota exceeded", "raise the quota", "in the file"):
+    for part in ("Disk quota exceeded", "raise the quota", "infinity-run"):
         assert part in said["message"]
     assert not said["leaked"]
     again = ended(lambda say: trials.train(say, str(folder)))
