@@ -83,6 +83,9 @@ class Commit:
     said: Mapping[str, Any] = field(default_factory=dict)
     """What is no tensor, in the form of manifest.encode."""
     tensors: Mapping[str, PlainTensor] = field(default_factory=dict)
+    rank: int = 0
+    """Whose records these are, of `ranks`."""
+    ranks: int = 1
 
     def to_bytes(self) -> bytes:
         """Return the bytes of its slot."""
@@ -92,6 +95,8 @@ class Commit:
             "tile_numel": self.tile_numel,
             "state_dtype": self.state_dtype,
             "paths": self.paths,
+            "rank": self.rank,
+            "ranks": self.ranks,
             "records": [
                 [
                     one.name,
@@ -162,6 +167,7 @@ def _commit(sequence: int, body: Mapping[str, Any], behind: memoryview) -> Commi
             raise ValueError(f"{key}: {dtype} is no type")
         tensors[str(key)] = PlainTensor(dtype, tuple(map(_count, shape)), take(nbytes))
     counts = {name: _count(body[name]) for name in ("step", "tile_numel", "paths")}
+    counts |= {name: _count(body.get(name, alone)) for name, alone in (("rank", 0), ("ranks", 1))}
     run, state_dtype = str(body["run"]), str(body["state_dtype"])
     if not run.isalnum() or not isinstance(body["said"], dict):
         raise ValueError(f"a run of the name {run!r}")

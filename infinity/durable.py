@@ -12,9 +12,9 @@ change a record for k+1 waits until k is captured; with update="forward" that is
 waits for the flush but a write to a range whose both sides are named (see generations), a whole step later.
 
 [Note: several ranks]
-Each rank has its own folder, files and commits. A commit of a step is one of the whole run as soon as every
-rank has it: what is still to come is that ranks agree, before `flushed` frees the older generation, on the
-step they all have. Until then durable runs have one rank.
+Each rank has its own folder, files and commits. When its commit is on its drive, it waits until all ranks
+have theirs, before `flushed` frees the older generation. So a rank is ahead by one commit at most, and has
+the one before whole: a run goes on at the last step that all have, and who is ahead forgets his newest first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,18 +31,20 @@ from infinity import aio
 from infinity.commits import Commit, FieldAt, PlainTensor, RecordAt
 from infinity.errors import UnsupportedError
 from infinity.generations import TwinStore
-from infinity.keeping import KeepPass
+from infinity.keeping import Homes
 from infinity.lanes import StreamLane
 from infinity.manifest import CheckpointError
 from infinity.nvme import Opening
 from infinity.queueing import Pass
-from infinity.record import Record
+from infinity.ranks import ALONE, Channel, Ranks
 from infinity.runfolder import RunFolder, state_name
 from infinity.store import Extent
 from infinity.stripes import open_nvme
-from infinity.taking_over import find
+from infinity.taking_over import find, in_common
 from infinity.unit import Unit
 
+_LAST_S = 10.0
+"""Seconds that the end of a run waits for the other ranks' commit of its last step."""
 Said = tuple[Mapping[str, Any], Mapping[str, PlainTensor]]
 
 
@@ -75,51 +76,75 @@ class Durable:
     """The commits of one engine; see [Note: the way of a commit]."""
 
     def __init__(
-        self, folders: Sequence[str], engine_kind: str | None, every: int, *, wipe: bool, create: bool = True
+        self,
+        folders: Sequence[str],
+        engine_kind: str | None,
+        every: int,
+        *,
+        wipe: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """Lock the run's folders, and open its files, or new ones where no step was ever committed.
+        """Lock the run's folders, and open its files, or new ones where no step was ever committed. Every
+        rank does so.
 
         every: steps from one commit to the next. wipe: remove a committed run first.
 
-        Raises: ConfigError for folders that cannot be used; CheckpointError for a run that cannot be read.
+        Raises: ConfigError for folders that cannot be used; CheckpointError for a run that cannot be read;
+        RanksError where another rank failed.
         """
         self.every = every
         self.step = 0
         """Steps that the optimizer has closed, those before a resume counted."""
         self.committed_step: int | None = None
-        """The last one on disk."""
+        """The last one on disk, on every rank."""
         self.source: Source | None = None
         """None until the run was begun or resumed: see infinity.resume."""
         self.found: tuple[Commit, ...] = ()
         """Commits of an earlier process, the newest first, until one of them is taken up."""
         self._places: dict[str, Extent] = {}
-        self._homes: dict[tuple[Record, str], tuple[Extent, array[int]]] = {}
         self._thread: threading.Thread | None = None
         self._said_at_step: Mapping[str, Any] | None = None
         self._job: _Job | None = None
         self._last: Commit | None = None
         self._held = False
         self._changed = threading.Condition()
+        self.ranks = ranks
+        self._channel: Channel | None = None
+        if ranks.size > 1:
+            self._channel = ranks.channel()
+            ranks.closing.append(self._settle_last)
         self.folders: list[RunFolder] = []
         with contextlib.ExitStack() as opened:
-            for base in folders:
-                self.folders.append(RunFolder(base, create=create))
-                opened.callback(self.folders[-1].close)
-            self.found = () if wipe else find(self.folders)
-            if not self.found:
-                for folder in self.folders:
-                    folder.wipe()
-            self._new = not self.found
-            self._sequence = self.found[0].sequence if self.found else 0
-            self.run = self.found[0].run if self.found else secrets.token_hex(8)
-            self.nvme = open_nvme(folders, engine_kind, openings=list(self._openings()))
-            opened.callback(self.nvme.close)
-            self.store = TwinStore(self.nvme, lazy=bool(self.found))
-            self.store.step = self.found[0].step if self.found else 0
-            self._claim()
-            for folder in self.folders:
-                folder.remove_states(but=self.run)
+            with ranks.together("locking the durable run"):
+                for base in folders:
+                    self.folders.append(RunFolder(base, ranks.rank))
+                    opened.callback(self.folders[-1].close)
+                here = () if wipe else find(self.folders)
+            self.found = in_common(here, ranks)
+            name = secrets.token_hex(8).encode()
+            self.run = self.found[0].run if self.found else ranks.first(name, "name the run").decode()
+            with ranks.together("opening the durable run"):
+                for one in here if self.found else ():
+                    if one not in self.found:
+                        self._forget(one)
+                self._open(folders, engine_kind, opened)
             opened.pop_all()
+
+    def _open(self, folders: Sequence[str], engine_kind: str | None, opened: contextlib.ExitStack) -> None:
+        """Open the files."""
+        if not self.found:
+            for folder in self.folders:
+                folder.wipe()
+        self._new = not self.found
+        self._sequence = self.found[0].sequence if self.found else 0
+        self.nvme = open_nvme(folders, engine_kind, openings=list(self._openings()))
+        opened.callback(self.nvme.close)
+        self.store = TwinStore(self.nvme, lazy=bool(self.found))
+        self.store.step = self.found[0].step if self.found else 0
+        self.homes = Homes(self.store)
+        self._claim()
+        for folder in self.folders:
+            folder.remove_states(but=self.run)
 
     # What is there
 
@@ -230,11 +255,11 @@ class Durable:
     def hold(self) -> Commit:
         """Commit the last step now, and no other before `let_go`: what the commit names stays as it is."""
         self.commit_now()
-        if self._last is None:  # resumed, and no step since
+        while self._last is None:  # resumed, and no step since
             self.committed_step = None
             self.commit_now()
         self._held = True
-        return _known(self._last)
+        return self._last
 
     def let_go(self) -> None:
         """Commit steps again."""
@@ -255,7 +280,10 @@ class Durable:
     def forget_newest(self) -> None:
         """The run goes on from the older of two commits: the newest is no commit any more."""
         self._sequence = self.found[0].sequence - 1
-        self.folders[0].write_slot(self.found[0].sequence % 2, bytes(64))
+        self._forget(self.found[0])
+
+    def _forget(self, commit: Commit) -> None:
+        self.folders[0].write_slot(commit.sequence % 2, bytes(64))
 
     # The thread of one commit
 
@@ -270,11 +298,14 @@ class Durable:
             for folder in self.folders[1:] if commit.sequence == 1 else ():
                 folder.write_part(self.run, self.folders[0].path)
             self.folders[0].write_slot(commit.sequence % 2, commit.to_bytes())
+            if self._channel is not None:
+                self._channel.agree(f"commit step {job.step}")
             self.store.end_commit(job.step)
             self.committed_step, self._last = job.step, commit
             job.flushed = True
             self._notify()
         except BaseException as error:  # noqa: BLE001 - who waits for the lane raises it
+            self.ranks.put_down(f"a step could not be committed: {error}")
             self.store.fail(error)
             self._lane.fail(error, raised=False)
             self._notify()
@@ -301,41 +332,13 @@ class Durable:
         """Take everything down, once all of it is on NVMe: meanwhile a field may move to host memory."""
         while True:
             with self._lane.lock:
-                passes = self._keeping()
+                passes = self.homes.passes(self._units, self._tile_numel)
                 if not passes:
                     return self._capture(job)
             for one in passes:
                 self._lane.submit(one)
             for one in passes:
                 self._lane.wait(one, finished=True)
-
-    def _keeping(self) -> list[KeepPass]:
-        """Return the passes that write what changed in host memory since it was last written."""
-        jobs = []
-        for unit in self._units:
-            record = unit.record
-            for name in record.form.fields:
-                if name not in record or not record.in_host(name):
-                    self._leave_home(record, name)
-                elif (record, name) not in self._homes or name in record.changed_in_host:
-                    jobs.append(self._home(record, name))
-        return jobs
-
-    def _home(self, record: Record, name: str) -> KeepPass:
-        """Return the pass that writes a field in host memory to its place on NVMe."""
-        home = self._homes.get((record, name))
-        if home is None:
-            hashes = array("Q", bytes(8 * record.tile_count))
-            home = self.store.allocate(record.field_nbytes(name), f"{record.name}.{name}"), hashes
-            self._homes[record, name] = home
-        record.changed_in_host.discard(name)
-        return KeepPass(record, name, *home, self._tile_numel)
-
-    def _leave_home(self, record: Record, name: str) -> None:
-        """Give back the place of a field that lies on NVMe by itself again."""
-        home = self._homes.pop((record, name), None)
-        if home is not None:
-            self.store.free(home[0])
 
     def _capture(self, job: _Job) -> Commit:
         """Take down where everything lies."""
@@ -345,7 +348,7 @@ class Durable:
             record, fields = unit.record, []
             for name in record.form.fields:
                 if name in record:
-                    extent, hashes = self._homes.get((record, name)) or record.place(name)
+                    extent, hashes = self.homes.place(record, name)
                     sides, runs = self.store.describe(extent)
                     fields.append(FieldAt(name, extent.nbytes, tuple(sides), runs, hashes.tobytes()))
                     named.append(extent)
@@ -363,9 +366,16 @@ class Durable:
             tuple(records),
             job.said,
             job.tensors,
+            self.ranks.rank,
+            self.ranks.size,
         )
 
     # The end
+
+    def _settle_last(self) -> None:
+        """Let the commit under way end, as far as that does not hang on a rank that is gone."""
+        if self._thread is not None:
+            self._thread.join(_LAST_S)
 
     def close(self) -> None:
         """Let the commit under way end, and let go of the folder; a run without commit leaves nothing."""
@@ -381,12 +391,6 @@ class Durable:
                     folder.wipe()
         for folder in self.folders if not self.nvme.hung else ():  # else a late write may meet another run
             folder.close()
-
-
-def _known(commit: Commit | None) -> Commit:
-    if commit is None:
-        raise AssertionError("expected a commit, got none")
-    return commit
 
 
 def _open(opening: Callable[[aio.Engine, str], aio.File], name: str, engine: aio.Engine) -> aio.File:

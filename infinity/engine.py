@@ -78,7 +78,7 @@ class Engine:
         self.host_store = HostStore(self.kept, self.device)
         folders, sharers = of_rank(config.nvme_folders, self.ranks.local_rank, self.ranks.local_size)
         self.durable, self.nvme_store = open_tier(
-            config, folders, sharers, self.ranks.size, self.budget.tile_numel
+            config, folders, sharers, self.ranks, self.budget.tile_numel
         )
         spill_store: Store = self.nvme_store or self.host_store
         self.store: Store = self.durable.store if self.durable else spill_store

@@ -1,13 +1,16 @@
-"""Walks of durable runs: a field in host memory to where a commit can name it; all of a record, compared."""
+"""Durable runs: fields in host memory, written to where a commit can name them; all of a record, compared."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 
 from infinity.passes import OutPass
 from infinity.queueing import Pass
 from infinity.record import Record
 from infinity.shard import tiles
+from infinity.store import Extent, Store
+from infinity.unit import Unit
 
 
 class KeepPass(OutPass):
@@ -38,3 +41,44 @@ class CheckPass(Pass):
 
     def process(self, start: int, stop: int, at: dict[str, int]) -> None:
         """Nothing is left to do."""
+
+
+class Homes:
+    """Where a durable run writes the fields that lie in host memory; all else is where it lies."""
+
+    def __init__(self, store: Store) -> None:
+        """Take places from `store`."""
+        self._store = store
+        self._of: dict[tuple[Record, str], tuple[Extent, array[int]]] = {}
+
+    def place(self, record: Record, name: str) -> tuple[Extent, array[int]]:
+        """Return where a field can be read from the drive, and its tiles' hashes."""
+        return self._of.get((record, name)) or record.place(name)
+
+    def passes(self, units: Sequence[Unit], tile_numel: int) -> list[KeepPass]:
+        """Return the passes that write what changed in host memory since it was last written."""
+        jobs = []
+        for unit in units:
+            record = unit.record
+            for name in record.form.fields:
+                if name not in record or not record.in_host(name):
+                    self._leave(record, name)
+                elif (record, name) not in self._of or name in record.changed_in_host:
+                    jobs.append(self._pass(record, name, tile_numel))
+        return jobs
+
+    def _pass(self, record: Record, name: str, tile_numel: int) -> KeepPass:
+        """Return the pass that writes a field in host memory to its place."""
+        home = self._of.get((record, name))
+        if home is None:
+            hashes = array("Q", bytes(8 * record.tile_count))
+            home = self._store.allocate(record.field_nbytes(name), f"{record.name}.{name}"), hashes
+            self._of[record, name] = home
+        record.changed_in_host.discard(name)
+        return KeepPass(record, name, *home, tile_numel)
+
+    def _leave(self, record: Record, name: str) -> None:
+        """Give back the place of a field that lies on NVMe by itself again."""
+        home = self._of.pop((record, name), None)
+        if home is not None:
+            self._store.free(home[0])

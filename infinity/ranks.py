@@ -139,6 +139,8 @@ class Ranks:
         self._lost = False
         self._lock = threading.Lock()
         self._channels: list[Channel] = []
+        self.closing: list[Callable[[], object]] = []
+        """Called before the connections are given back: to let what uses them end."""
         self._control = self.channel() if self.size > 1 else None
         neighbours = self._neighbours()
         self.local_rank, self.local_size = neighbours.index(rank), len(neighbours)
@@ -268,6 +270,9 @@ class Ranks:
 
     def close(self) -> None:
         """Give the connections back."""
+        for settle in self.closing:
+            settle()
+        self.closing.clear()
         for channel in self._channels:
             channel.close()
         self._channels.clear()

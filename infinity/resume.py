@@ -31,8 +31,11 @@ def resume(model: nn.Module, optimizer: AdamW, *, older: bool = False, check: bo
     the last one is damaged, as long as no later step has overwritten the older one. check: read and compare
     all of the last one first.
 
+    Every rank calls this, and goes on with its own records, generators and what it tracks, at the last step
+    that all ranks have committed. They have to be as many as the run had.
+
     Raises: ConfigError without `durable`; CheckpointError naming what does not fit, before anything changes;
-    CorruptionError naming unit, field, file and offset.
+    CorruptionError naming unit, field, file and offset; RanksError where another rank failed.
     """
     engine = engine_of_model(model)
     durable = _of(engine)
@@ -44,27 +47,19 @@ def resume(model: nn.Module, optimizer: AdamW, *, older: bool = False, check: bo
             raise CheckpointError(f"{durable.folders[0].path} holds no committed step")
         durable.follow(training, 0, resumed=False)
         return 0
-    commit = _chosen(durable, older=older)
-    what = f"the commit of step {commit.step} in {durable.folders[0].path}"
-    durable.store.step = commit.step
-    with readable(what):
-        _check_fits(commit, training, durable)
-        for unit, at in zip(engine.units, commit.records, strict=True):
-            engine.executor.changed(unit)
-            _restore(engine, durable, unit, at)
-    durable.store.complete(f"resuming from {durable.folders[0].path}")
-    optimizer.begin(one for unit in engine.units for one in unit.parameters)
-    said = commit.said
-    with readable(what):
-        groups = decode(said["optimizer"]["groups"], _no_tensor)
-        optimizer_in(said["optimizer"], groups, training.inventory, optimizer)
-    if older or check:
-        _read_all(engine)
-    if older:
-        durable.forget_newest()
-    with readable(what):
-        training.restore(said, commit.tensors)
-    durable.follow(training, commit.step, resumed=True)
+    with engine.ranks.together("resuming the durable run"):
+        commit = _chosen(durable, older=older)
+        _restore_records(engine, durable, commit, training)
+        if older or check:
+            with engine.ranks.together("comparing everything with its hashes"):
+                _read_all(engine)
+        if older:
+            durable.forget_newest()
+        with readable(_named(commit, durable)):
+            groups = decode(commit.said["optimizer"]["groups"], _no_tensor)
+            optimizer_in(commit.said["optimizer"], groups, training.inventory, optimizer)
+            training.restore(commit.said, commit.tensors)
+        durable.follow(training, commit.step, resumed=True)
     return commit.step
 
 
@@ -148,6 +143,25 @@ def _check_fits(commit: Commit, training: Training, durable: Durable) -> None:
     if found:
         where = f"the run in {durable.folders[0].path}, committed at step {commit.step}, does not fit"
         raise CheckpointError("\n  ".join([f"{where}; nothing was changed:", *found]))
+
+
+def _named(commit: Commit, durable: Durable) -> str:
+    return f"the commit of step {commit.step} in {durable.folders[0].path}"
+
+
+def _restore_records(engine: Engine, durable: Durable, commit: Commit, training: Training) -> None:
+    """Let all records be what was committed of them.
+
+    Raises: CheckpointError, before anything changes.
+    """
+    durable.store.step = commit.step
+    with readable(_named(commit, durable)):
+        _check_fits(commit, training, durable)
+        for unit, at in zip(engine.units, commit.records, strict=True):
+            engine.executor.changed(unit)
+            _restore(engine, durable, unit, at)
+    durable.store.complete(f"resuming from {durable.folders[0].path}")
+    training.optimizer.begin(one for unit in engine.units for one in unit.parameters)
 
 
 def _restore(engine: Engine, durable: Durable, unit: Unit, at: RecordAt) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from infinity.atomic import new_folder
 from infinity.commits import Commit
 from infinity.durable import Durable
+from infinity.errors import UnsupportedError
 from infinity.resume import durable_of
 from infinity.runfolder import RUN, state_name
 
@@ -63,9 +64,15 @@ def snapshot(model: nn.Module, folder: str | os.PathLike[str]) -> Snapshot:
     commit. The folder appears when all is on disk, or not at all. To resume: nvme=FOLDER; for a striped run
     nvme=[FOLDER/path0, FOLDER/path1, ...].
 
-    Raises: FileExistsError for a folder that is there; ConfigError without `durable`; OSError.
+    Raises: FileExistsError for a folder that is there; ConfigError without `durable`; UnsupportedError on
+    several ranks; OSError.
     """
     durable = durable_of(model)
+    if durable.ranks.size > 1:
+        raise UnsupportedError(
+            f"snapshot: {durable.ranks.size} ranks do not copy their parts together yet. Use infinity.save, "
+            "which makes one checkpoint of all."
+        )
     at = Path(folder).absolute()
     filling = contextlib.ExitStack()
     commit = durable.hold()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from infinity.commits import Commit, read_slot
 from infinity.errors import ConfigError
 from infinity.manifest import CheckpointError
+from infinity.ranks import Ranks
 from infinity.runfolder import RunFolder
 
 
@@ -44,6 +46,39 @@ def find(folders: Sequence[RunFolder]) -> tuple[Commit, ...]:
                 "wipe=True to remove that run."
             )
     return found
+
+
+def in_common(found: tuple[Commit, ...], ranks: Ranks) -> tuple[Commit, ...]:
+    """Return those of this rank's commits that every rank has, the newest first. Every rank calls it, and on
+    all of them it raises the same.
+
+    Raises: ConfigError for the folders of several runs, or of another number of ranks; CheckpointError where
+    some ranks have commits and others not those.
+    """
+    mine = [[one.run, one.rank, one.ranks, one.sequence, one.step] for one in found]
+    rows = [json.loads(row) for row in ranks.each(json.dumps(mine).encode(), "compare commits")]
+    wrong = [
+        f"rank {rank}: rank {of} of {number} of run {run}, step {step}"
+        for rank, row in enumerate(rows)
+        for run, of, number, _, step in row
+        if (of, number) != (rank, ranks.size) or run != next(row for row in rows if row)[0][0]
+    ]
+    if wrong:
+        raise ConfigError(
+            f"the durable runs in the folders of {ranks.size} ranks do not fit together: {'; '.join(wrong)}. "
+            "Start as many ranks as the run had, with the same folders for each; or wipe=True to remove it."
+        )
+    everywhere = set.intersection(*({tuple(one[3:]) for one in row} for row in rows))
+    if not everywhere and any(sequence > 1 for row in rows for _, _, _, sequence, _ in row):
+        has = "; ".join(
+            f"rank {rank}: {', '.join(f'step {one[4]}' for one in row) or 'none'}"
+            for rank, row in enumerate(rows)
+        )
+        raise CheckpointError(
+            f"the ranks have committed no step in common: {has}. Likely cause: a rank's folder is another "
+            "than it was, or a commit in it is damaged. Give each its own again; or wipe=True to start anew."
+        )
+    return tuple(one for one in found if (one.sequence, one.step) in everywhere)
 
 
 def check_cut(commit: Commit, path: str, tile_numel: int, state_dtype: str) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from infinity.config import Config
 from infinity.durable import Durable
-from infinity.errors import ConfigError
 from infinity.nvme import NvmeStore
+from infinity.ranks import Ranks
 from infinity.stripes import StripedStore, open_nvme
 from infinity.taking_over import check_cut
 
@@ -16,20 +16,15 @@ NvmeTier = Durable | NvmeStore | StripedStore
 
 
 def open_tier(
-    config: Config, folders: Sequence[str], sharers: int, ranks: int, tile_numel: int
+    config: Config, folders: Sequence[str], sharers: int, ranks: Ranks, tile_numel: int
 ) -> tuple[Durable | None, NvmeStore | StripedStore | None]:
     """Open the NVMe tier that a configuration asks for, durable or not; None for what it does not.
 
-    Raises: ConfigError, CheckpointError, or an OSError naming the path.
+    Raises: ConfigError, CheckpointError, RanksError, or an OSError naming the path.
     """
     if not config.durable_steps:
         return None, open_nvme(folders, config.aio, sharers) if folders else None
-    if ranks > 1:
-        raise ConfigError(
-            f"durable={config.durable!r}: {ranks} ranks do not agree on a commit yet. Use infinity.save, or "
-            "one rank."
-        )
-    durable = Durable(folders, config.aio, config.durable_steps, wipe=config.wipe)
+    durable = Durable(folders, config.aio, config.durable_steps, wipe=config.wipe, ranks=ranks)
     try:
         for commit in durable.found[:1]:
             check_cut(commit, durable.folders[0].path, tile_numel, config.state_dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import torch
@@ -77,6 +78,10 @@ class Run:
         config = {"host_memory": "256KiB", "durable": True, **config}
         with Init(nvme=folder, **config):
             self.model = Small(blocks) if blocks != 3 else Small()
+        rank = int(os.environ.get("RANK", "0"))
+        if rank:  # the same model, and other batches
+            torch.manual_seed(seed + rank)
+            random.seed(seed + rank)
         self.model.train()
         decayed = [one for one in self.model.parameters() if one.dim() > 1]
         rest = [one for one in self.model.parameters() if one.dim() == 1]

@@ -96,7 +96,7 @@ def test_every_bit_of_a_records_fields_is_watched(folder):
     unit = next(unit for unit in run.engine.units if unit.name == "blocks.1")
     path = next((folder / "infinity-run" / "rank0").glob("state-*"))
     for field in ("hi", "lo", "m", "v"):
-        extent, _ = durable._homes.get((unit.record, field)) or unit.record.place(field)
+        extent, _ = durable.homes.place(unit.record, field)
         (one, other), runs = durable.store.describe(extent)
         place = (one, other)[runs[0][1]]
         assert len(runs) == 1

@@ -12,6 +12,7 @@ import json
 import os
 import random
 import signal
+import socket
 import struct
 import sys
 import threading
@@ -147,6 +148,24 @@ def plain(settings, folder, steps=STEPS):
     while not child.over():
         time.sleep(0.005)
     return {key: value for line in child.said for key, value in line.items()}
+
+
+def together(folder, ranks, before=lambda _rank: None, steps=STEPS, **settings):
+    """Start ranks of one durable training; `before` is called in each first. Return the children."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def rank(number):
+        def work(say):
+            os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(ranks))
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            before(number)
+            train(say, folder, steps, timeout_s=20, **settings)
+
+        return work
+
+    return [Child(rank(number)) for number in range(ranks)]
 
 
 # A fault at the nth piece that is moved
