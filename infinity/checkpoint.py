@@ -207,8 +207,8 @@ def load(
     if optimizer is not None and manifest.optimizer is not None:
         with readable(f"{folder / NAME}"):
             optimizer_in(manifest.optimizer, groups, inventory, optimizer)
-        if scheduler is not None:
-            scheduler.load_state_dict(lines)
+            if scheduler is not None:
+                scheduler.load_state_dict(lines)
         saved = manifest.of_rank(ranks.rank)
         with readable(f"the generators' states in {folder / NAME}"):
             if saved is not None:

@@ -44,7 +44,7 @@ TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "switch": ("true or false", lambda value: isinstance(value, bool)),
     "count": (
         "a whole number above 0",
-        lambda value: _is_number(value) and value > 0 and value == int(value),
+        lambda value: _is_number(value) and value > 0 == value % 1,
     ),
     "size": ("a whole number, 0 or more", lambda value: _is_number(value) and value >= 0 == value % 1),
     "number": ("a number, 0 or more", lambda value: _is_number(value) and 0 <= value < float("inf")),

@@ -120,7 +120,7 @@ def test_ranks_killed_at_random_moments_go_on_with_the_same_bits(folder, undistu
 
 def test_folders_that_do_not_belong_together_are_refused_on_every_rank(folder):
     ended(trials.together(str(folder), RANKS, steps=3))
-    crashes = [one["crash"] for one in ended(trials.together(str(folder), 3))]
+    crashes = [one["crash"] for one in ended(trials.together(str(folder), 3, host_memory="1MiB"))]
     assert all("ConfigError: the durable runs in the folders of 3 ranks" in crash for crash in crashes)
     assert all("rank 1 of 2" in crash for crash in crashes)
     (alone,) = ended([trials.Child(lambda say: trials.train(say, str(folder)))])
