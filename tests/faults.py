@@ -36,6 +36,7 @@ KINDS = {
 }
 TRANSIENT = {"EAGAIN", "EINTR", "short, inside a block", "short, one block", "delayed, others first"}
 LIES = {"torn write or read", "lost write or read"}
+RANKS = 2
 DISTURBED = 3
 """Steps of a training with a fault."""
 COLUMNS = ("tried", "same bits", "named error, then resumed", "both generations damaged, named", "WRONG")
@@ -162,6 +163,45 @@ class Bench:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
+    def kill_ranks(self, number):
+        """Kill one rank, and at once or later the others too, up to three times."""
+        rng = trials.rng_of(f"{self.seed} ranks {number}")
+        settings = {"update": rng.choice(["forward", "backward"])}
+        expected = yield from self.plain_ranks(settings)
+        folder, at_least = self.folder(), 0
+        try:
+            for _ in range(rng.randint(1, 3)):
+                team = trials.together(str(folder), RANKS, **settings)
+                moment = time.monotonic() + rng.random() * expected.seconds
+                for child in rng.sample(team.children, RANKS):
+                    child.end_s, over = moment, child.over
+                    child.over = lambda over=over, child=child: _over_or_killed(over, child)
+                    moment += rng.choice([0, rng.random() / 5, 1000])
+                yield team
+                self.killed["training with ranks"] += sum(
+                    one.status == signal.SIGKILL for one in team.children
+                )
+                at_least = max([at_least, *(one.get("committed") or 0 for one in team.last)])
+            team = yield trials.together(str(folder), RANKS, **settings)
+            for child, losses, plain in zip(team.children, team.losses, expected.losses, strict=True):
+                last = {key: value for line in child.said for key, value in line.items()}
+                if child.status or last["first"] < at_least or losses.items() - plain.items():
+                    return "WRONG", f"seed {self.seed}, ranks {number}, {settings}: {child.said}"
+            same = [one["digest"] for one in team.last] == [one["digest"] for one in expected.last]
+            return ("same bits", None) if same else ("WRONG", f"ranks {number}, {settings}: other bits")
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def plain_ranks(self, settings):
+        """What undisturbed ranks give."""
+        key = "ranks", settings["update"]
+        if key not in self._plain:
+            folder, began = self.folder(), time.monotonic()
+            team = self._plain[key] = yield trials.together(str(folder), RANKS, **settings)
+            team.seconds = time.monotonic() - began
+            shutil.rmtree(folder)
+        return self._plain[key]
+
     def cut(self, number):
         """Cut the power at a random event of the store."""
         rng = trials.rng_of(f"{self.seed} cut {number}")
@@ -231,6 +271,7 @@ def main(arguments):
     """Run all sweeps."""
     parser = argparse.ArgumentParser(prog="dev.py faults", description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--ranks", type=int, default=60, help="runs of two ranks, one or both killed")
     parser.add_argument("--cuts", type=int, default=300)
     parser.add_argument("--every", type=int, default=1, help="disturb every so many requests (1: all)")
     parser.add_argument("--seed", type=int, default=2104)
@@ -254,6 +295,8 @@ def main(arguments):
         numbers = itertools.takewhile(lambda _: bench.killed.total() < options.kills, itertools.count())
         bench.run("kill -9, up to three times", map(bench.kill, numbers))
         print(f"{time.monotonic() - began:6.0f} s  kills", flush=True)
+        bench.run("kill -9 of one rank or two", map(bench.kill_ranks, range(options.ranks)))
+        print(f"{time.monotonic() - began:6.0f} s  kills of ranks", flush=True)
         bench.run("power cut", (bench.cut(number) for number in range(options.cuts)))
     print(f"{time.monotonic() - began:6.0f} s\n\n{table(bench.counts)}")
     where = ", ".join(f"{what} {times}" for what, times in bench.killed.most_common())

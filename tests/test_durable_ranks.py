@@ -20,17 +20,11 @@ pytestmark = [pytest.mark.disk, pytest.mark.multi, pytest.mark.timeout(240)]
 RANKS = 2
 
 
-def ended(children):
+def ended(team):
     """Wait for all; what each said, by key."""
-    left = list(children)
-    while left:
-        left = [child for child in left if not child.over()]
+    while not team.over():
         time.sleep(0.002)
-    return [{key: value for line in child.said for key, value in line.items()} for child in children]
-
-
-def losses(child):
-    return {line["step"]: line["loss"] for line in child.said if "loss" in line}
+    return team.last
 
 
 @pytest.fixture(scope="module")
@@ -39,23 +33,22 @@ def undisturbed(tmp_path_factory):
     found = {}
     for update in ("forward", "backward"):
         began = time.monotonic()
-        children = trials.together(str(tmp_path_factory.mktemp("plain")), RANKS, update=update)
-        said = ended(children)
-        digests = [one["digest"] for one in said]
-        found[update] = list(map(losses, children)), digests, time.monotonic() - began
+        team = trials.together(str(tmp_path_factory.mktemp("plain")), RANKS, update=update)
+        digests = [one["digest"] for one in ended(team)]
+        found[update] = team.losses, digests, time.monotonic() - began
     assert found["forward"][0][0] != found["forward"][0][1]
     return found
 
 
 def check_end(folder, undisturbed, update, least):
     """Resume to the end: every rank at one step, at `least`, with the bits of the undisturbed run."""
-    children = trials.together(str(folder), RANKS, update=update)
-    said = ended(children)
+    team = trials.together(str(folder), RANKS, update=update)
+    said = ended(team)
     expected, digests, _ = undisturbed[update]
     assert [one.get("digest") for one in said] == digests, said
     assert said[0]["first"] == said[1]["first"] >= least
-    for child, there in zip(children, expected, strict=True):
-        assert all(loss == there[step] for step, loss in losses(child).items())
+    for losses, there in zip(team.losses, expected, strict=True):
+        assert all(loss == there[step] for step, loss in losses.items())
     return said[0]["first"]
 
 
@@ -101,19 +94,18 @@ def test_a_rank_that_dies_before_the_first_commit_of_all_lets_the_run_begin_anew
 
 
 def test_ranks_killed_at_random_moments_go_on_with_the_same_bits(folder, undisturbed):
-    for trial in range(8):
+    for trial in range(4):
         rng = random.Random(f"{SEED} {trial}")
         place, update, least = folder / str(trial), rng.choice(["forward", "backward"]), 0
         place.mkdir()
         for _ in range(rng.randint(1, 3)):
-            children = trials.together(str(place), RANKS, update=update)
+            team = trials.together(str(place), RANKS, update=update)
             time.sleep(rng.random() * undisturbed[update][2])
-            for child in rng.sample(children, RANKS):
+            for child in rng.sample(team.children, RANKS):
                 if child.status is None:
                     os.kill(child.pid, signal.SIGKILL)
                     time.sleep(rng.choice([0, rng.random() * 0.2]))
-            said = ended(children)
-            least = max([least, *(one.get("committed") or 0 for one in said)])
+            least = max([least, *(one.get("committed") or 0 for one in ended(team))])
         check_end(place, undisturbed, update, least)
         shutil.rmtree(place)
 
@@ -123,7 +115,7 @@ def test_folders_that_do_not_belong_together_are_refused_on_every_rank(folder):
     crashes = [one["crash"] for one in ended(trials.together(str(folder), 3, host_memory="1MiB"))]
     assert all("ConfigError: the durable runs in the folders of 3 ranks" in crash for crash in crashes)
     assert all("rank 1 of 2" in crash for crash in crashes)
-    (alone,) = ended([trials.Child(lambda say: trials.train(say, str(folder)))])
+    (alone,) = ended(trials.Team([trials.Child(lambda say: trials.train(say, str(folder)))]))
     assert "Start as many ranks as the run had" in alone["crash"]
     shutil.rmtree(folder / "infinity-run" / "rank1")
     crashes = [one["crash"] for one in ended(trials.together(str(folder), RANKS))]

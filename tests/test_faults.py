@@ -22,7 +22,20 @@ pytestmark = [pytest.mark.disk, pytest.mark.multi, pytest.mark.timeout(300)]
 
 
 def test_a_sample_of_every_kind_of_fault_kill_and_power_cut(folder):
-    arguments = ["--kills", "4", "--cuts", "4", "--every", "83", "--seed", str(SEED), "--place", str(folder)]
+    arguments = [
+        "--kills",
+        "4",
+        "--ranks",
+        "1",
+        "--cuts",
+        "4",
+        "--every",
+        "83",
+        "--seed",
+        str(SEED),
+        "--place",
+        str(folder),
+    ]
     command = [
         sys.executable,
         "-c",
@@ -31,7 +44,7 @@ def test_a_sample_of_every_kind_of_fault_kill_and_power_cut(folder):
     command[-1] += f"import faults; sys.exit(faults.main({arguments!r}))"
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
     assert (ended.returncode, ended.stderr.replace("\n", "")[-500:] if ended.returncode else "") == (0, "")
-    for kind in (*faults.KINDS, "kill -9, up to three times", "power cut"):
+    for kind in (*faults.KINDS, "kill -9, up to three times", "kill -9 of one rank or two", "power cut"):
         assert kind in ended.stdout
 
 

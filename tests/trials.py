@@ -150,8 +150,30 @@ def plain(settings, folder, steps=STEPS):
     return {key: value for line in child.said for key, value in line.items()}
 
 
+class Team:
+    """Children that train together, to be waited for as one."""
+
+    def __init__(self, children):
+        self.children, self._left = children, list(children)
+
+    def over(self):
+        """Whether all have ended."""
+        self._left = [child for child in self._left if not child.over()]
+        return not self._left
+
+    @property
+    def last(self):
+        """What each said, by key."""
+        return [{key: value for line in child.said for key, value in line.items()} for child in self.children]
+
+    @property
+    def losses(self):
+        """Each one's losses by step."""
+        return [{line["step"]: line["loss"] for line in one.said if "loss" in line} for one in self.children]
+
+
 def together(folder, ranks, before=lambda _rank: None, steps=STEPS, **settings):
-    """Start ranks of one durable training; `before` is called in each first. Return the children."""
+    """Start ranks of one durable training; `before` is called in each first."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -160,13 +182,14 @@ def together(folder, ranks, before=lambda _rank: None, steps=STEPS, **settings):
         def work(say):
             os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(ranks))
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where torch tells of each connection that is lost
             infinity.ranks._GRACE_S = 0.3  # one of the others was killed, and will not answer
             before(number)
             train(say, folder, steps, timeout_s=20, **settings)
 
         return work
 
-    return [Child(rank(number)) for number in range(ranks)]
+    return Team([Child(rank(number)) for number in range(ranks)])
 
 
 # A fault at the nth piece that is moved
