@@ -252,13 +252,10 @@ def plain_kernels(spec: Spec) -> Contestant:
 
 
 def infinity(spec: Spec) -> Contestant:
-    """Infinity; settings: host_memory, update, max_norm, and state_dtype, durable and verify where they are
-    not the default.
-    """
+    """Infinity; settings: those of its Config that are not the default, and the optimizer's."""
     import infinity as engine
 
-    offered = ("host_memory", "state_dtype", "durable", "verify")
-    chosen = {key: spec.settings[key] for key in offered if key in spec.settings}
+    chosen = {key: value for key, value in spec.settings.items() if key not in ("update", "max_norm")}
     with engine.Init(nvme=spec.nvme, **chosen):
         model = llama(spec)
     optimizer = engine.AdamW(
