@@ -27,17 +27,24 @@ Runs = tuple[tuple[int, int], ...]
 
 def put(runs: Runs, start: int, stop: int, side: int) -> Runs:
     """Return `runs` with bytes [start, stop) on `side`; neighbours on one side are one range."""
-    cut = [(at, end, where) for at, end, where in _ranges(runs)]
-    new = [(at, min(end, start), where) for at, end, where in cut if at < start]
-    new.append((start, stop, side))
-    new += [(max(at, stop), end, where) for at, end, where in cut if end > stop]
-    merged: list[tuple[int, int]] = []
-    for _, end, where in new:
-        if merged and merged[-1][1] == where:
-            merged[-1] = end, where
-        else:
-            merged.append((end, where))
-    return tuple(merged)
+    new: list[tuple[int, int]] = []
+    at, last = 0, -1
+    for end, where in runs:
+        for over, there in ((min(end, start), where), (min(end, stop), side), (end, where)):
+            if over > at:
+                if there == last:
+                    new.pop()
+                new.append((over, there))
+                at, last = over, there
+    return tuple(new)
+
+
+def side_of(runs: Runs, start: int, stop: int) -> int | None:
+    """Return the side that holds all of bytes [start, stop); None where both hold parts."""
+    for end, side in runs:
+        if start < end:
+            return side if stop <= end else None
+    return None
 
 
 def among(runs: Runs, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
@@ -79,6 +86,18 @@ class Twin:
         """What the last commit on disk names; None for nothing."""
         self.committing: Runs | None = None
         """What the commit on its way to the disk names."""
+
+    def free_side(self, start: int, stop: int) -> int | None:
+        """Return the side to write bytes [start, stop) to; None where there is none for all of them."""
+        live, old, new = (
+            -1 if runs is None else side_of(runs, start, stop)
+            for runs in (self.live, self.committed, self.committing)
+        )
+        if live is None or old is None or new is None:
+            return None
+        if live not in (old, new):
+            return live
+        return None if 1 - live in (old, new) else 1 - live
 
     def free_sides(self, start: int, stop: int) -> Iterator[tuple[int, int, int | None]]:
         """Yield (start, stop, side to write) for bytes [start, stop); None where both sides are named."""
@@ -151,7 +170,11 @@ class TwinStore:
     def read(self, request: Request) -> Transfer:
         """Begin to read what was written last; see DiskStore."""
         twin, stop = self._twins[request.extent.offset], request.start + request.nbytes
-        parts = list(among(twin.live, request.start, stop))
+        side = side_of(twin.live, request.start, stop)
+        if side is not None:
+            parts = [(request.start, stop, side)]
+        else:
+            parts = list(among(twin.live, request.start, stop))
         return self._together(self.store.read, request, twin, parts)
 
     def write(self, request: Request) -> Transfer:
@@ -162,7 +185,8 @@ class TwinStore:
         twin, start, stop = self._twins[request.extent.offset], request.start, request.start + request.nbytes
         with self._changed:
             while True:
-                parts = [(at, end, side) for at, end, side in twin.free_sides(start, stop)]
+                free = twin.free_side(start, stop)
+                parts = [(start, stop, free)] if free is not None else list(twin.free_sides(start, stop))
                 if all(side is not None for _, _, side in parts):
                     break
                 if self._failure is not None:
@@ -190,7 +214,8 @@ class TwinStore:
                 if extent is None:  # a record asks for what it has written
                     raise EngineFailedError(f"{request.what}: bytes {at} to {end} were never written")  # noqa: TRY301
                 address = request.address + at - request.start
-                piece = request._replace(extent=extent, start=at, address=address, nbytes=end - at)
+                _, _, _, _, what, owner, urgent = request
+                piece = Request(extent, at, address, end - at, what, owner, urgent)
                 begun.append(begin(piece))
         except Exception:
             Together.settle(begun)
