@@ -1,6 +1,8 @@
 """What a durable run costs over one that is not, and what checksums cost over none: time, and bytes counted.
 
-    python -m infinity.bench.durability --nvme DIR --json bench/results/durability.json
+    python -m infinity.bench.durability --nvme DIR --json bench/results/durability-16.json
+    python -m infinity.bench.durability --nvme DIR --tokens 256 --steps 5 --rounds 2 \
+        --json bench/results/durability-256.json
 
 Three settings of one training, each run in a fresh process, in turn: as it is, with durable=True, and with
 verify="off". With few tokens the disk is the limit, with many it is not. What counts are the medians of the
@@ -41,7 +43,7 @@ WAITING = 0.5
 def bytes_over(one: Round) -> float:
     """Return the bytes of a durable step over those of one that is not, without what lies in host memory."""
     durable, plain = one["durable"], one["as it is"]
-    nbytes = durable.bytes_per_parameter * durable.parameters - durable.engine["host_nbytes"]
+    nbytes = durable.bytes_per_parameter * durable.parameters - float(durable.engine["host_nbytes"])
     return nbytes / (plain.bytes_per_parameter * plain.parameters)
 
 
@@ -113,9 +115,9 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--nvme", type=Path, required=True, metavar="DIR", help="a folder on the disk")
     parser.add_argument("--model", choices=SHAPES, default="125m")
-    parser.add_argument("--host-memory", default="32MiB", metavar="SIZE", help="so that state lies on NVMe")
+    parser.add_argument("--host-memory", default="128MiB", metavar="SIZE", help="so that state lies on NVMe")
     parser.add_argument("--update", choices=("forward", "backward"), default="backward")
-    parser.add_argument("--tokens", nargs="+", type=int, default=[16, 512], metavar="N", help="per step")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[16], metavar="N", help="per step")
     parser.add_argument("--steps", type=int, default=7, help=f"of which the first {SETTLING} do not count")
     parser.add_argument("--rounds", type=int, default=3)
     add_outputs(parser, plots=False)
