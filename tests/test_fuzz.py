@@ -26,7 +26,7 @@ from test_deepspeed_config import BF16, FINE_TUNE
 from test_tensorfile import TENSORS, written
 
 pytestmark = pytest.mark.timeout(120)
-few = settings(max_examples=60, suppress_health_check=list(HealthCheck))
+few = settings(max_examples=40, suppress_health_check=list(HealthCheck))
 
 ODD = st.sampled_from(
     [
