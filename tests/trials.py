@@ -71,7 +71,7 @@ class Child:
                 self._text += part
         except BlockingIOError:
             pass
-        if time.monotonic() - self.began_s > LIMIT_S:
+        if self.status is None and time.monotonic() - self.began_s > LIMIT_S:
             os.kill(self.pid, signal.SIGKILL)
             self._text += b'{"hang": true}\n'
         if self.status is None:
