@@ -91,6 +91,8 @@ class Tensor:
     def __post_init__(self) -> None:
         """Check that the pieces cover the tensor, once, and have a hash for each of their ranges."""
         what = f"{self.kind} of {self.name}"
+        if not (type(self.name) is type(self.kind) is str):
+            raise CheckpointError(f"{what}: names are text")
         if self.dtype not in WIDTHS or not all(type(size) is int and size >= 0 for size in self.shape):
             raise CheckpointError(f"{what}: {self.dtype} {list(self.shape)} is no tensor")
         at = 0
