@@ -9,8 +9,10 @@ threads. The caller keeps the memory alive, and nobody else writes to it, until 
 from infinity.kernels.library import UnsupportedIsaError, bind_threads, isa, set_isa, set_threads, threads
 from infinity.kernels.operations import (
     STATE_BLOCK,
+    AnyGradientDtype,
     GradientDtype,
     accumulate,
+    accumulate_f16,
     accumulate_f32,
     adamw,
     adamw_bf16,
@@ -19,13 +21,15 @@ from infinity.kernels.operations import (
     dequantize,
     join,
     narrow,
+    narrow_f16,
     quantize,
     rewrite,
     split,
     sum_squares,
     widen,
+    widen_f16,
 )
-from infinity.kernels.recipes import AnyGradientDtype, adagrad, adam, adamw_fp16, adamw_fp32, lion, sgd
+from infinity.kernels.recipes import adagrad, adam, adamw_fp16, adamw_fp32, lion, sgd
 from infinity.kernels.scalars import AdagradScalars, AdamWScalars, LionScalars, SGDScalars, state_key
 
 __all__ = [
@@ -38,6 +42,7 @@ __all__ = [
     "SGDScalars",
     "UnsupportedIsaError",
     "accumulate",
+    "accumulate_f16",
     "accumulate_f32",
     "adagrad",
     "adam",
@@ -53,6 +58,7 @@ __all__ = [
     "join",
     "lion",
     "narrow",
+    "narrow_f16",
     "quantize",
     "rewrite",
     "set_isa",
@@ -63,4 +69,5 @@ __all__ = [
     "sum_squares",
     "threads",
     "widen",
+    "widen_f16",
 ]

@@ -35,6 +35,9 @@
      adagrad_##isa, \
      lion_##isa, \
      adamw_small_##isa, \
+     widen_half_##isa, \
+     narrow_half_##isa, \
+     accumulate_half_##isa, \
      adamw16, \
      adamw8}
 
@@ -141,6 +144,13 @@ static void sum_squares_f32_block(const void *args, size_t i, size_t count) {
     a->sums[i / BLOCK_NUMEL] = a->isa->sum_squares_f32(count, (const float *)a->grad + i);
 }
 
+static void sum_squares_f16_block(const void *args, size_t i, size_t count) {
+    const struct sum_args *a = args;
+    float f32[BLOCK_NUMEL];
+    a->isa->widen_half(count, (const uint16_t *)a->grad + i, f32);
+    a->sums[i / BLOCK_NUMEL] = a->isa->sum_squares_f32(count, f32);
+}
+
 static struct infinity_sum sum_squares(block_function block, size_t n, const void *grad,
                                        size_t element) {
     double sums[SUM_BLOCKS];
@@ -165,6 +175,10 @@ struct infinity_sum infinity_sum_squares_bf16(size_t n, const uint16_t *grad) {
 
 struct infinity_sum infinity_sum_squares_f32(size_t n, const float *grad) {
     return sum_squares(sum_squares_f32_block, n, grad, sizeof *grad);
+}
+
+struct infinity_sum infinity_sum_squares_f16(size_t n, const uint16_t *grad) {
+    return sum_squares(sum_squares_f16_block, n, grad, sizeof *grad);
 }
 
 static void split_block(const void *args, size_t i, size_t count) {

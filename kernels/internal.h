@@ -93,6 +93,9 @@ struct isa {
     void (*adamw_small)(size_t n, uint16_t *restrict hi, int16_t *restrict lo, float *restrict m,
                         float *restrict v, const void *restrict grad, int32_t type,
                         const struct infinity_adamw_small *s);
+    void (*widen_half)(size_t n, const uint16_t *restrict f16, float *restrict f32);
+    void (*narrow_half)(size_t n, const float *restrict f32, uint16_t *restrict f16);
+    void (*accumulate_half)(size_t n, float *restrict acc, const uint16_t *restrict grad);
     /* The whole step on whole blocks of STATE_BLOCK elements, more than none; NULL where it is put
      * together from the above.  grad: fp32 or bf16; first: even. */
     void (*adamw16)(size_t n, uint16_t *restrict hi, int16_t *restrict lo, uint16_t *restrict m,
@@ -157,7 +160,10 @@ const struct isa *current_isa(void);
                     const void *restrict grad, int32_t type, const struct infinity_lion *s); \
     void adamw_small_##isa(size_t n, uint16_t *restrict hi, int16_t *restrict lo, \
                            float *restrict m, float *restrict v, const void *restrict grad, \
-                           int32_t type, const struct infinity_adamw_small *s);
+                           int32_t type, const struct infinity_adamw_small *s); \
+    void widen_half_##isa(size_t n, const uint16_t *restrict f16, float *restrict f32); \
+    void narrow_half_##isa(size_t n, const float *restrict f32, uint16_t *restrict f16); \
+    void accumulate_half_##isa(size_t n, float *restrict acc, const uint16_t *restrict grad);
 
 DECLARE_KERNELS(scalar)
 #ifdef INFINITY_X86

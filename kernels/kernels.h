@@ -226,6 +226,7 @@ void infinity_dequantize(size_t n, const uint8_t *m, const uint8_t *v, const flo
  * tree, the blocks in rising order. */
 struct infinity_sum infinity_sum_squares_bf16(size_t n, const uint16_t *grad);
 struct infinity_sum infinity_sum_squares_f32(size_t n, const float *grad);
+struct infinity_sum infinity_sum_squares_f16(size_t n, const uint16_t *grad);
 
 /* fp32 master <-> hi, lo. */
 void infinity_split(size_t n, const float *f32, uint16_t *hi, int16_t *lo);
@@ -234,9 +235,15 @@ void infinity_join(size_t n, const uint16_t *hi, const int16_t *lo, float *f32);
 /* bf16 -> fp32, exactly. */
 void infinity_widen(size_t n, const uint16_t *bf16, float *f32);
 
+/* fp16 -> fp32, exactly; fp32 -> fp16, to nearest, ties to even: an infinity from 65520 on, and every
+ * NaN 0x7E00. */
+void infinity_widen_f16(size_t n, const uint16_t *f16, float *f32);
+void infinity_narrow_f16(size_t n, const float *f32, uint16_t *f16);
+
 /* acc = acc + grad, in fp32. */
 void infinity_accumulate_bf16(size_t n, float *acc, const uint16_t *grad);
 void infinity_accumulate_f32(size_t n, float *acc, const float *grad);
+void infinity_accumulate_f16(size_t n, float *acc, const uint16_t *grad);
 
 /* Takes a user's edit of the 16-bit weights: where new_hi differs from hi, hi = new_hi and lo = 0.
  */

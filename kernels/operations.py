@@ -6,6 +6,7 @@ from infinity.kernels.library import ffi, library
 from infinity.kernels.scalars import AdamWScalars
 
 GradientDtype: TypeAlias = Literal["bf16", "f32"]
+AnyGradientDtype: TypeAlias = Literal["bf16", "f32", "f16"]
 
 HALF = 0.5  # torch.lerp changes its form at this weight
 STATE_BLOCK = 256  # elements whose 8-bit moments share a pair of scales
@@ -164,13 +165,15 @@ def adamw_int8(
         library.infinity_adamw8_f32(n, *fields, _f32(grad), struct, key, first)
 
 
-def sum_squares(n: int, grad: int, dtype: GradientDtype) -> tuple[float, bool]:
+def sum_squares(n: int, grad: int, dtype: AnyGradientDtype) -> tuple[float, bool]:
     """Return the fp64 sum of the fp64 squares of n gradients, and whether all of them are finite."""
     check(n, grad=grad)
-    _check_dtype(dtype)
     if dtype == "bf16":
         result = library.infinity_sum_squares_bf16(n, _u16(grad))
+    elif dtype == "f16":
+        result = library.infinity_sum_squares_f16(n, _u16(grad))
     else:
+        _check_dtype(dtype)
         result = library.infinity_sum_squares_f32(n, _f32(grad))
     return result.sum, bool(result.finite)
 
@@ -197,6 +200,18 @@ def narrow(n: int, f32: int, bf16: int) -> None:
     """Convert n fp32 values to bf16, to nearest, ties to even; every NaN becomes 0x7FC0."""
     check(n, f32=f32, bf16=bf16)
     library.infinity_narrow(n, _f32(f32), _u16(bf16))
+
+
+def widen_f16(n: int, f16: int, f32: int) -> None:
+    """Convert n fp16 values to fp32, exactly."""
+    check(n, f16=f16, f32=f32)
+    library.infinity_widen_f16(n, _u16(f16), _f32(f32))
+
+
+def narrow_f16(n: int, f32: int, f16: int) -> None:
+    """Convert n fp32 values to fp16, to nearest, ties to even; from 65520 on they become infinite."""
+    check(n, f32=f32, f16=f16)
+    library.infinity_narrow_f16(n, _f32(f32), _u16(f16))
 
 
 def quantize(n: int, m_f32: int, v_f32: int, m: int, v: int, scale: int) -> None:
@@ -226,6 +241,12 @@ def accumulate_f32(n: int, acc: int, grad: int) -> None:
     """Add n fp32 gradients to the fp32 accumulator."""
     check(n, acc=acc, grad=grad)
     library.infinity_accumulate_f32(n, _f32(acc), _f32(grad))
+
+
+def accumulate_f16(n: int, acc: int, grad: int) -> None:
+    """Add n fp16 gradients to the fp32 accumulator."""
+    check(n, acc=acc, grad=grad)
+    library.infinity_accumulate_f16(n, _f32(acc), _u16(grad))
 
 
 def rewrite(n: int, new_hi: int, hi: int, lo: int) -> None:

@@ -1,4 +1,5 @@
-/* The functions of [Note: other recipes]: each cuts its range into blocks for the pool. */
+/* The functions of [Note: other recipes], and the casts of fp16: each cuts its range into blocks for
+ * the pool. */
 #include "internal.h"
 
 /* One call's arguments; a field that a recipe does not have is NULL. */
@@ -88,4 +89,41 @@ void infinity_lion(size_t n, uint16_t *hi, int16_t *lo, float *m, const void *gr
     struct recipe_args args = {.isa = current_isa(), .half = hi, .lo = lo, .m = m, .grad = grad,
                                .type = grad_type, .scalars = scalars};
     run_blocks(lion_block, &args, n, BLOCK_NUMEL);
+}
+
+struct half_args {
+    const struct isa *isa;
+    float *f32;
+    uint16_t *f16;
+    const void *source;
+};
+
+static void widen_half_block(const void *args, size_t i, size_t count) {
+    const struct half_args *a = args;
+    a->isa->widen_half(count, (const uint16_t *)a->source + i, a->f32 + i);
+}
+
+void infinity_widen_f16(size_t n, const uint16_t *f16, float *f32) {
+    struct half_args args = {.isa = current_isa(), .source = f16, .f32 = f32};
+    run_blocks(widen_half_block, &args, n, BLOCK_NUMEL);
+}
+
+static void narrow_half_block(const void *args, size_t i, size_t count) {
+    const struct half_args *a = args;
+    a->isa->narrow_half(count, (const float *)a->source + i, a->f16 + i);
+}
+
+void infinity_narrow_f16(size_t n, const float *f32, uint16_t *f16) {
+    struct half_args args = {.isa = current_isa(), .source = f32, .f16 = f16};
+    run_blocks(narrow_half_block, &args, n, BLOCK_NUMEL);
+}
+
+static void accumulate_half_block(const void *args, size_t i, size_t count) {
+    const struct half_args *a = args;
+    a->isa->accumulate_half(count, a->f32 + i, (const uint16_t *)a->source + i);
+}
+
+void infinity_accumulate_f16(size_t n, float *acc, const uint16_t *grad) {
+    struct half_args args = {.isa = current_isa(), .source = grad, .f32 = acc};
+    run_blocks(accumulate_half_block, &args, n, BLOCK_NUMEL);
 }

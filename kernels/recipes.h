@@ -128,6 +128,26 @@ LANES_FUNCTION size_t lion_loop(size_t n, uint16_t *hi, int16_t *lo, float *m, c
     return i;
 }
 
+/* fp16 -> fp32, exactly, and back, to nearest, ties to even. */
+TARGET void KERNEL(widen_half)(size_t n, const uint16_t *restrict f16, float *restrict f32) {
+    size_t i = 0;
+    for (; i + LANES <= n; i += LANES) store_f32s(f32 + i, load_f16s(f16 + i));
+    REST(widen_half, f16 + i, f32 + i);
+}
+
+TARGET void KERNEL(narrow_half)(size_t n, const float *restrict f32, uint16_t *restrict f16) {
+    size_t i = 0;
+    for (; i + LANES <= n; i += LANES) store_f16s(f16 + i, load_f32s(f32 + i));
+    REST(narrow_half, f32 + i, f16 + i);
+}
+
+TARGET void KERNEL(accumulate_half)(size_t n, float *restrict acc, const uint16_t *restrict grad) {
+    size_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        store_f32s(acc + i, load_f32s(acc + i) + load_f16s(grad + i));
+    REST(accumulate_half, acc + i, grad + i);
+}
+
 /* loop(..., type, s) with a type that the compiler knows; what fills no register is left over. */
 #define BY_TYPE(loop, type, ...) \
     (type == INFINITY_BF16  ? loop(__VA_ARGS__, INFINITY_BF16, s) \

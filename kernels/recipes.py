@@ -4,13 +4,11 @@ All work in place on n elements; every moment is fp32. `dtype` is that of the gr
 and `scalars.clip` the factor on it as fp32: a clipping, the inverse of a loss scale, or their product.
 """
 
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from infinity.kernels.library import ffi, library
-from infinity.kernels.operations import check, rounded
+from infinity.kernels.operations import AnyGradientDtype, check, rounded
 from infinity.kernels.scalars import AdagradScalars, AdamWScalars, LionScalars, SGDScalars
-
-AnyGradientDtype: TypeAlias = Literal["bf16", "f32", "f16"]
 
 _TYPES = {"bf16": 0, "f32": 1, "f16": 2}  # as in kernels.h
 

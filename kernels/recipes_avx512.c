@@ -10,6 +10,7 @@
 #define LANES_FUNCTION TARGET static inline __attribute__((always_inline))
 #define KERNEL(name) name##_avx512
 #define LEFT_OVER(name, ...) name##_scalar(n - i, __VA_ARGS__, type, s)
+#define REST(name, ...) name##_scalar(n - i, __VA_ARGS__)
 
 typedef __m512 f32s;
 #define LANES ((size_t)16)

@@ -8,6 +8,7 @@
 #define LANES_FUNCTION static inline __attribute__((always_inline))
 #define KERNEL(name) name##_scalar
 #define LEFT_OVER(...) (void)i /* nothing is */
+#define REST LEFT_OVER
 
 typedef float f32s;
 #define LANES ((size_t)1)

@@ -217,7 +217,7 @@ def test_what_cannot_be_meant_is_refused_at_the_border():
     with pytest.raises(ValueError, match="f32=0"):
         kernels.widen(1, 8, 0)
     with pytest.raises(ValueError, match="bf16"):
-        kernels.sum_squares(1, 8, "f16")
+        kernels.sum_squares(1, 8, "f64")
     with pytest.raises(ValueError, match="overlap"):
         kernels.copy(10, 1000, 1005)
     with pytest.raises(ValueError, match="0 threads"):

@@ -250,3 +250,56 @@ def test_what_cannot_be_meant_is_refused_at_the_border():
         settings("adagrad", ADAGRAD, 0)
     with pytest.raises(ValueError, match="beta2=1"):
         settings("lion", {**LION, "betas": (0.9, 1.0)}, 1)
+
+
+def halves(n, offset, seed):
+    """Run the casts of fp16 on slices that start `offset` elements into their storage."""
+    source = torch.empty(n + offset, dtype=torch.float16)
+    source[offset:] = random_bits(n, seed, torch.bfloat16).view(torch.float16)
+    acc = random_bits(n, seed + 1)
+    half, wide, narrow, added = (
+        source[offset:],
+        torch.empty(n),
+        torch.empty(n, dtype=torch.float16),
+        acc.clone(),
+    )
+    kernels.widen_f16(n, *addresses(half, wide))
+    kernels.narrow_f16(n, *addresses(acc, narrow))
+    kernels.accumulate_f16(n, *addresses(added, half))
+    calm = torch.nan_to_num(half, 0.0, 3.0, -3.0)
+    square_sum, _ = kernels.sum_squares(n, calm.data_ptr(), "f16")
+    total = torch.tensor([square_sum], dtype=torch.float64).view(torch.int32)
+    return {
+        "half": half,
+        "acc": acc,
+        "wide": wide,
+        "narrow": narrow,
+        "added": added,
+        "calm": calm,
+        "sum": total,
+    }
+
+
+@pytest.mark.parametrize(("n", "offset"), list(itertools.product(SIZES, (0, 1))))
+def test_casts_of_fp16_are_torchs_and_the_same_under_every_isa(n, offset):
+    same_under_every_isa(halves, n, offset)
+    found = halves(n, offset, seed=n)
+    expected = {
+        "wide": found["half"].float(),
+        "narrow": found["acc"].half(),
+        "added": found["acc"] + found["half"].float(),
+    }
+    for name, value in expected.items():
+        finite = ~value.isnan()
+        assert torch.equal(bits(value)[finite], bits(found[name])[finite]), name
+        assert torch.equal(value.isnan(), found[name].isnan())
+    wide = found["calm"].float()
+    assert kernels.sum_squares(n, wide.data_ptr(), "f32")[0] == found["sum"].view(torch.float64).item()
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_one_fp16_value_that_is_not_finite_is_found(isa, bad):
+    grad = torch.full((70_001,), 60_000.0, dtype=torch.float16)
+    assert kernels.sum_squares(len(grad), grad.data_ptr(), "f16")[1]
+    grad[69_999] = bad
+    assert not kernels.sum_squares(len(grad), grad.data_ptr(), "f16")[1]
