@@ -42,6 +42,7 @@ _SWEPT = (
     "tokens",
     "ranks",
     "micro-batches",
+    "dtype",
     "state-dtype",
     "update",
     "model",
@@ -145,6 +146,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="of each rank's GPU, for parameters (none: the CPU computes)",
     )
+    add("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="the type that computes (bf16)")
     add("--state-dtype", choices=("fp32", "bf16", "int8"), default="fp32", help="of moments (fp32)")
     add(
         "--update",
@@ -258,6 +260,7 @@ def _plan_one(
         nvme=not chosen.no_nvme,
         device_nbytes=chosen.device_memory,
         state_dtype=chosen.state_dtype,
+        dtype=chosen.dtype,
         update=chosen.update,
         micro_batches=chosen.micro_batches,
         ranks=chosen.ranks,

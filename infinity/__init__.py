@@ -11,6 +11,7 @@ from infinity.config import Config
 from infinity.deepspeed_engine import DeepSpeedEngine
 from infinity.deepspeed_initialize import initialize
 from infinity.deepspeed_launch import add_config_arguments, init_distributed
+from infinity.elementwise import Elementwise
 from infinity.errors import (
     ConfigError,
     CorruptionError,
@@ -26,7 +27,8 @@ from infinity.gather import gathered
 from infinity.imported import load_deepspeed
 from infinity.init import Init
 from infinity.manifest import CheckpointError
-from infinity.optim import AdamW
+from infinity.optim import OffloadedOptimizer
+from infinity.optimizers import SGD, Adagrad, Adam, AdamW, Lion
 from infinity.resume import commit, resume
 from infinity.snapshot import Snapshot, snapshot
 from infinity.stats import Stats, stats
@@ -43,17 +45,23 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
     "AdamW",
     "CheckpointError",
     "Config",
     "ConfigError",
     "CorruptionError",
     "DeepSpeedEngine",
+    "Elementwise",
     "EngineFailedError",
     "HostMemoryError",
     "InfinityError",
     "Init",
+    "Lion",
     "NotResidentError",
+    "OffloadedOptimizer",
     "RanksError",
     "Snapshot",
     "Stats",

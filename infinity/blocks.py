@@ -13,9 +13,9 @@ from infinity.device import Device
 
 
 class Blocks(Protocol):
-    """Where the memory of resident units comes from. `flat`: a unit's memory, 1-D, 16-bit."""
+    """Where the memory of resident units comes from. `flat`: a unit's memory, 1-D."""
 
-    def take(self, numel: int) -> torch.Tensor:
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return memory for `numel` elements; their content is undefined."""
 
     def leaving(self, flat: torch.Tensor) -> None:
@@ -29,9 +29,9 @@ class HostBlocks:
         """Without any."""
         self.buffers = Buffers(spare_nbytes)
 
-    def take(self, numel: int) -> torch.Tensor:
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Borrow a buffer."""
-        return self.buffers.lend(numel, torch.bfloat16)
+        return self.buffers.lend(numel, dtype)
 
     def leaving(self, flat: torch.Tensor) -> None:
         """A buffer comes back by itself."""
@@ -44,10 +44,10 @@ class DeviceBlocks:
         """Of `device`."""
         self._device = device
 
-    def take(self, numel: int) -> torch.Tensor:
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Ask torch."""
         with torch.inference_mode(mode=False), torch.no_grad():
-            flat = torch.empty(numel, dtype=torch.bfloat16, device=self._device.torch_device)
+            flat = torch.empty(numel, dtype=dtype, device=self._device.torch_device)
         self._device.allocated(flat)
         return flat
 
@@ -56,9 +56,9 @@ class DeviceBlocks:
         self._device.leaving(flat)
 
 
-def wrap(memory: mmap, numel: int) -> torch.Tensor:
-    """Return a bf16 tensor over mapped memory, which it keeps alive."""
+def wrap(memory: mmap, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor over mapped memory, which it keeps alive."""
     with torch.inference_mode(mode=False), torch.no_grad():
         if not numel:
-            return torch.empty(0, dtype=torch.bfloat16)
-        return torch.frombuffer(memory, dtype=torch.bfloat16, count=numel)
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(memory, dtype=dtype, count=numel)

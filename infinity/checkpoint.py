@@ -6,7 +6,8 @@ weights-*.safetensors  fp32 masters, buffers and ordinary parameters, by their n
                        of safetensors can read them, torch.distributed.checkpoint too. Of several ranks each
                        has files of its own, and of most tensors a flat part, "NAME[START:STOP]"
 moments-*.safetensors  "exp_avg.NAME", "exp_avg_sq.NAME" in the type in which they are kept; 8-bit ones have
-                       "exp_avg_scale.NAME", two fp32 scales for each 256 elements
+                       "exp_avg_scale.NAME", two fp32 scales for each 256 elements. The one state of SGD and
+                       Lion is there as exp_avg, that of Adagrad as exp_avg_sq
 extra-*.safetensors    tensors among what the user gave
 
 Each rank writes and reads what it holds, its units one after the other in chunks, which is all that is in
@@ -47,7 +48,7 @@ from infinity.manifest import (
     names_of,
     readable,
 )
-from infinity.optim import AdamW
+from infinity.optim import OffloadedOptimizer
 from infinity.ranges import CopyInPass, buffers, chunks, parts
 from infinity.sharedfolder import shared_folder
 from infinity.streams import Source
@@ -71,7 +72,7 @@ class Stateful(Protocol):
 
 def save(
     model: nn.Module,
-    optimizer: AdamW | None,
+    optimizer: OffloadedOptimizer | None,
     folder: str | os.PathLike[str],
     *,
     scheduler: Stateful | None = None,
@@ -82,7 +83,7 @@ def save(
 
     Every rank calls this, with the same folder, on a file system that all ranks share.
 
-    model: built in Init. optimizer: its AdamW; None saves weights and buffers alone. scheduler: its
+    model: built in Init. optimizer: its optimizer; None saves weights and buffers alone. scheduler: its
     state_dict has to be plain. extra: plain values and tensors of your own, such as the position in the data;
     load returns them; each rank's are kept. overwrite: an older checkpoint there is replaced, in one step,
     once the new one is complete. The generators of torch, Python and numpy are saved as well. Gradients are
@@ -144,6 +145,7 @@ def optimizer_out(inventory: Inventory, keep: Any) -> dict[str, Any] | None:
         for number, (names, group) in enumerate(zip(inventory.group_names, inventory.groups, strict=True))
     ]
     return {
+        "kind": inventory.optimizer.recipe.name,
         "state_dtype": inventory.engine.form.state_dtype,
         "seed": inventory.optimizer.seed,
         "steps": inventory.steps,
@@ -165,7 +167,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 def load(
     model: nn.Module,
-    optimizer: AdamW | None,
+    optimizer: OffloadedOptimizer | None,
     folder: str | os.PathLike[str],
     *,
     scheduler: Stateful | None = None,
@@ -252,6 +254,9 @@ def _optimizer_complaints(manifest: Manifest, inventory: Inventory) -> list[str]
     saved = manifest.optimizer
     if saved is None:
         return ["it was saved without an optimizer: load it with optimizer=None"]
+    kind, ours = saved.get("kind", "AdamW"), type(inventory.optimizer).__name__
+    if inventory.optimizer is not None and kind != inventory.optimizer.recipe.name:
+        return [f"it has the state of infinity.{kind}, and the optimizer is {ours}; make that, or give None"]
     state_dtype = inventory.engine.form.state_dtype
     if saved["state_dtype"] != state_dtype:
         cure = f"build the model with Config(state_dtype={saved['state_dtype']!r})"
@@ -345,18 +350,21 @@ def _moments_to_fill(
     unit: Unit, names: Sequence[str | None], manifest: Manifest, inventory: Inventory
 ) -> Sequence[str]:
     """Return the moments to set: all of them if any is in the checkpoint, or in the record."""
-    form = unit.record.form
+    fields = inventory.fields
     saved = manifest.optimizer
     if inventory.optimizer is None or saved is None:
         return ()
     stepped = any(name in saved["steps"] for name in names if name is not None)
     tiles = range(0, unit.record.shard.numel, inventory.engine.budget.tile_numel)
-    written = any(unit.record.written(field, start) for field in form.moments for start in tiles)
-    return form.moments if stepped or written else ()
+    written = any(unit.record.written(field, start) for field in fields for start in tiles)
+    return fields if stepped or written else ()
 
 
 def optimizer_in(
-    saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], inventory: Inventory, optimizer: AdamW
+    saved: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    inventory: Inventory,
+    optimizer: OffloadedOptimizer,
 ) -> None:
     """Set step counts, groups' options and the seed of rounding from what `optimizer_out` has returned."""
     optimizer.seed = saved["seed"]

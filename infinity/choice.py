@@ -20,19 +20,21 @@ from dataclasses import dataclass
 from infinity.sizes import format_size
 
 LEAST_NBYTES = 8 << 20
-"""Of a 16-bit weight that is cut at all."""
+"""Of a weight that is cut at all, as it computes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TileChoice:
-    """Above how many bytes a weight is cut, as it is resident in 16 bits; and why, for people."""
+    """Above how many bytes a weight is cut, as it is resident; and why, for people."""
 
     nbytes: int
     reason: str
 
-    def of_built(self, itemsize: int) -> int:
-        """Return the same limit for a weight that is built in elements of `itemsize` bytes."""
-        return self.nbytes * itemsize // 2
+    def of_built(self, itemsize: int, width: int = 2) -> int:
+        """Return the same limit for a weight that is built in elements of `itemsize` bytes, and computes in
+        elements of `width`.
+        """
+        return self.nbytes * itemsize // width
 
 
 def tile_choice(host_nbytes: int, device_nbytes: int | None = None) -> TileChoice:

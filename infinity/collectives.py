@@ -17,13 +17,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from infinity import kernels
 from infinity.device import Device
 from infinity.lanes import StreamLane
 from infinity.queueing import Pass
 from infinity.ranks import Channel
 from infinity.timeline import Timeline
 from infinity.unit import Unit
+from infinity.weights import ACCUMULATE, NARROW, WIDEN
 
 logger = logging.getLogger("infinity")
 
@@ -233,7 +233,7 @@ class Reducing(Collective):
         lane: StreamLane,
         device: Device,
     ) -> None:
-        """sent: this rank's gradients of the whole unit, bf16 or fp32; mean: for this rank's share of the
+        """sent: this rank's gradients of the whole unit, 16-bit or fp32; mean: for this rank's share of the
         mean, of the same type, in host memory; lend: gives memory beside `sent`, for what comes.
         """
         super().__init__(f"reduce {what}", lane)
@@ -267,14 +267,10 @@ def _mean_of_ranks(rows: torch.Tensor, mean: torch.Tensor) -> None:
         return
     numel = mean.numel()
     total = mean if mean.dtype == torch.float32 else torch.empty(numel, dtype=torch.float32)
-    if rows.dtype == torch.float32:
-        kernels.copy(4 * numel, total.data_ptr(), rows[0].data_ptr())
-    else:
-        kernels.widen(numel, rows[0].data_ptr(), total.data_ptr())
-    add = kernels.accumulate_f32 if rows.dtype == torch.float32 else kernels.accumulate
+    WIDEN[rows.dtype](numel, rows[0].data_ptr(), total.data_ptr())
     for row in rows[1:]:
-        add(numel, total.data_ptr(), row.data_ptr())
+        ACCUMULATE[rows.dtype](numel, total.data_ptr(), row.data_ptr())
     values = total.numpy()
     np.divide(values, np.float32(len(rows)), out=values)
     if total is not mean:
-        kernels.narrow(numel, total.data_ptr(), mean.data_ptr())
+        NARROW[mean.dtype](numel, total.data_ptr(), mean.data_ptr())

@@ -11,9 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from infinity.errors import ConfigError
+from infinity.shard import Format
 from infinity.sizes import format_size, parse_size
 
-_DTYPES = {"bf16": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16"}
+_DTYPES = {
+    name: ours
+    for ours, names in {
+        "bf16": ("bf16", "bfloat16"),
+        "fp16": ("fp16", "float16", "half"),
+        "fp32": ("fp32", "float32", "float"),
+    }.items()
+    for one in names
+    for name in (one, f"torch.{one}")
+}
 _STATE_DTYPES = ("fp32", "bf16", "int8")
 _OFFLOADS = (None, "host", "nvme")
 VERIFY = ("always", "sample", "off")
@@ -35,9 +45,11 @@ class Config:
     device: where the model computes, "cpu" or "cuda" (one device).
     device_memory: bytes, or text like "4GiB": what may be used on the device to keep parameters resident.
         Only for a device with memory of its own: with "cpu", `host_memory` says it all.
-    dtype: the 16-bit type that computes; "bf16".
+    dtype: the type that computes: "bf16"; "fp16", whose gradients need a scaled loss (torch.amp.GradScaler,
+        or "fp16" in infinity.initialize's configuration); or "fp32". All have fp32 masters.
     state_dtype: how the optimizer's moments are stored: "fp32" (exact), "bf16" (rounded stochastically) or
-        "int8" (block-wise), with 26, 18 and 14 bytes of traffic per parameter and step.
+        "int8" (block-wise), with 26, 18 and 14 bytes of traffic per parameter and step. The last two go with
+        dtype="bf16".
     tile_above: bytes, or text like "256MiB": every nn.Linear, nn.Embedding and Hugging Face Conv1D with a
         larger weight is built in tiles of at most that, each fetched, used and released on its own; see
         infinity.tiling. "auto": where the budgets ask for it; see choice. None: layers stay whole.
@@ -99,9 +111,14 @@ class Config:
         self._check_tiers()
         self._check_device()
 
+    @property
+    def form(self) -> Format:
+        """The fields of a record."""
+        return Format(self.state_dtype, str(self.dtype))
+
     def _check_choices(self) -> None:
         if _DTYPES.get(str(self.dtype)) is None:
-            raise ConfigError(f'dtype={self.dtype!r}: this version computes in "bf16" (torch.bfloat16)')
+            raise ConfigError(f'dtype={self.dtype!r}: expected "bf16", "fp16" or "fp32", or torch\'s names')
         object.__setattr__(self, "dtype", _DTYPES[str(self.dtype)])
         choices: dict[str, tuple[Any, ...]] = {
             "state_dtype": _STATE_DTYPES,
@@ -113,6 +130,11 @@ class Config:
             if getattr(self, name) not in known:
                 expected = ", ".join(map(repr, known))
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {expected}")
+        if self.dtype != "bf16" and self.state_dtype != "fp32":
+            raise ConfigError(
+                f"state_dtype={self.state_dtype!r} with dtype={self.dtype!r}: moments in fewer bytes go with "
+                'dtype="bf16"; leave one of the two out'
+            )
         if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < math.inf:
             raise ConfigError(f"timeout_s={self.timeout_s!r}: expected a number of seconds above 0")
 

@@ -22,7 +22,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils import _pytree as pytree
 
 from infinity.choice import tile_choice
-from infinity.engine import DTYPE, Engine, engine_of
+from infinity.engine import Engine, engine_of
 from infinity.errors import UnsupportedError
 from infinity.passes import WritePass
 from infinity.pretrained import Mapped, check_values
@@ -81,7 +81,7 @@ class _Entry:
 
 
 def _other_dtype(what: str, parameter: torch.Tensor) -> str:
-    return f"{what} is {parameter.dtype}, which a record of {DTYPE} with an fp32 master cannot hold"
+    return f"{what} is {parameter.dtype}, which a record with an fp32 master cannot hold"
 
 
 def _shares(tensor: torch.Tensor) -> int:
@@ -126,7 +126,8 @@ class Construction:
         above, reason = config.tile_nbytes, ""
         if config.tile_above == "auto" and parameter is not None:
             choice = tile_choice(self._engine.budget.total_nbytes, config.device_nbytes)
-            above, reason = choice.of_built(parameter.element_size()), f" by {choice.reason}"
+            above = choice.of_built(parameter.element_size(), self._engine.form.width)
+            reason = f" by {choice.reason}"
         if above is None:
             return None
         if parameter is not None and parameter.is_meta and parameter.nbytes > above:
@@ -228,7 +229,8 @@ class Construction:
         for entry, parameter in alive:
             if entry.record is not None:
                 tensor = parameter.detach()
-                tensor = tensor.cpu() if tensor.dtype in (torch.float32, DTYPE) else tensor.cpu().float()
+                as_it_is = tensor.dtype in (torch.float32, self._engine.weights.dtype)
+                tensor = tensor.cpu() if as_it_is else tensor.cpu().float()
                 part = entry.record.part(entry.index, tensor.contiguous())
                 values.setdefault(entry.record, {})[entry.index] = {"master": part}
         for record, fields in values.items():
@@ -248,7 +250,8 @@ class Construction:
                 raise not_resident(parameter, operation)
             values = torch.empty(parameter.shape, dtype=entry.dtype, device=parameter.device)
             if operation not in _OVERWRITES or (args and args[0] is not parameter):
-                field, dtype = ("hi", DTYPE) if entry.dtype == DTYPE else ("master", torch.float32)
+                computes = entry.dtype == self._engine.weights.dtype
+                field, dtype = ("hi", entry.dtype) if computes else ("master", torch.float32)
                 read = self._engine.read_record(entry.record, entry.index, {field: dtype})
                 values.copy_(read[field].view(parameter.shape))
             restore(parameter, values)
@@ -330,7 +333,7 @@ class Construction:
         """Give back the records of parameters that are in no model."""
         for record in self._records:
             if record not in taken:
-                for field in ("hi", "lo"):
+                for field in record.form.weights:
                     record.drop(field)
 
     def _unit(
@@ -344,7 +347,9 @@ class Construction:
         for index, segment in enumerate(record.shard.segments):
             parameter = by_index.get(index)
             if parameter is None or id(parameter) not in found:
-                parameter = nn.Parameter(placeholder(segment.shape, DTYPE, "cpu"), requires_grad=False)
+                parameter = nn.Parameter(
+                    placeholder(segment.shape, self._engine.weights.dtype, "cpu"), requires_grad=False
+                )
             parameters.append(parameter)
         return parameters, record
 

@@ -45,7 +45,10 @@ def save_tagged(
             "gradients are not saved",
             stacklevel=3,
         )
-    extra = {"client_state": client_state, "counts": {name: getattr(engine, name) for name in _COUNTS}}
+    extra: dict[str, Any] = {"client_state": client_state}
+    extra["counts"] = {name: getattr(engine, name) for name in _COUNTS}
+    if engine.scaling is not None:
+        extra["loss_scale"] = engine.scaling.state_dict()
     save(
         engine.module,
         engine.optimizer,
@@ -86,11 +89,13 @@ def load_tagged(
         path,
         scheduler=engine.lr_scheduler if scheduler else None,
     )
-    if not isinstance(extra, dict) or extra.keys() != {"client_state", "counts"}:
+    if not isinstance(extra, dict) or extra.keys() - {"loss_scale"} != {"client_state", "counts"}:
         raise CheckpointError(f"{path} was not saved by save_checkpoint; infinity.load has loaded it")
     if optimizer:
         for name in _COUNTS:
             setattr(engine, name, extra["counts"][name])
+        if engine.scaling is not None and "loss_scale" in extra:
+            engine.scaling.load_state_dict(extra["loss_scale"])
     return str(path), extra["client_state"]
 
 

@@ -10,7 +10,7 @@ import difflib
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,14 @@ from infinity.deepspeed_keys import (
     find,
     is_section,
 )
+from infinity.deepspeed_optimizers import OPTIONS, Chosen, chosen, kind_of, strangers
 from infinity.deepspeed_schedule_keys import check_schedule
 from infinity.errors import ConfigError
+from infinity.loss_scale import Scaling
 
 AUTO = "auto"
 _CLIPPING = 1.0  # DeepSpeed's default, and its documentation's
 _GATHERS = ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
-_ADAMS = ("adam", "adamw")
 _STAGES = (0, 1, 2, 3)
 _NEEDS_VALUE = (Verdict.HONOURED, Verdict.UNSUPPORTED)
 """Of these, "auto" is no answer."""
@@ -72,21 +73,11 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adam:
-    """What a file says of the optimizer; see infinity.AdamW."""
-
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """All that a DeepSpeed file says, in Infinity's terms."""
 
     config: Config
-    optimizer: Adam | None
+    optimizer: Chosen | None
     """None: the file names no optimizer."""
     scheduler: tuple[str, Mapping[str, Any]] | None
     """Type and parameters; None: the file names none."""
@@ -96,6 +87,9 @@ class Settings:
     check_overflow: bool
     """Leave out a step whose gradients are not finite."""
     precision: str
+    """The type that computes: "bf16", "fp16" or "fp32"."""
+    scaling: Scaling | None
+    """Of the loss, with fp16."""
     managed_accumulation: bool
     """False: every step() is an update."""
     gathers_on_save: bool
@@ -143,15 +137,17 @@ def read(
         raise ConfigError("scheduler: parameters without a type; name one, such as WarmupLR")
     if name is not None:
         name = check_schedule(name, schedule)
-    steps_per_print = given.get("steps_per_print")
+    steps_per_print, precision = given.get("steps_per_print"), _precision(found)
     return Settings(
-        config=_config(given, infinity or {}),
-        optimizer=_adam(given),
+        config=_config(given, infinity or {}, precision),
+        optimizer=chosen(given),
         scheduler=None if name is None else (name, schedule),
         batches=relation,
         gradient_clipping=float(given.get("gradient_clipping", _CLIPPING)),
-        check_overflow=given.get("bf16.check_grad_overflow", True),
-        precision="bf16",
+        check_overflow=precision == "fp16"
+        or (precision == "bf16" and given.get("bf16.check_grad_overflow", True)),
+        precision=precision,
+        scaling=_scaling(given) if precision == "fp16" else None,
         managed_accumulation=given.get("managed_gradient_accumulation", True),
         gathers_on_save=any(given.get(f"zero_optimization.{key}", False) for key in _GATHERS),
         drop_last=given.get("dataloader_drop_last", False),
@@ -279,13 +275,13 @@ def _verdict(key: Key, value: Any) -> Verdict:
 
 def _settle(found: Mapping[str, Any], lines: list[Line]) -> None:
     """Judge what depends on more than one key."""
+    _settle_precision(found, lines)
     auto = [line.key for line in lines if line.value == AUTO and line.verdict in _NEEDS_VALUE]
     if auto:
         names = ", ".join(f"{path.replace('.enabled', '').rsplit('.', 1)[-1]}=..." for path in auto)
         raise ConfigError(
             f'"auto" without a value: {", ".join(auto)}. Give them: from_deepspeed(..., {names})'
         )
-    _settle_precision(found, lines)
     _settle_optimizer(found, lines)
     _settle_offload(found, lines)
     if "gradient_clipping" not in found:
@@ -293,24 +289,32 @@ def _settle(found: Mapping[str, Any], lines: list[Line]) -> None:
         lines.append(Line("gradient_clipping", _CLIPPING, Verdict.HONOURED, says))
 
 
+def _precision(found: Mapping[str, Any]) -> str:
+    bf16, fp16 = found.get("bf16.enabled"), found.get("fp16.enabled")
+    return "bf16" if bf16 else "fp16" if fp16 else "fp32"
+
+
 def _settle_precision(found: Mapping[str, Any], lines: list[Line]) -> None:
     bf16, fp16 = found.get("bf16.enabled"), found.get("fp16.enabled")
-    if bf16 and fp16:
+    if bf16 is True and fp16 is True:
         raise ConfigError("bf16 and fp16 are both enabled; choose bf16")
     if not bf16 and not fp16:
-        cure = 'without it DeepSpeed trains in fp32, which is not there yet; "bf16": {"enabled": true}'
-        _replace(lines, Line("bf16.enabled", bf16, Verdict.UNSUPPORTED, cure))
+        says = "neither bf16 nor fp16: fp32 computes, as DeepSpeed has it"
+        _replace(lines, Line("bf16.enabled", bf16, Verdict.HONOURED, says))
+    if not fp16:
+        for line in [one for one in lines if one.key.startswith("fp16.") and one.key != "fp16.enabled"]:
+            _replace(lines, replace(line, verdict=Verdict.UNNECESSARY, says="of fp16, which is not enabled"))
 
 
 def _settle_optimizer(found: Mapping[str, Any], lines: list[Line]) -> None:
     name = found.get("optimizer.type")
-    if name is not None and str(name).lower() not in _ADAMS:
-        says = "Adam and AdamW are there; or give initialize an optimizer"
+    if name is not None and kind_of(found) is None:
+        says = f"{', '.join(OPTIONS)} are there; or give initialize an optimizer"
         _replace(lines, Line("optimizer.type", name, Verdict.UNSUPPORTED, says))
-    decays = bool(found.get("optimizer.params.weight_decay")) and str(name).lower() == "adam"
-    mode = "optimizer.params.adam_w_mode"
-    if found.get(mode) is False and not decays:
-        _replace(lines, Line(mode, False, Verdict.OFF, "nothing decays, or the type is AdamW"))
+    for path in strangers(found):
+        _replace(
+            lines, Line(path, found[path], Verdict.UNSUPPORTED, f"{kind_of(found)} has none; leave it out")
+        )
 
 
 def _settle_offload(found: Mapping[str, Any], lines: list[Line]) -> None:
@@ -346,13 +350,13 @@ def _refuse(lines: Sequence[Line], *, strict: bool) -> None:
 # Infinity's terms
 
 
-def _config(given: Mapping[str, Any], more: Mapping[str, Any]) -> Config:
+def _config(given: Mapping[str, Any], more: Mapping[str, Any], precision: str) -> Config:
     folders = [
         given[f"zero_optimization.offload_{part}.nvme_path"]
         for part in ("param", "optimizer")
         if given.get(f"zero_optimization.offload_{part}.device") == "nvme"
     ]
-    ours: dict[str, Any] = {}
+    ours: dict[str, Any] = {"dtype": precision}
     if folders:
         ours["nvme"] = list(dict.fromkeys(folders))
     if given.get("zero_optimization.stage"):
@@ -368,21 +372,24 @@ def _config(given: Mapping[str, Any], more: Mapping[str, Any]) -> Config:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             raise ConfigError(f"infinity.{name}: Config has no such field; {near[0] if near else known}?")
-    return Config(**ours)
+    config = Config(**ours)
+    if config.dtype != precision:
+        raise ConfigError(
+            f"infinity.dtype={ours['dtype']!r}, but the file's sections bf16 and fp16 say {precision}"
+        )
+    return config
 
 
-def _adam(given: Mapping[str, Any]) -> Adam | None:
-    if str(given.get("optimizer.type")).lower() not in _ADAMS:
-        return None
-    said = {
-        name: given[f"optimizer.params.{name}"]
-        for name in _names(Adam)
-        if f"optimizer.params.{name}" in given
-    }
-    if "betas" in said:
-        said["betas"] = tuple(said["betas"])
-    return Adam(**said)
+_SCALING = {
+    "fp16.loss_scale": "fixed",
+    "fp16.initial_scale_power": "power",
+    "fp16.loss_scale_window": "window",
+    "fp16.hysteresis": "hysteresis",
+    "fp16.consecutive_hysteresis": "consecutive",
+    "fp16.min_loss_scale": "least",
+    "fp16.auto_cast": "casts",
+}
 
 
-def _names(kind: type) -> list[str]:
-    return [one.name for one in fields(kind)]
+def _scaling(given: Mapping[str, Any]) -> Scaling:
+    return Scaling(**{name: given[path] for path, name in _SCALING.items() if path in given})

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from infinity import deepspeed_checkpoint
@@ -25,7 +26,7 @@ from infinity.deepspeed_config import Settings
 from infinity.deepspeed_launch import local_rank, rank, ranks
 from infinity.engine import engine_of_model
 from infinity.errors import UnsupportedError
-from infinity.optim import AdamW
+from infinity.optim import OffloadedOptimizer
 
 logger = logging.getLogger("infinity")
 
@@ -41,7 +42,7 @@ class DeepSpeedEngine(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: AdamW | None,
+        optimizer: OffloadedOptimizer | None,
         scheduler: Any,
         settings: Settings,
         loader: DataLoader[Any] | None = None,
@@ -61,6 +62,8 @@ class DeepSpeedEngine(nn.Module):
         self.global_samples = 0
         self.skipped_steps = 0
         """Steps left out because gradients were not finite."""
+        self.scaling = settings.scaling.begin() if settings.scaling else None
+        """What the loss is multiplied by, with fp16."""
         self._norm: float | None = None
         self._applied = False
         self._boundary: bool | None = None
@@ -81,6 +84,8 @@ class DeepSpeedEngine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
+        if self.settings.scaling is not None and self.settings.scaling.casts:
+            args, kwargs = pytree.tree_map_only(torch.Tensor, _halved, (args, kwargs))
         with self._timed("forward"):
             return self.module(*args, **kwargs)
 
@@ -91,7 +96,7 @@ class DeepSpeedEngine(nn.Module):
         scale_wrt_gas: bool = True,
     ) -> torch.Tensor:
         """Run the backward of loss / gradient_accumulation_steps (of loss itself without scale_wrt_gas);
-        return what was differentiated.
+        return what was differentiated, but for the scale that fp16 needs.
         """
         self._trained()
         if loss.numel() != 1:
@@ -99,7 +104,8 @@ class DeepSpeedEngine(nn.Module):
         with self._timed("backward"):
             if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
                 loss = loss / self.gradient_accumulation_steps()
-            loss.backward(retain_graph=retain_graph)
+            scaled = loss if self.scaling is None else loss.float() * self.scaling.value
+            scaled.backward(retain_graph=retain_graph)
         self._backwards += 1
         return loss
 
@@ -135,9 +141,12 @@ class DeepSpeedEngine(nn.Module):
                 self._stepping = False
         self.micro_steps += 1
 
-    def _update(self, optimizer: AdamW, lr_kwargs: Mapping[str, Any]) -> None:
+    def _update(self, optimizer: OffloadedOptimizer, lr_kwargs: Mapping[str, Any]) -> None:
         self._norm = self._clip(optimizer)
-        if self.settings.check_overflow and self._norm is not None and not math.isfinite(self._norm):
+        finite = self._norm is None or math.isfinite(self._norm)
+        if self.scaling is not None:
+            self.scaling.update(overflow=not finite)
+        if self.settings.check_overflow and not finite:
             self.skipped_steps += 1
             logger.warning("step %d left out: the gradients' norm is %s", self.global_steps, self._norm)
         else:
@@ -151,13 +160,15 @@ class DeepSpeedEngine(nn.Module):
         self._backwards = 0
         self._report()
 
-    def _clip(self, optimizer: AdamW) -> float | None:
+    def _clip(self, optimizer: OffloadedOptimizer) -> float | None:
         """Return the global norm before clipping; None where updates happen in the backward."""
         if optimizer.update == "backward":
             return None
         parameters = [
             one for group in optimizer.param_groups for one in group["params"] if one.grad is not None
         ]
+        if self.scaling is not None and parameters:
+            _unscale([one.grad for one in parameters if one.grad is not None], 1 / self.scaling.value)
         largest = self.settings.gradient_clipping
         if largest:
             return float(torch.nn.utils.clip_grad_norm_(parameters, largest))
@@ -184,7 +195,7 @@ class DeepSpeedEngine(nn.Module):
         yield
         self._seconds[what] += time.perf_counter() - start
 
-    def _trained(self) -> AdamW:
+    def _trained(self) -> OffloadedOptimizer:
         if self.optimizer is None:
             raise UnsupportedError(
                 'initialize was given no optimizer: name one in the configuration ("optimizer"), or give '
@@ -237,8 +248,8 @@ class DeepSpeedEngine(nn.Module):
         return [float(group["lr"]) for group in self._groups()]
 
     def get_mom(self) -> list[Any]:
-        """The betas of every param group."""
-        return [group["betas"] for group in self._groups()]
+        """The betas of every param group, or its momentum; None of an optimizer that has neither."""
+        return [group.get("betas", group.get("momentum")) for group in self._groups()]
 
     def _groups(self) -> list[dict[str, Any]]:
         return [] if self.optimizer is None else self.optimizer.param_groups
@@ -254,6 +265,14 @@ class DeepSpeedEngine(nn.Module):
     def fp16_enabled(self) -> bool:
         """Whether the model computes in fp16."""
         return self.settings.precision == "fp16"
+
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by now; 1 but with fp16."""
+        return 1.0 if self.scaling is None else self.scaling.value
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows the gradients."""
+        return self.scaling is not None and self.scaling.dynamic
 
     def zero_optimization_stage(self) -> int:
         """What ranks divide, as ZeRO counts; see Config.stage."""
@@ -331,3 +350,15 @@ class DeepSpeedEngine(nn.Module):
             return False
         deepspeed_checkpoint.save_weights(self.module, save_dir, save_filename)
         return True
+
+
+def _halved(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.half() if tensor.is_floating_point() else tensor
+
+
+def _unscale(grads: list[torch.Tensor], inverse: float) -> None:
+    """Multiply gradients by the inverse of the loss scale, as GradScaler does; the norm then tells of
+    overflows.
+    """
+    found_inf, factor = torch.zeros(1), torch.tensor(inverse)
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)

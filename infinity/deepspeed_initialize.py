@@ -2,8 +2,8 @@
 
 [Note: when updates happen]
 In the backward, where nothing needs the norm of all gradients first: gradient_clipping 0,
-bf16.check_grad_overflow false, and one backward per step. Else with the next forward. A script sees no
-difference.
+bf16.check_grad_overflow false (or fp32), and one backward per step. Else with the next forward. A script sees
+no difference.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from infinity import optimizers
 from infinity.deepspeed_config import Settings
 from infinity.deepspeed_engine import DeepSpeedEngine
 from infinity.deepspeed_launch import init_distributed, rank, ranks, settings_of
+from infinity.deepspeed_optimizers import OPTIONS
 from infinity.deepspeed_schedules import make_schedule
 from infinity.engine import engine_of_model
 from infinity.errors import ConfigError, UnsupportedError
-from infinity.optim import AdamW
+from infinity.optim import OffloadedOptimizer
 from infinity.zero import take_in
 
 logger = logging.getLogger("infinity")
 
-_OURS = ("lr", "betas", "eps", "weight_decay")
-_OTHER_ADAM = ("amsgrad", "maximize")
+_NOT_OURS = ("amsgrad", "maximize")
 
 Source = str | Path | Mapping[str, Any] | Settings
 
@@ -50,18 +51,19 @@ def initialize(
     config: Source | None = None,
     mesh_param: Any = None,
     config_params: Source | None = None,
-) -> tuple[DeepSpeedEngine, AdamW | None, DataLoader[Any] | None, Any]:
+) -> tuple[DeepSpeedEngine, OffloadedOptimizer | None, DataLoader[Any] | None, Any]:
     """Return (engine, optimizer, data loader, learning rate scheduler), as deepspeed.initialize does.
 
     model: built in infinity.zero.Init or infinity.Init, and so never held as a whole; one that was built
     without is taken in now. config: DeepSpeed's JSON, what is in it, or what deepspeed_config.read has made
-    of it (config_params and args.deepspeed_config are other ways to give it). optimizer: an infinity.AdamW, a
-    torch.optim.AdamW that has not stepped yet (an infinity.AdamW with its groups takes its place), or a
-    function of the parameters that returns one; None for the configuration's. model_parameters: parameters
-    or groups, for that; None for all. lr_scheduler: a scheduler of that optimizer, or a function that makes
-    one; None for the configuration's. training_data: gives the data loader, collate_fn its collation.
+    of it (config_params and args.deepspeed_config are other ways to give it). optimizer: one of infinity's,
+    one of torch (AdamW, Adam, SGD, Adagrad) that has not stepped yet (ours with its groups takes its place),
+    or a function of the parameters that returns one; None for the configuration's. model_parameters:
+    parameters or groups, for that; None for all. lr_scheduler: a scheduler of that optimizer, or a function
+    that makes one; None for the configuration's. training_data: gives the data loader, collate_fn its
+    collation.
 
-    Raises: ConfigError; UnsupportedError; what infinity.Init and infinity.AdamW raise.
+    Raises: ConfigError; UnsupportedError; what infinity.Init and the optimizer raise.
     """
     if model is None:
         raise ValueError("initialize(model=...): no model was given")
@@ -109,25 +111,24 @@ def _optimizer(
     optimizer: Optimizer | Callable[[Any], Optimizer] | None,
     parameters: Iterable[Any] | None,
     settings: Settings,
-) -> tuple[AdamW | None, Optimizer | None]:
+) -> tuple[OffloadedOptimizer | None, Optimizer | None]:
     """Return the optimizer, and the one of torch that it replaces."""
     chosen = list(model.parameters() if parameters is None else parameters)
     if optimizer is None:
         if settings.optimizer is None:
             return None, None
-        adam = settings.optimizer
-        options = {name: getattr(adam, name) for name in _OURS}
-        return AdamW(chosen, **options, update=_update(settings)), None
+        kind = getattr(optimizers, settings.optimizer.kind)
+        return kind(chosen, **settings.optimizer.options, update=_update(settings)), None
     if not isinstance(optimizer, Optimizer):
         optimizer = optimizer(chosen)
-    if isinstance(optimizer, AdamW):
+    if isinstance(optimizer, OffloadedOptimizer):
         if optimizer.max_norm is not None and settings.gradient_clipping:
             raise ConfigError(
-                f"AdamW has max_norm={optimizer.max_norm}, the configuration gradient_clipping="
-                f"{settings.gradient_clipping} (1.0 unless it says so); use one of the two"
+                f"{type(optimizer).__name__} has max_norm={optimizer.max_norm}, the configuration "
+                f"gradient_clipping={settings.gradient_clipping} (1.0 unless it says so); use one of the two"
             )
         return optimizer, None
-    return AdamW(_groups(optimizer), update=_update(settings)), optimizer
+    return _in_place_of(optimizer)(_groups(optimizer), update=_update(settings)), optimizer
 
 
 def _update(settings: Settings) -> Literal["forward", "backward"]:
@@ -137,22 +138,30 @@ def _update(settings: Settings) -> Literal["forward", "backward"]:
     return "backward" if early else "forward"
 
 
-def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the param groups of an Adam of torch, for ours."""
+def _in_place_of(optimizer: Optimizer) -> Any:
+    """Return our class for one of torch's."""
     kind = type(optimizer)
-    decays = any(group["weight_decay"] for group in optimizer.param_groups)
-    if kind is not torch.optim.AdamW and not (kind is torch.optim.Adam and not decays):
-        raise UnsupportedError(
-            f"{kind.__module__}.{kind.__name__}: infinity.AdamW takes the place of torch.optim.AdamW, and of "
-            "Adam without weight decay; give one of these, or infinity.AdamW"
-        )
-    if optimizer.state:
+    if kind is torch.optim.Adam and not any(group["weight_decay"] for group in optimizer.param_groups):
+        return optimizers.AdamW  # the same, and there for every type of state
+    for ours in (optimizers.AdamW, optimizers.Adam, optimizers.SGD, optimizers.Adagrad):
+        if kind is getattr(torch.optim, ours.__name__):
+            return ours
+    raise UnsupportedError(
+        f"{kind.__module__}.{kind.__name__}: ours take the place of torch's AdamW, Adam, SGD and Adagrad; "
+        "give one of these, or one of infinity's"
+    )
+
+
+def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the param groups of an optimizer of torch, for ours."""
+    kind = type(optimizer)
+    if any(state.get("step", 1) for state in optimizer.state.values()):  # Adagrad's begins with 0
         raise UnsupportedError(f"{kind.__name__} has stepped already; initialize before the first step")
     for group in optimizer.param_groups:
-        for name in _OTHER_ADAM:
+        for name in _NOT_OURS:
             if group.get(name):
                 raise UnsupportedError(f"{kind.__name__}({name}=True) is not supported")
-    kept = ("params", "initial_lr", *_OURS)
+    kept = ("params", "initial_lr", *OPTIONS[kind.__name__], "initial_accumulator_value")
     groups = [{name: group[name] for name in kept if name in group} for group in optimizer.param_groups]
     for group in groups:
         group["lr"] = float(group["lr"])
@@ -160,7 +169,7 @@ def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _scheduler(
-    scheduler: Any, optimizer: AdamW | None, replaced: Optimizer | None, settings: Settings
+    scheduler: Any, optimizer: OffloadedOptimizer | None, replaced: Optimizer | None, settings: Settings
 ) -> Any:
     if scheduler is None:
         if settings.scheduler is None or optimizer is None:

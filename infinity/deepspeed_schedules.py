@@ -191,7 +191,7 @@ class OneCycle(_Schedule):
         self._interval = decay_step_size
         self._lr_decay = decay_lr_rate if decay_step_size else 0.0
         self._momentum_decay = decay_mom_rate if decay_step_size else 0.0
-        self._cycles_momentum = cycle_momentum
+        self._cycles_momentum = cycle_momentum and "betas" in optimizer.defaults
         super().__init__(optimizer)
 
     def step(self, epoch: int | None = None) -> None:

@@ -40,6 +40,7 @@ class Setting:
     device_nbytes: int | None = None
     """Of each rank; None where the CPU computes."""
     state_dtype: str = "fp32"
+    dtype: str = "bf16"
     update: str = "forward"
     micro_batches: int = 1
     ranks: int = 1
@@ -67,6 +68,12 @@ class Setting:
             )
         if self.state_dtype not in ("fp32", "bf16", "int8"):
             raise ConfigError(f'state_dtype={self.state_dtype!r}: expected "fp32", "bf16" or "int8"')
+        if self.dtype not in ("bf16", "fp16", "fp32"):
+            raise ConfigError(f'dtype={self.dtype!r}: expected "bf16", "fp16" or "fp32"')
+        if self.dtype == "fp16" and self.update == "backward":
+            raise ConfigError('update="backward" with fp16 would apply overflows: update="forward"')
+        if self.dtype != "bf16" and self.state_dtype != "fp32":
+            raise ConfigError(f'state_dtype={self.state_dtype!r} goes with dtype="bf16", not {self.dtype!r}')
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +141,14 @@ class _Sizes:
 
 
 def _sizes(outline: Outline, setting: Setting) -> _Sizes:
-    form = Format(setting.state_dtype)
-    align, wide = form.align_numel, 4 if setting.micro_batches > 1 else 2
+    form = Format(setting.state_dtype, setting.dtype)
+    align, wide = form.align_numel, 4 if setting.micro_batches > 1 else form.width
     numels = tuple(-(-part.numel // setting.ranks) if part.trainable else 0 for part in outline.parts)
     wholes = [lay_out([("", shape) for shape in part.shapes], align).numel for part in outline.parts]
     return _Sizes(
         form,
         tuple(round_up(-(-whole // setting.ranks), align) for whole in wholes),
-        tuple(2 * whole for whole in wholes),
+        tuple(form.width * whole for whole in wholes),
         numels,
         tuple(wide * numel for numel in numels),
     )
@@ -153,9 +160,7 @@ def demand(outline: Outline, setting: Setting) -> Demand:
     Raises: HostMemoryError, with the smallest host_memory that works, where this one does not.
     """
     sizes = _sizes(outline, setting)
-    largest = max(sizes.resident)
-    align = sizes.form.align_numel
-    budget = divide(setting.host_nbytes, largest, align)
+    budget = divide(setting.host_nbytes, max(sizes.resident), sizes.form)
     if not setting.nvme and not _holds(sizes, setting.host_nbytes):
         raise HostMemoryError(
             f"{outline.name}: without an NVMe tier all state stays in host memory, and "
@@ -196,7 +201,7 @@ def least_host_nbytes(outline: Outline, setting: Setting) -> int:
     all, without it (to the MiB) what holds all state and a step's gradients.
     """
     sizes = _sizes(outline, setting)
-    return least_budget(sizes.form.align_numel) if setting.nvme else _least(sizes)
+    return least_budget(sizes.form) if setting.nvme else _least(sizes)
 
 
 def _least(sizes: _Sizes) -> int:
@@ -216,12 +221,11 @@ def _holds(sizes: _Sizes, total_nbytes: int) -> bool:
     """Whether a host_memory holds a model without NVMe: its weights while it is built, and then everything,
     as Engine.check_fits adds it up.
     """
-    align = sizes.form.align_numel
-    if total_nbytes < least_budget(align):
+    if total_nbytes < least_budget(sizes.form):
         return False
-    building = divide(total_nbytes, least_numel=align)
-    weights = sizes.fields(("hi", "lo"), building.tile_numel)
-    training = divide(total_nbytes, max(sizes.resident), align)
+    building = divide(total_nbytes, form=sizes.form)
+    weights = sizes.fields(sizes.form.weights, building.tile_numel)
+    training = divide(total_nbytes, max(sizes.resident), sizes.form)
     moments = sizes.fields(sizes.form.moments, building.tile_numel)
     needed = weights + moments + sum(sizes.gradients)
     return weights <= building.kept_nbytes and needed <= training.kept_nbytes
@@ -251,9 +255,10 @@ def _place(sizes: _Sizes, setting: Setting, budget: Budget, once: Sequence[int])
     candidates = []
     for unit, count in enumerate(once):
         updates = float(sizes.gradients[unit] > 0)
-        for name in sizes.form.fields if updates else ("hi", "lo"):
+        for name in sizes.form.fields if updates else sizes.form.weights:
             nbytes = sizes.field(unit, name, budget.tile_numel)
-            reads = count * setting.micro_batches if name == "hi" else updates
+            fetches = count * setting.micro_batches - (updates if name in sizes.form.derived else 0)
+            reads = fetches if name == "hi" else updates
             candidates.append(Candidate(unit, name, nbytes, reads, updates))
     kept = budget.kept_nbytes
     gradients = 0 if setting.update == "backward" else min(kept, sum(sizes.gradients))
@@ -262,8 +267,8 @@ def _place(sizes: _Sizes, setting: Setting, budget: Budget, once: Sequence[int])
 
 def _spills(script: Sequence[Act], sizes: _Sizes, room_nbytes: int) -> Spills:
     """Return what each micro-batch reads and writes of the gradients that find no room in host memory, in the
-    order in which they come: of 16 bits at first, and of 32 from the second on, by which some have to go that
-    had room.
+    order in which they come: in the type that computes at first, and of 32 bits from the second on, by which
+    some have to go that had room.
     """
     found: dict[int, tuple[tuple[int, int], ...]] = {}
     came: Counter[int] = Counter()
@@ -273,7 +278,7 @@ def _spills(script: Sequence[Act], sizes: _Sizes, room_nbytes: int) -> Spills:
             continue
         unit = act.unit
         came[unit] += 1
-        width = min(2 * came[unit], 4)
+        width = min(sizes.form.width * came[unit], 4)
         more = width * sizes.gradient_numels[unit] - held[unit]
         if unit not in found and more <= room_nbytes:
             room_nbytes -= more
@@ -318,7 +323,7 @@ def _moves(
         away = {
             name: sizes.field(unit, name, budget.tile_numel)
             for name in sizes.form.fields
-            if (unit, name) not in placement and (part.trainable or name in ("hi", "lo"))
+            if (unit, name) not in placement and (part.trainable or name in sizes.form.weights)
         }
         of_gradient = spills.get(unit, ())
         in_place = _in_place(unit, setting, placement)
@@ -330,6 +335,8 @@ def _moves(
             gathered_nbytes=sizes.resident[unit] * (setting.ranks - 1) // setting.ranks,
             in_place=in_place,
             trainable=part.trainable,
+            width=sizes.form.width,
+            derived=bool(sizes.form.derived),
             spills=of_gradient,
             spilled_nbytes=of_gradient[-1][1] if of_gradient else 0,
         )
@@ -357,7 +364,8 @@ def _moved(
             if (unit, name) in placement or not (trainable or name == "hi"):
                 continue
             nbytes = sizes.field(unit, name, budget.tile_numel)
-            moved[name, "read"] += nbytes * (fetches + again if name == "hi" else 1)
+            anew = trainable and name in sizes.form.derived
+            moved[name, "read"] += nbytes * (fetches + again - anew if name == "hi" else 1)
             moved[name, "written"] += nbytes if trainable else 0
         if of_gradient := spills.get(unit):
             moved["grad", "read"] += sum(read for read, _ in of_gradient) + of_gradient[-1][1]
@@ -368,7 +376,7 @@ def _moved(
 def _stored(sizes: _Sizes, setting: Setting, budget: Budget, spills: Spills) -> int:
     if not setting.nvme:
         return 0
-    wide = 4 if setting.micro_batches > 1 else 2
+    wide = 4 if setting.micro_batches > 1 else sizes.form.width
     return sizes.fields(sizes.form.fields, budget.tile_numel) + sum(
         wide * sizes.numels[unit] for unit in spills
     )

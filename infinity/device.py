@@ -138,7 +138,7 @@ class CpuDevice:
 
     def upload(self, flat: torch.Tensor, start: int, address: int, numel: int) -> Transfer:
         """One copy in memory."""
-        kernels.copy(2 * numel, flat.data_ptr() + 2 * start, address)
+        kernels.copy(flat.itemsize * numel, flat.data_ptr() + flat.itemsize * start, address)
         return DONE
 
     def arrived(self, flat: torch.Tensor | None = None) -> None:
@@ -248,7 +248,7 @@ class CudaDevice:
             raise AssertionError("upload to memory that `allocated` was not told of")
         if residence.uploaded is None:
             self._streams.wait(self._up, residence.free)
-        host = torch.frombuffer(view(address, 2 * numel), dtype=flat.dtype)
+        host = torch.frombuffer(view(address, numel * flat.itemsize), dtype=flat.dtype)
         self._streams.copy(self._up, flat[start : start + numel], host)
         residence.uploaded = self._streams.record(self._up)
         return _Copy(residence.uploaded)

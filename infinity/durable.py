@@ -346,12 +346,11 @@ class Durable:
         records = []
         for unit in self._units:
             record, fields = unit.record, []
-            for name in record.form.fields:
-                if name in record:
-                    extent, hashes = self.homes.place(record, name)
-                    sides, runs = self.store.describe(extent)
-                    fields.append(FieldAt(name, extent.nbytes, tuple(sides), runs, hashes.tobytes()))
-                    named.append(extent)
+            for name in record.fields:
+                extent, hashes = self.homes.place(record, name)
+                sides, runs = self.store.describe(extent)
+                fields.append(FieldAt(name, extent.nbytes, tuple(sides), runs, hashes.tobytes()))
+                named.append(extent)
             segments = tuple((one.name, one.shape) for one in unit.shard.segments)
             records.append(RecordAt(record.name, segments, tuple(fields)))
         self.store.begin_commit(named)
@@ -361,7 +360,7 @@ class Durable:
             self._sequence,
             job.step,
             self._tile_numel,
-            self._units[0].record.form.state_dtype if self._units else "fp32",
+            self._units[0].record.form.name if self._units else "fp32",
             len(self.folders),
             tuple(records),
             job.said,

@@ -37,18 +37,16 @@ from infinity.queueing import Pass
 from infinity.ranks import open_ranks
 from infinity.record import Record, Traffic
 from infinity.released import CONVERSIONS, not_resident, owner_of, set_owner
-from infinity.shard import Format, lay_out, share
+from infinity.shard import lay_out, share
 from infinity.sizes import format_size
 from infinity.slices import Slices
 from infinity.store import HostStore, Store
 from infinity.tiers import NvmeTier, open_tier
 from infinity.timeline import Timeline
 from infinity.unit import Unit
+from infinity.weights import WEIGHTS, Weights
 
 logger = logging.getLogger("infinity")
-
-DTYPE = torch.bfloat16
-"""The type that computes: this version has the bf16 record alone."""
 
 Touch = Callable[[Sequence[nn.Parameter], str, Sequence[Any]], object]
 
@@ -68,8 +66,8 @@ class Engine:
         if total is None:
             total = psutil.virtual_memory().available // 2
         total = self.ranks.least(total // self.ranks.local_size, "divide host_memory")
-        self.form = Format(config.state_dtype)
-        self.budget: Budget = divide(total, least_numel=self.form.align_numel)
+        self.form = config.form
+        self.budget: Budget = divide(total, form=self.form)
         self.device = open_device(self.ranks.device)
         cpus = choose_cores(self.device)
         self.timeline = Timeline()
@@ -127,6 +125,11 @@ class Engine:
             self, _close, self.lane, self.partition, self.device, tier, os.getpid()
         )
 
+    @property
+    def weights(self) -> Weights:
+        """How weights are kept; its `dtype` is the type that computes."""
+        return WEIGHTS[self.form.dtype]
+
     # Building
 
     def build_with(self, touch: Touch | None) -> None:
@@ -153,7 +156,7 @@ class Engine:
             whole=whole,
         )
         record.name = name
-        for field in ("hi", "lo"):
+        for field in self.form.weights:
             record.add(field, self.store)
         return record
 
@@ -172,7 +175,7 @@ class Engine:
                 self._indices[id(parameter)] = (unit, index)
                 self._catch_gradient(parameter)
         largest = max((unit.resident_nbytes for unit in self.units), default=0)
-        self.budget = divide(self.budget.total_nbytes, largest, self.form.align_numel)
+        self.budget = divide(self.budget.total_nbytes, largest, self.form)
         self.kept.limit_nbytes = self.budget.kept_nbytes
         ahead = self.config.device_nbytes or self.budget.ahead_nbytes
         if whole := self.config.stage < 3:
@@ -248,8 +251,8 @@ class Engine:
         name = self.name_of(parameters[0])
         if operation in CONVERSIONS:
             raise UnsupportedError(
-                f"{name}: a model built in Init stays on {self.config.device!r} in {DTYPE}; {operation}() to "
-                "another device or dtype is refused. Set Config(device=..., dtype=...) instead."
+                f"{name}: a model built in Init stays on {self.config.device!r} in {self.weights.dtype}: "
+                f"{operation}() is refused. Set Config(device=..., dtype=...) instead."
             )
         raise not_resident(parameters[0], operation, name)
 
@@ -266,7 +269,7 @@ class Engine:
         """
         unit, index = self.unit_of(parameter)
         self.executor.flush(unit)
-        dtypes = {field: DTYPE if field == "hi" else torch.float32 for field in fields}
+        dtypes = {field: self.weights.dtype if field == "hi" else torch.float32 for field in fields}
         values = self.read_record(unit.record, index, dtypes)
         return [values[field].view(parameter.shape) for field in fields]
 
@@ -293,8 +296,8 @@ class Engine:
         self.executor.flush(unit)
         host = {}
         for field, tensor in values.items():
-            dtype = DTYPE if field == "master" and tensor.dtype == DTYPE else torch.float32
-            host[field] = tensor.detach().to("cpu", dtype).contiguous()
+            own = (field, tensor.dtype) == ("master", self.weights.dtype)
+            host[field] = tensor.detach().to("cpu", None if own else torch.float32).contiguous()
         if "master" in values:
             self.executor.changed(unit)
         self.run(WritePass(unit.record, self.budget.tile_numel, {index: host}))
@@ -324,11 +327,10 @@ class Engine:
         """
         if self.nvme_store is not None:
             return
-        gradients = sum(unit.record.field_nbytes("grad16") for unit in self.units if unit.trainable)
+        gradients = sum(unit.record.field_nbytes(self.form.gradient) for unit in self.units if unit.trainable)
         needed = self.kept.held_nbytes + nbytes + gradients
         if needed > self.kept.limit_nbytes:
-            largest = max(unit.resident_nbytes for unit in self.units)
-            least = format_size(least_total(needed, largest, self.form.align_numel))
+            least = format_size(self._least_total(self.form.gradient, nbytes))
             raise HostMemoryError(
                 f"{what}: without an NVMe tier all state stays in host memory: weights "
                 f"{format_size(self.kept.held_nbytes)}, moments "
@@ -338,11 +340,11 @@ class Engine:
                 f"{least}; or give Config a folder on NVMe (nvme=...)."
             )
 
-    def _least_total(self, field: str) -> int:
-        """Return the host_memory that holds what it holds now, and every gradient in `field`."""
+    def _least_total(self, field: str, more_nbytes: int = 0) -> int:
+        """Return the host_memory that holds what it holds now, more, and every gradient in `field`."""
         gradients = sum(unit.record.field_nbytes(field) for unit in self.units if unit.trainable)
         largest = max(unit.resident_nbytes for unit in self.units)
-        return least_total(self.kept.held_nbytes + gradients, largest, self.form.align_numel)
+        return least_total(self.kept.held_nbytes + more_nbytes + gradients, largest, self.form)
 
     def held_nbytes(self) -> int:
         """Bytes of host_memory in use now."""

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from infinity import kernels
 from infinity.atomic import new_folder
 from infinity.checkpoint import open_files, read_manifest
-from infinity.engine import engine_of
+from infinity.engine import Engine, engine_of
 from infinity.errors import UnsupportedError
 from infinity.hub import HubWriter, check_names, file_name, kept_names, write_configuration
 from infinity.inventory import Inventory
@@ -29,6 +28,7 @@ from infinity.sizes import parse_size
 from infinity.streams import Source
 from infinity.tensorfile import TensorReader
 from infinity.tensors import as_bytes, empty
+from infinity.weights import WEIGHTS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,12 +41,27 @@ class _Saved(NamedTuple):
 
     name: str
     form: str
-    field: str  # of a record
+    weights: str  # the record whose weights are of this type
+
+    def field(self, engine: Engine) -> str:
+        """The field to read of the engine's records.
+
+        Raises: ValueError for a type that they do not hold.
+        """
+        if engine.form.dtype == self.weights:
+            return "hi"
+        if self.form != "F32":
+            raise ValueError(
+                f"dtype=torch.{self.name}: the model computes in {engine.weights.dtype}; its weights can be "
+                "written as that, or their masters as torch.float32"
+            )
+        return "master"
 
 
 _DTYPES = {
-    torch.bfloat16: _Saved("bfloat16", "BF16", "hi"),
-    torch.float32: _Saved("float32", "F32", "master"),
+    torch.bfloat16: _Saved("bfloat16", "BF16", "bf16"),
+    torch.float16: _Saved("float16", "F16", "fp16"),
+    torch.float32: _Saved("float32", "F32", "fp32"),
 }
 
 
@@ -61,16 +76,17 @@ def save_pretrained(
     Every rank calls this, with the same folder, on a file system that all ranks share; each writes its part.
 
     model: built in Init; of transformers, its configuration is written too. folder: new, or empty; it appears
-    when everything is in it. dtype: torch.bfloat16 (None too), the weights that compute, or torch.float32,
-    their masters. max_shard_size: of one file.
+    when everything is in it. dtype: the type that computes (None too), or torch.float32, the
+    masters. max_shard_size: of one file.
 
     Raises: FileExistsError for a folder with something in it; StorageFullError; ValueError for a dtype that
     is none of these and for a model that was not built in Init; UnsupportedError for one whose state_dict has
     other names than its parameters; ConfigError and RanksError as `save`.
     """
-    saved = _saved(dtype)
     check_names(model)
     inventory = Inventory(model, None)
+    saved = _saved(dtype or inventory.engine.weights.dtype)
+    field = saved.field(inventory.engine)
     ranks = inventory.engine.ranks
     forms, names = _forms_of_model(model, inventory, saved)
     with (
@@ -83,8 +99,8 @@ def save_pretrained(
         with ranks.together(f"writing files of {folder}"):
             if ranks.rank:
                 files.join()
-            _write_parts(files, inventory, names, saved)
-        _write_converted(files, model, inventory, names, saved)
+            _write_parts(files, inventory, names, saved, field)
+        _write_converted(files, model, inventory, names, field)
         with ranks.together(f"writing the rest of {folder}"):
             if ranks.rank == 0:
                 _write_plain(files, inventory, forms)
@@ -95,11 +111,13 @@ def save_pretrained(
             write_configuration(model, filling, saved.name)
 
 
-def _write_parts(files: HubWriter, inventory: Inventory, names: Mapping[str, str], saved: _Saved) -> None:
+def _write_parts(
+    files: HubWriter, inventory: Inventory, names: Mapping[str, str], saved: _Saved, field: str
+) -> None:
     """Write what this rank holds of all weights that are in files as they are."""
     direct = {name: of_file for name, of_file in names.items() if of_file not in files.converted}
     wanted = (
-        (engine, unit, (saved.field,))
+        (engine, unit, (field,))
         for engine, unit in inventory.units()
         if any(name in direct for name in inventory.names_in(unit))
     )
@@ -112,7 +130,7 @@ def _write_parts(files: HubWriter, inventory: Inventory, names: Mapping[str, str
 
 
 def _write_converted(
-    files: HubWriter, model: nn.Module, inventory: Inventory, names: Mapping[str, str], saved: _Saved
+    files: HubWriter, model: nn.Module, inventory: Inventory, names: Mapping[str, str], field: str
 ) -> None:
     """Put together one weight after the other that files have in another form; rank 0 writes it."""
     ranks = inventory.engine.ranks
@@ -122,7 +140,7 @@ def _write_converted(
         if of_file not in files.converted or of_file is None or engine is None:
             continue
         with ranks.together(f"writing {name}"):
-            (whole,) = engine.read(parameter, [saved.field])
+            (whole,) = engine.read(parameter, [field])
             if ranks.rank == 0:
                 files.convert(of_file, whole)
 
@@ -136,8 +154,8 @@ def _write_plain(files: HubWriter, inventory: Inventory, forms: Mapping[str, For
             files.write(name, 0, as_bytes(tensor))
 
 
-def _saved(dtype: torch.dtype | None) -> _Saved:
-    saved = _DTYPES.get(dtype or torch.bfloat16)
+def _saved(dtype: torch.dtype) -> _Saved:
+    saved = _DTYPES.get(dtype)
     if saved is None:
         known = ", ".join(map(str, _DTYPES))
         raise ValueError(f"dtype={dtype}: weights can be written as {known}")
@@ -174,12 +192,13 @@ def export_checkpoint(
     max_shard_size: int | str = "5GB",
 ) -> None:
     """Write the weights of a checkpoint as `save_pretrained` does; the model is not built, its values are not
-    in memory.
+    in memory. dtype: torch.bfloat16 (None too) or torch.float16, to which masters are rounded as they are in
+    training, or torch.float32.
 
     Raises: CheckpointError for a folder that is no checkpoint, or one of a model that is not of transformers;
     CorruptionError; else as save_pretrained.
     """
-    saved = _saved(dtype)
+    saved = _saved(dtype or torch.bfloat16)
     manifest = read_manifest(Path(checkpoint))
     model = _hollow_model(manifest, Path(checkpoint))
     tensors = {one.name: one for one in manifest.tensors if one.kind in (MASTER, PLAIN)}
@@ -221,10 +240,10 @@ def _values(tensor: Tensor, readers: Mapping[str, TensorReader], saved: _Saved) 
         numel = min(CHUNK_NUMEL, tensor.numel - start)
         values = torch.empty(numel * width, dtype=torch.uint8)
         source.read(as_bytes(values))
-        if tensor.kind == MASTER and saved.field == "hi":
-            halves = torch.empty((2, numel), dtype=torch.int16)
-            kernels.split(numel, values.data_ptr(), halves[0].data_ptr(), halves[1].data_ptr())
-            values = halves[0]
+        if tensor.kind == MASTER:
+            rounded = torch.empty(numel * WIDTHS[saved.form], dtype=torch.uint8)
+            WEIGHTS[saved.weights].rounded(numel, values.data_ptr(), rounded.data_ptr())
+            values = rounded
         yield as_bytes(values)
 
 

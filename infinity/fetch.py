@@ -4,43 +4,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 
 from infinity import kernels
 from infinity.device import Device
-from infinity.memory import SLOT_NBYTES_PER_ELEMENT
 from infinity.passes import clear, piece_address
 from infinity.queueing import Pass
-from infinity.shard import Piece, pieces, tiles
+from infinity.recipes import ADAMW, Recipe, Span
+from infinity.shard import pieces, tiles
 from infinity.sizes import round_up
 from infinity.store import DONE, Transfer
 from infinity.unit import Unit
+from infinity.weights import KERNEL_DTYPE, WEIGHTS
 
 _T = TypeVar("_T")
-
-GRADIENT_FIELD = {torch.bfloat16: "grad16", torch.float32: "grad32"}
-_KERNEL_DTYPE: dict[str, kernels.GradientDtype] = {"grad16": "bf16", "grad32": "f32"}
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
     """What step() decided for one parameter: the step's scalars, and where the gradient is.
 
-    tensor: the gradient in host memory, contiguous, bf16 or fp32, once `arriving` is over. field: else the
+    tensor: the gradient in host memory, contiguous, 16-bit or fp32, once `arriving` is over. field: else the
     record's field that holds it. Neither: a gradient of zeros. key: of the random bits that round a 16- or
     8-bit state; see kernels. missed: scalars and keys of the steps before this one, whose gradients were all
-    zero; see optim.
+    zero; see optim. recipe: of the optimizer.
     """
 
-    scalars: kernels.AdamWScalars
+    scalars: Any
     tensor: torch.Tensor | None
     field: str | None
     key: int = 0
     arriving: Transfer = DONE
-    missed: tuple[tuple[kernels.AdamWScalars, int], ...] = ()
+    missed: tuple[tuple[Any, int], ...] = ()
+    recipe: Recipe = ADAMW
 
     @property
     def misses(self) -> float:
@@ -67,6 +66,8 @@ class FetchPass(Pass):
         self._tile_numel = tile_numel
         self._upload = upload
         self._resident = resident
+        computes = WEIGHTS[unit.record.form.dtype].dtype
+        self._dtypes = {"grad16": KERNEL_DTYPE[computes], "grad32": KERNEL_DTYPE[torch.float32]}
         self.on_finished.append(self._let_go)
         self.on_processed: Callable[[], None] | None = None
 
@@ -88,7 +89,7 @@ class FetchPass(Pass):
 
     def touched(self) -> Iterable[str]:
         """Gradients only where they are spilled."""
-        return [*self.record.form.fields, *(one.field for one in self.pending.values() if one.field)]
+        return [*self.record.fields, *(one.field for one in self.pending.values() if one.field)]
 
     def works_in(self, flat: torch.Tensor | None) -> None:
         """Start from the values in `flat`, the unit's memory; None: from the record's."""
@@ -110,7 +111,8 @@ class FetchPass(Pass):
         here = self._in_place("hi", 0)
         if not self.pending and here is not None and here == self.record.address("hi", 0):
             return
-        wide = self._tile_numel * (1 if self.pending else SLOT_NBYTES_PER_ELEMENT // 2)
+        form = self.record.form
+        wide = self._tile_numel * (1 if self.pending else form.slot_nbytes // form.width)
         filled = min(self.record.shard.numel, round_up(self.record.shard.end, self._tile_numel))
         if self._is_one_tile():
             wide = max(wide, filled)
@@ -123,6 +125,11 @@ class FetchPass(Pass):
             return True
         return any(piece.index in self.pending for piece in pieces(self.record.shard, start, stop))
 
+    def _updates_all(self, start: int, stop: int) -> bool:
+        if len(self.pending) == len(self.record.shard.segments):
+            return True
+        return all(piece.index in self.pending for piece in pieces(self.record.shard, start, stop))
+
     def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
         """Without an update in the tile, `hi` alone, and what this pass adopts."""
         record = self.record
@@ -131,12 +138,14 @@ class FetchPass(Pass):
             names = dict.fromkeys((*(["hi"] if self._upload else []), *self.adopts))
             reads = [name for name in names if name not in given and record.written(name, start)]
             return reads, tuple(self.adopts)
-        reads = [name for name in record.form.fields if name not in given and record.written(name, start)]
+        if record.form.derived and self._updates_all(start, stop):
+            given += record.form.derived
+        reads = [name for name in record.fields if name not in given and record.written(name, start)]
         spilled = {index: update.field for index, update in self.pending.items() if update.field}
         if spilled:
             here = {piece.index for piece in pieces(self.record.shard, start, stop)}
             reads += sorted({field for index, field in spilled.items() if index in here})
-        return reads, record.form.fields
+        return reads, record.fields
 
     def place(self, field: str, start: int) -> int | None:
         """On the CPU, `hi` is read straight into the unit's memory, and updated and written from there."""
@@ -145,7 +154,7 @@ class FetchPass(Pass):
     def _in_place(self, field: str, start: int) -> int | None:
         if field != "hi" or self._flat is None or not self._device.is_host:
             return None
-        return int(self._flat.data_ptr()) + 2 * (self.unit.base + start)
+        return int(self._flat.data_ptr()) + self._flat.itemsize * (self.unit.base + start)
 
     @property
     def keeps(self) -> object:
@@ -156,10 +165,10 @@ class FetchPass(Pass):
         """Apply the updates, then upload."""
         flat = self._in_place("hi", start)
         if self._resident and "hi" in at and at["hi"] != flat:
-            kernels.copy(2 * (stop - start), at["hi"], _known(flat))
+            kernels.copy(self.record.form.width * (stop - start), at["hi"], _known(flat))
         if self._updates(start, stop):
             for name in self.record.form.moments:
-                if not self.record.written(name, start):
+                if name in at and not self.record.written(name, start):
                     clear(self.record, at, name, stop - start)
             self._apply(start, stop, at)
         if not self._upload or at["hi"] == flat:
@@ -174,42 +183,24 @@ class FetchPass(Pass):
             state = {
                 name: piece_address(self.record, at[name], piece.start, start, name)
                 for name in self.record.form.fields
+                if name in at
             }
-            zeros = None
+            step = update.recipe.kernels[self.record.form.dtype, self.record.form.state_dtype]
             if update.missed or (update.tensor is None and update.field is None):
                 zeros = torch.zeros(piece.numel, dtype=torch.bfloat16)
+                span = Span(piece.numel, state, zeros.data_ptr(), "bf16", first=piece.element)
                 for scalars, key in update.missed:
-                    self._step(piece, state, zeros.data_ptr(), "bf16", scalars, key)
-            field = update.field
+                    step(replace(span, key=key), scalars)
             if update.tensor is not None:
                 update.arriving.wait()
-                field = GRADIENT_FIELD[update.tensor.dtype]
                 gradient = update.tensor.data_ptr() + piece.within * update.tensor.element_size()
-            elif field is not None:
+                dtype = KERNEL_DTYPE[update.tensor.dtype]
+                span = Span(piece.numel, state, gradient, dtype, first=piece.element)
+            elif update.field is not None:
+                field = update.field
                 gradient = piece_address(self.record, at[field], piece.start, start, field)
-            else:
-                field, gradient = "grad16", _known(zeros).data_ptr()
-            self._step(piece, state, gradient, _KERNEL_DTYPE[field], update.scalars, update.key)
-
-    def _step(
-        self,
-        piece: Piece,
-        state: dict[str, int],
-        gradient: int,
-        dtype: kernels.GradientDtype,
-        scalars: kernels.AdamWScalars,
-        key: int,
-    ) -> None:
-        """Do one AdamW step on a piece, in the record's form."""
-        n, first = piece.numel, piece.element
-        hi, lo, m, v = (state[name] for name in ("hi", "lo", "m", "v"))
-        form = self.record.form.state_dtype
-        if form == "fp32":
-            kernels.adamw(n, hi, lo, m, v, gradient, dtype, scalars)
-        elif form == "bf16":
-            kernels.adamw_bf16(n, hi, lo, m, v, gradient, dtype, scalars, key, first)
-        else:
-            kernels.adamw_int8(n, hi, lo, m, v, state["scale"], gradient, dtype, scalars, key, first)
+                span = Span(piece.numel, state, gradient, self._dtypes[field], first=piece.element)
+            step(replace(span, key=update.key), update.scalars)
 
     def _let_go(self) -> None:
         self._flat = None

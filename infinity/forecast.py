@@ -30,8 +30,8 @@ TILES_MOST = 10_000
 """Tiles of a simulated step, about; see [Note: coarse tiles]."""
 
 _STEPS = 3
-_WIDE = 8
-"""Tiles that a pass which moves `hi` alone takes at once; see fetch."""
+_WIDE_NBYTES = 16
+"""Of an element of each of the tiles that a pass which moves `hi` alone takes at once; see fetch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,10 @@ class Moves:
     in_place: bool = False
     """Whether the CPU computes with it where it is pinned."""
     trainable: bool = True
+    width: int = 2
+    """Bytes of an element that computes, and of its gradient."""
+    derived: bool = False
+    """Whether an update writes `hi` without reading it."""
     spills: tuple[tuple[int, int], ...] = ()
     """Bytes read and written when the gradient of each micro-batch is spilled; () where it is kept."""
     spilled_nbytes: int = 0
@@ -135,7 +139,7 @@ class _Walk:
         self._script, self._plan, self._units, self._room, self._rates = script, plan, units, room, rates
         self._clock = Clock(rates)
         self._lane = Lane(self._clock, room.slots)
-        moved = sum(unit.numel for unit in units) * (2 + _WIDE) / _WIDE
+        moved = sum(unit.numel * (1 + 2 * unit.width / _WIDE_NBYTES) for unit in units)
         self._tile_numel = max(room.tile_numel, math.ceil(moved / TILES_MOST))
         self._fetches: dict[int, Pass] = {}
         self._lent: dict[int, Pass] = {}
@@ -245,7 +249,7 @@ class _Walk:
     def _gradient(self, act: Act, number: int) -> Iterator[float | Pass]:
         """Let a unit's gradient come, the `number`th of this step, and nobody use the unit any more."""
         unit, moves = act.unit, self._units[act.unit]
-        nbytes = 2 * moves.numel
+        nbytes = moves.width * moves.numel
         if moves.gathered_nbytes:  # reduced and scattered; whoever comes next on the link waits for it
             self._clock.serve("link", moves.gathered_nbytes, lambda: None)
         backward = self._room.update == "backward"
@@ -295,9 +299,8 @@ class _Walk:
         if unit in self._pending:
             self._pending.discard(unit)
             rest = moves.state_nbytes
-            job = self._pass(
-                unit, moves.hi_nbytes + rest + moves.spilled_nbytes, moves.hi_nbytes + rest, moves.numel
-            )
+            read = rest + moves.spilled_nbytes + (0 if moves.derived else moves.hi_nbytes)
+            job = self._pass(unit, read, moves.hi_nbytes + rest, moves.numel)
         else:
             job = self._pass(unit, moves.hi_nbytes, 0, 0)
         gathered = self._gathered(job) if moves.gathered_nbytes else job
@@ -344,11 +347,11 @@ class _Walk:
     def _pass(self, unit: int, read: int, written: int, updated: int) -> Pass:
         """Divide a walk over a unit's record into tiles; `updated`: elements that the kernel steps."""
         moves, rates = self._units[unit], self._rates
-        wide = 1 if written else _WIDE
+        wide = 1 if written else _WIDE_NBYTES // moves.width
         tiles = max(1, math.ceil(moves.numel / (self._tile_numel * wide)))
         work_s = updated / rates.update + (read + written) / rates.checked
         if not self._room.on_host:
-            work_s += 2 * moves.numel / rates.copied
+            work_s += moves.width * moves.numel / rates.copied
         self._counts["read"] += read
         self._counts["written"] += written
         return Pass(unit, tiles, read / tiles, work_s / tiles, written / tiles)

@@ -7,13 +7,18 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from infinity.engine import engine_of_model
 from infinity.errors import ConfigError
-from infinity.optim import AdamW
+from infinity.optim import OffloadedOptimizer
 from infinity.resume import resume
 from infinity.text import Sampler
 
 
 def go_on(
-    model: nn.Module, optimizer: AdamW, schedule: LRScheduler, sampler: Sampler, *, resuming: bool
+    model: nn.Module,
+    optimizer: OffloadedOptimizer,
+    schedule: LRScheduler,
+    sampler: Sampler,
+    *,
+    resuming: bool,
 ) -> int:
     """Begin a durable run, or, `resuming`, go on with the one in its folder; return the steps that are done.
 

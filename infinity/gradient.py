@@ -39,6 +39,7 @@ class Gradient:
         "_charged",
         "_ledger",
         "arriving",
+        "checked",
         "field",
         "form",
         "index",
@@ -64,6 +65,8 @@ class Gradient:
         self.job: Pass | None = None
         self.scale = np.float32(1)
         """The fp32 factor that clipping recorded; applied in the update."""
+        self.checked = False
+        """Whether somebody has seen that it is finite, as a scaled loss needs."""
         self._ledger = ledger
         self._charged = 0
 

@@ -23,8 +23,7 @@ from infinity.sizes import format_size
 from infinity.store import DONE, Store, Transfer
 from infinity.timeline import Timeline
 from infinity.unit import Unit
-
-_KERNEL_DTYPE: dict[torch.dtype, kernels.GradientDtype] = {torch.bfloat16: "bf16", torch.float32: "f32"}
+from infinity.weights import ACCUMULATE, KERNEL_DTYPE, WEIGHTS, WIDEN
 
 _OWN_NBYTES = 1 << 18
 """Bytes. Smaller gradients stay where torch has put them."""
@@ -312,10 +311,11 @@ class GradientStore:
         if gradient.form is Form.ZERO:
             return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         if gradient.form is Form.SPILLED:
-            dtype = torch.float32 if gradient.field == "grad32" else torch.bfloat16
-            numel = gradient.unit.record.shard.segments[gradient.index].numel
+            record = gradient.unit.record
+            dtype = torch.float32 if gradient.field == "grad32" else WEIGHTS[record.form.dtype].dtype
+            numel = record.shard.segments[gradient.index].numel
             values = torch.empty(numel, dtype=dtype)
-            job = ReadPass(gradient.unit.record, gradient.index, self._tile_numel, {gradient.field: values})
+            job = ReadPass(record, gradient.index, self._tile_numel, {gradient.field: values})
             self._lane.submit(job, urgent=True)
             self._lane.wait(job)
         else:
@@ -333,7 +333,7 @@ def _present(tensor: torch.Tensor | None) -> torch.Tensor:
 
 
 def _measured(tensor: torch.Tensor) -> SpillPart:
-    square_sum, finite = kernels.sum_squares(tensor.numel(), tensor.data_ptr(), _KERNEL_DTYPE[tensor.dtype])
+    square_sum, finite = kernels.sum_squares(tensor.numel(), tensor.data_ptr(), KERNEL_DTYPE[tensor.dtype])
     return SpillPart(tensor.new_empty(0), square_sum=square_sum, finite=finite)
 
 
@@ -344,10 +344,8 @@ def total_of(stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     total = stored
     if stored.dtype != torch.float32:
         total = torch.empty(stored.shape, dtype=torch.float32)
-        kernels.widen(stored.numel(), stored.data_ptr(), total.data_ptr())
-    (kernels.accumulate if new.dtype == torch.bfloat16 else kernels.accumulate_f32)(
-        new.numel(), total.data_ptr(), new.data_ptr()
-    )
+        WIDEN[stored.dtype](stored.numel(), stored.data_ptr(), total.data_ptr())
+    ACCUMULATE[new.dtype](new.numel(), total.data_ptr(), new.data_ptr())
     return total
 
 

@@ -28,7 +28,7 @@ from torch import nn
 from infinity.engine import engine_of
 from infinity.inventory import Inventory
 from infinity.manifest import MASTER, CheckpointError, Form, compare
-from infinity.optim import AdamW
+from infinity.optim import OffloadedOptimizer
 from infinity.tensors import name_of_dtype
 
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_(model|optim)_states\.pt$")
@@ -52,7 +52,10 @@ _CLASSES = (
 
 
 def load_deepspeed(
-    model: nn.Module, optimizer: AdamW | None, folder: str | os.PathLike[str], tag: str | None = None
+    model: nn.Module,
+    optimizer: OffloadedOptimizer | None,
+    folder: str | os.PathLike[str],
+    tag: str | None = None,
 ) -> None:
     """Load a checkpoint of DeepSpeed's ZeRO stage 3, of any number of ranks, into a model built in Init.
 
@@ -84,6 +87,9 @@ def _check_fits(saved: _Saved, inventory: Inventory) -> tuple[Iterable[str], _Mo
     found = compare(saved.forms(), inventory.masters(), "parameters")
     found += compare(saved.buffers(), plains, "buffers")
     moments = saved.moments() if inventory.optimizer is not None else None
+    if moments is not None and not {"m", "v"} <= set(inventory.fields):
+        kind = type(inventory.optimizer).__name__
+        found.append(f"it has Adam's moments, and the optimizer is {kind}; give AdamW or Adam, or None")
     if found:
         raise CheckpointError("\n  ".join([f"{saved.folder} does not fit; nothing was loaded:", *found]))
     return plains, moments

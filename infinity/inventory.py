@@ -11,7 +11,7 @@ from torch import nn
 from infinity.engine import Engine, engine_of, engine_of_model
 from infinity.errors import UnsupportedError
 from infinity.manifest import MASTER, Form
-from infinity.optim import AdamW
+from infinity.optim import OffloadedOptimizer
 from infinity.shard import STATE_BLOCK, Segment
 from infinity.tensors import name_of_dtype
 from infinity.unit import Unit
@@ -20,7 +20,7 @@ REPLACED = "(replaced)"
 """The name of a parameter that is in no model any more; see init."""
 
 KINDS = {"m": "exp_avg", "v": "exp_avg_sq", "scale": "exp_avg_scale"}
-"""A record's moments, by the names under which they are saved."""
+"""A record's fields for an optimizer's state, by the names under which they are saved, those of Adam's."""
 
 _TYPES = {
     "fp32": {"m": "F32", "v": "F32"},
@@ -32,15 +32,15 @@ _TYPES = {
 class Inventory:
     """The offloaded parameters of a model by unit, its other tensors by name, and what an optimizer keeps."""
 
-    def __init__(self, model: nn.Module, optimizer: AdamW | None) -> None:
+    def __init__(self, model: nn.Module, optimizer: OffloadedOptimizer | None) -> None:
         """Look at a model built in Init.
 
         Raises: ValueError for a model that was not, and for parameters of `optimizer` that are not in it;
         UnsupportedError for what cannot be saved by name; TypeError for another kind of optimizer.
         """
-        if optimizer is not None and not isinstance(optimizer, AdamW):
+        if optimizer is not None and not isinstance(optimizer, OffloadedOptimizer):
             raise TypeError(
-                f"expected an infinity.AdamW, or None, got {type(optimizer).__name__}; "
+                f"expected an optimizer of infinity (AdamW, ...), or None, got {type(optimizer).__name__}; "
                 "save an optimizer of torch by its state_dict()"
             )
         self.optimizer = optimizer
@@ -134,9 +134,18 @@ class Inventory:
         """Return all other tensors."""
         return {name: (name_of_dtype(one, name), tuple(one.shape)) for name, one in self.plain.items()}
 
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The record's fields that the optimizer keeps its state in."""
+        return () if self.optimizer is None else self.optimizer.recipe.fields(self.engine.form)
+
+    def _types(self) -> dict[str, str]:
+        types = _TYPES[self.engine.form.state_dtype]
+        return {field: types[field] for field in self.fields}
+
     def moments(self, names: set[str]) -> dict[tuple[str, str], Form]:
         """Return the moments, by kind and name, that the parameters of these names have once stepped."""
-        types = _TYPES[self.engine.form.state_dtype]
+        types = self._types()
         shapes = self.masters()
         found: dict[tuple[str, str], Form] = {}
         for name, (_, shape) in shapes.items():
@@ -147,7 +156,7 @@ class Inventory:
 
     def held(self) -> dict[tuple[str, str], tuple[int, int]]:
         """Return which elements [start, stop) this rank has of masters and moments, by kind and name."""
-        types = _TYPES[self.engine.form.state_dtype]
+        types = self._types()
         found: dict[tuple[str, str], tuple[int, int]] = {}
         for _, unit in self.units():
             for segment, name in zip(unit.record.shard.segments, self.names_in(unit), strict=True):

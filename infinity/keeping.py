@@ -36,8 +36,7 @@ class CheckPass(Pass):
 
     def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
         """What was written of the tile."""
-        here = (name for name in self.record.form.fields if name in self.record)
-        return tuple(name for name in here if self.record.written(name, start)), ()
+        return tuple(name for name in self.record.fields if self.record.written(name, start)), ()
 
     def process(self, start: int, stop: int, at: dict[str, int]) -> None:
         """Nothing is left to do."""

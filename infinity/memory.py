@@ -20,13 +20,15 @@ from dataclasses import dataclass
 import cffi
 
 from infinity.errors import HostMemoryError
-from infinity.shard import ALIGN_NUMEL
+from infinity.shard import FP32, Format
 from infinity.sizes import format_size
 
 _FFI = cffi.FFI()
 
 SLOT_NBYTES_PER_ELEMENT = 16
-"""Bytes: hi 2, lo 2, m 4, v 4, and a gradient of 2 or 4: one tile of a whole record."""
+"""Bytes: hi 2, lo 2, m 4, v 4, and a gradient of 2 or 4: one tile of a whole record. Of other records, see
+shard.Format.
+"""
 
 _SLOT_NUMEL_MOST = 1 << 19
 _SLOT_COUNT = 12
@@ -181,11 +183,12 @@ class Budget:
     slots: int
     ahead_nbytes: int
     outgoing_nbytes: int
+    slot_nbytes_per_element: int = SLOT_NBYTES_PER_ELEMENT
 
     @property
     def slot_nbytes(self) -> int:
         """Bytes of one slot: one tile of a whole record with its gradient."""
-        return self.tile_numel * SLOT_NBYTES_PER_ELEMENT
+        return self.tile_numel * self.slot_nbytes_per_element
 
     @property
     def kept_nbytes(self) -> int:
@@ -203,21 +206,21 @@ class Budget:
         return ", ".join([slots, *(f"{name} {format_size(nbytes)}" for name, nbytes in shares)])
 
 
-def least_budget(least_numel: int = ALIGN_NUMEL) -> int:
+def least_budget(form: Format = FP32) -> int:
     """Bytes: the smallest host_memory that moves records at all, one tile of one block at a time."""
-    return _SLOT_COUNT_LEAST * least_numel * SLOT_NBYTES_PER_ELEMENT
+    return _SLOT_COUNT_LEAST * form.align_numel * form.slot_nbytes
 
 
-def divide(total_nbytes: int, largest_unit_nbytes: int = 0, least_numel: int = ALIGN_NUMEL) -> Budget:
+def divide(total_nbytes: int, largest_unit_nbytes: int = 0, form: Format = FP32) -> Budget:
     """Divide a host_memory of `total_nbytes` for a model whose largest resident unit takes
-    `largest_unit_nbytes`, in tiles of at least `least_numel` elements.
+    `largest_unit_nbytes`, in tiles that suit its records.
 
     A quarter at most is for slots; what is fetched ahead gets an eighth, or more where two of the largest
     units need more (up to a third); gradients on their way out an eighth.
 
     Raises: HostMemoryError with the smallest budget that works.
     """
-    least_nbytes = least_budget(least_numel)
+    least_nbytes, slot_nbytes = least_budget(form), form.slot_nbytes
     if total_nbytes < least_nbytes:
         raise HostMemoryError(
             f"host_memory={format_size(total_nbytes)} cannot work: moving records needs at least "
@@ -225,26 +228,26 @@ def divide(total_nbytes: int, largest_unit_nbytes: int = 0, least_numel: int = A
             "hundred MiB is fast."
         )
     tile_numel = _SLOT_NUMEL_MOST
-    while tile_numel > least_numel and tile_numel * SLOT_NBYTES_PER_ELEMENT * _SLOT_COUNT > total_nbytes // 4:
+    while tile_numel > form.align_numel and tile_numel * slot_nbytes * _SLOT_COUNT > total_nbytes // 4:
         tile_numel //= 2
-    slots = max(
-        _SLOT_COUNT_LEAST, min(_SLOT_COUNT, total_nbytes // 4 // (tile_numel * SLOT_NBYTES_PER_ELEMENT))
-    )
-    rest = total_nbytes - slots * tile_numel * SLOT_NBYTES_PER_ELEMENT
+    slots = max(_SLOT_COUNT_LEAST, min(_SLOT_COUNT, total_nbytes // 4 // (tile_numel * slot_nbytes)))
+    rest = total_nbytes - slots * tile_numel * slot_nbytes
     ahead = min(rest // 2, max(total_nbytes // 8, min(2 * largest_unit_nbytes, total_nbytes // 3)))
-    return Budget(total_nbytes, tile_numel, slots, ahead, min(rest - ahead, total_nbytes // 8))
+    outgoing = min(rest - ahead, total_nbytes // 8)
+    return Budget(total_nbytes, tile_numel, slots, ahead, outgoing, slot_nbytes)
 
 
-def least_total(kept_nbytes: int, largest_unit_nbytes: int, least_numel: int = ALIGN_NUMEL) -> int:
+def least_total(kept_nbytes: int, largest_unit_nbytes: int, form: Format = FP32) -> int:
     """Return the smallest host_memory, in bytes to the MiB, whose kept share is at least `kept_nbytes`."""
     step = 1 << 20
+
+    def holds(steps: int) -> bool:
+        return divide(steps * step, largest_unit_nbytes, form).kept_nbytes >= kept_nbytes
+
     low, high = 1, 2
-    while divide(high * step, largest_unit_nbytes, least_numel).kept_nbytes < kept_nbytes:
+    while not holds(high):
         low, high = high, 2 * high
     while low < high:
         middle = (low + high) // 2
-        if divide(middle * step, largest_unit_nbytes, least_numel).kept_nbytes < kept_nbytes:
-            low = middle + 1
-        else:
-            high = middle
+        low, high = (low, middle) if holds(middle) else (middle + 1, high)
     return high * step

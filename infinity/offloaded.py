@@ -35,6 +35,14 @@ class OffloadedGradient(torch.Tensor):
         tensor.gradient, tensor.store = gradient, store
         return tensor
 
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """fp32 of an fp16 gradient, which is what it stands for: 16 bits times an fp32 factor. So GradScaler,
+        which refuses to unscale gradients in 16 bits, unscales this one.
+        """
+        stored = self.gradient.unit.flat.dtype
+        return torch.float32 if stored == torch.float16 else stored
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -101,6 +109,17 @@ def _scale_all(grads: list[OffloadedGradient], factor: Any) -> None:
         _scale(grad, factor)
 
 
+def _unscale(grads: list[OffloadedGradient], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
+    """As GradScaler asks for it: scale all, and say whether any, on any rank, was not finite before."""
+    for store in dict.fromkeys(grad.store for grad in grads):
+        sums = store.square_sums([grad.gradient for grad in grads if grad.store is store])
+        if not all(map(math.isfinite, sums)):
+            found_inf.fill_(1)
+    for grad in grads:
+        _scale(grad, inverse)
+        grad.gradient.checked = True
+
+
 def _add(grad: OffloadedGradient, new: Any, *, alpha: Any = 1) -> Any:
     if (
         not isinstance(new, torch.Tensor)
@@ -139,6 +158,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "_foreach_norm": _norms,
     "mul_": _scale,
     "_foreach_mul_": _scale_all,
+    "_amp_foreach_non_finite_check_and_unscale_": _unscale,
     "add_": _add,
     "zero_": _zero,
     "_foreach_zero_": _zero_all,

@@ -1,5 +1,5 @@
-"""AdamW over offloaded parameters: an ordinary torch Optimizer whose arithmetic happens where the records
-pass.
+"""Optimizers over offloaded parameters: ordinary torch Optimizers whose arithmetic happens where the records
+pass. What each computes is its recipe; see recipes and optimizers.
 
 [Note: when an update happens]
 update="forward": step() decides (norm, clip factor, this step's scalars) and returns; a unit's update is
@@ -25,18 +25,19 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import psutil
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from infinity import kernels
 from infinity.engine import Engine, engine_of
-from infinity.errors import HostMemoryError, UnsupportedError
+from infinity.errors import UnsupportedError
 from infinity.fetch import Update
 from infinity.gradient import Form, Gradient, applied_message
+from infinity.loss_scale import warn_unscaled
 from infinity.offloaded import OffloadedGradient
-from infinity.sizes import format_size
+from infinity.optimizer_state import check_room, checked_states
+from infinity.recipes import Recipe
 from infinity.tracked import Tracking
 from infinity.unit import Unit
 
@@ -53,13 +54,14 @@ class _Place:
     group: int
 
 
-class AdamW(Tracking, Optimizer):
-    """AdamW with decoupled weight decay, on parameters built inside `with infinity.Init(...)`.
+class OffloadedOptimizer(Tracking, Optimizer):
+    """What all optimizers on parameters built inside `with infinity.Init(...)` share.
 
-    params, lr, betas, eps, weight_decay: as torch.optim.AdamW, per group too. max_norm: clip the global
-    gradient norm, in fp32, inside the update (leave it None where you call torch.nn.utils.clip_grad_norm_).
-    update: "forward" or "backward"; see [Note: when an update happens]. seed: of the random bits that round
-    the moments of Config(state_dtype="bf16" or "int8"); the same seed, the same bits.
+    params: as every torch Optimizer takes them. defaults: of a param group's options; recipe: what the
+    optimizer computes, and keeps. max_norm: clip the global gradient norm, in fp32, inside the update (leave
+    it None where you call torch.nn.utils.clip_grad_norm_). update: "forward" or "backward"; see [Note: when
+    an update happens]. seed: of the random bits that round the moments of Config(state_dtype="bf16" or
+    "int8"); the same seed, the same bits.
 
     Raises: ValueError for settings out of range and for parameters that were not built in Init.
     """
@@ -67,25 +69,22 @@ class AdamW(Tracking, Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
+        defaults: dict[str, Any],
+        recipe: Recipe,
         *,
         max_norm: float | None = None,
         update: Literal["forward", "backward"] = "forward",
         seed: int = 0,
     ) -> None:
-        """Take the parameters; room for their moments is allocated now."""
+        """Take the parameters; room for their state is allocated now."""
         if update not in ("forward", "backward"):
             raise ValueError(f'update={update!r}: expected "forward" or "backward"')
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm={max_norm}: expected a number above 0, or None")
         if max_norm is not None and update == "backward":
-            raise ValueError(
-                'max_norm needs the norm of all gradients before any update: use update="forward"'
-            )
-        kernels.AdamWScalars(float(lr), betas[0], betas[1], eps, weight_decay, 1)  # its checks are ours
+            raise ValueError('max_norm needs the norm of all gradients before an update: update="forward"')
+        recipe.scalars(defaults, 1, 1.0)  # its checks are ours
+        self.recipe = recipe
         self.max_norm = max_norm
         self.update = update
         self.seed = seed
@@ -97,24 +96,26 @@ class AdamW(Tracking, Optimizer):
         self.mine: dict[int, _Place] = {}
         """Its parameters, by id()."""
         self._engines: dict[int, Engine] = {}
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._warned = False
+        super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take further parameters; room for their moments is allocated now.
+        """Take further parameters; room for their state is allocated now.
 
         Raises: ValueError for a parameter that was not built in Init, or belongs to another optimizer;
-        HostMemoryError, with the smallest budget that works, where the moments have to fit host memory and do
-        not.
+        UnsupportedError for a record that this optimizer cannot update; HostMemoryError, with the smallest
+        budget that works, where the state has to fit host memory and does not.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]["params"]
         try:
             engines = {id(parameter): self._check(parameter) for parameter in group}
             for engine in set(engines.values()):
+                self._check_record(engine)
                 numel = sum(engine.part_numel(one) for one in group if engines[id(one)] is engine)
-                engine.check_fits(
-                    "AdamW", sum(engine.form.nbytes(name, numel) for name in engine.form.moments)
-                )
+                fields = self.recipe.fields(engine.form)
+                nbytes = sum(engine.form.nbytes(name, numel) for name in fields)
+                engine.check_fits(type(self).__name__, nbytes)
         except BaseException:
             self.param_groups.pop()
             raise
@@ -144,27 +145,40 @@ class AdamW(Tracking, Optimizer):
                 )
         return engine
 
-    @staticmethod
-    def _forget(engine: Engine, parameter: nn.Parameter) -> None:
-        """Set moments that an earlier optimizer has left to zero, as those of a new one are."""
+    def _check_record(self, engine: Engine) -> None:
+        form = engine.form
+        if (form.dtype, form.state_dtype) not in self.recipe.kernels:
+            raise UnsupportedError(
+                f"{self.recipe.name} keeps its state in fp32, and the model was built with "
+                f'state_dtype={form.state_dtype!r}, which is for AdamW: Config(state_dtype="fp32")'
+            )
+        if engine.weights.overflows and self.update == "backward":
+            raise UnsupportedError(
+                f'update="backward" with dtype={form.dtype!r}: gradients would be applied before anybody can '
+                'see that they have overflowed. Use update="forward", or dtype="bf16".'
+            )
+
+    def _forget(self, engine: Engine, parameter: nn.Parameter) -> None:
+        """Set state that an earlier optimizer has left to zero, as that of a new one is."""
         unit, index = engine.unit_of(parameter)
         segment = unit.record.shard.segments[index]
         start = segment.start
         under_way = unit.pending or not engine.lane.settled(unit.record)
         if segment.numel and (
-            under_way or any(unit.record.written(name, start) for name in engine.form.moments)
+            under_way or any(unit.record.written(name, start) for name in self.recipe.state)
         ):
             zeros = torch.zeros(parameter.shape, dtype=torch.float32)
-            if all(name in unit.record for name in engine.form.moments):
-                engine.write(parameter, {"m": zeros, "v": zeros})
+            left = [name for name in self.recipe.state if name in unit.record]
+            if left:
+                engine.write(parameter, dict.fromkeys(left, zeros))
 
     def make_room(self, engine: Engine, parameter: nn.Parameter) -> None:
-        """Give the parameter's record its moments: zero, at first, whatever an earlier optimizer left."""
+        """Give the parameter's record its state: zero, at first, whatever an earlier optimizer left."""
         if id(parameter) not in self._begun:
             self._begun.add(id(parameter))
             self._forget(engine, parameter)
         record = engine.unit_of(parameter)[0].record
-        for field in engine.form.moments:
+        for field in self.recipe.fields(engine.form):
             if field not in record:
                 record.add(field, engine.store)
 
@@ -192,6 +206,7 @@ class AdamW(Tracking, Optimizer):
             for group, parameter, gradient in taken
             if gradient.form is not Form.APPLIED
         ]
+        self._warn_of_overflow([gradient for _, _, gradient in taken])
         factor = self._clip_factor([gradient for _, _, gradient in taken])
         self._make_way([gradient for _, _, gradient in taken])
         for group, parameter, gradient in taken:
@@ -202,6 +217,14 @@ class AdamW(Tracking, Optimizer):
         for engine in self._engines.values():
             engine.close_step()
         return loss
+
+    def _warn_of_overflow(self, gradients: list[Gradient]) -> None:
+        """Warn, once, where fp16 gradients come without the check that a scaled loss brings."""
+        for gradient in gradients:
+            engine = self._engine(gradient.unit)
+            if engine.weights.overflows and not gradient.checked and not self._warned:
+                self._warned = True
+                warn_unscaled(gradient.unit.name, engine.form.dtype)
 
     def _with_gradient(self) -> list[tuple[dict[str, Any], nn.Parameter, torch.Tensor]]:
         with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked
@@ -233,8 +256,9 @@ class AdamW(Tracking, Optimizer):
         clipped = next((gradient for gradient in gradients if gradient.scale != 1), None)
         if clipped is not None:
             raise UnsupportedError(
-                f"{clipped.unit.name}: gradients were clipped (clip_grad_norm_) although AdamW has "
-                f"max_norm={self.max_norm}; use one of the two"
+                f"{clipped.unit.name}: gradients were scaled (clip_grad_norm_, GradScaler) although "
+                f"{type(self).__name__} has max_norm={self.max_norm}; leave max_norm out, and clip by "
+                "clip_grad_norm_"
             )
         total = sum(
             engine.gradients.square_sum_of_all(one for one in gradients if self._engine(one.unit) is engine)
@@ -271,28 +295,20 @@ class AdamW(Tracking, Optimizer):
         self._decided.add(unit)
         unit.version += 1
 
-    @staticmethod
     def _update(
-        gradient: Gradient,
-        scalars: kernels.AdamWScalars,
-        key: int,
-        missed: tuple[tuple[kernels.AdamWScalars, int], ...] = (),
+        self, gradient: Gradient, scalars: Any, key: int, missed: tuple[tuple[Any, int], ...] = ()
     ) -> Update:
         field = gradient.field if gradient.form is Form.SPILLED else None
         tensor = gradient.tensor if field is None else None
-        return Update(scalars, tensor, field, key, gradient.arriving, missed)
+        return Update(scalars, tensor, field, key, gradient.arriving, missed, self.recipe)
 
-    def _scalars(
-        self, group: dict[str, Any], parameter: nn.Parameter, clip: float
-    ) -> tuple[kernels.AdamWScalars, int]:
+    def _scalars(self, group: dict[str, Any], parameter: nn.Parameter, clip: float) -> tuple[Any, int]:
         """Count the parameter's step; return its scalars and the key of its random bits."""
         state = self.state[parameter]
-        state["step"] = state.get("step", 0) + 1
-        beta1, beta2 = group["betas"]
-        scalars = kernels.AdamWScalars(
-            float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], state["step"], clip
-        )
-        return scalars, kernels.state_key(self.seed, self.mine[id(parameter)].position, state["step"])
+        step = state.get("step", 0) + 1
+        scalars = self.recipe.scalars(group, step, clip)
+        state["step"] = step
+        return scalars, kernels.state_key(self.seed, self.mine[id(parameter)].position, step)
 
     # Updating in the backward: engine.Updater
 
@@ -350,51 +366,35 @@ class AdamW(Tracking, Optimizer):
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return groups, step counts and moments, as torch.optim.AdamW would: plain CPU tensors ("exp_avg",
-        "exp_avg_sq").
+        """Return groups, step counts and state, as torch.optim would: plain CPU tensors under its names.
 
         Raises: HostMemoryError, with the numbers, where they do not fit the machine's memory.
         """
+        packed: dict[str, Any] = super().state_dict()
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        packed: dict[str, Any] = super().state_dict()  # a hook may leave moments out
-        needed = sum(8 * one.numel() for index, one in enumerate(parameters) if index in packed["state"])
-        available = psutil.virtual_memory().available
-        if needed > available:
-            raise HostMemoryError(
-                f"optimizer.state_dict: the moments take {format_size(needed)}, {format_size(available)} of "
-                "memory are available"
-            )
+        check_room(self.recipe, [one for index, one in enumerate(parameters) if index in packed["state"]])
         for index, parameter in enumerate(parameters):
-            if index in packed["state"]:
-                exp_avg, exp_avg_sq = self.mine[id(parameter)].engine.read(parameter, ["m", "v"])
+            if index in packed["state"]:  # a hook may leave state out
+                values = self.mine[id(parameter)].engine.read(parameter, list(self.recipe.state))
                 step = torch.tensor(float(self.state[parameter]["step"]))
-                packed["state"][index] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+                named = dict(zip(self.recipe.state.values(), values, strict=True))
+                packed["state"][index] = {"step": step, **named}
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take groups, step counts and moments from what `state_dict` returned here or in torch.optim.AdamW.
+        """Take groups, step counts and state from what `state_dict` returned here or in torch's optimizer.
 
         Raises: ValueError where groups or shapes do not match; nothing is changed then.
         """
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        states = {number: state for number, state in state_dict["state"].items() if number in numbers}
         by_number = dict(zip(numbers, parameters, strict=False))
-        for number, state in states.items():
-            for key in ("exp_avg", "exp_avg_sq"):
-                if number in by_number and tuple(state[key].shape) != tuple(by_number[number].shape):
-                    raise ValueError(
-                        f"{key} of parameter {number}: {tuple(state[key].shape)}, expected "
-                        f"{tuple(by_number[number].shape)}"
-                    )
-        super().load_state_dict(
-            {
-                **state_dict,
-                "state": {number: {"step": int(state["step"])} for number, state in states.items()},
-            }
-        )
+        states = checked_states(self.recipe, state_dict["state"], by_number)
+        steps = {number: {"step": int(state.get("step", 1))} for number, state in states.items()}
+        super().load_state_dict({**state_dict, "state": steps})
         for number, state in states.items():
             parameter = by_number[number]
             engine = self.mine[id(parameter)].engine
             self.make_room(engine, parameter)
-            engine.write(parameter, {"m": state["exp_avg"], "v": state["exp_avg_sq"]})
+            if self.recipe.state:
+                engine.write(parameter, {field: state[key] for field, key in self.recipe.state.items()})

@@ -19,6 +19,7 @@ from infinity.record import Record
 from infinity.shard import Segment, pieces, tiles
 from infinity.store import DONE, Extent, Transfer
 from infinity.unit import Unit
+from infinity.weights import ACCUMULATE, KERNEL_DTYPE, WEIGHTS, WIDEN
 
 
 def piece_address(record: Record, base: int, element: int, start: int, field: str) -> int:
@@ -65,6 +66,7 @@ class SpillPass(Pass):
         """Prepare to write `target`."""
         super().__init__(unit.record)
         self._shard = unit.record.shard
+        self._computes = WEIGHTS[unit.record.form.dtype].dtype
         self._tile_numel = tile_numel
         self._parts = parts
         self._carried = carried
@@ -98,21 +100,21 @@ class SpillPass(Pass):
                 and self._source != self._target
             ):
                 stored = piece_address(self.record, at[self._source], piece.start, start, self._source)
-                kernels.widen(piece.numel, stored, to)
+                WIDEN[self._computes](piece.numel, stored, to)
             if part is None:
                 continue
             part.arriving.wait()
-            size = part.tensor.element_size()
-            new = part.tensor.data_ptr() + piece.within * size
+            of_part = part.tensor.dtype
+            new = part.tensor.data_ptr() + piece.within * of_part.itemsize
             if part.add:
-                (kernels.accumulate if size == 2 else kernels.accumulate_f32)(piece.numel, to, new)
-            elif size == 2 and self._target == "grad32":
-                kernels.widen(piece.numel, new, to)
+                ACCUMULATE[of_part](piece.numel, to, new)
+            elif self._target == "grad32":
+                WIDEN[of_part](piece.numel, new, to)
             else:
-                kernels.copy(piece.numel * size, to, new)
+                kernels.copy(piece.numel * of_part.itemsize, to, new)
             if part.measure:
-                dtype: kernels.GradientDtype = "bf16" if self._target == "grad16" else "f32"
-                square_sum, finite = kernels.sum_squares(piece.numel, to, dtype)
+                dtype = torch.float32 if self._target == "grad32" else self._computes
+                square_sum, finite = kernels.sum_squares(piece.numel, to, KERNEL_DTYPE[dtype])
                 part.square_sum += square_sum
                 part.finite &= finite
 
@@ -131,8 +133,8 @@ def _tiles_of(segment: Segment, numel: int, tile_numel: int) -> Iterator[tuple[i
 
 
 class ReadPass(Pass):
-    """Copy fields of one parameter into tensors: {"hi": bf16}, {"m": fp32, "v": fp32}, or "master"
-    (fp32, joined from hi and lo).
+    """Copy fields of one parameter into tensors: "hi", of the type that computes; "m", "v" and "master" in
+    fp32, in whatever fields they are kept.
     """
 
     def __init__(self, record: Record, index: int, tile_numel: int, into: dict[str, torch.Tensor]) -> None:
@@ -142,9 +144,9 @@ class ReadPass(Pass):
         self._segment = record.shard.segments[index]
         self._tile_numel = tile_numel
         self._into = into
-        names = []
+        names: list[str] = []
         for name in into:
-            names += ["hi", "lo"] if name == "master" else [name]
+            names += record.form.master if name == "master" else [name]
             names += record.form.moments if name in ("m", "v") else []
         self._names = tuple(dict.fromkeys(names))
 
@@ -167,7 +169,7 @@ class ReadPass(Pass):
             }
             here = {name: piece_address(self.record, at[name], piece.start, start, name) for name in at}
             if "master" in to:
-                kernels.join(piece.numel, here["hi"], here["lo"], to["master"])
+                WEIGHTS[self.record.form.dtype].read_master(piece.numel, here, to["master"])
             for name in ("hi", "grad16", "grad32"):
                 if name in to:
                     _copy_or_clear(piece.numel * self._into[name].element_size(), to[name], here.get(name))
@@ -197,11 +199,12 @@ def _copy_or_clear(nbytes: int, to: int, address: int | None) -> None:
 
 
 class WritePass(Pass):
-    """Set parameters from tensors: fp32 or bf16 values of the master, or of the moments "m" and "v".
+    """Set parameters from tensors: values of the master, in fp32 or in the type that computes, or of the
+    moments "m" and "v".
 
-    values: by parameter and field, contiguous host tensors; the field "master" becomes hi and lo. With
-    `rewrite`, bf16 masters change only the elements whose 16-bit value differs (the others keep their
-    remainder).
+    values: by parameter and field, contiguous host tensors; the field "master" becomes the record's weights.
+    With `rewrite`, masters in the type that computes change only the elements whose value differs (the others
+    keep their remainder).
     """
 
     def __init__(
@@ -221,7 +224,7 @@ class WritePass(Pass):
         if record.form.state_dtype == "int8" and ("m" in names) != ("v" in names):
             raise ValueError(f"{record.name}: 8-bit moments are set together, got {sorted(names)}")
         wanted = [name for name in record.form.moments if name in names or (name == "scale" and "m" in names)]
-        self._names = (*wanted, *(("hi", "lo") if "master" in names else ()))
+        self._names = (*wanted, *(record.form.weights if "master" in names else ()))
 
     def tiles(self) -> Iterator[tuple[int, int]]:
         """Tiles with a part of any of the parameters."""
@@ -239,7 +242,8 @@ class WritePass(Pass):
         return tuple(name for name in self._names if self.record.written(name, start)), self._names
 
     def _fields_set(self) -> set[str]:
-        return {{"hi": "master", "lo": "master", "scale": "m"}.get(name, name) for name in self._names}
+        given = {**dict.fromkeys(self.record.form.weights, "master"), "scale": "m"}
+        return {given.get(name, name) for name in self._names}
 
     def process(self, start: int, stop: int, at: dict[str, int]) -> None:
         """Split, rewrite or copy each parameter's piece."""
@@ -255,18 +259,17 @@ class WritePass(Pass):
             }
             here = {name: piece_address(self.record, at[name], piece.start, start, name) for name in at}
             if "master" in new:
-                dtype = values["master"].dtype
-                self._write_master(piece.numel, new["master"], dtype, here["hi"], here["lo"])
+                self._write_master(piece.numel, new["master"], values["master"].dtype, here)
             self._write_moments(piece.numel, new, here)
 
-    def _write_master(self, numel: int, new: int, dtype: torch.dtype, hi: int, lo: int) -> None:
-        if dtype == torch.float32:
-            kernels.split(numel, new, hi, lo)
-        elif self._rewrite:
-            kernels.rewrite(numel, new, hi, lo)
+    def _write_master(self, numel: int, new: int, dtype: torch.dtype, here: dict[str, int]) -> None:
+        weights = WEIGHTS[self.record.form.dtype]
+        if self._rewrite and dtype == weights.dtype:
+            weights.rewrite(numel, new, here)
+        elif dtype == torch.float32:
+            weights.write_master(numel, new, here)
         else:
-            kernels.copy(2 * numel, hi, new)
-            ctypes.memset(lo, 0, 2 * numel)
+            weights.take(numel, new, here)
 
     def _write_moments(self, numel: int, new: dict[str, int], here: dict[str, int]) -> None:
         form = self.record.form.state_dtype

@@ -84,11 +84,11 @@ class Pins:
         for unit in self._units:
             fetches = self._frequencies.fetches(unit.index)
             updates = self._frequencies.updates(unit.index)
-            for name in unit.record.form.fields:
-                if name in unit.record:
-                    reads = fetches if name == "hi" else updates
-                    nbytes = unit.record.field_nbytes(name)
-                    yield Candidate(unit.index, name, nbytes, reads, updates)
+            for name in unit.record.fields:
+                anew = updates if name in unit.record.form.derived else 0.0
+                reads = fetches - anew if name == "hi" else updates
+                nbytes = unit.record.field_nbytes(name)
+                yield Candidate(unit.index, name, nbytes, reads, updates)
 
     def _held_nbytes(self, move: Move) -> int:
         return self._units[move.unit].record.field_nbytes(move.field)

@@ -1,7 +1,7 @@
 """Ranges of a unit in the form in which they are stored, out of its record and into it.
 
-Moments leave and enter as their bytes are, whatever their type; hi and lo as the fp32 master that they are
-the halves of.
+Moments leave and enter as their bytes are, whatever their type; weights as the fp32 master, in whatever
+fields it is kept.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from infinity.record import Record
 from infinity.shard import STATE_BLOCK, pieces, tiles
 from infinity.tensors import as_bytes
 from infinity.unit import Unit
+from infinity.weights import WEIGHTS
 
 if TYPE_CHECKING:
     from infinity.engine import Engine
@@ -53,11 +54,17 @@ class _RangePass(Pass):
         self.start, self.stop = start, stop
         self.values = dict(values)
         self._tile_numel = tile_numel
+        self._weights = WEIGHTS[record.form.dtype]
         self._names: tuple[str, ...] = tuple(
             dict.fromkeys(
-                name for field in values for name in (("hi", "lo") if field == "master" else (field,))
+                name for field in values for name in (self._of_master if field == "master" else (field,))
             )
         )
+
+    @property
+    def _of_master(self) -> Sequence[str]:
+        """The fields to move for a master."""
+        return self.record.form.master
 
     def tiles(self) -> Iterator[tuple[int, int]]:
         """The range's tiles."""
@@ -81,14 +88,19 @@ class CopyOutPass(_RangePass):
         numel = stop - start
         for field in self.values:
             to = self._address(field, start)
-            if field == "master" and "hi" in at:
-                kernels.join(numel, at["hi"], at["lo"], to)
+            if field == "master" and all(name in at for name in self._of_master):
+                self._weights.read_master(numel, at, to)
             elif field in at:
                 kernels.copy(self.record.form.nbytes(field, numel), to, at[field])
 
 
 class CopyInPass(_RangePass):
     """Replaces a range of a record by what buffers hold."""
+
+    @property
+    def _of_master(self) -> Sequence[str]:
+        """All weights follow their master."""
+        return self.record.form.weights
 
     def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
         """Everything is replaced, padding included."""
@@ -102,7 +114,7 @@ class CopyInPass(_RangePass):
         for field in self.values:
             source = self._address(field, start)
             if field == "master":
-                kernels.split(numel, source, at["hi"], at["lo"])
+                self._weights.write_master(numel, source, at)
             else:
                 kernels.copy(self.record.form.nbytes(field, numel), at[field], source)
 

@@ -80,6 +80,8 @@ class Record:
         self.all_in_host = True
         """Whether every field it has, spilled gradients apart, lies in host memory."""
         self._extents: dict[str, Extent] = {}
+        self.fields: tuple[str, ...] = ()
+        """The weights, and the state that its optimizers keep, as far as it has them: no gradients."""
         self._even = all(form.nbytes(name, tile_numel) % BLOCK == 0 for name in (*form.fields, "grad16"))
         self._hashes: dict[str, array[int]] = {}
 
@@ -173,7 +175,8 @@ class Record:
         old.store.free(old)
 
     def _moved(self) -> None:
-        self.all_in_host = all(self.in_host(name) for name in self.form.fields if name in self._extents)
+        self.fields = tuple(name for name in self.form.fields if name in self._extents)
+        self.all_in_host = all(self.in_host(name) for name in self.fields)
 
     def place(self, name: str) -> tuple[Extent, array[int]]:
         """Return where a field lies, and its tiles' hashes, both as they are now."""

@@ -23,6 +23,7 @@ from infinity.gradient_store import GradientStore, total_of
 from infinity.lanes import StreamLane
 from infinity.sizes import format_size
 from infinity.unit import Unit
+from infinity.weights import WIDEN
 
 
 class Reduction:
@@ -87,7 +88,7 @@ class Reduction:
 
     def _begin(self, unit: Unit, grads: dict[int, torch.Tensor]) -> tuple[Reducing, torch.Tensor]:
         wide = any(grad.dtype == torch.float32 for grad in grads.values())
-        dtype = torch.float32 if wide else torch.bfloat16
+        dtype = torch.float32 if wide else unit.flat.dtype
         nbytes = 2 * unit.shard.numel * dtype.itemsize
         self._make_room(nbytes)
         if self._device.is_host:
@@ -155,6 +156,6 @@ def _pack(unit: Unit, grads: dict[int, torch.Tensor], sent: torch.Tensor) -> Non
         if grad.dtype == sent.dtype:
             kernels.copy(grad.nbytes, to, grad.data_ptr())
         else:
-            kernels.widen(segment.numel, grad.data_ptr(), to)
+            WIDEN[grad.dtype](segment.numel, grad.data_ptr(), to)
         end = segment.stop
     sent[end:].zero_()

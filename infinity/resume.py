@@ -12,12 +12,14 @@ from infinity.errors import ConfigError, UnsupportedError
 from infinity.inventory import Inventory
 from infinity.keeping import CheckPass
 from infinity.manifest import CheckpointError, compare_groups, decode, readable
-from infinity.optim import AdamW
+from infinity.optim import OffloadedOptimizer
 from infinity.tracking import Training
 from infinity.unit import Unit
 
 
-def resume(model: nn.Module, optimizer: AdamW, *, older: bool = False, check: bool = False) -> int:
+def resume(
+    model: nn.Module, optimizer: OffloadedOptimizer, *, older: bool = False, check: bool = False
+) -> int:
     """Begin a durable run, or go on with the one in its folder; return the steps that are done, 0 for a new
     one.
 
@@ -120,6 +122,9 @@ def _check_fits(commit: Commit, training: Training, durable: Durable) -> None:
             )
             break
     saved = said.get("optimizer") or {"groups": []}
+    kinds = (said.get("optimizer") or {}).get("kind", "AdamW"), training.optimizer.recipe.name
+    if kinds[0] != kinds[1]:
+        found.append(f"the state of infinity.{kinds[0]} in the commit, of {kinds[1]} here")
     found += compare_groups(
         [group["parameters"] for group in saved["groups"]], training.inventory.group_names
     )

@@ -13,34 +13,61 @@ from infinity.sizes import BLOCK, round_up
 STATE_BLOCK = 256
 """Elements that share one pair of scales in an 8-bit state; see kernels."""
 
-_WEIGHTS = {"hi": 2, "lo": 2, "grad16": 2, "grad32": 4, "activation": 2}
+_WEIGHTS: dict[str, dict[str, float]] = {
+    "bf16": {"hi": 2, "lo": 2},
+    "fp16": {"hi": 2, "master": 4},
+    "fp32": {"hi": 4},
+}
+_MASTERS = {"bf16": ("hi", "lo"), "fp16": ("master",), "fp32": ("hi",)}
+_GRADIENTS = {"bf16": "grad16", "fp16": "grad16", "fp32": "grad32"}
 _MOMENTS: dict[str, dict[str, float]] = {
     "fp32": {"m": 4, "v": 4},
     "bf16": {"m": 2, "v": 2},
     "int8": {"m": 1, "v": 1, "scale": 8 / STATE_BLOCK},
 }
+_OTHERS = {"grad16": 2, "grad32": 4, "activation": 2}
+_SLOT_NBYTES = 16
 
 
 class Format:
-    """The fields of a record, and what they take (DESIGN 2): fixed by the type of the optimizer's state.
+    """The fields of a record, and what they take (DESIGN 2): fixed by the type that computes, and that of the
+    optimizer's state.
 
-    state_dtype: "fp32", "bf16" or "int8". grad16 and grad32 are a spilled gradient's two forms;
-    an activation is a record of its own.
+    state_dtype: "fp32", "bf16" or "int8"; dtype: "bf16", "fp16" or "fp32". `hi` is what computes, whatever
+    its type. grad16 and grad32 are a spilled gradient's two forms; an activation is a record of its own.
     """
 
-    def __init__(self, state_dtype: str) -> None:
+    def __init__(self, state_dtype: str, dtype: str = "bf16") -> None:
         """Raises: KeyError for a type that is none."""
+        self.dtype = dtype
         self.state_dtype = state_dtype
-        widths = {**_WEIGHTS, **_MOMENTS[state_dtype]}
+        widths = {**_WEIGHTS[dtype], **_OTHERS, **_MOMENTS[state_dtype]}
         self._nbytes = {name: round(width * STATE_BLOCK) for name, width in widths.items()}
+        self.weights = tuple(_WEIGHTS[dtype])
+        """The fields that Init makes."""
+        self.master = _MASTERS[dtype]
+        """Those of them that the fp32 master is in."""
+        self.derived = frozenset(() if "hi" in self.master else ("hi",))
+        """Those that an update makes anew from the master, and need not read."""
+        self.gradient = _GRADIENTS[dtype]
+        """The field for a gradient as one backward yields it."""
         self.moments = tuple(_MOMENTS[state_dtype])
-        """The fields of the optimizer's state."""
-        self.fields = ("hi", "lo", *self.moments)
-        """What a record holds of a trained unit, gradients apart."""
+        """The fields of an optimizer's state; each optimizer has those it needs."""
+        self.fields = (*self.weights, *self.moments)
+        """What a record holds at most of a trained unit, gradients apart."""
+        self.width = round(_WEIGHTS[dtype]["hi"])
+        """Bytes of an element that computes."""
+        self.slot_nbytes = max(_SLOT_NBYTES, round(sum(widths[name] for name in self.fields)) + 4)
+        """Bytes per element of a slot: of a whole record, and a gradient of 4."""
         self.align_numel = round(BLOCK / min(width for width in widths.values() if width >= 1))
         """Elements. Segments start on whole blocks of every field, so each parameter can be read and written
         by itself; so do tiles.
         """
+
+    @property
+    def name(self) -> str:
+        """What tells it from every other, for people."""
+        return self.state_dtype if self.dtype == "bf16" else f"{self.dtype} record"
 
     def nbytes(self, field: str, numel: int) -> int:
         """Bytes of `numel` elements; of scales, for whole blocks of elements alone exact."""

@@ -179,10 +179,11 @@ def _moved_nbytes(engine: Engine, unit: Unit, numel: int) -> float:
     fetches = engine.executor.frequencies.fetches(unit.index)
     updates = engine.executor.frequencies.updates(unit.index)
     record = unit.record
+    reads = {"hi": fetches - (updates if "hi" in record.form.derived else 0)}
     return sum(
-        record.form.nbytes(name, numel) * ((fetches if name == "hi" else updates) + updates)
+        record.form.nbytes(name, numel) * (reads.get(name, updates) + updates)
         for name, tier in record.tiers()
-        if tier == "nvme" and name in record.form.fields
+        if tier == "nvme" and name in record.fields
     )
 
 
@@ -220,7 +221,7 @@ def _moves(unit: Unit) -> Moves:
     stored = {
         name: unit.record.field_nbytes(name)
         for name, tier in unit.record.tiers()
-        if tier == "nvme" and name in unit.record.form.fields
+        if tier == "nvme" and name in unit.record.fields
     }
     hi_nbytes = stored.pop("hi", 0)
     return Moves(
@@ -230,6 +231,8 @@ def _moves(unit: Unit) -> Moves:
         unit.window_nbytes,
         in_place=unit.in_place,
         trainable=unit.trainable,
+        width=unit.record.form.width,
+        derived=bool(unit.record.form.derived),
     )
 
 

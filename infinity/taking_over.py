@@ -81,15 +81,15 @@ def in_common(found: tuple[Commit, ...], ranks: Ranks) -> tuple[Commit, ...]:
     return tuple(one for one in found if (one.sequence, one.step) in everywhere)
 
 
-def check_cut(commit: Commit, path: str, tile_numel: int, state_dtype: str) -> None:
-    """See that a new process cuts records as the committed run did.
+def check_cut(commit: Commit, path: str, tile_numel: int, form: str) -> None:
+    """See that a new process has the records of the committed run, and cuts them as it did; form: their name.
 
     Raises: ConfigError with what would do.
     """
-    if commit.state_dtype != state_dtype:
+    if commit.state_dtype != form:
         raise ConfigError(
-            f"state_dtype={state_dtype!r}: the run in {path} has {commit.state_dtype!r} moments. Give that, "
-            "another folder, or wipe=True."
+            f"dtype, state_dtype: {form!r}; the run in {path} has {commit.state_dtype!r}. Give that, another "
+            "folder, or wipe=True."
         )
     if commit.tile_numel != tile_numel:
         raise ConfigError(

@@ -32,7 +32,7 @@ from infinity.errors import ConfigError, InfinityError
 from infinity.going_on import go_on
 from infinity.init import Init
 from infinity.interrupted import interruptible
-from infinity.optim import AdamW
+from infinity.optimizers import AdamW
 from infinity.presets import PRESETS, llama, recompute_blocks
 from infinity.ranks import ALONE
 from infinity.recording import Recording

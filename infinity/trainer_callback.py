@@ -24,7 +24,7 @@ from infinity.checkpoint import load, read_manifest, save
 from infinity.engine import engine_of_model
 from infinity.errors import UnsupportedError
 from infinity.manifest import CheckpointError
-from infinity.optim import AdamW
+from infinity.optim import OffloadedOptimizer
 from infinity.stats import Stats, stats
 
 logger = logging.getLogger("infinity")
@@ -73,13 +73,22 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse what cannot work."""
-        engine_of_model(kwargs["model"])
+        form = engine_of_model(kwargs["model"]).form
         for name, wanted, cure in (
             ("n_gpu", args.n_gpu > 1, "nn.DataParallel copies parameters: start with torchrun"),
             ("world_size", args.world_size > 1, "several ranks are not there yet under the Trainer"),
             ("torch_compile", args.torch_compile, "it cannot follow fetching and releasing; leave it out"),
-            ("fp16", args.fp16, "weights are bf16, without loss scaling; set bf16=True, or neither"),
-            ("fp16_full_eval", args.fp16_full_eval, "weights are bf16; leave it out"),
+            (
+                "fp16",
+                args.fp16 and form.dtype == "bf16",
+                'weights are bf16, which need no scaled loss; set bf16=True, or Init(dtype="fp16")',
+            ),
+            (
+                "fp16",
+                not args.fp16 and form.dtype == "fp16",
+                'weights are fp16, whose loss is scaled with fp16=True alone; or Init(dtype="bf16")',
+            ),
+            ("fp16_full_eval", args.fp16_full_eval, "weights have one type; leave it out"),
             ("deepspeed", args.deepspeed, "Infinity takes DeepSpeed's place; leave it out"),
             ("fsdp", args.fsdp, "Infinity divides parameters itself; leave it out"),
         ):
@@ -154,7 +163,7 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
             self._brief.remove()
             self._brief = None
 
-    def _resume(self, model: nn.Module, optimizer: AdamW, args: Any, state: Any) -> None:
+    def _resume(self, model: nn.Module, optimizer: OffloadedOptimizer, args: Any, state: Any) -> None:
         said = state.stateful_callbacks.get(type(self).__name__, {})
         known = said.get("attributes", {}) if isinstance(said, Mapping) else {}
         if not known.get("folder"):
@@ -187,10 +196,10 @@ def _without_moments(_optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "state": {}}
 
 
-def _optimizer(optimizer: Any) -> AdamW:
+def _optimizer(optimizer: Any) -> OffloadedOptimizer:
     """Return the optimizer within Accelerate's wrapper."""
     inner = getattr(optimizer, "optimizer", optimizer)
-    if not isinstance(inner, AdamW):
+    if not isinstance(inner, OffloadedOptimizer):
         raise UnsupportedError(
             f"the optimizer is {type(inner).__name__}: give Trainer "
             'optimizer_cls_and_kwargs=(infinity.AdamW, {"lr": ...}), or, to those that take no class, '

@@ -5,6 +5,7 @@ master   fp32, never stored as such            the optimizer's truth = join(hi, 
 hi, lo   bf16 + 16 bits, flat, in the record   what a step computes with is hi
 flat     bf16, on the device                   hi, while the unit is resident; one torch storage
 view     bf16, a parameter's shape             into flat; `parameter.data` while the unit is attached
+Where fp16 or fp32 computes, hi, flat and view are that; see weights.
 
 Where the CPU computes and `hi` is pinned, flat is that very memory: nothing is copied, and the update changes
 the weights where they are used.
@@ -31,6 +32,7 @@ from infinity.blocks import Blocks, wrap
 from infinity.record import Record
 from infinity.released import placeholder, release, restore
 from infinity.shard import Shard
+from infinity.weights import WEIGHTS
 
 if TYPE_CHECKING:
     from infinity.fetch import FetchPass, Update
@@ -52,7 +54,7 @@ class Unit:
         self.parameters = parameters
         self.record = record
         self.base = base
-        self.flat = torch.empty(0, dtype=torch.bfloat16)
+        self.flat = torch.empty(0, dtype=WEIGHTS[record.form.dtype].dtype)
         """`hi` in the memory that computes, while the unit is resident; else without elements."""
         self.storage_key = int(self.flat.untyped_storage()._cdata)
         """Identifies the storage: any tensor that shares it shows the same number."""
@@ -120,7 +122,7 @@ class Unit:
     @property
     def resident_nbytes(self) -> int:
         """Bytes on the device while resident."""
-        return 2 * self.shard.numel
+        return self.record.form.width * self.shard.numel
 
     @property
     def fetch_processed(self) -> bool:
@@ -169,14 +171,14 @@ class Unit:
         """Give the unit memory: with its values, if `in_place`, else undefined."""
         memory = self.record.memory("hi") if self._in_place else None
         if memory is None:
-            self._bind(self._blocks.take(self.shard.numel), None)
+            self._bind(self._blocks.take(self.shard.numel, self.flat.dtype), None)
         elif memory is not self._memory:
-            self._bind(wrap(memory, self.shard.numel), memory)
+            self._bind(wrap(memory, self.shard.numel, self.flat.dtype), memory)
 
     def make_private(self) -> None:
         """Move a resident unit to memory of its own, where changes are no changes of the record."""
         if self._memory is not None:
-            flat = self._blocks.take(self.shard.numel)
+            flat = self._blocks.take(self.shard.numel, self.flat.dtype)
             flat.copy_(self.flat)
             if self._pinned and self._is_shared():
                 self.record.leave("hi")
@@ -192,7 +194,7 @@ class Unit:
             self.record.leave("hi")
             self.allocate()
         else:
-            flat = self._blocks.take(self.shard.numel)
+            flat = self._blocks.take(self.shard.numel, self.flat.dtype)
             flat.copy_(self.flat)
             self._blocks.leaving(self.flat)
             self._bind(flat, None)
@@ -229,7 +231,7 @@ class Unit:
     def unbind(self) -> None:
         """Let go of the memory."""
         self.by_storage.pop(self.storage_key, None)
-        self.flat = torch.empty(0, dtype=torch.bfloat16)
+        self.flat = torch.empty(0, dtype=self.flat.dtype)
         self.storage_key = int(self.flat.untyped_storage()._cdata)
         self._memory = None
         self._views = []

@@ -28,8 +28,8 @@ class Init:
 
     config_dict_or_path: DeepSpeed's JSON, or what is in it; None for host memory alone. module: a model that
     exists, to be taken in now; the `with` is not needed then. enabled: False changes nothing. remote_device:
-    "nvme" needs an nvme_path in the configuration. dtype: torch.bfloat16. Groups and quantized weights are
-    refused; the other arguments change nothing here.
+    "nvme" needs an nvme_path in the configuration. dtype: as the configuration has it. Groups and
+    quantized weights are refused; the other arguments change nothing here.
 
     Raises: ConfigError, UnsupportedError; on entering, what infinity.Init raises.
     """
@@ -67,7 +67,7 @@ class Init:
         if not enabled:
             return
         source = config_dict_or_path if config_dict_or_path is not None else config
-        settings = Config() if source is None else settings_of(source).config
+        settings = Config(dtype=dtype or "bf16") if source is None else settings_of(source).config
         if dtype is not None and settings.dtype != Config(dtype=dtype).dtype:
             raise ConfigError(f"zero.Init(dtype={dtype}), but the configuration says {settings.dtype}")
         if remote_device == "nvme" and not settings.nvme_folders:

@@ -10,7 +10,7 @@ from torch import nn
 
 from infinity.engine import engine_of_model
 from infinity.init import Init
-from infinity.optim import AdamW
+from infinity.optimizers import AdamW
 from infinity.resume import resume as resumed
 
 STEPS = 6

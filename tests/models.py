@@ -41,11 +41,14 @@ MODELS = {
 }
 
 
-def build(name, seed=0, **init):
+COMPUTES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def build(name, seed=0, computes="bf16", **init):
     """Build a model from a seed: in memory, prepared for the reference; given Init's fields, offloaded."""
     torch.manual_seed(seed)
     if not init:
-        return prepare(MODELS[name]())
+        return prepare(MODELS[name](), COMPUTES[computes])
     with Init(**init):
         return MODELS[name]()
 
@@ -101,7 +104,7 @@ def both(name, optimizer, init, *, checkpoint=None, update="forward"):
     """Return (model, optimizer, schedule) offloaded, and the same in memory."""
     made = []
     for fields in (init, {}):
-        model = build(name, **fields)
+        model = build(name, computes=init.get("dtype", "bf16"), **fields)
         if checkpoint is not None:
             checkpointed(model, checkpoint == "reentrant")
         else:

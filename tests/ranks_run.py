@@ -28,6 +28,7 @@ from infinity import reference
 from infinity.engine import engine_of_model
 from infinity.presets import PRESETS, llama
 from infinity.reference import ReferenceAdamW, prepare
+from scaling import Beside
 
 WIDE = {
     **models.SIZES,
@@ -59,13 +60,13 @@ def mean_over_ranks(grad, group=None):
     return (total / len(rows)).to(grad.dtype)
 
 
-def build_reference(name, seed=0, group=None):
+def build_reference(name, seed=0, group=None, computes="bf16"):
     """Return the plain model of a rank, whose gradients are means over the ranks as they come."""
     torch.manual_seed(seed)
     model = models.MODELS[name]()
     for parameter in model.parameters():
         parameter.register_hook(lambda grad: mean_over_ranks(grad, group))
-    return prepare(model)
+    return prepare(model, models.COMPUTES[computes])
 
 
 def train(model, optimizer, *, steps=3, micro=1, once=False, clip=None):
@@ -107,7 +108,9 @@ def compare(
         if ours:
             model = models.build(name, **{"host_memory": "64MiB", "process_group": group, **init})
         else:
-            model = models.build(name) if once else build_reference(name, group=group and group.get_group())
+            computes = init.get("dtype", "bf16")
+            of = group and group.get_group()
+            model = models.build(name) if once else build_reference(name, group=of, computes=computes)
         if checkpoint is not None:
             models.checkpointed(model, checkpoint == "reentrant")
         for key, parameter in model.named_parameters():
@@ -175,6 +178,40 @@ def through_deepspeed():
         "rows": sorted(int(row) for rows in loader for row in rows),
         "counts": counts,
     }
+
+
+def overflow(**init):
+    """Train in fp16 with GradScaler, one rank overflowing once; return scales, and what differs."""
+    shown = []
+    for ours in (False, True):
+        if ours:
+            model = models.build("llama", dtype="fp16", **init)
+            optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+        else:
+            model = build_reference("llama", computes="fp16")
+            optimizer = ReferenceAdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
+        scaler, scales = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2), []
+        stepped = optimizer if ours else Beside(model, optimizer)
+        for step in range(4):
+            ids = models.batch(1000 * dist.get_rank() + step)
+            loss = model(input_ids=ids, labels=ids).loss
+            if step == 1 and dist.get_rank() == 1:
+                loss = loss * 1e6
+            scaler.scale(loss).backward()
+            if not ours:
+                stepped.look()
+                inverse = scaler._scale.double().reciprocal().float()
+                scaler.unscale_(stepped)
+                stepped.unscaled(inverse)
+            scaler.step(stepped)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+        steps = {int(one["step"]) for one in optimizer.state_dict()["state"].values()}
+        shown.append({"scales": scales, "steps": steps, **model.state_dict(), **state_of(optimizer)})
+    expected, actual = shown
+    different = [key for key, one in expected.items() if not same(one, actual[key])]
+    return {"different": different, "losses": [dist.get_rank()], "scales": actual["scales"]}
 
 
 def deepspeed_step(engine, first):
@@ -380,6 +417,10 @@ CASES = {
     "stage 1": lambda: compare("llama", micro=2, once=True, stage=1),
     "stage 2": lambda: compare("llama", stage=2),
     "stage 2 backward": lambda: compare("llama", options={"update": "backward"}, stage=2, **NVME),
+    "fp32": lambda: compare("llama", dtype="fp32", options={"max_norm": 0.5}),
+    "nvme fp32": lambda: compare("gpt2", dtype="fp32", micro=2, **NVME),
+    "overflow": lambda: overflow(host_memory="64MiB"),
+    "overflow on nvme": lambda: overflow(**NVME),
     "deepspeed": through_deepspeed,
     "mesh": mesh,
     "partitioned": lambda: partitioned(host_memory="64MiB"),

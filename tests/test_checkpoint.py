@@ -236,7 +236,7 @@ def test_another_kind_of_optimizer_state_is_refused(folder):
     save(model, optimizer, folder / "unscheduled")
     with pytest.raises(CheckpointError, match="no scheduler was saved"):
         load(model, optimizer, folder / "unscheduled", scheduler=scheduler)
-    with pytest.raises(TypeError, match=r"infinity.AdamW.*got SGD"):
+    with pytest.raises(TypeError, match=r"an optimizer of infinity.*got SGD"):
         save(model, torch.optim.SGD(nn.Linear(1, 1).parameters()), folder / "sgd")
 
 

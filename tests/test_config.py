@@ -13,6 +13,11 @@ def test_sizes_and_dtypes_may_be_written_in_every_usual_way():
     config = Config(nvme=["/nvme"], host_memory="1GiB", dtype=torch.bfloat16)
     assert (config.nvme_folders, config.host_nbytes, config.dtype) == (("/nvme",), 1 << 30, "bf16")
     assert Config(dtype="bfloat16") == Config(dtype="bf16")
+    assert [Config(dtype=one).dtype for one in (torch.float16, "half", torch.float32)] == [
+        "fp16",
+        "fp16",
+        "fp32",
+    ]
 
 
 def test_the_device_has_a_budget_of_its_own_where_it_has_memory_of_its_own():
@@ -59,7 +64,8 @@ def test_a_config_cannot_be_changed():
         ({"device_memory": 0, "device": "cuda"}, "device_memory=0"),
         ({"device_memory": "much", "device": "cuda"}, "device_memory"),
         ({"state_dtype": "fp8"}, "state_dtype='fp8'.*'fp32', 'bf16', 'int8'"),
-        ({"dtype": torch.float16}, "dtype"),
+        ({"dtype": torch.float64}, 'dtype=torch.float64: expected "bf16", "fp16" or "fp32"'),
+        ({"dtype": "fp16", "state_dtype": "int8"}, "state_dtype='int8' with dtype='fp16'"),
         ({"aio": "libaio"}, "aio"),
         ({"device": "tpu"}, "device"),
     ],

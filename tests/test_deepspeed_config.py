@@ -5,8 +5,10 @@ import json
 import pytest
 
 from infinity import Config, ConfigError
-from infinity.deepspeed_config import Adam, read
+from infinity.deepspeed_config import read
 from infinity.deepspeed_keys import Verdict
+from infinity.deepspeed_optimizers import Chosen
+from infinity.loss_scale import Scaling
 
 BF16 = {"bf16": {"enabled": True}}
 GETTING_STARTED = {
@@ -101,7 +103,8 @@ ANSWERS = {
 def test_a_fine_tuning_file_is_read_whole():
     settings = read(FINE_TUNE, infinity={"host_memory": "4GiB"}, world_size=2, **ANSWERS)
     assert settings.config == Config(nvme=["/local_nvme"], host_memory="4GiB")
-    assert settings.optimizer == Adam(lr=2e-5, betas=(0.9, 0.95), weight_decay=0.01)
+    options = {"lr": 2e-5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
+    assert settings.optimizer == Chosen("AdamW", options)
     assert settings.scheduler == (
         "WarmupDecayLR",
         {"warmup_min_lr": 0, "warmup_max_lr": 2e-5, "warmup_num_steps": 10, "total_num_steps": 100},
@@ -115,9 +118,9 @@ def test_the_report_has_a_line_for_every_key():
     report = read(FINE_TUNE, **ANSWERS).report
     unnecessary = {line.key for line in report.of(Verdict.UNNECESSARY)}
     assert {"aio.queue_depth", "zero_optimization.reduce_bucket_size", "fp16.loss_scale"} < unnecessary
-    assert {line.key for line in report.of(Verdict.OFF)} == {"fp16.enabled"}
+    assert report.of(Verdict.OFF) == ()
     assert len(report.lines) == len({line.key for line in report.lines}) == len(list(leaves(FINE_TUNE)))
-    assert 'optimizer.type = "AdamW": honoured (Adam and AdamW: infinity.AdamW)' in str(report)
+    assert 'optimizer.type = "AdamW": honoured (Adam, AdamW, SGD, Adagrad, Lion' in str(report)
 
 
 def leaves(content):
@@ -140,12 +143,20 @@ def test_every_auto_without_a_value_is_named_with_the_call_that_gives_it():
         assert name in str(caught.value)
 
 
-def test_the_file_of_getting_started_needs_bf16_for_now():
-    with pytest.raises(ConfigError, match=r'fp16.enabled = true: not supported \(set "bf16"'):
-        Config.from_deepspeed(GETTING_STARTED)
-    settings = read({**GETTING_STARTED, "fp16": {"enabled": False}, **BF16})
-    assert (settings.config, settings.optimizer) == (Config(stage=1), Adam(lr=0.00015))
+def test_the_file_of_getting_started_trains_in_fp16():
+    settings = read(GETTING_STARTED)
+    assert settings.config == Config(stage=1, dtype="fp16")
+    assert (settings.scaling, settings.precision) == (Scaling(), "fp16")
     assert (settings.batches.micro, settings.gradient_clipping, settings.check_overflow) == (8, 1.0, True)
+    assert settings.optimizer.options["lr"] == 0.00015
+
+
+def test_the_section_fp16_says_how_the_loss_is_scaled():
+    section = {**FINE_TUNE["fp16"], "enabled": True, "hysteresis": 4, "consecutive_hysteresis": True}
+    read_ = read({"fp16": {**section, "loss_scale_window": 7}})
+    assert read_.scaling == Scaling(power=16, window=7, hysteresis=4, consecutive=True)
+    assert {line.verdict for line in read_.report.lines if line.key.startswith("fp16.")} == {Verdict.HONOURED}
+    assert read({"fp16": {"enabled": True, "loss_scale": 128}}).scaling == Scaling(fixed=128)
 
 
 def test_what_is_not_supported_is_listed_at_once_or_left_out_with_a_warning():
@@ -168,9 +179,10 @@ def test_what_is_not_supported_is_listed_at_once_or_left_out_with_a_warning():
     ]
 
 
-def test_fp32_is_not_taken_for_bf16_in_silence():
-    with pytest.raises(ConfigError, match=r"bf16.enabled = null: not supported .*fp32"):
-        Config.from_deepspeed({"train_batch_size": 1})
+def test_without_bf16_and_fp16_fp32_computes_as_deepspeed_has_it():
+    settings = read({"train_batch_size": 1})
+    assert (settings.config, settings.check_overflow) == (Config(dtype="fp32"), False)
+    assert "bf16.enabled = null: honoured (neither bf16 nor fp16: fp32 computes" in str(settings.report)
 
 
 @pytest.mark.parametrize(
@@ -222,6 +234,7 @@ def test_the_batch_size_that_is_left_out_follows_from_the_others(given, expected
         ({"scheduler": {"params": {"warmup_num_steps": 3}}}, "without a type"),
         ({"infinity": {"host_memroy": "1GiB"}}, "infinity.host_memroy: .*host_memory?"),
         ({"infinity": {"host_memory": 0}}, "host_memory=0"),
+        ({"infinity": {"dtype": "fp16"}}, "infinity.dtype='fp16', but the file's sections .* say bf16"),
     ],
 )
 def test_values_that_cannot_be_are_refused_by_name(given, says):
@@ -274,12 +287,14 @@ def test_old_spellings_are_understood():
     [
         ({"type": "adam", "params": {"adam_w_mode": False}}, False),
         ({"type": "AdamW", "params": {"adam_w_mode": False, "weight_decay": 0.1}}, False),
-        ({"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}, True),
+        ({"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}, False),
+        ({"type": "sgd", "params": {"momentum": 0.9, "nesterov": True}}, False),
+        ({"type": "SGD", "params": {"betas": [0.9, 0.99]}}, True),
         ({"type": "Adam", "params": {"torch_adam": True, "amsgrad": False, "weight_decay": 0.1}}, False),
         ({"type": "Lamb", "params": {"max_coeff": 10.0}}, True),
     ],
 )
-def test_of_optimizers_adam_with_decoupled_decay_is_there(optimizer, refused):
+def test_of_optimizers_those_with_a_kernel_are_there(optimizer, refused):
     content = {**BF16, "optimizer": optimizer}
     if refused:
         with pytest.raises(ConfigError, match="optimizer"):

@@ -20,7 +20,8 @@ MIB = 1 << 20
 
 def built(setting, nvme=None):
     """A model in Init and its optimizer, at the budget of a setting."""
-    with infinity.Init(nvme=nvme, host_memory=setting.host_nbytes, state_dtype=setting.state_dtype):
+    types = {"dtype": setting.dtype, "state_dtype": setting.state_dtype}
+    with infinity.Init(nvme=nvme, host_memory=setting.host_nbytes, **types):
         model = presets.llama(PRESET, sequence=16)
     model.train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -50,6 +51,7 @@ def moved(engine):
 
 @pytest.mark.disk
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*no loss scaling")
 @pytest.mark.parametrize(
     ("mib", "changes"),
     [
@@ -62,6 +64,9 @@ def moved(engine):
         (24, {"update": "forward", "micro_batches": 3}),
         (16, {"update": "backward", "state_dtype": "int8"}),
         (256, {"update": "backward"}),
+        (24, {"update": "backward", "dtype": "fp32"}),
+        (24, {"update": "forward", "dtype": "fp16"}),
+        (1, {"update": "forward", "micro_batches": 2, "dtype": "fp32"}),
     ],
 )
 def test_the_engine_moves_what_was_planned(mib, changes, folder):
@@ -85,20 +90,29 @@ def test_the_engine_moves_what_was_planned(mib, changes, folder):
         assert need.moved.get(("grad", way), 0) == took.get(("grad", way), 0)
 
 
+TYPES = [
+    {"state_dtype": "fp32"},
+    {"state_dtype": "bf16"},
+    {"state_dtype": "int8"},
+    {"dtype": "fp16"},
+    {"dtype": "fp32"},
+]
+
+
 @pytest.mark.disk
-@pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "int8"])
-def test_init_accepts_the_smallest_budget_with_nvme_and_nothing_below(state_dtype, folder):
-    least = least_host_nbytes(OUTLINE, Setting(MIB, state_dtype=state_dtype))
-    built(Setting(least, state_dtype=state_dtype), str(folder))
+@pytest.mark.parametrize("types", TYPES, ids=str)
+def test_init_accepts_the_smallest_budget_with_nvme_and_nothing_below(types, folder):
+    least = least_host_nbytes(OUTLINE, Setting(MIB, **types))
+    built(Setting(least, **types), str(folder))
     with pytest.raises(HostMemoryError):
-        built(Setting(least - 1, state_dtype=state_dtype), str(folder))
+        built(Setting(least - 1, **types), str(folder))
     with pytest.raises(HostMemoryError):
-        demand(OUTLINE, Setting(least - 1, state_dtype=state_dtype))
+        demand(OUTLINE, Setting(least - 1, **types))
 
 
-@pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "int8"])
-def test_init_accepts_the_smallest_budget_without_nvme_and_nothing_a_mib_below(state_dtype):
-    setting = Setting(MIB, nvme=False, state_dtype=state_dtype)
+@pytest.mark.parametrize("types", TYPES, ids=str)
+def test_init_accepts_the_smallest_budget_without_nvme_and_nothing_a_mib_below(types):
+    setting = Setting(MIB, nvme=False, **types)
     least = least_host_nbytes(OUTLINE, setting)
     built(replace(setting, host_nbytes=least))
     demand(OUTLINE, replace(setting, host_nbytes=least))

@@ -33,6 +33,10 @@ EXACT = [
     "stage 1",
     "stage 2",
     "stage 2 backward",
+    "fp32",
+    "nvme fp32",
+    "overflow",
+    "overflow on nvme",
     "deepspeed",
     "mesh",
 ]
@@ -93,6 +97,11 @@ def test_ranks_train_bit_for_bit_as_plain_data_parallelism(answers, ranks, case)
         assert all(one["nvme"] > 0 for one in given)
     if case == "nvme accumulated" and ranks == 2:  # a smaller share's gradients fit
         assert any(one["spilled"] > 0 for one in given)
+
+
+@pytest.mark.parametrize("case", ["overflow", "overflow on nvme"])
+def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(answers, case):
+    assert [one["scales"] for one in answers(2, case)] == [[256.0, 128.0, 128.0, 256.0]] * 2
 
 
 def test_deepspeeds_engine_counts_and_deals_for_all_ranks(answers):

@@ -102,3 +102,21 @@ def test_the_trainer_in_the_readme_runs(folder):
     }
     exec(program, names)  # noqa: S102 - it is ours
     assert (folder / "out" / "checkpoint-2" / "infinity" / "manifest.json").is_file()
+
+
+@pytest.mark.disk
+def test_the_loop_with_a_scaler_in_the_readme_runs(folder):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    program = programs()[4].replace('"/local_nvme"', repr(str(folder))).replace("4GiB", "4MiB")
+    program = program.replace("LlamaConfig()", f"LlamaConfig({SIZES})")
+    names = {
+        "LlamaConfig": LlamaConfig,
+        "LlamaForCausalLM": LlamaForCausalLM,
+        "batches": [torch.randint(0, 64, (1, 16)) for _ in range(3)],
+        "infinity": __import__("infinity"),
+        "torch": torch,
+    }
+    assert "GradScaler()" in program
+    exec(program.replace("GradScaler()", 'GradScaler("cpu")'), names)  # noqa: S102 - it is ours
+    assert {int(one["step"]) for one in names["optimizer"].state_dict()["state"].values()} <= {1, 2, 3}

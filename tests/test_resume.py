@@ -176,7 +176,7 @@ def test_two_runs_on_one_folder_are_refused_and_the_first_goes_on(folder):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"state_dtype": "bf16"}, r"the run in .* has 'fp32' moments"),
+        ({"state_dtype": "bf16"}, r"the run in .* has 'fp32'\."),
         ({"host_memory": "1GiB"}, r"records in tiles of \d+ elements, and this host_memory makes 524288"),
         ({"track": False}, r"tracked: only in the commit loader, scheduler, only here none"),
     ],

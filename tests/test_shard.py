@@ -47,7 +47,8 @@ def test_a_segment_off_its_block_is_refused():
 # Formats
 
 
-FORMS = ["fp32", "bf16", "int8"]
+FORMS = [("fp32",), ("bf16",), ("int8",), ("fp32", "fp16"), ("fp32", "fp32")]
+"""Arguments of Format."""
 
 
 @pytest.mark.parametrize(
@@ -71,9 +72,25 @@ def test_8_bit_moments_have_a_pair_of_fp32_scales_for_each_block():
     assert [form.nbytes("scale", blocks * STATE_BLOCK) for blocks in (0, 1, 2, 16)] == [0, 8, 16, 128]
 
 
-@pytest.mark.parametrize("state_dtype", FORMS)
-def test_parameters_begin_on_whole_blocks_of_every_field_but_scales(state_dtype):
-    form = Format(state_dtype)
+@pytest.mark.parametrize(
+    ("dtype", "fields", "master", "nbytes", "slot_nbytes"),
+    [
+        ("bf16", ("hi", "lo", "m", "v"), ("hi", "lo"), 12, 16),
+        ("fp16", ("hi", "master", "m", "v"), ("master",), 14, 18),
+        ("fp32", ("hi", "m", "v"), ("hi",), 12, 16),
+    ],
+)
+def test_each_type_that_computes_has_its_fields(dtype, fields, master, nbytes, slot_nbytes):
+    form = Format("fp32", dtype)
+    assert (form.fields, form.master, form.slot_nbytes) == (fields, master, slot_nbytes)
+    assert sum(form.nbytes(name, 1) for name in fields) == nbytes
+    assert form.derived == (set() if "hi" in master else {"hi"})
+    assert form.nbytes(form.gradient, 1) == form.nbytes("hi", 1) == form.width
+
+
+@pytest.mark.parametrize("arguments", FORMS)
+def test_parameters_begin_on_whole_blocks_of_every_field_but_scales(arguments):
+    form = Format(*arguments)
     fields = [field for field in (*form.fields, "grad16", "grad32") if field != "scale"]
     assert [form.nbytes(field, form.align_numel) % BLOCK for field in fields] == [0] * len(fields)
     assert any(form.nbytes(field, form.align_numel // 2) % BLOCK for field in fields), "no more than it takes"
@@ -81,8 +98,8 @@ def test_parameters_begin_on_whole_blocks_of_every_field_but_scales(state_dtype)
 
 
 @given(st.sampled_from(FORMS), st.integers(0, 9), st.integers(0, 9 * STATE_BLOCK), st.data())
-def test_bytes_of_whole_state_blocks_and_of_what_follows_add_up(state_dtype, blocks, numel, data):
-    form = Format(state_dtype)
+def test_bytes_of_whole_state_blocks_and_of_what_follows_add_up(arguments, blocks, numel, data):
+    form = Format(*arguments)
     field = data.draw(st.sampled_from(form.fields))
     start = blocks * STATE_BLOCK
     assert form.nbytes(field, start + numel) == form.nbytes(field, start) + form.nbytes(field, numel)
@@ -94,8 +111,8 @@ def test_a_type_that_is_none_is_refused():
 
 
 @given(shapes, st.sampled_from(FORMS))
-def test_parameters_are_laid_out_as_a_format_asks(shapes, state_dtype):
-    align = Format(state_dtype).align_numel
+def test_parameters_are_laid_out_as_a_format_asks(shapes, arguments):
+    align = Format(*arguments).align_numel
     shard = lay_out([(str(index), shape) for index, shape in enumerate(shapes)], align)
     assert all(segment.start % align == 0 for segment in shard.segments)
     assert shard.numel % align == 0

@@ -43,11 +43,11 @@ class RecipeTrainer(transformers.Trainer):
         return reference_clip(self.optimizer.optimizer, float("inf")) if grad_norm is None else grad_norm
 
 
-def build(name, folder=None, seed=0):
+def build(name, folder=None, seed=0, dtype="bf16"):
     torch.manual_seed(seed)
     if folder is None:
         return prepare(models.MODELS[name]())
-    with infinity.Init(nvme=str(folder), host_memory="1MiB"):
+    with infinity.Init(nvme=str(folder), host_memory="1MiB", dtype=dtype):
         return models.MODELS[name]()
 
 
@@ -310,6 +310,11 @@ def test_what_moved_stands_in_the_trainers_logs(folder):
 def test_arguments_that_cannot_work_are_refused_before_training(folder, options, says):
     with pytest.raises(UnsupportedError, match=says):
         trainer_of(build("llama", folder), folder, **options)
+
+
+def test_fp16_weights_without_a_scaled_loss_are_refused_before_training(folder):
+    with pytest.raises(UnsupportedError, match=r"fp16=False.*fp16=True alone"):
+        trainer_of(build("llama", folder, dtype="fp16"), folder)
 
 
 def test_data_parallel_and_other_optimizers_are_refused(folder, monkeypatch):

@@ -283,4 +283,4 @@ def test_its_state_is_told_in_a_word(home):
     assert "released" in repr(home.unit)
     home.resident(1)
     assert repr(home.unit) == f"<Unit layers.3, {2 * ALIGN_NUMEL} elements, attached, 0 users, 0 pending>"
-    assert (home.unit.name, home.unit.trainable) == ("layers.3", {0, 1})
+    assert (home.unit.name, home.unit.trainable) == ("layers.3", True)
