@@ -140,13 +140,21 @@ class Released(nn.Parameter):
         return copy
 
 
+_NO_WRAPPER = (
+    " If it was DistributedDataParallel, leave that out, the ranks exchange gradients without it; before "
+    "Accelerate's prepare call `model = accelerator.prepare_model(model, evaluation_mode=True)`."
+)
+
+
 def not_resident(parameter: nn.Parameter, operation: str, name: str | None = None) -> NotResidentError:
     """Return the error for a use of `parameter` while it is released."""
     what = f"parameter {name!r}" if name else f"a parameter of shape {tuple(parameter.shape)}"
+    wrapped = operation == "detach" and torch.distributed.is_initialized()
     return NotResidentError(
         f"{what} is not resident (its values are in host memory or on NVMe) and was used by "
         f"{operation}() outside forward and backward. Wrap the code in "
         "`with infinity.gathered(module_or_parameters):` (write=True to change the values)."
+        f"{_NO_WRAPPER if wrapped else ''}"
     )
 
 

@@ -26,6 +26,7 @@ from infinity.errors import UnsupportedError
 from infinity.manifest import CheckpointError
 from infinity.optim import OffloadedOptimizer
 from infinity.stats import Stats, stats
+from infinity.trainer_ranks import saving, settle_in
 
 logger = logging.getLogger("infinity")
 
@@ -76,7 +77,6 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
         form = engine_of_model(kwargs["model"]).form
         for name, wanted, cure in (
             ("n_gpu", args.n_gpu > 1, "nn.DataParallel copies parameters: start with torchrun"),
-            ("world_size", args.world_size > 1, "several ranks are not there yet under the Trainer"),
             ("torch_compile", args.torch_compile, "it cannot follow fetching and releasing; leave it out"),
             (
                 "fp16",
@@ -94,6 +94,7 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
         ):
             if wanted:
                 raise UnsupportedError(f"TrainingArguments({name}={getattr(args, name)!r}): {cure}")
+        settle_in(kwargs["model"], args)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """See that the optimizer is ours; load masters and moments where a training resumes."""
@@ -114,24 +115,25 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Let the optimizer's state_dict be whole."""
-        self._whole()
+        self._whole(kwargs["model"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Get ready for a checkpoint, which may come between two steps."""
-        self._get_ready(args, state, kwargs["optimizer"])
+        self._get_ready(args, state, kwargs["model"], kwargs["optimizer"])
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Get ready for a checkpoint."""
-        self._get_ready(args, state, kwargs["optimizer"])
+        self._get_ready(args, state, kwargs["model"], kwargs["optimizer"])
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save masters and moments beside what the Trainer has saved."""
-        self._whole()
-        if args.save_only_model:
-            return
-        folder = _checkpoint(args, state) / FOLDER
-        optimizer = _optimizer(kwargs["optimizer"])
-        save(kwargs["model"], optimizer, folder, extra={"token": self.token}, overwrite=True)
+        """Save masters and moments beside what the Trainer has saved; on several ranks weights, too."""
+        model, folder = kwargs["model"], _checkpoint(args, state)
+        self._whole(model)
+        if (shared := saving(model)) is not None:
+            shared.write(folder)
+        if not args.save_only_model:
+            optimizer = _optimizer(kwargs["optimizer"])
+            save(model, optimizer, folder / FOLDER, extra={"token": self.token}, overwrite=True)
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
@@ -148,17 +150,22 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Let the optimizer's state_dict be whole."""
-        self._whole()
+        self._whole(kwargs["model"])
 
     # Checkpoints
 
-    def _get_ready(self, args: Any, state: Any, optimizer: Any) -> None:
+    def _get_ready(self, args: Any, state: Any, model: nn.Module, optimizer: Any) -> None:
         """Make the optimizer's state_dict brief; see [Note: checkpoints of the Trainer]."""
-        self._next = None if args.save_only_model else _checkpoint(args, state) / FOLDER
+        checkpoint = _checkpoint(args, state)
+        self._next = None if args.save_only_model else checkpoint / FOLDER
+        if (shared := saving(model)) is not None:
+            shared.expected = checkpoint
         if self._brief is None:
             self._brief = _optimizer(optimizer).register_state_dict_post_hook(_without_moments)
 
-    def _whole(self) -> None:
+    def _whole(self, model: nn.Module) -> None:
+        if (shared := saving(model)) is not None:
+            shared.expected = None
         if self._brief is not None:
             self._brief.remove()
             self._brief = None

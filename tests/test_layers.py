@@ -29,7 +29,7 @@ LAYERS = [
     },
     {"__init__"},  # what users import: everything below
     {"deepspeed_checkpoint", "deepspeed_engine", "deepspeed_initialize", "trainer_callback"},
-    {"zero"},
+    {"trainer_ranks", "zero"},
     {  # what they are made of
         "accumulation",
         "checkpoint",

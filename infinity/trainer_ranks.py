@@ -1,0 +1,105 @@
+"""What Hugging Face's Trainer is told where several ranks train one model; it stays as it is.
+
+[Note: no DistributedDataParallel]
+Accelerate's prepare wraps a model of several ranks in DistributedDataParallel, which would hold and reduce
+what Infinity holds and reduces. `prepare_model(evaluation_mode=True)` does all that prepare does but that,
+and marks the model as prepared, so that the Trainer's own prepare leaves it alone.
+
+[Note: who saves]
+The Trainer lets rank 0 alone save a model, with model.save_pretrained. What rank 0 asks for while a
+checkpoint is made is done in on_save, which every rank comes to, streamed: nobody holds the whole model.
+
+[Note: generation]
+Ranks generate texts of different lengths, and those that have finished have to go on computing with the
+others. transformers sees to that for modules that carry the mark of FSDP's, whose parameters are cut as ours.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from infinity.engine import engine_of_model
+from infinity.errors import UnsupportedError
+from infinity.export import save_pretrained
+
+_FILLING = "infinity-weights"
+_CUT = "_is_fsdp_managed_module"
+"""See [Note: generation]."""
+
+
+def settle_in(model: nn.Module, args: Any) -> None:
+    """Let the ranks of a Trainer train `model`; `args` are its TrainingArguments.
+
+    Raises: UnsupportedError where the Trainer's ranks are not those of the model.
+    """
+    ranks = engine_of_model(model).ranks
+    if ranks.size != args.world_size:
+        raise UnsupportedError(
+            f"the Trainer has {args.world_size} ranks, the model {ranks.size}: under the Trainer every rank "
+            "takes its own batches. Start with torchrun, and give Init no process_group"
+        )
+    if ranks.size == 1:
+        return
+    if args.push_to_hub:
+        raise UnsupportedError(
+            "TrainingArguments(push_to_hub=True) sends a checkpoint before all ranks have written it; call "
+            "infinity.save_pretrained(model, folder) on every rank, and upload the folder"
+        )
+    _prepare(model)
+    for module in model.modules():
+        setattr(module, _CUT, True)
+    if not isinstance(getattr(model, "save_pretrained", None), Saving):
+        model.save_pretrained = Saving(model)  # type: ignore[assignment]
+
+
+def saving(model: nn.Module) -> Saving | None:
+    """Return what stands for the model's save_pretrained, on several ranks."""
+    found = model.__dict__.get("save_pretrained")
+    return found if isinstance(found, Saving) else None
+
+
+def _prepare(model: nn.Module) -> None:
+    """See [Note: no DistributedDataParallel]."""
+    import accelerate
+
+    kept = accelerate.state.GradientState().plugin_kwargs  # shared with the Trainer's own Accelerator
+    plugin = accelerate.utils.GradientAccumulationPlugin(**kept)
+    accelerator = accelerate.Accelerator(gradient_accumulation_plugin=plugin)
+    accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+
+
+class Saving:
+    """Stands for a model's save_pretrained; see [Note: who saves]."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Stand for that of `model`, which is replaced."""
+        self._model = model
+        self._original = getattr(model, "save_pretrained", None)
+        self.expected: Path | None = None
+        """The checkpoint that may come now, to which all ranks will come."""
+
+    def __call__(self, save_directory: Any, *_args: Any, **_options: Any) -> None:
+        """Be called by rank 0 alone.
+
+        Raises: UnsupportedError outside a checkpoint of the Trainer.
+        """
+        if self.expected is None or Path(save_directory).absolute() != self.expected:
+            raise UnsupportedError(
+                f"{save_directory}: on several ranks the weights are in all of them, and "
+                "trainer.save_model() and model.save_pretrained() ask rank 0 alone. Call "
+                f"infinity.save_pretrained(model, {str(save_directory)!r}) on every rank"
+            )
+
+    def write(self, folder: Path) -> None:
+        """Write the model's files into `folder`, on every rank."""
+        ranks = engine_of_model(self._model).ranks
+        filling = folder / _FILLING
+        save_pretrained(self._model, filling)
+        with ranks.together(f"putting weights into {folder}"):
+            if ranks.rank == 0:
+                for path in filling.iterdir():
+                    path.replace(folder / path.name)
+                filling.rmdir()

@@ -1,0 +1,150 @@
+"""Hugging Face's Trainer and Accelerate on two ranks: real processes under torchrun, over gloo.
+
+Trusted: the same Trainer, training the reference of several ranks; what the ranks do is in trainer_ranks_run.
+One launch runs all cases: starting processes costs more than they do.
+"""
+
+import json
+
+import pytest
+import torch
+import transformers
+
+import infinity
+import models
+from test_ranks import TESTS, torchrun
+from test_trainer import ADAM
+
+pytestmark = [pytest.mark.multi, pytest.mark.disk]
+
+CASES = ["joined", "nvme", "resumed", "best", "accelerated", "afterwards"]
+
+
+WIDE = {
+    **models.SIZES,
+    "vocab_size": 301,
+    "hidden_size": 96,
+    "intermediate_size": 168,
+    "num_hidden_layers": 2,
+}
+OPTIONS = {
+    "max_steps": 4,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 2,
+    "max_grad_norm": 0.5,
+    "weight_decay": 0.1,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 2,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "seed": 5,
+}
+
+
+def rows_of(number, count):
+    """Return rows of which some labels do not count, on each rank other ones."""
+    shown = []
+    for index, row in enumerate(models.batch(number, rows=count)):
+        labels = row.clone()
+        labels[: 3 * (index % 4)] = -100
+        shown.append({"input_ids": row, "labels": labels})
+    return shown
+
+
+ROWS, HELD = rows_of(0, 24), rows_of(1, 6)
+
+
+def build_llama():
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**WIDE))
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trainer")
+    run = torchrun(2, TESTS / "trainer_ranks_run.py", folder, *CASES, RANKS_DISK=str(folder))
+    paths = [folder / f"{rank}.json" for rank in range(2)]
+    assert all(path.exists() for path in paths), run.stderr[-3000:]
+    both = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+    def answer(case):
+        given = [one.get(case, {"error": "an earlier case ended the run"}) for one in both]
+        assert [one.get("trace") or one["error"] for one in given if "error" in one] == []
+        return given
+
+    return answer
+
+
+@pytest.mark.parametrize("case", ["joined", "nvme"])
+def test_the_trainer_trains_with_the_references_bits_and_no_wrapper(answers, case):
+    """Accumulation, clipping, schedules, checkpointing, smoothing, evaluation; labels that do not count."""
+    for one in answers(case):
+        assert one["different"] == []
+        plain, ours = one["logs"]
+        assert len(ours[0]) == 4
+        assert ours[:2] == plain[:2]
+        norms = [[row[0] for row in logs[2]] for logs in (ours, plain)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+        assert one["wrapped"] == {"joined": "LlamaForCausalLM", "nvme": "GPT2LMHeadModel"}[case]
+        assert one["autocast"] == (case == "joined")
+        assert (one["nvme"] > 0) == (case == "nvme")
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*pin_memory.*:UserWarning", "ignore:`gradient_checkpointing:FutureWarning"
+)
+def test_two_ranks_train_as_one_with_the_joined_batch(answers, tmp_path, repeatable):
+    """Within what bf16 gradients, rounded on each rank, explain; each token counts the same."""
+    torch.manual_seed(0)
+    with infinity.Init(host_memory="64MiB"):
+        model = build_llama()
+    options = {**OPTIONS, "per_device_train_batch_size": 2, "gradient_checkpointing": True}
+    args = transformers.TrainingArguments(str(tmp_path), **options)
+    trainer = transformers.Trainer(
+        model,
+        args,
+        train_dataset=ROWS,
+        optimizer_cls_and_kwargs=(infinity.AdamW, {**ADAM, "weight_decay": 0.1}),
+        callbacks=[infinity.TrainerCallback()],
+    )
+    torch.manual_seed(7)  # of the order of rows, as on the ranks
+    trainer.train()
+    alone = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    together = [row[0] for row in answers("joined")[0]["logs"][1][0]]
+    assert together == pytest.approx(alone, rel=2e-3)
+
+
+def test_a_training_of_two_ranks_resumes_and_saves_whole_weights(answers):
+    for one in answers("resumed"):
+        assert one["different"] == []
+        assert one["saved"] == [], "from_pretrained reads what the ranks have written together"
+        assert one["losses"][1] == one["losses"][0]
+        assert {"infinity", "model.safetensors", "rng_state_0.pth", "rng_state_1.pth"} <= set(one["files"])
+
+
+def test_the_best_checkpoint_is_loaded_on_all_ranks_and_a_run_repeated_has_its_bits(answers):
+    for one, other in zip(answers("best"), answers("resumed"), strict=True):
+        assert one["best step"] == 2
+        assert one["evaluated"] == one["best"]
+        assert one["losses"] == other["losses"][0]
+
+
+def test_ranks_generate_texts_of_different_lengths(answers):
+    given = answers("afterwards")
+    assert [one["same"] for one in given] == [True, True]
+    assert [one["length"] for one in given] == [7, 11]
+
+
+def test_a_loop_of_accelerate_has_the_references_bits(answers):
+    for one in answers("accelerated"):
+        assert one["different"] == []
+        assert len(set(one["losses"])) == 4
+
+
+def test_saving_on_one_rank_alone_is_refused_with_what_to_call_instead(answers):
+    first, second = answers("afterwards")
+    assert "Call infinity.save_pretrained(model, " in first["said"]
+    assert second["said"] == ""
+    assert "model.safetensors" in first["files"]
