@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from infinity.adapters import is_adapted, save_adapters
 from infinity.atomic import new_folder
 from infinity.checkpoint import open_files, read_manifest
-from infinity.engine import Engine, engine_of
+from infinity.engine import Engine, engine_of, engine_of_model
 from infinity.errors import UnsupportedError
 from infinity.hub import HubWriter, check_names, file_name, kept_names, write_configuration
 from infinity.inventory import Inventory
@@ -79,10 +80,17 @@ def save_pretrained(
     when everything is in it. dtype: the type that computes (None too), or torch.float32, the
     masters. max_shard_size: of one file.
 
+    Of a model of PEFT the adapters are written, by PEFT, without reading the base; those that were not built
+    in Init stay in their type.
+
     Raises: FileExistsError for a folder with something in it; StorageFullError; ValueError for a dtype that
     is none of these and for a model that was not built in Init; UnsupportedError for one whose state_dict has
     other names than its parameters; ConfigError and RanksError as `save`.
     """
+    if is_adapted(model):
+        engine = engine_of_model(model)
+        save_adapters(model, Path(folder), _saved(dtype or engine.weights.dtype).field(engine))
+        return
     check_names(model)
     inventory = Inventory(model, None)
     saved = _saved(dtype or inventory.engine.weights.dtype)

@@ -25,9 +25,9 @@ def gathered(
     """Give full, ordinary access to parameters inside the `with`; with `write`, changes are kept, masters
     included.
 
-    what: a module, a parameter, or several. Elements that are changed get masters equal to their new 16-bit
-    values; the others keep theirs. Keep no views of the values beyond the `with`: clone what you need. A
-    forked child does not inherit the values.
+    what: a module, whose ordinary parameters stay as they are, a parameter, or several. Elements that are
+    changed get masters equal to their new 16-bit values; the others keep theirs. Keep no views of the values
+    beyond the `with`: clone what you need. A forked child does not inherit the values.
 
     Raises: HostMemoryError, with the numbers, where the values do not fit memory; ValueError for parameters
     that are not ours.
@@ -75,6 +75,7 @@ def _refuse_changes(units: Iterable[Unit]) -> None:
 def _units_of(what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> dict[Unit, Engine]:
     if isinstance(what, nn.Module):
         parameters = list(what.parameters())
+        parameters = [one for one in parameters if engine_of(one) is not None] or parameters
     else:
         parameters = [what] if isinstance(what, nn.Parameter) else list(what)
     units: dict[Unit, Engine] = {}

@@ -21,7 +21,7 @@ from transformers.trainer_callback import ExportableState
 
 from infinity import generators
 from infinity.checkpoint import load, read_manifest, save
-from infinity.engine import engine_of_model
+from infinity.engine import engine_of, engine_of_model
 from infinity.errors import UnsupportedError
 from infinity.manifest import CheckpointError
 from infinity.optim import OffloadedOptimizer
@@ -98,7 +98,11 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """See that the optimizer is ours; load masters and moments where a training resumes."""
-        model, optimizer = kwargs["model"], _optimizer(kwargs["optimizer"])
+        model = kwargs["model"]
+        self._seen = stats(model)
+        if not _trains_ours(model):
+            return
+        optimizer = _optimizer(kwargs["optimizer"])
         if optimizer.update == "backward":
             raise UnsupportedError(
                 'AdamW(update="backward") keeps no gradients, and the Trainer asks for their norm at every '
@@ -111,7 +115,6 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
             )
         if state.global_step > 0:
             self._resume(model, optimizer, args, state)
-        self._seen = stats(model)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Let the optimizer's state_dict be whole."""
@@ -131,7 +134,7 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
         self._whole(model)
         if (shared := saving(model)) is not None:
             shared.write(folder)
-        if not args.save_only_model:
+        if not args.save_only_model and _trains_ours(model):
             optimizer = _optimizer(kwargs["optimizer"])
             save(model, optimizer, folder / FOLDER, extra={"token": self.token}, overwrite=True)
 
@@ -156,11 +159,11 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
 
     def _get_ready(self, args: Any, state: Any, model: nn.Module, optimizer: Any) -> None:
         """Make the optimizer's state_dict brief; see [Note: checkpoints of the Trainer]."""
-        checkpoint = _checkpoint(args, state)
-        self._next = None if args.save_only_model else checkpoint / FOLDER
+        checkpoint, ours = _checkpoint(args, state), _trains_ours(model)
+        self._next = checkpoint / FOLDER if ours and not args.save_only_model else None
         if (shared := saving(model)) is not None:
             shared.expected = checkpoint
-        if self._brief is None:
+        if ours and self._brief is None:
             self._brief = _optimizer(optimizer).register_state_dict_post_hook(_without_moments)
 
     def _whole(self, model: nn.Module) -> None:
@@ -197,6 +200,13 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
 
 def _checkpoint(args: Any, state: Any) -> Path:
     return Path(args.output_dir).absolute() / f"checkpoint-{state.global_step}"
+
+
+def _trains_ours(model: nn.Module) -> bool:
+    """Whether anything that was built in Init is trained; where only adapters are that were not, state and
+    checkpoints are small, ordinary, and the Trainer's own.
+    """
+    return any(one.requires_grad and engine_of(one) is not None for one in model.parameters())
 
 
 def _without_moments(_optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:

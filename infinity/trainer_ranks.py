@@ -1,13 +1,16 @@
-"""What Hugging Face's Trainer is told where several ranks train one model; it stays as it is.
+"""What Hugging Face's Trainer is told about a model built in Init, besides its events; it stays as it is.
 
 [Note: no DistributedDataParallel]
 Accelerate's prepare wraps a model of several ranks in DistributedDataParallel, which would hold and reduce
 what Infinity holds and reduces. `prepare_model(evaluation_mode=True)` does all that prepare does but that,
-and marks the model as prepared, so that the Trainer's own prepare leaves it alone.
+and marks the model as prepared, so that the Trainer's own prepare leaves it alone. Adapters that were not
+built in Init are ordinary parameters, and DistributedDataParallel is right for them: there it is told to
+leave ours out.
 
 [Note: who saves]
 The Trainer lets rank 0 alone save a model, with model.save_pretrained. What rank 0 asks for while a
-checkpoint is made is done in on_save, which every rank comes to, streamed: nobody holds the whole model.
+checkpoint is made is done in on_save, which every rank comes to, streamed: nobody holds the whole model. Of
+PEFT's models only the adapters are read, on one rank, too.
 
 [Note: generation]
 Ranks generate texts of different lengths, and those that have finished have to go on computing with the
@@ -21,13 +24,16 @@ from typing import Any
 
 from torch import nn
 
-from infinity.engine import engine_of_model
+from infinity.adapters import is_adapted, write_adapters
+from infinity.engine import engine_of, engine_of_model
 from infinity.errors import UnsupportedError
 from infinity.export import save_pretrained
 
 _FILLING = "infinity-weights"
 _CUT = "_is_fsdp_managed_module"
 """See [Note: generation]."""
+_LEFT_OUT = "_ddp_params_and_buffers_to_ignore"
+"""What DistributedDataParallel looks for on a model; see [Note: no DistributedDataParallel]."""
 
 
 def settle_in(model: nn.Module, args: Any) -> None:
@@ -41,6 +47,8 @@ def settle_in(model: nn.Module, args: Any) -> None:
             f"the Trainer has {args.world_size} ranks, the model {ranks.size}: under the Trainer every rank "
             "takes its own batches. Start with torchrun, and give Init no process_group"
         )
+    if (ranks.size > 1 or is_adapted(model)) and saving(model) is None:
+        model.save_pretrained = Saving(model)  # type: ignore[assignment]
     if ranks.size == 1:
         return
     if args.push_to_hub:
@@ -48,11 +56,13 @@ def settle_in(model: nn.Module, args: Any) -> None:
             "TrainingArguments(push_to_hub=True) sends a checkpoint before all ranks have written it; call "
             "infinity.save_pretrained(model, folder) on every rank, and upload the folder"
         )
-    _prepare(model)
+    if any(one.requires_grad and engine_of(one) is None for one in model.parameters()):
+        ours = [name for name, one in model.named_parameters() if engine_of(one) is not None]
+        setattr(model, _LEFT_OUT, ours)
+    else:
+        _prepare(model)
     for module in model.modules():
         setattr(module, _CUT, True)
-    if not isinstance(getattr(model, "save_pretrained", None), Saving):
-        model.save_pretrained = Saving(model)  # type: ignore[assignment]
 
 
 def saving(model: nn.Module) -> Saving | None:
@@ -77,16 +87,17 @@ class Saving:
     def __init__(self, model: nn.Module) -> None:
         """Stand for that of `model`, which is replaced."""
         self._model = model
-        self._original = getattr(model, "save_pretrained", None)
         self.expected: Path | None = None
         """The checkpoint that may come now, to which all ranks will come."""
 
-    def __call__(self, save_directory: Any, *_args: Any, **_options: Any) -> None:
-        """Be called by rank 0 alone.
+    def __call__(self, save_directory: Any, **options: Any) -> None:
+        """Be called, of several ranks by rank 0 alone.
 
-        Raises: UnsupportedError outside a checkpoint of the Trainer.
+        Raises: UnsupportedError outside a checkpoint of the Trainer, on several ranks.
         """
-        if self.expected is None or Path(save_directory).absolute() != self.expected:
+        if engine_of_model(self._model).ranks.size == 1:
+            write_adapters(self._model, Path(save_directory), **options)
+        elif self.expected is None or Path(save_directory).absolute() != self.expected:
             raise UnsupportedError(
                 f"{save_directory}: on several ranks the weights are in all of them, and "
                 "trainer.save_model() and model.save_pretrained() ask rank 0 alone. Call "
@@ -94,8 +105,13 @@ class Saving:
             )
 
     def write(self, folder: Path) -> None:
-        """Write the model's files into `folder`, on every rank."""
+        """Write the model's files into `folder`, a checkpoint, on every rank."""
         ranks = engine_of_model(self._model).ranks
+        if ranks.size == 1:  # they are there
+            return
+        if is_adapted(self._model):
+            write_adapters(self._model, folder)
+            return
         filling = folder / _FILLING
         save_pretrained(self._model, filling)
         with ranks.together(f"putting weights into {folder}"):

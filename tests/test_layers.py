@@ -32,6 +32,7 @@ LAYERS = [
     {"trainer_ranks", "zero"},
     {  # what they are made of
         "accumulation",
+        "adapters",
         "checkpoint",
         "checkpoint_writer",
         "construction",

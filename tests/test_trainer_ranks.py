@@ -4,6 +4,7 @@ Trusted: the same Trainer, training the reference of several ranks; what the ran
 One launch runs all cases: starting processes costs more than they do.
 """
 
+import importlib.util
 import json
 
 import pytest
@@ -18,6 +19,8 @@ from test_trainer import ADAM
 pytestmark = [pytest.mark.multi, pytest.mark.disk]
 
 CASES = ["joined", "nvme", "resumed", "best", "accelerated", "afterwards"]
+if importlib.util.find_spec("peft"):
+    CASES.append("adapters")
 
 
 WIDE = {
@@ -148,3 +151,14 @@ def test_saving_on_one_rank_alone_is_refused_with_what_to_call_instead(answers):
     assert "Call infinity.save_pretrained(model, " in first["said"]
     assert second["said"] == ""
     assert "model.safetensors" in first["files"]
+
+
+@pytest.mark.skipif("adapters" not in CASES, reason="peft is not installed")
+def test_adapters_that_are_ordinary_train_as_on_a_base_in_memory(answers):
+    """They alone are wrapped in DistributedDataParallel, which gives every rank rank 0's."""
+    for one in answers("adapters"):
+        assert one["different"] == []
+        assert one["own"] == []
+        assert one["wrapped"] == "DistributedDataParallel"
+        assert "adapter_model.safetensors" in one["files"]
+        assert not {"infinity", "model.safetensors"} & set(one["files"])

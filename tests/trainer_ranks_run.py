@@ -13,13 +13,14 @@ import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 import infinity
 import models
 import ranks_run
 import test_trainer_ranks
-from infinity.reference import ReferenceAdamW
+from infinity.reference import ReferenceAdamW, rounded
 from infinity.reference import clip_grad_norm_ as reference_clip
 from test_trainer import ADAM, RecipeTrainer, logged
 from test_trainer_ranks import HELD, OPTIONS, ROWS
@@ -183,6 +184,43 @@ def accelerated():
 
 
 NVME = {"nvme": str(FOLDER), "host_memory": "2MiB"}
+
+
+def adapters():
+    """Train adapters, ordinary ones, on our base and on one in memory; Accelerate wraps both for them."""
+    import peft
+
+    shown = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        base = build() if ours else models.MODELS["llama"]()
+        if not ours:
+            for parameter in base.parameters():
+                parameter.data = rounded(parameter.data)
+        torch.manual_seed(dist.get_rank())  # each rank draws its own, and rank 0's are everybody's
+        config = peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
+        place = "adapters" if ours else "plain adapters"
+        args = transformers.TrainingArguments(
+            str(FOLDER / place),
+            **{**OPTIONS, "learning_rate": 1e-2, "save_strategy": "steps", "save_steps": 4},
+        )
+        trainer = transformers.Trainer(
+            peft.get_peft_model(base, config),
+            args,
+            train_dataset=ROWS,
+            callbacks=[infinity.TrainerCallback()] if ours else [],
+        )
+        trainer.train()
+        saved = load_file(FOLDER / place / "checkpoint-4" / "adapter_model.safetensors")
+        shown.append({"losses": logged(trainer, "loss", "grad_norm"), **saved})
+    return {
+        "different": different(*shown),
+        "wrapped": type(trainer.model_wrapped).__name__,
+        "files": sorted(path.name for path in (FOLDER / "adapters" / "checkpoint-4").iterdir()),
+        "own": different(peft.get_peft_model_state_dict(trainer.model), saved),
+    }
+
+
 CASES = {
     "joined": lambda: compare(bf16=True, gradient_checkpointing=True),
     "nvme": lambda: compare(
@@ -197,6 +235,7 @@ CASES = {
     "best": best,
     "accelerated": accelerated,
     "afterwards": afterwards,
+    "adapters": adapters,
 }
 
 if __name__ == "__main__":
