@@ -5,7 +5,9 @@ Python. `$CC`, `$CFLAGS` and `$LIBURING_PREFIX` are honoured; `INFINITY_WERROR=1
 """
 
 import os
+import re
 import shlex
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -20,6 +22,9 @@ COMMON = ["-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wconv
 # No FMA, no vectoriser: the scalar kernel stays scalar, and all kernels give the same bits (see kernels/).
 KERNELS = ["-O3", "-ffp-contract=off", "-fno-tree-vectorize", *COMMON]
 AIO = ["-O2", *COMMON]
+# What the wheel may need of a machine: what every glibc brings. liburing is linked statically.
+GLIBC = {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1"}
+GLIBC |= {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 
 
 def compiler() -> list[str]:
@@ -104,12 +109,33 @@ class BuildPy(build_py):
             build(name, base.absolute() / "infinity" / name)
 
 
+def glibc(libraries: list[Path]) -> tuple[int, int]:
+    """Find the oldest glibc that the libraries run on; (0, 0) where they need more than what glibc brings."""
+    versions = [(2, 17)]  # of the oldest manylinux whose tag says the version
+    for library in libraries:
+        said = subprocess.run(["readelf", "-dV", library], capture_output=True, text=True, check=True).stdout
+        needed = set(re.findall(r"\(NEEDED\).*\[(.*)\]", said))
+        if not needed <= GLIBC:
+            print(
+                f"{library.name} needs {', '.join(needed - GLIBC)}: the wheel is for this machine", flush=True
+            )
+            return 0, 0
+        versions += [(int(major), int(minor)) for major, minor in re.findall(r"GLIBC_(\d+)\.(\d+)", said)]
+    return max(versions)
+
+
 class Wheel(bdist_wheel):
-    """Any Python 3, this platform."""
+    """Any Python 3, any Linux of this architecture whose glibc is new enough (PEP 600)."""
 
     def get_tag(self) -> tuple[str, str, str]:
         """Replace the tag of the Python that happened to build it."""
-        return "py3", "none", super().get_tag()[2]
+        platform = super().get_tag()[2]
+        libraries = sorted(Path(self.bdist_dir).glob("**/*.so"))
+        if libraries and platform.startswith("linux_") and shutil.which("readelf"):
+            major, minor = glibc(libraries)
+            if major:
+                platform = platform.replace("linux", f"manylinux_{major}_{minor}", 1)
+        return "py3", "none", platform
 
 
 class Binary(Distribution):

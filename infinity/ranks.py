@@ -38,6 +38,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("infinity")
 
+
+class _Rank(logging.Filter):
+    """Puts this process's rank into every record, as `rank`."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        return True
+
+
+logger.addFilter(_Rank())
+
 _TEXT_NBYTES = 256
 _GRACE_S = 5.0
 """Seconds in which ranks that wait, too, find out what happened."""

@@ -7,6 +7,7 @@ top-level package of that name would break.
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -80,10 +81,13 @@ def stranger(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-def test_the_wheel_is_for_every_python_on_this_platform(wheel: Path) -> None:
+def test_the_wheel_is_for_every_python_and_every_new_enough_glibc(wheel: Path) -> None:
     name, version, python, abi, platform = wheel.stem.split("-")
     assert (name, version, python, abi) == ("zero_infinity", "0.1.0", "py3", "none")
-    assert platform == sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    machine = sysconfig.get_platform().split("-")[-1]
+    glibc = re.fullmatch(rf"manylinux_2_(\d+)_{machine}", platform)
+    assert glibc is not None, f"{platform}: the libraries need more than glibc"
+    assert 17 <= int(glibc[1]) <= int(os.confstr("CS_GNU_LIBC_VERSION").split(".")[1])
 
 
 def test_the_wheel_holds_infinity_alone(wheel: Path) -> None:

@@ -108,7 +108,7 @@ def test_the_trainer_in_the_readme_runs(folder):
 def test_the_loop_with_a_scaler_in_the_readme_runs(folder):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    program = programs()[4].replace('"/local_nvme"', repr(str(folder))).replace("4GiB", "4MiB")
+    program = programs()[5].replace('"/local_nvme"', repr(str(folder))).replace("4GiB", "4MiB")
     program = program.replace("LlamaConfig()", f"LlamaConfig({SIZES})")
     names = {
         "LlamaConfig": LlamaConfig,
@@ -120,3 +120,28 @@ def test_the_loop_with_a_scaler_in_the_readme_runs(folder):
     assert "GradScaler()" in program
     exec(program.replace("GradScaler()", 'GradScaler("cpu")'), names)  # noqa: S102 - it is ours
     assert {int(one["step"]) for one in names["optimizer"].state_dict()["state"].values()} <= {1, 2, 3}
+
+
+@pytest.mark.disk
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:Could not find a config file:UserWarning")
+def test_the_adapters_in_the_readme_train(folder):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    peft = pytest.importorskip("peft")
+    sizes = {name: int(size) for name, size in re.findall(r"(\w+)=(\d+)", SIZES)}
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder / "model")
+    program = programs()[4]
+    for written, here in (('"/local_nvme"', repr(str(folder))), ('"adapter"', repr(str(folder / "adapter")))):
+        assert written in program
+        program = program.replace(written, here)
+    names = {
+        "LlamaForCausalLM": LlamaForCausalLM,
+        "LoraConfig": peft.LoraConfig,
+        "get_peft_model": peft.get_peft_model,
+        "infinity": __import__("infinity"),
+        "torch": torch,
+        "name": folder / "model",
+        "batches": [torch.randint(0, 64, (1, 16)) for _ in range(2)],
+    }
+    exec(program, names)  # noqa: S102 - it is ours
+    assert (folder / "adapter" / "adapter_model.safetensors").is_file()

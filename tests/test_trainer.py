@@ -289,9 +289,23 @@ def test_saving_the_model_alone_saves_nothing_beside_it(folder):
         assert torch.equal(plain.state_dict()[name], value)
 
 
-def test_what_moved_stands_in_the_trainers_logs(folder):
+class Board(transformers.TrainerCallback):
+    """Shows what it is told, as TensorBoard's and W&B's do."""
+
+    def __init__(self):
+        self.shown = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.shown.append(dict(logs))
+
+
+def test_what_moved_stands_in_the_trainers_logs_and_on_boards_named_after_the_callback(folder):
     trainer = trainer_of(build("llama", folder), folder, max_steps=3)
+    board = Board()
+    trainer.add_callback(board)
     trainer.train()
+    assert all("infinity_nvme_read_gb" in one for one in board.shown)
+    assert len(board.shown) == 4
     read = logged(trainer, "infinity_nvme_read_gb", "infinity_stall_s", "infinity_host_gb")
     assert len(read) == 4, "three steps, and the summary"
     assert all(one[0] > 0 for one in read[:3])

@@ -140,10 +140,16 @@ def test_ranks_generate_texts_of_different_lengths(answers):
     assert [one["length"] for one in given] == [7, 11]
 
 
-def test_a_loop_of_accelerate_has_the_references_bits(answers):
+def test_a_loop_of_accelerate_has_the_references_bits_and_its_state_is_saved_and_loaded(answers):
     for one in answers("accelerated"):
         assert one["different"] == []
+        assert one["changed"] > 10
+        assert one["lost"] == []
         assert len(set(one["losses"])) == 4
+
+
+def test_records_of_the_log_say_their_rank(answers):
+    assert [one["rank in the log"] for one in answers("afterwards")] == [0, 1]
 
 
 def test_saving_on_one_rank_alone_is_refused_with_what_to_call_instead(answers):

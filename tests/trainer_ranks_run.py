@@ -4,6 +4,7 @@ Beside each run of ours the same Trainer trains the reference of several ranks (
 which Accelerate is told not to wrap: its gradients are means over the ranks as they come.
 """
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -138,6 +139,9 @@ def afterwards():
     plain = models.MODELS["gpt2"]()
     plain.load_state_dict(model.state_dict())
     expected = plain.to(torch.bfloat16).eval().generate(prompt, max_new_tokens=length, **options)
+    told = []
+    logging.getLogger("infinity").addFilter(lambda record: told.append(record.rank))
+    logging.getLogger("infinity").warning("a record")
     said = ""
     try:
         trainer.save_model(str(FOLDER / "final"))
@@ -148,6 +152,7 @@ def afterwards():
         "same": torch.equal(text, expected),
         "length": text.shape[1],
         "said": said,
+        "rank in the log": told[0],
         "files": sorted(path.name for path in (FOLDER / "final").iterdir()),
     }
 
@@ -178,9 +183,19 @@ def accelerated():
                 optimizer.step()
                 optimizer.zero_grad()
         shown.append({"losses": losses, **state_of(model, optimizer.optimizer)})
+    accelerator.save_state(str(FOLDER / "state"))
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    changed = different(shown[1], {"losses": losses, **state_of(model, optimizer.optimizer)})
+    accelerator.load_state(str(FOLDER / "state"))
     AcceleratorState._reset_state()
     GradientState._reset_state()
-    return {"different": different(*shown), "losses": shown[1]["losses"]}
+    return {
+        "different": different(*shown),
+        "losses": losses,
+        "changed": len(changed),
+        "lost": different(shown[1], {"losses": losses, **state_of(model, optimizer.optimizer)}),
+    }
 
 
 NVME = {"nvme": str(FOLDER), "host_memory": "2MiB"}
