@@ -62,8 +62,8 @@ def write_adapters(model: nn.Module, folder: Path, field: str = "hi", **options:
     ranks = engine_of_model(model).ranks
     with ranks.together(f"writing adapters to {folder}"):
         if ranks.rank == 0:
-            save: Any = type(model).save_pretrained
-            save(model, str(folder), **{**options, "state_dict": state})
+            kind: Any = type(model)  # on the model itself may be what the Trainer is given
+            kind.save_pretrained(model, str(folder), **{**options, "state_dict": state})
 
 
 def save_adapters(model: nn.Module, folder: Path, field: str) -> None:

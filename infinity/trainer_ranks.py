@@ -19,6 +19,8 @@ others. transformers sees to that for modules that carry the mark of FSDP's, who
 
 from __future__ import annotations
 
+import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +88,7 @@ class Saving:
 
     def __init__(self, model: nn.Module) -> None:
         """Stand for that of `model`, which is replaced."""
-        self._model = model
+        self._model = weakref.ref(model)
         self.expected: Path | None = None
         """The checkpoint that may come now, to which all ranks will come."""
 
@@ -95,8 +97,9 @@ class Saving:
 
         Raises: UnsupportedError outside a checkpoint of the Trainer, on several ranks.
         """
-        if engine_of_model(self._model).ranks.size == 1:
-            write_adapters(self._model, Path(save_directory), **options)
+        model = self._alive()
+        if engine_of_model(model).ranks.size == 1:
+            write_adapters(model, Path(save_directory), **options)
         elif self.expected is None or Path(save_directory).absolute() != self.expected:
             raise UnsupportedError(
                 f"{save_directory}: on several ranks the weights are in all of them, and "
@@ -106,16 +109,26 @@ class Saving:
 
     def write(self, folder: Path) -> None:
         """Write the model's files into `folder`, a checkpoint, on every rank."""
-        ranks = engine_of_model(self._model).ranks
+        model = self._alive()
+        ranks = engine_of_model(model).ranks
         if ranks.size == 1:  # they are there
             return
-        if is_adapted(self._model):
-            write_adapters(self._model, folder)
+        if is_adapted(model):
+            write_adapters(model, folder)
             return
         filling = folder / _FILLING
-        save_pretrained(self._model, filling)
+        with ranks.together(f"making room in {folder}"):
+            if ranks.rank == 0 and filling.exists():  # a save that was killed here
+                shutil.rmtree(filling)
+        save_pretrained(model, filling)
         with ranks.together(f"putting weights into {folder}"):
             if ranks.rank == 0:
                 for path in filling.iterdir():
                     path.replace(folder / path.name)
                 filling.rmdir()
+
+    def _alive(self) -> nn.Module:
+        model = self._model()
+        if model is None:
+            raise ReferenceError("save_pretrained of a model that is gone")
+        return model

@@ -50,7 +50,7 @@ def test_programs_raise_what_they_are_said_to(folder, model, name, program):
     program = program.replace('"/local_nvme', f'"{folder}')
     with pytest.raises(ERRORS[name]):
         exec(program, {"infinity": infinity, "torch": torch, "model": model})  # noqa: S102 - it is ours
-    assert len(PROGRAMS) >= 8
+    assert len(PROGRAMS) >= 6
 
 
 @pytest.mark.disk
