@@ -33,14 +33,16 @@ HELD = [{"input_ids": row, "labels": row} for row in models.batch(1, rows=4)]
 ADAM = {"lr": 1e-2, "betas": (0.9, 0.95)}
 
 
-class RecipeTrainer(transformers.Trainer):
-    """The Trainer, clipping in fp32 as the recipe does, where torch rounds 16-bit gradients."""
+class Recipe:
+    """A Trainer that clips in fp32 as the recipe does, where torch rounds 16-bit gradients."""
 
-    def _clip_grad_norm(self, model):
-        return reference_clip(self.optimizer.optimizer, self.args.max_grad_norm)
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        self.accelerator.clip_grad_norm_ = lambda _, most: reference_clip(self.optimizer.optimizer, most)
 
-    def _get_grad_norm(self, model, grad_norm=None):
-        return reference_clip(self.optimizer.optimizer, float("inf")) if grad_norm is None else grad_norm
+
+class RecipeTrainer(Recipe, transformers.Trainer):
+    pass
 
 
 def build(name, folder=None, seed=0, dtype="bf16"):
@@ -82,7 +84,7 @@ def trainer_of(model, folder, **options):
 
 
 def logged(trainer, *names):
-    return [tuple(entry[name] for name in names) for entry in trainer.state.log_history if names[0] in entry]
+    return [tuple(map(entry.get, names)) for entry in trainer.state.log_history if names[0] in entry]
 
 
 def compare(folder, name="llama", **options):

@@ -12,7 +12,7 @@ import transformers
 import infinity
 import models
 from infinity.reference import ReferenceAdamW, prepare
-from test_trainer import ADAM, RecipeTrainer, logged
+from test_trainer import ADAM, Recipe, logged
 
 datasets = pytest.importorskip("datasets")
 with warnings.catch_warnings():
@@ -26,11 +26,8 @@ pytestmark = [
 ]
 
 
-class RecipeSFTTrainer(trl.SFTTrainer):
-    """As RecipeTrainer."""
-
-    _clip_grad_norm = RecipeTrainer._clip_grad_norm
-    _get_grad_norm = RecipeTrainer._get_grad_norm
+class RecipeSFTTrainer(Recipe, trl.SFTTrainer):
+    pass
 
 
 def tokenizer_of():
