@@ -304,13 +304,13 @@ class Hooks:
         """End one hold on a frozen unit when the gradients of all these inputs are there: it has no other
         sign of being done.
         """
-        missing = len(inputs)
+        count = missing = len(inputs)  # the hook may not know the inputs: they would hold each other for ever
 
         def arrived(_grad: torch.Tensor) -> None:
             nonlocal missing
             missing -= 1
             if not missing:
-                missing = len(inputs)
+                missing = count
                 self._note_backward(graph_task())
                 if unit.backward_holds and unit.backward_holds[-1] >= self._outer_task:
                     unit.backward_holds.pop()

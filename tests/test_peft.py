@@ -20,6 +20,7 @@ pytestmark = [
         "ignore:.*lr_scheduler.step.*:UserWarning",
         "ignore:Could not find a config file:UserWarning",
         "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",
+        "ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning",
     ),
 ]
 
@@ -79,6 +80,14 @@ def test_adapters_train_on_an_offloaded_base_which_is_never_written(folder):
         "no state of the base"
     )
     assert different(peft.get_peft_model_state_dict(plain), peft.get_peft_model_state_dict(ours)) == []
+
+
+def test_a_recomputed_frozen_base_leaves_nothing_in_memory(folder):
+    ours = adapted(build(folder))
+    ours.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    train(ours, torch.optim.AdamW(trained(ours), lr=1e-2))
+    kept = [one for unit in engine_of_model(ours).units for one in unit._abandoned if not one.expired()]
+    assert kept == []
 
 
 def test_adapters_are_saved_without_reading_the_base_for_plain_peft_to_load(folder):

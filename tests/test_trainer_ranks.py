@@ -18,7 +18,7 @@ from test_trainer import ADAM
 
 pytestmark = [pytest.mark.multi, pytest.mark.disk]
 
-CASES = ["joined", "nvme", "resumed", "best", "accelerated", "afterwards"]
+CASES = ["nvme", "joined", "resumed", "best", "accelerated", "afterwards"]
 if importlib.util.find_spec("peft"):
     CASES.append("adapters")
 
