@@ -12,12 +12,24 @@ from infinity.reference import ReferenceAdamW, prepare
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
 
 
-def train(model, optimizer, batch):
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def given(batch, step, dtype):
+    """Return a step's batch, whose images are of the type that computes."""
+    values = batch(torch.Generator().manual_seed(step))
+    return {
+        name: one.to(dtype) if isinstance(one, torch.Tensor) and one.is_floating_point() else one
+        for name, one in values.items()
+    }
+
+
+def train(model, optimizer, batch, dtype):
     losses = []
     model.train()
     torch.manual_seed(5)  # of dropout
     for step in range(3):
-        loss = model(**batch(torch.Generator().manual_seed(step))).loss
+        loss = model(**given(batch, step, dtype)).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -25,14 +37,18 @@ def train(model, optimizer, batch):
     return losses
 
 
-@pytest.mark.parametrize("checkpointed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("computes", "checkpointed"),
+    [("bf16", False), ("fp32", False), pytest.param("bf16", True, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("name", architectures.ARCHITECTURES)
-def test_three_steps_equal_the_recipes(folder, name, checkpointed):
+def test_three_steps_equal_the_recipes(folder, name, computes, checkpointed):
+    dtype = DTYPES[computes]
     build, batch = architectures.ARCHITECTURES[name]
     torch.manual_seed(0)
-    plain = prepare(build())
+    plain = prepare(build(), dtype)
     torch.manual_seed(0)
-    with infinity.Init(nvme=str(folder), host_memory="1MiB"):
+    with infinity.Init(nvme=str(folder), host_memory="1MiB", dtype=computes):
         ours = build()
     parity.nothing_waits(ours)
     if checkpointed:
@@ -42,6 +58,6 @@ def test_three_steps_equal_the_recipes(folder, name, checkpointed):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     recipe = ReferenceAdamW(plain.parameters(), lr=1e-2, weight_decay=0.1, max_norm=1.0)
     optimizer = infinity.AdamW(ours.parameters(), lr=1e-2, weight_decay=0.1, max_norm=1.0)
-    expected = train(plain, recipe, batch)
-    assert train(ours, optimizer, batch) == expected
+    expected = train(plain, recipe, batch, dtype)
+    assert train(ours, optimizer, batch, dtype) == expected
     models.assert_same_state(ours, optimizer, plain, recipe)
