@@ -219,7 +219,7 @@ class Durable:
         if self.source is not None and self.step % self.every == 0 and not self._held:
             self._said_at_step = self.source.at_step()
 
-    def forward_began(self) -> None:
+    def forward_began(self, _module: object) -> None:
         """A forward of the training begins: the step before it is marked, if it was only closed so far."""
         if self.source is not None:
             self.source.restore_at_forward()

@@ -41,6 +41,7 @@ from infinity.shard import lay_out, share
 from infinity.sizes import format_size
 from infinity.slices import Slices
 from infinity.store import HostStore, Store
+from infinity.strangers import Strangers
 from infinity.tiers import NvmeTier, open_tier
 from infinity.timeline import Timeline
 from infinity.unit import Unit
@@ -188,6 +189,8 @@ class Engine:
             stores = (self.host_store, self.store)
             frequencies = self.executor.frequencies
             self.pins = Pins(self.units, frequencies, self.lane, self.kept, stores, self.budget.tile_numel)
+        if self.partition is not None:
+            self.hooks.forward_began.append(Strangers(self.keeps).look)
         if self.durable is not None:
             self.hooks.forward_began.append(self.durable.forward_began)
             self.arrivals.before_change = self.durable.before_change

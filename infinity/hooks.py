@@ -103,7 +103,7 @@ class Hooks:
         self.backward_ended: list[Any] = []
         """Callables run when the outermost backward is over."""
         self.forward_began: list[Any] = []
-        """Callables run when a forward begins that a backward may follow."""
+        """Called with a module whose forward begins that a backward may follow."""
 
     @property
     def in_forward(self) -> bool:
@@ -123,7 +123,7 @@ class Hooks:
             refuse(module)
             self._counting = task == -1 and torch.is_grad_enabled()
             for call in self.forward_began if self._counting else ():
-                call()
+                call(module)
         watched = saving = None
         if torch.is_grad_enabled():
             pair = torch._C._autograd._top_saved_tensors_default_hooks(True)

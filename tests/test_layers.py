@@ -50,7 +50,7 @@ LAYERS = [
         "tracking",
     },
     {"engine"},
-    {"arrivals", "partition"},
+    {"arrivals", "partition", "strangers"},
     {
         "deepspeed_launch",
         "deepspeed_schedules",

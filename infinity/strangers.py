@@ -1,0 +1,40 @@
+"""Parameters that are trained beside a model built in Init, by ranks that share it, and by nobody's rules."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+logger = logging.getLogger("infinity")
+
+
+class Strangers:
+    """Tells, once, of trainable parameters that were not built in Init, with several ranks: nobody but
+    DistributedDataParallel reduces their gradients, and without it the ranks' models drift apart.
+    """
+
+    def __init__(self, keeps: Callable[[nn.Parameter], bool]) -> None:
+        """keeps: whether a parameter was built in Init."""
+        self._keeps = keeps
+        self._asked = False
+
+    def look(self, module: nn.Module) -> None:
+        """Look at the module whose forward begins."""
+        if self._asked:
+            return
+        self._asked = True
+        wrapped = DistributedDataParallel._get_active_ddp_module() is not None  # noqa: SLF001 - as torch.compile asks
+        named = () if wrapped else module.named_parameters()
+        names = [name for name, one in named if one.requires_grad and not self._keeps(one)]
+        if names:
+            logger.warning(
+                "%d trainable parameters of %s were not built inside Init (%s, …). On several ranks nothing "
+                "reduces their gradients: each rank trains its own. Build them inside Init "
+                "(peft.get_peft_model, too), wrap the model in DistributedDataParallel, or reduce them.",
+                len(names),
+                type(module).__name__,
+                names[0],
+            )
