@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -130,6 +131,33 @@ def compare(
         "nvme": stats.nvme_written_nbytes,
         "spilled": sum(size for (_, field), size in stats.written_nbytes.items() if "grad" in field),
     }
+
+
+def joined(name, *, freeze=None):
+    """Train in fp32 on all ranks, and on one with their batches as one; return how far the weights part, in
+    learning rates.
+
+    The sums of a gradient differ in order alone. eps keeps that from deciding the direction of a weight whose
+    gradient is next to zero, which AdamW would move by a whole learning rate.
+    """
+    lr, ranks = 1e-2, range(dist.get_world_size())
+    weights = []
+    for ours in (False, True):
+        fields = {"host_memory": "64MiB", "dtype": "fp32"} if ours else {}
+        model = models.build(name, computes="fp32", **fields)
+        for key, parameter in model.named_parameters():
+            parameter.requires_grad_(freeze is None or freeze not in key)
+        trained = [one for one in model.parameters() if one.requires_grad]
+        optimizer = (infinity.AdamW if ours else ReferenceAdamW)(trained, lr=lr, eps=1e-4)
+        for step in range(3):
+            of = [dist.get_rank()] if ours else ranks
+            ids = torch.cat([models.batch(1000 * rank + 10 * step) for rank in of])
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(model.state_dict())
+    alone, together = weights
+    return {"apart": max((alone[key] - together[key]).abs().max().item() / lr for key in alone)}
 
 
 def through_deepspeed():
@@ -423,6 +451,8 @@ CASES = {
     "overflow on nvme": lambda: overflow(**NVME),
     "deepspeed": through_deepspeed,
     "mesh": mesh,
+    **{f"joined {name}": partial(joined, name) for name in ("llama", "gpt2", "mixtral")},
+    "joined frozen": partial(joined, "llama", freeze="mlp"),
     "partitioned": lambda: partitioned(host_memory="64MiB"),
     "partitioned nvme": lambda: partitioned(offload_activations="nvme", **NVME),
     "different ways": different_ways,

@@ -42,7 +42,8 @@ EXACT = [
 ]
 FEW = ["llama", "gpt2", "mixtral", "max_norm", "no_sync", "frozen", "nvme", "nvme accumulated", "stage 1"]
 OTHERS = ["gathered", "seeds", "traffic", "nvme traffic", "memory", "partitioned", "partitioned nvme"]
-CASES = {2: [*EXACT, *OTHERS], 3: FEW, 4: [*FEW, "mesh"]}
+JOINED = ["joined llama", "joined gpt2", "joined mixtral", "joined frozen"]
+CASES = {2: [*EXACT, *OTHERS, *JOINED], 3: [*FEW, *JOINED], 4: [*FEW, "mesh", *JOINED]}
 
 pytestmark = [pytest.mark.multi, pytest.mark.disk]
 
@@ -129,6 +130,13 @@ def test_a_ranks_disk_moves_the_bytes_of_its_own_share(answers):
         assert 20 < one["backward"] <= 26.5
         assert one["backward"] < one["forward"] <= 30.5
         assert one["pinned"] < 0.1
+
+
+@pytest.mark.parametrize("case", JOINED)
+@pytest.mark.parametrize("ranks", CASES)
+def test_ranks_train_the_weights_of_one_rank_with_their_batches_as_one(answers, ranks, case):
+    """In fp32, to a thousandth of a learning rate in three steps: only the order of summation differs."""
+    assert all(one["apart"] < 1e-3 for one in answers(ranks, case))
 
 
 @pytest.mark.parametrize("case", ["partitioned", "partitioned nvme"])
