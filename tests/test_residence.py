@@ -16,7 +16,6 @@ import models
 from fakes import _Transfer
 from infinity.engine import engine_of_model
 from infinity.executor import Executor
-from infinity.fetch import FetchPass
 from infinity.placement import Move
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.unit import Unit
@@ -184,17 +183,19 @@ def test_an_edit_right_after_a_step_waits_for_what_the_update_writes(folder):
 
 def test_an_interrupt_inside_an_update_stops_the_engine(monkeypatch):
     model = models.build("llama", host_memory="64MiB").train()
-    models.train(model, infinity.AdamW(model.parameters(), lr=1e-2), 2)
-    step, calls, ids = FetchPass._step, [], models.batch(5)
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    models.train(model, optimizer, 2)
+    kernels, calls, ids = optimizer.recipe.kernels, [], models.batch(5)
+    step = kernels["bf16", "fp32"]
 
-    def interrupted(self, *args):
-        calls.append(self)
+    def interrupted(span, scalars):
+        calls.append(span)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return step(self, *args)
+        step(span, scalars)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(FetchPass, "_step", interrupted)
+        patch.setitem(kernels, ("bf16", "fp32"), interrupted)
         model(input_ids=ids, labels=ids)
     with pytest.raises(infinity.EngineFailedError, match="an earlier error"), torch.no_grad():
         model(input_ids=ids, labels=ids)
