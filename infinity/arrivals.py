@@ -44,7 +44,8 @@ class Arrivals:
     def __init__(self, units: list[Unit], hooks: Hooks, gradients: GradientStore, lane: StreamLane) -> None:
         """Take those of `units`, a list that the engine fills, from autograd to `gradients`."""
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Who takes parameters of the engine."""
+        """Who takes parameters of the engine; see `join`."""
+        self._updaters: dict[Unit, Callable[[], Updater | None]] = {}
         self.reduction: Reduction | None = None
         """Sums gradients over the ranks; None with one rank."""
         self._units = units
@@ -58,6 +59,11 @@ class Arrivals:
         """Called before a step is decided; a durable run's."""
         gradients.use_complete = self._use_complete
         hooks.backward_ended.append(self._backward_ended)
+
+    def join(self, optimizer: Any) -> None:
+        """Note that an optimizer has taken parameters of the engine, which does not keep it alive."""
+        self.optimizers.add(optimizer)
+        self._updaters.clear()
 
     def accumulated(self, parameter: torch.Tensor, unit: Unit, index: int) -> None:
         """Take over a parameter's gradient, as soon as autograd has accumulated it."""
@@ -125,11 +131,10 @@ class Arrivals:
         """Return the optimizer that applies this unit's gradients in the backward, as soon as they are
         complete.
         """
-        for optimizer in self.optimizers:
-            if optimizer.applies_in_backward(unit):
-                updater: Updater = optimizer
-                return updater
-        return None
+        if unit not in self._updaters:
+            theirs = (weakref.ref(one) for one in self.optimizers if one.applies_in_backward(unit))
+            self._updaters[unit] = next(theirs, _nothing)
+        return self._updaters[unit]()
 
     def _backward_ended(self) -> None:
         if self.reduction is not None and not self.reduction.deferred:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -161,6 +161,16 @@ class FetchPass(Pass):
         """The unit's memory."""
         return self._flat
 
+    def run_in_memory(self) -> None:
+        """Updates alone, of fields that are there whole, need no walk over tiles."""
+        record = self.record
+        whole = None if self._upload or self._resident or record.targets else record.whole_in_host()
+        if whole is None or any(update.field for update in self.pending.values()):
+            super().run_in_memory()
+            return
+        self._apply(0, record.shard.numel, whole)
+        record.changed_in_host.update(whole)
+
     def process(self, start: int, stop: int, at: dict[str, int]) -> Sequence[Transfer] | None:
         """Apply the updates, then upload."""
         flat = self._in_place("hi", start)
@@ -188,19 +198,18 @@ class FetchPass(Pass):
             step = update.recipe.kernels[self.record.form.dtype, self.record.form.state_dtype]
             if update.missed or (update.tensor is None and update.field is None):
                 zeros = torch.zeros(piece.numel, dtype=torch.bfloat16)
-                span = Span(piece.numel, state, zeros.data_ptr(), "bf16", first=piece.element)
+                gradient, dtype = zeros.data_ptr(), KERNEL_DTYPE[zeros.dtype]
                 for scalars, key in update.missed:
-                    step(replace(span, key=key), scalars)
+                    step(Span(piece.numel, state, gradient, dtype, key, piece.element), scalars)
             if update.tensor is not None:
                 update.arriving.wait()
                 gradient = update.tensor.data_ptr() + piece.within * update.tensor.element_size()
                 dtype = KERNEL_DTYPE[update.tensor.dtype]
-                span = Span(piece.numel, state, gradient, dtype, first=piece.element)
             elif update.field is not None:
                 field = update.field
                 gradient = piece_address(self.record, at[field], piece.start, start, field)
-                span = Span(piece.numel, state, gradient, self._dtypes[field], first=piece.element)
-            step(replace(span, key=update.key), update.scalars)
+                dtype = self._dtypes[field]
+            step(Span(piece.numel, state, gradient, dtype, update.key, piece.element), update.scalars)
 
     def _let_go(self) -> None:
         self._flat = None

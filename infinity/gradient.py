@@ -20,6 +20,8 @@ from infinity.queueing import Pass
 from infinity.store import DONE, Transfer
 from infinity.unit import Unit
 
+ONE = np.float32(1)
+
 
 class Form(Enum):
     """Where a stored gradient is."""
@@ -63,7 +65,7 @@ class Gradient:
         self.parts: SpillPart | None = None
         """The sum of squares; filled in by `job` where a pass computes it."""
         self.job: Pass | None = None
-        self.scale = np.float32(1)
+        self.scale = ONE
         """The fp32 factor that clipping recorded; applied in the update."""
         self.checked = False
         """Whether somebody has seen that it is finite, as a scaled loss needs."""

@@ -133,15 +133,7 @@ class StreamLane:
     def _run_here(self, job: Pass) -> None:
         """Do a pass over fields in host memory."""
         began = time.perf_counter()
-        transfers: list[Transfer] = []
-        for start, stop in job.tiles():
-            reads, writes = job.fields(start, stop)
-            at = {name: job.record.there(name, start) for name in dict.fromkeys((*reads, *writes))}
-            transfers += job.process(start, stop, at) or ()
-            for name in writes:
-                job.record.note_written(name, start, stop)
-        for transfer in transfers:
-            transfer.wait()
+        job.run_in_memory()
         ended = time.perf_counter()
         self.times.inline_s += ended - began
         self._timeline.span("work", f"{type(job).__name__} {job.record.name}", began, ended)

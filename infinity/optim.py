@@ -125,7 +125,7 @@ class OffloadedOptimizer(Tracking, Optimizer):
         for parameter in group:
             engine = engines[id(parameter)]
             self._engines[id(engine)] = engine
-            engine.optimizers.add(self)
+            engine.arrivals.join(self)
             if parameter.requires_grad:
                 self.make_room(engine, parameter)
 

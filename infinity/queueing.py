@@ -98,6 +98,18 @@ class Pass(ABC):
     def process(self, start: int, stop: int, at: dict[str, int]) -> Sequence[Transfer] | None:
         """Work on one tile; `at` is the address of each field. Return transfers that still use them."""
 
+    def run_in_memory(self) -> None:
+        """Do all of it now, where all that it touches lies in host memory."""
+        transfers: list[Transfer] = []
+        for start, stop in self.tiles():
+            reads, writes = self.fields(start, stop)
+            at = {name: self.record.there(name, start) for name in dict.fromkeys((*reads, *writes))}
+            transfers += self.process(start, stop, at) or ()
+            for name in writes:
+                self.record.note_written(name, start, stop)
+        for transfer in transfers:
+            transfer.wait()
+
     def finish(self) -> None:
         """Call back who waits for the end, once; what they hold goes with them."""
         self.finished = True

@@ -84,6 +84,7 @@ class Record:
         """The weights, and the state that its optimizers keep, as far as it has them: no gradients."""
         self._even = all(form.nbytes(name, tile_numel) % BLOCK == 0 for name in (*form.fields, "grad16"))
         self._hashes: dict[str, array[int]] = {}
+        self._whole: dict[str, int] | None = None
 
     def __contains__(self, name: str) -> bool:
         """Whether the record has this field."""
@@ -177,6 +178,7 @@ class Record:
     def _moved(self) -> None:
         self.fields = tuple(name for name in self.form.fields if name in self._extents)
         self.all_in_host = all(self.in_host(name) for name in self.fields)
+        self._whole = None
 
     def place(self, name: str) -> tuple[Extent, array[int]]:
         """Return where a field lies, and its tiles' hashes, both as they are now."""
@@ -211,6 +213,7 @@ class Record:
         extent = self._extents[name]
         if isinstance(extent.store, HostStore):
             self._extents[name] = extent.store.replace(extent)
+            self._whole = None
 
     # Transfers of fields on NVMe
 
@@ -262,6 +265,16 @@ class Record:
         """
         hashes = [self._hashes[name] for name in names]
         return self._even and all(0 not in one or not any(one) for one in hashes)
+
+    def whole_in_host(self) -> dict[str, int] | None:
+        """Return the addresses of `fields`, if they lie in host memory without gaps and every tile of them
+        was written, else None.
+        """
+        if self._whole is not None:
+            return self._whole
+        if self.all_in_host and self._even and all(0 not in self._hashes[name] for name in self.fields):
+            self._whole = {name: self.there(name, 0) for name in self.fields}
+        return self._whole
 
     def note_written(self, name: str, start: int, stop: int) -> None:
         """Remember that elements [start, stop) of a field were written where they lie.

@@ -298,11 +298,10 @@ def _saved_itself(parameter: nn.Parameter) -> bool:
         return False
     if not parameter.requires_grad:
         return True
-    enabled = torch.is_grad_enabled()
-    try:
-        torch.set_grad_enabled(True)
+    if torch.is_grad_enabled():
         leads: Any = parameter.view_as(parameter).grad_fn  # as torch.autograd.graph.get_gradient_edge does
-    finally:
-        torch.set_grad_enabled(enabled)
+    else:
+        with torch.enable_grad():
+            leads = parameter.view_as(parameter).grad_fn
     node = leads.next_functions[0][0]
     return holders() > 1 + (node is not None)
