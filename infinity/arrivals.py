@@ -21,8 +21,11 @@ from infinity.unit import Unit
 class Updater(Protocol):
     """An optimizer that may apply gradients in the backward."""
 
-    def applies_in_backward(self, unit: Unit) -> bool:
-        """Whether it will apply this unit's gradients as soon as they are complete."""
+    update: str
+    """"backward": it applies a unit's gradients as soon as they are complete."""
+
+    def takes(self, unit: Unit) -> bool:
+        """Whether it has parameters of this unit."""
 
     def applied(self, unit: Unit, index: int) -> bool:
         """Whether it has applied one since the last step."""
@@ -45,7 +48,7 @@ class Arrivals:
         """Take those of `units`, a list that the engine fills, from autograd to `gradients`."""
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         """Who takes parameters of the engine; see `join`."""
-        self._updaters: dict[Unit, Callable[[], Updater | None]] = {}
+        self._takers: dict[Unit, list[weakref.ref[Updater]]] = {}
         self.reduction: Reduction | None = None
         """Sums gradients over the ranks; None with one rank."""
         self._units = units
@@ -63,7 +66,7 @@ class Arrivals:
     def join(self, optimizer: Any) -> None:
         """Note that an optimizer has taken parameters of the engine, which does not keep it alive."""
         self.optimizers.add(optimizer)
-        self._updaters.clear()
+        self._takers.clear()
 
     def accumulated(self, parameter: torch.Tensor, unit: Unit, index: int) -> None:
         """Take over a parameter's gradient, as soon as autograd has accumulated it."""
@@ -131,10 +134,13 @@ class Arrivals:
         """Return the optimizer that applies this unit's gradients in the backward, as soon as they are
         complete.
         """
-        if unit not in self._updaters:
-            theirs = (weakref.ref(one) for one in self.optimizers if one.applies_in_backward(unit))
-            self._updaters[unit] = next(theirs, _nothing)
-        return self._updaters[unit]()
+        if unit not in self._takers:
+            self._takers[unit] = [weakref.ref(one) for one in self.optimizers if one.takes(unit)]
+        for taker in self._takers[unit]:
+            optimizer = taker()
+            if optimizer is not None and optimizer.update == "backward":
+                return optimizer
+        return None
 
     def _backward_ended(self) -> None:
         if self.reduction is not None and not self.reduction.deferred:

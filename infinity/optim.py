@@ -312,9 +312,9 @@ class OffloadedOptimizer(Tracking, Optimizer):
 
     # Updating in the backward: engine.Updater
 
-    def applies_in_backward(self, unit: Unit) -> bool:
-        """Whether gradients of this unit are applied as they come."""
-        return self.update == "backward" and any(id(parameter) in self.mine for parameter in unit.parameters)
+    def takes(self, unit: Unit) -> bool:
+        """Whether parameters of this unit are its own."""
+        return any(id(parameter) in self.mine for parameter in unit.parameters)
 
     def applied(self, unit: Unit, index: int) -> bool:
         """Whether this parameter's gradient has been applied since the last step()."""

@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+import infinity
 from infinity import EngineFailedError, UnsupportedError
+from infinity.reference import ReferenceAdamW
 from parity import (
     Wrap,
     build_both,
@@ -468,3 +470,22 @@ def test_after_a_backward_that_failed_only_what_still_has_a_gradient_is_updated(
     both[1].update = "backward"
     assert differences(loop(plain, both[0]), loop(ours, both[1])) == []
     assert engine_in(ours).gradients.outgoing_nbytes == 0
+
+
+def test_the_optimizer_of_now_applies_gradients_in_the_backward_and_not_the_one_before_it(nvme):
+    def loop(model, made):
+        values = []
+        for update in ("forward", "backward", "forward"):
+            optimizer = made(model, update)
+            for seed in (1, 2):
+                total(model(X(torch.Generator().manual_seed(seed))[0])).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            values.append({name: one.clone() for name, one in model.state_dict().items()})
+            del optimizer
+        return values
+
+    plain, ours = build_both(blocks(), nvme=nvme)
+    expected = loop(plain, lambda model, _: ReferenceAdamW(model.parameters(), lr=1e-2))
+    actual = loop(ours, lambda model, update: infinity.AdamW(model.parameters(), lr=1e-2, update=update))
+    assert differences(expected, actual) == []

@@ -311,6 +311,30 @@ def test_memory_that_is_left_keeps_its_values_and_the_field_goes_on_with_the_sam
     assert store.ledger.held_nbytes == 0
 
 
+def test_a_record_is_whole_in_host_memory_once_every_tile_of_every_field_was_written_there():
+    record, store = record_of(2 * TILE), host()
+    for name in ("hi", "lo"):
+        record.add(name, store)
+        assert record.whole_in_host() is None
+        record.note_written(name, 0, TILE)
+        assert record.whole_in_host() is None, "its second tile was not"
+        record.note_written(name, TILE, 2 * TILE)
+        assert record.whole_in_host() == {one: record.there(one, 0) for one in record.fields}
+    record.leave("lo")
+    assert record.whole_in_host() == {one: record.there(one, 0) for one in ("hi", "lo")}
+    record.move("lo", FakeDisk().allocate(record.field_nbytes("lo"), "lo"), array("Q", [1, 1]))
+    assert record.whole_in_host() is None, "a field lies on NVMe"
+    record.drop("lo")
+    assert record.whole_in_host() == {"hi": record.there("hi", 0)}
+
+
+def test_tiles_with_gaps_between_them_are_never_whole_in_host_memory():
+    record = record_of(2 * TILE, tile_numel=1024)
+    record.add("hi", host())
+    record.note_written("hi", 0, 2 * TILE)
+    assert record.whole_in_host() is None
+
+
 def test_a_field_on_nvme_has_no_memory_to_leave():
     record, disk = record_of(TILE), CountedDisk()
     record.add("hi", disk)
