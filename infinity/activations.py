@@ -285,6 +285,8 @@ class Boundaries:
             if left:
                 self.gradients.let_go(left.pop())
 
+        most = 1 + self.gradients.outgoing_limit_nbytes // max(tensor.nbytes, 1)
+        self.gradients.await_buffer(tensor.nbytes, most)
         download = self.device.download(tensor)
         self.gradients.make_room(tensor.nbytes)
         job = SavePass(record, download.tensor, download.transfer, self.tile_numel, over)

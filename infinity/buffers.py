@@ -13,6 +13,7 @@ import ctypes
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -33,6 +34,7 @@ class Buffers:
         self.made = 0
         """Buffers allocated since the start; in the steady state no more are."""
         self._free: list[Arena] = []  # the longest idle first
+        self._there: Counter[int] = Counter()  # buffers, free or lent, by their bytes
         self._lock = threading.RLock()  # a tensor may be collected at any moment, here too
         self._pid = os.getpid()
 
@@ -53,6 +55,13 @@ class Buffers:
             weakref.finalize(memory, self._give_back, arena).atexit = False
             return torch.frombuffer(memory, dtype=dtype)
 
+    def prepare(self, nbytes: int, count: int) -> bool:
+        """Make buffers of `nbytes` until there are `count`, lent ones included; whether one is free now."""
+        for _ in range(count - self._there[nbytes]):
+            self._give_back(self._make(nbytes))
+        with self._lock:
+            return any(arena.nbytes == nbytes for arena in self._free)
+
     def _take(self, nbytes: int) -> Arena | None:
         with self._lock:
             for arena in reversed(list(self._free)):
@@ -67,6 +76,8 @@ class Buffers:
         self.made += 1
         self.trim(self.spare_nbytes())
         arena = Arena(nbytes)
+        with self._lock:
+            self._there[nbytes] += 1
         self.was_made(arena)
         return arena
 
@@ -83,6 +94,7 @@ class Buffers:
         with self._lock:
             while self._free and self.free_nbytes > nbytes:
                 dropped.append(self._free.pop(0))
+                self._there[dropped[-1].nbytes] -= 1
         self.are_dropped(dropped)
 
     def was_made(self, arena: Arena) -> None:

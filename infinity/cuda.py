@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +20,9 @@ from infinity.sizes import format_size
 logger = logging.getLogger("infinity")
 
 SPARE_NBYTES = 256 << 20
-"""Host buffers of downloads that are over stay for the next ones, up to this many bytes."""
+"""Host buffers of downloads that are over stay for the next ones: up to this many bytes, or what the budget has
+left for gradients where that is more, beside those made ahead.
+"""
 
 
 class Event(Protocol):
@@ -132,7 +134,11 @@ class HostMemory(Buffers):
 
     def __init__(self, streams: Streams) -> None:
         """Open the stream of downloads."""
-        super().__init__(lambda: SPARE_NBYTES)
+        super().__init__(lambda: self._ahead_nbytes + max(SPARE_NBYTES, self.room()))
+        self.room: Callable[[], int] = lambda: 0
+        """Bytes that the budget has left for what is downloaded."""
+        self._ahead: dict[int, int] = {}
+        self._ahead_nbytes = 0
         self.pageable_reason = ""
         """Why some memory could not be page-locked; empty if all could."""
         self.down = streams.open()
@@ -162,6 +168,14 @@ class HostMemory(Buffers):
         if address in self._pinned:
             self._pinned.discard(address)
             self._streams.unlock(address)
+
+    def prepare(self, nbytes: int, count: int) -> bool:
+        """See Buffers; those that are made here stay."""
+        more = count - self._ahead.get(nbytes, 0)
+        if more > 0:
+            self._ahead[nbytes] = count
+            self._ahead_nbytes += more * nbytes
+        return super().prepare(nbytes, count)
 
     def was_made(self, arena: Arena) -> None:
         """Page-lock it."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -108,6 +109,14 @@ class Device(Protocol):
     def download(self, tensor: torch.Tensor) -> Download:
         """Begin to copy `tensor`, as the calling thread's stream leaves it, to host memory."""
 
+    def room_for_downloads(self, room: Callable[[], int]) -> None:
+        """What was downloaded and is used up may keep `room()` bytes of host memory for the next downloads."""
+
+    def prepare(self, nbytes: int, count: int) -> bool:
+        """Have memory made for `count` downloads of `nbytes` each; whether there is any for one now. Where there
+        is not, `download` makes more: in the steady state the caller waits instead.
+        """
+
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return `tensor` contiguous and in host memory (itself where it is)."""
 
@@ -156,6 +165,13 @@ class CpuDevice:
     def download(self, tensor: torch.Tensor) -> Download:
         """Return `tensor`, made contiguous if it is not."""
         return Download(tensor.contiguous(), DONE)
+
+    def room_for_downloads(self, room: Callable[[], int]) -> None:
+        """Nothing is copied."""
+
+    def prepare(self, nbytes: int, count: int) -> bool:
+        """Nothing is copied."""
+        return True
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return `tensor`, made contiguous if it is not."""
@@ -292,6 +308,14 @@ class CudaDevice:
         self._streams.copy(self._down, host, source)
         self._streams.keep(self._down, source)
         return Download(host, _Copy(self._streams.record(self._down)))
+
+    def room_for_downloads(self, room: Callable[[], int]) -> None:
+        """See Device."""
+        self.memory.room = room
+
+    def prepare(self, nbytes: int, count: int) -> bool:
+        """See Device."""
+        return self.memory.prepare(nbytes, count)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """See Device."""

@@ -182,7 +182,7 @@ class Engine:
         if whole := self.config.stage < 3:
             ahead = sum(unit.resident_nbytes for unit in self.units)
         self.executor.open(self.units, self.budget.tile_numel, ahead, whole=whole)
-        self.gradients.open(self.budget, self.kept)
+        self.gradients.open(self.budget, self.kept, self.units)
         if self.hooks.boundaries is not None:
             self.hooks.boundaries.tile_numel = self.budget.tile_numel
         if self.nvme_store is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -41,6 +41,7 @@ class GradientStore:
         self._tile_numel = 0
         self._kept = Ledger(0)
         self._outgoing = Ledger(0)
+        self._at_once: dict[int, int] = {}
         self.buffers = Buffers(lambda: self._outgoing.free_nbytes)
         self._jobs: deque[Pass] = deque()
         self.stall_s = 0.0
@@ -61,11 +62,13 @@ class GradientStore:
         self.flush_unit: Callable[[Unit], None] = lambda _: None
         """Applies a unit's pending update before its gradient changes; set by the executor."""
 
-    def open(self, budget: Budget, kept: Ledger) -> None:
-        """Set the shares of the budget; gradients come only later."""
+    def open(self, budget: Budget, kept: Ledger, units: Sequence[Unit]) -> None:
+        """Set the shares of the budget; the gradients of `units` come only later."""
         self._tile_numel = budget.tile_numel
         self._kept = kept
         self._outgoing = Ledger(budget.outgoing_nbytes)
+        self._at_once = _at_once(units, budget.outgoing_nbytes)
+        self._device.room_for_downloads(lambda: self._kept.free_nbytes + self._outgoing.free_nbytes)
 
     @property
     def outgoing_nbytes(self) -> int:
@@ -112,6 +115,7 @@ class GradientStore:
         unit is complete.
         """
         gradient = Gradient(unit, index, self._kept)
+        self.await_buffer(grad.nbytes, self._at_once.get(grad.nbytes, 1))
         download = self._device.download(grad)
         gradient.arriving, tensor = download.transfer, download.tensor
         if keep and download.done:  # and in the cache
@@ -138,6 +142,7 @@ class GradientStore:
         if self.add_local is not None:
             self.add_local(gradient, grad)
         else:
+            self.await_buffer(grad.nbytes, 1)
             self.add_mean(gradient, self._device.to_host(grad))
 
     def add_mean(self, gradient: Gradient, tensor: torch.Tensor) -> None:
@@ -178,18 +183,32 @@ class GradientStore:
     def make_room(self, nbytes: int) -> None:
         """Wait until the outgoing share has room, or nothing is under way that could make any."""
         while not self._outgoing.try_reserve(nbytes):
-            if self.use_complete():
-                continue
-            while self._jobs and self._jobs[0].processed:
-                self._jobs.popleft()
-            if not self._jobs:
+            if not self._let_one_go():
                 self._outgoing.reserve_anyway(nbytes)  # larger than the share: it counts as the unit in use
                 return
-            began = time.perf_counter()
-            self._lane.wait(self._jobs.popleft())
-            ended = time.perf_counter()
-            self.stall_s += ended - began
-            self._timeline.span("stall", "gradients", began, ended)
+
+    def await_buffer(self, nbytes: int, most: int) -> None:
+        """Wait until there is memory for a download of `nbytes`, with `most` of them under way at once, or
+        nothing is under way that could free any. So how many are ever made does not depend on who is faster.
+        """
+        while nbytes and not self._device.prepare(nbytes, most):
+            if not self._let_one_go():
+                return  # those in use stay: gradients that are kept, or the rest of this unit's
+
+    def _let_one_go(self) -> bool:
+        """Wait for a pass that uses outgoing gradients up; False if none is under way."""
+        if self.use_complete():
+            return True
+        while self._jobs and self._jobs[0].processed:
+            self._jobs.popleft()
+        if not self._jobs:
+            return False
+        began = time.perf_counter()
+        self._lane.wait(self._jobs.popleft())
+        ended = time.perf_counter()
+        self.stall_s += ended - began
+        self._timeline.span("stall", "gradients", began, ended)
+        return True
 
     def has_room(self, nbytes: int) -> bool:
         """Take `nbytes` of the outgoing share if it has them now."""
@@ -324,6 +343,19 @@ class GradientStore:
         values = self.collect(gradient.unit, gradient.index, values)
         scaled = values.float().mul(float(gradient.scale)).to(parameter.dtype)
         return scaled.view(parameter.shape).to(parameter.device)
+
+
+def _at_once(units: Sequence[Unit], outgoing_nbytes: int) -> dict[int, int]:
+    """Return, by their bytes, how many gradients may be on their way at once: those of one unit, and of as many
+    more as the outgoing share holds.
+    """
+    sizes = [
+        Counter(segment.numel * unit.flat.dtype.itemsize for segment in unit.shard.segments) for unit in units
+    ]
+    largest = max((sum(size * count for size, count in one.items()) for one in sizes), default=0)
+    rounds = 1 + outgoing_nbytes // max(largest, 1)
+    total = sum(sizes, Counter[int]())
+    return {size: min(total[size], rounds * max(one[size] for one in sizes)) for size in total}
 
 
 def _present(tensor: torch.Tensor | None) -> torch.Tensor:

@@ -2,6 +2,8 @@
 memory. Trusted: the reference recipe, and LateStreams, which stands in for torch.cuda.
 """
 
+import time
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ import models
 from infinity import engine as engine_module
 from infinity.device import CudaDevice
 from infinity.engine import engine_of_model
+from infinity.lanes import StreamLane
 from streams import LateStreams
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
@@ -45,10 +48,18 @@ def test_nothing_is_read_or_used_again_before_its_copy_is_over(
     assert late.copies > 0
 
 
-def test_downloads_allocate_nothing_in_the_steady_state(folder, late):
-    (model, optimizer, _), _ = both(folder, "64MiB", "backward")
-    models.train(model, optimizer, 3)
+@pytest.mark.parametrize(
+    ("memory", "update"), [("128KiB", "backward"), ("64MiB", "backward"), ("64MiB", "forward")]
+)
+def test_downloads_allocate_nothing_in_the_steady_state_however_slow_the_updates_get(
+    folder, late, monkeypatch, memory, update
+):
+    monkeypatch.setattr("infinity.cuda.SPARE_NBYTES", 0)
+    (model, optimizer, _), _ = both(folder, memory, update)
+    models.train(model, optimizer, 2)
     memory = engine_of_model(model).device.memory
     made = memory.made
-    models.train(model, optimizer, 3, first=3)
-    assert memory.made == made
+    work = StreamLane._work
+    monkeypatch.setattr(StreamLane, "_work", lambda lane, tile: (time.sleep(0.004), work(lane, tile)))
+    models.train(model, optimizer, 2, first=2)
+    assert memory.made == made > 0
