@@ -20,8 +20,8 @@ from infinity.sizes import format_size
 logger = logging.getLogger("infinity")
 
 SPARE_NBYTES = 256 << 20
-"""Host buffers of downloads that are over stay for the next ones: up to this many bytes, or what the budget has
-left for gradients where that is more, beside those made ahead.
+"""Host buffers of downloads that are over stay for the next ones: up to this many bytes, or what the budget
+has left for gradients where that is more, beside those made ahead.
 """
 
 

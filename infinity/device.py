@@ -110,11 +110,11 @@ class Device(Protocol):
         """Begin to copy `tensor`, as the calling thread's stream leaves it, to host memory."""
 
     def room_for_downloads(self, room: Callable[[], int]) -> None:
-        """What was downloaded and is used up may keep `room()` bytes of host memory for the next downloads."""
+        """Memory of downloads that are used up may stay for the next ones: `room()` bytes of it."""
 
     def prepare(self, nbytes: int, count: int) -> bool:
-        """Have memory made for `count` downloads of `nbytes` each; whether there is any for one now. Where there
-        is not, `download` makes more: in the steady state the caller waits instead.
+        """Have memory made for `count` downloads of `nbytes` each; whether there is any for one now. Where
+        there is not, `download` makes more: in the steady state the caller waits instead.
         """
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:

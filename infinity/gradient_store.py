@@ -346,8 +346,8 @@ class GradientStore:
 
 
 def _at_once(units: Sequence[Unit], outgoing_nbytes: int) -> dict[int, int]:
-    """Return, by their bytes, how many gradients may be on their way at once: those of one unit, and of as many
-    more as the outgoing share holds.
+    """Return, by their bytes, how many gradients may be on their way at once: those of one unit, and of as
+    many more as the outgoing share holds.
     """
     sizes = [
         Counter(segment.numel * unit.flat.dtype.itemsize for segment in unit.shard.segments) for unit in units

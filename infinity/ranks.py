@@ -7,6 +7,12 @@ steps are the same on every rank. Before anything moves, the ranks compare what 
 that disagree (their models took different ways through their forward) get an error that names both, where
 plain collectives would hang, or mix two weights of one size.
 
+[Note: names]
+Ranks meet under names of their own: the members of their group, and how many engines these have had. Torch
+would name a group after how many others each process knows, and after one row of a mesh has built two engines
+and another row one, the ranks of a column would wait for each other under different names. So disjoint groups
+build at the same time, any number of engines each, and nobody but its members need know of a group.
+
 [Note: who is missing]
 Who waits longer than the timeout, or loses a connection, puts down why in the store that the processes met
 through, and looks there for the others: whoever has put down nothing within a few seconds is named.
@@ -15,7 +21,6 @@ through, and looks there for the others: whoever has put down nothing within a f
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import re
@@ -23,6 +28,7 @@ import socket
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -52,18 +58,20 @@ logger.addFilter(_Rank())
 _TEXT_NBYTES = 256
 _GRACE_S = 5.0
 """Seconds in which ranks that wait, too, find out what happened."""
-_numbers = itertools.count()
+_engines: Counter[str] = Counter()
+"""How many groups of the same members this process has met, by their name; see [Note: names]."""
 
 
 class Channel:
     """Collectives in one order, for one thread; see [Note: one order]."""
 
-    def __init__(self, ranks: Ranks, members: Sequence[int], backend: str, timeout_s: float) -> None:
-        """Connect the ranks `members` of the world, for data over `backend`. Every rank does so."""
+    def __init__(self, ranks: Ranks, name: str, backend: str, timeout_s: float) -> None:
+        """Connect the ranks under a name, for data over `backend`. Every one of them does so."""
         self.ranks = ranks
         self._timeout_s = timeout_s
-        self._data = _group(members, backend, timeout_s)
-        self._control = self._data if backend == "gloo" else _group(members, "gloo", timeout_s)
+        self._data = self._control = _group(f"{name} {backend}", ranks, backend, timeout_s)
+        if backend != "gloo":
+            self._control = _group(f"{name} gloo", ranks, "gloo", timeout_s)
         self._sequence = 0
 
     def agree(self, what: str) -> None:
@@ -140,28 +148,56 @@ class Ranks:
     def __init__(
         self, members: Sequence[int], rank: int, backend: str, timeout_s: float, device: str = "cpu"
     ) -> None:
-        """Connect `members`, ranks of the world, of which this process is the one at `rank`."""
+        """Connect `members`, ranks of the world, of which this process is the one at `rank`.
+
+        Raises: RanksError naming those who do not come.
+        """
         self.rank, self.size = rank, len(members)
         self.device = device
         """Where this rank computes."""
-        self._members, self._backend, self._timeout_s = list(members), backend, timeout_s
-        self._key = f"infinity/{next(_numbers)}"
+        self.members, self._backend, self._timeout_s = list(members), backend, timeout_s
+        group = "-".join(map(str, members))
+        self._key = f"infinity/{group}/{_engines[group]}"
         self._put_down = False
         self._lost = False
         self._lock = threading.Lock()
         self._channels: list[Channel] = []
         self.closing: list[Callable[[], object]] = []
         """Called before the connections are given back: to let what uses them end."""
-        self._control = self.channel() if self.size > 1 else None
+        self._control: Channel | None = None
+        if self.size > 1:
+            _engines[group] += 1
+            self._await_all()
+            self._control = self.channel()
         neighbours = self._neighbours()
         self.local_rank, self.local_size = neighbours.index(rank), len(neighbours)
         """This rank among those on this machine, and how many they are."""
 
     def channel(self) -> Channel:
         """Open a further channel. Every rank does so, in the same order."""
-        channel = Channel(self, self._members, self._backend, self._timeout_s)
+        name = f"{self._key} channel {len(self._channels)}"
+        channel = Channel(self, name, self._backend, self._timeout_s)
         self._channels.append(channel)
         return channel
+
+    def _await_all(self) -> None:
+        """Return when every rank is here.
+
+        Raises: RanksError naming those who do not come within the timeout.
+        """
+        store, places = _store(), [f"{self._key} here {rank}" for rank in range(self.size)]
+        store.set(places[self.rank], "")
+        with contextlib.suppress(RuntimeError):  # torch's says nothing of ranks
+            store.wait(places, timedelta(seconds=self._timeout_s))
+            return
+        missing = [one for one, place in zip(self.members, places, strict=True) if not store.check([place])]
+        absent, group = (", ".join(map(str, some)) for some in (missing, self.members))
+        raise RanksError(
+            f"rank {absent} of the world did not come to Init within {self._timeout_s:.0f} s, to build with "
+            f"ranks {group}. Likely cause: it has ended, or builds with another process_group first. Every "
+            "rank of a group builds in it, those of several groups in the same order; "
+            "Config(timeout_s=...) sets how long a rank waits."
+        )
 
     def _neighbours(self) -> list[int]:
         if self._control is None:
@@ -297,13 +333,16 @@ def _in_one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:1000]
 
 
-def _group(members: Sequence[int], backend: str, timeout_s: float) -> Any:
-    return dist.new_group(
-        list(members),
-        backend=backend,
-        timeout=timedelta(seconds=timeout_s),
-        use_local_synchronization=len(members) != dist.get_world_size(),
+def _group(name: str, ranks: Ranks, backend: str, timeout_s: float) -> Any:
+    """Do as dist.new_group, under a name of ours."""
+    c10d: Any = dist.distributed_c10d
+    timeout = timedelta(seconds=timeout_s)
+    group, _ = c10d._new_process_group_helper(  # noqa: SLF001 - new_group takes no name
+        ranks.size, ranks.rank, ranks.members, c10d.Backend(backend), _store(), name, timeout=timeout
     )
+    numbers = {member: number for number, member in enumerate(ranks.members)}
+    c10d._world.pg_group_ranks[group] = numbers  # noqa: SLF001
+    return group
 
 
 def _all_gather(whole: torch.Tensor, part: torch.Tensor, group: Any) -> None:
@@ -347,7 +386,7 @@ def open_ranks(group: Any | DeviceMesh | None, device: str, timeout_s: float) ->
     chosen: Any = group or dist.group.WORLD
     if hasattr(chosen, "get_group"):
         chosen = chosen.get_group()
-    members = dist.get_process_group_ranks(chosen)
+    members = sorted(dist.get_process_group_ranks(chosen))
     if dist.get_rank() not in members:
         raise ConfigError(f"rank {dist.get_rank()} is not in the process group of ranks {members}")
     return Ranks(members, members.index(dist.get_rank()), backend, timeout_s, device)

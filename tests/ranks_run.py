@@ -260,6 +260,26 @@ def mesh():
     return compare("llama", options={"max_norm": 0.5}, group=whole["data"])
 
 
+def grid():
+    """Train on the rows of a mesh at the same time, two models on one row and one on the other, then on its
+    columns; then rank 1 does not come to a model of the first row.
+    """
+    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("down", "across"))
+    row, column = whole["across"], whole["down"]
+    trained = [compare("llama", group=row)]
+    if dist.get_rank() < 2:
+        trained.append(compare("gpt2", options={"max_norm": 0.5}, group=row))
+    trained.append(compare("llama", options={"update": "backward"}, group=column, **NVME))
+    absent = ""
+    if dist.get_rank() == 0:
+        try:
+            models.build("llama", host_memory="64MiB", process_group=row, timeout_s=1)
+        except infinity.RanksError as error:
+            absent = str(error)
+    different = [key for one in trained for key in one["different"]]
+    return {"different": different, "losses": trained[-1]["losses"], "absent": absent}
+
+
 def partitioned(**settings):
     """Train copies of one model, once with all activations on every rank, and once with a part on each."""
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
@@ -451,6 +471,7 @@ CASES = {
     "overflow on nvme": lambda: overflow(**NVME),
     "deepspeed": through_deepspeed,
     "mesh": mesh,
+    "grid": grid,
     **{f"joined {name}": partial(joined, name) for name in ("llama", "gpt2", "mixtral")},
     "joined frozen": partial(joined, "llama", freeze="mlp"),
     "partitioned": lambda: partitioned(host_memory="64MiB"),

@@ -39,11 +39,12 @@ EXACT = [
     "overflow on nvme",
     "deepspeed",
     "mesh",
+    "grid",
 ]
 FEW = ["llama", "gpt2", "mixtral", "max_norm", "no_sync", "frozen", "nvme", "nvme accumulated", "stage 1"]
 OTHERS = ["gathered", "seeds", "traffic", "nvme traffic", "memory", "partitioned", "partitioned nvme"]
 JOINED = ["joined llama", "joined gpt2", "joined mixtral", "joined frozen"]
-CASES = {2: [*EXACT, *OTHERS, *JOINED], 3: [*FEW, *JOINED], 4: [*FEW, "mesh", *JOINED]}
+CASES = {2: [*EXACT[:-1], *OTHERS, *JOINED], 3: [*FEW, *JOINED], 4: [*FEW, "mesh", "grid", *JOINED]}
 
 pytestmark = [pytest.mark.multi, pytest.mark.disk]
 
@@ -98,6 +99,11 @@ def test_ranks_train_bit_for_bit_as_plain_data_parallelism(answers, ranks, case)
         assert all(one["nvme"] > 0 for one in given)
     if case == "nvme accumulated" and ranks == 2:  # a smaller share's gradients fit
         assert any(one["spilled"] > 0 for one in given)
+
+
+def test_a_rank_of_a_group_that_does_not_come_to_init_is_named(answers):
+    given = answers(4, "grid")
+    assert "rank 1 of the world did not come to Init within 1 s" in given[0]["absent"]
 
 
 @pytest.mark.parametrize("case", ["overflow", "overflow on nvme"])
