@@ -18,6 +18,7 @@ from infinity.durable import Durable
 from infinity.errors import UnsupportedError
 from infinity.resume import durable_of
 from infinity.runfolder import RUN, state_name
+from infinity.sharedfolder import shared_folder
 
 _FICLONE = 0x40049409  # linux/fs.h
 _NO_CLONE = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.ENOSYS)
@@ -64,23 +65,25 @@ def snapshot(model: nn.Module, folder: str | os.PathLike[str]) -> Snapshot:
     commit. The folder appears when all is on disk, or not at all. To resume: nvme=FOLDER; for a striped run
     nvme=[FOLDER/path0, FOLDER/path1, ...].
 
-    Raises: FileExistsError for a folder that is there; ConfigError without `durable`; UnsupportedError on
-    several ranks; OSError.
+    Every rank calls this, with the same folder, on a file system that all ranks share. Of several ranks each
+    copies its own files, at the same step, before this returns: the ranks commit together, so none trains on
+    while another copies. As many ranks resume from it as the run has.
+
+    Raises: FileExistsError for a folder that is there; ConfigError without `durable`, or where the ranks
+    share no such folder; UnsupportedError for ranks whose own state is striped; OSError; RanksError where
+    another rank failed.
     """
     durable = durable_of(model)
-    if durable.ranks.size > 1:
-        raise UnsupportedError(
-            f"snapshot: {durable.ranks.size} ranks do not copy their parts together yet. Use infinity.save, "
-            "which makes one checkpoint of all."
-        )
     at = Path(folder).absolute()
+    if durable.ranks.size > 1:
+        return _of_ranks(durable, at)
     filling = contextlib.ExitStack()
     commit = durable.hold()
     taken = Snapshot(at, commit.step)
     try:
         place = filling.enter_context(new_folder(at, lambda _: False))
-        files = list(_files(durable, commit, place))
-        taken.cloned = all(_clone(source, target) for source, target in files)
+        copying = _Copying(durable, commit, place)
+        taken.cloned = copying.cloned
     except BaseException as error:
         durable.let_go()
         filling.__exit__(type(error), error, None)
@@ -90,17 +93,10 @@ def snapshot(model: nn.Module, folder: str | os.PathLike[str]) -> Snapshot:
         error: BaseException | None = None
         try:
             with filling:
-                for path, (source, target) in enumerate(files):
-                    if not taken.cloned:
-                        _copy(source, target, sorted(set(_ranges(commit, path))))
-                    os.fsync(target)
-                _write_commit(place, commit)
+                copying.finish()
         except BaseException as raised:  # noqa: BLE001 - `wait` raises it
             error = raised
         finally:
-            for pair in files:
-                for fd in pair:
-                    os.close(fd)
             durable.let_go()
         taken._error = error  # noqa: SLF001 - it is ours
 
@@ -111,9 +107,63 @@ def snapshot(model: nn.Module, folder: str | os.PathLike[str]) -> Snapshot:
     return taken
 
 
+def _of_ranks(durable: Durable, at: Path) -> Snapshot:
+    """Copy every rank's files, all at the same step."""
+    ranks = durable.ranks
+    with ranks.together(f"looking at what a snapshot in {at} holds"):
+        if (count := len(durable.folders)) > 1:
+            raise UnsupportedError(
+                f"snapshot: rank {ranks.rank} of {ranks.size} has its state in {count} folders, which "
+                "only one rank's snapshot can hold. Give nvme as many folders as a machine has ranks, or "
+                "fewer; or use infinity.save."
+            )
+    try:
+        with ranks.together(f"committing the step that a snapshot in {at} holds"):
+            commit = durable.hold()
+        taken = Snapshot(at, commit.step)
+        with shared_folder(ranks, at, lambda _: False) as place, ranks.together(f"copying to {at}"):
+            copying = _Copying(durable, commit, place)
+            taken.cloned = copying.cloned
+            copying.finish()
+    finally:
+        durable.let_go()
+    return taken
+
+
+class _Copying:
+    """The copy of one rank's files: begun, and cloned where the file system can."""
+
+    def __init__(self, durable: Durable, commit: Commit, place: Path) -> None:
+        self._commit, self._place = commit, place
+        self._files: list[tuple[int, int]] = []
+        try:
+            for pair in _files(durable, commit, place):
+                self._files.append(pair)
+            self.cloned = all(_clone(source, target) for source, target in self._files)
+        except BaseException:
+            self._close()
+            raise
+
+    def finish(self) -> None:
+        """Copy what is not cloned, and return when all is on disk."""
+        try:
+            for path, (source, target) in enumerate(self._files):
+                if not self.cloned:
+                    _copy(source, target, sorted(set(_ranges(self._commit, path))))
+                os.fsync(target)
+            _write_commit(self._place, self._commit)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        for pair in self._files:
+            for fd in pair:
+                os.close(fd)
+
+
 def _place(folder: Path, commit: Commit, path: int) -> Path:
     above = folder if commit.paths == 1 else folder / f"path{path}"
-    return above / RUN / "rank0"
+    return above / RUN / f"rank{commit.rank}"
 
 
 def _files(durable: Durable, commit: Commit, folder: Path) -> Iterator[tuple[int, int]]:

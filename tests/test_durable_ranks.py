@@ -13,6 +13,7 @@ import pytest
 
 import trials
 from conftest import SEED
+from infinity import snapshot
 from infinity.commits import read_slot
 from infinity.runfolder import RunFolder
 
@@ -108,6 +109,35 @@ def test_ranks_killed_at_random_moments_go_on_with_the_same_bits(folder, undistu
             least = max([least, *(one.get("committed") or 0 for one in ended(team))])
         check_end(place, undisturbed, update, least)
         shutil.rmtree(place)
+
+
+@pytest.mark.parametrize("paths", [1, 2])
+def test_a_snapshot_of_several_ranks_is_a_run_that_goes_on_with_the_same_bits(folder, undisturbed, paths):
+    nvme = [folder / f"nvme{number}" for number in range(paths)]
+    for one in nvme:
+        one.mkdir()
+    said = ended(trials.together([*map(str, nvme)], RANKS, copy=folder / "copy"))
+    assert [one["copied"] for one in said] == [3, 3], said
+    assert [one["digest"] for one in said] == undisturbed["forward"][1]
+    assert check_end(folder / "copy", undisturbed, "forward", 3) == 3
+
+
+@pytest.mark.parametrize("end", ["fails", "dies"])
+def test_a_rank_that_is_lost_while_it_copies_leaves_no_snapshot_and_the_run_goes_on(folder, undisturbed, end):
+    def before(rank):
+        def fails(*_):
+            if end == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError(28, "no space left")
+
+        if rank == 1:
+            snapshot.__globals__["_write_commit"] = fails
+
+    said = ended(trials.together(str(folder), RANKS, before, copy=folder / "copy"))
+    missing = "rank 1 did not answer" if end == "dies" else "rank 1: OSError: [Errno 28] no space left"
+    assert missing in said[0]["crash"]
+    assert sorted(path.name for path in folder.iterdir()) == ["infinity-run"]
+    assert check_end(folder, undisturbed, "forward", 3) == 3
 
 
 def test_folders_that_do_not_belong_together_are_refused_on_every_rank(folder):

@@ -114,8 +114,10 @@ def digest(run):
     return found.hexdigest()
 
 
-def train(say, folder, steps=STEPS, save=None, **settings):
-    """Begin or go on, to the end; say each loss, what is committed, and the digest in the end."""
+def train(say, folder, steps=STEPS, save=None, copy=None, **settings):
+    """Begin or go on, to the end; say each loss, what is committed, and the digest in the end. After the
+    third step save, or copy the run.
+    """
     torch.set_num_threads(1)
     run = fragile.Run(folder, **settings)
     say(first=run.first, now="training")
@@ -126,6 +128,8 @@ def train(say, folder, steps=STEPS, save=None, **settings):
             say(now="save")
             infinity.save(run.model, run.optimizer, save, overwrite=True)
             say(now="training")
+        if copy is not None and run.done == 3:
+            say(copied=infinity.snapshot(run.model, copy).step)
     infinity.commit(run.model)
     say(committed=run.committed)
     say(digest=digest(run), now="the end")
