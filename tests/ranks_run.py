@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import infinity
 import models
@@ -29,6 +29,7 @@ from infinity import reference
 from infinity.engine import engine_of_model
 from infinity.presets import PRESETS, llama
 from infinity.reference import ReferenceAdamW, prepare
+from ranks_layers import alone, different_ways, failing, gathered_write, node, seeds
 from scaling import Beside
 
 WIDE = {
@@ -264,8 +265,9 @@ def grid():
     """Train on the rows of a mesh at the same time, two models on one row and one on the other, then on its
     columns; then rank 1 does not come to a model of the first row.
     """
-    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("down", "across"))
-    row, column = whole["across"], whole["down"]
+    column = init_device_mesh("cpu", (2, 2), mesh_dim_names=("down", "across"))["down"]
+    ours = [[0, 1], [2, 3]][dist.get_rank() // 2]  # a group that the other row's ranks do not know
+    row = DeviceMesh.from_group(dist.new_group(ours, use_local_synchronization=True), "cpu")
     trained = [compare("llama", group=row)]
     if dist.get_rank() < 2:
         trained.append(compare("gpt2", options={"max_norm": 0.5}, group=row))
@@ -326,71 +328,6 @@ def state_of(optimizer):
 
 def same(one, other):
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-
-
-def different_ways():
-    """Let the last rank use another layer than the others."""
-    with infinity.Init(host_memory="64MiB", timeout_s=20):
-        model = torch.nn.ModuleList([torch.nn.Linear(64, 64) for _ in range(4)])
-    inputs = torch.ones(1, 64, dtype=torch.bfloat16)
-    last = dist.get_rank() == dist.get_world_size() - 1
-    for index in (0, 2 if last else 1, 3):
-        inputs = model[index](inputs)
-    inputs.sum().backward()
-    infinity.AdamW(model.parameters()).step()
-    return {"went through": True}
-
-
-def alone():
-    """Let rank 0 alone read the weights."""
-    with infinity.Init(host_memory="64MiB", timeout_s=3):
-        model = torch.nn.Linear(64, 64)
-    if dist.get_rank():
-        time.sleep(12)
-        return {"slept": True}
-    model.state_dict()
-    return {"went through": True}
-
-
-def failing():
-    """Let a gradient fail to be stored on the last rank, in the middle of a backward."""
-    with infinity.Init(host_memory="64MiB", timeout_s=20):
-        model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
-    if dist.get_rank() == dist.get_world_size() - 1:
-        lane = engine_of_model(model).lane
-        model[2].weight.register_hook(lambda _: lane.break_down(OSError("planted")))
-    optimizer = infinity.AdamW(model.parameters())
-    for _ in range(2):
-        model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"went through": True}
-
-
-def gathered_write(*, differently):
-    """Change a weight inside gathered(write=True)."""
-    with infinity.Init(host_memory="64MiB"):
-        model = torch.nn.Linear(100, 50)
-    with infinity.gathered(model, write=True), torch.no_grad():
-        model.weight.fill_(float(dist.get_rank()) if differently else 3.0)
-    return {"values": model.state_dict()["weight"].unique().tolist()}
-
-
-def seeds():
-    """Build on every rank from another seed."""
-    torch.manual_seed(dist.get_rank())
-    with infinity.Init(host_memory="64MiB"):
-        model = torch.nn.Linear(100, 50)
-    afterwards = torch.rand(1).item()
-    torch.manual_seed(dist.get_rank())
-    own = torch.rand(1).item()
-    torch.manual_seed(0)
-    expected = reference.rounded(torch.nn.Linear(100, 50).weight.detach())
-    return {
-        "as rank 0 draws": torch.equal(model.state_dict()["weight"], expected),
-        "its own afterwards": afterwards,
-        "expected afterwards": own,
-    }
 
 
 def traffic():
@@ -485,6 +422,7 @@ CASES = {
     "traffic": traffic,
     "nvme traffic": nvme_traffic,
     "memory": memory,
+    "node": node,
 }
 
 

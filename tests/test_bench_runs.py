@@ -3,6 +3,8 @@
 Real: processes of this Python, one of them training a model of 0.9 M parameters on a tmpfs.
 """
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -15,7 +17,7 @@ import pytest
 import torch
 
 from infinity import disk
-from infinity.bench import contestant, memory, rival, runs
+from infinity.bench import checkpoints, contestant, memory, rival, runs
 from infinity.bench.runs import OWN, Environment, Model, RunError, measure, settings_of
 from infinity.bench.targets import Target
 from infinity.errors import ConfigError
@@ -178,3 +180,25 @@ def test_a_contestant_recomputes_its_blocks_without_a_word(recwarn):
     parts = contestant.checkpointed(model).modules()
     assert any(getattr(one, "gradient_checkpointing", False) for one in parts)
     assert [str(one.message) for one in recwarn] == []
+
+
+@pytest.mark.parametrize("peak", [900, 901])
+def test_the_peaks_of_checkpoints_stand_beside_their_limits_and_one_above_fails(
+    tmp_path, monkeypatch, capsys, peak
+):
+    def measured(folder, sizes, ranks, host_nbytes):
+        assert (sizes["vocab_size"], ranks, host_nbytes) == (32_000, 2, 1 << 20)
+        for rank, taken in enumerate((100, peak)):
+            part = 1.02 if rank else None
+            yield checkpoints.Row("load", "", rank, taken, 900, 5, part, seconds=1.0, parameters=2_000_000)
+
+    monkeypatch.setattr(checkpoints, "measured", measured)
+    arguments = ["--nvme", str(tmp_path), "--ranks", "2", "--host-memory", "1MiB"]
+    arguments += ["--json", str(tmp_path / "found.json")]
+    with pytest.raises(SystemExit) if peak > 900 else contextlib.nullcontext():
+        checkpoints.main(arguments)
+    printed = capsys.readouterr().out
+    assert printed.count("✓") == (1 if peak > 900 else 2)
+    assert "1.02 times" in printed
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert [row["met"] for row in rows] == [True, peak <= 900]

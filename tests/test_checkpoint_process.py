@@ -1,12 +1,13 @@
 """Checkpoints of processes that are killed, and what saving and loading take of memory. Real processes."""
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from infinity.bench import checkpoints
 
 pytestmark = [pytest.mark.disk, pytest.mark.multi]
 
@@ -106,81 +107,6 @@ def test_killed_at_any_call_a_save_leaves_the_last_checkpoint(folder):
     assert printed[3] == "['saved']"
 
 
-MEASURED = """
-import json, os, sys
-from pathlib import Path
-import torch, transformers
-import infinity
-from infinity import AdamW, Init
-from infinity.checkpoint import load, save
-from infinity.engine import engine_of_model
-from infinity.export import export_checkpoint, save_pretrained
-
-what, folder, budget, sizes = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
-
-
-def memory(name):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
-
-
-def build():
-    with Init(nvme=folder, host_memory=budget):
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
-
-
-ids = torch.arange(16)[None]  # what torch takes for its first use is not ours
-tiny = transformers.LlamaConfig(
-    hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
-)
-transformers.LlamaForCausalLM(tiny).bfloat16()(input_ids=ids, labels=ids).loss.backward()
-base = memory("VmRSS")
-if what == "pretrained":
-    Path("/proc/self/clear_refs").write_text("5")
-    with Init(nvme=folder, host_memory=budget):
-        model = transformers.LlamaForCausalLM.from_pretrained(folder / "hub", dtype=eval(sys.argv[5]))
-elif what == "command":
-    Path("/proc/self/clear_refs").write_text("5")
-    export_checkpoint(folder / "saved", folder / "command")
-else:
-    model = build()
-    optimizer = AdamW(model.parameters(), lr=1e-3, update="backward")
-    if what == "save":
-        model.gradient_checkpointing_enable()
-        model.train()
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    Path("/proc/self/clear_refs").write_text("5")
-    if what == "save":
-        save(model, optimizer, folder / "saved")
-    elif what == "load":
-        load(model, optimizer, folder / "saved")
-    else:
-        save_pretrained(model, folder / "hub", torch.float32, "300MB")
-largest = max(unit.resident_nbytes for unit in engine_of_model(model).units) if what != "command" else 0
-Path(folder, f"taken-{os.environ.get('RANK', 0)}.json").write_text(
-    json.dumps({"taken": memory("VmHWM") - base, "unit": largest})
-)
-"""
-
-
-def measured(ranks, what, folder, *arguments):
-    """Run MEASURED on so many ranks; return what each says."""
-    script = folder / "measured.py"
-    script.write_text(MEASURED)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [*(command if ranks > 1 else [sys.executable]), str(script), what, str(folder), *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"taken-{rank}.json").read_text()) for rank in range(ranks)]
-
-
 SIZES = {
     "hidden_size": 1024,
     "intermediate_size": 2816,
@@ -195,18 +121,11 @@ SIZES = {
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_memory_is_flat_in_the_size_of_the_model(folder, ranks):
-    budget = ranks * 256 << 20  # of the machine: its ranks divide it
-    for what, *more in (
-        ["save"],
-        ["load"],
-        ["command"],
-        ["export"],
-        ["pretrained", "torch.float32"],
-        ["pretrained", "torch.bfloat16"],
-    ):
-        for found in measured(
-            1 if what == "command" else ranks, what, folder, budget, json.dumps(SIZES), *more
-        ):
-            limit = budget // ranks + 2 * found["unit"] + 300_000_000
-            assert found["taken"] < limit, (what, more, found, limit)
+    rows = list(checkpoints.measured(folder, SIZES, ranks, 256 << 20))
+    assert [row.rank for row in rows if row.what == "save"] == list(range(ranks))
+    assert {(row.what, row.dtype) for row in rows} == set(checkpoints.STEPS)
+    assert [row for row in rows if row.peak_nbytes > row.limit_nbytes] == []
+    assert all(row.limit_nbytes < 800_000_000 for row in rows)
     assert sum(path.stat().st_size for path in Path(folder / "saved").iterdir()) > 2_500_000_000
+    for row in rows:  # by all ranks together: what one has read the others find in memory
+        assert row.read_part is None or 0.9 < row.read_part < 1.2, row

@@ -5,6 +5,7 @@ Trusted: the hashes of whole tensors, from_pretrained of transformers, torch's r
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -123,6 +124,38 @@ def test_a_checkpoint_of_deepspeed_is_read_by_any_number_of_ranks(folder, classe
     save_file({name: one.contiguous() for name, one in expected.items()}, folder / "expected.safetensors")
     (found,) = answers(2, folder, "2/deepspeed").values()
     assert [one["different"] for one in found] == [[], []]
+
+
+def test_killed_at_any_moment_of_a_save_a_rank_is_named_and_the_last_checkpoint_goes_on(folder, seed):
+    """Two attempts count the calls; then a rank dies at a random one of each kind and rank."""
+    done = subprocess.run(
+        [sys.executable, str(HERE / "killed_save_run.py"), str(folder), str(seed)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second, *killed, on_two, on_one = map(json.loads, done.stdout.splitlines())
+    counts = [one["counts"] for one in second["answers"]]
+    assert set(counts[0]) == {"meet", "pwrite", "fsync", "manifest", "exchange", "remove"}
+    assert all(set(one) == {"meet", "pwrite", "fsync"} for one in counts[1:]), "a rank that writes nothing"
+    assert len(killed) == sum(map(len, counts))
+    last = second["number"]
+    for one in killed:
+        rank, ends = one["killed"], one["ends"]
+        assert ends.pop(rank) == -signal.SIGKILL, one
+        assert set(ends) <= {0, 1}, one  # 1: an error of ours
+        for answer in one["answers"]:
+            named = re.search(r"rank ([\d, ]+) did not answer", (answer or {}).get("error", ""))
+            assert answer is None or "counts" in answer or str(rank) in named[1].split(", "), one
+        assert one["saved"] in (last, one["number"]), one
+        assert 0 not in ends or one["saved"] == one["number"], one
+        last = one["saved"]
+    for one in (first, second, on_two, on_one):
+        assert set(one["ends"]) == {0}, one
+        assert one["saved"] == one["number"]
+        assert one["left"] == ["saved"]
 
 
 def losses(folder, rank):

@@ -1,6 +1,7 @@
 """Trusted: torch's state_dict and load_state_dict on a plain model. Faked: available memory, once."""
 
 from collections import namedtuple
+from pathlib import Path
 
 import pytest
 import torch
@@ -211,3 +212,29 @@ def test_a_load_into_gathered_parameters_is_kept_or_refused(both):
         ours.load_state_dict(dict(plain.state_dict()))
     assert differences(state, dict(ours.state_dict())) == []
     assert engine_in(ours).units
+
+
+def peak_of(call):
+    """Return how far memory rises while something is called, in bytes; what it returns goes first."""
+
+    def memory(name):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
+
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory("VmRSS")
+    call()
+    return memory("VmHWM") - before
+
+
+@pytest.mark.disk
+def test_one_parameter_after_the_other_is_copied_and_taken(folder):
+    """Of 64 MiB in 16 bits: a state_dict is that, and loading it takes a few of its 4 MiB parameters."""
+    with infinity.Init(nvme=folder, host_memory="8MiB"):
+        model = nn.Sequential(*[nn.Linear(2048, 1024, bias=False) for _ in range(16)])
+    model.load_state_dict(model.state_dict())  # what the first use takes is not counted
+    states = []
+    assert peak_of(lambda: states.append(model.state_dict())) < (64 + 16) << 20
+    states[0]["3.weight"].fill_(3.0)
+    assert peak_of(lambda: model.load_state_dict(states[0])) < 24 << 20
+    assert torch.equal(model.state_dict()["3.weight"], states[0]["3.weight"])

@@ -7,6 +7,7 @@ ranks. One launch runs many cases: starting processes costs more than they do.
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,7 +43,7 @@ EXACT = [
     "grid",
 ]
 FEW = ["llama", "gpt2", "mixtral", "max_norm", "no_sync", "frozen", "nvme", "nvme accumulated", "stage 1"]
-OTHERS = ["gathered", "seeds", "traffic", "nvme traffic", "memory", "partitioned", "partitioned nvme"]
+OTHERS = ["gathered", "seeds", "traffic", "nvme traffic", "memory", "node", "partitioned", "partitioned nvme"]
 JOINED = ["joined llama", "joined gpt2", "joined mixtral", "joined frozen"]
 CASES = {2: [*EXACT[:-1], *OTHERS, *JOINED], 3: [*FEW, *JOINED], 4: [*FEW, "mesh", "grid", *JOINED]}
 
@@ -161,6 +162,15 @@ def test_a_rank_keeps_what_its_stage_says(answers):
         assert one["3"] == pytest.approx((2 + 12) / 2, rel=0.05)
 
 
+def test_the_memory_of_a_machine_and_what_is_in_flight_on_a_disk_are_divided_by_its_ranks(answers):
+    for rank, one in enumerate(answers(2, "node")):
+        (all_memory, all_depth, _), (memory, depth, folders) = one["alone"], one["shared"]
+        assert (memory, depth, folders) == (all_memory // 2, -(-all_depth // 2), ["a"])
+        assert all_depth > 1
+        memory, _, folders = one["dealt"]
+        assert (memory, folders) == (all_memory // 2, ["ab"[rank]])
+
+
 def test_values_written_in_gathered_are_every_ranks(answers):
     assert [one["values"] for one in answers(2, "gathered")] == [[3.0]] * 2
 
@@ -208,7 +218,15 @@ def test_the_command_trains_on_two_ranks_with_one_log_as_on_one_with_twice_the_b
         run = torchrun(ranks, "-m", "infinity", "train", *options, *own)
         assert run.returncode == 0, run.stderr[-3000:]
         assert run.stdout.count("log: ") == 1
-        assert ("rank 1" in run.stdout) == (ranks == 2)
+        assert run.stdout.count("peak memory used") == 1, "one closing table"
+        assert (run.stdout + run.stderr).count(" 4/4 ") <= 1, "one progress bar"
+        rows = re.findall(r"rank (\d) +peak memory [\d.]+ .iB; a step reads", run.stdout)
+        assert rows == (["0", "1"] if ranks == 2 else [])
+        exchanged = re.findall(
+            r"exchanged by ranks per step +units ([\d.]+) MB, gradients ([\d.]+) MB", run.stdout
+        )
+        assert len(exchanged) == ranks - 1
+        assert all(float(nbytes) > 1 for pair in exchanged for nbytes in pair), "a million parameters of 2 B"
     two, one = (
         [json.loads(line)["loss"] for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
         for name in ("two", "one")

@@ -1,0 +1,97 @@
+"""Cases of ranks_run that need no reference: single layers, and what a rank has of its machine."""
+
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import infinity
+import models
+from infinity import reference
+from infinity.engine import engine_of_model
+
+
+def different_ways():
+    """Let the last rank use another layer than the others."""
+    with infinity.Init(host_memory="64MiB", timeout_s=20):
+        model = torch.nn.ModuleList([torch.nn.Linear(64, 64) for _ in range(4)])
+    inputs = torch.ones(1, 64, dtype=torch.bfloat16)
+    last = dist.get_rank() == dist.get_world_size() - 1
+    for index in (0, 2 if last else 1, 3):
+        inputs = model[index](inputs)
+    inputs.sum().backward()
+    infinity.AdamW(model.parameters()).step()
+    return {"went through": True}
+
+
+def alone():
+    """Let rank 0 alone read the weights."""
+    with infinity.Init(host_memory="64MiB", timeout_s=3):
+        model = torch.nn.Linear(64, 64)
+    if dist.get_rank():
+        time.sleep(12)
+        return {"slept": True}
+    model.state_dict()
+    return {"went through": True}
+
+
+def failing():
+    """Let a gradient fail to be stored on the last rank, in the middle of a backward."""
+    with infinity.Init(host_memory="64MiB", timeout_s=20):
+        model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+    if dist.get_rank() == dist.get_world_size() - 1:
+        lane = engine_of_model(model).lane
+        model[2].weight.register_hook(lambda _: lane.break_down(OSError("planted")))
+    optimizer = infinity.AdamW(model.parameters())
+    for _ in range(2):
+        model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"went through": True}
+
+
+def gathered_write(*, differently):
+    """Change a weight inside gathered(write=True)."""
+    with infinity.Init(host_memory="64MiB"):
+        model = torch.nn.Linear(100, 50)
+    with infinity.gathered(model, write=True), torch.no_grad():
+        model.weight.fill_(float(dist.get_rank()) if differently else 3.0)
+    return {"values": model.state_dict()["weight"].unique().tolist()}
+
+
+def seeds():
+    """Build on every rank from another seed."""
+    torch.manual_seed(dist.get_rank())
+    with infinity.Init(host_memory="64MiB"):
+        model = torch.nn.Linear(100, 50)
+    afterwards = torch.rand(1).item()
+    torch.manual_seed(dist.get_rank())
+    own = torch.rand(1).item()
+    torch.manual_seed(0)
+    expected = reference.rounded(torch.nn.Linear(100, 50).weight.detach())
+    return {
+        "as rank 0 draws": torch.equal(model.state_dict()["weight"], expected),
+        "its own afterwards": afterwards,
+        "expected afterwards": own,
+    }
+
+
+def node():
+    """Return what of a machine's memory and disks an engine of one rank has, and one of all ranks."""
+    folders = [Path(os.environ["RANKS_DISK"], name) for name in "ab"]
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    found = {}
+    for name, group, count in (("alone", alone, 1), ("shared", None, 1), ("dealt", None, 2)):
+        nvme = [str(folder) for folder in folders[:count]]
+        engine = engine_of_model(models.build("llama", nvme=nvme, host_memory="64MiB", process_group=group))
+        store = engine.nvme_store
+        found[name] = [
+            engine.budget.total_nbytes,
+            store.engine.depth,
+            [Path(one).name for one in store.folders],
+        ]
+    return found
