@@ -44,10 +44,10 @@ Every NaN is stored as 0x7FC00000.
 The same step with its constants multiplied together, for moments in bf16 or 8 bits: their own rounding is far
 coarser than the few last places by which this differs, and it is quicker. With c = sqrt(1 - beta2^step):
     t = f32(grad) * (clip * sqrt(1 - beta2))
-    p = p * decay
-    m = m * beta1 + f32(grad) * (clip * (1 - beta1))
-    v = v * beta2 + t * t
-    p = p + (-(lr / (1 - beta1^step) * c) * m) / (sqrt(v) + eps * c)
+    m = fma(m, beta1, f32(grad) * (clip * (1 - beta1)))
+    v = fma(t, t, v * beta2)
+    p = fma(p, decay, (-(lr / (1 - beta1^step) * c) * m) / (sqrt(v) + eps * c))
+where fma(a, b, c) is a * b + c, rounded once.
 """
 
 from __future__ import annotations
@@ -206,13 +206,30 @@ def adamw_small_step(
     lr, (beta1, beta2), factor = float(group["lr"]), group["betas"], float(clip)
     correction = (1 - beta2**step) ** 0.5
     t = grad.float() * _f32(factor * (1 - beta2) ** 0.5)
-    p.mul_(_f32(1 - lr * group["weight_decay"]))
-    m.copy_(m * _f32(beta1) + grad.float() * _f32(factor * (1 - beta1)))
-    v.copy_(v * _f32(beta2) + t * t)
+    m.copy_(fused(m, _f32(beta1), grad.float() * _f32(factor * (1 - beta1))))
+    v.copy_(fused(t, t, v * _f32(beta2)))
     denom = root(v) + _f32(group["eps"] * correction)
-    p.add_((_f32(-(lr / (1 - beta1**step) * correction)) * m) / denom)
+    move = (_f32(-(lr / (1 - beta1**step) * correction)) * m) / denom
+    p.copy_(fused(p, _f32(1 - lr * group["weight_decay"]), move))
     for state in (p, m, v):
         canonical_(state)
+
+
+def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Return a * b + c of fp32 tensors, rounded once, as an FMA does; torch has none.
+
+    The product is exact in fp64. The sum is rounded to odd there: where it is inexact (what it lacks is Knuth's
+    TwoSum) and even, it becomes its neighbour on the side of the exact one. Rounding that to fp32 gives what
+    rounding the exact one would (Boldo and Melquiond, 2008).
+    """
+    product, addend = a.double() * b.double(), c.double()
+    total = product + addend
+    part = total - product
+    lacking = (product - (total - part)) + (addend - part)
+    bits = total.view(torch.int64)
+    towards = torch.where((lacking > 0) == (total > 0), 1, -1)  # of an infinity or NaN nothing is lacking
+    is_off = lacking.isfinite() & (lacking != 0) & (bits % 2 == 0)
+    return torch.where(is_off, bits + towards, bits).view(torch.float64).float()
 
 
 def root(values: Tensor) -> Tensor:

@@ -13,7 +13,7 @@
  *
  * [Note: one result]
  * Scalar, AVX2 and AVX-512 give the same bits for every n, alignment and number of threads:
- * no FMA, every operation rounded by itself to nearest-even, denormals never flushed (the caller's
+ * every operation rounded by itself to nearest-even, and no FMA but where one is written, denormals never flushed (the caller's
  * floating-point environment is put aside during a call and restored after it).
  * NaN: what the hardware would do with payloads depends on operand order, so every NaN that is
  * *computed* is stored as 0x7FC00000; split, join, widen, rewrite and copy move bits and keep a
@@ -35,12 +35,11 @@
  * The same step with its constants multiplied together, for small moments, whose own rounding is
  * far coarser than the few last places by which this differs:
  *   t     = f32(grad) * (clip * sqrt(1 - beta2))
- *   p     = p * decay
- *   m     = m * beta1 + f32(grad) * (clip * (1 - beta1))
- *   v     = v * beta2 + t * t
- *   p     = p + (-(lr / (1 - beta1^step) * c) * m) / (sqrt(v) + eps * c)
- *           with c = sqrt(1 - beta2^step)
- * It has 11 operations beside the root and the division instead of 15, and shorter chains of them.
+ *   m     = fma(m, beta1, f32(grad) * (clip * (1 - beta1)))
+ *   v     = fma(t, t, v * beta2)
+ *   p     = fma(p, decay, (-(lr / (1 - beta1^step) * c) * m) / (sqrt(v) + eps * c))
+ *           with c = sqrt(1 - beta2^step), and fma(a, b, c) = a * b + c, rounded once
+ * It has 8 operations beside the root and the division instead of 15, and shorter chains of them.
  *
  * [Note: small moments]
  * adamw16 and adamw8 store m and v in 16 or 8 bits.  They widen them to fp32, do the small step, and

@@ -24,8 +24,9 @@ TARGET_AVX512 void noise_avx512(size_t n, uint64_t key, uint64_t first, int widt
                                 uint32_t *restrict m, uint32_t *restrict v) {
     size_t i = n < first % 2 ? n : first % 2;
     noise_scalar(i, key, first, width, m, v);
+    struct pairs16 pairs = pairs16(key, (uint32_t)((first + i) / 2));
     for (; i + 32 <= n; i += 32) {
-        __m512i hash = hash16(key, (uint32_t)((first + i) / 2));
+        __m512i hash = hash16(&pairs);
         __m512i low = _mm512_and_si512(hash, all16((1u << width) - 1));
         __m512i high = _mm512_srli_epi32(hash, (unsigned)(32 - width));
         store_in_turn32(m + i, low, high);

@@ -70,12 +70,12 @@ LANES_FUNCTION size_t adamw_small_loop(size_t n, uint16_t *hi, int16_t *lo, floa
     size_t i = 0;
     for (; i + LANES <= n; i += LANES) {
         f32s g = load_grad(grad, i, type), t = g * all(own.root_weight);
-        f32s p = load_split(hi + i, lo + i) * all(own.decay);
-        f32s m = load_f32s(m_address + i) * all(own.beta1) + g * all(own.grad_weight);
-        f32s v = load_f32s(v_address + i) * all(own.beta2) + t * t;
+        f32s m = fused(load_f32s(m_address + i), all(own.beta1), g * all(own.grad_weight));
+        f32s v = fused(t, t, load_f32s(v_address + i) * all(own.beta2));
+        f32s move = (all(own.step_factor) * m) / (roots(v) + all(own.eps));
         store_f32s(m_address + i, m);
         store_f32s(v_address + i, v);
-        store_split(hi + i, lo + i, p + (all(own.step_factor) * m) / (roots(v) + all(own.eps)));
+        store_split(hi + i, lo + i, fused(load_split(hi + i, lo + i), all(own.decay), move));
     }
     return i;
 }

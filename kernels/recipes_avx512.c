@@ -48,6 +48,11 @@ LANES_FUNCTION void store_split(uint16_t *hi, int16_t *lo, f32s values) {
     split16(values, hi, lo);
 }
 
+/* a * b + c, rounded once. */
+LANES_FUNCTION f32s fused(f32s a, f32s b, f32s c) {
+    return _mm512_fmadd_ps(a, b, c);
+}
+
 LANES_FUNCTION f32s roots(f32s values) {
     return _mm512_sqrt_ps(values);
 }

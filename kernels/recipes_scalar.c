@@ -60,6 +60,11 @@ LANES_FUNCTION void store_split(uint16_t *hi, int16_t *lo, f32s values) {
     store_u16(lo, bits);
 }
 
+/* a * b + c, rounded once. */
+LANES_FUNCTION f32s fused(f32s a, f32s b, f32s c) {
+    return fmaf(a, b, c);
+}
+
 LANES_FUNCTION f32s roots(f32s values) {
     return sqrtf(values);
 }

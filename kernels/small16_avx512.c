@@ -20,11 +20,11 @@ TARGET_AVX512 static inline struct pair rounded_any32(struct pair bits, struct p
 
 TARGET_AVX512 static inline struct begun begin16(struct pair p, uint16_t *m, uint16_t *v,
                                                  struct pair grad,
-                                                 const struct broadcast *b, uint64_t key,
-                                                 uint64_t element) {
+                                                 const struct broadcast *b,
+                                                 struct pairs16 *pairs) {
     struct pair m_bits = widen32(_mm512_loadu_si512(m)), v_bits = widen32(_mm512_loadu_si512(v));
     struct begun begun = begin32(p, &m_bits, &v_bits, grad, b);
-    struct noise noise = noise32(key, element, 16);
+    struct noise noise = noise32(pairs, 16);
     __m512i any = _mm512_ternarylogic_epi32(m_bits.even, m_bits.odd, all16(SIZE_MASK), 0xA8);
     any = any_of64(any, v_bits);
     if (__builtin_expect(_mm512_cmpge_epu32_mask(any, all16(BF16_MAX)) != 0, 0)) {
@@ -46,6 +46,7 @@ TARGET_AVX512 static ALWAYS_INLINE void step16(size_t n, uint16_t *restrict hi,
                                                uint64_t key, uint64_t first) {
     const struct broadcast b = broadcast(s);
     struct begun begun = {0};
+    struct pairs16 pairs = pairs16(key, (uint32_t)(first / 2));
     for (size_t i = 0; i < n; i += 32) {
         fetch_ahead(hi + i, sizeof *hi);
         fetch_ahead(lo + i, sizeof *lo);
@@ -53,10 +54,10 @@ TARGET_AVX512 static ALWAYS_INLINE void step16(size_t n, uint16_t *restrict hi,
         fetch_ahead(v + i, sizeof *v);
         struct moves moves = divide32(begun, &b);
         struct pair p = join32(hi + i, lo + i);
-        begun = begin16(p, m + i, v + i, load_grad32(grad, i, type), &b, key, first + i);
-        if (i != 0) finish32(hi + i - 32, lo + i - 32, moves);
+        begun = begin16(p, m + i, v + i, load_grad32(grad, i, type), &b, &pairs);
+        if (i != 0) finish32(hi + i - 32, lo + i - 32, moves, &b);
     }
-    finish32(hi + n - 32, lo + n - 32, divide32(begun, &b));
+    finish32(hi + n - 32, lo + n - 32, divide32(begun, &b), &b);
 }
 
 TARGET_AVX512 void adamw16_avx512(size_t n, uint16_t *restrict hi, int16_t *restrict lo,

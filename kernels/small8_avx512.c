@@ -1,4 +1,6 @@
 /* The step on 8-bit moments, whole blocks at a time. */
+#include <math.h>
+
 #include "moments.h"
 
 #ifdef INFINITY_X86
@@ -20,13 +22,13 @@ TARGET_AVX512 static inline struct pair v_bits32(const uint8_t *codes, uint32_t 
 }
 
 /* One block's new moments: the upper words of them and their noise, which hold the grid point and,
- * below it, four bits without meaning.  The largest of those, and any bit set.  And its old codes,
- * to begin again from where a plain block was expected and is not. */
+ * below it, four bits without meaning.  The largest of those, and any bit of v set.  And its old
+ * codes, to begin again from where a plain block was expected and is not. */
 struct block {
     uint8_t m_old[STATE_BLOCK], v_old[STATE_BLOCK];
     float old_scale[2];
     __m512i m_words[STATE_BLOCK / 32], v_words[STATE_BLOCK / 32];
-    __m512i m_most, v_most, m_any, v_any;
+    __m512i m_most, v_most, v_any;
 };
 
 TARGET_AVX512 static inline void keep32(struct block *block, size_t at, struct pair m,
@@ -34,7 +36,6 @@ TARGET_AVX512 static inline void keep32(struct block *block, size_t at, struct p
     __m512i m_words = upper32(sum32(m, noise.m)), v_words = upper32(sum32(v, noise.v));
     block->m_words[at] = m_words;
     block->v_words[at] = v_words;
-    block->m_any = any_of64(block->m_any, m);
     block->v_any = any_of64(block->v_any, v);
     __m512i m_sizes = _mm512_and_si512(m_words, all_words(0x7FFF));
     block->m_most = _mm512_max_epu16(block->m_most, m_sizes);
@@ -81,8 +82,8 @@ static void quantize_one(const struct block *block, const struct codes *c, struc
     const void *grad = grad_at(c->grad, i, c->type);
     float g = f32_of(c->type == INFINITY_F32 ? load_u32(grad) : (uint32_t)load_u16(grad) << 16);
     float t = g * s->root_weight;
-    m = m * s->beta1 + g * s->grad_weight;
-    v = v * s->beta2 + t * t;
+    m = fmaf(m, s->beta1, g * s->grad_weight);
+    v = fmaf(t, t, v * s->beta2);
     uint32_t m_noise, v_noise;
     noise_scalar(1, c->key, c->first + i, GRID_SHIFT, &m_noise, &v_noise);
     c->m[i] = m_code(bits_of(m), grids.m_base, m_noise);
@@ -123,40 +124,57 @@ TARGET_AVX512 static inline void store_codes64(uint8_t *address, __m512i codes) 
     _mm512_storeu_si512(address, _mm512_permutexvar_epi64(order, codes));
 }
 
-/* The codes of a block without infinities and NaNs; false where one moment stays below the smallest
- * code and has got 0: other rules hold for it.  (One that is rounded up to that code gets it by
- * those rules, too: what it lacks is at most noise / 2^23 of it, and noise / 2^20 is allowed.) */
-TARGET_AVX512 static inline bool quantize_plain(const struct block *block, struct grids grids,
-                                                uint8_t *m, uint8_t *v) {
-    __m512i least = _mm512_set1_epi8(-1), sizes = all_words(0x7FFF);
-    for (size_t i = 0; i < STATE_BLOCK; i += 64) {
-        const __m512i *m_words = block->m_words + i / 32, *v_words = block->v_words + i / 32;
-        __m512i v_codes = steps64(v_words[0], v_words[1], grids.v_base);
-        __m512i m_codes = steps64(_mm512_and_si512(m_words[0], sizes),
-                                  _mm512_and_si512(m_words[1], sizes), grids.m_base);
-        least = _mm512_min_epu8(least, _mm512_min_epu8(m_codes, v_codes));
-        /* Packed as signed numbers, words keep their signs. */
-        __m512i signs = _mm512_packs_epi16(m_words[0], m_words[1]);
-        m_codes = _mm512_ternarylogic_epi32(m_codes, signs, _mm512_set1_epi8(-128), 0xF8);
-        store_codes64(m + i, m_codes);
-        store_codes64(v + i, v_codes);
-    }
-    return _mm512_testn_epi8_mask(least, least) == 0;
+/* A block whose codes are made while the next one is begun: [Note: one block behind]. */
+struct ending {
+    const struct block *block;
+    struct codes codes;
+    struct grids grids;
+    bool is_plain;
+    __m512i least; /* of its codes so far */
+};
+
+/* Stores the scales of a block that is plain: without infinities and NaNs.  An m of these either
+ * comes of a gradient that makes v one, too, or has no bits but its highest, or an old code's, set:
+ * no noise carries those beyond 0x7FFFFFFF. */
+TARGET_AVX512 static ALWAYS_INLINE void begin_ending(struct ending *e) {
+    uint32_t m_most = largest_word(e->block->m_most), v_most = largest_word(e->block->v_most);
+    e->is_plain = m_most < GRID_MAX >> 16 &&
+                  _mm512_cmpge_epu32_mask(e->block->v_any, all16(GRID_MAX)) == 0;
+    e->least = _mm512_set1_epi8(-1);
+    if (e->is_plain) e->grids = store_scales(e->codes.scale, m_most << 16, v_most << 16);
 }
 
-TARGET_AVX512 static inline void quantize_block(const struct block *block, const struct codes *c) {
-    __m512i any = _mm512_or_si512(sizes16(block->m_any), block->v_any);
-    if (_mm512_cmpge_epu32_mask(any, all16(GRID_MAX)) == 0) {
-        struct grids grids = store_scales(c->scale, largest_word(block->m_most) << 16,
-                                          largest_word(block->v_most) << 16);
-        if (!quantize_plain(block, grids, c->m, c->v)) quantize_smallest(block, c, grids);
-        return;
-    }
-    quantize_any(block, c);
+TARGET_AVX512 static ALWAYS_INLINE void end_m64(struct ending *e, size_t at) {
+    const __m512i *words = e->block->m_words + at;
+    __m512i sizes = all_words(0x7FFF);
+    __m512i codes = steps64(_mm512_and_si512(words[0], sizes), _mm512_and_si512(words[1], sizes),
+                            e->grids.m_base);
+    e->least = _mm512_min_epu8(e->least, codes);
+    /* Packed as signed numbers, words keep their signs. */
+    __m512i signs = _mm512_packs_epi16(words[0], words[1]);
+    store_codes64(e->codes.m + 32 * at,
+                  _mm512_ternarylogic_epi32(codes, signs, _mm512_set1_epi8(-128), 0xF8));
+}
+
+TARGET_AVX512 static ALWAYS_INLINE void end_v64(struct ending *e, size_t at) {
+    const __m512i *words = e->block->v_words + at;
+    __m512i codes = steps64(words[0], words[1], e->grids.v_base);
+    e->least = _mm512_min_epu8(e->least, codes);
+    store_codes64(e->codes.v + 32 * at, codes);
+}
+
+/* What is left of a block: other rules hold for a moment that stays below the smallest code and has
+ * got 0.  (One that is rounded up to that code gets it by those rules, too: what it lacks is at most
+ * noise / 2^23 of it, and noise / 2^20 is allowed.) */
+TARGET_AVX512 static ALWAYS_INLINE void end_block(const struct ending *e) {
+    if (!e->is_plain)
+        quantize_any(e->block, &e->codes);
+    else if (_mm512_testn_epi8_mask(e->least, e->least) != 0)
+        quantize_smallest(e->block, &e->codes, e->grids);
 }
 
 /* Begins 32 elements of a block: their codes are read, their new moments kept. */
-TARGET_AVX512 static inline struct begun begin8(struct pair p, const uint8_t *m, const uint8_t *v,
+TARGET_AVX512 static ALWAYS_INLINE struct begun begin8(struct pair p, const uint8_t *m, const uint8_t *v,
                                                 struct grids grids, struct pair grad,
                                                 const struct broadcast *b, struct noise noise,
                                                 struct block *block, size_t at) {
@@ -174,15 +192,16 @@ TARGET_AVX512 static ALWAYS_INLINE void step8(size_t n, uint16_t *restrict hi,
                                               uint64_t first) {
     const struct broadcast b = broadcast(s);
     struct begun begun = {0};
+    struct pairs16 pairs = pairs16(key, (uint32_t)(first / 2));
+    struct block blocks[2];
+    struct ending ending = {.is_plain = false};
     for (size_t start = 0; start < n; start += STATE_BLOCK, scale += 2) {
         struct grids grids = grids_of(load_u32(scale), load_u32(scale + 1));
-        struct codes codes = {m + start,      v + start, scale, grad_at(grad, start, type),
-                              type, s, key, first + start};
-        struct block block;
-        memcpy(block.m_old, m + start, STATE_BLOCK);
-        memcpy(block.v_old, v + start, STATE_BLOCK);
-        memcpy(block.old_scale, scale, sizeof block.old_scale);
-        block.m_most = block.v_most = block.m_any = block.v_any = _mm512_setzero_si512();
+        struct block *block = &blocks[start / STATE_BLOCK % 2];
+        memcpy(block->m_old, m + start, STATE_BLOCK);
+        memcpy(block->v_old, v + start, STATE_BLOCK);
+        memcpy(block->old_scale, scale, sizeof block->old_scale);
+        block->m_most = block->v_most = block->v_any = _mm512_setzero_si512();
         for (size_t at = 0; at < STATE_BLOCK / 32; at++) {
             size_t i = start + 32 * at;
             fetch_ahead(hi + i, sizeof *hi);
@@ -192,12 +211,23 @@ TARGET_AVX512 static ALWAYS_INLINE void step8(size_t n, uint16_t *restrict hi,
             struct moves moves = divide32(begun, &b);
             struct pair p = join32(hi + i, lo + i);
             begun = begin8(p, m + i, v + i, grids, load_grad32(grad, i, type), &b,
-                           noise32(key, first + i, GRID_SHIFT), &block, at);
-            if (i != 0) finish32(hi + i - 32, lo + i - 32, moves);
+                           noise32(&pairs, GRID_SHIFT), block, at);
+            if (ending.is_plain && at % 2 == 0) end_v64(&ending, at);
+            if (ending.is_plain && at % 2 != 0) end_m64(&ending, at - 1);
+            if (i != 0) finish32(hi + i - 32, lo + i - 32, moves, &b);
         }
-        quantize_block(&block, &codes);
+        if (start != 0) end_block(&ending);
+        ending.block = block;
+        ending.codes = (struct codes){m + start, v + start, scale, grad_at(grad, start, type),
+                                      type,      s,         key,   first + start};
+        begin_ending(&ending);
     }
-    finish32(hi + n - 32, lo + n - 32, divide32(begun, &b));
+    for (size_t at = 0; ending.is_plain && at < STATE_BLOCK / 32; at += 2) {
+        end_v64(&ending, at);
+        end_m64(&ending, at);
+    }
+    end_block(&ending);
+    finish32(hi + n - 32, lo + n - 32, divide32(begun, &b), &b);
 }
 
 TARGET_AVX512 void adamw8_avx512(size_t n, uint16_t *restrict hi, int16_t *restrict lo,

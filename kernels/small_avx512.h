@@ -119,8 +119,8 @@ TARGET_AVX512 static inline void move_moments16(__m512 *m, __m512 *v, __m512 gra
                                                 const struct broadcast *b) {
     __m512 t_f32x16 = _mm512_mul_ps(grad_f32x16, b->root_weight);
     __m512 part_f32x16 = _mm512_mul_ps(grad_f32x16, b->grad_weight);
-    *m = _mm512_add_ps(_mm512_mul_ps(*m, b->beta1), part_f32x16);
-    *v = _mm512_add_ps(_mm512_mul_ps(*v, b->beta2), _mm512_mul_ps(t_f32x16, t_f32x16));
+    *m = _mm512_fmadd_ps(*m, b->beta1, part_f32x16);
+    *v = _mm512_fmadd_ps(t_f32x16, t_f32x16, _mm512_mul_ps(*v, b->beta2));
 }
 
 /* Makes m and v new, and begins their roots.  p, the masters, come along: read later, at the place
@@ -133,8 +133,8 @@ TARGET_AVX512 static inline struct begun begin32(struct pair p, struct pair *m, 
     move_moments16(&m_odd, &v_odd, _mm512_castsi512_ps(grad.odd), b);
     *m = (struct pair){_mm512_castps_si512(m_even), _mm512_castps_si512(m_odd)};
     *v = (struct pair){_mm512_castps_si512(v_even), _mm512_castps_si512(v_odd)};
-    return (struct begun){_mm512_mul_ps(_mm512_castsi512_ps(p.even), b->decay),
-                          _mm512_mul_ps(_mm512_castsi512_ps(p.odd), b->decay),
+    return (struct begun){_mm512_castsi512_ps(p.even),
+                          _mm512_castsi512_ps(p.odd),
                           _mm512_sqrt_ps(v_even),
                           _mm512_sqrt_ps(v_odd),
                           _mm512_mul_ps(b->step_factor, m_even),
@@ -154,9 +154,10 @@ TARGET_AVX512 static inline struct moves divide32(struct begun begun, const stru
     return (struct moves){begun.p_even, begun.p_odd, even, odd};
 }
 
-TARGET_AVX512 static inline void finish32(uint16_t *hi, int16_t *lo, struct moves moves) {
-    __m512 even = _mm512_add_ps(moves.p_even, moves.even);
-    __m512 odd = _mm512_add_ps(moves.p_odd, moves.odd);
+TARGET_AVX512 static inline void finish32(uint16_t *hi, int16_t *lo, struct moves moves,
+                                          const struct broadcast *b) {
+    __m512 even = _mm512_fmadd_ps(moves.p_even, b->decay, moves.even);
+    __m512 odd = _mm512_fmadd_ps(moves.p_odd, b->decay, moves.odd);
     struct pair p = {_mm512_castps_si512(even), _mm512_castps_si512(odd)};
     if (__builtin_expect(_mm512_cmp_ps_mask(even, odd, _CMP_UNORD_Q) != 0, 0)) p = canonical32(p);
     split32(p, hi, lo);
@@ -167,8 +168,8 @@ struct noise {
     struct pair m, v;
 };
 
-TARGET_AVX512 static inline struct noise noise32(uint64_t key, uint64_t element, int width) {
-    __m512i hash = hash16(key, (uint32_t)(element / 2));
+TARGET_AVX512 static inline struct noise noise32(struct pairs16 *pairs, int width) {
+    __m512i hash = hash16(pairs);
     __m512i low = _mm512_and_si512(hash, all16((1u << width) - 1));
     __m512i high = _mm512_srli_epi32(hash, (unsigned)(32 - width));
     return (struct noise){{low, high}, {high, low}};
