@@ -31,7 +31,18 @@ from rich.progress import Progress
 
 from infinity import kernels
 from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, gb_per_s, show, write
-from infinity.bench.recipes import BESIDE, BLOCK, SPLIT, Memory, Operation, Stream, others, steps, torchs
+from infinity.bench.recipes import (
+    BESIDE,
+    BLOCK,
+    SPLIT,
+    Memory,
+    Operation,
+    Stream,
+    other_steps,
+    others,
+    steps,
+    torchs,
+)
 from infinity.bench.targets import Target
 from infinity.errors import ConfigError
 from infinity.kernels.library import MAX_THREADS, ffi, library
@@ -186,11 +197,9 @@ def verdicts(timings: Sequence[Timing]) -> list[str]:
     last = [timing for timing in timings if timing.threads == most]
     lines = []
     recipes = dict.fromkeys(
-        (timing.operation.name, timing.operation.gradient) for timing in last if timing.isa == last[0].isa
+        (timing.operation.name, timing.operation.gradient) for timing in last if timing.operation.is_step
     )
     for name, gradient in recipes:
-        if not name.startswith("adamw"):
-            continue
         own = _fastest(last, name, gradient)
         target = Target("≥", LIMIT, f"of the memory limit: {name}, {gradient} gradient, {own.isa}")
         lines.append(f"{target.verdict(own.ratios)} (best {own.record()['of_limit_best']:.2f})")
@@ -283,7 +292,12 @@ def run(options: argparse.Namespace, console: Console) -> int:
     timings: list[Timing] = []
     with console.status("taking memory"):
         memory = Memory.of(options.numel)
-        operations = [*steps(memory, chosen), *torchs(options.numel), *others(memory, best)]
+        operations = [
+            *steps(memory, chosen),
+            *other_steps(memory, chosen[0]),
+            *torchs(options.numel),
+            *others(memory, best),
+        ]
     with settings_kept(), Progress(console=console, disable=not console.is_terminal) as progress:
         for threads in options.threads:
             name = f"{threads} thread{'s' * (threads > 1)}"

@@ -40,6 +40,8 @@ class Operation:
     """The instruction sets to time it with; none: it is not ours."""
     on: Callable[[int], bool] = lambda threads: threads > 0
     """Whether it is timed on so many threads."""
+    is_step: bool = False
+    """Whether it is an optimizer's step, which has a target."""
 
     @property
     def bytes_per_parameter(self) -> float:
@@ -114,8 +116,53 @@ def steps(memory: Memory, isas: tuple[str, ...]) -> list[Operation]:
                 run(*arguments)
 
             streams = _streams(update=(2, 2, *widths, *scale), read=(width,))
-            found.append(Operation(f"adamw, {state} moments", streams, call, gradient, isas))
+            name = f"adamw, {state} moments"
+            found.append(Operation(name, streams, call, gradient, isas, is_step=True))
     return found
+
+
+def other_steps(memory: Memory, best: str) -> list[Operation]:
+    """List the steps of other records, and of other optimizers, with the best instruction set alone."""
+    n = memory.out.numel()
+    hi, lo, g16, g32, out, other = (
+        one.data_ptr()
+        for one in (memory.hi, memory.lo, memory.grad16, memory.grad32, memory.out, memory.spare[0])
+    )
+    m, v = (one.data_ptr() for one in memory.moments["fp32"])
+    sgd = kernels.SGDScalars(lr=1e-4, momentum=0.9, weight_decay=0.1, step=10)
+    adagrad = kernels.AdagradScalars(lr=1e-4, eps=1e-10, weight_decay=0.1, step=10)
+    lion = kernels.LionScalars(lr=1e-4, beta1=0.9, beta2=0.99, weight_decay=0.1)
+    # The bits of bf16 gradients are ordinary numbers as fp16, too.
+    ours = [
+        (
+            ("adamw, fp16 weights", "fp16", _streams(update=(4, 4, 4), read=(2,), write=(2,))),
+            lambda: kernels.adamw_fp16(n, other, out, m, v, g16, "f16", _SCALARS),
+        ),
+        (
+            ("adamw, fp32 weights", "fp32", _streams(update=(4, 4, 4), read=(4,))),
+            lambda: kernels.adamw_fp32(n, out, m, v, g32, "f32", _SCALARS),
+        ),
+        (
+            ("adam", "bf16", _streams(update=(2, 2, 4, 4), read=(2,))),
+            lambda: kernels.adam(n, hi, lo, m, v, g16, "bf16", _SCALARS),
+        ),
+        (
+            ("sgd with momentum", "bf16", _streams(update=(2, 2, 4), read=(2,))),
+            lambda: kernels.sgd(n, hi, lo, m, g16, "bf16", sgd),
+        ),
+        (
+            ("adagrad", "bf16", _streams(update=(2, 2, 4), read=(2,))),
+            lambda: kernels.adagrad(n, hi, lo, v, g16, "bf16", adagrad),
+        ),
+        (
+            ("lion", "bf16", _streams(update=(2, 2, 4), read=(2,))),
+            lambda: kernels.lion(n, hi, lo, m, g16, "bf16", lion),
+        ),
+    ]
+    return [
+        Operation(name, streams, call, gradient, (best,), is_step=True)
+        for (name, gradient, streams), call in ours
+    ]
 
 
 def others(memory: Memory, best: str) -> list[Operation]:

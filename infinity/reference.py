@@ -218,9 +218,9 @@ def adamw_small_step(
 def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """Return a * b + c of fp32 tensors, rounded once, as an FMA does; torch has none.
 
-    The product is exact in fp64. The sum is rounded to odd there: where it is inexact (what it lacks is Knuth's
-    TwoSum) and even, it becomes its neighbour on the side of the exact one. Rounding that to fp32 gives what
-    rounding the exact one would (Boldo and Melquiond, 2008).
+    The product is exact in fp64. The sum is rounded to odd there: where it is inexact (what it lacks is
+    Knuth's TwoSum) and even, it becomes its neighbour on the side of the exact one. Rounding that to fp32
+    gives what rounding the exact one would (Boldo and Melquiond, 2008).
     """
     product, addend = a.double() * b.double(), c.double()
     total = product + addend

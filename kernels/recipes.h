@@ -2,8 +2,27 @@
  * recipes_*.c name a register of LANES fp32, f32s, and what is done with it, and include this.
  * Operators on f32s round each operation by itself, as on a float. */
 
+/* Asks for what comes later in a field: [Note: fetching ahead].  One element at a time is too slow to
+ * need it. */
+LANES_FUNCTION void look_ahead(const void *address, size_t width) {
+    if (LANES > 1)
+        __builtin_prefetch((const char *)((uintptr_t)address + FETCH_NUMEL * width), 0, 3);
+}
+
+LANES_FUNCTION f32s next_f32s(const float *address) {
+    look_ahead(address, sizeof *address);
+    return load_f32s(address);
+}
+
+LANES_FUNCTION f32s next_split(const uint16_t *hi, const int16_t *lo) {
+    look_ahead(hi, sizeof *hi);
+    look_ahead(lo, sizeof *lo);
+    return load_split(hi, lo);
+}
+
 /* The gradients of elements i to i + LANES - 1. */
 LANES_FUNCTION f32s load_grad(const void *grad, size_t i, int32_t type) {
+    look_ahead(grad_at(grad, i, type), type == INFINITY_F32 ? sizeof(float) : sizeof(uint16_t));
     if (type == INFINITY_BF16) return load_bf16s((const uint16_t *)grad + i);
     if (type == INFINITY_F16) return load_f16s((const uint16_t *)grad + i);
     return load_f32s((const float *)grad + i);
@@ -12,7 +31,7 @@ LANES_FUNCTION f32s load_grad(const void *grad, size_t i, int32_t type) {
 /* Adam's two moments, and what they move the weight by. */
 LANES_FUNCTION f32s adam_move(float *m_address, float *v_address, f32s g,
                               const struct infinity_adamw *s) {
-    f32s m = load_f32s(m_address), v = load_f32s(v_address);
+    f32s m = next_f32s(m_address), v = next_f32s(v_address);
     f32s change = (g - m) * all(s->lerp_weight);
     m = (s->lerp_from_grad ? g : m) + change;
     v = v * all(s->beta2);
@@ -30,7 +49,7 @@ LANES_FUNCTION size_t adamw_half_loop(size_t n, uint16_t *weight, float *master,
     size_t i = 0;
     for (; i + LANES <= n; i += LANES) {
         f32s g = load_grad(grad, i, type) * all(own.clip);
-        f32s p = load_f32s(master + i) * all(own.decay);
+        f32s p = next_f32s(master + i) * all(own.decay);
         p = p + adam_move(m + i, v + i, g, &own);
         store_f32s(master + i, p);
         store_f16s(weight + i, p);
@@ -44,7 +63,7 @@ LANES_FUNCTION size_t adamw_full_loop(size_t n, float *weight, float *m, float *
     size_t i = 0;
     for (; i + LANES <= n; i += LANES) {
         f32s g = load_grad(grad, i, type) * all(own.clip);
-        f32s p = load_f32s(weight + i) * all(own.decay);
+        f32s p = next_f32s(weight + i) * all(own.decay);
         store_f32s(weight + i, p + adam_move(m + i, v + i, g, &own));
     }
     return i;
@@ -55,7 +74,7 @@ LANES_FUNCTION size_t adam_loop(size_t n, uint16_t *hi, int16_t *lo, float *m, f
     const struct infinity_adamw own = *s;
     size_t i = 0;
     for (; i + LANES <= n; i += LANES) {
-        f32s p = load_split(hi + i, lo + i);
+        f32s p = next_split(hi + i, lo + i);
         f32s g = load_grad(grad, i, type) * all(own.clip);
         if (own.l2 != 0.0f) g = g + all(own.l2) * p;
         store_split(hi + i, lo + i, p + adam_move(m + i, v + i, g, &own));
@@ -75,7 +94,7 @@ LANES_FUNCTION size_t adamw_small_loop(size_t n, uint16_t *hi, int16_t *lo, floa
         f32s move = (all(own.step_factor) * m) / (roots(v) + all(own.eps));
         store_f32s(m_address + i, m);
         store_f32s(v_address + i, v);
-        store_split(hi + i, lo + i, fused(load_split(hi + i, lo + i), all(own.decay), move));
+        store_split(hi + i, lo + i, fused(next_split(hi + i, lo + i), all(own.decay), move));
     }
     return i;
 }
@@ -85,12 +104,12 @@ LANES_FUNCTION size_t sgd_loop(size_t n, uint16_t *hi, int16_t *lo, float *m, co
     const struct infinity_sgd own = *s;
     size_t i = 0;
     for (; i + LANES <= n; i += LANES) {
-        f32s p = load_split(hi + i, lo + i);
+        f32s p = next_split(hi + i, lo + i);
         f32s g = load_grad(grad, i, type) * all(own.clip);
         if (own.l2 != 0.0f) g = g + all(own.l2) * p;
         f32s moved = g;
         if (!own.is_first)
-            moved = load_f32s(m + i) * all(own.momentum) + all(own.grad_weight) * g;
+            moved = next_f32s(m + i) * all(own.momentum) + all(own.grad_weight) * g;
         store_f32s(m + i, moved);
         if (own.is_nesterov) moved = g + all(own.momentum) * moved;
         store_split(hi + i, lo + i, p + all(own.step_factor) * moved);
@@ -103,10 +122,10 @@ LANES_FUNCTION size_t adagrad_loop(size_t n, uint16_t *hi, int16_t *lo, float *v
     const struct infinity_adagrad own = *s;
     size_t i = 0;
     for (; i + LANES <= n; i += LANES) {
-        f32s p = load_split(hi + i, lo + i);
+        f32s p = next_split(hi + i, lo + i);
         f32s g = load_grad(grad, i, type) * all(own.clip);
         if (own.l2 != 0.0f) g = g + all(own.l2) * p;
-        f32s sum = load_f32s(v + i) + g * g;
+        f32s sum = next_f32s(v + i) + g * g;
         store_f32s(v + i, sum);
         f32s move = (all(own.step_factor) * g) / (roots(sum) + all(own.eps));
         store_split(hi + i, lo + i, p + move);
@@ -119,7 +138,7 @@ LANES_FUNCTION size_t lion_loop(size_t n, uint16_t *hi, int16_t *lo, float *m, c
     const struct infinity_lion own = *s;
     size_t i = 0;
     for (; i + LANES <= n; i += LANES) {
-        f32s p = load_split(hi + i, lo + i) * all(own.decay), moved = load_f32s(m + i);
+        f32s p = next_split(hi + i, lo + i) * all(own.decay), moved = next_f32s(m + i);
         f32s g = load_grad(grad, i, type) * all(own.clip);
         f32s direction = moved * all(own.beta1) + all(own.grad_weight1) * g;
         store_f32s(m + i, moved * all(own.beta2) + all(own.grad_weight2) * g);

@@ -49,7 +49,8 @@ def test_a_row_stands_for_the_bytes_that_the_design_counts(memory):
 
 def test_every_call_works_on_its_memory(memory):
     before = memory.hi.clone()
-    for one in (*recipes.steps(memory, ("scalar",)), *recipes.others(memory, "scalar"), *recipes.torchs(512)):
+    every = (recipes.steps(memory, ("scalar",)), recipes.other_steps(memory, "scalar"))
+    for one in (*every[0], *every[1], *recipes.others(memory, "scalar"), *recipes.torchs(512)):
         one.call()
     assert not torch.equal(before, memory.hi)
     assert all(moment.float().abs().sum() > 0 for fields in memory.moments.values() for moment in fields)

@@ -3,6 +3,7 @@
 # ruff: noqa: F811  (a fixture is imported, and then named as an argument)
 
 import itertools
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -248,6 +249,29 @@ def test_the_small_step_is_within_a_few_last_places_of_the_exact_one():
         assert places(v, exact_v, exact_v) <= 5
         exact_move = -1e-3 * (m.double() / (1 - 0.9**count)) / denom
         assert places(p, exact_move, exact_move) <= 7
+
+
+def test_the_references_fused_operation_rounds_the_exact_result_once():
+    """Beside exact fractions, rounded by hand; a third of the cases are hard: sums near a tie."""
+    generator = torch.Generator().manual_seed(7)
+    a, b, c = (torch.randn(3000, generator=generator) for _ in range(3))
+    c[::3] *= 2.0 ** torch.randint(-60, 60, (1000,), generator=generator)
+    a[1::3], b[1::3] = 1 + 2.0**-12, 1 + 2.0**-12  # a product of 1 + 2^-11 + 2^-24: a tie, but for c
+    c[1::3] = torch.tensor([1.0, -1.0]).repeat(500) * 2.0 ** -torch.randint(40, 120, (1000,)).float()
+    c[1], c[4] = 0.0, -0.0
+    for values in zip(a, b, c, reference.fused(a, b, c), strict=True):
+        x, y, z, found = (Fraction(value.item()) for value in values)
+        lower, upper = (
+            Fraction(values[3].nextafter(torch.tensor(end)).item()) for end in (-torch.inf, torch.inf)
+        )
+        exact = x * y + z
+        is_even = bits(values[3].view(1)).item() % 2 == 0
+        below, above = exact - (lower + found) / 2, (found + upper) / 2 - exact
+        assert min(below, above) > 0 or (min(below, above) == 0 and is_even)
+    extremes = torch.tensor([torch.inf, -torch.inf, torch.nan, 3e38, 0.0, -0.0, 1e-45])
+    p, q, r = (one.flatten() for one in torch.meshgrid(extremes, extremes, extremes, indexing="ij"))
+    expected, found = (p.double() * q.double() + r.double()).float(), reference.fused(p, q, r)
+    assert torch.equal(bits(expected.nan_to_num(7.0)), bits(found.nan_to_num(7.0)))
 
 
 def test_zeros_stay_zeros_down_to_their_bytes(isa):
