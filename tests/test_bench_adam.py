@@ -29,7 +29,8 @@ def options(*given):
 
 def timing(name, gradient, seconds, limit_seconds, isa="avx512", threads=2):
     streams = (Stream(512, UPDATE), Stream(512, READ))
-    operation = Operation(name, streams, lambda: None, gradient, (isa,))
+    is_step = name.startswith("adamw")
+    operation = Operation(name, streams, lambda: None, gradient, (isa,), is_step=is_step)
     return adam.Timing(operation, isa, threads, NUMEL, seconds, limit_seconds)
 
 
@@ -44,6 +45,9 @@ def test_a_row_stands_for_the_bytes_that_the_design_counts(memory):
         ("adamw, int8 moments", "bf16"): 14 + scales,
         ("adamw, int8 moments", "fp32"): 16 + scales,
     }
+    found = {one.name: one.bytes_per_parameter for one in recipes.other_steps(memory, "scalar")}
+    weights = {"adamw, fp16 weights": 28, "adamw, fp32 weights": 28, "adam": 26}
+    assert found == weights | {"sgd with momentum": 18, "adagrad": 18, "lion": 18}
     assert [one.bytes_per_parameter for one in recipes.torchs(NUMEL)] == [28, 40]
 
 
@@ -135,7 +139,7 @@ def test_the_command_writes_a_row_per_kernel_instruction_set_and_number_of_threa
     record = json.loads((tmp_path / "found.json").read_text())
     assert {row["threads"] for row in record["rows"]} == {1, 2}
     steps = [row for row in record["rows"] if row["operation"].startswith("adamw")]
-    assert len(steps) == 2 * 6
+    assert len(steps) == 2 * 8
     assert {row["isa"] for row in steps} == {"scalar"}
     assert all(row["parameters_per_s"] > 0 for row in record["rows"])
     assert record["verdicts"] == ["No verdicts: a median takes at least 3 rounds."]
