@@ -47,10 +47,10 @@ class Case:
         budget = "DeepSpeed's memory" if self.budget == EQUAL else self.budget
         return f"Infinity, {budget}, {self.update}, {self.state_dtype} state"
 
-    def settings(self, model: str, rival_nbytes: int | None) -> dict[str, Any]:
+    def settings(self, model: str, rival_nbytes: int | None, micro_batches: int = 1) -> dict[str, Any]:
         """Return what its kind takes; rival_nbytes: the memory that DeepSpeed took, for a budget of EQUAL."""
         if self.kind == "deepspeed":
-            return rival.settings(model)
+            return rival.settings(model, micro_batches)
         if self.kind != "infinity":
             return {}
         budget: int | str = self.budget
@@ -69,18 +69,21 @@ def cases(
     updates: Sequence[str],
     state_dtypes: Sequence[str],
     peers: Sequence[str],
+    micro_batches: int = 1,
 ) -> list[Case]:
     """List all of them in the order of a round.
 
     For each number of tokens, first the computing alone, which the floor needs, then DeepSpeed, whose memory
-    may be a budget; before Infinity the computing beside updates, which a forecast needs.
+    may be a budget; before Infinity the computing beside updates, which a forecast needs, of steps of
+    one micro-batch.
     """
     found = []
     for each in tokens:
         found.append(Case("forward_backward", each))
         for peer in sorted(set(peers)):  # DeepSpeed before torch
             found += [Case(kind, each) for kind in PEERS[peer]]
-        found.append(Case("beside_updates", each))
+        if micro_batches == 1:
+            found.append(Case("beside_updates", each))
         found += [
             Case("infinity", each, budget, update, state_dtype)
             for budget in budgets

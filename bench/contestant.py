@@ -33,6 +33,7 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 BETAS, EPS, WEIGHT_DECAY, LR = (0.9, 0.999), 1e-8, 0.01, 1e-4
+RATES: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
 SECTOR = 512
 """Bytes: the unit of /sys/block/*/stat on every device."""
 
@@ -48,6 +49,8 @@ class Spec:
     nvme: str
     out: str
     seed: int = 0
+    micro_batches: int = 1
+    """Sequences in a step, one micro-batch each."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Of the kind: budget and update of infinity, buffers and groups of DeepSpeed."""
 
@@ -108,6 +111,10 @@ class Contestant:
     report: Callable[[], dict[str, Any]] = dict
     moved: Callable[[], tuple[int, int]] = lambda: (0, 0)
     """Counts the bytes that it has read from NVMe and written there so far."""
+    rows: int = 1
+    """Micro-batches that it takes in one forward."""
+    counting: bool = False
+    """Whether its step is called after each micro-batch, and it takes the mean of their losses itself."""
 
 
 # Measuring
@@ -181,11 +188,7 @@ def count(model: nn.Module) -> int:
 def forward_backward(spec: Spec) -> Contestant:
     """Forward and backward alone, in bf16 in memory: what the computing itself takes."""
     model = checkpointed(llama(spec).bfloat16())
-
-    def forget() -> None:
-        model.zero_grad(set_to_none=True)
-
-    return Contestant(model, count(model), torch.Tensor.backward, forget)
+    return Contestant(model, count(model), torch.Tensor.backward, model.zero_grad)
 
 
 def beside_updates(spec: Spec) -> Contestant:
@@ -206,7 +209,7 @@ def plain(spec: Spec) -> Contestant:
     masters = [parameter.detach().clone() for parameter in model.parameters()]
     model.bfloat16()
     parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(masters, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True)
+    optimizer = torch.optim.AdamW(masters, **RATES, fused=True)
 
     @torch.no_grad()
     def step() -> None:
@@ -258,15 +261,8 @@ def infinity(spec: Spec) -> Contestant:
     chosen = {key: value for key, value in spec.settings.items() if key not in ("update", "max_norm")}
     with engine.Init(nvme=spec.nvme, **chosen):
         model = llama(spec)
-    optimizer = engine.AdamW(
-        model.parameters(),
-        lr=LR,
-        betas=BETAS,
-        eps=EPS,
-        weight_decay=WEIGHT_DECAY,
-        update=spec.settings["update"],
-        max_norm=spec.settings.get("max_norm"),
-    )
+    update, max_norm = spec.settings["update"], spec.settings.get("max_norm")
+    optimizer = engine.AdamW(model.parameters(), **RATES, update=update, max_norm=max_norm)
     if "durable" in chosen:
         engine.resume(model, optimizer)
 
@@ -284,7 +280,13 @@ def infinity(spec: Spec) -> Contestant:
         stats = engine.stats(model)
         return stats.nvme_read_nbytes, stats.nvme_written_nbytes
 
-    return Contestant(checkpointed(model), count(model), torch.Tensor.backward, step, report, moved)
+    if spec.micro_batches > 1:
+        engine.tiling.tile_batch_(model.train(), 1)
+        engine.tiling.tile_loss_(model)
+    else:
+        checkpointed(model)
+    rows = spec.micro_batches
+    return Contestant(model, count(model), torch.Tensor.backward, step, report, moved, rows)
 
 
 def deepspeed(spec: Spec) -> Contestant:
@@ -298,11 +300,9 @@ def deepspeed(spec: Spec) -> Contestant:
     with engine.zero.Init(config_dict_or_path=spec.settings):
         model = checkpointed(llama(spec))
     parameters = sum(int(getattr(parameter, "ds_numel", 0)) for parameter in model.parameters())
-    optimizer = engine.ops.adam.DeepSpeedCPUAdam(
-        model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, adamw_mode=True
-    )
+    optimizer = engine.ops.adam.DeepSpeedCPUAdam(model.parameters(), **RATES, adamw_mode=True)
     runner, *_ = engine.initialize(model=model, optimizer=optimizer, config=spec.settings)
-    return Contestant(runner, parameters, runner.backward, runner.step)
+    return Contestant(runner, parameters, runner.backward, runner.step, counting=True)
 
 
 KINDS = {
@@ -341,23 +341,22 @@ def import_kind(kind: str) -> dict[str, str]:
 def one_step(contestant: Contestant, spec: Spec, number: int) -> Step:
     """Train one step on random tokens that depend on the seed and the step alone."""
     generator = torch.Generator().manual_seed(1000 * spec.seed + number)
-    ids = torch.randint(0, spec.shape["vocab_size"], (1, spec.tokens), generator=generator)
-    before, start = traffic(spec.nvme, contestant.moved()), time.perf_counter()
-    loss = contestant.model(input_ids=ids, labels=ids).loss
-    forward_end = time.perf_counter()
-    contestant.backward(loss)
-    backward_end = time.perf_counter()
-    contestant.step()
-    end = time.perf_counter()
+    shape = spec.micro_batches, spec.tokens
+    batches = torch.randint(0, spec.shape["vocab_size"], shape, generator=generator).split(contestant.rows)
+    before, marks, total = traffic(spec.nvme, contestant.moved()), [time.perf_counter()], 0.0
+    for number_of_batch, ids in enumerate(batches, 1):
+        loss = contestant.model(input_ids=ids, labels=ids).loss
+        marks.append(time.perf_counter())
+        contestant.backward(loss if contestant.counting else loss / len(batches))
+        marks.append(time.perf_counter())
+        if contestant.counting or number_of_batch == len(batches):
+            contestant.step()
+        marks.append(time.perf_counter())
+        total += float(loss.detach())
     moved = between(before, traffic(spec.nvme, contestant.moved()))
-    return Step(
-        end - start,
-        forward_end - start,
-        backward_end - forward_end,
-        end - backward_end,
-        float(loss.detach()),
-        moved,
-    )
+    seconds = [end - begin for begin, end in itertools.pairwise(marks)]
+    parts = [sum(seconds[part::3]) for part in range(3)]
+    return Step(marks[-1] - marks[0], *parts, total / len(batches), moved)
 
 
 def run(spec: Spec) -> Result:

@@ -47,13 +47,14 @@ these were no faster and took more memory; a block size above 1 MiB keeps what i
 """
 
 
-def settings(shape: str) -> dict[str, Any]:
-    """Return SETTINGS with buffers that hold the largest parameter of `shape`."""
+def settings(shape: str, micro_batches: int = 1) -> dict[str, Any]:
+    """Return SETTINGS with buffers that hold the largest parameter of `shape`, and so many micro-batches."""
     sizes = SHAPES[shape]
     widest = max(sizes["intermediate_size"], sizes["vocab_size"])
     zero = SETTINGS["zero_optimization"]
     parameters = {**zero["offload_param"], "buffer_size": widest * sizes["hidden_size"] + (1 << 18)}
-    return {**SETTINGS, "zero_optimization": {**zero, "offload_param": parameters}}
+    batches = {"gradient_accumulation_steps": micro_batches}
+    return {**SETTINGS, **batches, "zero_optimization": {**zero, "offload_param": parameters}}
 
 
 def check(environment: Environment) -> None:

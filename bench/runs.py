@@ -174,11 +174,12 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is trained: the name of a shape, tokens of the one sequence in a step, and steps."""
+    """What is trained: the name of a shape, tokens of a sequence, steps, and sequences in each step."""
 
     shape: str
     tokens: int
     steps: int
+    micro_batches: int = 1
 
 
 def measure(
@@ -193,6 +194,7 @@ def measure(
         os.fdopen(os.memfd_create("result"), "w+b") as out,  # the disk may be full
     ):
         spec = {"kind": kind, "shape": SHAPES[model.shape], "steps": model.steps, "tokens": model.tokens}
+        spec |= {"micro_batches": model.micro_batches}
         spec |= {"nvme": name, "out": f"/proc/self/fd/{out.fileno()}", "settings": settings}
         code, said = environment.run([str(HERE / "contestant.py"), json.dumps(spec)], [out.fileno()])
         result = json.loads(out.read() or "{}")

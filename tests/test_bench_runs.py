@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,6 +82,40 @@ def test_buffers_of_deepspeed_hold_the_largest_parameter_and_leave_its_settings_
 def test_an_environment_without_deepspeed_is_named_with_what_to_install(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot import deepspeed.*pip install"):
         rival.check(Environment.of_venv(tmp_path))
+
+
+class Counted(torch.nn.Module):
+    """A model whose loss is the mean of the tokens' ids, times a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.rows, self.steps = torch.nn.Parameter(torch.ones(())), [], 0
+
+    def forward(self, input_ids, labels):
+        self.rows.append(len(input_ids))
+        return SimpleNamespace(loss=self.weight * labels.float().mean())
+
+    def step(self):
+        self.steps += 1
+
+
+@pytest.mark.parametrize(
+    ("options", "rows", "steps", "parts"),
+    [({}, 1, 1, 1), ({"rows": 4}, 4, 1, 1), ({"counting": True}, 1, 4, 4)],
+)
+def test_every_contestant_trains_on_the_mean_over_the_same_micro_batches(
+    tmp_path, options, rows, steps, parts
+):
+    model = Counted()
+    kind = contestant.Contestant(model, 1, torch.Tensor.backward, model.step, **options)
+    spec = contestant.Spec("a fake", {"vocab_size": 50}, 1, 8, str(tmp_path), "", micro_batches=4)
+    found = contestant.one_step(kind, spec, 3)
+    ids = torch.randint(0, 50, (4, 8), generator=torch.Generator().manual_seed(3))
+    assert model.rows == [rows] * (4 // rows)
+    assert model.steps == steps
+    assert model.weight.grad / parts == pytest.approx(ids.float().mean())
+    assert found.loss == pytest.approx(ids.float().mean())
+    assert found.seconds == pytest.approx(found.forward_s + found.backward_s + found.step_s)
 
 
 # Processes

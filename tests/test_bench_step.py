@@ -65,6 +65,11 @@ def test_what_is_asked_for_twice_runs_once():
     assert len(cases.cases([16, 16], [ALL, ALL], ["backward"], ["fp32"], ["torch", "torch"])) == 5
 
 
+def test_a_step_of_micro_batches_has_no_forecast_to_measure_for():
+    found = cases.cases([16], ["1GiB"], ["backward"], ["fp32"], ["deepspeed"], 8)
+    assert [one.kind for one in found] == ["forward_backward", "deepspeed", "infinity"]
+
+
 def test_deepspeed_runs_before_those_that_get_its_memory():
     kinds = [one.kind for one in every(("torch", "deepspeed"))]
     assert kinds[:4] == ["forward_backward", "deepspeed", "plain", "plain_kernels"]
@@ -106,6 +111,7 @@ def test_deepspeeds_memory_is_what_it_took():
 def test_peers_take_no_settings_of_ours():
     assert PLAIN.settings("269m", None) == {}
     assert RIVAL.settings("269m", None)["zero_optimization"]["stage"] == 3
+    assert RIVAL.settings("269m", None, 8)["gradient_accumulation_steps"] == 8
 
 
 @pytest.mark.parametrize(
@@ -204,6 +210,15 @@ def test_verdicts_hold_each_contestant_against_its_own_rival():
     ]
     assert [line.split(":")[0] for line in lines[:2]] == ["64 tokens"] * 2
     assert ["T* / step" in line for line in lines[5:]] == [True, True]  # the two at the small budget
+
+
+def test_with_micro_batches_deepspeed_is_the_only_rival():
+    found = seconds({RIVAL: [5.0], EXACT: [2.0], PLAIN: [1.0]})
+    lines = step.verdicts(found, parsed("--micro-batches", "8"))
+    assert lines[0] == (
+        "64 tokens: ≥ 2.3 times as fast as DeepSpeed, 512MiB, exact state, 8 micro-batches: 2.50 ✓"
+    )
+    assert ["T* / step" in line for line in lines] == [False, True]
 
 
 def test_the_floors_verdict_is_the_median_of_the_ratios_within_rounds():
