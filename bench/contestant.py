@@ -355,8 +355,8 @@ def one_step(contestant: Contestant, spec: Spec, number: int) -> Step:
         total += float(loss.detach())
     moved = between(before, traffic(spec.nvme, contestant.moved()))
     seconds = [end - begin for begin, end in itertools.pairwise(marks)]
-    parts = [sum(seconds[part::3]) for part in range(3)]
-    return Step(marks[-1] - marks[0], *parts, total / len(batches), moved)
+    forward_s, backward_s, step_s = (float(sum(seconds[part::3])) for part in range(3))
+    return Step(marks[-1] - marks[0], forward_s, backward_s, step_s, total / len(batches), moved)
 
 
 def run(spec: Spec) -> Result:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from infinity.tiling import TiledLinear, cross_entropy
+from infinity.tiling import TiledLinear, cross_entropy, products
 from infinity.tiling import logits as blocks
 
 pytestmark = pytest.mark.usefixtures("repeatable")
@@ -111,7 +111,7 @@ def test_products_in_fp32_are_as_good_as_16_bit_ones(form, monkeypatch):
     expected = F.cross_entropy(hidden.double() @ weight.double().t(), labels)
     found = []
     for native in (True, False):
-        monkeypatch.setattr(blocks, "_multiplies_16_bit", lambda native=native: native)
+        monkeypatch.setattr(products, "_multiplies_16_bit", lambda native=native: native)
         x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         loss = cross_entropy(x, w if form == "whole" else [w[:30], w[30:]], labels)
         loss.backward()

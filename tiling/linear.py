@@ -49,10 +49,8 @@ def _run(
         )
     flat = x.reshape(-1, x.shape[-1])
     channel = channel_of(flat, len(rows))
-    slices, channels = (
-        _split(flat, in_sizes),
-        [None] * len(in_sizes) if channel is None else _split(channel, in_sizes),
-    )
+    slices, ends = _split(flat, in_sizes), spans(in_sizes)
+    channels = [None if channel is None else channel.narrowed(one) for one in ends]
     out = flat.new_empty(flat.shape[0], sum(out_sizes))
     for row, span in zip(rows, spans(out_sizes), strict=True):
         result = row[0](slices[0], channels[0])

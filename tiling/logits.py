@@ -7,23 +7,18 @@ With logits z over V classes, label y, smoothing e and z-loss weight c:
 
 So three numbers per token (`Sums`) say all about its logits, they can be had slice by slice of the
 vocabulary, and d loss / d z = a exp(z - lse) + b [at y] + d for the loss's derivatives a, b, d by the three.
-
-[Note: products in fp32]
-A CPU without instructions for bf16 takes three times as long for products of 16-bit matrices as for fp32 ones
-(measured: 45 against 140 Gflop/s). There 16-bit operands are widened, a few rows of the weight at a time, and
-results are rounded as before: sums of the same products, in fp32 as always.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from infinity.tiling.tile import Kept
+from infinity.tiling.products import add_product, in_fp32, wide
+from infinity.tiling.tile import Channel, Kept
 
 SMALLEST_NBYTES = 1 << 20
 LARGEST_NBYTES = 128 << 20
@@ -75,29 +70,12 @@ class Formula:
         )
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that sums are kept in: fp32, fp64 for fp64."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def logits_of(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Return [tokens, classes] in the wide dtype, as a linear layer and `.float()` give them."""
     if in_fp32(hidden):
         hidden, weight, bias = hidden.float(), weight.float(), None if bias is None else bias.float()
     product = hidden.mm(weight.t()) if bias is None else torch.addmm(bias, hidden, weight.t())
     return product.to(wide(product.dtype))
-
-
-@functools.cache
-def _multiplies_16_bit() -> bool:
-    """Whether this CPU has instructions for it."""
-    asked = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # torch has no public names for them
-    return any(getattr(torch.cpu, name)() for name in asked if hasattr(torch.cpu, name))
-
-
-def in_fp32(one: torch.Tensor) -> bool:
-    """Whether products with this tensor are better made in fp32: see [Note: products in fp32]."""
-    return one.device.type == "cpu" and one.dtype.itemsize < 4 and not _multiplies_16_bit()
 
 
 def sums_of(logits: torch.Tensor, labels: torch.Tensor, start: int, *, smoothed: bool) -> Sums:
@@ -172,7 +150,8 @@ class OfTile(torch.autograd.Function):
         labels: torch.Tensor,
         start: int,
         smoothed: bool,  # noqa: FBT001
-        channel: torch.Tensor | None,  # noqa: ARG004 - where the gradient goes
+        channel: Channel | None,
+        link: torch.Tensor | None,  # noqa: ARG004 - of the channel
     ) -> tuple[torch.Tensor, ...]:
         """Return the three sums over classes start ... start + len(weight) - 1."""
         found: Sums | None = None
@@ -186,7 +165,7 @@ class OfTile(torch.autograd.Function):
             raise ValueError("a vocabulary without classes has no loss")
         ctx.save_for_backward(hidden, labels, found.lse)
         ctx.weight, ctx.bias = Kept(weight), None if bias is None else Kept(bias)
-        ctx.start, ctx.step, ctx.smoothed = start, step, smoothed
+        ctx.start, ctx.step, ctx.smoothed, ctx.channel = start, step, smoothed, channel
         return tuple(found)
 
     @staticmethod
@@ -196,8 +175,10 @@ class OfTile(torch.autograd.Function):
         hidden, labels, lse = ctx.saved_tensors
         weight, bias = ctx.weight.take(), None if ctx.bias is None else ctx.bias.take()
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
-        by_channel = ctx.needs_input_grad[6]
-        grad_hidden = torch.zeros_like(hidden, dtype=wide(hidden.dtype)) if for_hidden or by_channel else None
+        by_channel = ctx.needs_input_grad[7]
+        total = torch.zeros_like(hidden, dtype=wide(hidden.dtype)) if for_hidden and not by_channel else None
+        if by_channel:
+            total = ctx.channel.total()
         grad_weight = torch.empty_like(weight) if for_weight else None
         grad_bias = torch.empty_like(bias) if for_bias and bias is not None else None
         for first in range(0, len(weight), ctx.step):
@@ -216,11 +197,10 @@ class OfTile(torch.autograd.Function):
             elif grad_weight is not None:
                 torch.mm(grad.t(), hidden, out=grad_weight[rows])
             part = part.to(grad.dtype)
-            if grad_hidden is not None:
-                grad_hidden += grad.mm(part)
-        if grad_hidden is None or by_channel:
-            return None, grad_weight, grad_bias, None, None, None, grad_hidden
-        return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None, None
+            if total is not None:
+                add_product(total, grad, part)
+        grad_hidden = None if total is None or by_channel else total.to(hidden.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, ctx.channel and ctx.channel.sent()
 
 
 def together(sums: list[Sums]) -> Sums:
@@ -271,7 +251,7 @@ class Products:
 
 
 class InFloat32(Products):
-    """The same for 16-bit tensors: see [Note: products in fp32]."""
+    """The same for 16-bit tensors: see [Note: products in fp32] in products.py."""
 
     def _rows(self, tokens: int) -> Iterator[slice]:
         """Yield slices of the classes: so many that what is widened of them is small beside the logits."""

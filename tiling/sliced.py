@@ -21,9 +21,11 @@ class InSlices:
     module: nn.Module
     forward: Callable[..., Any]
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], cut: Any, size: int) -> Any:
-        before = _recorded()
-        result = run_in_slices(self.forward, list(self.module.parameters()), args, kwargs, cut=cut, size=size)
+    def _run(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], cut: Any, size: int, *, straight: bool = False
+    ) -> Any:
+        before, parameters = _recorded(), list(self.module.parameters())
+        result = run_in_slices(self.forward, parameters, args, kwargs, cut=cut, size=size, straight=straight)
         found = [key for key, number in _recorded().items() if number != before.get(key, 0)]
         if found:
             raise ValueError(
@@ -53,7 +55,7 @@ class SequenceSlices(InSlices):
         """Run the module."""
         lengths = [one.shape[self.dim] for one in _tensors((args, kwargs))]
         size = max(-(-max(lengths, default=0) // self.tiles), 1)
-        return self._run(args, kwargs, lambda _: self.dim, size)
+        return self._run(args, kwargs, lambda _: self.dim, size, straight=True)
 
 
 @dataclass(slots=True)

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from infinity.tiling.linears import Straight
 from infinity.tiling.sums import Cuts, Sums
 from infinity.tiling.tile import Kept
 
@@ -39,19 +40,23 @@ class Call:
     sliced: list[bool]  # for each of these, whether it is cut
     dims: list[int]
     sizes: tuple[int, ...]  # of the slices
+    straight: bool  # see [Note: straight into the sums]
     cuda: list[torch.device]
     states: list[Any] = field(default_factory=list)  # of the random generators before each slice
     autocast: list[tuple[str, bool, torch.dtype]] = field(default_factory=list)
     result: pytree.TreeSpec | None = None
     outputs: list[Any] = field(default_factory=list)  # leaves of the result that are no tensors
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], pytree.TreeSpec, list[Any]]:
+    def run(
+        self, tensors: Sequence[torch.Tensor], sums: Sums | None = None
+    ) -> tuple[list[torch.Tensor], pytree.TreeSpec, list[Any]]:
         """Run the module on the tensors of one slice; returns the result's tensors and the rest of it."""
         leaves = list(self.leaves)
         for position, tensor in zip(self.tensors, tensors, strict=True):
             leaves[position] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        found, spec = pytree.tree_flatten(self.forward(*args, **kwargs))
+        with Straight(sums) if self.straight else contextlib.nullcontext():
+            found, spec = pytree.tree_flatten(self.forward(*args, **kwargs))
         rest = [TENSOR if isinstance(one, torch.Tensor) else one for one in found]
         return [one for one in found if isinstance(one, torch.Tensor)], spec, rest
 
@@ -80,11 +85,13 @@ def run_in_slices(
     *,
     cut: Callable[[torch.Tensor], int | None],
     size: int,
+    straight: bool,
 ) -> Any:
     """Return forward(*args, **kwargs), computed on slices of at most `size` and recomputed in backward.
 
     cut: says along which dimension a tensor among the arguments is cut; None for those passed whole. All that
     are cut have the same length there, and so has every tensor of the result, in that dimension of the first.
+    straight: see [Note: straight into the sums] in linears.py.
 
     Raises:
         ValueError: nothing to cut, or lengths that differ.
@@ -110,6 +117,7 @@ def run_in_slices(
         [dim is not None for dim in dims],
         [0 if dim is None else dim % one.dim() for one, dim in zip(tensors, dims, strict=True)],
         sizes,
+        straight,
         sorted({one.device for one in tensors if one.device.type == "cuda"}, key=str),
     )
     for kind in sorted({one.device.type for one in tensors}):
@@ -167,7 +175,7 @@ class Slices(torch.autograd.Function):
                 part = [one.detach().requires_grad_(want) for one, want in zip(part, wanted, strict=True)]  # noqa: PLW2901
                 _set_generators(call.cuda, call.states[number])
                 with torch.enable_grad():
-                    results, _, _ = call.run(part)
+                    results, _, _ = call.run(part, sums)
                 sliced = [grad.narrow(_dim(call), start, size) for grad in grads]
                 pairs = [(one, grad) for one, grad in zip(results, sliced, strict=True) if one.requires_grad]
                 leaves = [one for one, want in zip(part, wanted, strict=True) if want]

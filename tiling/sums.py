@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from infinity.tiling.products import add_product, wide
+
 
 class Cuts(NamedTuple):
     """How the inputs of a call are cut."""
@@ -41,6 +43,7 @@ class Sums:
         self._cuts, self._inputs, self._wanted, self._parameters = cuts, inputs, wanted, parameters
         self._of_inputs: list[torch.Tensor | None] = [None] * len(inputs)
         self._of_parameters: list[torch.Tensor | None] = [None] * len(parameters)
+        self._numbers = {id(one): number for number, one in enumerate(parameters)}
         self._alone = cuts.slices == 1
         self._rooms: dict[torch.device, Room] = {}
         self._places: list[torch.Tensor | None] = [None] * len(parameters)
@@ -49,7 +52,7 @@ class Sums:
 
     def _make_room(self) -> None:
         """Give every 16-bit parameter a place for its sum."""
-        narrow = [number for number, one in enumerate(self._parameters) if _wide(one.dtype) != one.dtype]
+        narrow = [number for number, one in enumerate(self._parameters) if wide(one.dtype) != one.dtype]
         for device in dict.fromkeys(self._parameters[number].device for number in narrow):
             here = [number for number in narrow if self._parameters[number].device == device]
             numels = [self._parameters[number].numel() for number in here]
@@ -70,7 +73,9 @@ class Sums:
             for one in taken:
                 one.remove()
 
-    def _take(self, number: int, grad: torch.Tensor) -> torch.Tensor:
+    def _take(self, number: int, grad: torch.Tensor | None) -> torch.Tensor | None:
+        if grad is None:  # it went straight into the sums
+            return None
         total, place = self._of_parameters[number], self._places[number]
         if total is not None:
             _add(total, grad)
@@ -78,8 +83,21 @@ class Sums:
             self._of_parameters[number] = place.copy_(grad)
         else:
             # Copied: autograd may hand the same tensor to somebody else.
-            self._of_parameters[number] = grad.to(_wide(grad.dtype), copy=True)
+            self._of_parameters[number] = grad.to(wide(grad.dtype), copy=True)
         return grad.new_zeros(()).expand(grad.shape)
+
+    def add_product(self, parameter: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> bool:
+        """Add left @ right to the gradient of a parameter; says whether that is one of several slices'."""
+        number = None if self._alone else self._numbers.get(id(parameter))
+        if number is None:
+            return False
+        total = self._of_parameters[number]
+        if total is None:
+            place = self._places[number]
+            total = parameter.new_empty(parameter.shape) if place is None else place
+            self._of_parameters[number] = total.zero_()
+        add_product(total, left, right)
+        return True
 
     def add(self, found: Sequence[torch.Tensor | None], start: int, size: int) -> None:
         """Take the gradients of one slice: of the wanted inputs, and, where there is but one slice, of the
@@ -95,7 +113,7 @@ class Sums:
                     self._of_inputs[number] = torch.zeros_like(one)
                 self._of_inputs[number].narrow(self._cuts.dims[number], start, size).copy_(grad)  # type: ignore[union-attr]
             elif (total := self._of_inputs[number]) is None:
-                self._of_inputs[number] = grad.to(_wide(grad.dtype), copy=True)
+                self._of_inputs[number] = grad.to(wide(grad.dtype), copy=True)
             else:
                 _add(total, grad)
         if self._alone:
@@ -128,10 +146,6 @@ class Sums:
 
 _AT_ONCE = 1 << 15
 """Elements that are widened and added in a core's cache: as many as torch gives to one thread."""
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _add(total: torch.Tensor, grad: torch.Tensor) -> None:

@@ -9,11 +9,14 @@ would have checked is checked here: a weight that was changed in place in betwee
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from infinity.tiling.products import add_product, product, wide
 
 
 class Tile(nn.Module):
@@ -39,24 +42,28 @@ class Tile(nn.Module):
 class LinearTile(Tile):
     """Outputs [tokens, out] of inputs [tokens, in] by a weight [out, in]."""
 
-    def forward(self, x: torch.Tensor, channel: torch.Tensor | None = None, use: Any = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, channel: Channel | None = None, use: Any = None) -> torch.Tensor:
         """Return x @ weight.T + bias; with `use`, what `use(x, weight, bias)` returns: so another operation
         (the loss) can use the parameters while they are here.
         """
         if use is not None:
             result: torch.Tensor = use(x, self.weight, self.bias)
             return result
-        product: torch.Tensor = Product.apply(x, self.weight, self.bias, False, channel)  # type: ignore[no-untyped-call]
-        return product
+        return _product(x, self, channel, transposed=False)
 
 
 class Conv1DTile(Tile):
     """The same by a weight [in, out], as Hugging Face's Conv1D has it."""
 
-    def forward(self, x: torch.Tensor, channel: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, channel: Channel | None = None) -> torch.Tensor:
         """Return x @ weight + bias."""
-        product: torch.Tensor = Product.apply(x, self.weight, self.bias, True, channel)  # type: ignore[no-untyped-call]
-        return product
+        return _product(x, self, channel, transposed=True)
+
+
+def _product(x: torch.Tensor, tile: Tile, channel: Channel | None, *, transposed: bool) -> torch.Tensor:
+    link = None if channel is None else channel.link
+    found: torch.Tensor = Product.apply(x, tile.weight, tile.bias, transposed, channel, link)  # type: ignore[no-untyped-call]
+    return found
 
 
 class EmbeddingTile(Tile):
@@ -98,39 +105,87 @@ class Kept:
         return self._parameter
 
 
-class Channel(torch.autograd.Function):
+@dataclass(slots=True)
+class Sum:
+    """What tiles have sent to their common input in one backward."""
+
+    shape: torch.Size  # of the input
+    dtype: torch.dtype
+    device: torch.device
+    task: int = -1
+    """The backward that is under way: what one that failed has left counts for nothing."""
+    value: torch.Tensor | None = None  # of the input's shape, in fp32
+
+
+class Channel(NamedTuple):
     """A way for gradients of 16-bit inputs to add up in fp32.
 
     [Note: channels]
     Autograd adds the gradients that the tiles give their common input in that input's dtype: with 16 bits,
-    one more rounding per tile. So the tiles get, beside the input, a tensor of its shape in fp32 that takes
-    no memory, send the gradient there, and the sum is rounded once. None where there is nothing to gain.
+    one more rounding per tile. So the tiles add theirs to one sum in fp32, which is rounded once, where all
+    have done so: the link, a scalar that they take beside the input, tells autograd when that is. None where
+    there is nothing to gain.
     """
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        """Return something of x's shape in fp32, without values."""
-        ctx.dtype = x.dtype
-        return x.new_zeros((1,) * x.dim(), dtype=torch.float32).expand(x.shape)
+    link: torch.Tensor
+    sum: Sum
+    columns: slice = slice(None)
+
+    def narrowed(self, columns: slice) -> Channel:
+        """Return the same for a tile that takes some columns of the input."""
+        return Channel(self.link, self.sum, columns)
+
+    def total(self) -> torch.Tensor:
+        """Return the sum so far, [tokens, columns], to add to.
+
+        Raises:
+            RuntimeError: gradients are to have gradients.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError("16-bit tiles have no gradients of gradients (create_graph): take fp32 ones")
+        task = torch._C._current_graph_task_id()
+        if self.sum.value is None or self.sum.task != task:
+            self.sum.value, self.sum.task = _zeros_of(self.sum), task
+        return self.sum.value[:, self.columns]
+
+    def sent(self) -> torch.Tensor:
+        """Return the gradient of the link: that something was added."""
+        return torch.zeros_like(self.link)
+
+
+def _zeros_of(one: Sum) -> torch.Tensor:
+    return torch.zeros(one.shape, dtype=torch.float32, device=one.device)
+
+
+class Link(torch.autograd.Function):
+    """The node that rounds a channel's sum, and hands it to the input."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def forward(ctx: Any, x: torch.Tensor, total: Sum) -> torch.Tensor:
+        """Return the link."""
+        ctx.sum = total
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
         """Round the sum."""
-        return grads[0].to(ctx.dtype)
+        found, ctx.sum.value = ctx.sum.value, None
+        return found.to(ctx.sum.dtype), None
 
 
-def channel_of(x: torch.Tensor, tiles: int) -> torch.Tensor | None:
-    """Return a channel for the gradients that `tiles` tiles send to x; see [Note: channels]."""
-    if tiles == 1 or not x.requires_grad or torch.promote_types(x.dtype, torch.float32) == x.dtype:
+def channel_of(x: torch.Tensor, tiles: int) -> Channel | None:
+    """Return a channel for the gradients that `tiles` tiles send to x [tokens, in]; see [Note: channels]."""
+    if tiles == 1 or not x.requires_grad or wide(x.dtype) == x.dtype:
         return None
-    channel: torch.Tensor = Channel.apply(x)  # type: ignore[no-untyped-call]
-    return channel
+    total = Sum(x.shape, x.dtype, x.device)
+    return Channel(Link.apply(x, total), total)  # type: ignore[no-untyped-call]
 
 
 class Product(torch.autograd.Function):
     """x @ weight.T + bias, or x @ weight + bias, that saves x and keeps the weight by reference.
 
-    The operations and their order are those of torch's own backward of a linear layer.
+    The operations and their order are those of torch's own backward of a linear layer, but where products are
+    faster in fp32: see [Note: products in fp32] in products.py.
     """
 
     @staticmethod
@@ -140,35 +195,39 @@ class Product(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         transposed: bool,  # noqa: FBT001
-        channel: torch.Tensor | None,  # noqa: ARG004 - where the gradient goes
+        channel: Channel | None,
+        link: torch.Tensor | None,  # noqa: ARG004 - of the channel
     ) -> torch.Tensor:
         """Return [tokens, out]."""
         ctx.save_for_backward(x)
-        ctx.weight, ctx.transposed = Kept(weight), transposed
+        ctx.weight, ctx.transposed, ctx.channel = Kept(weight), transposed, channel
         factor = _in_dtype_of(x, weight)
         factor = factor if transposed else factor.t()
         return x.mm(factor) if bias is None else torch.addmm(_in_dtype_of(x, bias), x, factor)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """Return the gradients of x (or of the channel instead), weight and bias."""
+        """Return the gradients of x (or of the channel's link instead), weight and bias."""
         (grad,) = grads
         (x,) = ctx.saved_tensors
-        grad_x = grad_weight = grad_bias = grad_channel = None
-        if ctx.needs_input_grad[4]:
-            grad_channel = _grad_x(ctx, grad, x).float()
+        grad_x = grad_weight = grad_bias = sent = None
+        multiply = torch.mm if torch.is_grad_enabled() else product
+        if ctx.needs_input_grad[5]:
+            add_product(ctx.channel.total(), grad, _factor(ctx, x))
+            sent = ctx.channel.sent()
         elif ctx.needs_input_grad[0]:
-            grad_x = _grad_x(ctx, grad, x)
+            grad_x = multiply(grad, _factor(ctx, x))
         if ctx.needs_input_grad[1]:
-            grad_weight = x.t().mm(grad) if ctx.transposed else grad.t().mm(x)
+            grad_weight = multiply(x.t(), grad) if ctx.transposed else multiply(grad.t(), x)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.sum(0)
-        return grad_x, grad_weight, grad_bias, None, grad_channel
+        return grad_x, grad_weight, grad_bias, None, None, sent
 
 
-def _grad_x(ctx: Any, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _factor(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return what a gradient [tokens, out] is multiplied by for that of x."""
     weight = _in_dtype_of(x, ctx.weight.take())
-    return grad.mm(weight.t() if ctx.transposed else weight)
+    return weight.t() if ctx.transposed else weight
 
 
 def _in_dtype_of(x: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

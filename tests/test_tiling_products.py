@@ -1,0 +1,95 @@
+"""Products of 16-bit tensors in fp32, and linear layers that add theirs to sums. Trusted: fp64."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from infinity.tiling import TiledLinear, products, tile_sequence
+from infinity.tiling.products import add_product, product
+
+SIDES = st.integers(0, 40)
+
+
+@pytest.fixture(autouse=True)
+def _in_small_pieces(monkeypatch):
+    monkeypatch.setattr(products, "_multiplies_16_bit", lambda: False)
+    monkeypatch.setattr(products, "WIDENED_NBYTES", 1)
+    monkeypatch.setattr(products, "FEWEST_ROWS", 7)
+
+
+@given(m=SIDES, k=SIDES, n=SIDES, dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
+def test_products_are_fp64s_rounded_once_whatever_side_is_the_longest(m, k, n, dtype):
+    left, right = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype).t()
+    exact = left.double() @ right.double()
+    slack = 1e-4  # of sums in fp32
+    rounding = torch.finfo(dtype).eps / 2 if dtype.itemsize == 2 else 0
+    found = product(left, right)
+    assert found.dtype == dtype
+    assert (found.double() - exact).abs().le(exact.abs() * rounding * 1.01 + slack).all()
+    total = torch.ones(m, n)
+    add_product(total, left, right)
+    assert (total.double() - exact - 1).abs().le(slack).all()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_slices_weight_gradients_are_rounded_once_over_all_slices(bias):
+    torch.manual_seed(0)
+    mlp = nn.Sequential(nn.Linear(8, 24, bias), nn.Linear(24, 8, bias)).bfloat16()
+    with torch.no_grad():
+        mlp[0].weight.copy_(torch.eye(24, 8))  # exact: what the second layer gets is not rounded
+        if bias:
+            mlp[0].bias.zero_()
+    exact = copy.deepcopy(mlp).double()
+    x, upstream = (torch.randn(64, 8).bfloat16() for _ in range(2))
+    exact(x.double()).backward(upstream.double())
+    tile_sequence(mlp, 32)(x).backward(upstream)
+    found, expected = mlp[1].weight.grad.double(), exact[1].weight.grad
+    assert ((found - expected).abs() <= expected.abs() * 2**-8 * 1.01 + 1e-5).all()
+
+
+def test_a_weight_used_in_a_linear_layer_and_elsewhere_gets_both_gradients():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 6, False)
+
+        def forward(self, x):
+            return self.linear(x) + x @ self.linear.weight + nn.functional.linear(x, self.linear.weight)
+
+    torch.manual_seed(0)
+    one, x = Both(), torch.randn(9, 6)
+    plain = copy.deepcopy(one)
+    plain(x).square().sum().backward()
+    tile_sequence(one, 4)(x).square().sum().backward()
+    torch.testing.assert_close(one.linear.weight.grad, plain.linear.weight.grad)
+
+
+def test_what_a_backward_that_failed_has_sent_is_not_in_the_next_ones_sum():
+    layer = TiledLinear(4, 8, False, dtype=torch.bfloat16, out_tiles=2)
+    x = torch.ones(3, 4, dtype=torch.bfloat16, requires_grad=True)
+    failing = [True]
+
+    def fail(grad):
+        if failing[0]:
+            raise RuntimeError("a full disk")
+        return grad
+
+    layer.tiles[0].weight.register_hook(fail)
+    y = layer(x)
+    with pytest.raises(RuntimeError, match="full disk"):
+        y.backward(torch.ones_like(y), retain_graph=True)
+    failing[0] = False
+    y.backward(torch.ones_like(y))
+    whole = torch.cat([tile.weight.detach() for tile in layer.tiles]).double()
+    torch.testing.assert_close(x.grad.double(), whole.sum(0).expand(3, 4), rtol=2**-8, atol=1e-4)
+
+
+def test_16_bit_tiles_say_that_they_have_no_gradients_of_gradients():
+    layer = TiledLinear(4, 8, False, dtype=torch.bfloat16, out_tiles=2)
+    x = torch.ones(3, 4, dtype=torch.bfloat16, requires_grad=True)
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(layer(x).sum(), x, create_graph=True)
