@@ -12,6 +12,7 @@ import architectures
 import infinity
 import models
 from infinity import UnsupportedError
+from infinity.engine import engine_of_model
 from infinity.manifest import CheckpointError
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.reference import clip_grad_norm_ as reference_clip
@@ -25,6 +26,7 @@ pytestmark = [
         "ignore:.*use_reentrant.*",
         "ignore:None of the inputs have requires_grad",
         "ignore:.*lr_scheduler.step.*:UserWarning",
+        "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",  # transformers 4 on a newer torch
     ),
 ]
 
@@ -98,7 +100,8 @@ def compare(folder, name="llama", **options):
     expected, found = (logged(one, "loss", "grad_norm", "learning_rate") for one in trainers)
     assert len(expected) > 0
     assert [(loss, lr) for loss, _, lr in found] == [(loss, lr) for loss, _, lr in expected]
-    assert [norm for _, norm, _ in found] == pytest.approx([norm for _, norm, _ in expected], rel=1e-6)
+    norms = [[-1 if norm is None else norm for _, norm, _ in one] for one in (found, expected)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6), "none without clipping, before transformers 5.1"
     recipe, optimizer = (one.optimizer.optimizer for one in trainers)
     models.assert_same_state(ours, optimizer, plain, recipe)
     return trainers[1]
@@ -161,7 +164,7 @@ def test_a_training_resumes_with_the_bits_of_one_that_never_stopped(folder, name
     again = trainer_of(build(name, folder, seed=1), folder / "whole", **options)
     again.train(resume_from_checkpoint=str(saved))
     assert logged(again, "loss", "learning_rate")[2:] == logged(whole, "loss", "learning_rate")[2:]
-    engines = [infinity.engine.engine_of_model(one.model) for one in (whole, again)]
+    engines = [engine_of_model(one.model) for one in (whole, again)]
     for ours, theirs in zip(whole.model.parameters(), again.model.parameters(), strict=True):
         for field, other in zip(
             engines[0].read(ours, ["master", "m", "v"]),
@@ -292,27 +295,41 @@ def test_saving_the_model_alone_saves_nothing_beside_it(folder):
 
 
 class Board(transformers.TrainerCallback):
-    """Shows what it is told, as TensorBoard's and W&B's do."""
+    """Shows what it is told, as TensorBoard's and W&B's do, and what the engine says at that moment."""
 
     def __init__(self):
-        self.shown = []
+        self.shown, self.stats = [], []
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         self.shown.append(dict(logs))
+        self.stats.append(infinity.stats(kwargs["model"]))
+
+
+class Settled(transformers.TrainerCallback):
+    """Lets what is read ahead and written behind be over: it moves between two looks at it."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        engine_of_model(kwargs["model"]).lane.drain()
 
 
 def test_what_moved_stands_in_the_trainers_logs_and_on_boards_named_after_the_callback(folder):
     trainer = trainer_of(build("llama", folder), folder, max_steps=3)
-    board = Board()
-    trainer.add_callback(board)
+    ours, board = trainer.pop_callback(infinity.TrainerCallback), Board()
+    for one in (Settled(), ours, board):
+        trainer.add_callback(one)
+    engine_of_model(trainer.model).lane.drain()
+    before = infinity.stats(trainer.model)
     trainer.train()
-    assert all("infinity_nvme_read_gb" in one for one in board.shown)
-    assert len(board.shown) == 4
-    read = logged(trainer, "infinity_nvme_read_gb", "infinity_stall_s", "infinity_host_gb")
-    assert len(read) == 4, "three steps, and the summary"
-    assert all(one[0] > 0 for one in read[:3])
-    total = infinity.stats(trainer.model).nvme_read_nbytes / 1e9
-    assert sum(one[0] for one in read) == pytest.approx(total, rel=0.5)
+    names = "infinity_nvme_read_gb", "infinity_nvme_written_gb", "infinity_misses", "infinity_host_gb"
+    assert len(board.shown) == 4, "three steps, and the summary"
+    assert logged(trainer, *names) == [tuple(map(one.get, names)) for one in board.shown]
+    for shown, now in zip(board.shown, board.stats, strict=True):
+        moved, before = now.since(before), now
+        assert shown["infinity_nvme_read_gb"] == round(moved.nvme_read_nbytes / 1e9, 6)
+        assert shown["infinity_nvme_written_gb"] == round(moved.nvme_written_nbytes / 1e9, 6)
+        assert shown["infinity_host_gb"] == round(now.budget_held_nbytes / 1e9, 6)
+        assert shown["infinity_stall_s"] >= 0
+    assert board.shown[0]["infinity_nvme_read_gb"] > 0, "before anything was pinned"
 
 
 @pytest.mark.parametrize(
