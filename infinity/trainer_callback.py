@@ -26,7 +26,7 @@ from infinity.errors import UnsupportedError
 from infinity.manifest import CheckpointError
 from infinity.optim import OffloadedOptimizer
 from infinity.stats import Stats, stats
-from infinity.trainer_ranks import saving, settle_in
+from infinity.trainer_ranks import save_streamed, saving, settle_in
 
 logger = logging.getLogger("infinity")
 
@@ -99,6 +99,7 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """See that the optimizer is ours; load masters and moments where a training resumes."""
         model = kwargs["model"]
+        save_streamed(model)  # one that model_init has just built
         self._seen = stats(model)
         if not _trains_ours(model):
             return

@@ -8,9 +8,10 @@ built in Init are ordinary parameters, and DistributedDataParallel is right for 
 leave ours out.
 
 [Note: who saves]
-The Trainer lets rank 0 alone save a model, with model.save_pretrained. What rank 0 asks for while a
-checkpoint is made is done in on_save, which every rank comes to, streamed: nobody holds the whole model. Of
-PEFT's models only the adapters are read, on one rank, too.
+The Trainer lets rank 0 alone save a model, with model.save_pretrained, which would hold all of it in memory.
+On one rank the model's files are streamed instead, and so they are on several, in on_save, which every rank
+comes to, where rank 0 asks while a checkpoint is made. Of PEFT's models only the adapters are read. Whoever
+asks transformers for more than the files (push_to_hub, a state_dict of one's own) gets its own.
 
 [Note: generation]
 Ranks generate texts of different lengths, and those that have finished have to go on computing with the
@@ -19,8 +20,11 @@ others. transformers sees to that for modules that carry the mark of FSDP's, who
 
 from __future__ import annotations
 
+import logging
+import re
 import shutil
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +34,23 @@ from infinity.adapters import is_adapted, write_adapters
 from infinity.engine import engine_of, engine_of_model
 from infinity.errors import UnsupportedError
 from infinity.export import save_pretrained
+from infinity.hub import check_names, is_hub_model
+
+logger = logging.getLogger("infinity")
 
 _FILLING = "infinity-weights"
+_SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+_USUAL: Mapping[str, Any] = {
+    "is_main_process": True,
+    "safe_serialization": True,
+    "save_peft_format": True,
+    "save_original_format": True,
+    "push_to_hub": False,
+    "distributed_checkpoint": False,
+}
+"""What save_pretrained of transformers does without options; None where nothing is said here."""
+_SPECIAL = ("_auto_class", "hf_quantizer", "_hf_peft_config_loaded")
+"""Attributes of models that have more to save than weights and configuration."""
 _CUT = "_is_fsdp_managed_module"
 """See [Note: generation]."""
 _LEFT_OUT = "_ddp_params_and_buffers_to_ignore"
@@ -49,8 +68,7 @@ def settle_in(model: nn.Module, args: Any) -> None:
             f"the Trainer has {args.world_size} ranks, the model {ranks.size}: under the Trainer every rank "
             "takes its own batches. Start with torchrun, and give Init no process_group"
         )
-    if (ranks.size > 1 or is_adapted(model)) and saving(model) is None:
-        model.save_pretrained = Saving(model)  # type: ignore[assignment]
+    save_streamed(model)
     if ranks.size == 1:
         return
     if args.push_to_hub:
@@ -67,8 +85,14 @@ def settle_in(model: nn.Module, args: Any) -> None:
         setattr(module, _CUT, True)
 
 
+def save_streamed(model: nn.Module) -> None:
+    """Let a model's save_pretrained be ours; see [Note: who saves]."""
+    if (engine_of_model(model).ranks.size > 1 or is_hub_model(model)) and saving(model) is None:
+        model.save_pretrained = Saving(model)  # type: ignore[assignment]
+
+
 def saving(model: nn.Module) -> Saving | None:
-    """Return what stands for the model's save_pretrained, on several ranks."""
+    """Return what stands for the model's save_pretrained, if anything does."""
     found = model.__dict__.get("save_pretrained")
     return found if isinstance(found, Saving) else None
 
@@ -92,43 +116,74 @@ class Saving:
         self.expected: Path | None = None
         """The checkpoint that may come now, to which all ranks will come."""
 
-    def __call__(self, save_directory: Any, **options: Any) -> None:
-        """Be called, of several ranks by rank 0 alone.
+    def __call__(self, save_directory: Any, *more: Any, **options: Any) -> None:
+        """Be called, of several ranks by rank 0 alone; options are those of transformers, or of PEFT.
 
-        Raises: UnsupportedError outside a checkpoint of the Trainer, on several ranks.
+        Raises: UnsupportedError outside a checkpoint of the Trainer, on several ranks; else as
+        infinity.save_pretrained, or as the model's own.
         """
         model = self._alive()
-        if engine_of_model(model).ranks.size == 1:
+        if engine_of_model(model).ranks.size > 1:
+            if self.expected is None or Path(save_directory).absolute() != self.expected:
+                raise UnsupportedError(
+                    f"{save_directory}: on several ranks the weights are in all of them, and "
+                    "trainer.save_model() and model.save_pretrained() ask rank 0 alone. Call "
+                    f"infinity.save_pretrained(model, {str(save_directory)!r}) on every rank"
+                )
+        elif is_adapted(model):
             write_adapters(model, Path(save_directory), **options)
-        elif self.expected is None or Path(save_directory).absolute() != self.expected:
-            raise UnsupportedError(
-                f"{save_directory}: on several ranks the weights are in all of them, and "
-                "trainer.save_model() and model.save_pretrained() ask rank 0 alone. Call "
-                f"infinity.save_pretrained(model, {str(save_directory)!r}) on every rank"
-            )
+        elif more or not _plainly(model, options):
+            kind: Any = type(model)
+            kind.save_pretrained(model, save_directory, *more, **options)
+        else:
+            _stream(model, Path(save_directory), options.get("max_shard_size", "5GB"))
 
     def write(self, folder: Path) -> None:
         """Write the model's files into `folder`, a checkpoint, on every rank."""
         model = self._alive()
-        ranks = engine_of_model(model).ranks
-        if ranks.size == 1:  # they are there
+        if engine_of_model(model).ranks.size == 1:  # they are there
             return
         if is_adapted(model):
             write_adapters(model, folder)
-            return
-        filling = folder / _FILLING
-        with ranks.together(f"making room in {folder}"):
-            if ranks.rank == 0 and filling.exists():  # a save that was killed here
-                shutil.rmtree(filling)
-        save_pretrained(model, filling)
-        with ranks.together(f"putting weights into {folder}"):
-            if ranks.rank == 0:
-                for path in filling.iterdir():
-                    path.replace(folder / path.name)
-                filling.rmdir()
+        else:
+            _stream(model, folder)
 
     def _alive(self) -> nn.Module:
         model = self._model()
         if model is None:
             raise ReferenceError("save_pretrained of a model that is gone")
         return model
+
+
+def _plainly(model: nn.Module, options: Mapping[str, Any]) -> bool:
+    """Whether save_pretrained is asked for a model's files, as they are, and nothing else."""
+    more = [name for name, value in options.items() if name != "max_shard_size" and value != _USUAL.get(name)]
+    special = (getattr(model, name, None) for name in _SPECIAL)
+    lent = any(unit.attached for unit in engine_of_model(model).units)  # inside `gathered`, which may write
+    if more or lent or any(special):
+        return False
+    try:
+        check_names(model)
+    except UnsupportedError as error:
+        logger.warning("%s", error)
+        return False
+    return True
+
+
+def _stream(model: nn.Module, folder: Path, max_shard_size: int | str = "5GB") -> None:
+    """Write a model's files into a folder, which may have others in it. Every rank calls this."""
+    filling, ranks = folder / _FILLING, engine_of_model(model).ranks
+    with ranks.together(f"making room in {folder}"):
+        if ranks.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            if filling.exists():  # a save that was killed here
+                shutil.rmtree(filling)
+    save_pretrained(model, filling, max_shard_size=max_shard_size)
+    with ranks.together(f"putting weights into {folder}"):
+        if ranks.rank == 0:
+            for path in folder.glob("model*.safetensors*"):  # of an earlier save, in other shards
+                if not (filling / path.name).exists() and _SHARD.fullmatch(path.name):
+                    path.unlink()
+            for path in filling.iterdir():
+                path.replace(folder / path.name)
+            filling.rmdir()

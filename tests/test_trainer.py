@@ -7,10 +7,12 @@ import shutil
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 import architectures
 import infinity
 import models
+from allocations import Allocations
 from infinity import UnsupportedError
 from infinity.engine import engine_of_model
 from infinity.manifest import CheckpointError
@@ -26,7 +28,7 @@ pytestmark = [
         "ignore:.*use_reentrant.*",
         "ignore:None of the inputs have requires_grad",
         "ignore:.*lr_scheduler.step.*:UserWarning",
-        "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",  # transformers 4 on a newer torch
+        "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",  # transformers 4's import
     ),
 ]
 
@@ -292,6 +294,77 @@ def test_saving_the_model_alone_saves_nothing_beside_it(folder):
     plain = transformers.LlamaForCausalLM.from_pretrained(folder / "final", dtype=torch.bfloat16)
     for name, value in trainer.model.state_dict().items():
         assert torch.equal(plain.state_dict()[name], value)
+
+
+@pytest.mark.parametrize("given", ["a model", "a function"])
+def test_checkpoints_and_models_are_streamed_to_files_and_are_those_of_transformers(
+    folder, monkeypatch, given
+):
+    """Three chunks are in memory, of a layer at most: read, waiting, written."""
+    torch.manual_seed(0)
+    with infinity.Init(nvme=str(folder), host_memory="1MiB"):
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**{**models.SIZES, "num_hidden_layers": 12})
+        )
+    trainer = trainer_of(model, folder, max_steps=1, save_strategy="steps", save_steps=1)
+    if given == "a function":  # which is called when training begins
+        del model.save_pretrained
+    most = []
+
+    def watched(save):
+        def call(*args, **kwargs):
+            with Allocations() as memory:
+                save(*args, **kwargs)
+            most.append(memory.peak_nbytes)
+
+        return call
+
+    for name in ("_save_checkpoint", "save_model"):
+        monkeypatch.setattr(trainer, name, watched(getattr(trainer, name)))
+    trainer.train()
+    trainer.save_model(str(folder / "final"))
+    layer = max(unit.shard.numel for unit in engine_of_model(model).units) * 2
+    assert len(most) == 3, "the checkpoint, the model in it, and the model alone"
+    assert all(layer < one <= 3 * layer for one in most), (most, layer)
+    assert sum(one.numel() for one in model.parameters()) * 2 > 30 * layer
+    type(model).save_pretrained(model, folder / "theirs")
+    theirs = {path.name: path.read_bytes() for path in (folder / "theirs").iterdir()}
+    for saved in (folder / "final", folder / "ours" / "checkpoint-1"):
+        assert load_file(saved / "model.safetensors").keys() == model.state_dict().keys()
+        for name, content in theirs.items():
+            if name.endswith(".json"):
+                assert (saved / name).read_bytes() == content
+        found = load_file(saved / "model.safetensors")
+        assert [key for key, one in model.state_dict().items() if not torch.equal(found[key], one)] == []
+
+
+def test_files_of_an_earlier_save_give_way_and_others_stay(folder):
+    trainer = trainer_of(build("llama", folder), folder, max_steps=1)
+    final = folder / "final"
+    trainer.model.save_pretrained(final, max_shard_size="20kB")
+    (final / "notes.txt").write_text("mine")
+    assert len(list(final.glob("model-*"))) > 2
+    trainer.save_model(str(final))
+    names = {path.name for path in final.iterdir()}
+    assert {"notes.txt", "model.safetensors", "config.json"} <= names
+    assert not any("index" in name or "-of-" in name or name == "infinity-weights" for name in names)
+
+
+def test_what_only_transformers_can_save_it_saves(folder, caplog):
+    trainer = trainer_of(build("llama", folder), folder, max_steps=1)
+    own = {name: one + 1 for name, one in trainer.model.state_dict().items()}
+    trainer.model.save_pretrained(folder / "own", state_dict=dict(own))  # which takes from it
+    assert torch.equal(
+        load_file(folder / "own" / "model.safetensors")["lm_head.weight"], own["lm_head.weight"]
+    )
+    with infinity.gathered(trainer.model, write=True):
+        trainer.model.lm_head.weight.data.fill_(2)
+        trainer.model.save_pretrained(folder / "changed")
+    assert (load_file(folder / "changed" / "model.safetensors")["lm_head.weight"] == 2).all()
+    trainer.model.lm_head.register_state_dict_post_hook(lambda *_: None)
+    trainer.save_model(str(folder / "hooked"))
+    assert "lm_head (Linear) gives its state_dict other names or values" in caplog.text
+    assert load_file(folder / "hooked" / "model.safetensors").keys() == own.keys()
 
 
 class Board(transformers.TrainerCallback):
