@@ -155,6 +155,8 @@ def _add_model(add: Callable[..., object]) -> None:
     add("--host-memory", type=_size, metavar="SIZE", help=budget)
     add("--device", default=_DEFAULT.device, help='where the model computes, "cpu" or "cuda" (cpu)')
     add("--aio", choices=_ENGINES, help="the I/O engine (default: the best that works)")
+    computes = "what computes; fp16 with a loss scale that follows the gradients (bf16)"
+    add("--dtype", choices=("bf16", "fp16", "fp32"), default=_DEFAULT.dtype, help=computes)
     state = "how moments are stored: exactly, or in fewer bytes (fp32)"
     add("--state-dtype", choices=("fp32", "bf16", "int8"), default=_DEFAULT.state_dtype, help=state)
 
@@ -215,12 +217,19 @@ def _check(settings: Settings) -> None:
     Raises: ConfigError naming the options.
     """
     backward, tiles = settings.update == "backward", settings.micro_batches > 1
+    fp16 = settings.dtype == "fp16"
     nvme, offload = settings.nvme is not None, settings.offload_activations
     excluded = {
         "--update backward excludes --max-norm: the norm is known only after the backward.": backward
         and settings.max_norm is not None,
         "--update backward excludes --accumulate: a second backward would come after the update.": backward
         and settings.accumulate > 1,
+        "--dtype fp16 excludes --update backward, which would apply what overflowed.": fp16 and backward,
+        "--dtype fp16 excludes --plain: torch's GradScaler refuses gradients of fp16.": fp16
+        and settings.plain,
+        f"--dtype {settings.dtype} excludes --state-dtype {settings.state_dtype}: only bf16 goes with it.": (
+            settings.dtype != "bf16" and settings.state_dtype != "fp32"
+        ),
         "--micro-batches excludes --no-checkpointing: each block is recomputed in the backward.": tiles
         and not settings.checkpointing,
         "--offload-activations excludes --no-checkpointing: what a block saves within itself stays.": (

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from infinity.engine import engine_of_model
 from infinity.errors import ConfigError
 from infinity.optim import OffloadedOptimizer
 from infinity.resume import resume
-from infinity.text import Sampler
 
 
 def go_on(
     model: nn.Module,
     optimizer: OffloadedOptimizer,
-    schedule: LRScheduler,
-    sampler: Sampler,
+    tracked: Mapping[str, Any],
     *,
     resuming: bool,
 ) -> int:
     """Begin a durable run, or, `resuming`, go on with the one in its folder; return the steps that are done.
+    tracked: what `optimizer.track` takes.
 
     Raises: ConfigError where there is a run and it was not asked for, and the other way round.
     """
@@ -33,5 +34,5 @@ def go_on(
             f"--durable: {path} holds a run committed at step {durable.found[0].step}. Go on with it by "
             "--resume, or name another folder with --nvme."
         )
-    optimizer.track(scheduler=schedule, loader=sampler)
+    optimizer.track(**tracked)
     return resume(model, optimizer)

@@ -19,11 +19,10 @@ from tqdm import tqdm
 
 from infinity.bound import UNMEASURED, Bound, Load, Speed, bound
 from infinity.engine import Engine
+from infinity.shard import Format
 from infinity.sizes import format_size
 from infinity.stats import Stats, predicted_step_s
 
-STATE_NBYTES = {"fp32": 12, "bf16": 8, "int8": 6}
-"""Bytes of state per parameter, by the moments' type: hi 2, lo 2, and m and v of 4, 2 or 1 each."""
 SMOOTHED = 10
 """Steps in the mean that the picture shows."""
 LISTED_S = 0.05
@@ -36,6 +35,11 @@ _STALLS = {
     "gradients": "waiting for gradients to leave",
 }
 _LANE = {"read_wait": "reads awaited", "write_wait": "writes awaited", "inline": "in other threads"}
+
+
+def state_nbytes(form: Format) -> int:
+    """Return the bytes of state per parameter: those of the record's fields, scales of blocks left out."""
+    return sum(form.nbytes(field, 1) for field in form.fields if field != "scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +197,7 @@ class Run:
 
     name: str
     parameters: int
-    state_nbytes: int = STATE_NBYTES["fp32"]
+    state_nbytes: int = 12
     """Bytes of state per parameter."""
     steps: list[Step] = field(default_factory=list)
     peak_nbytes: int = 0

@@ -36,12 +36,15 @@ from infinity.optimizers import AdamW
 from infinity.presets import PRESETS, llama, recompute_blocks
 from infinity.ranks import ALONE
 from infinity.recording import Recording
-from infinity.report import RECENT, STATE_NBYTES, Meter, Progress, Run, Step, StepLog, plot_loss
+from infinity.report import RECENT, Meter, Progress, Run, Step, StepLog, plot_loss, state_nbytes
 from infinity.resume import commit
 from infinity.run_folder import LOG, PICTURE, errors_named, folder_beside, run_folder
+from infinity.scaling import LossScaling
+from infinity.shard import Format
 from infinity.sizes import format_size
 from infinity.stats import stats
 from infinity.text import Sampler, Text, default_text
+from infinity.weights import WEIGHTS
 
 LAST_FACTOR = 0.1
 """What is left of the learning rate at the last step."""
@@ -65,6 +68,8 @@ class Settings:
     host_memory: str | None = None
     device: str = "cpu"
     aio: str | None = None
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """What computes; in fp16 the loss is scaled."""
     state_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
     """How moments are stored."""
     durable: int = 0
@@ -102,7 +107,8 @@ class Settings:
     def updates_in(self) -> Literal["forward", "backward"]:
         """Return "forward" or "backward"; "auto" is the backward wherever no gradient has to be kept."""
         if self.update == "auto":
-            return "backward" if self.max_norm is None and self.accumulate == 1 else "forward"
+            kept = self.max_norm is not None or self.accumulate > 1 or self.dtype == "fp16"
+            return "forward" if kept else "backward"
         return self.update
 
 
@@ -183,7 +189,7 @@ def _train(
     """Build, train, and report what was done, however it ended."""
     model, optimizer = build(settings, folder)
     count = sum(parameter.numel() for parameter in model.parameters())
-    run = Run(settings.preset, count, STATE_NBYTES[settings.state_dtype])
+    run = Run(settings.preset, count, state_nbytes(Format(settings.state_dtype, settings.dtype)))
     run.counts_io = meter.counts_io
     log = StepLog(folder / LOG, settings.log_every)
     try:
@@ -254,6 +260,8 @@ def build(settings: Settings, folder: Path) -> tuple[nn.Module, Any]:
     torch.manual_seed(settings.seed)
     preset = PRESETS[settings.preset]
     rates: dict[str, Any] = {name: getattr(settings, name) for name in ("lr", "weight_decay", "max_norm")}
+    if settings.dtype == "fp16":
+        rates["max_norm"] = None  # gradients are clipped once their scale is taken away
     model: Any
     optimizer: Any
     stored: dict[str, Any] = {} if settings.state_dtype == "fp32" else {"state_dtype": settings.state_dtype}
@@ -262,13 +270,15 @@ def build(settings: Settings, folder: Path) -> tuple[nn.Module, Any]:
         host_memory=settings.host_memory,
         device=settings.device,
         aio=settings.aio,
+        dtype=settings.dtype,
         offload_activations=settings.offload_activations,
         durable=f"every {settings.durable} steps" if settings.durable else False,
         **stored,
     )
     _check_device(config.device)
     if settings.plain:
-        model = reference.prepare(llama(preset, settings.sequence).to(settings.device))
+        whole = llama(preset, settings.sequence).to(settings.device)
+        model = reference.prepare(whole, WEIGHTS[settings.dtype].dtype)
         optimizer = reference.ReferenceAdamW(model.parameters(), **rates, **stored)
     else:
         with Init(config):
@@ -288,9 +298,11 @@ def steps(
 ) -> Iterator[Step]:
     """Train step by step, and yield what each was like."""
     schedule = LambdaLR(optimizer, lambda step: learning_rate(step, settings.warmup, settings.steps))
+    scaling = LossScaling(settings.dtype, settings.device)
     first = 0
     if settings.durable:
-        first = go_on(model, optimizer, schedule, sampler, resuming=settings.resume)
+        tracked = {"scheduler": schedule, "loader": sampler, **scaling.tracked}
+        first = go_on(model, optimizer, tracked, resuming=settings.resume)
     batches = iter(sampler)
     ranks = ALONE if settings.plain else engine_of_model(model).ranks
     tokens = settings.batch * settings.micro_batches * settings.sequence * settings.accumulate * ranks.size
@@ -300,10 +312,9 @@ def steps(
     for number in range(first + 1, settings.steps + 1):
         began = time.perf_counter()
         lr = optimizer.param_groups[0]["lr"]
-        loss = _accumulate(model, batches, settings, recording)
+        loss = _accumulate(model, batches, settings, recording, scaling)
         with recording.phase("step"):
-            optimizer.step()
-            schedule.step()
+            norm = scaling.step(model, optimizer, schedule, settings.max_norm)
             optimizer.zero_grad()
         value = ranks.totals([float(loss)], "mean loss")[0] / ranks.size
         seconds = time.perf_counter() - began
@@ -315,7 +326,7 @@ def steps(
             step=number,
             loss=value,
             lr=lr,
-            grad_norm=getattr(optimizer, "grad_norm", None),
+            grad_norm=norm,
             seconds=seconds,
             tokens_per_second=tokens / seconds,
             nvme_read_nbytes=io[0] - io_before[0],
@@ -329,7 +340,11 @@ def steps(
 
 
 def _accumulate(
-    model: nn.Module, batches: Iterator[Tensor], settings: Settings, recording: Recording
+    model: nn.Module,
+    batches: Iterator[Tensor],
+    settings: Settings,
+    recording: Recording,
+    scaling: LossScaling,
 ) -> Tensor:
     """Go forward and backward over the batches of one step; return their mean loss."""
     total = torch.zeros((), device=settings.device)
@@ -338,7 +353,7 @@ def _accumulate(
         with recording.phase("forward"):
             loss = model(input_ids=ids, labels=ids).loss / settings.accumulate
         with recording.phase("backward"):
-            loss.backward()
+            scaling.scaled(loss).backward()
         total += loss.detach()
     return total
 

@@ -74,6 +74,7 @@ def test_python_m_infinity_is_the_same_command():
         (["--host-memory", "much"], "'much' is no size"),
         (["--aio", "magic"], "magic"),
         (["--state-dtype", "fp8"], "fp8"),
+        (["--dtype", "fp8"], "fp8"),
         (["--nonsense"], "--nonsense"),
     ],
 )
@@ -92,6 +93,9 @@ def test_wrong_arguments_are_refused_by_name(capsys, arguments, named):
         (["--offload-activations", "host", "--no-checkpointing"], "--no-checkpointing"),
         (["--offload-activations", "nvme", "--no-nvme"], "--no-nvme"),
         (["--no-nvme", "--nvme", "/"], "--nvme"),
+        (["--dtype", "fp16", "--update", "backward"], "--update backward"),
+        (["--dtype", "fp16", "--plain"], "--plain"),
+        (["--dtype", "fp32", "--state-dtype", "bf16"], "--state-dtype"),
         (["--plain", "--timeline", "t.json"], "--timeline"),
         (["--plain", "--report", "r.html"], "--report"),
     ],

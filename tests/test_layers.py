@@ -24,6 +24,7 @@ LAYERS = [
         "recording",
         "report",
         "run_folder",
+        "scaling",
         "text",
         "train",
     },

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.filterwarnings(
         "ignore:.*pin_memory.*:UserWarning",
         "ignore:.*lr_scheduler.step.*:UserWarning",
-        "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",  # transformers 4 on a newer torch
+        "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",  # transformers 4's import
         "ignore:Could not find a config file:UserWarning",
         "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",
         "ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning",

@@ -1,5 +1,6 @@
 """`infinity train` does what its log says: real text, real disk, 0.9 M parameters. Nothing is faked."""
 
+import functools
 import json
 import math
 import os
@@ -72,6 +73,8 @@ def test_three_steps_leave_three_lines_a_picture_and_a_table(folder, capsys, mon
         pytest.param({"micro_batches": 3, "batch": 2}, id="in micro-batches"),
         pytest.param({"offload_activations": "nvme"}, id="activations on NVMe"),
         pytest.param({"micro_batches": 2, "accumulate": 2, "max_norm": 0.5}, id="in both ways"),
+        pytest.param({"dtype": "fp32"}, id="in fp32"),
+        pytest.param({"dtype": "fp32", "max_norm": 0.5, "accumulate": 2}, id="in fp32, clipped"),
     ],
 )
 def test_losses_equal_those_in_memory_bit_for_bit_at_any_budget(folder, recipe, one_thread):
@@ -82,6 +85,26 @@ def test_losses_equal_those_in_memory_bit_for_bit_at_any_budget(folder, recipe, 
     assert losses(large) == losses(plain)
     assert [step["lr"] for step in small] == [step["lr"] for step in plain]
     assert len(set(losses(plain))) == len(plain)
+
+
+def test_fp16_learns_as_fp32_does_with_the_same_losses_at_any_budget(folder, one_thread):
+    recipe = {"max_norm": 0.5, "accumulate": 2}
+    small = run(folder, "small", dtype="fp16", host_memory="1MiB", **recipe)
+    large = run(folder, "large", dtype="fp16", host_memory="64MiB", **recipe)
+    exact = run(folder, "exact", dtype="fp32", host_memory="64MiB", **recipe)
+    assert losses(small) == losses(large) != losses(exact)
+    assert losses(small) == pytest.approx(losses(exact), rel=2e-3)
+    assert [one["grad_norm"] for one in small] == pytest.approx([one["grad_norm"] for one in exact], rel=0.02)
+    assert [one["lr"] for one in small] == [one["lr"] for one in exact]
+
+
+def test_where_fp16_overflows_neither_weights_nor_rates_move_and_the_scale_falls(folder, monkeypatch):
+    scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**40, backoff_factor=2.0**-26)
+    monkeypatch.setattr(torch.amp, "GradScaler", scaler)
+    log = run(folder, "run", dtype="fp16", in_host_memory=True, host_memory="64MiB", max_norm=0.5)
+    assert [one["grad_norm"] is None for one in log] == [True, False, False, False]
+    assert log[1]["lr"] == log[0]["lr"] < log[2]["lr"]
+    assert log[3]["loss"] < log[1]["loss"]
 
 
 def test_micro_batches_are_the_batches_of_accumulation_and_learn_the_same(folder, one_thread):
