@@ -49,15 +49,12 @@ class Module(lightning.LightningModule):
     def validation_step(self, ids, _):
         self.log("held", self.model(input_ids=ids, labels=ids).loss)
 
-    def on_train_epoch_end(self):
-        """Lightning steps schedules by epoch."""
-
 
 def loader(number, rows=12):
     return DataLoader(models.batch(number, rows=rows), batch_size=2)
 
 
-def fit(folder, module, **options):
+def fit(folder, module, checkpoint=None, **options):
     options = {"max_epochs": 2, "precision": "32-true", "gradient_clip_val": 0.5, **options}
     trainer = lightning.Trainer(
         accelerator="cpu",
@@ -67,7 +64,6 @@ def fit(folder, module, **options):
         default_root_dir=folder,
         **options,
     )
-    checkpoint = options.pop("ckpt_path", None)
     trainer.fit(module, loader(0), loader(1, rows=4), ckpt_path=checkpoint)
     return trainer
 
@@ -100,11 +96,10 @@ def different(ours, others):
     [
         ({}, 1, "bf16"),
         ({"accumulate_grad_batches": 3}, 3, "bf16"),
-        ({"precision": "bf16-true"}, 1, "bf16"),
         ({"precision": "bf16-mixed"}, 1, "bf16"),
         ({}, 1, "fp32"),
     ],
-    ids=["clipped", "accumulated", "bf16-true", "bf16-mixed", "in fp32"],
+    ids=["clipped", "accumulated", "bf16-mixed", "in fp32"],
 )
 def test_losses_and_weights_are_those_of_the_plain_loop(folder, options, accumulate, dtype):
     module = Module(folder, dtype=dtype)
@@ -122,7 +117,7 @@ def test_a_checkpoint_of_lightning_resumes_with_the_bits_of_a_run_that_never_sto
     fit(folder, whole, max_epochs=1)
     (saved,) = folder.glob("checkpoints/*.ckpt")
     again = Module(folder, seed=1, dtype="fp32")
-    fit(folder, again, max_epochs=2, ckpt_path=str(saved))
+    fit(folder, again, max_epochs=2, checkpoint=str(saved))
     model, losses = by_hand(folder, dtype="fp32")
     assert whole.losses + again.losses == losses
     assert different(again.model, model) == []
