@@ -80,6 +80,7 @@ def test_weights_and_biases_shows_what_moved(folder, monkeypatch):
     import wandb
 
     wandb.finish()
+    wandb.teardown()  # its service writes behind
     (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
     shown = {name: [] for name in NAMES}
     for data in records(path.read_bytes()):
