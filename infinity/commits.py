@@ -8,9 +8,9 @@ What does not fit its hash was cut short by a crash, and does not count. Slots t
 so the newest is known without a third place. Nothing in a slot is ever executed.
 
 [Note: what is in it]
-Per field of each record: where its two sides lie, which one is live where (see generations), and the xxh3 of
-each tile, 8 bytes for up to 512 Ki elements. Then the steps of each parameter, options of param groups,
-states of generators and of what the user tracks, and the model's buffers.
+Per field of each record: where its two sides lie, which one is live where (see generations), and the
+checksum of each tile (see kernels), 8 bytes for up to 512 Ki elements. Then the steps of each parameter,
+options of param groups, states of generators and of what the user tracks, and the model's buffers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import xxhash
 
 from infinity.manifest import WIDTHS, CheckpointError, readable
 
-VERSION = 1
+VERSION = 2
 _MAGIC = b"infinity commit\n"
 _HEADER = struct.Struct("<16sIIQQQ16s")  # magic, version, 0, sequence, bytes of JSON, bytes behind, xxh3_128
 _MOST_NBYTES = 1 << 40
@@ -44,7 +44,7 @@ class FieldAt:
     runs: tuple[tuple[int, int], ...]
     """(stop, side): which side is live in which bytes."""
     hashes: bytes
-    """xxh3_64 of each tile, little-endian; 0 for one that was never written."""
+    """The checksum of each tile, little-endian; 0 for one that was never written."""
 
 
 @dataclass(frozen=True, slots=True)

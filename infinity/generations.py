@@ -27,6 +27,10 @@ Runs = tuple[tuple[int, int], ...]
 
 def put(runs: Runs, start: int, stop: int, side: int) -> Runs:
     """Return `runs` with bytes [start, stop) on `side`; neighbours on one side are one range."""
+    nbytes, last_side = runs[-1]
+    begun = 0 if len(runs) == 1 else runs[0][0]
+    if start == begun and len(runs) <= 2 and last_side != side:  # from the front on, which is the rule
+        return ((stop, side), (nbytes, last_side)) if stop < nbytes else ((nbytes, side),)
     new: list[tuple[int, int]] = []
     at, last = 0, -1
     for end, where in runs:
@@ -89,10 +93,9 @@ class Twin:
 
     def free_side(self, start: int, stop: int) -> int | None:
         """Return the side to write bytes [start, stop) to; None where there is none for all of them."""
-        live, old, new = (
-            -1 if runs is None else side_of(runs, start, stop)
-            for runs in (self.live, self.committed, self.committing)
-        )
+        live = side_of(self.live, start, stop)
+        old = -1 if self.committed is None else side_of(self.committed, start, stop)
+        new = -1 if self.committing is None else side_of(self.committing, start, stop)
         if live is None or old is None or new is None:
             return None
         if live not in (old, new):
@@ -184,20 +187,28 @@ class TwinStore:
         """
         twin, start, stop = self._twins[request.extent.offset], request.start, request.start + request.nbytes
         with self._changed:
-            while True:
-                free = twin.free_side(start, stop)
-                parts = [(start, stop, free)] if free is not None else list(twin.free_sides(start, stop))
-                if all(side is not None for _, _, side in parts):
-                    break
-                if self._failure is not None:
-                    raise EngineFailedError("a step could not be committed") from self._failure
-                self._changed.wait(0.5)
-            sure = [(at, end, side) for at, end, side in parts if side is not None]
-            for at, end, side in sure:
+            parts = self._free_parts(twin, start, stop)
+            for at, end, side in parts:
                 if twin.sides[side] is None:
                     twin.sides[side] = self.store.allocate(twin.nbytes, request.what)
                 twin.live = put(twin.live, at, end, side)
-        return self._together(self.store.write, request, twin, sure)
+        return self._together(self.store.write, request, twin, parts)
+
+    def _free_parts(self, twin: Twin, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """Return (start, stop, side to write) of what a range consists of, once no commit names them; under
+        the lock.
+        """
+        while True:
+            free = twin.free_side(start, stop)
+            if free is not None:
+                return [(start, stop, free)]
+            parts = list(twin.free_sides(start, stop))
+            sure = [(at, end, side) for at, end, side in parts if side is not None]
+            if len(sure) == len(parts):
+                return sure
+            if self._failure is not None:
+                raise EngineFailedError("a step could not be committed") from self._failure
+            self._changed.wait(0.5)
 
     def _together(
         self,
@@ -207,6 +218,9 @@ class TwinStore:
         parts: list[tuple[int, int, int]],
     ) -> Transfer:
         """Begin the transfers of one request, side by side."""
+        whole = twin.sides[parts[0][2]] if len(parts) == 1 else None
+        if whole is not None:
+            return begin(Request(whole, *request[1:]))
         begun: list[Transfer] = []
         try:
             for at, end, side in _joined(parts):

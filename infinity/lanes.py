@@ -317,9 +317,7 @@ class StreamLane:
             transfer.wait()
         read = time.perf_counter()
         self._note(tile, "read", tile.reads)
-        for name in tile.reads:
-            record.check(name, tile.start, tile.stop, tile.at[name])
-        more = job.process(tile.start, tile.stop, tile.at)
+        more = job.work(tile.start, tile.stop, tile.at, tile.reads, tile.writes)
         owner = (tile.slot, job.keeps)
         tile.transfers = [
             record.write(name, tile.start, tile.stop, tile.at[name], owner) for name in tile.writes

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from infinity import kernels
 from infinity.record import Record
 from infinity.store import Transfer
 
@@ -45,6 +46,8 @@ class Pass(ABC):
         """Every tile was worked on (writes may still be under way)."""
         self.finished = False
         """Every write is over."""
+        self.sums: kernels.Checksums | None = None
+        """Of the tile that is worked on, where `sums_up` says that its kernel takes them."""
         self.on_finished: list[Callable[[], None]] = []
         """Called once it is finished, with the lane's lock held."""
         self.open_tiles = 0
@@ -94,6 +97,12 @@ class Pass(ABC):
         """What keeps the memory of `place` alive."""
         return None
 
+    def sums_up(self, start: int, stop: int) -> bool:
+        """Whether `process` takes `sums` of a tile, all of them, as it works on it. Else they are taken
+        before and after.
+        """
+        return False
+
     @abstractmethod
     def process(self, start: int, stop: int, at: dict[str, int]) -> Sequence[Transfer] | None:
         """Work on one tile; `at` is the address of each field. Return transfers that still use them."""
@@ -109,6 +118,23 @@ class Pass(ABC):
                 self.record.note_written(name, start, stop)
         for transfer in transfers:
             transfer.wait()
+
+    def work(
+        self, start: int, stop: int, at: dict[str, int], reads: Sequence[str], writes: Sequence[str]
+    ) -> Sequence[Transfer] | None:
+        """Process one tile; compare the checksums of what was read, and keep those of what is to be written.
+
+        Raises: CorruptionError. What the tile holds then is used no more: its pass is never over.
+        """
+        sums, on_the_way = self.record.sums(start, stop, at, reads, writes), self.sums_up(start, stop)
+        if not on_the_way:
+            sums.compare()
+        self.sums = sums.fields if on_the_way else None
+        more = self.process(start, stop, at)
+        if on_the_way:
+            sums.compare(taken=True)
+        sums.keep(taken=on_the_way)
+        return more
 
     def finish(self) -> None:
         """Call back who waits for the end, once; what they hold goes with them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -33,6 +33,8 @@ class Span:
     """Of the random bits that round a 16- or 8-bit state; see kernels."""
     first: int = 0
     """The parameter's element with which it begins."""
+    sums: kernels.Checksums | None = None
+    """To be taken on the way, by a kernel that does so; see Recipe."""
 
 
 Kernel = Callable[[Span, Any], None]
@@ -53,6 +55,8 @@ class Recipe:
     state: Mapping[str, str]
     scalars: Callable[[Mapping[str, Any], int, float], Any]
     kernels: Mapping[tuple[str, str], Kernel]
+    summing: frozenset[tuple[str, str]] = frozenset()
+    """For which of these records the kernel takes checksums on its way."""
 
     def fields(self, form: Format) -> tuple[str, ...]:
         """Return the fields of a record that this optimizer needs: scales go with the moments they belong
@@ -156,6 +160,11 @@ def _without_momentum(span: Span, scalars: Any) -> None:
         kernels.sgd(n, hi, lo, momentum.data_ptr(), grad, span.dtype, replace(scalars, step=1))
 
 
+def _adamw(span: Span, scalars: Any) -> None:
+    fields = (span.at[name] for name in ("hi", "lo", "m", "v"))
+    kernels.adamw(span.n, *fields, span.grad, cast("Any", span.dtype), scalars, span.sums)
+
+
 _SPLIT = _fields("hi", "lo", "m", "v")
 _MOMENTUM = _fields("hi", "lo", "m")
 
@@ -164,12 +173,13 @@ ADAMW = Recipe(
     {"m": "exp_avg", "v": "exp_avg_sq"},
     _adam_scalars,
     {
-        ("bf16", "fp32"): _SPLIT(kernels.adamw),
+        ("bf16", "fp32"): _adamw,
         ("bf16", "bf16"): _rounding("hi", "lo", "m", "v")(kernels.adamw_bf16),
         ("bf16", "int8"): _rounding("hi", "lo", "m", "v", "scale")(kernels.adamw_int8),
         ("fp16", "fp32"): _fields("hi", "master", "m", "v")(kernels.adamw_fp16),
         ("fp32", "fp32"): _fields("hi", "m", "v")(kernels.adamw_fp32),
     },
+    frozenset({("bf16", "fp32")}),
 )
 ADAM = Recipe("Adam", ADAMW.state, _adam_scalars, _on_every_record(_SPLIT(kernels.adam)))
 SGD = Recipe("SGD", {}, _plain_sgd_scalars, _on_every_record(_without_momentum))

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from mmap import mmap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-import xxhash
-
+from infinity import kernels
 from infinity.errors import CorruptionError
-from infinity.memory import view
 from infinity.shard import FP32, Format, Shard
 from infinity.sizes import BLOCK, round_up
 from infinity.store import DiskStore, Extent, HostStore, Request, Store, Transfer
@@ -220,8 +218,8 @@ class Record:
     def read(
         self, name: str, start: int, stop: int, address: int, owner: object, *, urgent: bool = False
     ) -> Transfer:
-        """Begin to read elements [start, stop) of a field to `address`; `check` them when the transfer is
-        over.
+        """Begin to read elements [start, stop) of a field to `address`; compare their `sums` when the
+        transfer is over.
         """
         extent, nbytes = self._extents[name], self.tile_nbytes(name, stop - start)
         disk = self._disk(extent, name)
@@ -236,8 +234,8 @@ class Record:
         return extent.store
 
     def write(self, name: str, start: int, stop: int, address: int, owner: object) -> Transfer:
-        """Hash elements [start, stop) at `address`, whole tiles, and begin to write them."""
-        return self.write_to(self._extents[name], self._hashes[name], name, start, stop, address, owner)
+        """Begin to write elements [start, stop) of a field, whose checksums were kept: see `sums`."""
+        return self._write(self._extents[name], name, start, stop, address, owner)
 
     def write_to(
         self,
@@ -249,12 +247,16 @@ class Record:
         address: int,
         owner: object,
     ) -> Transfer:
-        """Begin to write elements [start, stop) of a field to an extent, and put their tiles' hashes into
+        """Begin to write elements [start, stop) of a field to an extent, and put their tiles' checksums into
         `hashes`.
         """
+        self._sums(start, stop, {name: address}, (), {name: hashes}).keep()
+        return self._write(extent, name, start, stop, address, owner)
+
+    def _write(
+        self, extent: Extent, name: str, start: int, stop: int, address: int, owner: object
+    ) -> Transfer:
         disk, nbytes = self._disk(extent, name), self.tile_nbytes(name, stop - start)
-        for tile, tile_nbytes, tile_address in self._tiles(name, start, stop, address):
-            hashes[tile] = _hash(tile_address, tile_nbytes) if self._hashes_tiles else 1
         self._traffic.written[disk.tier, name] += nbytes
         what, offset = f"{self.name}.{name}", self._offset(name, start)
         return disk.write(Request(extent, offset, address, nbytes, what, owner))
@@ -286,52 +288,111 @@ class Record:
         for tile in range(start // self._tile_numel, -(-stop // self._tile_numel)):
             hashes[tile] = hashes[tile] or 1
 
-    def check(self, name: str, start: int, stop: int, address: int) -> None:
-        """Compare elements [start, stop), whole tiles just read to `address`, with the hashes of what was
-        written.
+    def sums(
+        self, start: int, stop: int, at: Mapping[str, int], reads: Sequence[str], writes: Sequence[str]
+    ) -> Sums:
+        """Return the checksums of elements [start, stop), whole tiles, which are `at` these addresses: of the
+        fields that were read, to compare, and of those to be written, to keep.
+        """
+        return self._sums(start, stop, at, reads, {name: self._hashes[name] for name in writes})
+
+    def _sums(
+        self,
+        start: int,
+        stop: int,
+        at: Mapping[str, int],
+        reads: Sequence[str],
+        writes: Mapping[str, array[int]],
+    ) -> Sums:
+        if start % self._tile_numel:
+            raise ValueError(f"{self.name}: element {start} is inside a tile of {self._tile_numel}")
+        tiles = [(one, min(one + self._tile_numel, stop)) for one in range(start, stop, self._tile_numel)]
+        if not self._hashes_tiles:
+            reads = ()
+        parts = []
+        for name in dict.fromkeys((*reads, *writes)):
+            base, hashes = at[name] - self._offset(name, start), writes.get(name)
+            for first, last in tiles:
+                compared = name in reads and self._is_compared()
+                if compared or hashes is not None:
+                    address, nbytes = base + self._offset(name, first), self.tile_nbytes(name, last - first)
+                    parts.append(_Part(name, first // self._tile_numel, address, nbytes, compared, hashes))
+        return Sums(self, parts, taken=self._hashes_tiles)
+
+    def _is_compared(self) -> bool:
+        """Whether the next tile that is read is compared."""
+        self._reads += 1
+        return not self.samples or self._reads * _GOLDEN % (1 << 32) < (1 << 32) // SAMPLED
+
+    def compare(self, name: str, tile: int, nbytes: int, found: int) -> None:
+        """Compare the checksum of a tile that was read with that of what was written.
 
         Raises: CorruptionError naming unit, field, file and offset.
         """
-        if not self._hashes_tiles:
+        expected = self._hashes[name][tile]
+        if found == expected:
             return
-        extent = self._extents[name]
-        for tile, tile_nbytes, tile_address in self._tiles(name, start, stop, address):
-            self._reads += 1
-            if self.samples and self._reads * _GOLDEN % (1 << 32) >= (1 << 32) // SAMPLED:
-                continue
-            found, expected = _hash(tile_address, tile_nbytes), self._hashes[name][tile]
-            if found != expected:
-                offset = self._offset(name, tile * self._tile_numel)
-                where = self._disk(extent, name).where(extent, offset)
-                raise CorruptionError(
-                    f"{self.name}.{name}: the {tile_nbytes} bytes read from {where} are not those that were "
-                    "written "
-                    f"(xxh3 {found:016x}, expected {expected:016x}). Likely cause: the device returned stale "
-                    "or damaged data. "
-                    "Check it (smartctl, dmesg) and go on from your last checkpoint; a durable run from its "
-                    "older generation, infinity.resume(..., older=True), if that is still whole."
-                )
+        extent, offset = self._extents[name], self._offset(name, tile * self._tile_numel)
+        where = self._disk(extent, name).where(extent, offset)
+        raise CorruptionError(
+            f"{self.name}.{name}: the {nbytes} bytes read from {where} are not those that were written "
+            f"(checksum {found:016x}, expected {expected:016x}). Likely cause: the device returned stale or "
+            "damaged data. Check it (smartctl, dmesg) and go on from your last checkpoint; a durable run "
+            "from its older generation, infinity.resume(..., older=True), if that is still whole."
+        )
 
-    def _tiles(self, name: str, start: int, stop: int, address: int) -> list[tuple[int, int, int]]:
-        """Return (tile, bytes, address) of each hashed tile in elements [start, stop)."""
-        if start % self._tile_numel:
-            raise ValueError(f"{self.name}: element {start} is inside a tile of {self._tile_numel}")
-        first = self._offset(name, start)
-        return [
-            (
-                at // self._tile_numel,
-                self.tile_nbytes(name, min(at + self._tile_numel, stop) - at),
-                address + self._offset(name, at) - first,
-            )
-            for at in range(start, stop, self._tile_numel)
+
+class _Part(NamedTuple):
+    """A tile of a field in memory, and what is asked about it."""
+
+    name: str
+    tile: int
+    address: int
+    nbytes: int
+    compared: bool
+    hashes: array[int] | None
+    """Where the checksum of what is written goes; None for what is not."""
+
+
+class Sums:
+    """Checksums of some tiles of a record that a pass works on: compared before, kept behind.
+
+    All in one call where it can be, or, by a kernel that works on `fields`, in none: see kernels.
+    """
+
+    def __init__(self, record: Record, parts: Sequence[_Part], *, taken: bool) -> None:
+        """Prepare to sum up `parts`, or, not `taken`, to note alone which are written."""
+        self._record, self._parts = record, parts
+        of, numel = record.form.nbytes, kernels.STRETCH_NUMEL
+        fields = [
+            kernels.Field(one.address, one.nbytes, of(one.name, numel), one.compared, one.hashes is not None)
+            for one in (parts if taken else ())
         ]
+        self.fields = kernels.Checksums(fields) if fields else None
+        """What a kernel is given."""
+
+    def compare(self, *, taken: bool = False) -> None:
+        """Compare what was read with what was once written; `taken`: a kernel has summed it up.
+
+        Raises: CorruptionError naming unit, field, file and offset.
+        """
+        if self.fields is None:
+            return
+        if not taken:
+            self.fields.take_before()
+        for index, one in enumerate(self._parts):
+            if one.compared:
+                self._record.compare(one.name, one.tile, one.nbytes, self.fields.before(index) or 1)
+
+    def keep(self, *, taken: bool = False) -> None:
+        """Keep the checksums of what is to be written: from now on it counts as such."""
+        if self.fields is not None and not taken:
+            self.fields.take_after()
+        for index, one in enumerate(self._parts):
+            if one.hashes is not None:  # 0 stands for "not written"
+                one.hashes[one.tile] = (self.fields.after(index) if self.fields else 0) or 1
 
 
 def _renamed(shard: Shard, names: Sequence[str]) -> Shard:
     segments = zip(shard.segments, names, strict=True)
     return Shard(tuple(replace(one, name=name) for one, name in segments), shard.numel)
-
-
-def _hash(address: int, nbytes: int) -> int:
-    """Return the tile's hash, never 0: that stands for "not written"."""
-    return xxhash.xxh3_64_intdigest(view(address, nbytes)) or 1

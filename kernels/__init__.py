@@ -6,6 +6,7 @@ threads. The caller keeps the memory alive, and nobody else writes to it, until 
 `kernels.h` states what each operation computes, in which order.
 """
 
+from infinity.kernels.checksums import STRETCH_NUMEL, Checksums, Field
 from infinity.kernels.library import UnsupportedIsaError, bind_threads, isa, set_isa, set_threads, threads
 from infinity.kernels.operations import (
     STATE_BLOCK,
@@ -34,9 +35,12 @@ from infinity.kernels.scalars import AdagradScalars, AdamWScalars, LionScalars, 
 
 __all__ = [
     "STATE_BLOCK",
+    "STRETCH_NUMEL",
     "AdagradScalars",
     "AdamWScalars",
     "AnyGradientDtype",
+    "Checksums",
+    "Field",
     "GradientDtype",
     "LionScalars",
     "SGDScalars",

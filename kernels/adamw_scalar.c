@@ -28,14 +28,16 @@ static inline void step(void *hi, void *lo, void *m_address, void *v_address, fl
 
 void adamw_bf16_scalar(size_t n, uint16_t *restrict hi, int16_t *restrict lo, float *restrict m,
                        float *restrict v, const uint16_t *restrict grad,
-                       const struct infinity_adamw *s) {
+                       const struct infinity_adamw *s, uintptr_t ahead) {
+    (void)ahead; /* the compiler sees no prefetch in it */
     for (size_t i = 0; i < n; i++)
         step(hi + i, lo + i, m + i, v + i, f32_of((uint32_t)load_u16(grad + i) << 16), s);
 }
 
 void adamw_f32_scalar(size_t n, uint16_t *restrict hi, int16_t *restrict lo, float *restrict m,
                       float *restrict v, const float *restrict grad,
-                      const struct infinity_adamw *s) {
+                      const struct infinity_adamw *s, uintptr_t ahead) {
+    (void)ahead; /* the compiler sees no prefetch in it */
     for (size_t i = 0; i < n; i++)
         step(hi + i, lo + i, m + i, v + i, f32_of(load_u32(grad + i)), s);
 }

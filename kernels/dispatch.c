@@ -34,6 +34,7 @@
      sgd_##isa, \
      adagrad_##isa, \
      lion_##isa, \
+     xxh3_##isa, \
      adamw_small_##isa, \
      widen_half_##isa, \
      narrow_half_##isa, \
@@ -96,6 +97,7 @@ struct adamw_args {
     float *m, *v;
     const void *grad;
     const struct infinity_adamw *scalars;
+    uintptr_t ahead;
 };
 
 struct sum_args {
@@ -115,25 +117,31 @@ struct cast_args {
 static void adamw_bf16_block(const void *args, size_t i, size_t count) {
     const struct adamw_args *a = args;
     const uint16_t *grad = a->grad;
-    a->isa->adamw_bf16(count, a->hi + i, a->lo + i, a->m + i, a->v + i, grad + i, a->scalars);
+    a->isa->adamw_bf16(count, a->hi + i, a->lo + i, a->m + i, a->v + i, grad + i, a->scalars,
+                       a->ahead);
 }
 
 static void adamw_f32_block(const void *args, size_t i, size_t count) {
     const struct adamw_args *a = args;
     const float *grad = a->grad;
-    a->isa->adamw_f32(count, a->hi + i, a->lo + i, a->m + i, a->v + i, grad + i, a->scalars);
+    a->isa->adamw_f32(count, a->hi + i, a->lo + i, a->m + i, a->v + i, grad + i, a->scalars,
+                       a->ahead);
 }
 
 void infinity_adamw_bf16(size_t n, uint16_t *hi, int16_t *lo, float *m, float *v,
-                         const uint16_t *grad, const struct infinity_adamw *scalars) {
-    struct adamw_args args = {atomic_load(&isa_in_use), hi, lo, m, v, grad, scalars};
-    run_blocks(adamw_bf16_block, &args, n, BLOCK_NUMEL);
+                         const uint16_t *grad, const struct infinity_adamw *scalars,
+                         size_t n_fields, struct infinity_field *fields) {
+    uintptr_t ahead = n_fields == 0 ? FETCH_NUMEL : STRETCH_NUMEL;
+    struct adamw_args args = {atomic_load(&isa_in_use), hi, lo, m, v, grad, scalars, ahead};
+    run_summed(adamw_bf16_block, &args, n, n_fields, fields);
 }
 
 void infinity_adamw_f32(size_t n, uint16_t *hi, int16_t *lo, float *m, float *v, const float *grad,
-                        const struct infinity_adamw *scalars) {
-    struct adamw_args args = {atomic_load(&isa_in_use), hi, lo, m, v, grad, scalars};
-    run_blocks(adamw_f32_block, &args, n, BLOCK_NUMEL);
+                        const struct infinity_adamw *scalars, size_t n_fields,
+                        struct infinity_field *fields) {
+    uintptr_t ahead = n_fields == 0 ? FETCH_NUMEL : STRETCH_NUMEL;
+    struct adamw_args args = {atomic_load(&isa_in_use), hi, lo, m, v, grad, scalars, ahead};
+    run_summed(adamw_f32_block, &args, n, n_fields, fields);
 }
 
 static void sum_squares_bf16_block(const void *args, size_t i, size_t count) {

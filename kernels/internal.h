@@ -28,6 +28,8 @@
 
 /* Elements per block: what a kernel is called with, and part of sum_squares' contract. */
 #define BLOCK_NUMEL ((size_t)16384)
+/* Elements whose bytes are summed up at once: [Note: sums on the way]. */
+#define STRETCH_NUMEL ((size_t)8192)
 /* Partial sums per block. */
 #define SUM_LANES 32
 #define NAN_U32 0x7FC00000u
@@ -43,12 +45,13 @@ struct noises {
 /* One instruction set's kernels over one block.  Any n, any alignment; single-threaded. */
 struct isa {
     const char *name;
+    /* ahead: elements, see [Note: fetching ahead]. */
     void (*adamw_bf16)(size_t n, uint16_t *restrict hi, int16_t *restrict lo, float *restrict m,
                        float *restrict v, const uint16_t *restrict grad,
-                       const struct infinity_adamw *s);
+                       const struct infinity_adamw *s, uintptr_t ahead);
     void (*adamw_f32)(size_t n, uint16_t *restrict hi, int16_t *restrict lo, float *restrict m,
                       float *restrict v, const float *restrict grad,
-                      const struct infinity_adamw *s);
+                      const struct infinity_adamw *s, uintptr_t ahead);
     double (*sum_squares_bf16)(size_t n, const uint16_t *grad);
     double (*sum_squares_f32)(size_t n, const float *grad);
     void (*split)(size_t n, const float *restrict f32, uint16_t *restrict hi, int16_t *restrict lo);
@@ -89,6 +92,8 @@ struct isa {
                     const void *restrict grad, int32_t type, const struct infinity_adagrad *s);
     void (*lion)(size_t n, uint16_t *restrict hi, int16_t *restrict lo, float *restrict m, const
                  void *restrict grad, int32_t type, const struct infinity_lion *s);
+    /* XXH3_64bits of more than 240 bytes. */
+    uint64_t (*xxh3)(size_t n_bytes, const void *bytes);
     /* [Note: the small step] */
     void (*adamw_small)(size_t n, uint16_t *restrict hi, int16_t *restrict lo, float *restrict m,
                         float *restrict v, const void *restrict grad, int32_t type,
@@ -115,10 +120,10 @@ const struct isa *current_isa(void);
 #define DECLARE_KERNELS(isa) \
     void adamw_bf16_##isa(size_t n, uint16_t *restrict hi, int16_t *restrict lo, \
                           float *restrict m, float *restrict v, const uint16_t *restrict grad, \
-                          const struct infinity_adamw *s); \
+                          const struct infinity_adamw *s, uintptr_t ahead); \
     void adamw_f32_##isa(size_t n, uint16_t *restrict hi, int16_t *restrict lo, float *restrict m, \
                          float *restrict v, const float *restrict grad, \
-                         const struct infinity_adamw *s); \
+                         const struct infinity_adamw *s, uintptr_t ahead); \
     double sum_squares_bf16_##isa(size_t n, const uint16_t *grad); \
     double sum_squares_f32_##isa(size_t n, const float *grad); \
     void split_##isa(size_t n, const float *restrict f32, uint16_t *restrict hi, \
@@ -158,6 +163,7 @@ const struct isa *current_isa(void);
                        const void *restrict grad, int32_t type, const struct infinity_adagrad *s); \
     void lion_##isa(size_t n, uint16_t *restrict hi, int16_t *restrict lo, float *restrict m, \
                     const void *restrict grad, int32_t type, const struct infinity_lion *s); \
+    uint64_t xxh3_##isa(size_t n_bytes, const void *bytes); \
     void adamw_small_##isa(size_t n, uint16_t *restrict hi, int16_t *restrict lo, \
                            float *restrict m, float *restrict v, const void *restrict grad, \
                            int32_t type, const struct infinity_adamw_small *s); \
@@ -183,6 +189,10 @@ void adamw8_avx512(size_t n, uint16_t *restrict hi, int16_t *restrict lo, uint8_
 typedef void (*block_function)(const void *args, size_t first, size_t count);
 void run_blocks(block_function run, const void *args, size_t n, size_t block);
 
+/* checksum.c: run_blocks with blocks of BLOCK_NUMEL, which takes the fields' checksums on the way. */
+void run_summed(block_function run, const void *args, size_t n, size_t n_fields,
+                struct infinity_field *fields);
+
 /* [Note: fetching ahead]
  * Five streams are more than the processor's own prefetcher follows well, and steps with roots and
  * divisions fill the window in which it would see the next misses by itself.  So the kernels of a
@@ -195,10 +205,14 @@ void run_blocks(block_function run, const void *args, size_t n, size_t block);
 #define LINE_NUMEL ((size_t)32)
 
 /* The lines of LINE_NUMEL elements of `width` bytes. */
-static inline void fetch_ahead(const void *field, size_t width) {
-    const char *line = (const char *)((uintptr_t)field + FETCH_NUMEL * width);
+static inline void fetch(const void *field, size_t width, uintptr_t numel) {
+    const char *line = (const char *)((uintptr_t)field + numel * width);
     __builtin_prefetch(line, 0, 3);
     if (width > 2) __builtin_prefetch((const char *)((uintptr_t)line + 64), 0, 3);
+}
+
+static inline void fetch_ahead(const void *field, size_t width) {
+    fetch(field, width, FETCH_NUMEL);
 }
 
 /* Element i of a gradient: INFINITY_BF16, _F16 or _F32. */
@@ -207,11 +221,11 @@ static inline const void *grad_at(const void *grad, size_t i, int32_t type) {
 }
 
 static inline void fetch_record(const uint16_t *hi, const int16_t *lo, const float *m,
-                                const float *v) {
-    fetch_ahead(hi, sizeof *hi);
-    fetch_ahead(lo, sizeof *lo);
-    fetch_ahead(m, sizeof *m);
-    fetch_ahead(v, sizeof *v);
+                                const float *v, uintptr_t numel) {
+    fetch(hi, sizeof *hi, numel);
+    fetch(lo, sizeof *lo, numel);
+    fetch(m, sizeof *m, numel);
+    fetch(v, sizeof *v, numel);
 }
 
 /* memcpy, since a caller's address may be odd; it compiles to one plain load or store. */

@@ -108,6 +108,15 @@
  *                m = m * beta2 + (1 - beta2) * g
  * (Lion: Chen et al., arXiv 2302.06675; the others as torch.optim has them, whose additions with a
  * factor are FMAs.)
+ *
+ * [Note: checksums]
+ * A field's checksum is the sum, mod 2^64, over its stretches of what
+ *   h = xxh3(stretch) ^ (number + 1) * 0x9E3779B185EBCA87;  h ^= h >> 37;
+ *   h *= 0x165667919E3779F9;                                h ^= h >> 32
+ * makes of each: xxh3 is XXH3_64bits of xxhash (Yann Collet, BSD 2-Clause), its value on a stretch,
+ * whose number counts from 0.  Each line loses nothing, so whatever changes one stretch alone in a
+ * way that xxh3 sees changes the sum; and it may be taken in any order, by many threads, each
+ * stretch while a kernel that works on it has it in the cache.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -173,11 +182,31 @@ struct infinity_sum {
     int32_t finite;
 };
 
-/* One AdamW step over n elements, in place.  hi, lo: the split master; m, v: fp32. */
+/* A field whose checksums are taken: [Note: checksums].  stretch: bytes of 8192 of its elements, at
+ * least 256; bytes: what leaves at least 256 to the last stretch.  before, after: what is there is
+ * added to them, before and after a kernel's work, where the flag asks for it. */
+struct infinity_field {
+    const void *address;
+    size_t bytes;
+    size_t stretch;
+    int32_t asks_before;
+    int32_t asks_after;
+    uint64_t before;
+    uint64_t after;
+};
+
+/* Takes the checksums that are asked for before a kernel's work, or those after it. */
+void infinity_checksum(size_t n_fields, struct infinity_field *fields, int32_t after);
+
+/* One AdamW step over n elements, in place.  hi, lo: the split master; m, v: fp32.  fields: checksums
+ * to take on the way, of fields whose first element is the first of the n, or that have no part in
+ * the step; none: 0 and NULL. */
 void infinity_adamw_bf16(size_t n, uint16_t *hi, int16_t *lo, float *m, float *v,
-                         const uint16_t *grad, const struct infinity_adamw *scalars);
+                         const uint16_t *grad, const struct infinity_adamw *scalars, size_t n_fields,
+                         struct infinity_field *fields);
 void infinity_adamw_f32(size_t n, uint16_t *hi, int16_t *lo, float *m, float *v, const float *grad,
-                        const struct infinity_adamw *scalars);
+                        const struct infinity_adamw *scalars, size_t n_fields,
+                        struct infinity_field *fields);
 
 /* The small step with m and v in bf16: [Note: bf16 moments].  Element i of the range has the noise
  * of element first + i. */

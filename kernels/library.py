@@ -21,11 +21,30 @@ class UnsupportedIsaError(RuntimeError):
 class Library(Protocol):
     """The functions of kernels.h, as cffi shows them: pointers are cdata, sizes are ints."""
 
+    def infinity_checksum(self, n_fields: int, fields: Pointer, after: int) -> None: ...
     def infinity_adamw_bf16(
-        self, n: int, hi: Pointer, lo: Pointer, m: Pointer, v: Pointer, grad: Pointer, scalars: Pointer
+        self,
+        n: int,
+        hi: Pointer,
+        lo: Pointer,
+        m: Pointer,
+        v: Pointer,
+        grad: Pointer,
+        scalars: Pointer,
+        n_fields: int,
+        fields: Pointer,
     ) -> None: ...
     def infinity_adamw_f32(
-        self, n: int, hi: Pointer, lo: Pointer, m: Pointer, v: Pointer, grad: Pointer, scalars: Pointer
+        self,
+        n: int,
+        hi: Pointer,
+        lo: Pointer,
+        m: Pointer,
+        v: Pointer,
+        grad: Pointer,
+        scalars: Pointer,
+        n_fields: int,
+        fields: Pointer,
     ) -> None: ...
     def infinity_adamw16_bf16(
         self,

@@ -2,6 +2,7 @@
 
 from typing import Any, Literal, TypeAlias
 
+from infinity.kernels.checksums import Checksums
 from infinity.kernels.library import ffi, library
 from infinity.kernels.scalars import AdamWScalars
 
@@ -92,19 +93,30 @@ def rounded_small(scalars: AdamWScalars) -> Any:
 
 
 def adamw(
-    n: int, hi: int, lo: int, m: int, v: int, grad: int, dtype: GradientDtype, scalars: AdamWScalars
+    n: int,
+    hi: int,
+    lo: int,
+    m: int,
+    v: int,
+    grad: int,
+    dtype: GradientDtype,
+    scalars: AdamWScalars,
+    sums: Checksums | None = None,
 ) -> None:
     """Apply one AdamW step to n elements in place: hi and lo (the split fp32 master), m and v (fp32).
 
-    `dtype` is that of the gradient, which is only read.
+    `dtype` is that of the gradient, which is only read. `sums` are taken on the way, of fields that begin
+    with the first of the n elements.
     """
     check(n, hi=hi, lo=lo, m=m, v=v, grad=grad)
     _check_dtype(dtype)
+    fields = (_u16(hi), _i16(lo), _f32(m), _f32(v))
     struct = rounded(scalars)
+    summed = (0, ffi.NULL) if sums is None else (sums.count, sums.pointer)
     if dtype == "bf16":
-        library.infinity_adamw_bf16(n, _u16(hi), _i16(lo), _f32(m), _f32(v), _u16(grad), struct)
+        library.infinity_adamw_bf16(n, *fields, _u16(grad), struct, *summed)
     else:
-        library.infinity_adamw_f32(n, _u16(hi), _i16(lo), _f32(m), _f32(v), _f32(grad), struct)
+        library.infinity_adamw_f32(n, *fields, _f32(grad), struct, *summed)
 
 
 def adamw_bf16(

@@ -51,10 +51,10 @@ def test_every_flipped_bit_is_noticed():
 
 
 def test_a_commit_of_another_version_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr("infinity.commits.VERSION", 2)
+    monkeypatch.setattr("infinity.commits.VERSION", 3)
     data = COMMIT.to_bytes()
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="slot: a commit of version 2; this Infinity reads 1"):
+    with pytest.raises(CheckpointError, match="slot: a commit of version 3; this Infinity reads 2"):
         read_slot(data, "slot")
 
 

@@ -108,7 +108,7 @@ def test_every_bit_of_a_records_fields_is_watched(folder):
             arena = infinity.memory.Arena(nbytes)
             record.read(field, 0, unit.shard.numel, arena.address, arena).wait()
             with pytest.raises(CorruptionError, match=rf"blocks\.1\.{field}"):
-                record.check(field, 0, unit.shard.numel, arena.address)
+                record.sums(0, unit.shard.numel, {field: arena.address}, (field,), ()).compare()
             _flip(path, place[0] + bit // 8, 1 << bit % 8)
     run.kill()
 

@@ -1,6 +1,4 @@
-"""The walk that fetches and updates, on a real lane. The disk is faked; updates are compared with the
-reference recipe's, bit for bit.
-"""
+"""The walk that fetches and updates, on a real lane. Faked: the disk. Trusted: the reference recipe."""
 
 import math
 
@@ -12,6 +10,7 @@ from fakes import FakeDisk
 from infinity import reference
 from infinity.blocks import HostBlocks
 from infinity.device import CpuDevice
+from infinity.errors import CorruptionError
 from infinity.fetch import FetchPass, Update
 from infinity.kernels import AdamWScalars, state_key
 from infinity.lanes import StreamLane
@@ -139,6 +138,18 @@ def made(seed, request):
 
 def nbytes_of(setup, name):
     return setup.record.field_nbytes(name)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_update_of_what_came_back_damaged_is_refused_and_not_written(made, form):
+    setup = made(form)
+    setup.pend([0])
+    setup.disk.data[setup.record.place("lo")[0].offset + 100] ^= 1
+    before = bytes(setup.disk.data)
+    with pytest.raises(CorruptionError, match=r"layers\.3\.lo: the 8192 bytes read from fake disk"):
+        setup.fetch(upload=False)
+    setup.lane.close()
+    assert bytes(setup.disk.data) == before
 
 
 # Fetching

@@ -155,7 +155,7 @@ def test_bytes_that_changed_on_the_disk_are_never_handed_out(seed):
     into = {"hi": torch.empty(2 * TILE, dtype=torch.bfloat16)}
     job = ReadPass(record, 0, TILE, into)
     lane.submit(job)
-    with pytest.raises(CorruptionError, match=r"layers\.3\.hi: .*fake disk at byte 4096.*xxh3"):
+    with pytest.raises(CorruptionError, match=r"layers\.3\.hi: .*fake disk at byte 4096.*checksum"):
         lane.wait(job)
     lane.close()
 

@@ -52,7 +52,12 @@ def filled(nbytes, first=0):
 
 
 def write(record, name, start, stop, arena):
+    record.sums(start, stop, {name: arena.address}, (), (name,)).keep()
     record.write(name, start, stop, arena.address, arena).wait()
+
+
+def compare(record, name, start, stop, address):
+    record.sums(start, stop, {name: address}, (name,), ()).compare()
 
 
 # Offsets and tiles
@@ -167,7 +172,7 @@ def test_several_tiles_written_at_once_are_read_and_checked_one_by_one(seed, for
     write(record, "m", 0, record.shard.numel, written)
     for start, stop in ((TILE, 2 * TILE), (2 * TILE, record.shard.numel), (0, record.shard.numel)):
         record.read("m", start, stop, found.address, found).wait()
-        record.check("m", start, stop, found.address)
+        compare(record, "m", start, stop, found.address)
         first, length = record.form.nbytes("m", start), record.form.nbytes("m", stop - start)
         assert bytes(view(found.address, length)) == bytes(view(written.address + first, length))
 
@@ -178,23 +183,36 @@ def test_a_tile_that_changed_on_its_way_is_refused_by_name_and_place_if_verified
     record.add("hi", disk)
     memory = filled(6 * TILE)
     write(record, "hi", 0, 3 * TILE, memory)
-    record.check("hi", 0, 3 * TILE, memory.address)
+    compare(record, "hi", 0, 3 * TILE, memory.address)
     view(memory.address, 6 * TILE)[4 * TILE - 1] ^= 16  # in the last byte of the second tile
-    record.check("hi", 0, TILE, memory.address)
-    record.check("hi", 2 * TILE, 3 * TILE, memory.address + 4 * TILE)
+    compare(record, "hi", 0, TILE, memory.address)
+    compare(record, "hi", 2 * TILE, 3 * TILE, memory.address + 4 * TILE)
     if verify == "always":
-        message = r"layers\.3\.hi: the 8192 bytes read from fake disk at byte 8192 .*xxh3 \w{16}, expected"
+        message = (
+            r"layers\.3\.hi: the 8192 bytes read from fake disk at byte 8192 .*checksum \w{16}, expected"
+        )
         with pytest.raises(CorruptionError, match=message):
-            record.check("hi", 0, 3 * TILE, memory.address)
+            compare(record, "hi", 0, 3 * TILE, memory.address)
     else:
-        record.check("hi", 0, 3 * TILE, memory.address)
+        compare(record, "hi", 0, 3 * TILE, memory.address)
+
+
+@pytest.mark.parametrize("verify", ["always", "sample", "off"])
+def test_a_tile_counts_as_written_once_its_checksum_is_kept(verify):
+    record = record_of(2 * TILE, verify=verify)
+    record.add("m", FakeDisk())
+    memory = filled(8 * TILE)
+    sums = record.sums(TILE, 2 * TILE, {"m": memory.address}, (), ("m",))
+    assert not record.written("m", TILE), "who steps first may still ask"
+    sums.keep()
+    assert [record.written("m", start) for start in (0, TILE)] == [False, True]
 
 
 def test_a_range_that_begins_inside_a_tile_is_refused():
     record = record_of(2 * TILE)
     record.add("hi", FakeDisk())
     with pytest.raises(ValueError, match=r"layers\.3: element 2048 is inside a tile of 4096"):
-        record.write("hi", 2048, TILE, filled(2 * TILE).address, None)
+        compare(record, "hi", 2048, TILE, filled(2 * TILE).address)
 
 
 def test_traffic_is_counted_by_tier_and_field_in_the_bytes_that_move():
@@ -290,7 +308,7 @@ def test_a_field_that_moves_down_lies_where_its_tiles_were_written(seed):
     assert [record.written("hi", start) for start in (0, TILE)] == [False, True]
     found = Arena(2 * TILE)
     record.read("hi", TILE, 2 * TILE, found.address, found).wait()
-    record.check("hi", TILE, 2 * TILE, found.address)
+    compare(record, "hi", TILE, 2 * TILE, found.address)
     assert bytes(view(found.address, 2 * TILE)) == bytes(view(memory.address, 2 * TILE))
 
 
