@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -123,6 +123,18 @@ def _rounding(*names: str) -> Callable[[Any], Callable[[Span, Any], None]]:
     return of
 
 
+def _summing(*names: str) -> Callable[[Any], Callable[[Span, Any], None]]:
+    """The same, of a kernel that takes checksums on its way."""
+
+    def of(call: Any) -> Kernel:
+        def step(span: Span, scalars: Any) -> None:
+            call(span.n, *(span.at[name] for name in names), span.grad, span.dtype, scalars, span.sums)
+
+        return step
+
+    return of
+
+
 def _on_every_record(step: Kernel) -> dict[tuple[str, str], Kernel]:
     """See [Note: masters that are not split]."""
 
@@ -160,11 +172,6 @@ def _without_momentum(span: Span, scalars: Any) -> None:
         kernels.sgd(n, hi, lo, momentum.data_ptr(), grad, span.dtype, replace(scalars, step=1))
 
 
-def _adamw(span: Span, scalars: Any) -> None:
-    fields = (span.at[name] for name in ("hi", "lo", "m", "v"))
-    kernels.adamw(span.n, *fields, span.grad, cast("Any", span.dtype), scalars, span.sums)
-
-
 _SPLIT = _fields("hi", "lo", "m", "v")
 _MOMENTUM = _fields("hi", "lo", "m")
 
@@ -173,7 +180,7 @@ ADAMW = Recipe(
     {"m": "exp_avg", "v": "exp_avg_sq"},
     _adam_scalars,
     {
-        ("bf16", "fp32"): _adamw,
+        ("bf16", "fp32"): _summing("hi", "lo", "m", "v")(kernels.adamw),
         ("bf16", "bf16"): _rounding("hi", "lo", "m", "v")(kernels.adamw_bf16),
         ("bf16", "int8"): _rounding("hi", "lo", "m", "v", "scale")(kernels.adamw_int8),
         ("fp16", "fp32"): _fields("hi", "master", "m", "v")(kernels.adamw_fp16),
