@@ -16,6 +16,20 @@ from infinity.unit import Unit
 class KeepPass(OutPass):
     """Write one field from host memory, where it stays, to an extent."""
 
+    def tiles(self) -> Iterator[tuple[int, int]]:
+        """Every tile that was ever written; of neighbours, as many at once as a slot would hold."""
+        form = self.record.form
+        wide = form.slot_nbytes * self._tile_numel // form.nbytes(self._name, self._tile_numel)
+        begun = ended = 0
+        for start, stop in super().tiles():
+            if start > ended or stop - begun > wide * self._tile_numel:
+                if ended > begun:
+                    yield begun, ended
+                begun = start
+            ended = stop
+        if ended > begun:
+            yield begun, ended
+
     @property
     def in_memory(self) -> bool:
         """No: it writes."""

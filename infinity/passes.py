@@ -299,20 +299,10 @@ class OutPass(Pass):
         self._tile_numel = tile_numel
 
     def tiles(self) -> Iterator[tuple[int, int]]:
-        """Every tile that was ever written; of neighbours, as many at once as a slot would hold."""
-        form = self.record.form
-        wide = form.slot_nbytes * self._tile_numel // form.nbytes(self._name, self._tile_numel)
-        begun = ended = 0
+        """Every tile that was ever written."""
         for start, stop in tiles(self.record.shard.numel, self._tile_numel):
-            if not self.record.written(self._name, start):
-                continue
-            if start > ended or stop - begun > wide * self._tile_numel:
-                if ended > begun:
-                    yield begun, ended
-                begun = start
-            ended = stop
-        if ended > begun:
-            yield begun, ended
+            if self.record.written(self._name, start):
+                yield start, stop
 
     def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
         """The field, where it lies."""
