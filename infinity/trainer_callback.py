@@ -104,6 +104,12 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
         if not _trains_ours(model):
             return
         optimizer = _optimizer(kwargs["optimizer"])
+        unscaled = getattr(kwargs["optimizer"], "scaler", None) is None
+        if engine_of_model(model).form.dtype == "fp16" and unscaled:
+            raise UnsupportedError(
+                "TrainingArguments(fp16=True): Accelerate has made no GradScaler, as on every CPU, and "
+                'the loss of fp16 weights has to be scaled; train on a GPU, or with Init(dtype="bf16")'
+            )
         if optimizer.update == "backward":
             raise UnsupportedError(
                 'AdamW(update="backward") keeps no gradients, and the Trainer asks for their norm at every '

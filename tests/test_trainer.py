@@ -423,6 +423,12 @@ def test_fp16_weights_without_a_scaled_loss_are_refused_before_training(folder):
         trainer_of(build("llama", folder, dtype="fp16"), folder)
 
 
+def test_fp16_weights_are_refused_where_accelerate_makes_no_scaler(folder):
+    trainer = trainer_of(build("llama", folder, dtype="fp16"), folder, fp16=True)
+    with pytest.raises(UnsupportedError, match=r"no GradScaler.*train on a GPU"):
+        trainer.train()
+
+
 def test_data_parallel_and_other_optimizers_are_refused(folder, monkeypatch):
     model = build("llama", folder)
     monkeypatch.setattr(transformers.TrainingArguments, "n_gpu", 2)
