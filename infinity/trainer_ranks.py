@@ -181,9 +181,10 @@ def _stream(model: nn.Module, folder: Path, max_shard_size: int | str = "5GB") -
     save_pretrained(model, filling, max_shard_size=max_shard_size)
     with ranks.together(f"putting weights into {folder}"):
         if ranks.rank == 0:
+            written = {path.name for path in filling.iterdir()}
+            for name in written:
+                (filling / name).replace(folder / name)
             for path in folder.glob("model*.safetensors*"):  # of an earlier save, in other shards
-                if not (filling / path.name).exists() and _SHARD.fullmatch(path.name):
+                if path.name not in written and _SHARD.fullmatch(path.name):
                     path.unlink()
-            for path in filling.iterdir():
-                path.replace(folder / path.name)
             filling.rmdir()
