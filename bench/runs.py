@@ -183,10 +183,16 @@ class Model:
 
 
 def measure(
-    environment: Environment, kind: str, model: Model, folder: Path, settings: dict[str, Any]
+    environment: Environment,
+    kind: str,
+    model: Model,
+    folder: Path,
+    settings: dict[str, Any],
+    program: str = "contestant.py",
 ) -> Measured:
     """Train a contestant in a process of its own, with its files in a folder that is removed afterwards.
 
+    program: the file in this folder that knows the kind.
     Raises: RunError with the error's words, or with the process's last lines.
     """
     with (
@@ -196,7 +202,7 @@ def measure(
         spec = {"kind": kind, "shape": SHAPES[model.shape], "steps": model.steps, "tokens": model.tokens}
         spec |= {"micro_batches": model.micro_batches}
         spec |= {"nvme": name, "out": f"/proc/self/fd/{out.fileno()}", "settings": settings}
-        code, said = environment.run([str(HERE / "contestant.py"), json.dumps(spec)], [out.fileno()])
+        code, said = environment.run([str(HERE / program), json.dumps(spec)], [out.fileno()])
         result = json.loads(out.read() or "{}")
     if "error" in result:
         raise RunError(f"{kind} on {model.shape}: {result['error']}")
