@@ -2,6 +2,7 @@
 same Trainer, which clips it as the recipe does.
 """
 
+import os
 import shutil
 
 import pytest
@@ -35,6 +36,18 @@ pytestmark = [
 ROWS = [{"input_ids": row, "labels": row} for row in models.batch(0, rows=24)]
 HELD = [{"input_ids": row, "labels": row} for row in models.batch(1, rows=4)]
 ADAM = {"lr": 1e-2, "betas": (0.9, 0.95)}
+
+
+@pytest.fixture(autouse=True)
+def environment():
+    """What TrainingArguments asks of Accelerate through the environment ends with the test: torch_compile,
+    refused here, would otherwise compile whatever is trained after it.
+    """
+    before = set(os.environ)
+    yield
+    for name in set(os.environ) - before:
+        if name.startswith("ACCELERATE_"):
+            del os.environ[name]
 
 
 class Recipe:
