@@ -5,15 +5,22 @@
 gradient. step() reads it and leaves it there, as torch does. A gradient of one backward is kept as it came,
 in 16 bits; a second backward turns the stored one into fp32 and adds (DESIGN 3). It lies in host memory while
 the kept share has room, else in its unit's record.
+
+[Note: nothing that p.grad holds may hold the parameter]
+Python's collector does not see the way from a parameter to its `grad`, which is torch's: a cycle through
+it is never collected, and with it the engine, its memory and its files. So the unit, the pass that measures,
+and (in `OffloadedGradient`) the store are known weakly: the engine keeps them, which the model's hooks hold.
 """
 
 from __future__ import annotations
 
+import weakref
 from enum import Enum
 
 import numpy as np
 import torch
 
+from infinity.errors import NotResidentError
 from infinity.memory import Ledger
 from infinity.passes import SpillPart
 from infinity.queueing import Pass
@@ -21,6 +28,7 @@ from infinity.store import DONE, Transfer
 from infinity.unit import Unit
 
 ONE = np.float32(1)
+GONE = "a gradient was used after its model and optimizer are gone, and its values with them"
 
 
 class Form(Enum):
@@ -39,22 +47,22 @@ class Gradient:
 
     __slots__ = (
         "_charged",
+        "_job",
         "_ledger",
+        "_unit",
         "arriving",
         "checked",
         "field",
         "form",
         "index",
-        "job",
         "parts",
         "scale",
         "tensor",
-        "unit",
     )
 
     def __init__(self, unit: Unit, index: int, ledger: Ledger) -> None:
         """Describe the gradient of `unit.parameters[index]`, zero so far."""
-        self.unit = unit
+        self._unit = weakref.ref(unit)
         self.index = index
         self.form = Form.ZERO
         self.tensor: torch.Tensor | None = None
@@ -64,13 +72,33 @@ class Gradient:
         """The record's field that holds it while spilled."""
         self.parts: SpillPart | None = None
         """The sum of squares; filled in by `job` where a pass computes it."""
-        self.job: Pass | None = None
+        self._job: weakref.ref[Pass] | None = None
         self.scale = ONE
         """The fp32 factor that clipping recorded; applied in the update."""
         self.checked = False
         """Whether somebody has seen that it is finite, as a scaled loss needs."""
         self._ledger = ledger
         self._charged = 0
+
+    @property
+    def unit(self) -> Unit:
+        """The unit of the parameter.
+
+        Raises: NotResidentError where the model is gone, and with it the gradient.
+        """
+        unit = self._unit()
+        if unit is None:
+            raise NotResidentError(GONE)
+        return unit
+
+    @property
+    def job(self) -> Pass | None:
+        """The pass that fills in `parts`; None where there is none, or it is over and forgotten."""
+        return None if self._job is None else self._job()
+
+    def measured_by(self, parts: SpillPart, job: Pass) -> None:
+        """Let `job` fill in the sum of squares."""
+        self.parts, self._job = parts, weakref.ref(job)
 
     def fresh(self) -> Gradient:
         """Return a gradient of zeros for the same parameter."""

@@ -268,7 +268,7 @@ class GradientStore:
             gradient.leaves(Form.SPILLED)
             gradient.field = target
             if index in parts and parts[index].measure:
-                gradient.parts, gradient.job = parts[index], job
+                gradient.measured_by(parts[index], job)
         job.on_processed = lambda parts: self._spilled(parts, nbytes)
         self._lane.submit(job)
         self.sent(job)
@@ -311,10 +311,12 @@ class GradientStore:
         if gradient.parts is None:
             gradient.arriving.wait()
             gradient.parts = _measured(_present(gradient.tensor))
-        if gradient.job is not None:
-            if gradient.index in gradient.unit.outgoing:
-                self.spill(gradient.unit)
-            self._lane.wait(gradient.job)
+        if gradient.form is Form.SPILLED and gradient.index in gradient.unit.outgoing:
+            self.spill(gradient.unit)
+        job = gradient.job
+        if job is not None:
+            self._lane.wait(job)
+        self._lane.check_open()  # a pass that failed is forgotten too
         return gradient.parts.square_sum if gradient.parts.finite else math.nan
 
     def dense(self, gradient: Gradient) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from infinity.errors import UnsupportedError
-from infinity.gradient import Form, Gradient, applied_message
+from infinity.errors import NotResidentError, UnsupportedError
+from infinity.gradient import GONE, Form, Gradient, applied_message
 from infinity.gradient_store import GradientStore
 
 
@@ -22,7 +23,7 @@ class OffloadedGradient(torch.Tensor):
     """
 
     gradient: Gradient
-    store: GradientStore
+    _store: weakref.ref[GradientStore]  # see gradient's note on what p.grad holds
 
     @staticmethod
     def __new__(  # noqa: PYI034 - torch makes it
@@ -32,8 +33,19 @@ class OffloadedGradient(torch.Tensor):
         tensor: OffloadedGradient = torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )
-        tensor.gradient, tensor.store = gradient, store
+        tensor.gradient, tensor._store = gradient, weakref.ref(store)
         return tensor
+
+    @property
+    def store(self) -> GradientStore:
+        """What keeps the gradient.
+
+        Raises: NotResidentError where it is gone with the model.
+        """
+        store = self._store()
+        if store is None:
+            raise NotResidentError(GONE)
+        return store
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]

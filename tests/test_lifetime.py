@@ -40,20 +40,36 @@ def step(model, optimizer):
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_everything_is_given_back_when_model_and_optimizer_are_gone(on_disk, folder):
     nvme = str(folder) if on_disk else None
-    for _ in range(3):  # what torch and malloc keep for good
-        model = build(nvme)
-        step(model, infinity.AdamW(model.parameters()))
-        del model
+
+    def cycles(number):
+        for cycle in range(number):
+            model = build(nvme)
+            optimizer = infinity.AdamW(model.parameters())
+            for _ in range(cycle % 3):
+                step(model, optimizer)
+
+    cycles(6)  # what torch and malloc keep for good
     before, mapped = handles(), mappings()
-    for cycle in range(20):
-        model = build(nvme)
-        optimizer = infinity.AdamW(model.parameters())
-        for _ in range(cycle % 3):
-            step(model, optimizer)
-        del model, optimizer
+    cycles(20)
     assert handles() == before
     assert abs(mappings() - mapped) < 20
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("memory", ["16MiB", "640KiB"])
+def test_gradients_left_on_a_model_do_not_keep_its_engine(memory, folder):
+    model = build(str(folder), memory=memory)
+    optimizer = infinity.AdamW(model.parameters())
+    engine = weakref.ref(engine_in(model))
+    for _ in range(2):
+        total(model(halves(3, 32)(torch.Generator())[0])).backward()
+    kept = model[0].weight.grad
+    assert kept.norm() > 0
+    del model, optimizer
+    gc.collect()
+    assert engine() is None
+    with pytest.raises(infinity.NotResidentError, match="after its model and optimizer are gone"):
+        kept.norm()
 
 
 def test_the_engine_lives_as_long_as_model_or_optimizer(folder):
