@@ -120,17 +120,19 @@ class GradientStore:
         gradient.arriving, tensor = download.transfer, download.tensor
         if keep and download.done:  # and in the cache
             gradient.parts = _measured(tensor)
-        if keep or not unit.record.all_in_host:
+        if keep or not unit.record.all_in_host or _is_part(tensor):
             tensor = self._own(tensor)
         self._place(gradient, tensor, keep=keep)
         return gradient
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy in memory of ours of a large gradient of the CPU's: it stays for a while; see
-        buffers.
+        buffers. Of one that is part of something larger, too: all of that would stay.
         """
-        if not self._device.is_host or tensor.nbytes < _OWN_NBYTES:
+        if not self._device.is_host:
             return tensor
+        if tensor.nbytes < _OWN_NBYTES:
+            return tensor.clone() if _is_part(tensor) else tensor
         own = self.buffers.lend(tensor.numel(), tensor.dtype).view(tensor.shape)
         kernels.copy(tensor.nbytes, own.data_ptr(), tensor.data_ptr())
         return own
@@ -358,6 +360,11 @@ def _at_once(units: Sequence[Unit], outgoing_nbytes: int) -> dict[int, int]:
     rounds = 1 + outgoing_nbytes // max(largest, 1)
     total = sum(sizes, Counter[int]())
     return {size: min(total[size], rounds * max(one[size] for one in sizes)) for size in total}
+
+
+def _is_part(tensor: torch.Tensor) -> bool:
+    """Whether others lie in the same storage, as gradients of one call in slices do."""
+    return tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
 def _present(tensor: torch.Tensor | None) -> torch.Tensor:

@@ -139,6 +139,20 @@ def test_slices_train_as_in_memory_and_fetch_a_unit_once_for_all_of_them(folder,
     )
 
 
+@pytest.mark.parametrize("memory", ["1MiB", "64MiB"])
+def test_a_gradient_that_is_kept_keeps_no_others_of_its_call_in_slices(memory, folder):
+    shape = models.SIZES | {"hidden_size": 256, "intermediate_size": 512}
+    with infinity.Init(nvme=str(folder), host_memory=memory):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
+    tiling.tile_batch_(model, 1)
+    ids = models.batch(0, rows=2, length=8)
+    model(input_ids=ids, labels=ids).loss.backward()
+    kept = [one.grad.gradient.tensor for one in model.parameters()]
+    kept = [one for one in kept if one is not None]
+    assert kept
+    assert {one.untyped_storage().nbytes() - one.nbytes for one in kept} == {0}
+
+
 def test_a_step_of_eight_micro_batches_moves_the_bytes_of_one(folder):
     def moved(micro_batches):
         shape = models.SIZES | {"hidden_size": 256, "intermediate_size": 512}

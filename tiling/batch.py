@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from infinity.tiling.sliced import runs_in_slices, tile_batch
+from infinity.tiling.rows import is_plain_embedding, slice_rows
+from infinity.tiling.sliced import runs_in_slices, tile_batch, untile_
 
 _BLOCK = ("transformers.modeling_layers", "GradientCheckpointingLayer")
 _NORMS = ("LayerNorm", "RMSNorm")
@@ -45,7 +46,10 @@ def tile_batch_(
             raise ValueError(f"{name} is a block inside the block {outer or '(the model)'}: name one class")
     around = {name: one for name, one in _around(model, named) if _is_cut(one)}
     for module in (*named.values(), *around.values()):
-        tile_batch(module, micro_batch)
+        if isinstance(module, nn.Embedding) and is_plain_embedding(untile_(module)):
+            slice_rows(module, micro_batch)
+        else:
+            tile_batch(module, micro_batch)
     config = getattr(model, "config", None)
     if blocks is None and getattr(config, "use_cache", False):
         config.use_cache = False  # type: ignore[union-attr]

@@ -1,0 +1,85 @@
+"""Embeddings over micro-batches: only the rows that are used have gradients.
+
+[Note: rows in use]
+A dense gradient per micro-batch and an fp32 sum of them would be four times an embedding's own size, nearly
+all of it zeros. So the rows that a batch uses are numbered, each micro-batch's gradient is that of an
+embedding of its own rows, and their sums are put where they belong at the end. The numbers are those of the
+dense gradients added up: in fp32 for 16-bit weights, rounded once. The backward does not need the weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from infinity.tiling.products import wide
+from infinity.tiling.sliced import InSlices
+
+
+@dataclass(slots=True)
+class RowSlices(InSlices):
+    """The forward of an embedding whose gradient is that of `micro_batch` samples at a time, added up."""
+
+    embedding: nn.Embedding
+    micro_batch: int
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """Look the rows up."""
+        one = self.embedding
+        rows: torch.Tensor = Rows.apply(  # type: ignore[no-untyped-call]
+            ids, one.weight, one.padding_idx, one.scale_grad_by_freq, self.micro_batch
+        )
+        return rows
+
+
+def is_plain_embedding(module: nn.Module) -> bool:
+    """Whether a module is torch's embedding, with a dense gradient and rows that its forward leaves alone."""
+    return type(module) is nn.Embedding and not module.sparse and module.max_norm is None
+
+
+def slice_rows(embedding: nn.Embedding, micro_batch: int) -> None:
+    """Let an embedding add up its gradient over micro-batches; `untile_` undoes it."""
+    embedding.forward = RowSlices(embedding, embedding.forward, embedding, micro_batch)  # type: ignore[method-assign, assignment]
+
+
+class Rows(torch.autograd.Function):
+    """See [Note: rows in use]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        ids: torch.Tensor,
+        weight: torch.Tensor,
+        padding: int | None,
+        by_frequency: bool,  # noqa: FBT001
+        micro_batch: int,
+    ) -> torch.Tensor:
+        """Look up the rows of all micro-batches."""
+        ctx.save_for_backward(ids)
+        ctx.like, ctx.shape = weight.new_empty(0), weight.shape
+        ctx.padding, ctx.by_frequency, ctx.micro_batch = padding, by_frequency, micro_batch
+        return F.embedding(ids, weight, padding)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """Add up, row by row in use."""
+        (ids,) = ctx.saved_tensors
+        used, numbered = torch.unique(ids, return_inverse=True)
+        total = grad.new_zeros((len(used), ctx.shape[1]), dtype=wide(ctx.like.dtype))
+        parts = zip(numbered.split(ctx.micro_batch), grad.split(ctx.micro_batch), strict=True)
+        for part, of_part in parts:
+            own, places = torch.unique(part, return_inverse=True)
+            found = torch.ops.aten.embedding_dense_backward(
+                of_part.contiguous(), places, len(own), -1, ctx.by_frequency
+            )
+            total.index_add_(0, own, found.to(total.dtype))
+        whole = ctx.like.new_zeros(ctx.shape)
+        whole.index_copy_(0, used, total.to(whole.dtype))
+        if ctx.padding is not None:
+            whole[ctx.padding] = 0
+        return None, whole, None, None, None
