@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from infinity.aio.engine import Engine
     from infinity.aio.files import File
 
+LEAST_WAIT_S = 5.0
+"""Seconds that anybody waits himself before he says that the disk hangs, whenever the request began."""
+
 
 class Completion:
     """A read or write on its way.
@@ -51,6 +54,9 @@ class Completion:
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the request is over; `None` waits until the engine's `hang_s` after it began.
 
+        What the process spent stopped (Ctrl-Z, a frozen container) does not count: a disk that has answered
+        meanwhile has not hung.
+
         An exception that a signal raises meanwhile (KeyboardInterrupt) leaves the request in flight.
 
         Raises:
@@ -70,11 +76,12 @@ class Completion:
         if engine.pid != os.getpid():
             raise ForkedError(f"{self!r} was submitted by process {engine.pid}: wait for it there")
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
-        slice_ms = SLICE_MS
+        patience_s = max(
+            engine.hang_s - (time.perf_counter() - self.began_s), min(engine.hang_s, LEAST_WAIT_S)
+        )
         while True:
-            if end_s is not None:
-                left_s = end_s - time.monotonic()
-                slice_ms = min(SLICE_MS, max(0, round(left_s * 1000)))
+            left_s = patience_s if end_s is None else end_s - time.monotonic()
+            slice_ms = min(SLICE_MS, max(0, round(left_s * 1000)))
             result = engine.library.aio_wait(engine.pointer, request, slice_ms)
             if result > 0:
                 return
@@ -82,7 +89,8 @@ class Completion:
                 raise EngineFailedError.of_engine(-result)
             if end_s is not None and time.monotonic() >= end_s:
                 raise IoTimeoutError(errno.ETIMEDOUT, f"not done after {timeout_s} s: {self!r}")
-            if end_s is None and time.perf_counter() - self.began_s >= engine.hang_s:
+            patience_s -= slice_ms / 1000  # and not what the clock says, which goes on while we are stopped
+            if end_s is None and patience_s < 0.001:
                 raise engine.hangs(repr(self))
 
     def _error(self) -> IoError:

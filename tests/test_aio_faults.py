@@ -6,6 +6,7 @@ Trusts that infinity.aio.faults puts a fault where it says; the transfers around
 import errno
 import os
 import random
+import threading
 from pathlib import Path
 
 import pytest
@@ -207,6 +208,23 @@ def test_too_many_faults_and_nonsense_are_refused(engine):
         faults.inject(engine, 1000, -errno.EIO)
     with pytest.raises(ValueError, match="too many"):
         faults.inject(engine, 1000, -errno.EIO)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_the_time_that_the_process_was_stopped_is_not_taken_for_a_disk_that_hangs(engine, file, answers):
+    memory = random_memory(0)
+    engine.hang_s = 0.5
+    with faults.held(engine):
+        moving = engine.write(file, 0, memory.address, REQUEST, owner=memory)
+        moving._request.began_ns -= 10**12  # as if the clock had gone on while nothing ran
+        if answers:
+            threading.Timer(0.2, engine.library.aio_hold, (engine.pointer, 0)).start()
+            moving.wait()
+        else:
+            with pytest.raises(aio.IoTimeoutError, match="the disk does not answer"):
+                moving.wait()
+            engine.hung = False
+    moving.wait()
 
 
 def ring_descriptors():
