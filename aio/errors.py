@@ -92,6 +92,15 @@ def name_of(number: int) -> str:
     return f"{os.strerror(number)} ({errno.errorcode.get(number, number)})"
 
 
+def why_not_registered(number: int) -> str:
+    """Say why a ring could not hold memory, and what helps."""
+    cures = {
+        errno.ENOMEM: "RLIMIT_MEMLOCK is too low for it; `ulimit -l` higher",
+        errno.ENOTSUP: "Linux 5.13 or newer could",
+    }
+    return f"{name_of(number)}; {cures.get(number, 'it only costs some CPU time')}"
+
+
 class _DetailedError(OSError):
     """An OSError whose text is its whole message: `[Errno 5]` in front of a paragraph helps nobody."""
 

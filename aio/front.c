@@ -93,6 +93,7 @@ void front_finish(struct aio_engine *engine, const struct piece *piece) {
     statistics->pieces_in_flight--;
     statistics->retries += piece->retries;
     statistics->continued += piece->continued;
+    statistics->registered += piece->registered;
     if (request->flags & AIO_WRITE)
         statistics->bytes_written += piece->moved_nbytes;
     else
@@ -146,6 +147,24 @@ static void wake_backend(struct aio_engine *engine, bool everyone) {
         pthread_cond_broadcast(&engine->work);
     else
         pthread_cond_signal(&engine->work);
+}
+
+int32_t aio_register(struct aio_engine *engine, uint64_t address, uint64_t nbytes) {
+    if (engine->options.kind != AIO_IO_URING) return -ENOTSUP;
+    struct memory *memory = &engine->memory;
+    pthread_mutex_lock(&engine->lock);
+    int error = engine->failure ? engine->failure : engine->stopping ? ESHUTDOWN : 0;
+    if (!error && memory->nbytes) error = EBUSY;
+    if (!error) {
+        if (nbytes > AIO_REGISTERED_NBYTES) nbytes = AIO_REGISTERED_NBYTES;
+        *memory = (struct memory){.address = address, .nbytes = nbytes, .asked = true};
+        wake_backend(engine, true);
+        while (memory->asked && !engine->failure)
+            pthread_cond_wait(&engine->finished, &engine->lock);
+        error = engine->failure ? engine->failure : memory->error;
+    }
+    pthread_mutex_unlock(&engine->lock);
+    return -error;
 }
 
 int32_t aio_submit(struct aio_engine *engine, struct aio_request *request, int32_t fd,

@@ -22,6 +22,7 @@ struct piece {
     int32_t error;
     int32_t injected_result;
     bool injected;
+    bool registered; /* lies in registered memory */
 };
 
 enum step {
@@ -34,6 +35,14 @@ enum step {
 struct queue {
     struct aio_request *head;
     struct aio_request *tail;
+};
+
+/* Memory that the ring's thread registers, as nobody else may (SINGLE_ISSUER). */
+struct memory {
+    uint64_t address;
+    uint64_t nbytes;
+    bool asked; /* and not yet answered */
+    int error;  /* errno: the answer */
 };
 
 struct injection {
@@ -62,6 +71,7 @@ struct aio_engine {
     int start_error; /* errno */
     int failure;     /* errno: the backend is of no use any more */
     int wake_fd;     /* io_uring: an eventfd; else -1 */
+    struct memory memory;
     uint32_t n_threads;
     pthread_t *threads;
     uint32_t n_injections; /* atomic: read without the lock */

@@ -32,6 +32,8 @@ struct ring {
     struct piece **delayed;     /* to be retried not before their ready_ns */
     struct piece *pieces;       /* [depth] */
     uint64_t wake_count;        /* where the eventfd's counter is read to */
+    uint64_t registered;        /* address of the memory whose pages the ring holds */
+    uint64_t registered_nbytes; /* 0 without any */
     bool wake_armed;
 };
 
@@ -84,10 +86,45 @@ static int open_ring(struct ring *ring) {
     return error ? error : make_uring(ring);
 }
 
+/* With the lock held.  The eventfd's read is pending: before RSRC_TAGS (5.13) the kernel would first
+ * wait for all requests, for ever. */
+static void register_asked(struct ring *ring) {
+    struct memory *memory = &ring->engine->memory;
+    struct iovec all = {(void *)(uintptr_t)memory->address, memory->nbytes};
+    bool can = ring->uring.features & IORING_FEAT_RSRC_TAGS;
+    memory->error = can ? -io_uring_register_buffers(&ring->uring, &all, 1) : ENOTSUP;
+    memory->asked = false;
+    if (!memory->error) {
+        ring->registered = memory->address;
+        ring->registered_nbytes = memory->nbytes;
+    }
+    pthread_cond_broadcast(&ring->engine->finished);
+}
+
 /* ---- submission ----------------------------------------------------------------------------- */
 
 static void delay(struct ring *ring, struct piece *piece) {
     ring->delayed[ring->n_delayed++] = piece;
+}
+
+static bool is_registered(const struct ring *ring, const struct piece *piece) {
+    uint64_t at = piece->address - ring->registered; /* in it; far beyond its end if before it */
+    return at < ring->registered_nbytes && piece->nbytes <= ring->registered_nbytes - at;
+}
+
+static void prepare_transfer(const struct piece *piece, struct io_uring_sqe *sqe) {
+    void *address = (void *)(uintptr_t)piece->address;
+    unsigned nbytes = (unsigned)piece->attempt_nbytes;
+    int fd = piece->request->fd;
+    bool writes = piece->request->flags & AIO_WRITE;
+    if (piece->registered && writes)
+        io_uring_prep_write_fixed(sqe, fd, address, nbytes, piece->offset, 0);
+    else if (piece->registered)
+        io_uring_prep_read_fixed(sqe, fd, address, nbytes, piece->offset, 0);
+    else if (writes)
+        io_uring_prep_write(sqe, fd, address, nbytes, piece->offset);
+    else
+        io_uring_prep_read(sqe, fd, address, nbytes, piece->offset);
 }
 
 static void prepare(struct ring *ring, struct piece *piece) {
@@ -98,17 +135,13 @@ static void prepare(struct ring *ring, struct piece *piece) {
         return;
     }
     piece_begin(ring->engine, piece);
-    void *address = (void *)(uintptr_t)piece->address;
-    unsigned nbytes = (unsigned)piece->attempt_nbytes;
-    int fd = piece->request->fd;
-    if (nbytes == 0) {
+    piece->registered = is_registered(ring, piece);
+    if (piece->attempt_nbytes == 0) {
         io_uring_prep_nop(sqe);
         sqe->rw_flags = NOP_INJECT_RESULT;
         sqe->len = (unsigned)piece->injected_result;
-    } else if (piece->request->flags & AIO_WRITE) {
-        io_uring_prep_write(sqe, fd, address, nbytes, piece->offset);
     } else {
-        io_uring_prep_read(sqe, fd, address, nbytes, piece->offset);
+        prepare_transfer(piece, sqe);
     }
     io_uring_sqe_set_data(sqe, piece);
 }
@@ -142,6 +175,7 @@ static bool take(struct ring *ring) {
     struct aio_engine *engine = ring->engine;
     uint32_t first = ring->n_free;
     pthread_mutex_lock(&engine->lock);
+    if (engine->memory.asked) register_asked(ring);
     while (ring->n_free && front_take(engine, ring->free_pieces[ring->n_free - 1])) ring->n_free--;
     bool end = engine->stopping && front_is_drained(engine);
     /* With the ring full a new request can wait: the next completion comes here anyway. */

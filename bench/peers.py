@@ -176,6 +176,8 @@ class Ours:
         with ExitStack() as stack:
             engines = [stack.enter_context(self.engine(place.folder, work)) for place in places]
             memories = [stream.memory(huge=self.huge) for _ in places]
+            for engine, memory in zip(engines, memories, strict=True):
+                engine.register(memory.address, len(memory), memory)  # as training does with its pool
 
             def one(index: int) -> Moved:
                 engine, place = engines[index], places[index]

@@ -234,7 +234,8 @@ def _limits() -> Iterator[Finding]:
     else:
         locked = _kernel() < _RINGS_FREE_SINCE
         small = locked and soft < 8 << 20
-        counts = "io_uring's rings count against it" if locked else "enough: nothing here counts against it"
+        spared = "enough: io_uring takes some CPU time more for memory beyond it"
+        counts = "io_uring's rings count against it" if locked else spared
         yield Finding(
             "memlock limit", f"{format_size(soft)}: {counts}", "ulimit -l unlimited" if small else ""
         )

@@ -10,6 +10,7 @@ from infinity import aio
 from infinity.aio.engine import HANG_S
 from infinity.disk import speed_of
 from infinity.errors import ConfigError
+from infinity.memory import Arena, Pool
 from infinity.sizes import BLOCK, format_size, round_up
 from infinity.store import Extent, Request
 
@@ -165,9 +166,12 @@ class NvmeStore:
         """Return the descriptor of each file, of the one file here."""
         return [self._file.fd]
 
-    def keep(self, *memory: object) -> None:
-        """Hold the memory of transfers for ever if the disk hangs: it may yet write there."""
-        self._keeps = memory
+    def keep(self, pool: Pool | Arena, *others: object) -> None:
+        """Let the engine register the pool that transfers go through; hold it, and `others`, for ever if the
+        disk hangs: it may yet write there.
+        """
+        self.engine.register(pool.address, pool.nbytes, pool)
+        self._keeps = pool, *others
 
     def sync(self) -> None:
         """Bring to the drive what was written.

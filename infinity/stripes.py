@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from infinity import aio
 from infinity.errors import ConfigError
+from infinity.memory import Arena, Pool
 from infinity.nvme import FreeExtents, NvmeStore, Opening
 from infinity.sizes import BLOCK, round_up
 from infinity.store import Extent, Request, Together
@@ -167,10 +168,10 @@ class StripedStore:
         """Return the descriptor of each file."""
         return [fd for store in self.stores for fd in store.descriptors()]
 
-    def keep(self, *memory: object) -> None:
-        """Hold the memory of transfers for ever if a disk hangs."""
+    def keep(self, pool: Pool | Arena, *others: object) -> None:
+        """Let each engine register what transfers go through, and hold the memory if a disk hangs."""
         for store in self.stores:
-            store.keep(*memory)
+            store.keep(pool, *others)
 
     def sync(self) -> None:
         """Bring to the drives what was written: see NvmeStore."""

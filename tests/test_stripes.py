@@ -273,6 +273,18 @@ def test_a_folder_that_cannot_be_used_or_is_named_twice_closes_the_others(folder
     assert closed[1:] == [str(folder / "link"), str(folder)]
 
 
+def test_each_path_registers_the_memory(folder):
+    store, memory = open_stripes(folder, [0, 0]), filled(2 * STRIPE)
+    store.keep(memory)
+    extent = store.allocate(2 * STRIPE, "unit")
+    store.write(Request(extent, 0, memory.address, 2 * STRIPE, "unit", memory)).wait()
+    for one in store.stores:
+        engine = one.engine
+        assert (engine.statistics().registered > 0) == (engine.registered_nbytes > 0), engine.reason
+        assert engine.registered_nbytes in ((0, memory.nbytes) if engine.kind == "io_uring" else (0,))
+    store.close()
+
+
 def test_every_path_is_closed_even_if_one_fails(folder, monkeypatch):
     store = open_stripes(folder, [0, 0, 0])
     close = store.stores[1].close

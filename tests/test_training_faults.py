@@ -38,6 +38,16 @@ def fault_free(tmp_path_factory):
     return losses, pieces(model) - built
 
 
+def test_records_go_through_registered_memory(folder):
+    """What is injected below, too, meets pieces that lie there."""
+    model = models.build("llama", nvme=folder, host_memory="128KiB", aio="io_uring")
+    engine = engine_of_model(model).nvme_store.engine
+    models.train(model, AdamW(model.parameters(), lr=1e-2), 1)
+    count = engine.statistics()
+    assert engine.registered_nbytes > 0, engine.reason
+    assert count.registered > count.pieces / 2
+
+
 @pytest.mark.parametrize("kind", ["io_uring", "threads"])
 @pytest.mark.parametrize("where", [0.0, 0.3, 0.7])
 @pytest.mark.parametrize(
