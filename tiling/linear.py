@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.tiling import mapped
 from infinity.tiling.grid import Grid, cut, spans
 from infinity.tiling.owner import Tiled
 from infinity.tiling.tile import Conv1DTile, LinearTile, Place, Tile, channel_of
@@ -51,7 +52,7 @@ def _run(
     channel = channel_of(flat, len(rows))
     slices, ends = _split(flat, in_sizes), spans(in_sizes)
     channels = [None if channel is None else channel.narrowed(one) for one in ends]
-    out = flat.new_empty(flat.shape[0], sum(out_sizes))
+    out = mapped.empty((len(flat), sum(out_sizes)), flat.dtype, flat.device)
     for row, span in zip(rows, spans(out_sizes), strict=True):
         result = row[0](slices[0], channels[0])
         if len(row) > 1:

@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from infinity.tiling import mapped
 from infinity.tiling.products import in_fp32, product, wide
 from infinity.tiling.sums import Sums
 
@@ -58,10 +59,11 @@ class Linear(torch.autograd.Function):
         """Return [tokens, out] of x [tokens, in] and weight [out, in]."""
         ctx.save_for_backward(x, weight)
         ctx.sums = sums
-        if not in_fp32(x):
-            return F.linear(x, weight, bias)
-        found = product(x, weight.t())
-        return found if bias is None else found.add_(bias)
+        if bias is None or in_fp32(x):
+            found = product(x, weight.t())
+            return found if bias is None else found.add_(bias)
+        out = mapped.empty((len(x), len(weight)), x.dtype, x.device)
+        return torch.addmm(bias, x, weight.t(), out=out)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from infinity.tiling import mapped
 from infinity.tiling.products import add_product, in_fp32, wide
 from infinity.tiling.tile import Channel, Kept
 
@@ -179,7 +180,7 @@ class OfTile(torch.autograd.Function):
         total = torch.zeros_like(hidden, dtype=wide(hidden.dtype)) if for_hidden and not by_channel else None
         if by_channel:
             total = ctx.channel.total()
-        grad_weight = torch.empty_like(weight) if for_weight else None
+        grad_weight = mapped.empty(weight.shape, weight.dtype, weight.device) if for_weight else None
         grad_bias = torch.empty_like(bias) if for_bias and bias is not None else None
         for first in range(0, len(weight), ctx.step):
             rows = slice(first, first + ctx.step)
@@ -311,14 +312,14 @@ class InForward(torch.autograd.Function):
     ) -> torch.Tensor:
         """Return the loss, a scalar."""
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.empty_like(hidden) if for_hidden else None
-        grad_weight = torch.empty_like(weight) if for_weight else None
+        grad_hidden = mapped.empty(hidden.shape, hidden.dtype, hidden.device) if for_hidden else None
+        grad_weight = mapped.empty(weight.shape, weight.dtype, weight.device) if for_weight else None
         grad_bias = (
             torch.zeros_like(bias, dtype=token_weight.dtype) if for_bias and bias is not None else None
         )
         loss = 0 * token_weight  # NaN where there is no token to take the mean of, as torch has it
         step, few = _steps(len(hidden), len(weight), hidden.element_size() / token_weight.element_size())
-        scratch = hidden.new_empty(min(step, len(hidden)), len(weight))
+        scratch = mapped.empty((min(step, len(hidden)), len(weight)), hidden.dtype, hidden.device)
         products = (InFloat32 if in_fp32(hidden) else Products)(weight)
         if grad_weight is not None and not len(hidden):
             grad_weight.zero_()

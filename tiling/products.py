@@ -4,15 +4,19 @@
 A CPU without instructions for bf16 takes three to five times as long for products of 16-bit matrices as for
 fp32 ones (measured: 27 to 45 against 130 Gflop/s). There 16-bit operands are widened, a piece at a time, and
 results are rounded as before: sums of the same products, in fp32 as always. Pieces are cut along the longest
-side of a product, so that what is widened, and a piece of the result, are small beside the operands.
+side of a product, so that what is widened, and a piece of the result, are small beside the operands; they
+take turns in the same memory.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 import torch
+
+from infinity.tiling import mapped
 
 WIDENED_NBYTES = 1 << 20
 FEWEST_ROWS = 128
@@ -39,15 +43,17 @@ def in_fp32(one: torch.Tensor) -> bool:
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Return left @ right, [m, n] of [m, k] and [k, n], in their dtype."""
+    out = mapped.empty((left.shape[0], right.shape[1]), left.dtype, left.device)
     if not in_fp32(left):
-        return left.mm(right)
-    out = left.new_empty(left.shape[0], right.shape[1])
+        return torch.mm(left, right, out=out)
     if left.shape[1] == max(*left.shape, right.shape[1]):
-        total = torch.zeros_like(out, dtype=torch.float32)
+        total = mapped.zeros(out.shape, torch.float32, out.device)
         add_product(total, left, right)
         return out.copy_(total)
+    spare = Spare()
     for rows, columns, one, other in _pieces(left, right):
-        out[rows, columns].copy_(one.mm(other))
+        found = spare.of((one.shape[0], other.shape[1]))
+        out[rows, columns].copy_(torch.mm(one, other, out=found))
     return out
 
 
@@ -62,18 +68,41 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
         total.add_(left.mm(right))
 
 
+class Spare:
+    """fp32 memory of the CPU's, for matrices of which one is used at a time."""
+
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
+
+    def of(self, shape: Sequence[int]) -> torch.Tensor:
+        """Return a matrix of any values."""
+        numel = math.prod(shape)
+        if self._memory is None or self._memory.numel() < numel:
+            self._memory = mapped.empty((numel,), torch.float32, torch.device("cpu"))
+        return self._memory[:numel].view(*shape)
+
+    def widened(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Return a matrix in fp32, rows or columns one after another as they were: turning it takes time."""
+        if matrix.stride(0) < matrix.stride(1):
+            return self.of(matrix.shape[::-1]).t().copy_(matrix)
+        return self.of(matrix.shape).copy_(matrix)
+
+
 def _pieces(left: torch.Tensor, right: torch.Tensor) -> Iterator[Piece]:
-    """Yield rows and columns of the result, and factors in fp32 whose products add up to it."""
+    """Yield rows and columns of the result, and factors in fp32 whose products add up to it; they change
+    with the next ones.
+    """
     m, k, n = *left.shape, right.shape[1]
     longest = max(m, k, n)
     step = max(WIDENED_NBYTES // (4 * (m + k + n - longest) or 1), FEWEST_ROWS)
     parts = [slice(first, first + step) for first in range(0, longest, step)]
     every = slice(None)
+    one, other = Spare(), Spare()
     if longest == k:
-        yield from ((every, every, left[:, part].float(), right[part].float()) for part in parts)
+        yield from ((every, every, one.widened(left[:, part]), other.widened(right[part])) for part in parts)
     elif longest == n:
-        whole = left.float()
-        yield from ((every, part, whole, right[:, part].float()) for part in parts)
+        whole = one.widened(left)
+        yield from ((every, part, whole, other.widened(right[:, part])) for part in parts)
     else:
-        whole = right.float()
-        yield from ((part, every, left[part].float(), whole) for part in parts)
+        whole = other.widened(right)
+        yield from ((part, every, one.widened(left[part]), whole) for part in parts)

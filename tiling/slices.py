@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from infinity.tiling import mapped
 from infinity.tiling.linears import Straight
 from infinity.tiling.sums import Cuts, Sums
 from infinity.tiling.tile import Kept
@@ -63,6 +64,14 @@ class Call:
     def cuts(self) -> Cuts:
         """Return how the inputs are cut."""
         return Cuts(self.sliced, self.dims, len(self.sizes))
+
+    def sliced_through(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give back what the operations of a slice have left of memory, where slices are large enough for it:
+        see [Note: mapped tensors].
+        """
+        nbytes = sum(one.nbytes for one, cut in zip(tensors, self.sliced, strict=True) if cut)
+        if len(self.sizes) > 1 and nbytes >= len(self.sizes) * mapped.LARGE_NBYTES:
+            mapped.give_back()
 
     def parts(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         """Yield the tensors of each slice, contiguous as modules may expect (Conv1D does); the others
@@ -149,6 +158,8 @@ class Slices(torch.autograd.Function):
             for one, result in zip(whole, results, strict=True):
                 one.narrow(_dim(call), start, call.sizes[number]).copy_(result)
             start += call.sizes[number]
+            del part, results
+            call.sliced_through(inputs)
         if versions != [one._version for one in inputs]:
             raise RuntimeError(
                 "a sliced module changed its input in place: a recomputation would begin from the change. "
@@ -191,6 +202,7 @@ class Slices(torch.autograd.Function):
                     del found
                 del part, leaves, results, pairs
                 start += size
+                call.sliced_through(inputs)
         return None, None, *sums.finished()
 
 
@@ -207,7 +219,7 @@ def _whole(first: torch.Tensor, call: Call) -> torch.Tensor:
         )
     shape = list(first.shape)
     shape[dim] = sum(call.sizes)
-    return first.new_empty(shape)
+    return mapped.empty(shape, first.dtype, first.device)
 
 
 def _checked(rest: list[Any]) -> list[Any]:

@@ -1,24 +1,22 @@
 """Gradients of one call in slices, added up.
 
 [Note: room for sums]
-A slice's gradients are added up one parameter at a time, as they come, and each is let go of at once. The
-fp32 sums of one call lie in one piece of memory, which the calls of a backward use one after another, and
-which goes with its end; the rounded sums lie in another, of exactly their size. On the CPU both are mapped:
-taken from malloc for every parameter and call, they left holes between what stays (measured: twice their
-size). The sums' pages go as they are rounded. So a backward in slices holds, beyond one slice, the fp32 sums
-of one call. One slice needs none.
+A slice's gradients are added up one parameter at a time, as they come, and each is let go of at once. A sum
+goes when it has been rounded, before the next is. So a backward in slices holds, beyond one slice, the fp32
+sums of one call; one slice needs none. Sums and what they are rounded to are mapped: see [Note: mapped
+tensors] in mapped.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import mmap
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from infinity.tiling import mapped
 from infinity.tiling.products import add_product, wide
 
 
@@ -45,20 +43,6 @@ class Sums:
         self._of_parameters: list[torch.Tensor | None] = [None] * len(parameters)
         self._numbers = {id(one): number for number, one in enumerate(parameters)}
         self._alone = cuts.slices == 1
-        self._rooms: dict[torch.device, Room] = {}
-        self._places: list[torch.Tensor | None] = [None] * len(parameters)
-        if not self._alone:
-            self._make_room()
-
-    def _make_room(self) -> None:
-        """Give every 16-bit parameter a place for its sum."""
-        narrow = [number for number, one in enumerate(self._parameters) if wide(one.dtype) != one.dtype]
-        for device in dict.fromkeys(self._parameters[number].device for number in narrow):
-            here = [number for number in narrow if self._parameters[number].device == device]
-            numels = [self._parameters[number].numel() for number in here]
-            room = self._rooms[device] = _borrow(sum(numels), device)
-            for number, place in zip(here, room.values[: sum(numels)].split(numels), strict=True):
-                self._places[number] = place.view(self._parameters[number].shape)
 
     @contextlib.contextmanager
     def taking(self) -> Iterator[None]:
@@ -76,14 +60,11 @@ class Sums:
     def _take(self, number: int, grad: torch.Tensor | None) -> torch.Tensor | None:
         if grad is None:  # it went straight into the sums
             return None
-        total, place = self._of_parameters[number], self._places[number]
-        if total is not None:
-            _add(total, grad)
-        elif place is not None:
-            self._of_parameters[number] = place.copy_(grad)
+        total = self._of_parameters[number]
+        if total is None:  # a copy: autograd may hand the same tensor to somebody else
+            self._of_parameters[number] = _widened(grad)
         else:
-            # Copied: autograd may hand the same tensor to somebody else.
-            self._of_parameters[number] = grad.to(wide(grad.dtype), copy=True)
+            _add(total, grad)
         return grad.new_zeros(()).expand(grad.shape)
 
     def add_product(self, parameter: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -93,9 +74,8 @@ class Sums:
             return False
         total = self._of_parameters[number]
         if total is None:
-            place = self._places[number]
-            total = parameter.new_empty(parameter.shape) if place is None else place
-            self._of_parameters[number] = total.zero_()
+            total = mapped.zeros(parameter.shape, wide(parameter.dtype), parameter.device)
+            self._of_parameters[number] = total
         add_product(total, left, right)
         return True
 
@@ -110,38 +90,32 @@ class Sums:
                 self._of_inputs[number] = grad if self._alone else self._of_inputs[number]
             elif self._cuts.sliced[number]:
                 if self._of_inputs[number] is None:
-                    self._of_inputs[number] = torch.zeros_like(one)
+                    self._of_inputs[number] = mapped.zeros(one.shape, one.dtype, one.device)
                 self._of_inputs[number].narrow(self._cuts.dims[number], start, size).copy_(grad)  # type: ignore[union-attr]
             elif (total := self._of_inputs[number]) is None:
-                self._of_inputs[number] = grad.to(wide(grad.dtype), copy=True)
+                self._of_inputs[number] = _widened(grad)
             else:
                 _add(total, grad)
         if self._alone:
             self._of_parameters = list(rest)
 
     def finished(self) -> list[torch.Tensor | None]:
-        """Return the sums, each in the dtype of what it is a gradient of."""
-        rounded = self._rounded()
-        _free_rooms.extend(self._rooms.values())
-        of_inputs = zip(self._of_inputs, self._inputs, strict=True)
-        return [*(None if total is None else total.to(one.dtype) for total, one in of_inputs), *rounded]
+        """Return the sums, each in the dtype of what it is a gradient of; they are not kept."""
+        of_inputs = [_rounded(self._of_inputs, number, one) for number, one in enumerate(self._inputs)]
+        return of_inputs + [
+            _rounded(self._of_parameters, number, one) for number, one in enumerate(self._parameters)
+        ]
 
-    def _rounded(self) -> list[torch.Tensor | None]:
-        done = list(self._of_parameters)
-        kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        for number, (place, one) in enumerate(zip(self._places, self._parameters, strict=True)):
-            if place is not None and done[number] is not None:
-                kinds.setdefault((one.device, one.dtype), []).append(number)
-        for (device, dtype), numbers in kinds.items():
-            numels = [self._parameters[number].numel() for number in numbers]
-            mapped = _mapped(sum(numels) * dtype.itemsize, device)
-            pieces = _tensor(mapped, sum(numels), dtype, device).split(numels)
-            for number, piece in zip(numbers, pieces, strict=True):
-                place = self._places[number]
-                if place is not None:
-                    done[number] = piece.view(place.shape).copy_(place)
-                    self._rooms[device].emptied(place)
-        return done
+
+def _widened(grad: torch.Tensor) -> torch.Tensor:
+    return mapped.empty(grad.shape, wide(grad.dtype), grad.device).copy_(grad)
+
+
+def _rounded(totals: list[torch.Tensor | None], number: int, like: torch.Tensor) -> torch.Tensor | None:
+    total, totals[number] = totals[number], None
+    if total is None or total.dtype == like.dtype:
+        return total
+    return mapped.empty(total.shape, like.dtype, total.device).copy_(total)
 
 
 _AT_ONCE = 1 << 15
@@ -155,54 +129,3 @@ def _add(total: torch.Tensor, grad: torch.Tensor) -> None:
         return
     for piece, more in zip(total.view(-1).split(_AT_ONCE), grad.view(-1).split(_AT_ONCE), strict=True):
         piece.add_(more.to(piece.dtype))
-
-
-_MAPPED_NBYTES = 1 << 20
-
-
-class Room:
-    """fp32 memory for sums; see [Note: room for sums]."""
-
-    def __init__(self, numel: int, device: torch.device) -> None:
-        self._mapped = _mapped(4 * numel, device)
-        self.values = _tensor(self._mapped, numel, torch.float32, device)
-
-    def emptied(self, place: torch.Tensor) -> None:
-        """Give the pages of a part of `values` back; they come again, as zeros, when they are written."""
-        if self._mapped is None:
-            return
-        first = place.data_ptr() - self.values.data_ptr()
-        start = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
-        nbytes = (first + place.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
-        if nbytes > 0:
-            self._mapped.madvise(mmap.MADV_DONTNEED, start, nbytes)
-
-
-_free_rooms: list[Room] = []
-"""Of the backward that is under way; see [Note: room for sums]."""
-
-
-def _borrow(numel: int, device: torch.device) -> Room:
-    """Return a room of at least so many elements, which nobody uses."""
-    torch.autograd.Variable._execution_engine.queue_callback(_free_rooms.clear)
-    while _free_rooms:
-        room = _free_rooms.pop()
-        if room.values.device == device and room.values.numel() >= numel:
-            return room
-    return Room(numel, device)
-
-
-def _mapped(nbytes: int, device: torch.device) -> mmap.mmap | None:
-    """Return memory of its own for a large tensor of the CPU's."""
-    if device.type != "cpu" or nbytes < _MAPPED_NBYTES:
-        return None
-    mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
-        mapped.madvise(mmap.MADV_HUGEPAGE)
-    return mapped
-
-
-def _tensor(mapped: mmap.mmap | None, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if mapped is None:
-        return torch.empty(numel, dtype=dtype, device=device)
-    return torch.frombuffer(mapped, dtype=dtype, count=numel)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from infinity.tiling import mapped
 from infinity.tiling.products import add_product, product, wide
 
 
@@ -145,16 +146,13 @@ class Channel(NamedTuple):
             raise RuntimeError("16-bit tiles have no gradients of gradients (create_graph): take fp32 ones")
         task = torch._C._current_graph_task_id()
         if self.sum.value is None or self.sum.task != task:
-            self.sum.value, self.sum.task = _zeros_of(self.sum), task
+            self.sum.value = mapped.zeros(self.sum.shape, torch.float32, self.sum.device)
+            self.sum.task = task
         return self.sum.value[:, self.columns]
 
     def sent(self) -> torch.Tensor:
         """Return the gradient of the link: that something was added."""
         return torch.zeros_like(self.link)
-
-
-def _zeros_of(one: Sum) -> torch.Tensor:
-    return torch.zeros(one.shape, dtype=torch.float32, device=one.device)
 
 
 class Link(torch.autograd.Function):
@@ -170,7 +168,7 @@ class Link(torch.autograd.Function):
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
         """Round the sum."""
         found, ctx.sum.value = ctx.sum.value, None
-        return found.to(ctx.sum.dtype), None
+        return mapped.empty(found.shape, ctx.sum.dtype, found.device).copy_(found), None
 
 
 def channel_of(x: torch.Tensor, tiles: int) -> Channel | None:
@@ -203,7 +201,10 @@ class Product(torch.autograd.Function):
         ctx.weight, ctx.transposed, ctx.channel = Kept(weight), transposed, channel
         factor = _in_dtype_of(x, weight)
         factor = factor if transposed else factor.t()
-        return x.mm(factor) if bias is None else torch.addmm(_in_dtype_of(x, bias), x, factor)
+        out = mapped.empty((len(x), factor.shape[1]), x.dtype, x.device)
+        if bias is None:
+            return torch.mm(x, factor, out=out)
+        return torch.addmm(_in_dtype_of(x, bias), x, factor, out=out)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
