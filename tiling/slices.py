@@ -65,12 +65,12 @@ class Call:
         """Return how the inputs are cut."""
         return Cuts(self.sliced, self.dims, len(self.sizes))
 
-    def sliced_through(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Give back what the operations of a slice have left of memory, where slices are large enough for it:
-        see [Note: mapped tensors].
+    def sliced_through(self, number: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Give back what the operations of two slices have left of memory, where slices are large enough for
+        it: see [Note: mapped tensors]. After every one it would cost twice the page faults.
         """
         nbytes = sum(one.nbytes for one, cut in zip(tensors, self.sliced, strict=True) if cut)
-        if len(self.sizes) > 1 and nbytes >= len(self.sizes) * mapped.LARGE_NBYTES:
+        if number % 2 and nbytes >= len(self.sizes) * mapped.LARGE_NBYTES:
             mapped.give_back()
 
     def parts(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -159,7 +159,7 @@ class Slices(torch.autograd.Function):
                 one.narrow(_dim(call), start, call.sizes[number]).copy_(result)
             start += call.sizes[number]
             del part, results
-            call.sliced_through(inputs)
+            call.sliced_through(number, inputs)
         if versions != [one._version for one in inputs]:
             raise RuntimeError(
                 "a sliced module changed its input in place: a recomputation would begin from the change. "
@@ -202,7 +202,7 @@ class Slices(torch.autograd.Function):
                     del found
                 del part, leaves, results, pairs
                 start += size
-                call.sliced_through(inputs)
+                call.sliced_through(number, inputs)
         return None, None, *sums.finished()
 
 
