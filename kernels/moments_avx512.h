@@ -9,25 +9,33 @@ TARGET_AVX512 static inline __m512i all16(uint32_t value) {
     return _mm512_set1_epi32((int)value);
 }
 
+/* A constant, held in a register or in memory: left to itself, the compiler makes it anew in a loop
+ * that is short of registers, by two operations of a port that is full. */
+TARGET_AVX512 static inline __m512i kept(__m512i value) {
+    __asm__("" : "+v"(value));
+    return value;
+}
+
 /* Where hash_of begins for 16 pairs, each of which is 16 further on when its turn comes again. */
 struct pairs16 {
-    __m512i begun, upper;
+    __m512i begun, upper, step, factor;
 };
 
 TARGET_AVX512 static inline struct pairs16 pairs16(uint64_t key, uint32_t pair) {
     __m512i lanes_u32x16 = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     uint32_t first = pair * NOISE_FACTOR_1 + (uint32_t)(key & 0xFFFFFFFFu);
     __m512i x = _mm512_mullo_epi32(lanes_u32x16, all16(NOISE_FACTOR_1)); /* a constant */
-    return (struct pairs16){_mm512_add_epi32(x, all16(first)), all16((uint32_t)(key >> 32))};
+    return (struct pairs16){_mm512_add_epi32(x, all16(first)), kept(all16((uint32_t)(key >> 32))),
+                            kept(all16(16 * NOISE_FACTOR_1)), kept(all16(NOISE_FACTOR_2))};
 }
 
 /* hash_of of these pairs; then come the next 16. */
 TARGET_AVX512 static inline __m512i hash16(struct pairs16 *pairs) {
     __m512i x = pairs->begun;
-    pairs->begun = _mm512_add_epi32(x, all16(16 * NOISE_FACTOR_1));
+    pairs->begun = _mm512_add_epi32(x, pairs->step);
     /* exclusive ors */
     x = _mm512_ternarylogic_epi32(x, _mm512_srli_epi32(x, 15), pairs->upper, 0x96);
-    x = _mm512_mullo_epi32(x, all16(NOISE_FACTOR_2));
+    x = _mm512_mullo_epi32(x, pairs->factor);
     return _mm512_xor_si512(x, _mm512_srli_epi32(x, 16));
 }
 

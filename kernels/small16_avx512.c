@@ -22,9 +22,10 @@ TARGET_AVX512 static inline struct begun begin16(struct pair p, uint16_t *m, uin
                                                  struct pair grad,
                                                  const struct broadcast *b,
                                                  struct pairs16 *pairs) {
-    struct pair m_bits = widen32(_mm512_loadu_si512(m)), v_bits = widen32(_mm512_loadu_si512(v));
+    struct pair m_bits = widen32(_mm512_loadu_si512(m), b);
+    struct pair v_bits = widen32(_mm512_loadu_si512(v), b);
     struct begun begun = begin32(p, &m_bits, &v_bits, grad, b);
-    struct noise noise = noise32(pairs, 16);
+    struct noise noise = noise32(pairs, 16, b);
     __m512i any = _mm512_ternarylogic_epi32(m_bits.even, m_bits.odd, all16(SIZE_MASK), 0xA8);
     any = any_of64(any, v_bits);
     if (__builtin_expect(_mm512_cmpge_epu32_mask(any, all16(BF16_MAX)) != 0, 0)) {
@@ -34,8 +35,8 @@ TARGET_AVX512 static inline struct begun begin16(struct pair p, uint16_t *m, uin
         m_bits = sum32(m_bits, noise.m);
         v_bits = sum32(v_bits, noise.v);
     }
-    _mm512_storeu_si512(m, upper32(m_bits));
-    _mm512_storeu_si512(v, upper32(v_bits));
+    _mm512_storeu_si512(m, upper32(m_bits, b));
+    _mm512_storeu_si512(v, upper32(v_bits, b));
     return begun;
 }
 
@@ -44,8 +45,9 @@ TARGET_AVX512 static ALWAYS_INLINE void step16(size_t n, uint16_t *restrict hi,
                                                uint16_t *restrict v, const void *restrict grad,
                                                int32_t type, const struct infinity_adamw_small *s,
                                                uint64_t key, uint64_t first) {
-    const struct broadcast b = broadcast(s);
+    const struct broadcast b = broadcast(s, 16);
     struct begun begun = {0};
+    __mmask16 ordered = 0xFFFF;
     struct pairs16 pairs = pairs16(key, (uint32_t)(first / 2));
     for (size_t i = 0; i < n; i += 32) {
         fetch_ahead(hi + i, sizeof *hi);
@@ -53,11 +55,12 @@ TARGET_AVX512 static ALWAYS_INLINE void step16(size_t n, uint16_t *restrict hi,
         fetch_ahead(m + i, sizeof *m);
         fetch_ahead(v + i, sizeof *v);
         struct moves moves = divide32(begun, &b);
-        struct pair p = join32(hi + i, lo + i);
-        begun = begin16(p, m + i, v + i, load_grad32(grad, i, type), &b, &pairs);
-        if (i != 0) finish32(hi + i - 32, lo + i - 32, moves, &b);
+        struct pair p = join32(hi + i, lo + i, &b);
+        begun = begin16(p, m + i, v + i, load_grad32(grad, i, type, &b), &b, &pairs);
+        if (i != 0) finish32(hi + i - 32, lo + i - 32, moves, &b, &ordered);
     }
-    finish32(hi + n - 32, lo + n - 32, divide32(begun, &b), &b);
+    finish32(hi + n - 32, lo + n - 32, divide32(begun, &b), &b, &ordered);
+    if (ordered != 0xFFFF) canonical_weights(n, hi, lo, &b);
 }
 
 TARGET_AVX512 void adamw16_avx512(size_t n, uint16_t *restrict hi, int16_t *restrict lo,

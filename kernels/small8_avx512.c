@@ -6,45 +6,67 @@
 #ifdef INFINITY_X86
 #include "small_avx512.h"
 
-/* base + c * GRID_STEP for 32 codes: the lower half of a grid point is 0, so words do. */
-TARGET_AVX512 static inline struct pair m_bits32(const uint8_t *codes, uint32_t base) {
-    /* The sign goes to all bits above the code's seven. */
-    __m512i c = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)codes));
-    __mmask32 is_some = _mm512_test_epi16_mask(c, all_words(M_CODES));
-    __m512i signed_c = _mm512_and_si512(_mm512_slli_epi16(c, 4), all_words(0x87F0));
-    return widen32(_mm512_mask_add_epi16(signed_c, is_some, signed_c, all_words(base >> 16)));
+/* More constants, as in struct broadcast. */
+struct masks {
+    __m512i m_codes, signed_codes, sizes, signs, order;
+};
+
+TARGET_AVX512 static inline struct masks masks(void) {
+    return (struct masks){kept(all_words(M_CODES)), kept(all_words(0x87F0)),
+                          kept(all_words(0x7FFF)), kept(_mm512_set1_epi8(-128)),
+                          kept(_mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0))};
 }
 
-TARGET_AVX512 static inline struct pair v_bits32(const uint8_t *codes, uint32_t base) {
+/* base + c * GRID_STEP for 32 codes: the lower half of a grid point is 0, so words do. */
+TARGET_AVX512 static inline struct pair m_bits32(const uint8_t *codes, __m512i base,
+                                                 const struct broadcast *b,
+                                                 const struct masks *masks) {
+    /* The sign goes to all bits above the code's seven. */
+    __m512i c = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)codes));
+    __mmask32 is_some = _mm512_test_epi16_mask(c, masks->m_codes);
+    __m512i signed_c = _mm512_and_si512(_mm512_slli_epi16(c, 4), masks->signed_codes);
+    return widen32(_mm512_mask_add_epi16(signed_c, is_some, signed_c, base), b);
+}
+
+TARGET_AVX512 static inline struct pair v_bits32(const uint8_t *codes, __m512i base,
+                                                 const struct broadcast *b) {
     __m512i c = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)codes));
-    return widen32(_mm512_maskz_add_epi16(_mm512_test_epi16_mask(c, c), _mm512_slli_epi16(c, 4),
-                                          all_words(base >> 16)));
+    __mmask32 is_some = _mm512_test_epi16_mask(c, c);
+    return widen32(_mm512_maskz_add_epi16(is_some, _mm512_slli_epi16(c, 4), base), b);
 }
 
 /* One block's new moments: the upper words of them and their noise, which hold the grid point and,
- * below it, four bits without meaning.  The largest of those, and any bit of v set.  And its old
- * codes, to begin again from where a plain block was expected and is not. */
+ * below it, four bits without meaning, and the same of m's magnitudes.  And its old codes, to begin
+ * again from where a plain block was expected and is not. */
 struct block {
     uint8_t m_old[STATE_BLOCK], v_old[STATE_BLOCK];
     float old_scale[2];
-    __m512i m_words[STATE_BLOCK / 32], v_words[STATE_BLOCK / 32];
-    __m512i m_most, v_most, v_any;
+    __m512i m_words[STATE_BLOCK / 32], m_sizes[STATE_BLOCK / 32], v_words[STATE_BLOCK / 32];
 };
 
-TARGET_AVX512 static inline void keep32(struct block *block, size_t at, struct pair m,
-                                        struct pair v, struct noise noise) {
-    __m512i m_words = upper32(sum32(m, noise.m)), v_words = upper32(sum32(v, noise.v));
+/* The largest of those. */
+struct most {
+    __m512i m, v;
+};
+
+TARGET_AVX512 static inline void keep32(struct block *block, size_t at, struct most *most,
+                                        struct pair m, struct pair v, struct noise noise,
+                                        const struct broadcast *b, const struct masks *masks) {
+    __m512i m_words = upper32(sum32(m, noise.m), b), v_words = upper32(sum32(v, noise.v), b);
+    __m512i m_sizes = _mm512_and_si512(m_words, masks->sizes);
     block->m_words[at] = m_words;
+    block->m_sizes[at] = m_sizes;
     block->v_words[at] = v_words;
-    block->v_any = any_of64(block->v_any, v);
-    __m512i m_sizes = _mm512_and_si512(m_words, all_words(0x7FFF));
-    block->m_most = _mm512_max_epu16(block->m_most, m_sizes);
-    block->v_most = _mm512_max_epu16(block->v_most, v_words);
+    most->m = _mm512_max_epu16(most->m, m_sizes);
+    most->v = _mm512_max_epu16(most->v, v_words);
 }
 
 TARGET_AVX512 static inline uint32_t largest_word(__m512i words) {
-    __m512i even = _mm512_and_si512(words, all16(0xFFFF)), odd = _mm512_srli_epi32(words, 16);
-    return _mm512_reduce_max_epu32(_mm512_max_epu32(even, odd));
+    __m256i of16 = _mm256_max_epu16(_mm512_castsi512_si256(words),
+                                    _mm512_extracti64x4_epi64(words, 1));
+    __m128i of8 = _mm_max_epu16(_mm256_castsi256_si128(of16), _mm256_extracti128_si256(of16, 1));
+    __m128i least = _mm_minpos_epu16(_mm_xor_si128(of8, _mm_set1_epi16(-1)));
+    return (uint32_t)_mm_extract_epi16(least, 0) ^ 0xFFFF;
 }
 
 /* Above so many, all of a block's codes are made anew at once. */
@@ -113,15 +135,9 @@ TARGET_AVX512 static void quantize_smallest(const struct block *block, const str
 
 /* Grid steps from base on, of 64 words: 64 bytes, in the order in which words are packed.  What is
  * below base becomes 0. */
-TARGET_AVX512 static inline __m512i steps64(__m512i low, __m512i high, uint32_t base) {
-    __m512i base_u16x32 = all_words(base >> 16);
-    return _mm512_packus_epi16(_mm512_srai_epi16(_mm512_sub_epi16(low, base_u16x32), 4),
-                               _mm512_srai_epi16(_mm512_sub_epi16(high, base_u16x32), 4));
-}
-
-TARGET_AVX512 static inline void store_codes64(uint8_t *address, __m512i codes) {
-    __m512i order = _mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0);
-    _mm512_storeu_si512(address, _mm512_permutexvar_epi64(order, codes));
+TARGET_AVX512 static inline __m512i steps64(const __m512i *words, __m512i base) {
+    return _mm512_packus_epi16(_mm512_srai_epi16(_mm512_sub_epi16(words[0], base), 4),
+                               _mm512_srai_epi16(_mm512_sub_epi16(words[1], base), 4));
 }
 
 /* A block whose codes are made while the next one is begun: [Note: one block behind]. */
@@ -129,38 +145,40 @@ struct ending {
     const struct block *block;
     struct codes codes;
     struct grids grids;
+    __m512i m_base, v_base; /* all words, of the upper halves */
     bool is_plain;
     __m512i least; /* of its codes so far */
 };
 
-/* Stores the scales of a block that is plain: without infinities and NaNs.  An m of these either
- * comes of a gradient that makes v one, too, or has no bits but its highest, or an old code's, set:
- * no noise carries those beyond 0x7FFFFFFF. */
-TARGET_AVX512 static ALWAYS_INLINE void begin_ending(struct ending *e) {
-    uint32_t m_most = largest_word(e->block->m_most), v_most = largest_word(e->block->v_most);
-    e->is_plain = m_most < GRID_MAX >> 16 &&
-                  _mm512_cmpge_epu32_mask(e->block->v_any, all16(GRID_MAX)) == 0;
+/* Stores the scales of a block that is plain: without infinities, and NaNs that an infinity made or
+ * an old code was.  (Noise may carry the bits of other NaNs beyond 0x7FFFFFFF; those come of a
+ * gradient, and make a weight one, too: see step8.) */
+TARGET_AVX512 static ALWAYS_INLINE void begin_ending(struct ending *e, const struct most *most) {
+    uint32_t m_most = largest_word(most->m), v_most = largest_word(most->v);
+    e->is_plain = m_most < GRID_MAX >> 16 && v_most < GRID_MAX >> 16;
     e->least = _mm512_set1_epi8(-1);
-    if (e->is_plain) e->grids = store_scales(e->codes.scale, m_most << 16, v_most << 16);
+    if (!e->is_plain) return;
+    e->grids = store_scales(e->codes.scale, m_most << 16, v_most << 16);
+    e->m_base = all_words(e->grids.m_base >> 16);
+    e->v_base = all_words(e->grids.v_base >> 16);
 }
 
-TARGET_AVX512 static ALWAYS_INLINE void end_m64(struct ending *e, size_t at) {
-    const __m512i *words = e->block->m_words + at;
-    __m512i sizes = all_words(0x7FFF);
-    __m512i codes = steps64(_mm512_and_si512(words[0], sizes), _mm512_and_si512(words[1], sizes),
-                            e->grids.m_base);
+TARGET_AVX512 static ALWAYS_INLINE void end_m64(struct ending *e, size_t at,
+                                                const struct masks *masks) {
+    __m512i codes = steps64(e->block->m_sizes + at, e->m_base);
     e->least = _mm512_min_epu8(e->least, codes);
     /* Packed as signed numbers, words keep their signs. */
+    const __m512i *words = e->block->m_words + at;
     __m512i signs = _mm512_packs_epi16(words[0], words[1]);
-    store_codes64(e->codes.m + 32 * at,
-                  _mm512_ternarylogic_epi32(codes, signs, _mm512_set1_epi8(-128), 0xF8));
+    codes = _mm512_ternarylogic_epi32(codes, signs, masks->signs, 0xF8);
+    _mm512_storeu_si512(e->codes.m + 32 * at, _mm512_permutexvar_epi64(masks->order, codes));
 }
 
-TARGET_AVX512 static ALWAYS_INLINE void end_v64(struct ending *e, size_t at) {
-    const __m512i *words = e->block->v_words + at;
-    __m512i codes = steps64(words[0], words[1], e->grids.v_base);
+TARGET_AVX512 static ALWAYS_INLINE void end_v64(struct ending *e, size_t at,
+                                                const struct masks *masks) {
+    __m512i codes = steps64(e->block->v_words + at, e->v_base);
     e->least = _mm512_min_epu8(e->least, codes);
-    store_codes64(e->codes.v + 32 * at, codes);
+    _mm512_storeu_si512(e->codes.v + 32 * at, _mm512_permutexvar_epi64(masks->order, codes));
 }
 
 /* What is left of a block: other rules hold for a moment that stays below the smallest code and has
@@ -173,35 +191,28 @@ TARGET_AVX512 static ALWAYS_INLINE void end_block(const struct ending *e) {
         quantize_smallest(e->block, &e->codes, e->grids);
 }
 
-/* Begins 32 elements of a block: their codes are read, their new moments kept. */
-TARGET_AVX512 static ALWAYS_INLINE struct begun begin8(struct pair p, const uint8_t *m, const uint8_t *v,
-                                                struct grids grids, struct pair grad,
-                                                const struct broadcast *b, struct noise noise,
-                                                struct block *block, size_t at) {
-    struct pair m_bits = m_bits32(m, grids.m_base), v_bits = v_bits32(v, grids.v_base);
-    struct begun begun = begin32(p, &m_bits, &v_bits, grad, b);
-    keep32(block, at, m_bits, v_bits, noise);
-    return begun;
-}
-
 TARGET_AVX512 static ALWAYS_INLINE void step8(size_t n, uint16_t *restrict hi,
                                               int16_t *restrict lo, uint8_t *restrict m,
                                               uint8_t *restrict v, float *restrict scale,
                                               const void *restrict grad, int32_t type,
                                               const struct infinity_adamw_small *s, uint64_t key,
                                               uint64_t first) {
-    const struct broadcast b = broadcast(s);
+    const struct broadcast b = broadcast(s, GRID_SHIFT);
+    const struct masks k = masks();
     struct begun begun = {0};
     struct pairs16 pairs = pairs16(key, (uint32_t)(first / 2));
     struct block blocks[2];
     struct ending ending = {.is_plain = false};
+    __mmask16 all_ordered = 0xFFFF;
     for (size_t start = 0; start < n; start += STATE_BLOCK, scale += 2) {
         struct grids grids = grids_of(load_u32(scale), load_u32(scale + 1));
+        __m512i m_base = all_words(grids.m_base >> 16), v_base = all_words(grids.v_base >> 16);
         struct block *block = &blocks[start / STATE_BLOCK % 2];
         memcpy(block->m_old, m + start, STATE_BLOCK);
         memcpy(block->v_old, v + start, STATE_BLOCK);
         memcpy(block->old_scale, scale, sizeof block->old_scale);
-        block->m_most = block->v_most = block->v_any = _mm512_setzero_si512();
+        struct most most = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+        __mmask16 ordered = 0xFFFF;
         for (size_t at = 0; at < STATE_BLOCK / 32; at++) {
             size_t i = start + 32 * at;
             fetch_ahead(hi + i, sizeof *hi);
@@ -209,25 +220,35 @@ TARGET_AVX512 static ALWAYS_INLINE void step8(size_t n, uint16_t *restrict hi,
             /* A line of codes is two of weights; the two fields take turns. */
             fetch_ahead(at % 2 == 0 ? m + i : v + i, sizeof *m);
             struct moves moves = divide32(begun, &b);
-            struct pair p = join32(hi + i, lo + i);
-            begun = begin8(p, m + i, v + i, grids, load_grad32(grad, i, type), &b,
-                           noise32(&pairs, GRID_SHIFT), block, at);
-            if (ending.is_plain && at % 2 == 0) end_v64(&ending, at);
-            if (ending.is_plain && at % 2 != 0) end_m64(&ending, at - 1);
-            if (i != 0) finish32(hi + i - 32, lo + i - 32, moves, &b);
+            struct pair p = join32(hi + i, lo + i, &b);
+            struct pair m_bits = m_bits32(m + i, m_base, &b, &k);
+            struct pair v_bits = v_bits32(v + i, v_base, &b);
+            begun = begin32(p, &m_bits, &v_bits, load_grad32(grad, i, type, &b), &b);
+            keep32(block, at, &most, m_bits, v_bits, noise32(&pairs, GRID_SHIFT, &b), &b, &k);
+            if (ending.is_plain && at % 2 == 0) end_v64(&ending, at, &k);
+            if (ending.is_plain && at % 2 != 0) end_m64(&ending, at - 1, &k);
+            if (i != 0) finish32(hi + i - 32, lo + i - 32, moves, &b, &ordered);
         }
+        /* A NaN among the last 256 weights, of which 32 are of the block before. */
+        bool is_ordered = ordered == 0xFFFF;
+        all_ordered &= ordered;
+        ending.is_plain = ending.is_plain && is_ordered;
         if (start != 0) end_block(&ending);
         ending.block = block;
         ending.codes = (struct codes){m + start, v + start, scale, grad_at(grad, start, type),
                                       type,      s,         key,   first + start};
-        begin_ending(&ending);
+        begin_ending(&ending, &most);
+        ending.is_plain = ending.is_plain && is_ordered;
     }
     for (size_t at = 0; ending.is_plain && at < STATE_BLOCK / 32; at += 2) {
-        end_v64(&ending, at);
-        end_m64(&ending, at);
+        end_v64(&ending, at, &k);
+        end_m64(&ending, at, &k);
     }
+    __mmask16 ordered = 0xFFFF;
+    finish32(hi + n - 32, lo + n - 32, divide32(begun, &b), &b, &ordered);
+    ending.is_plain = ending.is_plain && ordered == 0xFFFF;
     end_block(&ending);
-    finish32(hi + n - 32, lo + n - 32, divide32(begun, &b), &b);
+    if ((all_ordered & ordered) != 0xFFFF) canonical_weights(n, hi, lo, &b);
 }
 
 TARGET_AVX512 void adamw8_avx512(size_t n, uint16_t *restrict hi, int16_t *restrict lo,

@@ -23,9 +23,8 @@
 /* Once for each type of gradient. */
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 
-/* The bytes of words with an even, an odd number. */
+/* The bytes of words with an even number. */
 #define EVEN_WORDS ((__mmask64)0x3333333333333333u)
-#define ODD_WORDS (~EVEN_WORDS)
 
 struct pair {
     __m512i even, odd; /* bits of fp32 */
@@ -36,16 +35,36 @@ struct begun {
     __m512 p_even, p_odd, root_even, root_odd, change_even, change_odd;
 };
 
-/* The scalars, one register each. */
+/* The scalars and the constants, one register each. */
 struct broadcast {
     __m512 decay, beta1, beta2, grad_weight, root_weight, eps, step_factor;
+    __m512i down, up, upper, half, noise;
+    __mmask64 even_words, odd_words;
 };
 
-TARGET_AVX512 static inline struct broadcast broadcast(const struct infinity_adamw_small *s) {
-    return (struct broadcast){_mm512_set1_ps(s->decay),       _mm512_set1_ps(s->beta1),
-                              _mm512_set1_ps(s->beta2),       _mm512_set1_ps(s->grad_weight),
-                              _mm512_set1_ps(s->root_weight), _mm512_set1_ps(s->eps),
-                              _mm512_set1_ps(s->step_factor)};
+TARGET_AVX512 static inline __mmask64 kept_mask(__mmask64 mask) {
+    __asm__("" : "+k"(mask));
+    return mask;
+}
+
+TARGET_AVX512 static inline struct broadcast broadcast(const struct infinity_adamw_small *s,
+                                                      int width) {
+    __m512i down = _mm512_set4_epi32(0x0F0E0F0E, 0x0B0A0B0A, 0x07060706, 0x03020302);
+    __m512i up = _mm512_set4_epi32(0x0D0C0D0C, 0x09080908, 0x05040504, 0x01000100);
+    return (struct broadcast){_mm512_set1_ps(s->decay),
+                              _mm512_set1_ps(s->beta1),
+                              _mm512_set1_ps(s->beta2),
+                              _mm512_set1_ps(s->grad_weight),
+                              _mm512_set1_ps(s->root_weight),
+                              _mm512_set1_ps(s->eps),
+                              _mm512_set1_ps(s->step_factor),
+                              kept(down),
+                              kept(up),
+                              kept(all16(0xFFFF0000u)),
+                              kept(all16(0x8000)),
+                              kept(all16((1u << width) - 1)),
+                              kept_mask(EVEN_WORDS),
+                              kept_mask(~EVEN_WORDS)};
 }
 
 TARGET_AVX512 static inline __m512i all_words(uint32_t value) {
@@ -53,51 +72,53 @@ TARGET_AVX512 static inline __m512i all_words(uint32_t value) {
 }
 
 /* Words become upper halves over zeros. */
-TARGET_AVX512 static inline struct pair widen32(__m512i words) {
-    return (struct pair){_mm512_slli_epi32(words, 16),
-                         _mm512_and_si512(words, all16(0xFFFF0000u))};
+TARGET_AVX512 static inline struct pair widen32(__m512i words, const struct broadcast *b) {
+    return (struct pair){_mm512_slli_epi32(words, 16), _mm512_and_si512(words, b->upper)};
 }
 
-/* b, but for the even words, which become the odd ones of a. */
-TARGET_AVX512 static inline __m512i with_upper(__m512i b, __m512i a) {
-    __m512i down = _mm512_set4_epi32(0x0F0E0F0E, 0x0B0A0B0A, 0x07060706, 0x03020302);
-    return _mm512_mask_shuffle_epi8(b, EVEN_WORDS, a, down);
+/* into, but for the even words, which become the odd ones of from. */
+TARGET_AVX512 static inline __m512i with_upper(__m512i into, __m512i from,
+                                               const struct broadcast *b) {
+    return _mm512_mask_shuffle_epi8(into, b->even_words, from, b->down);
 }
 
-/* b, but for the odd words, which become the even ones of a. */
-TARGET_AVX512 static inline __m512i with_lower(__m512i b, __m512i a) {
-    __m512i up = _mm512_set4_epi32(0x0D0C0D0C, 0x09080908, 0x05040504, 0x01000100);
-    return _mm512_mask_shuffle_epi8(b, ODD_WORDS, a, up);
+/* into, but for the odd words, which become the even ones of from. */
+TARGET_AVX512 static inline __m512i with_lower(__m512i into, __m512i from,
+                                               const struct broadcast *b) {
+    return _mm512_mask_shuffle_epi8(into, b->odd_words, from, b->up);
 }
 
 /* The upper halves. */
-TARGET_AVX512 static inline __m512i upper32(struct pair bits) {
-    return with_upper(bits.odd, bits.even);
+TARGET_AVX512 static inline __m512i upper32(struct pair bits, const struct broadcast *b) {
+    return with_upper(bits.odd, bits.even, b);
 }
 
 TARGET_AVX512 static inline struct pair sum32(struct pair a, struct pair b) {
     return (struct pair){_mm512_add_epi32(a.even, b.even), _mm512_add_epi32(a.odd, b.odd)};
 }
 
-TARGET_AVX512 static inline struct pair join32(const uint16_t *hi, const int16_t *lo) {
+TARGET_AVX512 static inline struct pair join32(const uint16_t *hi, const int16_t *lo,
+                                               const struct broadcast *b) {
     __m512i lo_i16x32 = _mm512_loadu_si512(lo);
     /* lo is signed: where it is negative, one less above it. */
     __m512i hi_u16x32 =
         _mm512_add_epi16(_mm512_loadu_si512(hi), _mm512_srai_epi16(lo_i16x32, 15));
-    return (struct pair){with_lower(lo_i16x32, hi_u16x32), with_upper(hi_u16x32, lo_i16x32)};
+    return (struct pair){with_lower(lo_i16x32, hi_u16x32, b), with_upper(hi_u16x32, lo_i16x32, b)};
 }
 
-TARGET_AVX512 static inline void split32(struct pair p, uint16_t *hi, int16_t *lo) {
-    struct pair half = {all16(0x8000), all16(0x8000)};
-    _mm512_storeu_si512(hi, upper32(sum32(p, half)));
-    _mm512_storeu_si512(lo, with_lower(p.even, p.odd));
+TARGET_AVX512 static inline void split32(struct pair p, uint16_t *hi, int16_t *lo,
+                                         const struct broadcast *b) {
+    struct pair half = {b->half, b->half};
+    _mm512_storeu_si512(hi, upper32(sum32(p, half), b));
+    _mm512_storeu_si512(lo, with_lower(p.even, p.odd, b));
 }
 
-TARGET_AVX512 static inline struct pair load_grad32(const void *grad, size_t i, int32_t type) {
+TARGET_AVX512 static inline struct pair load_grad32(const void *grad, size_t i, int32_t type,
+                                                    const struct broadcast *b) {
     if (type == INFINITY_BF16) {
         const uint16_t *bf16 = (const uint16_t *)grad + i;
         fetch_ahead(bf16, sizeof *bf16);
-        return widen32(_mm512_loadu_si512(bf16));
+        return widen32(_mm512_loadu_si512(bf16), b);
     }
     const float *f32 = (const float *)grad + i;
     fetch_ahead(f32, sizeof *f32);
@@ -154,13 +175,20 @@ TARGET_AVX512 static inline struct moves divide32(struct begun begun, const stru
     return (struct moves){begun.p_even, begun.p_odd, even, odd};
 }
 
+/* Moves 32 weights, and takes lanes that hold a NaN, whose bits are anybody's, out of ordered. */
 TARGET_AVX512 static inline void finish32(uint16_t *hi, int16_t *lo, struct moves moves,
-                                          const struct broadcast *b) {
+                                          const struct broadcast *b, __mmask16 *ordered) {
     __m512 even = _mm512_fmadd_ps(moves.p_even, b->decay, moves.even);
     __m512 odd = _mm512_fmadd_ps(moves.p_odd, b->decay, moves.odd);
-    struct pair p = {_mm512_castps_si512(even), _mm512_castps_si512(odd)};
-    if (__builtin_expect(_mm512_cmp_ps_mask(even, odd, _CMP_UNORD_Q) != 0, 0)) p = canonical32(p);
-    split32(p, hi, lo);
+    *ordered = _mm512_mask_cmp_ps_mask(*ordered, even, odd, _CMP_ORD_Q);
+    split32((struct pair){_mm512_castps_si512(even), _mm512_castps_si512(odd)}, hi, lo, b);
+}
+
+/* Makes all NaNs among n weights one. */
+TARGET_AVX512 static void canonical_weights(size_t n, uint16_t *hi, int16_t *lo,
+                                            const struct broadcast *b) {
+    for (size_t i = 0; i < n; i += 32)
+        split32(canonical32(join32(hi + i, lo + i, b)), hi + i, lo + i, b);
 }
 
 /* Of the hash of 16 pairs, the lowest and the highest `width` bits. */
@@ -168,9 +196,10 @@ struct noise {
     struct pair m, v;
 };
 
-TARGET_AVX512 static inline struct noise noise32(struct pairs16 *pairs, int width) {
+TARGET_AVX512 static inline struct noise noise32(struct pairs16 *pairs, int width,
+                                                  const struct broadcast *b) {
     __m512i hash = hash16(pairs);
-    __m512i low = _mm512_and_si512(hash, all16((1u << width) - 1));
+    __m512i low = _mm512_and_si512(hash, b->noise);
     __m512i high = _mm512_srli_epi32(hash, (unsigned)(32 - width));
     return (struct noise){{low, high}, {high, low}};
 }
