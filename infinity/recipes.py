@@ -110,25 +110,25 @@ def _fields(*names: str) -> Callable[[Any], Callable[[Span, Any], None]]:
     return of
 
 
-def _rounding(*names: str) -> Callable[[Any], Callable[[Span, Any], None]]:
-    """The same, of a kernel that rounds at random."""
-
-    def of(call: Any) -> Kernel:
-        def step(span: Span, scalars: Any) -> None:
-            fields = (span.at[name] for name in names)
-            call(span.n, *fields, span.grad, span.dtype, scalars, span.key, span.first)
-
-        return step
-
-    return of
-
-
 def _summing(*names: str) -> Callable[[Any], Callable[[Span, Any], None]]:
     """The same, of a kernel that takes checksums on its way."""
 
     def of(call: Any) -> Kernel:
         def step(span: Span, scalars: Any) -> None:
             call(span.n, *(span.at[name] for name in names), span.grad, span.dtype, scalars, span.sums)
+
+        return step
+
+    return of
+
+
+def _rounding(*names: str) -> Callable[[Any], Callable[[Span, Any], None]]:
+    """The same, of a kernel that also rounds at random."""
+
+    def of(call: Any) -> Kernel:
+        def step(span: Span, scalars: Any) -> None:
+            fields = (span.at[name] for name in names)
+            call(span.n, *fields, span.grad, span.dtype, scalars, span.key, span.first, span.sums)
 
         return step
 
@@ -186,7 +186,7 @@ ADAMW = Recipe(
         ("fp16", "fp32"): _fields("hi", "master", "m", "v")(kernels.adamw_fp16),
         ("fp32", "fp32"): _fields("hi", "m", "v")(kernels.adamw_fp32),
     },
-    frozenset({("bf16", "fp32")}),
+    frozenset({("bf16", "fp32"), ("bf16", "bf16"), ("bf16", "int8")}),
 )
 ADAM = Recipe("Adam", ADAMW.state, _adam_scalars, _on_every_record(_SPLIT(kernels.adam)))
 SGD = Recipe("SGD", {}, _plain_sgd_scalars, _on_every_record(_without_momentum))

@@ -131,7 +131,7 @@ static void adamw_f32_block(const void *args, size_t i, size_t count) {
 void infinity_adamw_bf16(size_t n, uint16_t *hi, int16_t *lo, float *m, float *v,
                          const uint16_t *grad, const struct infinity_adamw *scalars,
                          size_t n_fields, struct infinity_field *fields) {
-    uintptr_t ahead = n_fields == 0 ? FETCH_NUMEL : STRETCH_NUMEL;
+    uintptr_t ahead = ahead_of(n_fields);
     struct adamw_args args = {atomic_load(&isa_in_use), hi, lo, m, v, grad, scalars, ahead};
     run_summed(adamw_bf16_block, &args, n, n_fields, fields);
 }
@@ -139,7 +139,7 @@ void infinity_adamw_bf16(size_t n, uint16_t *hi, int16_t *lo, float *m, float *v
 void infinity_adamw_f32(size_t n, uint16_t *hi, int16_t *lo, float *m, float *v, const float *grad,
                         const struct infinity_adamw *scalars, size_t n_fields,
                         struct infinity_field *fields) {
-    uintptr_t ahead = n_fields == 0 ? FETCH_NUMEL : STRETCH_NUMEL;
+    uintptr_t ahead = ahead_of(n_fields);
     struct adamw_args args = {atomic_load(&isa_in_use), hi, lo, m, v, grad, scalars, ahead};
     run_summed(adamw_f32_block, &args, n, n_fields, fields);
 }

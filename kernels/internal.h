@@ -105,11 +105,12 @@ struct isa {
      * together from the above.  grad: fp32 or bf16; first: even. */
     void (*adamw16)(size_t n, uint16_t *restrict hi, int16_t *restrict lo, uint16_t *restrict m,
                     uint16_t *restrict v, const void *restrict grad, int32_t type,
-                    const struct infinity_adamw_small *s, uint64_t key, uint64_t first);
+                    const struct infinity_adamw_small *s, uint64_t key, uint64_t first,
+                    uintptr_t ahead);
     void (*adamw8)(size_t n, uint16_t *restrict hi, int16_t *restrict lo, uint8_t *restrict m,
                    uint8_t *restrict v, float *restrict scale, const void *restrict grad,
                    int32_t type, const struct infinity_adamw_small *s, uint64_t key,
-                   uint64_t first);
+                   uint64_t first, uintptr_t ahead);
 };
 
 /* The instruction set in use. */
@@ -177,11 +178,12 @@ DECLARE_KERNELS(avx2)
 DECLARE_KERNELS(avx512)
 void adamw16_avx512(size_t n, uint16_t *restrict hi, int16_t *restrict lo, uint16_t *restrict m,
                     uint16_t *restrict v, const void *restrict grad, int32_t type,
-                    const struct infinity_adamw_small *s, uint64_t key, uint64_t first);
+                    const struct infinity_adamw_small *s, uint64_t key, uint64_t first,
+                    uintptr_t ahead);
 void adamw8_avx512(size_t n, uint16_t *restrict hi, int16_t *restrict lo, uint8_t *restrict m,
                    uint8_t *restrict v, float *restrict scale, const void *restrict grad,
                    int32_t type, const struct infinity_adamw_small *s, uint64_t key,
-                   uint64_t first);
+                   uint64_t first, uintptr_t ahead);
 #endif
 
 /* pool.c: calls run(args, first, count) for consecutive pieces of block that cover [0, n), on any
@@ -211,8 +213,9 @@ static inline void fetch(const void *field, size_t width, uintptr_t numel) {
     if (width > 2) __builtin_prefetch((const char *)((uintptr_t)line + 64), 0, 3);
 }
 
-static inline void fetch_ahead(const void *field, size_t width) {
-    fetch(field, width, FETCH_NUMEL);
+/* How far ahead a kernel asks: as far as the checksums' next stretch, where it takes some. */
+static inline uintptr_t ahead_of(size_t n_fields) {
+    return n_fields == 0 ? FETCH_NUMEL : STRETCH_NUMEL;
 }
 
 /* Element i of a gradient: INFINITY_BF16, _F16 or _F32. */

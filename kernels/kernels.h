@@ -209,22 +209,26 @@ void infinity_adamw_f32(size_t n, uint16_t *hi, int16_t *lo, float *m, float *v,
                         struct infinity_field *fields);
 
 /* The small step with m and v in bf16: [Note: bf16 moments].  Element i of the range has the noise
- * of element first + i. */
+ * of element first + i.  fields: as above. */
 void infinity_adamw16_bf16(size_t n, uint16_t *hi, int16_t *lo, uint16_t *m, uint16_t *v,
                            const uint16_t *grad, const struct infinity_adamw_small *scalars,
-                           uint64_t key, uint64_t first);
+                           uint64_t key, uint64_t first, size_t n_fields,
+                           struct infinity_field *fields);
 void infinity_adamw16_f32(size_t n, uint16_t *hi, int16_t *lo, uint16_t *m, uint16_t *v,
                           const float *grad, const struct infinity_adamw_small *scalars,
-                          uint64_t key, uint64_t first);
+                          uint64_t key, uint64_t first, size_t n_fields,
+                           struct infinity_field *fields);
 
 /* The small step with m and v in 8 bits: [Note: 8-bit moments].  Block b covers elements [256 b,
  * 256 (b + 1)) of the range; scale[2 b] is its m's, scale[2 b + 1] its v's. */
 void infinity_adamw8_bf16(size_t n, uint16_t *hi, int16_t *lo, uint8_t *m, uint8_t *v, float *scale,
                           const uint16_t *grad, const struct infinity_adamw_small *scalars,
-                          uint64_t key, uint64_t first);
+                          uint64_t key, uint64_t first, size_t n_fields,
+                           struct infinity_field *fields);
 void infinity_adamw8_f32(size_t n, uint16_t *hi, int16_t *lo, uint8_t *m, uint8_t *v, float *scale,
                          const float *grad, const struct infinity_adamw_small *scalars,
-                         uint64_t key, uint64_t first);
+                         uint64_t key, uint64_t first, size_t n_fields,
+                           struct infinity_field *fields);
 
 /* [Note: other recipes], in place.  grad_type: 0 for bf16, 1 for fp32, 2 for fp16. */
 void infinity_adamw_half(size_t n, uint16_t *weight, float *master, float *m, float *v,

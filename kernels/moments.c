@@ -3,7 +3,8 @@
  * moments] in kernels.h. */
 #include "moments.h"
 
-_Static_assert(BLOCK_NUMEL % STATE_BLOCK == 0, "the pool must not cut a block that shares a scale");
+_Static_assert(BLOCK_NUMEL % STATE_BLOCK == 0 && STRETCH_NUMEL % STATE_BLOCK == 0,
+               "the pool must not cut a block that shares a scale");
 
 /* One call's arguments. */
 struct step_args {
@@ -16,6 +17,7 @@ struct step_args {
     int32_t type; /* of the gradient: INFINITY_BF16 or _F32 */
     const struct infinity_adamw_small *scalars;
     uint64_t key, first;
+    uintptr_t ahead;
 };
 
 /* The step on elements [i, i + n), whose moments stand in m and v. */
@@ -42,7 +44,7 @@ static void adamw16_block(const void *args, size_t first, size_t count) {
     size_t i = first, whole = whole_blocks(a, a->isa->adamw16 != NULL, first, count);
     if (whole != 0)
         a->isa->adamw16(whole, a->hi + i, a->lo + i, m + i, v + i, grad_at(a->grad, i, a->type),
-                        a->type, a->scalars, a->key, a->first + i);
+                        a->type, a->scalars, a->key, a->first + i, a->ahead);
     for (i += whole; i < first + count; i += STATE_BLOCK) {
         size_t n = piece_at(i, first + count);
         a->isa->widen(n, m + i, m_f32);
@@ -62,7 +64,7 @@ static void adamw8_block(const void *args, size_t first, size_t count) {
     if (whole != 0)
         a->isa->adamw8(whole, a->hi + i, a->lo + i, m + i, v + i, a->scale + i / STATE_BLOCK * 2,
                        grad_at(a->grad, i, a->type), a->type, a->scalars, a->key,
-                       a->first + i);
+                       a->first + i, a->ahead);
     for (i += whole; i < first + count; i += STATE_BLOCK) {
         size_t n = piece_at(i, first + count);
         float *scale = a->scale + i / STATE_BLOCK * 2;
@@ -75,34 +77,42 @@ static void adamw8_block(const void *args, size_t first, size_t count) {
 
 void infinity_adamw16_bf16(size_t n, uint16_t *hi, int16_t *lo, uint16_t *m, uint16_t *v,
                            const uint16_t *grad, const struct infinity_adamw_small *scalars,
-                           uint64_t key, uint64_t first) {
+                           uint64_t key, uint64_t first, size_t n_fields,
+                           struct infinity_field *fields) {
     struct step_args args = {
-        current_isa(), hi, lo, m, v, NULL, grad, INFINITY_BF16, scalars, key, first};
-    run_blocks(adamw16_block, &args, n, BLOCK_NUMEL);
+        current_isa(), hi, lo, m, v, NULL, grad, INFINITY_BF16, scalars, key, first,
+        ahead_of(n_fields)};
+    run_summed(adamw16_block, &args, n, n_fields, fields);
 }
 
 void infinity_adamw16_f32(size_t n, uint16_t *hi, int16_t *lo, uint16_t *m, uint16_t *v,
                           const float *grad, const struct infinity_adamw_small *scalars,
-                          uint64_t key, uint64_t first) {
+                          uint64_t key, uint64_t first, size_t n_fields,
+                           struct infinity_field *fields) {
     struct step_args args = {
-        current_isa(), hi, lo, m, v, NULL, grad, INFINITY_F32, scalars, key, first};
-    run_blocks(adamw16_block, &args, n, BLOCK_NUMEL);
+        current_isa(), hi, lo, m, v, NULL, grad, INFINITY_F32, scalars, key, first,
+        ahead_of(n_fields)};
+    run_summed(adamw16_block, &args, n, n_fields, fields);
 }
 
 void infinity_adamw8_bf16(size_t n, uint16_t *hi, int16_t *lo, uint8_t *m, uint8_t *v, float *scale,
                           const uint16_t *grad, const struct infinity_adamw_small *scalars,
-                          uint64_t key, uint64_t first) {
+                          uint64_t key, uint64_t first, size_t n_fields,
+                           struct infinity_field *fields) {
     struct step_args args = {
-        current_isa(), hi, lo, m, v, scale, grad, INFINITY_BF16, scalars, key, first};
-    run_blocks(adamw8_block, &args, n, BLOCK_NUMEL);
+        current_isa(), hi, lo, m, v, scale, grad, INFINITY_BF16, scalars, key, first,
+        ahead_of(n_fields)};
+    run_summed(adamw8_block, &args, n, n_fields, fields);
 }
 
 void infinity_adamw8_f32(size_t n, uint16_t *hi, int16_t *lo, uint8_t *m, uint8_t *v, float *scale,
                          const float *grad, const struct infinity_adamw_small *scalars,
-                         uint64_t key, uint64_t first) {
+                         uint64_t key, uint64_t first, size_t n_fields,
+                           struct infinity_field *fields) {
     struct step_args args = {
-        current_isa(), hi, lo, m, v, scale, grad, INFINITY_F32, scalars, key, first};
-    run_blocks(adamw8_block, &args, n, BLOCK_NUMEL);
+        current_isa(), hi, lo, m, v, scale, grad, INFINITY_F32, scalars, key, first,
+        ahead_of(n_fields)};
+    run_summed(adamw8_block, &args, n, n_fields, fields);
 }
 
 struct quantize_args {

@@ -92,6 +92,10 @@ def rounded_small(scalars: AdamWScalars) -> Any:
     return struct
 
 
+def _summed(sums: Checksums | None) -> tuple[Any, ...]:
+    return (0, ffi.NULL) if sums is None else (sums.count, sums.pointer)
+
+
 def adamw(
     n: int,
     hi: int,
@@ -112,11 +116,10 @@ def adamw(
     _check_dtype(dtype)
     fields = (_u16(hi), _i16(lo), _f32(m), _f32(v))
     struct = rounded(scalars)
-    summed = (0, ffi.NULL) if sums is None else (sums.count, sums.pointer)
     if dtype == "bf16":
-        library.infinity_adamw_bf16(n, *fields, _u16(grad), struct, *summed)
+        library.infinity_adamw_bf16(n, *fields, _u16(grad), struct, *_summed(sums))
     else:
-        library.infinity_adamw_f32(n, *fields, _f32(grad), struct, *summed)
+        library.infinity_adamw_f32(n, *fields, _f32(grad), struct, *_summed(sums))
 
 
 def adamw_bf16(
@@ -130,11 +133,13 @@ def adamw_bf16(
     scalars: AdamWScalars,
     key: int,
     first: int,
+    sums: Checksums | None = None,
 ) -> None:
     """Apply [Note: the small step] to n elements whose m and v are bf16, rounded at random after it.
 
     `key` is `state_key` of this parameter's step; `first` is the first element's place in its parameter. They
     alone decide the random bits: a range cut in two, the second with its own `first`, gives the same.
+    `sums` as in `adamw`.
     """
     check(n, hi=hi, lo=lo, m=m, v=v, grad=grad)
     _check_dtype(dtype)
@@ -142,9 +147,9 @@ def adamw_bf16(
     fields = (_u16(hi), _i16(lo), _u16(m), _u16(v))
     struct = rounded_small(scalars)
     if dtype == "bf16":
-        library.infinity_adamw16_bf16(n, *fields, _u16(grad), struct, key, first)
+        library.infinity_adamw16_bf16(n, *fields, _u16(grad), struct, key, first, *_summed(sums))
     else:
-        library.infinity_adamw16_f32(n, *fields, _f32(grad), struct, key, first)
+        library.infinity_adamw16_f32(n, *fields, _f32(grad), struct, key, first, *_summed(sums))
 
 
 def adamw_int8(
@@ -159,12 +164,13 @@ def adamw_int8(
     scalars: AdamWScalars,
     key: int,
     first: int,
+    sums: Checksums | None = None,
 ) -> None:
     """Apply [Note: the small step] to n elements whose m and v are 8-bit codes, encoded at random after it.
 
     Blocks of STATE_BLOCK elements, counted from the range's first, have two fp32 scales each: m's, then v's
     (8 bytes per block, the last and shorter one too). Memory of zeros is a moment of zeros. `key` and `first`
-    as in `adamw_bf16`; a range may be cut in two at a multiple of STATE_BLOCK.
+    as in `adamw_bf16`; a range may be cut in two at a multiple of STATE_BLOCK. `sums` as in `adamw`.
     """
     check(n, hi=hi, lo=lo, m=m, v=v, scale=scale, grad=grad)
     _check_dtype(dtype)
@@ -172,9 +178,9 @@ def adamw_int8(
     fields = (_u16(hi), _i16(lo), _u8(m), _u8(v), _f32(scale))
     struct = rounded_small(scalars)
     if dtype == "bf16":
-        library.infinity_adamw8_bf16(n, *fields, _u16(grad), struct, key, first)
+        library.infinity_adamw8_bf16(n, *fields, _u16(grad), struct, key, first, *_summed(sums))
     else:
-        library.infinity_adamw8_f32(n, *fields, _f32(grad), struct, key, first)
+        library.infinity_adamw8_f32(n, *fields, _f32(grad), struct, key, first, *_summed(sums))
 
 
 def sum_squares(n: int, grad: int, dtype: AnyGradientDtype) -> tuple[float, bool]:

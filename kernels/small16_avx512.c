@@ -44,19 +44,19 @@ TARGET_AVX512 static ALWAYS_INLINE void step16(size_t n, uint16_t *restrict hi,
                                                int16_t *restrict lo, uint16_t *restrict m,
                                                uint16_t *restrict v, const void *restrict grad,
                                                int32_t type, const struct infinity_adamw_small *s,
-                                               uint64_t key, uint64_t first) {
+                                               uint64_t key, uint64_t first, uintptr_t ahead) {
     const struct broadcast b = broadcast(s, 16);
     struct begun begun = {0};
     __mmask16 ordered = 0xFFFF;
     struct pairs16 pairs = pairs16(key, (uint32_t)(first / 2));
     for (size_t i = 0; i < n; i += 32) {
-        fetch_ahead(hi + i, sizeof *hi);
-        fetch_ahead(lo + i, sizeof *lo);
-        fetch_ahead(m + i, sizeof *m);
-        fetch_ahead(v + i, sizeof *v);
+        fetch(hi + i, sizeof *hi, ahead);
+        fetch(lo + i, sizeof *lo, ahead);
+        fetch(m + i, sizeof *m, ahead);
+        fetch(v + i, sizeof *v, ahead);
         struct moves moves = divide32(begun, &b);
         struct pair p = join32(hi + i, lo + i, &b);
-        begun = begin16(p, m + i, v + i, load_grad32(grad, i, type, &b), &b, &pairs);
+        begun = begin16(p, m + i, v + i, load_grad32(grad, i, type, &b, ahead), &b, &pairs);
         if (i != 0) finish32(hi + i - 32, lo + i - 32, moves, &b, &ordered);
     }
     finish32(hi + n - 32, lo + n - 32, divide32(begun, &b), &b, &ordered);
@@ -67,10 +67,10 @@ TARGET_AVX512 void adamw16_avx512(size_t n, uint16_t *restrict hi, int16_t *rest
                                   uint16_t *restrict m, uint16_t *restrict v,
                                   const void *restrict grad, int32_t type,
                                   const struct infinity_adamw_small *s, uint64_t key,
-                                  uint64_t first) {
+                                  uint64_t first, uintptr_t ahead) {
     if (type == INFINITY_F32)
-        step16(n, hi, lo, m, v, grad, INFINITY_F32, s, key, first);
+        step16(n, hi, lo, m, v, grad, INFINITY_F32, s, key, first, ahead);
     else
-        step16(n, hi, lo, m, v, grad, INFINITY_BF16, s, key, first);
+        step16(n, hi, lo, m, v, grad, INFINITY_BF16, s, key, first, ahead);
 }
 #endif

@@ -196,7 +196,7 @@ TARGET_AVX512 static ALWAYS_INLINE void step8(size_t n, uint16_t *restrict hi,
                                               uint8_t *restrict v, float *restrict scale,
                                               const void *restrict grad, int32_t type,
                                               const struct infinity_adamw_small *s, uint64_t key,
-                                              uint64_t first) {
+                                              uint64_t first, uintptr_t ahead) {
     const struct broadcast b = broadcast(s, GRID_SHIFT);
     const struct masks k = masks();
     struct begun begun = {0};
@@ -215,15 +215,15 @@ TARGET_AVX512 static ALWAYS_INLINE void step8(size_t n, uint16_t *restrict hi,
         __mmask16 ordered = 0xFFFF;
         for (size_t at = 0; at < STATE_BLOCK / 32; at++) {
             size_t i = start + 32 * at;
-            fetch_ahead(hi + i, sizeof *hi);
-            fetch_ahead(lo + i, sizeof *lo);
+            fetch(hi + i, sizeof *hi, ahead);
+            fetch(lo + i, sizeof *lo, ahead);
             /* A line of codes is two of weights; the two fields take turns. */
-            fetch_ahead(at % 2 == 0 ? m + i : v + i, sizeof *m);
+            fetch(at % 2 == 0 ? m + i : v + i, sizeof *m, ahead);
             struct moves moves = divide32(begun, &b);
             struct pair p = join32(hi + i, lo + i, &b);
             struct pair m_bits = m_bits32(m + i, m_base, &b, &k);
             struct pair v_bits = v_bits32(v + i, v_base, &b);
-            begun = begin32(p, &m_bits, &v_bits, load_grad32(grad, i, type, &b), &b);
+            begun = begin32(p, &m_bits, &v_bits, load_grad32(grad, i, type, &b, ahead), &b);
             keep32(block, at, &most, m_bits, v_bits, noise32(&pairs, GRID_SHIFT, &b), &b, &k);
             if (ending.is_plain && at % 2 == 0) end_v64(&ending, at, &k);
             if (ending.is_plain && at % 2 != 0) end_m64(&ending, at - 1, &k);
@@ -255,10 +255,10 @@ TARGET_AVX512 void adamw8_avx512(size_t n, uint16_t *restrict hi, int16_t *restr
                                  uint8_t *restrict m, uint8_t *restrict v, float *restrict scale,
                                  const void *restrict grad, int32_t type,
                                  const struct infinity_adamw_small *s, uint64_t key,
-                                 uint64_t first) {
+                                 uint64_t first, uintptr_t ahead) {
     if (type == INFINITY_F32)
-        step8(n, hi, lo, m, v, scale, grad, INFINITY_F32, s, key, first);
+        step8(n, hi, lo, m, v, scale, grad, INFINITY_F32, s, key, first, ahead);
     else
-        step8(n, hi, lo, m, v, scale, grad, INFINITY_BF16, s, key, first);
+        step8(n, hi, lo, m, v, scale, grad, INFINITY_BF16, s, key, first, ahead);
 }
 #endif

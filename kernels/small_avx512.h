@@ -114,14 +114,14 @@ TARGET_AVX512 static inline void split32(struct pair p, uint16_t *hi, int16_t *l
 }
 
 TARGET_AVX512 static inline struct pair load_grad32(const void *grad, size_t i, int32_t type,
-                                                    const struct broadcast *b) {
+                                                    const struct broadcast *b, uintptr_t ahead) {
     if (type == INFINITY_BF16) {
         const uint16_t *bf16 = (const uint16_t *)grad + i;
-        fetch_ahead(bf16, sizeof *bf16);
+        fetch(bf16, sizeof *bf16, ahead);
         return widen32(_mm512_loadu_si512(bf16), b);
     }
     const float *f32 = (const float *)grad + i;
-    fetch_ahead(f32, sizeof *f32);
+    fetch(f32, sizeof *f32, ahead);
     __m512i low = _mm512_loadu_si512(f32), high = _mm512_loadu_si512(f32 + 16);
     __m512i evens = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
     __m512i odds = _mm512_or_si512(evens, all16(1));

@@ -9,7 +9,12 @@ from infinity.kernels import STRETCH_NUMEL, Checksums, Field
 
 WORD = (1 << 64) - 1
 SCALARS = kernels.AdamWScalars(0.01, 0.9, 0.99, 1e-8, 0.1, 3, 0.5)
-WIDTHS = {"hi": 2, "lo": 2, "m": 4, "v": 4}
+STATES = {
+    "fp32": (kernels.adamw, {"hi": 2, "lo": 2, "m": 4, "v": 4}, ()),
+    "bf16": (kernels.adamw_bf16, {"hi": 2, "lo": 2, "m": 2, "v": 2}, (7, 4)),
+    "int8": (kernels.adamw_int8, {"hi": 2, "lo": 2, "m": 1, "v": 1, "scale": 1 / 32}, (7, 4)),
+}
+"""By the type of moments: the kernel, its fields' bytes per element, and what decides its random bits."""
 
 
 @pytest.fixture(params=["scalar", "avx2", "avx512"])
@@ -67,30 +72,33 @@ def test_every_bit_counts_and_so_does_the_order_of_stretches(seed):
 @pytest.mark.usefixtures("_isa")
 @pytest.mark.parametrize("numel", [1, 4000, STRETCH_NUMEL, 5 * STRETCH_NUMEL - 77, 13 * STRETCH_NUMEL])
 @pytest.mark.parametrize("dtype", ["bf16", "f32"])
-def test_adamw_takes_them_on_its_way_and_steps_as_without(seed, numel, dtype):
-    padded = -(-numel // 2048) * 2048  # behind the step's elements, as in a record
+@pytest.mark.parametrize("state", list(STATES))
+def test_adamw_takes_them_on_its_way_and_steps_as_without(seed, numel, dtype, state):
+    step, widths, noise = STATES[state]
+    stretches = {name: int(STRETCH_NUMEL * width) for name, width in widths.items()}
+    padded = -(-numel // STRETCH_NUMEL) * STRETCH_NUMEL  # behind the step's elements, as in a record
     plain = {
-        name: torch.randint(0, 127, (padded * width,), dtype=torch.uint8) for name, width in WIDTHS.items()
+        name: torch.randint(0, 127, (int(padded * width),), dtype=torch.uint8)
+        for name, width in widths.items()
     }
+    if "scale" in plain:
+        plain["scale"].view(torch.float32).fill_(0.5)
     gradient = torch.randn(numel, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32)
     summed = {name: one.clone() for name, one in plain.items()}
     fields = [
-        Field(one.data_ptr(), one.numel(), STRETCH_NUMEL * WIDTHS[name], name != "hi", name != "v")
+        Field(one.data_ptr(), one.numel(), stretches[name], name != "hi", name != "v")
         for name, one in summed.items()
     ]
     sums = Checksums(fields)
-    first = {
-        name: expected(one.numpy().tobytes(), STRETCH_NUMEL * WIDTHS[name]) for name, one in plain.items()
-    }
+    first = {name: expected(one.numpy().tobytes(), stretches[name]) for name, one in plain.items()}
     for fields_at, more in ((plain, ()), (summed, (sums,))):
         addresses = (one.data_ptr() for one in fields_at.values())
-        kernels.adamw(numel, *addresses, gradient.data_ptr(), dtype, SCALARS, *more)
-    assert all(torch.equal(plain[name], summed[name]) for name in WIDTHS)
-    last = {
-        name: expected(one.numpy().tobytes(), STRETCH_NUMEL * WIDTHS[name]) for name, one in plain.items()
-    }
-    assert [0, first["lo"], first["m"], first["v"]] == [sums.before(index) for index in range(4)]
-    assert [last["hi"], last["lo"], last["m"], 0] == [sums.after(index) for index in range(4)]
+        step(numel, *addresses, gradient.data_ptr(), dtype, SCALARS, *noise, *more)
+    assert all(torch.equal(plain[name], summed[name]) for name in widths)
+    last = {name: expected(one.numpy().tobytes(), stretches[name]) for name, one in plain.items()}
+    for index, name in enumerate(widths):
+        assert sums.before(index) == (first[name] if name != "hi" else 0)
+        assert sums.after(index) == (last[name] if name != "v" else 0)
     assert first != last
 
 
