@@ -41,7 +41,7 @@ from infinity.shard import lay_out, share
 from infinity.sizes import format_size
 from infinity.slices import Slices
 from infinity.store import HostStore, Store
-from infinity.strangers import Strangers
+from infinity.strangers import ForeignSteps, Strangers
 from infinity.tiers import NvmeTier, open_tier
 from infinity.timeline import Timeline
 from infinity.unit import Unit
@@ -191,7 +191,11 @@ class Engine:
             self.pins = Pins(self.units, frequencies, self.lane, self.kept, stores, self.budget.tile_numel)
         if self.partition is not None:
             self.hooks.forward_began.append(Strangers(self.keeps).look)
-        if self.durable is not None:
+        if self.durable is None:
+            steps = ForeignSteps(self.close_step, lambda: not self.optimizers)
+            self.hooks.backward_ended.append(steps.backward_ended)
+            self.hooks.forward_began.append(steps.forward_began)
+        else:
             self.hooks.forward_began.append(self.durable.forward_began)
             self.arrivals.before_change = self.durable.before_change
             self.arrivals.before_step = self.durable.before_step

@@ -1,4 +1,4 @@
-"""Parameters that are trained beside a model built in Init, by ranks that share it, and by nobody's rules."""
+"""Parameters that are trained beside a model built in Init: by steps of their own, and by nobody's rules."""
 
 from __future__ import annotations
 
@@ -38,3 +38,24 @@ class Strangers:
                 type(module).__name__,
                 names[0],
             )
+
+
+class ForeignSteps:
+    """Steps that no optimizer of ours decides, as of adapters beside weights that are all frozen: a forward
+    that follows a backward begins the next. So what these weights are used for is planned and placed, too.
+    """
+
+    def __init__(self, close: Callable[[], None], foreign: Callable[[], bool]) -> None:
+        """close: called when a step is over, if it is `foreign` then."""
+        self._close, self._foreign = close, foreign
+        self._went_back = False
+
+    def backward_ended(self) -> None:
+        """Note that a backward is over."""
+        self._went_back = True
+
+    def forward_began(self, _module: object) -> None:
+        """Close the step, if there was a backward in it."""
+        went_back, self._went_back = self._went_back, False
+        if went_back and self._foreign():
+            self._close()
