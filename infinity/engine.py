@@ -192,7 +192,7 @@ class Engine:
         if self.partition is not None:
             self.hooks.forward_began.append(Strangers(self.keeps).look)
         if self.durable is None:
-            steps = ForeignSteps(self.close_step, lambda: not self.optimizers)
+            steps = ForeignSteps(self.close_step, self._all_frozen)
             self.hooks.backward_ended.append(steps.backward_ended)
             self.hooks.forward_began.append(steps.forward_began)
         else:
@@ -315,6 +315,9 @@ class Engine:
         self.lane.wait(job)
 
     # Steps
+
+    def _all_frozen(self) -> bool:
+        return not self.optimizers and not any(unit.trainable for unit in self.units)
 
     def close_step(self) -> None:
         """The optimizer has decided a step."""
