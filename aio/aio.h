@@ -35,7 +35,9 @@ enum {
     AIO_WRITE = 1,
     AIO_URGENT = 2,  /* goes before every request that is not */
     AIO_ALIGNED = 4, /* O_DIRECT: a short transfer is continued from a whole block */
-    AIO_BEHIND = 8   /* goes after those that are not, but for one piece in AIO_BEHIND_SHARE */
+    AIO_BEHIND = 8,  /* goes after those that are not, but for one piece in AIO_BEHIND_SHARE */
+    AIO_MORE = 16    /* more follow at once, the last without this: the backend need not wake before
+                      * that one, or before somebody waits */
 };
 
 /* States of a request. */

@@ -22,22 +22,26 @@ class Completion:
     Dropping a pending one is harmless: the engine keeps the request and its owner until the kernel is done.
     """
 
-    __slots__ = ("_engine", "_file", "_key", "_request", "what")
+    __slots__ = ("_engine", "_file", "_is_over", "_key", "_request", "what")
 
     def __init__(self, engine: "Engine", key: int, request: CData, file: "File", what: str) -> None:
         self._engine = engine
         self._key = key
         self._request = request
+        self._is_over = False  # once seen, it stays so: each look costs a call into C
         self._file = file
         self.what = what
 
     @property
     def done(self) -> bool:
         """Whether the request is over, well or badly, without waiting."""
-        if self._engine.library.aio_done(self._request):
-            self._engine.release(self._key)
-            return True
-        return False
+        if not self._is_over and self._engine.library.aio_done(self._request):
+            self._see_over()
+        return self._is_over
+
+    def _see_over(self) -> None:
+        self._engine.release(self._key)
+        self._is_over = True
 
     @property
     def began_s(self) -> float:
@@ -47,7 +51,7 @@ class Completion:
     @property
     def ended_s(self) -> float | None:
         """When the request was over, on the same clock; None while it is not."""
-        if not self._engine.library.aio_done(self._request):
+        if not self._is_over and not self._engine.library.aio_done(self._request):
             return None
         return float(self._request.ended_ns) / 1e9
 
@@ -65,9 +69,9 @@ class Completion:
             EngineFailedError: it will never be over, because the engine broke.
             ForkedError: it was submitted by the parent of this process.
         """
-        if not self._engine.library.aio_done(self._request):
+        if not self.done:
             self._wait(timeout_s)
-        self._engine.release(self._key)
+            self._see_over()
         if self._request.error:
             raise self._error()
 

@@ -136,6 +136,7 @@ bool front_is_drained(const struct aio_engine *engine) {
 
 /* With the lock held, so that wake_fd is still ours: the backend cannot end without the lock. */
 static void wake_backend(struct aio_engine *engine, bool everyone) {
+    engine->unannounced = false;
     if (engine->sleeping) {
         uint64_t one = 1;
         engine->sleeping = false;
@@ -187,7 +188,11 @@ int32_t aio_submit(struct aio_engine *engine, struct aio_request *request, int32
             complete(engine, request);
         } else {
             push(queue_of(engine, request), request);
-            wake_backend(engine, nbytes > engine->options.piece_nbytes);
+            if (flags & AIO_MORE)
+                engine->unannounced = true;
+            else
+                wake_backend(engine,
+                             engine->unannounced || nbytes > engine->options.piece_nbytes);
         }
     }
     pthread_mutex_unlock(&engine->lock);
@@ -200,11 +205,17 @@ int32_t aio_done(const struct aio_request *request) {
 
 /* ---- waiting -------------------------------------------------------------------------------- */
 
+/* Before every wait, with the lock held: who submitted with AIO_MORE may not have come further. */
+static void announce(struct aio_engine *engine) {
+    if (engine->unannounced) wake_backend(engine, true);
+}
+
 int32_t aio_wait(struct aio_engine *engine, struct aio_request *request, uint32_t timeout_ms) {
     if (aio_done(request)) return 1;
     struct timespec deadline = deadline_after(timeout_ms);
     int rc = 0;
     pthread_mutex_lock(&engine->lock);
+    announce(engine);
     request->awaited++;
     while (!aio_done(request) && !engine->failure && rc == 0)
         rc = pthread_cond_timedwait(&engine->finished, &engine->lock, &deadline);
@@ -218,6 +229,7 @@ int32_t aio_wait_idle(struct aio_engine *engine, uint32_t timeout_ms) {
     struct timespec deadline = deadline_after(timeout_ms);
     int rc = 0;
     pthread_mutex_lock(&engine->lock);
+    announce(engine);
     engine->idle_waiters++;
     while (engine->statistics.in_flight && !engine->failure && rc == 0)
         rc = pthread_cond_timedwait(&engine->finished, &engine->lock, &deadline);
@@ -231,6 +243,7 @@ uint64_t aio_wait_change(struct aio_engine *engine, uint64_t seen, uint32_t time
     struct timespec deadline = deadline_after(timeout_ms);
     int rc = 0;
     pthread_mutex_lock(&engine->lock);
+    announce(engine);
     engine->change_waiters++;
     while (engine->statistics.finished == seen && !engine->failure && rc == 0)
         rc = pthread_cond_timedwait(&engine->finished, &engine->lock, &deadline);

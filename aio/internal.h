@@ -65,6 +65,7 @@ struct aio_engine {
     uint32_t idle_workers;   /* threads: those with nothing to do */
     uint32_t running;        /* backend threads alive */
     bool sleeping;           /* io_uring: the ring's thread wants a wake-up when work comes */
+    bool unannounced;        /* there may be requests that the backend was not woken for: AIO_MORE */
     bool stopping;
     bool held;
     bool started;    /* io_uring: the ring is up, or start_error says why not */

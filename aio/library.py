@@ -15,10 +15,10 @@ SLICE_MS = 100
 
 # What aio.h calls AIO_...; plain numbers here, because cffi's constants cost a dictionary look-up per use.
 KIND_IO_URING, KIND_THREADS = 1, 2
-WRITE, ALIGNED = 1, 4
+WRITE, ALIGNED, MORE = 1, 4, 16
 RINGS = ("defer", "coop", "plain")
 """How a ring learns of completions, the cheapest first; aio.h counts them from 1."""
-IDLE = 0
+IDLE, IN_FLIGHT = 0, 1
 REGISTERED_NBYTES = 1 << 30
 END_OF_FILE = 4096
 

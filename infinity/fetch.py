@@ -66,6 +66,7 @@ class FetchPass(Pass):
         self._tile_numel = tile_numel
         self._upload = upload
         self._resident = resident
+        self._updates_everywhere = False
         computes = WEIGHTS[unit.record.form.dtype].dtype
         self._dtypes = {"grad16": KERNEL_DTYPE[computes], "grad32": KERNEL_DTYPE[torch.float32]}
         self.on_finished.append(self._let_go)
@@ -108,6 +109,7 @@ class FetchPass(Pass):
         self.adopts = frozenset(
             name for name in tuple(self.record.targets) if self.pending or (name == "hi" and self._upload)
         )
+        self._updates_everywhere = len(self.pending) == len(self.record.shard.segments)
         here = self._in_place("hi", 0)
         if not self.pending and here is not None and here == self.record.address("hi", 0):
             return
@@ -121,14 +123,14 @@ class FetchPass(Pass):
                 yield start, stop
 
     def _updates(self, start: int, stop: int) -> bool:
-        if len(self.pending) == len(self.record.shard.segments):
-            return True
+        if self._updates_everywhere or not self.pending:
+            return self._updates_everywhere
         return any(piece.index in self.pending for piece in pieces(self.record.shard, start, stop))
 
     def _updates_all(self, start: int, stop: int) -> bool:
-        if len(self.pending) == len(self.record.shard.segments):
-            return True
-        return all(piece.index in self.pending for piece in pieces(self.record.shard, start, stop))
+        return self._updates_everywhere or all(
+            piece.index in self.pending for piece in pieces(self.record.shard, start, stop)
+        )
 
     def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
         """Without an update in the tile, `hi` alone, and what this pass adopts."""

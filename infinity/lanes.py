@@ -297,7 +297,11 @@ class StreamLane:
                 at[name] = address
                 address += record.tile_nbytes(name, stop - start)
         owner = (slot, job.keeps)
-        transfers = [record.read(name, start, stop, at[name], owner, urgent=job.urgent) for name in reads]
+        last = reads[-1] if reads else None
+        transfers = [
+            record.read(name, start, stop, at[name], owner, urgent=job.urgent, more=name is not last)
+            for name in reads
+        ]
         changes = [name for name in writes if name not in stored]
         return _Tile(job, start, stop, slot, at, reads, stored, changes, transfers)
 
@@ -318,9 +322,10 @@ class StreamLane:
         read = time.perf_counter()
         self._note(tile, "read", tile.reads)
         more = job.work(tile.start, tile.stop, tile.at, tile.reads, tile.writes)
-        owner = (tile.slot, job.keeps)
+        owner, last = (tile.slot, job.keeps), tile.writes[-1] if tile.writes else None
         tile.transfers = [
-            record.write(name, tile.start, tile.stop, tile.at[name], owner) for name in tile.writes
+            record.write(name, tile.start, tile.stop, tile.at[name], owner, more=name is not last)
+            for name in tile.writes
         ]
         tile.transfers += more or ()
         for name in tile.changes:

@@ -31,7 +31,8 @@ shard.Format.
 """
 
 _SLOT_NUMEL_MOST = 1 << 19
-_SLOT_COUNT = 12
+_SLOT_COUNT, _SLOT_COUNT_GOOD = 12, 8
+"""So many keep a disk busy; of larger tiles, each of which takes time of its own, fewer do."""
 _SLOT_COUNT_LEAST = 4
 _INT_MOST = (1 << 31) - 1  # what mallopt takes
 
@@ -228,7 +229,7 @@ def divide(total_nbytes: int, largest_unit_nbytes: int = 0, form: Format = FP32)
             "hundred MiB is fast."
         )
     tile_numel = _SLOT_NUMEL_MOST
-    while tile_numel > form.align_numel and tile_numel * slot_nbytes * _SLOT_COUNT > total_nbytes // 4:
+    while tile_numel > form.align_numel and tile_numel * slot_nbytes * _SLOT_COUNT_GOOD > total_nbytes // 4:
         tile_numel //= 2
     slots = max(_SLOT_COUNT_LEAST, min(_SLOT_COUNT, total_nbytes // 4 // (tile_numel * slot_nbytes)))
     rest = total_nbytes - slots * tile_numel * slot_nbytes

@@ -214,6 +214,7 @@ class NvmeStore:
             what=request.what,
             owner=request.owner,
             priority=aio.Priority.URGENT if request.urgent else priority,
+            more=request.more,
         )
 
     def where(self, extent: Extent, start: int) -> str:

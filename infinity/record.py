@@ -83,6 +83,7 @@ class Record:
         self._even = all(form.nbytes(name, tile_numel) % BLOCK == 0 for name in (*form.fields, "grad16"))
         self._hashes: dict[str, array[int]] = {}
         self._whole: dict[str, int] | None = None
+        self._full: dict[str, int] = {}
 
     def __contains__(self, name: str) -> bool:
         """Whether the record has this field."""
@@ -129,15 +130,23 @@ class Record:
     def tile_nbytes(self, name: str, numel: int) -> int:
         """Bytes that `numel` elements from the start of a tile take, on NVMe as in memory: whole blocks."""
         whole, rest = divmod(numel, self._tile_numel)
-        nbytes = whole * round_up(self.form.nbytes(name, self._tile_numel), BLOCK)
-        return nbytes + round_up(self.form.nbytes(name, rest), BLOCK)
+        nbytes = whole * self._full_nbytes(name)
+        return nbytes + round_up(self.form.nbytes(name, rest), BLOCK) if rest else nbytes
+
+    def _full_nbytes(self, name: str) -> int:
+        """Bytes of a whole tile."""
+        nbytes = self._full.get(name)
+        if nbytes is None:
+            nbytes = self._full[name] = round_up(self.form.nbytes(name, self._tile_numel), BLOCK)
+        return nbytes
 
     def _offset(self, name: str, start: int) -> int:
         """Bytes from the start of a field's extent to element `start`."""
         if not start:
             return 0
         tile, within = divmod(start, self._tile_numel)
-        return tile * self.tile_nbytes(name, self._tile_numel) + self.form.nbytes(name, within)
+        offset = tile * self._full_nbytes(name)
+        return offset + self.form.nbytes(name, within) if within else offset
 
     # Where fields lie
 
@@ -216,16 +225,24 @@ class Record:
     # Transfers of fields on NVMe
 
     def read(
-        self, name: str, start: int, stop: int, address: int, owner: object, *, urgent: bool = False
+        self,
+        name: str,
+        start: int,
+        stop: int,
+        address: int,
+        owner: object,
+        *,
+        urgent: bool = False,
+        more: bool = False,
     ) -> Transfer:
         """Begin to read elements [start, stop) of a field to `address`; compare their `sums` when the
-        transfer is over.
+        transfer is over. urgent, more: see Request.
         """
         extent, nbytes = self._extents[name], self.tile_nbytes(name, stop - start)
         disk = self._disk(extent, name)
         self._traffic.read[disk.tier, name] += nbytes
         what, offset = f"{self.name}.{name}", self._offset(name, start)
-        return disk.read(Request(extent, offset, address, nbytes, what, owner, urgent))
+        return disk.read(Request(extent, offset, address, nbytes, what, owner, urgent, more))
 
     def _disk(self, extent: Extent, name: str) -> DiskStore:
         """Return the store of a field's extent, which has to be one on NVMe."""
@@ -233,9 +250,13 @@ class Record:
             raise TypeError(f"{self.name}.{name} lies in host memory: it is used there, not transferred")
         return extent.store
 
-    def write(self, name: str, start: int, stop: int, address: int, owner: object) -> Transfer:
-        """Begin to write elements [start, stop) of a field, whose checksums were kept: see `sums`."""
-        return self._write(self._extents[name], name, start, stop, address, owner)
+    def write(
+        self, name: str, start: int, stop: int, address: int, owner: object, *, more: bool = False
+    ) -> Transfer:
+        """Begin to write elements [start, stop) of a field, whose checksums were kept: see `sums`. more: see
+        Request.
+        """
+        return self._write(self._extents[name], name, start, stop, address, owner, more=more)
 
     def write_to(
         self,
@@ -254,12 +275,20 @@ class Record:
         return self._write(extent, name, start, stop, address, owner)
 
     def _write(
-        self, extent: Extent, name: str, start: int, stop: int, address: int, owner: object
+        self,
+        extent: Extent,
+        name: str,
+        start: int,
+        stop: int,
+        address: int,
+        owner: object,
+        *,
+        more: bool = False,
     ) -> Transfer:
         disk, nbytes = self._disk(extent, name), self.tile_nbytes(name, stop - start)
         self._traffic.written[disk.tier, name] += nbytes
         what, offset = f"{self.name}.{name}", self._offset(name, start)
-        return disk.write(Request(extent, offset, address, nbytes, what, owner))
+        return disk.write(Request(extent, offset, address, nbytes, what, owner, more=more))
 
     def in_one_piece(self, names: Sequence[str]) -> bool:
         """Whether fields lie without gaps between their tiles, and each was written altogether or not at

@@ -123,6 +123,8 @@ class Request(NamedTuple):
     """What keeps the memory alive."""
     urgent: bool = False
     """Somebody waits: it goes first."""
+    more: bool = False
+    """Others follow at once, the last without this: it need not begin before. See aio.Engine.read."""
 
 
 class DiskStore(Protocol):

@@ -196,7 +196,7 @@ class StripedStore:
         parts: list[aio.Completion] = []
         try:
             for path, part, at, nbytes in layout.pieces(request.start, request.nbytes):
-                piece = request._replace(extent=part, start=at, address=address, nbytes=nbytes)
+                piece = request._replace(extent=part, start=at, address=address, nbytes=nbytes, more=False)
                 parts.append(starts[path](piece))
                 address += nbytes
         except Exception:

@@ -36,13 +36,14 @@ class Checksums:
             ValueError: a stretch, the last of a field too, has less than 256 bytes.
         """
         self.count = len(fields)
-        self.pointer: Any = ffi.new("struct infinity_field[]", self.count)
-        for into, (address, nbytes, stretch, before, after) in zip(self.pointer, fields, strict=True):
+        for _, nbytes, stretch, _, _ in fields:
             if min(stretch, nbytes % stretch or stretch) < LEAST_NBYTES or nbytes <= 0:
                 message = f"{nbytes} B in stretches of {stretch}: expected {LEAST_NBYTES} B or more in each"
                 raise ValueError(message)
-            into.address, into.bytes, into.stretch = ffi.cast("void *", address), nbytes, stretch
-            into.asks_before, into.asks_after = before, after
+        self.pointer: Any = ffi.new(
+            "struct infinity_field[]",
+            [(ffi.cast("void *", address), *others) for address, *others in fields],
+        )
 
     def take_before(self) -> None:
         """Take those that are asked for before a kernel's work."""

@@ -1,5 +1,6 @@
 """The kernels as typed functions over addresses: checked here, once, then handed to C."""
 
+from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
 from infinity.kernels.checksums import Checksums
@@ -60,6 +61,7 @@ def _f32(address: int) -> Any:
     return ffi.cast("float *", address)
 
 
+@lru_cache(maxsize=64)  # a step has few, and calls a kernel for every tile
 def rounded(scalars: AdamWScalars) -> Any:
     """Return the C struct: each scalar computed in fp64, then rounded to fp32 by the assignment."""
     struct = ffi.new("struct infinity_adamw *")
@@ -78,6 +80,7 @@ def rounded(scalars: AdamWScalars) -> Any:
     return struct
 
 
+@lru_cache(maxsize=64)
 def rounded_small(scalars: AdamWScalars) -> Any:
     """Return the C struct of [Note: the small step], each scalar as in `rounded`."""
     struct = ffi.new("struct infinity_adamw_small *")

@@ -72,6 +72,24 @@ def test_many_requests_in_random_order_give_the_right_bytes(engine, file):
     assert written.view == read.view
 
 
+def test_requests_that_others_follow_begin_with_the_last_or_when_somebody_waits(engine, file):
+    memory = random_memory(4 * PIECE)
+
+    def write(number, more):
+        address = memory.address + number * PIECE
+        return engine.write(file, number * PIECE, address, PIECE, owner=memory, more=more)
+
+    together = [write(number, number < 3) for number in range(4)]
+    while not all(one.done for one in together):  # looks, and waits for none
+        time.sleep(0.001)
+    waits = (lambda one: one.wait(), lambda one: engine.wait_any([one]), lambda _: engine.drain())
+    for wait in waits:
+        engine.drain()
+        alone = write(0, True)
+        wait(alone)
+        assert alone.done
+
+
 def test_a_large_request_is_split_into_pieces_and_put_together_again(engine, file):
     nbytes = 33 * PIECE + aio.BLOCK
     written, read = random_memory(nbytes), aio.AlignedMemory(nbytes)

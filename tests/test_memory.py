@@ -19,6 +19,14 @@ def test_the_shares_never_exceed_the_budget(total, largest):
     assert budget.slot_nbytes % BLOCK == 0
 
 
+@given(st.integers(4 << 20, 1 << 42))
+def test_tiles_are_the_largest_of_which_the_slots_keep_a_disk_busy(total):
+    budget = divide(total)
+    assert 8 <= budget.slots <= 12
+    assert budget.slots * budget.slot_nbytes <= total // 4
+    assert budget.tile_numel == 1 << 19 or 16 * budget.slot_nbytes > total // 4
+
+
 def test_a_budget_that_cannot_work_is_refused_with_the_least_that_does():
     with pytest.raises(HostMemoryError, match=r"100\.0 KiB.*128\.0 KiB"):
         divide(100 << 10)
