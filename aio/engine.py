@@ -320,6 +320,8 @@ class Engine:
 
     def release(self, key: int) -> None:
         """Let go of the owner of a request that is over."""
+        if key not in self._in_flight:
+            return
         if self.pid != os.getpid():
             return  # whoever held the lock when this process was forked holds it for ever
         with self._lock:

@@ -192,13 +192,14 @@ def forward_backward(spec: Spec) -> Contestant:
 
 
 def beside_updates(spec: Spec) -> Contestant:
-    """Forward and backward alone while updates run; reports how fast these go, of what they do alone."""
+    """Forward and backward alone while updates run; reports how fast these go, and what Python takes."""
     contestant, work = forward_backward(spec), importlib.import_module("infinity.bench.beside").Work()
     alone = work.rate(seconds=1.0)
     work.start()
 
     def report() -> dict[str, Any]:
-        return {"working": work.stop() / alone}
+        working, tolls = work.stop() / alone, importlib.import_module("infinity.bench.overhead").tolls
+        return {"working": working, **tolls(spec.nvme, lambda: one_step(contestant, spec, 0))}
 
     return replace(contestant, report=report)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from infinity.bench.findings import Column, Findings
+from infinity.bench.pace import Cores
 from infinity.bench.runs import SHAPES
 from infinity.bench.sketch import outline_of_shape
 from infinity.bench.targets import Target
@@ -28,6 +30,7 @@ LIMIT = 0.15
 
 _SETTING = ("model", "tokens", "host_memory", "state_dtype", "update")
 _NEEDED = (*_SETTING, "seconds", "compute_s", "own_disk", "cores")
+_CORES = tuple(one.name for one in fields(Cores))
 
 
 def foretell(row: Mapping[str, Any]) -> Forecast:
@@ -91,13 +94,15 @@ def _measured(path: Path) -> list[Mapping[str, Any]]:
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
         found = [row for row in rows if row.get("kind", "infinity") == "infinity"]
         usable = [row for row in found if all(row.get(name) is not None for name in _NEEDED)]
+        usable = [row for row in usable if set(_CORES) <= set(row["cores"])]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"--check {path}: not what `infinity bench step --json` writes ({error})"
         ) from error
     if not usable:
         raise ConfigError(
-            f"--check {path}: none of its {len(rows)} rows is a step of Infinity with {', '.join(_NEEDED)}"
+            f"--check {path}: none of its {len(rows)} rows is a step of Infinity with {', '.join(_NEEDED)} "
+            f"({', '.join(_CORES)}). Likely cause: an older `infinity bench step` wrote it. Measure anew."
         )
     return usable
 

@@ -124,6 +124,10 @@ class Cores:
     shared: bool
     computing: float = 0.5
     working: float = 0.5
+    request_s: float = 0.0
+    asking: float = 0.5
+    computing_asked: float = 0.5
+    use_s: float = 0.0
 
 
 def cores(state_dtype: str) -> Cores:

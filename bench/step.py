@@ -178,14 +178,16 @@ def _computing(found: Found, case: Case) -> float:
 
 
 def _cores(found: Found, case: Case) -> pace.Cores | None:
-    """Measure the cores; how computing and updating slow each other was seen in this round, if at all."""
+    """Measure the cores; how computing and the lane slow each other was seen in this round, if at all, as
+    was what requests and uses take.
+    """
     if Case("beside_updates", case.tokens) not in found:
         return None
     beside = found[Case("beside_updates", case.tokens)][-1]
     computing = min(1.0, beside.compute_s / beside.run.seconds)
-    return replace(
-        pace.cores(case.state_dtype), computing=computing, working=min(1.0, beside.run.engine["working"])
-    )
+    seen = {name: beside.run.engine[name] for name in ("request_s", "asking", "computing_asked", "use_s")}
+    working = min(1.0, beside.run.engine["working"])
+    return replace(pace.cores(case.state_dtype), computing=computing, working=working, **seen)
 
 
 # What was found

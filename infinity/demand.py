@@ -331,6 +331,7 @@ def _moves(
             numel=sizes.numels[unit],
             hi_nbytes=away.get("hi", 0),
             state_nbytes=sum(away.values()) - away.get("hi", 0),
+            state_fields=len(away.keys() - {"hi"}),
             waiting_nbytes=0 if in_place else sizes.resident[unit],
             gathered_nbytes=sizes.resident[unit] * (setting.ranks - 1) // setting.ranks,
             in_place=in_place,

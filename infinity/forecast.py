@@ -58,6 +58,8 @@ class Moves:
     """Bytes read and written when the gradient of each micro-batch is spilled; () where it is kept."""
     spilled_nbytes: int = 0
     """Of its gradient, that the update reads back."""
+    state_fields: int = 3
+    """How many fields there are besides `hi`: each of a tile is a request of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +212,9 @@ class _Walk:
         for act in self._script:
             if act.verb == "use":
                 step = next(steps)
+                moves = self._units[act.unit]
+                if moves.hi_nbytes or moves.state_nbytes:  # what is used in place passes none of it by
+                    yield self._rates.use_s
                 yield from self._use(act.unit, keep=step.keep)
                 self._owed.extend(step.fetch)
                 self._fetch_owed()
@@ -354,7 +359,17 @@ class _Walk:
             work_s += moves.width * moves.numel / rates.copied
         self._counts["read"] += read
         self._counts["written"] += written
-        return Pass(unit, tiles, read / tiles, work_s / tiles, written / tiles)
+        asked_s = rates.request_s * self._requests(moves, read, written, updated)
+        return Pass(unit, tiles, read / tiles, work_s / tiles, written / tiles, asked_s)
+
+    @staticmethod
+    def _requests(moves: Moves, read: int, written: int, updated: int) -> int:
+        """Count what a tile asks the disk for: each field that lies there, read and written."""
+        if not updated:
+            return bool(read) + bool(written)
+        of_state = moves.state_fields if moves.state_nbytes else 0
+        of_hi = bool(moves.hi_nbytes) + (read >= moves.hi_nbytes + moves.state_nbytes > moves.state_nbytes)
+        return 2 * of_state + of_hi + bool(moves.spilled_nbytes)
 
     def _send(self, job: Pass, *, urgent: bool = False) -> None:
         """Let the lane do a pass, or, where nothing is moved, do it here."""

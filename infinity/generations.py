@@ -228,8 +228,7 @@ class TwinStore:
                 if extent is None:  # a record asks for what it has written
                     raise EngineFailedError(f"{request.what}: bytes {at} to {end} were never written")  # noqa: TRY301
                 address = request.address + at - request.start
-                _, _, _, _, what, owner, urgent = request
-                piece = Request(extent, at, address, end - at, what, owner, urgent)
+                piece = request._replace(extent=extent, start=at, address=address, nbytes=end - at)
                 begun.append(begin(piece))
         except Exception:
             Together.settle(begun)

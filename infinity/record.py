@@ -13,13 +13,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from mmap import mmap
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from infinity import kernels
 from infinity.errors import CorruptionError
 from infinity.shard import FP32, Format, Shard
 from infinity.sizes import BLOCK, round_up
 from infinity.store import DiskStore, Extent, HostStore, Request, Store, Transfer
+from infinity.sums import Part, Sums
 
 if TYPE_CHECKING:
     import torch
@@ -345,7 +345,7 @@ class Record:
                 compared = name in reads and self._is_compared()
                 if compared or hashes is not None:
                     address, nbytes = base + self._offset(name, first), self.tile_nbytes(name, last - first)
-                    parts.append(_Part(name, first // self._tile_numel, address, nbytes, compared, hashes))
+                    parts.append(Part(name, first // self._tile_numel, address, nbytes, compared, hashes))
         return Sums(self, parts, taken=self._hashes_tiles)
 
     def _is_compared(self) -> bool:
@@ -369,57 +369,6 @@ class Record:
             "damaged data. Check it (smartctl, dmesg) and go on from your last checkpoint; a durable run "
             "from its older generation, infinity.resume(..., older=True), if that is still whole."
         )
-
-
-class _Part(NamedTuple):
-    """A tile of a field in memory, and what is asked about it."""
-
-    name: str
-    tile: int
-    address: int
-    nbytes: int
-    compared: bool
-    hashes: array[int] | None
-    """Where the checksum of what is written goes; None for what is not."""
-
-
-class Sums:
-    """Checksums of some tiles of a record that a pass works on: compared before, kept behind.
-
-    All in one call where it can be, or, by a kernel that works on `fields`, in none: see kernels.
-    """
-
-    def __init__(self, record: Record, parts: Sequence[_Part], *, taken: bool) -> None:
-        """Prepare to sum up `parts`, or, not `taken`, to note alone which are written."""
-        self._record, self._parts = record, parts
-        of, numel = record.form.nbytes, kernels.STRETCH_NUMEL
-        fields = [
-            kernels.Field(one.address, one.nbytes, of(one.name, numel), one.compared, one.hashes is not None)
-            for one in (parts if taken else ())
-        ]
-        self.fields = kernels.Checksums(fields) if fields else None
-        """What a kernel is given."""
-
-    def compare(self, *, taken: bool = False) -> None:
-        """Compare what was read with what was once written; `taken`: a kernel has summed it up.
-
-        Raises: CorruptionError naming unit, field, file and offset.
-        """
-        if self.fields is None:
-            return
-        if not taken:
-            self.fields.take_before()
-        for index, one in enumerate(self._parts):
-            if one.compared:
-                self._record.compare(one.name, one.tile, one.nbytes, self.fields.before(index) or 1)
-
-    def keep(self, *, taken: bool = False) -> None:
-        """Keep the checksums of what is to be written: from now on it counts as such."""
-        if self.fields is not None and not taken:
-            self.fields.take_after()
-        for index, one in enumerate(self._parts):
-            if one.hashes is not None:  # 0 stands for "not written"
-                one.hashes[one.tile] = (self.fields.after(index) if self.fields else 0) or 1
 
 
 def _renamed(shard: Shard, names: Sequence[str]) -> Shard:

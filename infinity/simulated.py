@@ -4,8 +4,9 @@ I/O.
 [Note: servers]
 Reads, writes, the lane's work, collectives and computing are *servers*, each serving one demand after the
 other at a speed that depends on who else is busy: a disk that reads and writes at once does the mix, half
-each; cores that compute and update at once do either at some share of its speed. Time jumps to whatever ends
-next.
+each; cores that compute and update at once do either at some share of its speed. What the lane does for each
+request of a tile ("asking": Python, and waking the disk's thread) is a server of its own: it disturbs
+computing otherwise than updates do. Time jumps to whatever ends next.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from functools import partial
 
 from infinity.bound import Speed
 
-SERVERS = ("read", "write", "work", "link", "compute")
+SERVERS = ("read", "write", "asking", "work", "link", "compute")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,14 @@ class Rates:
     wait for each other, as torch's do."""
     working: float = 0.5
     """How fast the lane then works."""
+    request_s: float = 0.0
+    """Seconds of the lane for each request of a tile, whatever its bytes."""
+    asking: float = 0.5
+    """How fast that goes while others compute."""
+    computing_asked: float = 0.5
+    """How fast these then compute."""
+    use_s: float = 0.0
+    """Seconds of the thread that computes for each use of a unit that is moved: hooks and gradients."""
 
 
 class Clock:
@@ -106,6 +115,8 @@ class Clock:
             busy["link"] = self._rates.link
         if self._rates.shared and "work" in busy and "compute" in busy:
             busy["work"], busy["compute"] = self._rates.working, self._rates.computing
+        elif self._rates.shared and "asking" in busy and "compute" in busy:
+            busy["asking"], busy["compute"] = self._rates.asking, self._rates.computing_asked
         return busy
 
 
@@ -120,6 +131,8 @@ class Pass:
     """Of each tile, as the two below."""
     work_s: float
     written_nbytes: float
+    asked_s: float = 0.0
+    """Of the lane's time, for the requests of a tile."""
     urgent: bool = False
     unworked: int = 0
     """Tiles admitted and not yet worked on."""
@@ -211,7 +224,13 @@ class Lane:
             self._work(tile)
 
     def _work(self, tile: _Tile) -> None:
-        self._clock.serve("work", tile.owner.work_s, partial(self._worked, tile))
+        def asked() -> None:
+            self._clock.serve("work", tile.owner.work_s, partial(self._worked, tile))
+
+        if tile.owner.asked_s:
+            self._clock.serve("asking", tile.owner.asked_s, asked)
+        else:
+            asked()
 
     def _worked(self, tile: _Tile) -> None:
         job = tile.owner

@@ -233,6 +233,7 @@ def _moves(unit: Unit) -> Moves:
         trainable=unit.trainable,
         width=unit.record.form.width,
         derived=bool(unit.record.form.derived),
+        state_fields=len(stored),
     )
 
 

@@ -142,7 +142,8 @@ def test_rounds_alternate_and_the_disk_is_measured_around_each_of_our_runs(monke
 
     def measure(environment, kind, model, folder, settings):
         ran.append((environment.python, kind, settings.get("host_memory")))
-        engine = {"working": 0.6} if kind == "beside_updates" else RUN.engine
+        tolls = {"request_s": 4e-5, "asking": 0.3, "computing_asked": 0.2, "use_s": 5e-4}
+        engine = {"working": 0.6, **tolls} if kind == "beside_updates" else RUN.engine
         return replace(RUN, peak_nbytes=1000 * len(ran), seconds=float(len(ran)), engine=engine)
 
     monkeypatch.setattr(step, "measure", measure)
@@ -164,7 +165,9 @@ def test_rounds_alternate_and_the_disk_is_measured_around_each_of_our_runs(monke
     assert [one.compute_s for one in found[EXACT]] == [1.0, 6.0]
     assert [one.cores.update for one in found[EXACT]] == [3.0, 8.0]  # anew for each run, right before it
     assert [one.cores.computing for one in found[EXACT]] == [1 / 3, 6 / 8]
-    assert {one.cores.working for one in found[EXACT]} == {0.6}
+    seen = {(one.cores.working, one.cores.request_s, one.cores.use_s) for one in found[EXACT]}
+    assert seen == {(0.6, 4e-5, 5e-4)}
+    assert {(one.cores.asking, one.cores.computing_asked) for one in found[EXACT]} == {(0.3, 0.2)}
     assert len(out.getvalue().splitlines()) == 10
 
 
@@ -391,7 +394,9 @@ def test_it_works_on_a_tmpfs_with_io_uring_refused(tmp_path):
         "forward and backward beside updates",
         "Infinity, 4MiB, backward, fp32 state",
     ]
-    assert 0 < rows["Infinity, 4MiB, backward, fp32 state"]["cores"]["working"] <= 1
+    cores = rows["Infinity, 4MiB, backward, fp32 state"]["cores"]
+    assert all(0 < cores[name] <= 1 for name in ("working", "asking", "computing_asked", "request_s"))
+    assert cores["use_s"] >= 0
     row = rows["Infinity, 4MiB, backward, fp32 state"]
     assert row["io_engine"] != "io_uring"
     assert row["read_nbytes"] > 5 * row["parameters"]

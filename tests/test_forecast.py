@@ -81,6 +81,27 @@ def test_updating_on_the_cores_that_compute_makes_computing_slower():
     assert slow == pytest.approx(apart + 2.0, rel=0.01), "the other takes as long from computing"
 
 
+def test_each_use_takes_time_of_the_thread_that_computes():
+    assert pair(frozen(), rates=Rates(DISK, use_s=0.5)).seconds == 8.0 + 4 * 0.5
+    assert pair(frozen(hi_nbytes=0, in_place=True), rates=Rates(DISK, use_s=0.5)).seconds == 4.0
+
+
+def test_each_field_of_a_tile_takes_time_of_the_lane():
+    def seconds(request_s, **moved):
+        units = Moves(numel=4, waiting_nbytes=10, **moved)
+        rates = Rates(Disk(1e9, 1e9, 1e9), request_s=request_s, shared=False)
+        room = Room(1, 100, 0, 1000, update="backward")
+        return pair(units, room, rates, (0.0,) * 4).seconds
+
+    def asked(**moved):
+        return seconds(1.0, **moved) - seconds(0.0, **moved)
+
+    # Two units of four tiles. `hi` alone is read 8 times as wide, in one tile, before each of the four uses.
+    assert asked(hi_nbytes=0, state_nbytes=20, state_fields=2) == pytest.approx(2 * 4 * 4)
+    assert asked(hi_nbytes=10, state_nbytes=20, state_fields=2) == pytest.approx(2 * 4 * 5 + 4)
+    assert asked(hi_nbytes=10, state_nbytes=0, trainable=False) == pytest.approx(4)
+
+
 def test_few_bytes_of_outgoing_gradients_make_computing_wait_for_updates():
     # 2's gradient takes all of the tight share, until the disk has read for 10 s what its update needs.
     def seconds(outgoing_nbytes):

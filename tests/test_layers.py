@@ -70,7 +70,7 @@ LAYERS = [
     {"passes", "recipes"},
     {"lanes", "unit"},
     {"blocks", "queueing"},
-    {"record", "weights"},
+    {"record", "sums", "weights"},
     {
         "atomic",
         "buffers",

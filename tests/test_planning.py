@@ -300,6 +300,10 @@ def measured(**changes):
             "shared": True,
             "computing": 0.5,
             "working": 0.5,
+            "request_s": 1e-5,
+            "asking": 0.5,
+            "computing_asked": 0.5,
+            "use_s": 1e-4,
         }
     }
     row["seconds"] = hindsight.foretell(row).seconds
@@ -334,7 +338,11 @@ def test_the_command_checks_files_and_fails_where_a_forecast_does(tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [({"model": "13q"}, "expected one of"), ({"own_disk": None}, "with .*own_disk, cores")],
+    [
+        ({"model": "13q"}, "expected one of"),
+        ({"own_disk": None}, "with .*own_disk, cores"),
+        ({"cores": {"update": 1e9, "working": 0.5}}, r"cores \(.*request_s.*older `infinity bench step`"),
+    ],
 )
 def test_rows_that_cannot_be_forecast_are_named(change, says, tmp_path):
     with pytest.raises(ConfigError, match=says):
@@ -345,7 +353,15 @@ def test_rows_that_cannot_be_forecast_are_named(change, says, tmp_path):
 def test_a_forecast_is_made_with_what_was_measured_beside_the_run(part, tmp_path):
     row = measured(tokens=16, compute_s=0.001)
     slower = {name: rate if rate is True else rate / 9 for name, rate in row[part].items()}
+    slower |= {name: row[part][name] for name in ("request_s", "use_s") if part == "cores"}
     assert hindsight.foretell({**row, part: slower}).seconds > 2 * hindsight.foretell(row).seconds
+
+
+@pytest.mark.parametrize("name", ["request_s", "use_s"])
+def test_a_forecast_counts_the_python_that_was_measured_beside_the_run(name):
+    row = measured(compute_s=0.001)
+    slower = {**row["cores"], name: 100 * row["cores"][name]}
+    assert hindsight.foretell({**row, "cores": slower}).seconds > 1.2 * hindsight.foretell(row).seconds
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -42,6 +42,18 @@ def test_computing_and_updating_share_the_cores_where_they_are_the_same():
     assert ended(Clock(spinning), compute=3.0, work=1.0) == {"work": 2.0, "compute": 4.5}
 
 
+def test_what_the_lane_asks_the_disk_for_disturbs_computing_in_its_own_way():
+    asked = Rates(DISK, computing=0.5, working=0.5, asking=0.25, computing_asked=0.125)
+    assert ended(Clock(asked), compute=3.0, asking=1.0) == {"asking": 4.0, "compute": 6.5}
+    assert ended(Clock(Rates(DISK, shared=False)), compute=3.0, asking=1.0) == {"asking": 1.0, "compute": 3.0}
+
+
+def test_a_tile_is_asked_for_before_it_is_worked_on():
+    clock = Clock(Rates(DISK))
+    Lane(clock, 1).submit(Pass(0, 2, 0.0, 1.0, 0.0, asked_s=3.0))
+    assert run(clock) == 2 * (3.0 + 1.0)
+
+
 def test_one_server_does_one_thing_after_the_other_and_what_is_urgent_next():
     clock, order = Clock(Rates(DISK)), []
     for name, urgent in (("a", False), ("b", False), ("c", True)):
