@@ -14,7 +14,7 @@
 #pragma GCC visibility push(default)
 
 enum {
-    AIO_ABI = 5,            /* changes with this header; see aio_abi */
+    AIO_ABI = 6,            /* changes with this header; see aio_abi */
     AIO_BLOCK = 4096,       /* alignment of address, offset and nbytes on O_DIRECT files */
     AIO_SLICE_MS = 100,     /* no call from Python waits longer: signals must get their turn */
     AIO_END_OF_FILE = 4096, /* an error that no errno (at most 4095) stands for */
