@@ -10,7 +10,8 @@ names it.  Addresses are plain integers; this package knows nothing of torch.
 """
 
 from infinity.aio.completion import Completion
-from infinity.aio.engine import Engine, EngineStatistics
+from infinity.aio.counts import EngineStatistics
+from infinity.aio.engine import Engine
 from infinity.aio.errors import (
     EngineClosedError,
     EngineFailedError,

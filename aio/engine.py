@@ -14,11 +14,11 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from infinity.aio import errors, files
 from infinity.aio.completion import Completion
+from infinity.aio.counts import EngineStatistics
 from infinity.aio.ending import InFlight, Native, abandoned, end, end_forgotten
 from infinity.aio.errors import EngineClosedError, EngineFailedError, ForkedError, IoTimeoutError
 from infinity.aio.files import File, Folder
@@ -49,24 +49,6 @@ HANG_S = 60.0
 _HUNG_CLOSE_S = 0.2
 _FIRST_ADDRESS, _END = 1, 1 << 63
 _NO_COUNT = (1 << 64) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStatistics:
-    """What an engine has done so far."""
-
-    requests: int  # submitted
-    finished: int  # of these, over
-    failed: int  # of these, with an error
-    pieces: int
-    bytes_read: int
-    bytes_written: int
-    retries: int  # after EINTR, EAGAIN, or less than a block moved
-    continued: int  # short transfers
-    in_flight: int  # requests
-    pieces_in_flight: int
-    high_water: int  # most pieces in flight at once
-    registered: int  # pieces that lay in registered memory
 
 
 class Engine:
@@ -354,11 +336,7 @@ class Engine:
         """Count what was done so far, and let go of what is over."""
         self._check_process()
         self._release_all()
-        counts = ffi.new("struct aio_statistics *")
-        self.library.aio_statistics(self.pointer, counts)
-        return EngineStatistics(
-            **{field.name: getattr(counts, field.name) for field in fields(EngineStatistics)}
-        )
+        return EngineStatistics.of(self.library, self.pointer)
 
     def close(self) -> None:
         """Finish all requests, then end the engine's threads.  A second call does nothing."""
