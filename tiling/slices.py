@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from infinity.tiling import mapped
 from infinity.tiling.linears import Straight
+from infinity.tiling.products import wide
 from infinity.tiling.sums import Cuts, Sums
 from infinity.tiling.tile import Kept
 
@@ -67,10 +68,12 @@ class Call:
 
     def sliced_through(self, number: int, tensors: Sequence[torch.Tensor]) -> None:
         """Give back what the operations of two slices have left of memory, where slices are large enough for
-        it: see [Note: mapped tensors]. After every one it would cost twice the page faults.
+        it: see [Note: mapped tensors]. After every one it would cost twice the page faults; in fp32, where
+        products take less time, any would show.
         """
-        nbytes = sum(one.nbytes for one, cut in zip(tensors, self.sliced, strict=True) if cut)
-        if number % 2 and nbytes >= len(self.sizes) * mapped.LARGE_NBYTES:
+        cuts = [one for one, cut in zip(tensors, self.sliced, strict=True) if cut]
+        narrow = all(one.itemsize < wide(one.dtype).itemsize for one in cuts)
+        if number % 2 and narrow and sum(one.nbytes for one in cuts) >= len(self.sizes) * mapped.LARGE_NBYTES:
             mapped.give_back()
 
     def parts(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
