@@ -115,8 +115,10 @@ def request_toll(folder: str, compute: Callable[[], object], steps: int = 2) -> 
     alone_s = lane.alone()
     computing_s = statistics.median(_seconds(compute) for _ in range(steps))
     lane.start()
-    beside_s = statistics.median(_seconds(compute) for _ in range(steps))
-    asked_s, passed_s = lane.stop()
+    try:
+        beside_s = statistics.median(_seconds(compute) for _ in range(steps))
+    finally:
+        asked_s, passed_s = lane.stop()
     lost_s = passed_s * (1 - min(1.0, computing_s / beside_s))
     taken_s = max(alone_s, asked_s, lost_s / (1 - _LEAST_SHARE))
     return alone_s, alone_s / taken_s, 1 - lost_s / taken_s

@@ -234,7 +234,7 @@ def _limits() -> Iterator[Finding]:
     else:
         locked = _kernel() < _RINGS_FREE_SINCE
         small = locked and soft < 8 << 20
-        spared = "enough: io_uring takes some CPU time more for memory beyond it"
+        spared = "enough; host memory larger than this is not registered, which costs some CPU time"
         counts = "io_uring's rings count against it" if locked else spared
         yield Finding(
             "memlock limit", f"{format_size(soft)}: {counts}", "ulimit -l unlimited" if small else ""

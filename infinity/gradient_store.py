@@ -21,6 +21,7 @@ from infinity.queueing import Pass
 from infinity.ranks import ALONE, Ranks
 from infinity.sizes import format_size
 from infinity.store import DONE, Store, Transfer
+from infinity.tensors import is_part
 from infinity.timeline import Timeline
 from infinity.unit import Unit
 from infinity.weights import ACCUMULATE, KERNEL_DTYPE, WEIGHTS, WIDEN
@@ -120,7 +121,7 @@ class GradientStore:
         gradient.arriving, tensor = download.transfer, download.tensor
         if keep and download.done:  # and in the cache
             gradient.parts = _measured(tensor)
-        if keep or not unit.record.all_in_host or _is_part(tensor):
+        if keep or not unit.record.all_in_host or is_part(tensor):
             tensor = self._own(tensor)
         self._place(gradient, tensor, keep=keep)
         return gradient
@@ -132,7 +133,7 @@ class GradientStore:
         if not self._device.is_host:
             return tensor
         if tensor.nbytes < _OWN_NBYTES:
-            return tensor.clone() if _is_part(tensor) else tensor
+            return tensor.clone() if is_part(tensor) else tensor
         own = self.buffers.lend(tensor.numel(), tensor.dtype).view(tensor.shape)
         kernels.copy(tensor.nbytes, own.data_ptr(), tensor.data_ptr())
         return own
@@ -272,7 +273,11 @@ class GradientStore:
             if index in parts and parts[index].measure:
                 gradient.measured_by(parts[index], job)
         job.on_processed = lambda parts: self._spilled(parts, nbytes)
-        self._lane.submit(job)
+        try:
+            self._lane.submit(job)
+        except BaseException as error:  # interrupted: nobody else has these gradients
+            self._lane.fail(error)
+            raise
         self.sent(job)
 
     def _make_space(self, unit: Unit, field: str) -> None:
@@ -360,11 +365,6 @@ def _at_once(units: Sequence[Unit], outgoing_nbytes: int) -> dict[int, int]:
     rounds = 1 + outgoing_nbytes // max(largest, 1)
     total = sum(sizes, Counter[int]())
     return {size: min(total[size], rounds * max(one[size] for one in sizes)) for size in total}
-
-
-def _is_part(tensor: torch.Tensor) -> bool:
-    """Whether others lie in the same storage, as gradients of one call in slices do."""
-    return tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
 def _present(tensor: torch.Tensor | None) -> torch.Tensor:

@@ -238,6 +238,12 @@ def divide(total_nbytes: int, largest_unit_nbytes: int = 0, form: Format = FP32)
     return Budget(total_nbytes, tile_numel, slots, ahead, outgoing, slot_nbytes)
 
 
+def totals_in_tiles_of(tile_numel: int, form: Format = FP32) -> tuple[int, int | None]:
+    """Return the least and the largest host_memory, in bytes, that gives such tiles; None: any."""
+    least = 4 * _SLOT_COUNT_GOOD * tile_numel * form.slot_nbytes
+    return least, None if tile_numel == _SLOT_NUMEL_MOST else 2 * least - 1
+
+
 def least_total(kept_nbytes: int, largest_unit_nbytes: int, form: Format = FP32) -> int:
     """Return the smallest host_memory, in bytes to the MiB, whose kept share is at least `kept_nbytes`."""
     step = 1 << 20

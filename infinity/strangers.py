@@ -42,7 +42,8 @@ class Strangers:
 
 class ForeignSteps:
     """Steps that no optimizer of ours decides, as of adapters beside weights that are all frozen: a forward
-    that follows a backward begins the next. So what these weights are used for is planned and placed, too.
+    that follows a backward begins the next. So what these weights are used for is planned and placed, too;
+    not in durable runs, whose steps are what they commit.
     """
 
     def __init__(self, close: Callable[[], None], foreign: Callable[[], bool]) -> None:

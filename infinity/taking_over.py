@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from infinity.commits import Commit, read_slot
 from infinity.errors import ConfigError
 from infinity.manifest import CheckpointError
+from infinity.memory import totals_in_tiles_of
 from infinity.ranks import Ranks
 from infinity.runfolder import RunFolder
+from infinity.shard import Format
+from infinity.sizes import format_size
 
 
 def find(folders: Sequence[RunFolder]) -> tuple[Commit, ...]:
@@ -81,19 +84,21 @@ def in_common(found: tuple[Commit, ...], ranks: Ranks) -> tuple[Commit, ...]:
     return tuple(one for one in found if (one.sequence, one.step) in everywhere)
 
 
-def check_cut(commit: Commit, path: str, tile_numel: int, form: str) -> None:
-    """See that a new process has the records of the committed run, and cuts them as it did; form: their name.
+def check_cut(commit: Commit, path: str, tile_numel: int, form: Format) -> None:
+    """See that a new process has the records of the committed run, and cuts them as it did.
 
     Raises: ConfigError with what would do.
     """
-    if commit.state_dtype != form:
+    if commit.state_dtype != form.name:
         raise ConfigError(
-            f"dtype, state_dtype: {form!r}; the run in {path} has {commit.state_dtype!r}. Give that, another "
-            "folder, or wipe=True."
+            f"dtype, state_dtype: {form.name!r}; the run in {path} has {commit.state_dtype!r}. Give that, "
+            "another folder, or wipe=True."
         )
     if commit.tile_numel != tile_numel:
+        least, most = totals_in_tiles_of(commit.tile_numel, form)
+        upto = "or more" if most is None else f"to {format_size(most)}"
         raise ConfigError(
             f"host_memory: the run in {path} has records in tiles of {commit.tile_numel} elements, and this "
-            f"host_memory makes {tile_numel} of them. Give it as in that run (above 400 MiB all have the "
-            "same tiles), another folder, or wipe=True."
+            f"host_memory makes tiles of {tile_numel}. Give {format_size(least)} {upto} for each rank, "
+            "another folder, or wipe=True, which loses the run."
         )

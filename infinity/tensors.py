@@ -42,3 +42,8 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 def empty(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Return a tensor whose bytes are to be filled in."""
     return torch.empty(shape, dtype=DTYPES[dtype])
+
+
+def is_part(tensor: torch.Tensor) -> bool:
+    """Whether others lie in the same storage, as gradients of one call in slices do."""
+    return tensor.untyped_storage().nbytes() > tensor.nbytes

@@ -64,12 +64,27 @@ def test_memory_is_that_of_the_gradient_and_of_the_rows_in_use():
     assert embedding.weight.nbytes <= counted.peak_nbytes <= embedding.weight.nbytes * 1.1
 
 
-def test_an_embedding_that_changes_its_rows_or_has_a_sparse_gradient_is_cut_as_any_module():
-    for options in ({"max_norm": 1.0}, {"sparse": True}):
-        embedding = nn.Embedding(6, 3, **options)
-        model = cut(embedding, 1)
-        assert type(embedding.forward).__name__ == "BatchSlices"
-        untile_(model)
+def test_an_embedding_that_changes_its_rows_is_cut_as_any_module():
+    embedding = nn.Embedding(6, 3, max_norm=1.0)
+    cut(embedding, 1)
+    embedding(torch.arange(6).view(2, 3)).sum().backward()
+    assert torch.equal(embedding.weight.grad, torch.ones(6, 3))
+    assert embedding.weight.norm(dim=1).max() < 1.01
+
+
+def test_a_forward_that_somebody_replaced_is_called():
+    embedding = nn.Embedding(6, 3)
+    ids, whole = torch.arange(6).view(2, 3), embedding.forward
+    embedding.forward = lambda ids: 10 * whole(ids)
+    cut(embedding, 1)
+    assert torch.equal(embedding(ids), 10 * whole(ids))
+    embedding(ids).sum().backward()
+    assert torch.equal(embedding.weight.grad, torch.full((6, 3), 10.0))
+
+
+def test_a_sparse_gradient_is_refused_by_name():
+    with pytest.raises(ValueError, match="Embedding has sparse gradients"):
+        cut(nn.Embedding(6, 3, sparse=True), 1)
 
 
 def test_cutting_again_changes_the_number_and_untile_undoes_it():

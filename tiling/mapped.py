@@ -55,5 +55,5 @@ def _mapped(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> t
         memory.madvise(mmap.MADV_HUGEPAGE)
     storage = torch.frombuffer(memory, dtype=dtype, count=numel).untyped_storage()
     # Not a view: to write into a view is another thing for autograd, which copies its gradient.
-    found: torch.Tensor = torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape))  # type: ignore[call-overload]
+    found: torch.Tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, tuple(shape))  # type: ignore[call-overload]
     return found

@@ -37,8 +37,11 @@ class RowSlices(InSlices):
 
 
 def is_plain_embedding(module: nn.Module) -> bool:
-    """Whether a module is torch's embedding, with a dense gradient and rows that its forward leaves alone."""
-    return type(module) is nn.Embedding and not module.sparse and module.max_norm is None
+    """Whether a module is torch's embedding, with its own forward, which leaves the rows alone, and a dense
+    gradient.
+    """
+    plain = type(module) is nn.Embedding and "forward" not in vars(module)
+    return plain and not module.sparse and module.max_norm is None
 
 
 def slice_rows(embedding: nn.Embedding, micro_batch: int) -> None:

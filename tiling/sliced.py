@@ -133,10 +133,12 @@ def tile_batch(block: nn.Module, micro_batch: int, whole: Collection[str] = ()) 
     whole: keyword arguments that are passed whole though they have as many rows as there are samples.
 
     Raises:
-        ValueError: fewer than one sample.
+        ValueError: fewer than one sample; an embedding with sparse gradients.
     """
     if micro_batch < 1:
         raise ValueError(f"micro_batch={micro_batch}: 1 or more")
+    if any(getattr(one, "sparse", False) is True for one in block.modules()):
+        raise ValueError(f"{type(block).__name__} has sparse gradients, which are not added up: sparse=False")
     block.forward = BatchSlices(block, _own_forward(block), micro_batch, frozenset(whole))
     return block
 

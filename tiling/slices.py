@@ -71,7 +71,7 @@ class Call:
         it: see [Note: mapped tensors]. After every one it would cost twice the page faults; in fp32, where
         products take less time, any would show.
         """
-        cuts = [one for one, cut in zip(tensors, self.sliced, strict=True) if cut]
+        cuts = [one for one, cut in zip(tensors, self.sliced, strict=True) if cut and one.is_floating_point()]
         narrow = all(one.itemsize < wide(one.dtype).itemsize for one in cuts)
         if number % 2 and narrow and sum(one.nbytes for one in cuts) >= len(self.sizes) * mapped.LARGE_NBYTES:
             mapped.give_back()
