@@ -118,11 +118,13 @@ class CollectiveLane:
     def _next(self) -> Collective | None:
         """Return the next collective; None when it is time to stop."""
         with self._lane.lock:
-            while not self._queue:
-                if self._stopping or self._lane.failure is not None:
+            while self._lane.failure is None:
+                if self._queue:
+                    return self._queue.popleft()
+                if self._stopping:
                     return None
                 self._lane.changed.wait(0.5)
-            return None if self._stopping else self._queue.popleft()
+            return None
 
     def _do(self, job: Collective) -> None:
         job.ready()
@@ -136,8 +138,9 @@ class CollectiveLane:
             self._lane.changed.notify_all()
 
     def close(self) -> None:
-        """Stop after the collective under way. It ends soon: the other ranks come to it too, or their ends of
-        the connections close. A thread left in it would take the interpreter down with it at its exit.
+        """Stop after the collectives that are queued: other ranks may wait for them. They end soon, as those
+        come to them too, or their ends of the connections close. A thread left in one would take the
+        interpreter down with it at its exit.
         """
         with self._lane.lock:
             self._stopping = True

@@ -372,6 +372,8 @@ def _close(
     """End an engine; in a forked child there is no lane and the files are the parent's."""
     if os.getpid() != pid:
         return
+    if partition is not None:
+        partition.settle()
     lane.close()
     if partition is not None:
         partition.close()

@@ -87,8 +87,11 @@ class Partition:
         counted = self.gathers.nbytes + self.reduces.nbytes
         return {kind: counted[kind] for kind in ("gather", "reduce", "read")}
 
-    def close(self) -> None:
-        """End the lanes and the connections."""
+    def settle(self) -> None:
+        """End the lanes of collectives; what they need of the engine has to be there still."""
         for lane in (self.gathers, self.reduces):
             lane.close()
+
+    def close(self) -> None:
+        """End the connections."""
         self.ranks.close()
