@@ -99,7 +99,7 @@ int32_t aio_join(struct aio_engine *engine);
 void aio_free(struct aio_engine *engine);
 
 /* Let the ring hold the pages of this memory for as long as it lives: transfers from and to it need
- * not find and pin them, which is half of what they cost.  For once, before the first request; the
+ * not find and pin them, which is some 40 % of what they cost.  For once, before the first request; the
  * memory stays mapped until the engine has ended.  Of more than AIO_REGISTERED_NBYTES the rest is
  * left as it was, and all of it is where this fails: without a ring or before Linux 5.13 (ENOTSUP),
  * beyond RLIMIT_MEMLOCK (ENOMEM). */
