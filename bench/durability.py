@@ -3,9 +3,12 @@
     python -m infinity.bench.durability --nvme DIR --json bench/results/durability-16.json
     python -m infinity.bench.durability --nvme DIR --tokens 256 --steps 5 --rounds 2 \
         --json bench/results/durability-256.json
+    python -m infinity.bench.durability --nvme DIR --dtype fp32 --tokens 1 \
+        --json bench/results/durability-1-fp32.json
 
 Three settings of one training, each run in a fresh process, in turn: as it is, with durable=True, and with
-verify="off". With few tokens the disk is the limit, with many it is not. What counts are the medians of the
+verify="off". With few tokens the disk is the limit, all the more in fp32, which moves more bytes and which
+every core multiplies without widening it first; with many it is not. What counts are the medians of the
 ratios within rounds, since a disk's speed drifts. Bytes are the kernel's count; fields that the budget keeps
 in host memory, which a durable run writes with every commit, are told beside them and not held against it.
 """
@@ -117,13 +120,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", choices=SHAPES, default="125m")
     parser.add_argument("--host-memory", default="128MiB", metavar="SIZE", help="so that state lies on NVMe")
     parser.add_argument("--update", choices=("forward", "backward"), default="backward")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="that computes; bf16")
     parser.add_argument("--tokens", nargs="+", type=int, default=[16], metavar="N", help="per step")
     parser.add_argument("--steps", type=int, default=7, help=f"of which the first {SETTLING} do not count")
     parser.add_argument("--rounds", type=int, default=3)
     add_outputs(parser, plots=False)
     options = parser.parse_args(arguments)
     console = Console()
-    settings = settings_of(options.host_memory, options.update)
+    settings = settings_of(options.host_memory, options.update) | {"dtype": options.dtype}
     found: dict[int, list[Round]] = {tokens: [] for tokens in options.tokens}
     try:
         check_outputs(options)

@@ -21,6 +21,10 @@ two decisions, taken one after the other:
 
 Keeping all that saves a read may leave no room to read ahead: `lead` holds some back. Nothing is fetched
 across the end of a step, where records change.
+
+Seconds are not asked for. Each read begins as soon as there is room for it, so that, whatever reads and uses
+take, none that begins later makes the step shorter (for units of one size: tests/test_plan.py). And ranks,
+whose collectives follow their plans, need the same one, which their clocks would not give them.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@ against every choice there is.
 """
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -231,6 +232,54 @@ def test_for_other_sizes_it_reads_less_than_twice_what_any_choice_must(trace, si
 def test_it_never_reads_more_than_looking_ahead_in_the_order_of_the_trace(trace, sizes, window, lead):
     read = read_nbytes(make_plan(trace, sizes, window, lead=lead), trace, sizes, window)
     assert read <= in_order_read([use.unit for use in trace], sizes, window)
+
+
+# Against time
+
+
+def seconds_of(plan, trace, read_s, use_s):
+    """Seconds of a step: one read after the other, as they begin; a use waits for its own."""
+    now, free, there = 0, 0, {}
+
+    def begin(units):
+        nonlocal free
+        for unit in units:
+            there[unit] = free = max(free, now) + read_s
+
+    begin(plan.opening)
+    for step, use, seconds in zip(plan.steps, trace, use_s, strict=True):
+        if use.unit not in there:
+            begin([use.unit])
+        now = max(now, there.pop(use.unit))
+        begin(step.fetch)
+        if step.keep:
+            there[use.unit] = now
+        now += seconds
+    return now
+
+
+def with_a_later_read(plan, trace, data):
+    """The plan with one of its reads, wherever it is, begun at some later moment, before or behind others."""
+    moments = [list(plan.opening), *(list(step.fetch) for step in plan.steps)]
+    reads = [(moment, unit) for moment, units in enumerate(moments) for unit in units]
+    moment, unit = data.draw(st.sampled_from(reads))
+    used = next(at for at in range(moment, len(trace)) if trace[at].unit == unit)
+    later = data.draw(st.integers(moment, used))
+    moments[moment].remove(unit)
+    moments[later].insert(data.draw(st.integers(0, len(moments[later]))), unit)
+    opening, *fetches = map(tuple, moments)
+    steps = (replace(step, fetch=fetch) for step, fetch in zip(plan.steps, fetches, strict=True))
+    return Plan(opening, tuple(steps))
+
+
+@given(st.data(), traces.filter(len), st.integers(1, 8), leads, st.integers(0, 5))
+def test_whatever_reads_and_uses_take_no_read_that_begins_later_makes_a_step_shorter(
+    data, trace, window, lead, read_s
+):
+    plan = make_plan(trace, [1] * 8, window, lead=lead)
+    use_s = data.draw(st.lists(st.integers(0, 9), min_size=len(trace), max_size=len(trace)))
+    later = with_a_later_read(plan, trace, data)
+    assert seconds_of(plan, trace, read_s, use_s) <= seconds_of(later, trace, read_s, use_s)
 
 
 def test_a_thousand_units_and_three_passes_are_planned():
