@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from infinity.tiling import TiledLinear, products, tile_sequence
 from infinity.tiling.products import add_product, product
@@ -93,3 +94,76 @@ def test_16_bit_tiles_say_that_they_have_no_gradients_of_gradients():
     x = torch.ones(3, 4, dtype=torch.bfloat16, requires_grad=True)
     with pytest.raises(RuntimeError, match="create_graph"):
         torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+
+
+# What is computed again
+
+
+class Counted(TorchDispatchMode):
+    """Counts matrix products inside the `with`."""
+
+    products = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.products += "mm" in func.__name__
+        return func(*args, **(kwargs or {}))
+
+
+class Ending(nn.Module):
+    """Two linear layers, and what becomes of the second's result."""
+
+    def __init__(self, end=lambda y: y):
+        super().__init__()
+        torch.manual_seed(1)
+        self.up, self.down, self.end = nn.Linear(6, 8), nn.Linear(8, 6), end
+
+    def forward(self, x):
+        return self.end(self.down(self.up(x).sigmoid()))
+
+
+def in_slices(module, tiles):
+    """Run a module in slices, forward and backward; returns its products, results and gradients."""
+    x = torch.arange(60.0).sin().view(10, 6).requires_grad_()
+    if tiles:
+        tile_sequence(module, tiles)
+    with Counted() as counted:
+        found = module(x)
+        found = found if isinstance(found, tuple) else (found,)
+        sum(one.cos().sum() for one in found).backward()
+    return counted.products, [*found, x.grad, *(one.grad for one in module.parameters())]
+
+
+def test_a_last_linear_layers_result_is_not_computed_again():
+    products, found = in_slices(Ending(), 2)
+    assert products == 2 * (2 + 1 + 4)  # per slice: forward, again but for the last, backward
+    for ours, plain in zip(found, in_slices(Ending(), 0)[1], strict=True):
+        torch.testing.assert_close(ours, plain)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda y: y * y,
+        lambda y: (y, y.square()),
+        lambda y: (y.exp_(), y)[1],
+        lambda y: torch.stack([y, y.exp()], -1).prod(-1),
+        lambda y: y.view(-1).view(y.shape),
+    ],
+    ids=["product", "two results", "in place", "in a list", "a view"],
+)
+def test_where_a_function_reads_it_it_is(end):
+    products, found = in_slices(Ending(end), 2)
+    assert products == 2 * (2 + 2 + 4)
+    for ours, plain in zip(found, in_slices(Ending(end), 0)[1], strict=True):
+        torch.testing.assert_close(ours, plain)
+
+
+def test_a_module_that_reads_it_only_when_computed_again_is_refused():
+    calls = []
+
+    def end(y):
+        calls.append(None)
+        return y if len(calls) == 1 else y * 2
+
+    with pytest.raises(RuntimeError, match=r"mul reads the result of linear layer 1 .* not at first"):
+        in_slices(Ending(end), 1)

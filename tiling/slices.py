@@ -42,22 +42,41 @@ class Call:
     sliced: list[bool]  # for each of these, whether it is cut
     dims: list[int]
     sizes: tuple[int, ...]  # of the slices
-    straight: bool  # see [Note: straight into the sums]
+    straight: bool  # see the notes in linears.py
     cuda: list[torch.device]
     states: list[Any] = field(default_factory=list)  # of the random generators before each slice
+    unread: list[frozenset[int]] = field(default_factory=list)  # of each slice's linear layers
     autocast: list[tuple[str, bool, torch.dtype]] = field(default_factory=list)
     result: pytree.TreeSpec | None = None
     outputs: list[Any] = field(default_factory=list)  # leaves of the result that are no tensors
 
-    def run(
-        self, tensors: Sequence[torch.Tensor], sums: Sums | None = None
+    def run_first(
+        self, tensors: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], pytree.TreeSpec, list[Any]]:
         """Run the module on the tensors of one slice; returns the result's tensors and the rest of it."""
+        self.states.append(_generators(self.cuda))
+        straight = Straight(None)
+        found, spec, rest = self._run(tensors, straight)
+        self.unread.append(straight.unread(found))
+        return found, spec, rest
+
+    def run_again(self, number: int, tensors: Sequence[torch.Tensor], sums: Sums) -> list[torch.Tensor]:
+        """Run it on one slice as before, now recorded by autograd; the result's tensors have a grad_fn, and
+        not always their values: see [Note: results that nobody reads].
+        """
+        _set_generators(self.cuda, self.states[number])
+        with torch.enable_grad():
+            found, _, _ = self._run(tensors, Straight(sums, self.unread[number]))
+        return found
+
+    def _run(
+        self, tensors: Sequence[torch.Tensor], straight: Straight
+    ) -> tuple[list[torch.Tensor], pytree.TreeSpec, list[Any]]:
         leaves = list(self.leaves)
         for position, tensor in zip(self.tensors, tensors, strict=True):
             leaves[position] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        with Straight(sums) if self.straight else contextlib.nullcontext():
+        with straight if self.straight else contextlib.nullcontext():
             found, spec = pytree.tree_flatten(self.forward(*args, **kwargs))
         rest = [TENSOR if isinstance(one, torch.Tensor) else one for one in found]
         return [one for one in found if isinstance(one, torch.Tensor)], spec, rest
@@ -153,8 +172,7 @@ class Slices(torch.autograd.Function):
         whole: list[torch.Tensor] = []
         start = 0
         for number, part in enumerate(call.parts(inputs)):
-            call.states.append(_generators(call.cuda))
-            results, spec, rest = call.run(part)
+            results, spec, rest = call.run_first(part)
             if number == 0:
                 call.result, call.outputs = spec, _checked(rest)
                 whole = [_whole(one, call) for one in results]
@@ -187,9 +205,7 @@ class Slices(torch.autograd.Function):
             for number, part in enumerate(call.parts(inputs)):
                 size = call.sizes[number]
                 part = [one.detach().requires_grad_(want) for one, want in zip(part, wanted, strict=True)]  # noqa: PLW2901
-                _set_generators(call.cuda, call.states[number])
-                with torch.enable_grad():
-                    results, _, _ = call.run(part, sums)
+                results = call.run_again(number, part, sums)
                 sliced = [grad.narrow(_dim(call), start, size) for grad in grads]
                 pairs = [(one, grad) for one, grad in zip(results, sliced, strict=True) if one.requires_grad]
                 leaves = [one for one, want in zip(part, wanted, strict=True) if want]
