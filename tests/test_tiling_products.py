@@ -140,6 +140,20 @@ def test_a_last_linear_layers_result_is_not_computed_again():
         torch.testing.assert_close(ours, plain)
 
 
+def test_to_ask_about_it_is_not_to_read_it_and_hooks_may_do_so_the_second_time_alone():
+    def end(y):
+        if torch.is_grad_enabled():
+            assert y.requires_grad
+            assert y.grad_fn is not None
+            y.register_hook(lambda grad: grad * 2)
+        return y if y.shape == (5, 6) else None
+
+    products, found = in_slices(Ending(end), 2)
+    assert products == 2 * (2 + 1 + 4)
+    _, plain = in_slices(Ending(), 2)
+    torch.testing.assert_close([one * 2 for one in plain[1:]], found[1:])
+
+
 @pytest.mark.parametrize(
     "end",
     [

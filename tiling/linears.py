@@ -30,6 +30,11 @@ from infinity.tiling import mapped
 from infinity.tiling.products import in_fp32, product, wide
 from infinity.tiling.sums import Sums
 
+_PROPERTIES = ("shape", "dtype", "device", "requires_grad", "grad_fn", "is_leaf")
+_ABOUT: set[Callable[..., Any]] = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES}
+_ABOUT |= {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.register_hook}
+"""Functions that ask about a tensor and do not read it: hooks may well call them in a recomputation alone."""
+
 
 class Straight(TorchFunctionMode):
     """Inside the `with`, linear layers on the CPU compute as the notes above say.
@@ -52,7 +57,7 @@ class Straight(TorchFunctionMode):
 
         Raises: RuntimeError where it reads what was left out.
         """
-        for one in pytree.tree_leaves((args, kwargs)):
+        for one in () if func in _ABOUT else pytree.tree_leaves((args, kwargs)):
             if self._number(one) in self._left_out:
                 raise RuntimeError(
                     f"{func.__name__} reads the result of linear layer {self._number(one)} in a slice that "
