@@ -3,12 +3,12 @@
     python -m infinity.bench.durability --nvme DIR --json bench/results/durability-16.json
     python -m infinity.bench.durability --nvme DIR --tokens 256 --steps 5 --rounds 2 \
         --json bench/results/durability-256.json
-    python -m infinity.bench.durability --nvme DIR --dtype fp32 --tokens 1 \
-        --json bench/results/durability-1-fp32.json
+    python -m infinity.bench.durability --nvme DIR --dtype fp32 --tokens 2 --host-memory 64MiB \
+        --json bench/results/durability-2-fp32.json
 
-Three settings of one training, each run in a fresh process, in turn: as it is, with durable=True, and with
-verify="off". With few tokens the disk is the limit, all the more in fp32, which moves more bytes and which
-every core multiplies without widening it first; with many it is not. What counts are the medians of the
+Three settings of one training, each run in a fresh process, in changing order: as it is, with durable=True,
+and with verify="off". With few tokens the disk is the limit, all the more in fp32, which moves more bytes and
+which every core multiplies without widening it first; with many it is not. What counts are the medians of the
 ratios within rounds, since a disk's speed drifts. Bytes are the kernel's count; fields that the budget keeps
 in host memory, which a durable run writes with every commit, are told beside them and not held against it.
 """
@@ -16,6 +16,7 @@ in host memory, which a durable run writes with every commit, are told beside th
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -129,14 +130,15 @@ def main(arguments: list[str] | None = None) -> None:
     console = Console()
     settings = settings_of(options.host_memory, options.update) | {"dtype": options.dtype}
     found: dict[int, list[Round]] = {tokens: [] for tokens in options.tokens}
+    orders = list(itertools.permutations(WAYS.items()))
     try:
         check_outputs(options)
         with folder_on(options.nvme) as folder:
             for number in range(options.rounds):
                 for tokens, rounds in found.items():
-                    model, turn = Model(options.model, tokens, options.steps), list(WAYS.items())
+                    model = Model(options.model, tokens, options.steps)
                     one: Round = {}
-                    for way, more in reversed(turn) if number % 2 else turn:
+                    for way, more in orders[number % len(orders)]:
                         with console.status(f"{tokens} tokens, {way}"):
                             one[way] = measure(OWN, "infinity", model, folder, {**settings, **more})
                     rounds.append(one)

@@ -103,18 +103,6 @@ def _fields(*names: str) -> Callable[[Any], Callable[[Span, Any], None]]:
 
     def of(call: Any) -> Kernel:
         def step(span: Span, scalars: Any) -> None:
-            call(span.n, *(span.at[name] for name in names), span.grad, span.dtype, scalars)
-
-        return step
-
-    return of
-
-
-def _summing(*names: str) -> Callable[[Any], Callable[[Span, Any], None]]:
-    """The same, of a kernel that takes checksums on its way."""
-
-    def of(call: Any) -> Kernel:
-        def step(span: Span, scalars: Any) -> None:
             call(span.n, *(span.at[name] for name in names), span.grad, span.dtype, scalars, span.sums)
 
         return step
@@ -174,24 +162,39 @@ def _without_momentum(span: Span, scalars: Any) -> None:
 
 _SPLIT = _fields("hi", "lo", "m", "v")
 _MOMENTUM = _fields("hi", "lo", "m")
+_ADAMW_KERNELS = {
+    ("bf16", "fp32"): _SPLIT(kernels.adamw),
+    ("bf16", "bf16"): _rounding("hi", "lo", "m", "v")(kernels.adamw_bf16),
+    ("bf16", "int8"): _rounding("hi", "lo", "m", "v", "scale")(kernels.adamw_int8),
+    ("fp16", "fp32"): _fields("hi", "master", "m", "v")(kernels.adamw_fp16),
+    ("fp32", "fp32"): _fields("hi", "m", "v")(kernels.adamw_fp32),
+}
+
+_SPLIT_ALONE = frozenset({("bf16", "fp32")})
 
 ADAMW = Recipe(
     "AdamW",
     {"m": "exp_avg", "v": "exp_avg_sq"},
     _adam_scalars,
-    {
-        ("bf16", "fp32"): _summing("hi", "lo", "m", "v")(kernels.adamw),
-        ("bf16", "bf16"): _rounding("hi", "lo", "m", "v")(kernels.adamw_bf16),
-        ("bf16", "int8"): _rounding("hi", "lo", "m", "v", "scale")(kernels.adamw_int8),
-        ("fp16", "fp32"): _fields("hi", "master", "m", "v")(kernels.adamw_fp16),
-        ("fp32", "fp32"): _fields("hi", "m", "v")(kernels.adamw_fp32),
-    },
-    frozenset({("bf16", "fp32"), ("bf16", "bf16"), ("bf16", "int8")}),
+    _ADAMW_KERNELS,
+    frozenset(_ADAMW_KERNELS),
 )
-ADAM = Recipe("Adam", ADAMW.state, _adam_scalars, _on_every_record(_SPLIT(kernels.adam)))
+ADAM = Recipe("Adam", ADAMW.state, _adam_scalars, _on_every_record(_SPLIT(kernels.adam)), _SPLIT_ALONE)
 SGD = Recipe("SGD", {}, _plain_sgd_scalars, _on_every_record(_without_momentum))
-MOMENTUM = Recipe("SGD", {"m": "momentum_buffer"}, _sgd_scalars, _on_every_record(_MOMENTUM(kernels.sgd)))
-ADAGRAD = Recipe(
-    "Adagrad", {"v": "sum"}, _adagrad_scalars, _on_every_record(_fields("hi", "lo", "v")(kernels.adagrad))
+MOMENTUM = Recipe(
+    "SGD",
+    {"m": "momentum_buffer"},
+    _sgd_scalars,
+    _on_every_record(_MOMENTUM(kernels.sgd)),
+    _SPLIT_ALONE,
 )
-LION = Recipe("Lion", {"m": "exp_avg"}, _lion_scalars, _on_every_record(_MOMENTUM(kernels.lion)))
+ADAGRAD = Recipe(
+    "Adagrad",
+    {"v": "sum"},
+    _adagrad_scalars,
+    _on_every_record(_fields("hi", "lo", "v")(kernels.adagrad)),
+    _SPLIT_ALONE,
+)
+LION = Recipe(
+    "Lion", {"m": "exp_avg"}, _lion_scalars, _on_every_record(_MOMENTUM(kernels.lion)), _SPLIT_ALONE
+)

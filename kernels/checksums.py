@@ -24,9 +24,8 @@ class Field(NamedTuple):
 class Checksums:
     """Checksums of some fields, before and after a kernel works on them: [Note: checksums].
 
-    `adamw`, `adamw_bf16` and `adamw_int8` take them on their way, or `take_before` and `take_after` do, each
-    once. They depend neither on threads nor on the instruction set, and any change within one stretch that
-    xxh3 sees changes them.
+    Every step takes them on its way, or `take_before` and `take_after` do, each once. They depend neither on
+    threads nor on the instruction set, and any change within one stretch that xxh3 sees changes them.
     """
 
     def __init__(self, fields: Sequence[Field]) -> None:

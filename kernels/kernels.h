@@ -232,17 +232,23 @@ void infinity_adamw8_f32(size_t n, uint16_t *hi, int16_t *lo, uint8_t *m, uint8_
 
 /* [Note: other recipes], in place.  grad_type: 0 for bf16, 1 for fp32, 2 for fp16. */
 void infinity_adamw_half(size_t n, uint16_t *weight, float *master, float *m, float *v,
-                         const void *grad, int32_t grad_type, const struct infinity_adamw *scalars);
+                         const void *grad, int32_t grad_type, const struct infinity_adamw *scalars,
+                         size_t n_fields, struct infinity_field *fields);
 void infinity_adamw_full(size_t n, float *weight, float *m, float *v, const void *grad,
-                         int32_t grad_type, const struct infinity_adamw *scalars);
+                         int32_t grad_type, const struct infinity_adamw *scalars, size_t n_fields,
+                         struct infinity_field *fields);
 void infinity_adam(size_t n, uint16_t *hi, int16_t *lo, float *m, float *v, const void *grad,
-                   int32_t grad_type, const struct infinity_adamw *scalars);
+                   int32_t grad_type, const struct infinity_adamw *scalars, size_t n_fields,
+                   struct infinity_field *fields);
 void infinity_sgd(size_t n, uint16_t *hi, int16_t *lo, float *m, const void *grad,
-                  int32_t grad_type, const struct infinity_sgd *scalars);
+                  int32_t grad_type, const struct infinity_sgd *scalars, size_t n_fields,
+                  struct infinity_field *fields);
 void infinity_adagrad(size_t n, uint16_t *hi, int16_t *lo, float *v, const void *grad,
-                      int32_t grad_type, const struct infinity_adagrad *scalars);
+                      int32_t grad_type, const struct infinity_adagrad *scalars, size_t n_fields,
+                      struct infinity_field *fields);
 void infinity_lion(size_t n, uint16_t *hi, int16_t *lo, float *m, const void *grad,
-                   int32_t grad_type, const struct infinity_lion *scalars);
+                   int32_t grad_type, const struct infinity_lion *scalars, size_t n_fields,
+                   struct infinity_field *fields);
 
 /* fp32 -> bf16, to nearest, ties to even; every NaN becomes 0x7FC0. */
 void infinity_narrow(size_t n, const float *f32, uint16_t *bf16);

@@ -95,7 +95,8 @@ def rounded_small(scalars: AdamWScalars) -> Any:
     return struct
 
 
-def _summed(sums: Checksums | None) -> tuple[Any, ...]:
+def summed(sums: Checksums | None) -> tuple[Any, ...]:
+    """Return the last two arguments of a kernel that takes checksums on its way."""
     return (0, ffi.NULL) if sums is None else (sums.count, sums.pointer)
 
 
@@ -120,9 +121,9 @@ def adamw(
     fields = (_u16(hi), _i16(lo), _f32(m), _f32(v))
     struct = rounded(scalars)
     if dtype == "bf16":
-        library.infinity_adamw_bf16(n, *fields, _u16(grad), struct, *_summed(sums))
+        library.infinity_adamw_bf16(n, *fields, _u16(grad), struct, *summed(sums))
     else:
-        library.infinity_adamw_f32(n, *fields, _f32(grad), struct, *_summed(sums))
+        library.infinity_adamw_f32(n, *fields, _f32(grad), struct, *summed(sums))
 
 
 def adamw_bf16(
@@ -150,9 +151,9 @@ def adamw_bf16(
     fields = (_u16(hi), _i16(lo), _u16(m), _u16(v))
     struct = rounded_small(scalars)
     if dtype == "bf16":
-        library.infinity_adamw16_bf16(n, *fields, _u16(grad), struct, key, first, *_summed(sums))
+        library.infinity_adamw16_bf16(n, *fields, _u16(grad), struct, key, first, *summed(sums))
     else:
-        library.infinity_adamw16_f32(n, *fields, _f32(grad), struct, key, first, *_summed(sums))
+        library.infinity_adamw16_f32(n, *fields, _f32(grad), struct, key, first, *summed(sums))
 
 
 def adamw_int8(
@@ -181,9 +182,9 @@ def adamw_int8(
     fields = (_u16(hi), _i16(lo), _u8(m), _u8(v), _f32(scale))
     struct = rounded_small(scalars)
     if dtype == "bf16":
-        library.infinity_adamw8_bf16(n, *fields, _u16(grad), struct, key, first, *_summed(sums))
+        library.infinity_adamw8_bf16(n, *fields, _u16(grad), struct, key, first, *summed(sums))
     else:
-        library.infinity_adamw8_f32(n, *fields, _f32(grad), struct, key, first, *_summed(sums))
+        library.infinity_adamw8_f32(n, *fields, _f32(grad), struct, key, first, *summed(sums))
 
 
 def sum_squares(n: int, grad: int, dtype: AnyGradientDtype) -> tuple[float, bool]:

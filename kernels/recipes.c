@@ -19,11 +19,12 @@ static void adamw_half_block(const void *args, size_t i, size_t count) {
                        a->type), a->type, a->scalars);
 }
 
-void infinity_adamw_half(size_t n, uint16_t *weight, float *master, float *m, float *v, const void
-                         *grad, int32_t grad_type, const struct infinity_adamw *scalars) {
+void infinity_adamw_half(size_t n, uint16_t *weight, float *master, float *m, float *v,
+                         const void *grad, int32_t grad_type, const struct infinity_adamw *scalars,
+                         size_t n_fields, struct infinity_field *fields) {
     struct recipe_args args = {.isa = current_isa(), .half = weight, .master = master, .m = m, .v =
                                v, .grad = grad, .type = grad_type, .scalars = scalars};
-    run_blocks(adamw_half_block, &args, n, BLOCK_NUMEL);
+    run_summed(adamw_half_block, &args, n, n_fields, fields);
 }
 
 static void adamw_full_block(const void *args, size_t i, size_t count) {
@@ -32,11 +33,12 @@ static void adamw_full_block(const void *args, size_t i, size_t count) {
                        a->type, a->scalars);
 }
 
-void infinity_adamw_full(size_t n, float *weight, float *m, float *v, const void *grad, int32_t
-                         grad_type, const struct infinity_adamw *scalars) {
+void infinity_adamw_full(size_t n, float *weight, float *m, float *v, const void *grad,
+                         int32_t grad_type, const struct infinity_adamw *scalars, size_t n_fields,
+                         struct infinity_field *fields) {
     struct recipe_args args = {.isa = current_isa(), .master = weight, .m = m, .v = v, .grad = grad,
                                .type = grad_type, .scalars = scalars};
-    run_blocks(adamw_full_block, &args, n, BLOCK_NUMEL);
+    run_summed(adamw_full_block, &args, n, n_fields, fields);
 }
 
 static void adam_block(const void *args, size_t i, size_t count) {
@@ -46,10 +48,11 @@ static void adam_block(const void *args, size_t i, size_t count) {
 }
 
 void infinity_adam(size_t n, uint16_t *hi, int16_t *lo, float *m, float *v, const void *grad,
-                   int32_t grad_type, const struct infinity_adamw *scalars) {
+                   int32_t grad_type, const struct infinity_adamw *scalars, size_t n_fields,
+                   struct infinity_field *fields) {
     struct recipe_args args = {.isa = current_isa(), .half = hi, .lo = lo, .m = m, .v = v, .grad =
                                grad, .type = grad_type, .scalars = scalars};
-    run_blocks(adam_block, &args, n, BLOCK_NUMEL);
+    run_summed(adam_block, &args, n, n_fields, fields);
 }
 
 static void sgd_block(const void *args, size_t i, size_t count) {
@@ -58,11 +61,12 @@ static void sgd_block(const void *args, size_t i, size_t count) {
                 a->scalars);
 }
 
-void infinity_sgd(size_t n, uint16_t *hi, int16_t *lo, float *m, const void *grad, int32_t
-                  grad_type, const struct infinity_sgd *scalars) {
+void infinity_sgd(size_t n, uint16_t *hi, int16_t *lo, float *m, const void *grad,
+                  int32_t grad_type, const struct infinity_sgd *scalars, size_t n_fields,
+                  struct infinity_field *fields) {
     struct recipe_args args = {.isa = current_isa(), .half = hi, .lo = lo, .m = m, .grad = grad,
                                .type = grad_type, .scalars = scalars};
-    run_blocks(sgd_block, &args, n, BLOCK_NUMEL);
+    run_summed(sgd_block, &args, n, n_fields, fields);
 }
 
 static void adagrad_block(const void *args, size_t i, size_t count) {
@@ -71,11 +75,12 @@ static void adagrad_block(const void *args, size_t i, size_t count) {
                     a->scalars);
 }
 
-void infinity_adagrad(size_t n, uint16_t *hi, int16_t *lo, float *v, const void *grad, int32_t
-                      grad_type, const struct infinity_adagrad *scalars) {
+void infinity_adagrad(size_t n, uint16_t *hi, int16_t *lo, float *v, const void *grad,
+                      int32_t grad_type, const struct infinity_adagrad *scalars, size_t n_fields,
+                      struct infinity_field *fields) {
     struct recipe_args args = {.isa = current_isa(), .half = hi, .lo = lo, .v = v, .grad = grad,
                                .type = grad_type, .scalars = scalars};
-    run_blocks(adagrad_block, &args, n, BLOCK_NUMEL);
+    run_summed(adagrad_block, &args, n, n_fields, fields);
 }
 
 static void lion_block(const void *args, size_t i, size_t count) {
@@ -84,11 +89,12 @@ static void lion_block(const void *args, size_t i, size_t count) {
                  a->scalars);
 }
 
-void infinity_lion(size_t n, uint16_t *hi, int16_t *lo, float *m, const void *grad, int32_t
-                   grad_type, const struct infinity_lion *scalars) {
+void infinity_lion(size_t n, uint16_t *hi, int16_t *lo, float *m, const void *grad,
+                   int32_t grad_type, const struct infinity_lion *scalars, size_t n_fields,
+                   struct infinity_field *fields) {
     struct recipe_args args = {.isa = current_isa(), .half = hi, .lo = lo, .m = m, .grad = grad,
                                .type = grad_type, .scalars = scalars};
-    run_blocks(lion_block, &args, n, BLOCK_NUMEL);
+    run_summed(lion_block, &args, n, n_fields, fields);
 }
 
 struct half_args {

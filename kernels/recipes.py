@@ -2,12 +2,14 @@
 
 All work in place on n elements; every moment is fp32. `dtype` is that of the gradient, which is only read,
 and `scalars.clip` the factor on it as fp32: a clipping, the inverse of a loss scale, or their product.
+`sums` as in `adamw`.
 """
 
 from typing import Any
 
+from infinity.kernels.checksums import Checksums
 from infinity.kernels.library import ffi, library
-from infinity.kernels.operations import AnyGradientDtype, check, rounded
+from infinity.kernels.operations import AnyGradientDtype, check, rounded, summed
 from infinity.kernels.scalars import AdagradScalars, AdamWScalars, LionScalars, SGDScalars
 
 _TYPES = {"bf16": 0, "f32": 1, "f16": 2}  # as in kernels.h
@@ -45,6 +47,7 @@ def adamw_fp16(
     grad: int,
     dtype: AnyGradientDtype,
     scalars: AdamWScalars,
+    sums: Checksums | None = None,
 ) -> None:
     """Apply the step of `adamw` to the fp16 record: fp32 masters, and weights that become their fp16.
 
@@ -52,28 +55,52 @@ def adamw_fp16(
     """
     check(n, weight=weight, master=master, m=m, v=v, grad=grad)
     fields = (_u16(weight), _f32(master), _f32(m), _f32(v), _any(grad), _type_of(dtype))
-    library.infinity_adamw_half(n, *fields, rounded(scalars))
+    library.infinity_adamw_half(n, *fields, rounded(scalars), *summed(sums))
 
 
 def adamw_fp32(
-    n: int, weight: int, m: int, v: int, grad: int, dtype: AnyGradientDtype, scalars: AdamWScalars
+    n: int,
+    weight: int,
+    m: int,
+    v: int,
+    grad: int,
+    dtype: AnyGradientDtype,
+    scalars: AdamWScalars,
+    sums: Checksums | None = None,
 ) -> None:
     """Apply the step of `adamw` to the fp32 record, whose weights are their own masters."""
     check(n, weight=weight, m=m, v=v, grad=grad)
     fields = (_f32(weight), _f32(m), _f32(v), _any(grad), _type_of(dtype))
-    library.infinity_adamw_full(n, *fields, rounded(scalars))
+    library.infinity_adamw_full(n, *fields, rounded(scalars), *summed(sums))
 
 
 def adam(
-    n: int, hi: int, lo: int, m: int, v: int, grad: int, dtype: AnyGradientDtype, scalars: AdamWScalars
+    n: int,
+    hi: int,
+    lo: int,
+    m: int,
+    v: int,
+    grad: int,
+    dtype: AnyGradientDtype,
+    scalars: AdamWScalars,
+    sums: Checksums | None = None,
 ) -> None:
     """Apply one Adam step to split masters: the weight decay is added to the gradient (L2)."""
     check(n, hi=hi, lo=lo, m=m, v=v, grad=grad)
     fields = (_u16(hi), _i16(lo), _f32(m), _f32(v), _any(grad), _type_of(dtype))
-    library.infinity_adam(n, *fields, rounded(scalars))
+    library.infinity_adam(n, *fields, rounded(scalars), *summed(sums))
 
 
-def sgd(n: int, hi: int, lo: int, m: int, grad: int, dtype: AnyGradientDtype, scalars: SGDScalars) -> None:
+def sgd(
+    n: int,
+    hi: int,
+    lo: int,
+    m: int,
+    grad: int,
+    dtype: AnyGradientDtype,
+    scalars: SGDScalars,
+    sums: Checksums | None = None,
+) -> None:
     """Apply one step of SGD to split masters; m is the momentum, which the first step only writes."""
     check(n, hi=hi, lo=lo, m=m, grad=grad)
     struct = ffi.new("struct infinity_sgd *")
@@ -84,11 +111,18 @@ def sgd(n: int, hi: int, lo: int, m: int, grad: int, dtype: AnyGradientDtype, sc
     struct.step_factor = -scalars.lr
     struct.is_first = scalars.step == 1
     struct.is_nesterov = scalars.nesterov
-    library.infinity_sgd(n, _u16(hi), _i16(lo), _f32(m), _any(grad), _type_of(dtype), struct)
+    library.infinity_sgd(n, _u16(hi), _i16(lo), _f32(m), _any(grad), _type_of(dtype), struct, *summed(sums))
 
 
 def adagrad(
-    n: int, hi: int, lo: int, v: int, grad: int, dtype: AnyGradientDtype, scalars: AdagradScalars
+    n: int,
+    hi: int,
+    lo: int,
+    v: int,
+    grad: int,
+    dtype: AnyGradientDtype,
+    scalars: AdagradScalars,
+    sums: Checksums | None = None,
 ) -> None:
     """Apply one Adagrad step to split masters; v is the sum of squares, whose first value is the caller's."""
     check(n, hi=hi, lo=lo, v=v, grad=grad)
@@ -97,10 +131,21 @@ def adagrad(
     struct.l2 = scalars.weight_decay
     struct.eps = scalars.eps
     struct.step_factor = -(scalars.lr / (1 + (scalars.step - 1) * scalars.lr_decay))
-    library.infinity_adagrad(n, _u16(hi), _i16(lo), _f32(v), _any(grad), _type_of(dtype), struct)
+    library.infinity_adagrad(
+        n, _u16(hi), _i16(lo), _f32(v), _any(grad), _type_of(dtype), struct, *summed(sums)
+    )
 
 
-def lion(n: int, hi: int, lo: int, m: int, grad: int, dtype: AnyGradientDtype, scalars: LionScalars) -> None:
+def lion(
+    n: int,
+    hi: int,
+    lo: int,
+    m: int,
+    grad: int,
+    dtype: AnyGradientDtype,
+    scalars: LionScalars,
+    sums: Checksums | None = None,
+) -> None:
     """Apply one Lion step to split masters: each weight moves by lr, whichever way its momentum points."""
     check(n, hi=hi, lo=lo, m=m, grad=grad)
     struct = ffi.new("struct infinity_lion *")
@@ -111,4 +156,4 @@ def lion(n: int, hi: int, lo: int, m: int, grad: int, dtype: AnyGradientDtype, s
     struct.beta2 = scalars.beta2
     struct.grad_weight2 = 1 - scalars.beta2
     struct.step_factor = -scalars.lr
-    library.infinity_lion(n, _u16(hi), _i16(lo), _f32(m), _any(grad), _type_of(dtype), struct)
+    library.infinity_lion(n, _u16(hi), _i16(lo), _f32(m), _any(grad), _type_of(dtype), struct, *summed(sums))

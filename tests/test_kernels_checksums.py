@@ -1,4 +1,4 @@
-"""Checksums of fields, alone and on a kernel's way. Trusted: xxhash's own xxh3, and adamw without sums."""
+"""Checksums of fields, alone and on a kernel's way. Trusted: xxhash's own xxh3, and steps without sums."""
 
 import pytest
 import torch
@@ -8,13 +8,20 @@ from infinity import kernels
 from infinity.kernels import STRETCH_NUMEL, Checksums, Field
 
 WORD = (1 << 64) - 1
-SCALARS = kernels.AdamWScalars(0.01, 0.9, 0.99, 1e-8, 0.1, 3, 0.5)
-STATES = {
-    "fp32": (kernels.adamw, {"hi": 2, "lo": 2, "m": 4, "v": 4}, ()),
-    "bf16": (kernels.adamw_bf16, {"hi": 2, "lo": 2, "m": 2, "v": 2}, (7, 4)),
-    "int8": (kernels.adamw_int8, {"hi": 2, "lo": 2, "m": 1, "v": 1, "scale": 1 / 32}, (7, 4)),
+ADAMW = kernels.AdamWScalars(0.01, 0.9, 0.99, 1e-8, 0.1, 3, 0.5)
+SPLIT, MOMENTS = {"hi": 2, "lo": 2}, {"m": 4, "v": 4}
+STEPS = {
+    "adamw": (kernels.adamw, {**SPLIT, **MOMENTS}, ADAMW, ()),
+    "bf16 moments": (kernels.adamw_bf16, {**SPLIT, "m": 2, "v": 2}, ADAMW, (7, 4)),
+    "int8 moments": (kernels.adamw_int8, {**SPLIT, "m": 1, "v": 1, "scale": 1 / 32}, ADAMW, (7, 4)),
+    "fp16 weights": (kernels.adamw_fp16, {"weight": 2, "master": 4, **MOMENTS}, ADAMW, ()),
+    "fp32 weights": (kernels.adamw_fp32, {"weight": 4, **MOMENTS}, ADAMW, ()),
+    "adam": (kernels.adam, {**SPLIT, **MOMENTS}, ADAMW, ()),
+    "sgd": (kernels.sgd, {**SPLIT, "m": 4}, kernels.SGDScalars(0.01, 0.9, 0.1, 3), ()),
+    "adagrad": (kernels.adagrad, {**SPLIT, "v": 4}, kernels.AdagradScalars(0.01, 1e-8, 0.1, 3), ()),
+    "lion": (kernels.lion, {**SPLIT, "m": 4}, kernels.LionScalars(0.01, 0.9, 0.99, 0.1), ()),
 }
-"""By the type of moments: the kernel, its fields' bytes per element, and what decides its random bits."""
+"""The kernel, its fields' bytes per element, its scalars, and what decides its random bits."""
 
 
 @pytest.fixture(params=["scalar", "avx2", "avx512"])
@@ -72,9 +79,9 @@ def test_every_bit_counts_and_so_does_the_order_of_stretches(seed):
 @pytest.mark.usefixtures("_isa")
 @pytest.mark.parametrize("numel", [1, 4000, STRETCH_NUMEL, 5 * STRETCH_NUMEL - 77, 13 * STRETCH_NUMEL])
 @pytest.mark.parametrize("dtype", ["bf16", "f32"])
-@pytest.mark.parametrize("state", list(STATES))
-def test_adamw_takes_them_on_its_way_and_steps_as_without(seed, numel, dtype, state):
-    step, widths, noise = STATES[state]
+@pytest.mark.parametrize("step", list(STEPS))
+def test_a_step_takes_them_on_its_way_and_is_the_same_as_without(seed, numel, dtype, step):
+    kernel, widths, scalars, noise = STEPS[step]
     stretches = {name: int(STRETCH_NUMEL * width) for name, width in widths.items()}
     padded = -(-numel // STRETCH_NUMEL) * STRETCH_NUMEL  # behind the step's elements, as in a record
     plain = {
@@ -85,20 +92,21 @@ def test_adamw_takes_them_on_its_way_and_steps_as_without(seed, numel, dtype, st
         plain["scale"].view(torch.float32).fill_(0.5)
     gradient = torch.randn(numel, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32)
     summed = {name: one.clone() for name, one in plain.items()}
+    unread, *_, unwritten = widths
     fields = [
-        Field(one.data_ptr(), one.numel(), stretches[name], name != "hi", name != "v")
+        Field(one.data_ptr(), one.numel(), stretches[name], name != unread, name != unwritten)
         for name, one in summed.items()
     ]
     sums = Checksums(fields)
     first = {name: expected(one.numpy().tobytes(), stretches[name]) for name, one in plain.items()}
     for fields_at, more in ((plain, ()), (summed, (sums,))):
         addresses = (one.data_ptr() for one in fields_at.values())
-        step(numel, *addresses, gradient.data_ptr(), dtype, SCALARS, *noise, *more)
+        kernel(numel, *addresses, gradient.data_ptr(), dtype, scalars, *noise, *more)
     assert all(torch.equal(plain[name], summed[name]) for name in widths)
     last = {name: expected(one.numpy().tobytes(), stretches[name]) for name, one in plain.items()}
     for index, name in enumerate(widths):
-        assert sums.before(index) == (first[name] if name != "hi" else 0)
-        assert sums.after(index) == (last[name] if name != "v" else 0)
+        assert sums.before(index) == (first[name] if name != unread else 0)
+        assert sums.after(index) == (last[name] if name != unwritten else 0)
     assert first != last
 
 
