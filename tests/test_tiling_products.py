@@ -89,11 +89,16 @@ def test_what_a_backward_that_failed_has_sent_is_not_in_the_next_ones_sum():
     torch.testing.assert_close(x.grad.double(), whole.sum(0).expand(3, 4), rtol=2**-8, atol=1e-4)
 
 
-def test_16_bit_tiles_say_that_they_have_no_gradients_of_gradients():
+def test_16_bit_tiles_have_gradients_of_gradients_too():
     layer = TiledLinear(4, 8, False, dtype=torch.bfloat16, out_tiles=2)
     x = torch.ones(3, 4, dtype=torch.bfloat16, requires_grad=True)
-    with pytest.raises(RuntimeError, match="create_graph"):
-        torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+    weight = torch.cat([tile.weight.detach() for tile in layer.tiles]).double()
+    plain = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
+    found = []
+    for y, of in ((layer(x), x), (plain @ weight.t(), plain)):
+        (first,) = torch.autograd.grad(y.square().sum(), of, create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), of)[0].double())
+    torch.testing.assert_close(found[0], found[1], rtol=0.05, atol=0.05)
 
 
 # What is computed again

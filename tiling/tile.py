@@ -115,17 +115,17 @@ class Sum:
     device: torch.device
     task: int = -1
     """The backward that is under way: what one that failed has left counts for nothing."""
-    value: torch.Tensor | None = None  # of the input's shape, in fp32
+    value: torch.Tensor | None = None  # of the input's shape, in the dtype of sums
 
 
 class Channel(NamedTuple):
-    """A way for gradients of 16-bit inputs to add up in fp32.
+    """A way for the gradients of a common input to add up.
 
     [Note: channels]
     Autograd adds the gradients that the tiles give their common input in that input's dtype: with 16 bits,
-    one more rounding per tile. So the tiles add theirs to one sum in fp32, which is rounded once, where all
-    have done so: the link, a scalar that they take beside the input, tells autograd when that is. None where
-    there is nothing to gain.
+    one more rounding per tile; and each takes room of its own first. So the tiles add theirs to one sum, in
+    fp32 for 16 bits, which is rounded once, where all have done so: the link, a scalar that they take beside
+    the input, tells autograd when that is. Gradients that are to have gradients go autograd's way.
     """
 
     link: torch.Tensor
@@ -137,16 +137,10 @@ class Channel(NamedTuple):
         return Channel(self.link, self.sum, columns)
 
     def total(self) -> torch.Tensor:
-        """Return the sum so far, [tokens, columns], to add to.
-
-        Raises:
-            RuntimeError: gradients are to have gradients.
-        """
-        if torch.is_grad_enabled():
-            raise RuntimeError("16-bit tiles have no gradients of gradients (create_graph): take fp32 ones")
+        """Return the sum so far, [tokens, columns], to add to."""
         task = torch._C._current_graph_task_id()
         if self.sum.value is None or self.sum.task != task:
-            self.sum.value = mapped.zeros(self.sum.shape, torch.float32, self.sum.device)
+            self.sum.value = mapped.zeros(self.sum.shape, wide(self.sum.dtype), self.sum.device)
             self.sum.task = task
         return self.sum.value[:, self.columns]
 
@@ -166,14 +160,18 @@ class Link(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
-        """Round the sum."""
+        """Round the sum, if this backward has made one."""
         found, ctx.sum.value = ctx.sum.value, None
+        if found is None or ctx.sum.task != torch._C._current_graph_task_id():
+            return None, None
+        if found.dtype == ctx.sum.dtype:
+            return found, None
         return mapped.empty(found.shape, ctx.sum.dtype, found.device).copy_(found), None
 
 
 def channel_of(x: torch.Tensor, tiles: int) -> Channel | None:
     """Return a channel for the gradients that `tiles` tiles send to x [tokens, in]; see [Note: channels]."""
-    if tiles == 1 or not x.requires_grad or wide(x.dtype) == x.dtype:
+    if tiles == 1 or not x.requires_grad:
         return None
     total = Sum(x.shape, x.dtype, x.device)
     return Channel(Link.apply(x, total), total)  # type: ignore[no-untyped-call]
@@ -183,7 +181,7 @@ class Product(torch.autograd.Function):
     """x @ weight.T + bias, or x @ weight + bias, that saves x and keeps the weight by reference.
 
     The operations and their order are those of torch's own backward of a linear layer, but where products are
-    faster in fp32: see [Note: products in fp32] in products.py.
+    faster in fp32 (see [Note: products in fp32] in products.py), and for what goes through a channel.
     """
 
     @staticmethod
@@ -213,7 +211,7 @@ class Product(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = sent = None
         multiply = torch.mm if torch.is_grad_enabled() else product
-        if ctx.needs_input_grad[5]:
+        if ctx.needs_input_grad[5] and not torch.is_grad_enabled():
             add_product(ctx.channel.total(), grad, _factor(ctx, x))
             sent = ctx.channel.sent()
         elif ctx.needs_input_grad[0]:
