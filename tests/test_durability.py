@@ -45,3 +45,9 @@ def test_every_run_has_its_row():
     ways = [(row["round"], row["way"]) for row in found.rows]
     assert ways == [(number, way) for number in (1, 2) for way in durability.WAYS]
     assert len(found.verdicts) == 3
+
+
+def test_what_was_not_run_has_no_verdict():
+    alone = [{way: run for way, run in a_round().items() if way != "durable"}]
+    (line,) = durability.verdicts(16, alone)
+    assert "checksums" in line
