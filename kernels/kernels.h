@@ -230,7 +230,8 @@ void infinity_adamw8_f32(size_t n, uint16_t *hi, int16_t *lo, uint8_t *m, uint8_
                          uint64_t key, uint64_t first, size_t n_fields,
                            struct infinity_field *fields);
 
-/* [Note: other recipes], in place.  grad_type: 0 for bf16, 1 for fp32, 2 for fp16. */
+/* [Note: other recipes], in place.  grad_type: 0 for bf16, 1 for fp32, 2 for fp16.  fields: as
+ * above. */
 void infinity_adamw_half(size_t n, uint16_t *weight, float *master, float *m, float *v,
                          const void *grad, int32_t grad_type, const struct infinity_adamw *scalars,
                          size_t n_fields, struct infinity_field *fields);
