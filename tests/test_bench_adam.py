@@ -110,6 +110,13 @@ def test_a_row_of_the_record_is_in_si_units():
     assert (row["of_limit"], row["of_limit_best"]) == (0.375, 0.5)
 
 
+def test_the_first_call_behind_a_pause_is_not_timed(monkeypatch):
+    said = []
+    monkeypatch.setattr(adam.time, "perf_counter", lambda: float(said.append("clock") or len(said)))
+    adam.timed(lambda: said.append("call"), 2)
+    assert said == ["call", "clock", "call", "call", "clock"]
+
+
 def test_rows_of_the_same_limit_are_timed_right_behind_it(monkeypatch, memory):
     said = []
     operations = [
@@ -124,7 +131,8 @@ def test_rows_of_the_same_limit_are_timed_right_behind_it(monkeypatch, memory):
     monkeypatch.setattr(adam, "LEAST_NBYTES", 1)
     with adam.settings_kept():
         found = adam.measured(operations, memory, 1, 2, lambda: None)
-    assert said == [512, "a", "c", 8, "b"] * 3
+    each_twice = [512, 512, "a", "a", "c", "c", 8, 8, "b", "b"]  # the first does not count
+    assert said == each_twice * 3
     assert [len(one.seconds) for one in found] == [2, 2, 2]
 
 
