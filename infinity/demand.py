@@ -170,14 +170,14 @@ def demand(outline: Outline, setting: Setting) -> Demand:
     window = budget.ahead_nbytes if setting.device_nbytes is None else setting.device_nbytes
     script = outline.script(micro_batches=setting.micro_batches)
     trace = trace_of(script)
-    once = make_plan(trace_of(outline.script()), sizes.resident, window, lead=1)
+    once = make_plan(trace_of(outline.script()), sizes.resident, window, hides=sizes.resident)
     placement = _place(sizes, setting, budget, _fetches(once, len(sizes.numels)))
     kept_nbytes = sum(sizes.field(*key, budget.tile_numel) for key in placement)
     stored = setting.nvme and setting.update == "forward"
     spills = _spills(script, sizes, budget.kept_nbytes - kept_nbytes) if stored else {}
     in_first = _spills(script, sizes, budget.kept_nbytes) if stored else {}
     fetched = _fetched_sizes(sizes, setting, placement)
-    plan = make_plan(trace, fetched, window, lead=1)
+    plan = make_plan(trace, fetched, window, hides=sizes.resident)
     return Demand(
         setting=setting,
         budget=budget,

@@ -84,7 +84,8 @@ class Executor:
 
     def _follow(self, trace: tuple[Use, ...]) -> None:
         self._sizes = self._fetched_sizes()
-        self.cursor.follow(make_plan(trace, self._sizes, self._ahead.limit_nbytes, lead=1))
+        hides = [unit.resident_nbytes for unit in self.units]
+        self.cursor.follow(make_plan(trace, self._sizes, self._ahead.limit_nbytes, hides=hides))
         self.counts.plans += 1
 
     def _fetched_sizes(self) -> list[int]:

@@ -19,12 +19,16 @@ two decisions, taken one after the other:
    needed sooner first. One that fits only later does not hold up smaller ones behind it. A unit for which
    there is no room even just before its use is not in the plan: it is read when its use asks for it.
 
-Keeping all that saves a read may leave no room to read ahead: `lead` holds some back. Nothing is fetched
-across the end of a step, where records change.
+Keeping all that saves a read may leave no room to read ahead. So room is held back before each use whose
+unit has to be read, over the uses that take as long as the read: `hides` says how many bytes arrive while a
+unit is used. A read behind a small unit's use may thus begin with the use before that, or earlier. Nothing is
+fetched across the end of a step, where records change.
 
-Seconds are not asked for. Each read begins as soon as there is room for it, so that, whatever reads and uses
-take, none that begins later makes the step shorter (for units of one size: tests/test_plan.py). And ranks,
-whose collectives follow their plans, need the same one, which their clocks would not give them.
+So both look ahead by bytes and by time, not by a number of units. But no clock is read. Each read begins as
+soon as there is room for it, so that, whatever reads and uses take, none that begins later makes the step
+shorter (for units of one size: tests/test_plan.py). And ranks, whose collectives follow their plans, need the
+same one, which their clocks would not give them: what they say that a use hides are the bytes of its unit,
+with which its computing grows as its reading does.
 """
 
 from __future__ import annotations
@@ -98,18 +102,21 @@ def _parse_step(line: str) -> Step:
         raise ValueError(f"no step of a plan: {line!r}") from error
 
 
-def make_plan(trace: Trace, unit_nbytes: Sequence[int], window_nbytes: int, *, lead: int = 0) -> Plan:
+def make_plan(
+    trace: Trace, unit_nbytes: Sequence[int], window_nbytes: int, *, hides: Sequence[int] | None = None
+) -> Plan:
     """Decide what is kept and what is fetched when: see [Note: the window].
 
     unit_nbytes: bytes a resident unit takes, by unit index; one of 0 is neither fetched nor kept.
-    window_nbytes: bytes that may wait. lead: a unit is not kept where another, which has to be read, would
-    find no room during the last `lead` uses before its own. 0 reads the fewest bytes; with 1, no unit that
-    fits the window ever has to be asked for.
+    window_nbytes: bytes that may wait. hides: bytes that can be read while a unit is used, by unit index. A
+    unit is not kept where another, which has to be read, would find no room during the uses that hide its
+    read, or at least the last of them: no unit that fits the window ever has to be asked for. None: nothing
+    is held back, and the fewest bytes are read.
 
     Each use costs a few operations of numpy over the uses since its unit's use before.
     """
     before = _uses_before(trace)
-    kept = _choose_kept(trace, before, unit_nbytes, window_nbytes, lead)
+    kept = _choose_kept(trace, before, unit_nbytes, window_nbytes, hides)
     waiting = np.zeros(len(trace) + 1, np.int64)
     stays = [False] * len(trace)
     for position, use in enumerate(trace):
@@ -144,7 +151,11 @@ def _uses_before(trace: Trace) -> list[int]:
 
 
 def _choose_kept(
-    trace: Trace, before: Sequence[int], unit_nbytes: Sequence[int], window_nbytes: int, lead: int
+    trace: Trace,
+    before: Sequence[int],
+    unit_nbytes: Sequence[int],
+    window_nbytes: int,
+    hides: Sequence[int] | None,
 ) -> list[bool]:
     """Return, for each use, whether its unit is kept since the use before: 1. of [Note: the window]."""
     claimed = np.zeros(len(trace) + 1, np.int64)
@@ -155,9 +166,18 @@ def _choose_kept(
         start = _fits_from(claimed, since, position, window_nbytes - nbytes)
         kept.append(since > 0 and nbytes > 0 and start == since)
         if not kept[-1]:
-            start = max(start, position + 1 - lead)
+            latest = position + 1 if hides is None else _hidden_from(trace, position, nbytes, hides)
+            start = max(start, latest)
         claimed[start : position + 1] += nbytes
     return kept
+
+
+def _hidden_from(trace: Trace, position: int, nbytes: int, hides: Sequence[int]) -> int:
+    """Return the last moment from which the uses before use `position`, one at least, hide a read."""
+    moment = position
+    while moment > 0 and (nbytes := nbytes - hides[trace[moment - 1].unit]) > 0:
+        moment -= 1
+    return moment
 
 
 def _fits_from(waiting: NDArray[np.int64], first: int, position: int, room_nbytes: int) -> int:

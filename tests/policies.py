@@ -129,10 +129,10 @@ def follow(run, sizes, room, *, every=4, half_life_steps=20.0, horizon_steps=20)
     return done
 
 
-def fewest_read(units, sizes, window, lead=0):
+def fewest_read(units, sizes, window, *, held_back=False):
     """Bytes that a step must read, found by trying every choice of what is kept between two uses.
 
-    lead: 1 for choices alone that leave room, just before each use, for a unit that is read for it.
+    held_back: whether to try such choices alone as leave room, just before each use, for a unit read for it.
     """
 
     def count(position, waiting):
@@ -146,7 +146,7 @@ def fewest_read(units, sizes, window, lead=0):
         ):
             kept = set(keep)
             needed = sum(sizes[one] for one in kept)
-            if lead and unit not in kept and sizes[unit] <= window:
+            if held_back and unit not in kept and sizes[unit] <= window:
                 needed += sizes[unit]
             if needed <= window:
                 read = 0 if unit in kept else sizes[unit]

@@ -198,6 +198,6 @@ def test_coarse_tiles_change_a_forecast_little(monkeypatch):
 def test_a_gradient_that_nobody_uses_its_unit_for_still_updates_it():
     outline = Outline("e", (Part("e", ((4, 2),), looked_up=True), Part("w", ((2, 2),))), (Stage((0, 1)),))
     script = timed(outline.script(), 1.0)
-    plan = make_plan(trace_of(script), [8, 8], 0, lead=1)
+    plan = make_plan(trace_of(script), [8, 8], 0, hides=[8, 8])
     told = forecast(script, plan, [Moves(8, 8, 8, 8)] * 2, ROOM, Rates(DISK))
     assert (told.read_nbytes, told.written_nbytes) == ((8 + 16) + (8 + 8 + 8), 2 * 16)
