@@ -85,7 +85,10 @@ def test_cuts_along_the_outputs_keep_every_bit_of_the_forward(dtype, tiles):
     tiled = TiledLinear(192, 512, dtype=dtype, out_tiles=tiles)
     tiled.load_state_dict(whole.state_dict())
     x = torch.randn(7, 33, 192, dtype=dtype)
-    assert torch.equal(tiled(x), whole(x))
+    cuts = zip(whole.weight.chunk(tiles), whole.bias.chunk(tiles), strict=True)
+    assert torch.equal(tiled(x), torch.cat([F.linear(x, *one) for one in cuts], -1))
+    if dtype != torch.float64:  # MKL's fp64 on AMD adds in another order when there are fewer outputs
+        assert torch.equal(tiled(x), whole(x))
 
 
 def test_more_tiles_do_not_make_16_bit_gradients_of_the_input_worse():

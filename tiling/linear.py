@@ -53,12 +53,13 @@ def _run(
     slices, ends = _split(flat, in_sizes), spans(in_sizes)
     channels = [None if channel is None else channel.narrowed(one) for one in ends]
     out = mapped.empty((len(flat), sum(out_sizes)), flat.dtype, flat.device)
+    room = mapped.Room()
     for row, span in zip(rows, spans(out_sizes), strict=True):
-        result = row[0](slices[0], channels[0])
+        result = row[0](slices[0], channels[0], room)
         if len(row) > 1:
             result = result.to(torch.promote_types(result.dtype, torch.float32))
             for tile, part, way in zip(row[1:], slices[1:], channels[1:], strict=True):
-                result = result + tile(part, way)
+                result = result + tile(part, way, room)
         out = _placed(out, result, span.start)
         del result  # or it would be there while the next is computed
     return out.view(*x.shape[:-1], out.shape[-1])

@@ -41,9 +41,10 @@ def in_fp32(one: torch.Tensor) -> bool:
     return one.device.type == "cpu" and one.dtype.itemsize < 4 and not _multiplies_16_bit()
 
 
-def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return left @ right, [m, n] of [m, k] and [k, n], in their dtype."""
-    out = mapped.empty((left.shape[0], right.shape[1]), left.dtype, left.device)
+def product(left: torch.Tensor, right: torch.Tensor, room: mapped.Room | None = None) -> torch.Tensor:
+    """Return left @ right, [m, n] of [m, k] and [k, n], in their dtype. room: for the result."""
+    empty = mapped.empty if room is None else room.empty
+    out = empty((left.shape[0], right.shape[1]), left.dtype, left.device)
     if not in_fp32(left):
         return torch.mm(left, right, out=out)
     if left.shape[1] == max(*left.shape, right.shape[1]):

@@ -9,7 +9,7 @@ would have checked is checked here: a weight that was changed in place in betwee
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -43,27 +43,38 @@ class Tile(nn.Module):
 class LinearTile(Tile):
     """Outputs [tokens, out] of inputs [tokens, in] by a weight [out, in]."""
 
-    def forward(self, x: torch.Tensor, channel: Channel | None = None, use: Any = None) -> torch.Tensor:
-        """Return x @ weight.T + bias; with `use`, what `use(x, weight, bias)` returns: so another operation
-        (the loss) can use the parameters while they are here.
+    def forward(
+        self,
+        x: torch.Tensor,
+        channel: Channel | None = None,
+        room: mapped.Room | None = None,
+        use: Any = None,
+    ) -> torch.Tensor:
+        """Return x @ weight.T + bias, in `room`; with `use`, what `use(x, weight, bias)` returns: so another
+        operation (the loss) can use the parameters while they are here.
         """
         if use is not None:
             result: torch.Tensor = use(x, self.weight, self.bias)
             return result
-        return _product(x, self, channel, transposed=False)
+        return _product(x, self, channel, room, transposed=False)
 
 
 class Conv1DTile(Tile):
     """The same by a weight [in, out], as Hugging Face's Conv1D has it."""
 
-    def forward(self, x: torch.Tensor, channel: Channel | None = None) -> torch.Tensor:
-        """Return x @ weight + bias."""
-        return _product(x, self, channel, transposed=True)
+    def forward(
+        self, x: torch.Tensor, channel: Channel | None = None, room: mapped.Room | None = None
+    ) -> torch.Tensor:
+        """Return x @ weight + bias, in `room`."""
+        return _product(x, self, channel, room, transposed=True)
 
 
-def _product(x: torch.Tensor, tile: Tile, channel: Channel | None, *, transposed: bool) -> torch.Tensor:
+def _product(
+    x: torch.Tensor, tile: Tile, channel: Channel | None, room: mapped.Room | None, *, transposed: bool
+) -> torch.Tensor:
     link = None if channel is None else channel.link
-    found: torch.Tensor = Product.apply(x, tile.weight, tile.bias, transposed, channel, link)  # type: ignore[no-untyped-call]
+    room = room or mapped.Room()
+    found: torch.Tensor = Product.apply(x, tile.weight, tile.bias, transposed, room, channel, link)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -116,6 +127,8 @@ class Sum:
     task: int = -1
     """The backward that is under way: what one that failed has left counts for nothing."""
     value: torch.Tensor | None = None  # of the input's shape, in the dtype of sums
+    room: mapped.Room = field(default_factory=mapped.Room)
+    """For the tiles' own gradients, which whoever takes them lets go of one by one."""
 
 
 class Channel(NamedTuple):
@@ -162,6 +175,7 @@ class Link(torch.autograd.Function):
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
         """Round the sum, if this backward has made one."""
         found, ctx.sum.value = ctx.sum.value, None
+        ctx.sum.room.clear()
         if found is None or ctx.sum.task != torch._C._current_graph_task_id():
             return None, None
         if found.dtype == ctx.sum.dtype:
@@ -191,15 +205,16 @@ class Product(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         transposed: bool,  # noqa: FBT001
+        room: mapped.Room,
         channel: Channel | None,
         link: torch.Tensor | None,  # noqa: ARG004 - of the channel
     ) -> torch.Tensor:
-        """Return [tokens, out]."""
+        """Return [tokens, out]. room: for it."""
         ctx.save_for_backward(x)
         ctx.weight, ctx.transposed, ctx.channel = Kept(weight), transposed, channel
         factor = _in_dtype_of(x, weight)
         factor = factor if transposed else factor.t()
-        out = mapped.empty((len(x), factor.shape[1]), x.dtype, x.device)
+        out = room.empty((len(x), factor.shape[1]), x.dtype, x.device)
         if bias is None:
             return torch.mm(x, factor, out=out)
         return torch.addmm(_in_dtype_of(x, bias), x, factor, out=out)
@@ -211,16 +226,23 @@ class Product(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = sent = None
         multiply = torch.mm if torch.is_grad_enabled() else product
-        if ctx.needs_input_grad[5] and not torch.is_grad_enabled():
+        if ctx.needs_input_grad[6] and not torch.is_grad_enabled():
             add_product(ctx.channel.total(), grad, _factor(ctx, x))
             sent = ctx.channel.sent()
         elif ctx.needs_input_grad[0]:
             grad_x = multiply(grad, _factor(ctx, x))
         if ctx.needs_input_grad[1]:
-            grad_weight = multiply(x.t(), grad) if ctx.transposed else multiply(grad.t(), x)
+            grad_weight = _of_weight(ctx, x, grad)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.sum(0)
-        return grad_x, grad_weight, grad_bias, None, None, sent
+        return grad_x, grad_weight, grad_bias, None, None, None, sent
+
+
+def _of_weight(ctx: Any, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    left, right = (x.t(), grad) if ctx.transposed else (grad.t(), x)
+    if torch.is_grad_enabled():
+        return torch.mm(left, right)
+    return product(left, right, ctx.channel and ctx.channel.sum.room)
 
 
 def _factor(ctx: Any, x: torch.Tensor) -> torch.Tensor:
