@@ -149,13 +149,16 @@ class Channel(NamedTuple):
         """Return the same for a tile that takes some columns of the input."""
         return Channel(self.link, self.sum, columns)
 
-    def total(self) -> torch.Tensor:
-        """Return the sum so far, [tokens, columns], to add to."""
-        task = torch._C._current_graph_task_id()
-        if self.sum.value is None or self.sum.task != task:
-            self.sum.value = mapped.zeros(self.sum.shape, wide(self.sum.dtype), self.sum.device)
-            self.sum.task = task
-        return self.sum.value[:, self.columns]
+    def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Add left @ right, [tokens, columns], to the sum; a backward's first is the sum, if it can be."""
+        total, task = self.sum, torch._C._current_graph_task_id()
+        if total.value is None or total.task != task:
+            total.task = task
+            if right.shape[1] == total.shape[1] and left.dtype == wide(total.dtype):
+                total.value = product(left, right)
+                return
+            total.value = mapped.zeros(total.shape, wide(total.dtype), total.device)
+        add_product(total.value[:, self.columns], left, right)
 
     def sent(self) -> torch.Tensor:
         """Return the gradient of the link: that something was added."""
@@ -227,7 +230,7 @@ class Product(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = sent = None
         multiply = torch.mm if torch.is_grad_enabled() else product
         if ctx.needs_input_grad[6] and not torch.is_grad_enabled():
-            add_product(ctx.channel.total(), grad, _factor(ctx, x))
+            ctx.channel.add_product(grad, _factor(ctx, x))
             sent = ctx.channel.sent()
         elif ctx.needs_input_grad[0]:
             grad_x = multiply(grad, _factor(ctx, x))
