@@ -3,9 +3,10 @@
 [Note: straight into the sums]
 Autograd makes a whole weight's gradient for each slice before it can be added to those of the slices before.
 A linear layer's is a product, which BLAS adds to what is there: it needs no room of its own, and of a 16-bit
-weight no rounding per slice. So on the CPU, where that costs nothing, calls of F.linear on the module's own
-parameters add theirs where the sums are. Slices of the batch do not: micro-batches promise the bits of
-gradients that are accumulated one by one.
+weight no rounding per slice (but where the CPU multiplies in 16 bits: results are rounded then, and added, a
+MiB at a time). So on the CPU, where that costs nothing, calls of F.linear on the module's own parameters add
+theirs where the sums are. Slices of the batch do not: micro-batches promise the bits of gradients that are
+accumulated one by one.
 
 [Note: results that nobody reads]
 An MLP ends with a linear layer. In backward its slices are computed again for what the gradients need, and
@@ -27,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from infinity.tiling import mapped
-from infinity.tiling.products import in_fp32, product, wide
+from infinity.tiling.products import in_fp32, product
 from infinity.tiling.sums import Sums
 
 _PROPERTIES = ("shape", "dtype", "device", "requires_grad", "grad_fn", "is_leaf")
@@ -89,7 +90,7 @@ class Straight(TorchFunctionMode):
 def _is_ours(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
     plain = x.device.type == "cpu" and x.dtype == weight.dtype and not torch.is_autocast_enabled("cpu")
     fits = bias is None or bias.dtype == x.dtype
-    return plain and fits and x.numel() > 0 and (wide(x.dtype) == x.dtype or in_fp32(x))
+    return plain and fits and x.numel() > 0 and x.dtype.is_floating_point
 
 
 class Linear(torch.autograd.Function):

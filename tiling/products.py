@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from infinity import kernels
 from infinity.tiling import mapped
 
 WIDENED_NBYTES = 1 << 20
@@ -66,7 +67,25 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
         for rows, columns, one, other in _pieces(left, right):
             total[rows, columns].addmm_(one, other)
     else:
-        total.add_(left.mm(right))
+        step = max(WIDENED_NBYTES // (right.shape[1] * left.dtype.itemsize), FEWEST_ROWS)
+        for first in range(0, len(left), step):
+            rows = slice(first, first + step)
+            accumulate(total[rows], left[rows].mm(right))
+
+
+_KERNELS = {torch.bfloat16: kernels.accumulate, torch.float16: kernels.accumulate_f16}
+
+
+def accumulate(total: torch.Tensor, more: torch.Tensor) -> None:
+    """Add to a sum, in its dtype. On the CPU, where torch's own addition of two dtypes takes several times as
+    long, by a kernel.
+    """
+    add = _KERNELS.get(more.dtype)
+    on_cpu = total.device.type == more.device.type == "cpu"
+    if add and on_cpu and total.dtype == torch.float32 and total.is_contiguous() and more.is_contiguous():
+        add(total.numel(), total.data_ptr(), more.data_ptr())
+    else:
+        total.add_(more)
 
 
 class Spare:

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from infinity import kernels
 from infinity.tiling import mapped
-from infinity.tiling.products import add_product, wide
+from infinity.tiling.products import accumulate, add_product, wide
 
 
 class Cuts(NamedTuple):
@@ -65,7 +64,7 @@ class Sums:
         if total is None:  # a copy: autograd may hand the same tensor to somebody else
             self._of_parameters[number] = _widened(grad)
         else:
-            _add(total, grad)
+            accumulate(total, grad)
         return grad.new_zeros(()).expand(grad.shape)
 
     def add_product(self, parameter: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -96,7 +95,7 @@ class Sums:
             elif (total := self._of_inputs[number]) is None:
                 self._of_inputs[number] = _widened(grad)
             else:
-                _add(total, grad)
+                accumulate(total, grad)
         if self._alone:
             self._of_parameters = list(rest)
 
@@ -117,18 +116,3 @@ def _rounded(totals: list[torch.Tensor | None], number: int, like: torch.Tensor)
     if total is None or total.dtype == like.dtype:
         return total
     return mapped.empty(total.shape, like.dtype, total.device).copy_(total)
-
-
-_KERNELS = {torch.bfloat16: kernels.accumulate, torch.float16: kernels.accumulate_f16}
-
-
-def _add(total: torch.Tensor, grad: torch.Tensor) -> None:
-    """Add to a sum. On the CPU, where torch's own addition of two dtypes takes several times as long, by a
-    kernel.
-    """
-    add = _KERNELS.get(grad.dtype)
-    on_cpu = total.device.type == grad.device.type == "cpu"
-    if add and on_cpu and total.dtype == torch.float32 and total.is_contiguous() and grad.is_contiguous():
-        add(total.numel(), total.data_ptr(), grad.data_ptr())
-    else:
-        total.add_(grad)

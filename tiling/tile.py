@@ -149,16 +149,24 @@ class Channel(NamedTuple):
         """Return the same for a tile that takes some columns of the input."""
         return Channel(self.link, self.sum, columns)
 
+    def total(self) -> torch.Tensor:
+        """Return the sum so far, [tokens, columns], to add to."""
+        if self._is_first():
+            self.sum.value = mapped.zeros(self.sum.shape, wide(self.sum.dtype), self.sum.device)
+        return self.sum.value[:, self.columns]  # type: ignore[index]
+
     def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
         """Add left @ right, [tokens, columns], to the sum; a backward's first is the sum, if it can be."""
-        total, task = self.sum, torch._C._current_graph_task_id()
-        if total.value is None or total.task != task:
-            total.task = task
-            if right.shape[1] == total.shape[1] and left.dtype == wide(total.dtype):
-                total.value = product(left, right)
-                return
-            total.value = mapped.zeros(total.shape, wide(total.dtype), total.device)
-        add_product(total.value[:, self.columns], left, right)
+        whole = right.shape[1] == self.sum.shape[1] and left.dtype == wide(self.sum.dtype)
+        if whole and self._is_first():
+            self.sum.value = product(left, right)
+        else:
+            add_product(self.total(), left, right)
+
+    def _is_first(self) -> bool:
+        """Whether this backward has no sum yet."""
+        before, self.sum.task = self.sum.task, torch._C._current_graph_task_id()
+        return self.sum.value is None or before != self.sum.task
 
     def sent(self) -> torch.Tensor:
         """Return the gradient of the link: that something was added."""
