@@ -32,12 +32,11 @@ def gradient(tiled, name):
 
 def close(actual, exact, magnitude, terms, dtype):
     """Within the rounding of a sum of so many terms in fp32 or wider, and of its result, its parts and its
-    inputs' products in `dtype`.
+    inputs' products in `dtype`; of those below its normal numbers, in their steps.
     """
-    bound = (
-        terms * torch.finfo(torch.promote_types(dtype, torch.float32)).eps + 4 * torch.finfo(dtype).eps
-    ) * magnitude
-    return bool(((actual.double() - exact).abs() <= bound + 1e-30).all())
+    narrow = torch.finfo(dtype)
+    bound = (terms * torch.finfo(torch.promote_types(dtype, torch.float32)).eps + 4 * narrow.eps) * magnitude
+    return bool(((actual.double() - exact).abs() <= bound + 4 * narrow.smallest_normal * narrow.eps).all())
 
 
 @given(
