@@ -66,8 +66,10 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
     elif in_fp32(left):
         for rows, columns, one, other in _pieces(left, right):
             total[rows, columns].addmm_(one, other)
-    else:
-        step = max(WIDENED_NBYTES // (right.shape[1] * left.dtype.itemsize), FEWEST_ROWS)
+    elif left.device.type != "cpu":
+        total.add_(left.mm(right))
+    else:  # a piece at a time, that it is still in the caches when it is added
+        step = max(WIDENED_NBYTES // (right.shape[1] * left.dtype.itemsize or 1), FEWEST_ROWS)
         for first in range(0, len(left), step):
             rows = slice(first, first + step)
             accumulate(total[rows], left[rows].mm(right))
