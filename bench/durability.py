@@ -28,7 +28,7 @@ from rich.console import Console
 
 from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, show, write
 from infinity.bench.fio import Bandwidth, read_percent
-from infinity.bench.floor import Gauge, gauge_on, terms
+from infinity.bench.floor import gauge_on, terms
 from infinity.bench.runs import OWN, SETTLING, SHAPES, Measured, Model, folder_on, measure, settings_of
 from infinity.bench.targets import Target
 from infinity.errors import InfinityError
@@ -135,7 +135,7 @@ def compare(options: argparse.Namespace, folder: Path, console: Console) -> dict
     found: dict[int, list[Round]] = {tokens: [] for tokens in options.tokens}
     ways = [(way, more) for way, more in WAYS.items() if way == "as it is" or way in options.beside]
     orders = list(itertools.permutations(ways))
-    gauge: Gauge = gauge_on(folder, options.disk_size, seconds=1)
+    gauge = gauge_on(folder, options.disk_size, seconds=1)
     for number in range(options.rounds):
         for tokens, rounds in found.items():
             model = Model(options.model, tokens, options.steps)

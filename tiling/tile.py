@@ -151,20 +151,20 @@ class Channel(NamedTuple):
 
     def total(self) -> torch.Tensor:
         """Return the sum so far, [tokens, columns], to add to."""
-        if self._is_first():
+        if self._begins():
             self.sum.value = mapped.zeros(self.sum.shape, wide(self.sum.dtype), self.sum.device)
         return self.sum.value[:, self.columns]  # type: ignore[index]
 
     def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
         """Add left @ right, [tokens, columns], to the sum; a backward's first is the sum, if it can be."""
         whole = right.shape[1] == self.sum.shape[1] and left.dtype == wide(self.sum.dtype)
-        if whole and self._is_first():
+        if whole and self._begins():
             self.sum.value = product(left, right)
         else:
             add_product(self.total(), left, right)
 
-    def _is_first(self) -> bool:
-        """Whether this backward has no sum yet."""
+    def _begins(self) -> bool:
+        """Note which backward this is; whether it has no sum yet."""
         before, self.sum.task = self.sum.task, torch._C._current_graph_task_id()
         return self.sum.value is None or before != self.sum.task
 
