@@ -53,6 +53,9 @@ class Spec:
     """Sequences in a step, one micro-batch each."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Of the kind: budget and update of infinity, buffers and groups of DeepSpeed."""
+    turn: int = 0
+    """Steps until others have the machine, and it waits for a byte from the descriptor `baton`; 0: never."""
+    baton: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,32 +229,9 @@ def plain(spec: Spec) -> Contestant:
 
 
 def plain_kernels(spec: Spec) -> Contestant:
-    """Plain PyTorch in memory with split masters and Infinity's kernel, called once per parameter.
-
-    It rounds as Infinity does and leaves the buffers alone: losses equal those of exact state, bit for bit.
-    """
-    kernels = importlib.import_module("infinity.kernels")
+    """Plain PyTorch in memory with Infinity's split masters and kernel; buffers stay as they are."""
     model = llama(spec)
-    weights = list(model.parameters())
-    remainders = [torch.empty(weight.shape, dtype=torch.int16) for weight in weights]
-    for weight, lo in zip(weights, remainders, strict=True):
-        hi = torch.empty(weight.shape, dtype=torch.bfloat16)
-        kernels.split(weight.numel(), weight.data_ptr(), hi.data_ptr(), lo.data_ptr())
-        weight.data = hi
-    moments = [(torch.zeros(weight.shape), torch.zeros(weight.shape)) for weight in weights]
-    count_of_steps = itertools.count(1)
-
-    @torch.no_grad()
-    def step() -> None:
-        scalars = kernels.AdamWScalars(LR, *BETAS, EPS, WEIGHT_DECAY, next(count_of_steps))
-        for hi, lo, (m, v) in zip(weights, remainders, moments, strict=True):
-            if hi.grad is None:
-                continue
-            grad = hi.grad.contiguous()
-            state = (tensor.data_ptr() for tensor in (hi, lo, m, v, grad))
-            kernels.adamw(hi.numel(), *state, "bf16", scalars)
-            hi.grad = None
-
+    step = importlib.import_module("infinity.bench.split_masters").adamw(model, **RATES)
     return Contestant(checkpointed(model), count(model), torch.Tensor.backward, step)
 
 
@@ -360,8 +340,18 @@ def one_step(contestant: Contestant, spec: Spec, number: int) -> Step:
     return Step(marks[-1] - marks[0], forward_s, backward_s, step_s, total / len(batches), moved)
 
 
+def take_turn(spec: Spec, number: int) -> None:
+    """Before step `number`, if a turn ends or begins there: hand the machine over, and wait to have it."""
+    if spec.turn and number % spec.turn == 0:
+        if number:
+            os.write(spec.baton, b".")
+        if number < spec.steps and not os.read(spec.baton, 1):
+            raise RuntimeError("the race was ended before this contestant's last turn")
+
+
 def run(spec: Spec) -> Result:
     """Build, train, measure."""
+    take_turn(spec, 0)
     versions = import_kind(spec.kind)
     gc.collect()
     reset_peak()
@@ -379,6 +369,7 @@ def run(spec: Spec) -> Result:
     reset_peak()
     for number in range(spec.steps):
         result.steps.append(one_step(contestant, spec, number))
+        take_turn(spec, number + 1)
     result.peak_nbytes = resident("VmHWM") - baseline
     result.engine = contestant.report()
     return result

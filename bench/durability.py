@@ -1,17 +1,17 @@
 """What a durable run costs over one that is not, and what checksums cost over none: time, and bytes counted.
 
     python -m infinity.bench.durability --nvme DIR --json bench/results/durability-16.json
-    python -m infinity.bench.durability --nvme DIR --tokens 256 --steps 5 --rounds 2 \
+    python -m infinity.bench.durability --nvme DIR --tokens 256 --turns 6 \
         --json bench/results/durability-256.json
-    python -m infinity.bench.durability --nvme DIR --model 269m --host-memory 512MiB --steps 5 --rounds 6 \
+    python -m infinity.bench.durability --nvme DIR --model 269m --host-memory 512MiB --turns 6 \
         --beside unchecked --json bench/results/durability-269m.json
 
-Three settings of one training, each run in a fresh process, in changing order: as it is, with durable=True,
-and with verify="off". What counts are the medians of the ratios within rounds, since a disk's speed drifts.
-Each round begins with measuring that speed, by our own engine: where the disk, at it, needs most of a step
-for its bytes, the disk is the limit, and checksums, which computing has time for then, may cost less. Bytes
-are the kernel's count; fields that the budget keeps in host memory, which a durable run writes with every
-commit, are told beside them and not held against it.
+Three settings of one training, each in a process of its own that stays: as it is, with durable=True, and with
+verify="off". They take turns of a few steps, in changing order. What counts are the medians of the ratios
+within turns, since a disk's speed drifts. Each turn begins with measuring that speed, by our own engine:
+where the disk, at it, needs most of a step for its bytes, the disk is the limit, and checksums, which
+computing has time for then, may cost less. Bytes are the kernel's count; fields that the budget keeps in host
+memory, which a durable run writes with every commit, are told beside them and not held against it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ from rich.console import Console
 from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, show, write
 from infinity.bench.fio import Bandwidth, read_percent
 from infinity.bench.floor import gauge_on, terms
-from infinity.bench.runs import OWN, SETTLING, SHAPES, Measured, Model, folder_on, measure, settings_of
+from infinity.bench.runs import OWN, SHAPES, Measured, Model, folder_on, measure, settings_of
 from infinity.bench.targets import Target
+from infinity.bench.turns import seconds_of_turns, take_turns
 from infinity.errors import InfinityError
 from infinity.sizes import format_size, parse_size
 
@@ -45,107 +47,137 @@ CHECKED_DISK = Target("≤", 1.03, "x the time of a step without checksums, the 
 CHECKED = Target("≤", 1.10, "x the time of a step without checksums")
 NEAR = 0.85
 """The disk is the limit where it needs this part of a step without checksums, as of a step near its floor."""
+TURN = 4
+"""Steps of a turn."""
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """One run of each way, and what the disk did before them; None where it cannot be measured."""
+class Turn:
+    """Seconds per step of each setting in one turn, and what the disk did before; None where not known."""
+
+    seconds: Mapping[str, float]
+    disk: Bandwidth | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """What was measured: the runs, and their turns."""
 
     runs: Mapping[str, Measured]
-    disk: Bandwidth | None = None
+    turns: Sequence[Turn]
 
     def busy(self, way: str) -> float:
         """Return the part of a step that the disk needs for its bytes; 0 where its speed is not known."""
+        return statistics.median(self.busy_in(turn, way) for turn in self.turns)
+
+    def busy_in(self, turn: Turn, way: str) -> float:
+        """Return the same of one turn."""
         run = self.runs[way]
-        return terms(0.0, run.read_nbytes, run.written_nbytes, self.disk).floor_s / run.seconds
+        return terms(0.0, run.read_nbytes, run.written_nbytes, turn.disk).floor_s / turn.seconds[way]
+
+    def ratios(self, way: str, other: str) -> list[float]:
+        """Return how many times as long a step of one setting took as of the other, turn by turn."""
+        return [turn.seconds[way] / turn.seconds[other] for turn in self.turns]
 
 
-def bytes_over(one: Round) -> float:
+def bytes_over(race: Race) -> float:
     """Return the bytes of a durable step over those of one that is not, without what lies in host memory."""
-    durable, plain = one.runs["durable"], one.runs["as it is"]
+    durable, plain = race.runs["durable"], race.runs["as it is"]
     nbytes = durable.bytes_per_parameter * durable.parameters - float(durable.engine["host_nbytes"])
     return nbytes / (plain.bytes_per_parameter * plain.parameters)
 
 
-def verdicts(tokens: int, rounds: Sequence[Round]) -> list[str]:
-    """Hold the ratios within the rounds against what they may be."""
+def verdicts(tokens: int, race: Race) -> list[str]:
+    """Hold the ratios within the turns against what they may be."""
     lines = []
-    if "durable" in rounds[0].runs:
-        durable = [one.runs["durable"].seconds / one.runs["as it is"].seconds for one in rounds]
+    if "durable" in race.runs:
+        times = race.ratios("durable", "as it is")
         lines += [
-            f"{tokens} tokens, durable: {DURABLE_TIME.verdict(durable)}",
-            f"{tokens} tokens, durable: {DURABLE_BYTES.verdict(list(map(bytes_over, rounds)))}",
+            f"{tokens} tokens, durable: {DURABLE_TIME.verdict(times)} {spread(times)}",
+            f"{tokens} tokens, durable: {DURABLE_BYTES.verdict([bytes_over(race)])}",
         ]
-    if "unchecked" in rounds[0].runs:
-        checked = [one.runs["as it is"].seconds / one.runs["unchecked"].seconds for one in rounds]
-        busy = statistics.median(one.busy("unchecked") for one in rounds)
-        limit = CHECKED_DISK if busy >= NEAR else CHECKED
-        lines.append(f"{tokens} tokens, checksums: {limit.verdict(checked)}")
+    if "unchecked" in race.runs:
+        limit = CHECKED_DISK if race.busy("unchecked") >= NEAR else CHECKED
+        times = race.ratios("as it is", "unchecked")
+        lines.append(f"{tokens} tokens, checksums: {limit.verdict(times)} {spread(times)}")
     return lines
 
 
-def row_of(tokens: int, number: int, way: str, one: Round) -> dict[str, Any]:
-    """Return one run as a row."""
-    run = one.runs[way]
-    return {
-        "tokens": tokens,
-        "round": number,
-        "way": way,
-        "seconds": run.seconds,
-        "read_per_parameter": run.read_per_parameter,
-        "written_per_parameter": run.written_per_parameter,
-        "host_nbytes": run.engine["host_nbytes"],
-        "busy": one.busy(way),
-        "disk": None if one.disk is None else asdict(one.disk),
-        "loss": run.loss,
-        "all_seconds": run.all_seconds,
-        "load": run.load,
-    }
+def spread(values: Sequence[float]) -> str:
+    """Return in words between what half of the values lie."""
+    if len(values) == 1:
+        return "(1 turn)"
+    low, _, high = statistics.quantiles(values, method="inclusive")
+    return f"({len(values)} turns, half of them {low:.2f} to {high:.2f})"
 
 
-def findings_of(found: dict[int, list[Round]], options: argparse.Namespace) -> Findings:
-    """Lay all runs side by side."""
+def rows_of(tokens: int, race: Race) -> list[dict[str, Any]]:
+    """Return each setting's turns as rows."""
+    return [
+        {
+            "tokens": tokens,
+            "turn": number,
+            "way": way,
+            "seconds": turn.seconds[way],
+            "read_per_parameter": run.read_per_parameter,
+            "written_per_parameter": run.written_per_parameter,
+            "host_nbytes": run.engine["host_nbytes"],
+            "busy": race.busy_in(turn, way),
+            "disk": None if turn.disk is None else asdict(turn.disk),
+            "loss": run.loss,
+            "load": run.load,
+        }
+        for number, turn in enumerate(race.turns, 1)
+        for way, run in race.runs.items()
+    ]
+
+
+def findings_of(found: dict[int, Race], options: argparse.Namespace) -> Findings:
+    """Lay all turns side by side."""
     return Findings(
         title="What durable runs and checksums cost",
-        rows=[
-            row_of(tokens, number, way, one)
-            for tokens, rounds in found.items()
-            for number, one in enumerate(rounds, 1)
-            for way in one.runs
-        ],
+        rows=[row for tokens, race in found.items() for row in rows_of(tokens, race)],
         columns=[
             Column("tokens", "tokens"),
-            Column("round", "round"),
+            Column("turn", "turn"),
             Column("way", "setting"),
             Column("seconds", "s per step", "{:.3f}".format),
             Column("read_per_parameter", "read, B per parameter", "{:.2f}".format),
             Column("written_per_parameter", "written", "{:.2f}".format),
             Column("host_nbytes", "kept in host memory", format_size),
             Column("busy", "that the disk needs", "{:.0%}".format),
-            Column("loss", "loss", "{:.6f}".format),
+            Column("loss", "last loss", "{:.6f}".format),
         ],
-        verdicts=[line for tokens, rounds in found.items() for line in verdicts(tokens, rounds)],
+        verdicts=[line for tokens, race in found.items() for line in verdicts(tokens, race)],
         options=asked(options),
     )
 
 
-def compare(options: argparse.Namespace, folder: Path, console: Console) -> dict[int, list[Round]]:
-    """Run every setting in turn, round by round."""
+def compare(tokens: int, options: argparse.Namespace, folder: Path) -> Race:
+    """Let every setting train in turns."""
     settings = settings_of(options.host_memory, options.update) | {"dtype": options.dtype}
-    found: dict[int, list[Round]] = {tokens: [] for tokens in options.tokens}
-    ways = [(way, more) for way, more in WAYS.items() if way == "as it is" or way in options.beside]
-    orders = list(itertools.permutations(ways))
+    model = Model(options.model, tokens, (1 + options.turns) * TURN, turn=TURN)
+    ways = {way: more for way, more in WAYS.items() if way == "as it is" or way in options.beside}
     gauge = gauge_on(folder, options.disk_size, seconds=1)
-    for number in range(options.rounds):
-        for tokens, rounds in found.items():
-            model = Model(options.model, tokens, options.steps)
-            speeds = gauge.measure(read_percent(0, 0))
-            runs: dict[str, Measured] = {}
-            for way, more in orders[number % len(orders)]:
-                with console.status(f"{tokens} tokens, {way}"):
-                    runs[way] = measure(OWN, "infinity", model, folder, {**settings, **more})
-            rounds.append(Round(runs, speeds.own))
-    return found
+    disk: list[Bandwidth | None] = []
+
+    def run(more: Mapping[str, Any], baton: int) -> Measured:
+        return measure(OWN, "infinity", model, folder, {**settings, **more}, baton=baton)
+
+    orders = itertools.islice(itertools.cycle(itertools.permutations(ways)), 1 + options.turns)
+    runs = take_turns(
+        {way: partial(run, more) for way, more in ways.items()},
+        list(orders),
+        lambda: disk.append(gauge.measure(read_percent(0, 0)).own),
+    )
+    seconds = {way: seconds_of_turns(one, TURN) for way, one in runs.items()}
+    return Race(
+        runs,
+        [
+            Turn({way: each[number] for way, each in seconds.items()}, disk[1 + number])
+            for number in range(options.turns)
+        ],
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -159,8 +191,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--update", choices=("forward", "backward"), default="backward")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="that computes; bf16")
     parser.add_argument("--tokens", nargs="+", type=int, default=[16], metavar="N", help="per step")
-    parser.add_argument("--steps", type=int, default=7, help=f"of which the first {SETTLING} do not count")
-    parser.add_argument("--rounds", type=int, default=3)
+    turns = f"of {TURN} steps, of which the first does not count, after one that settles; 12"
+    parser.add_argument("--turns", type=int, default=12, metavar="N", help=turns)
     beside = [way for way in WAYS if way != "as it is"]
     parser.add_argument("--beside", nargs="+", choices=beside, default=beside, help="what it is held against")
     size = "of the file to measure the disk with; 1GiB"
@@ -171,7 +203,10 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         check_outputs(options)
         with folder_on(options.nvme) as folder:
-            found = compare(options, folder, console)
+            found: dict[int, Race] = {}
+            for tokens in options.tokens:
+                with console.status(f"{tokens} tokens, {1 + options.turns} turns"):
+                    found[tokens] = compare(tokens, options, folder)
             findings = findings_of(found, options)
             show(findings, console, folder)
             write(findings, options, folder)

@@ -150,7 +150,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--host-memory", default="512MiB", metavar="SIZE")
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4)
     add_outputs(parser, plots=False)
     options = parser.parse_args(arguments)
     console = Console()

@@ -26,8 +26,10 @@ from infinity.presets import PRESETS, VOCABULARY
 from infinity.sizes import format_size
 
 HERE = Path(__file__).resolve().parent
-SETTLING = 2
-"""Steps that are not counted: in the first an engine learns the order of uses and has no moments to read."""
+SETTLING = 3
+"""Steps that are not counted: in the first an engine learns the order of uses and has no moments to read; in
+the third, with uses of a whole step counted, it moves fields between tiers.
+"""
 
 SHAPES: dict[str, dict[str, int]] = {
     name: {
@@ -180,6 +182,13 @@ class Model:
     tokens: int
     steps: int
     micro_batches: int = 1
+    turn: int = 0
+    """Steps of a turn, where contestants take turns."""
+
+
+def counts(step: int, turn: int = 0) -> bool:
+    """Whether a step, from 0, counts: behind those that settle; of each turn, behind its first."""
+    return step >= max(SETTLING, turn) and (turn == 0 or step % turn > 0)
 
 
 def measure(
@@ -189,10 +198,12 @@ def measure(
     folder: Path,
     settings: dict[str, Any],
     program: str = "contestant.py",
+    baton: int | None = None,
 ) -> Measured:
     """Train a contestant in a process of its own, with its files in a folder that is removed afterwards.
 
     program: the file in this folder that knows the kind.
+    baton: the descriptor of a socket on which it is told its turns; see `bench.turns`.
     Raises: RunError with the error's words, or with the process's last lines.
     """
     with (
@@ -202,19 +213,23 @@ def measure(
         spec = {"kind": kind, "shape": SHAPES[model.shape], "steps": model.steps, "tokens": model.tokens}
         spec |= {"micro_batches": model.micro_batches}
         spec |= {"nvme": name, "out": f"/proc/self/fd/{out.fileno()}", "settings": settings}
-        code, said = environment.run([str(HERE / program), json.dumps(spec)], [out.fileno()])
+        keep = [out.fileno()]
+        if baton is not None:
+            spec |= {"turn": model.turn, "baton": baton}
+            keep.append(baton)
+        code, said = environment.run([str(HERE / program), json.dumps(spec)], keep)
         result = json.loads(out.read() or "{}")
     if "error" in result:
         raise RunError(f"{kind} on {model.shape}: {result['error']}")
     if code or not result:
         last = "\n".join(said.splitlines()[-15:])
         raise RunError(f"{kind} on {model.shape} ended with exit code {code}; its last lines:\n{last}")
-    return _measured(result)
+    return _measured(result, model.turn)
 
 
-def _measured(result: dict[str, Any]) -> Measured:
+def _measured(result: dict[str, Any], turn: int) -> Measured:
     steps = result["steps"]
-    steady = steps[SETTLING:] or steps[-1:]
+    steady = [step for number, step in enumerate(steps) if counts(number, turn)] or steps[-1:]
     parameters = result["parameters"]
 
     def median(key: str) -> float:

@@ -45,6 +45,8 @@ from infinity.unit import Unit
 
 _LAST_S = 10.0
 """Seconds that the end of a run waits for the other ranks' commit of its last step."""
+_ABREAST = 2
+"""Passes that a commit queues at a time: the forward's reads do not wait behind all of them."""
 Said = tuple[Mapping[str, Any], Mapping[str, PlainTensor]]
 
 
@@ -335,7 +337,9 @@ class Durable:
                 passes = self.homes.passes(self._units, self._tile_numel)
                 if not passes:
                     return self._capture(job)
-            for one in passes:
+            for number, one in enumerate(passes):
+                if number >= _ABREAST:
+                    self._lane.wait(passes[number - _ABREAST], finished=True)
                 self._lane.submit(one)
             for one in passes:
                 self._lane.wait(one, finished=True)

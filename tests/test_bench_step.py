@@ -304,14 +304,14 @@ def test_a_range_is_told_where_there_are_several_rounds():
 
 # The command
 
-TINY = ["bench", "step", "--model", "1m", "--tokens", "16", "--steps", "3", "--rounds", "1"]
+TINY = ["bench", "step", "--model", "1m", "--tokens", "16", "--steps", "4", "--rounds", "1"]
 TINY += ["--host-memory", "4MiB", "--disk-seconds", "1", "--disk-size", "32MiB"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--steps", "2"], "first 2 are not counted"),
+        (["--steps", "3"], "first 3 are not counted"),
         (["--peer", "deepspeed"], "needs --venv"),
         (["--peer", "deepspeed", "--venv", "/nowhere"], "cannot import deepspeed"),
         (["--only", "nobody"], "'nobody' is in no name"),

@@ -19,6 +19,7 @@ from infinity import (
     CorruptionError,
     UnsupportedError,
 )
+from infinity.keeping import KeepPass
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable"), pytest.mark.timeout(120)]
 
@@ -396,3 +397,22 @@ def test_a_durable_that_is_none_is_refused(what):
     for fields in ({"durable": True}, {"wipe": True, "nvme": "/x"}, {"verify": "often"}):
         with pytest.raises(ConfigError):
             infinity.Config(**fields)
+
+
+def test_what_a_commit_writes_from_host_memory_is_queued_two_fields_at_a_time(folder):
+    run = Run(folder, host_memory="64MiB")
+    lane, queued, most = run.engine.lane, [], 0
+    submit = lane.submit
+
+    def noted(job, *, urgent=False):
+        nonlocal most
+        submit(job, urgent=urgent)
+        if isinstance(job, KeepPass):
+            queued.append(job)
+            most = max(most, sum(not one.finished for one in queued))
+
+    lane.submit = noted
+    run.train(3)
+    assert infinity.commit(run.model) == 3
+    assert len(queued) > 10
+    assert most <= 2
