@@ -191,10 +191,11 @@ class StorageFullError(_DetailedError):
         advice = _OF_REQUESTS[number]
         cause = "other data fills the file system" if number == errno.ENOSPC else advice.cause
         cure = "free space there, or let `nvme` name another drive" if number == errno.ENOSPC else advice.cure
+        short = f", {needed - free} B short" if needed > free else ""  # a quota leaves room to others
         error = cls(
             number,
             f"allocating {needed} B: {name_of(number)}\n"
-            f"  where: {path}, {free} B free, {max(needed - free, 0)} B short\n"
+            f"  where: {path}, {free} B free{short}\n"
             f"  likely cause: {cause}\n"
             f"  try: {cure}",
             path,

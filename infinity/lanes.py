@@ -225,7 +225,7 @@ class StreamLane:
         except BaseException as error:
             logger.debug("the lane stops", exc_info=error)
             with self.lock:
-                self._failure = error
+                self._failure = self._failure or error  # an earlier one, of another thread, is the cause
         self._drain_transfers()
         with self.lock:
             self.changed.notify_all()

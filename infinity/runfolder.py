@@ -80,9 +80,9 @@ class RunFolder:
     def write_slot(self, number: int, data: bytes) -> None:
         """Write a slot, and return when it is on disk.
 
-        Raises: OSError naming the file.
+        Raises: aio.IoError naming the file.
         """
-        name = _SLOTS[number]
+        name, written = _SLOTS[number], 0
         try:
             new = number not in self._slots
             if new:
@@ -96,15 +96,16 @@ class RunFolder:
                 ):  # where it cannot be promised, writing says whether it fits
                     os.posix_fallocate(fd, 0, nbytes)
                 self._allocated[number] = nbytes
-            written = 0
             while written < len(data):
                 written += os.pwrite(fd, memoryview(data)[written:], written)
             os.fdatasync(fd)
             if new:
                 os.fsync(self.fd)
         except OSError as error:
-            error.filename = str(Path(self.path, name))
-            raise
+            file, number = str(Path(self.path, name)), error.errno or errno.EIO
+            raise aio.IoError.of_request(
+                number, "write", file, offset=0, nbytes=len(data), failed_at=written, what="a commit"
+            ) from error
 
     # Which run's second, third, ... folder it is
 

@@ -23,6 +23,7 @@ import infinity
 import trials
 from infinity import ConfigError
 from infinity.aio import IoError, StorageFullError
+from infinity.generations import TwinStore
 from infinity.runfolder import RunFolder
 from mounts import device, ground, mounted, root, run
 from seccomp_run import refuse
@@ -211,6 +212,67 @@ def test_a_wall_clock_that_jumps_by_years_changes_nothing(folder, undisturbed):
         time.time = lambda: (-1) ** (jump := next(jumps)) * 1e9 * jump
 
     same_bits(folder, undisturbed, disturb)
+
+
+@root
+def test_a_real_quota_that_a_run_reaches_is_named_and_once_raised_the_run_goes_on(folder, undisturbed):
+    """On btrfs, which writes nothing where it was: there a run can reach its quota after its first step."""
+
+    def work(say):
+        torch.set_num_threads(1)
+        with ground("btrfs", folder) as place:
+            run("btrfs", "quota", "enable", place)
+            training = fragile.Run(place)
+            training.train(2)
+            infinity.commit(training.model)
+            run("btrfs", "qgroup", "limit", "1M", place)
+            try:
+                training.train(20)
+            except NAMED as error:
+                say(refused=f"{type(error).__name__}: {error}")
+            training.kill()
+            run("btrfs", "qgroup", "limit", "none", place)
+            trials.train(say, str(place))
+
+    said = ended(work)
+    assert said["refused"].startswith("IoError"), said
+    for part in ("Disk quota exceeded", "raise the quota", "infinity-run"):
+        assert part in said["refused"]
+    assert (said["first"] >= 2, said["digest"]) == (True, undisturbed["digest"])
+
+
+@pytest.mark.parametrize("update", ["forward", "backward"])
+def test_why_a_commit_could_not_be_written_is_what_the_training_says(folder, undisturbed, update):
+    def work(say):
+        torch.set_num_threads(1)
+        training = fragile.Run(folder, update=update)
+        training.train(2)
+        infinity.commit(training.model)
+        room, fail = RunFolder.write_slot, TwinStore.fail
+        RunFolder.write_slot = no_room
+        TwinStore.fail = lambda store, error: (
+            fail(store, error),
+            time.sleep(0.2),
+        )  # the lane, woken, goes first
+        try:
+            training.train(20)
+        except NAMED as error:
+            say(refused=f"{type(error).__name__}: {error}")
+        training.kill()
+        RunFolder.write_slot, TwinStore.fail = room, fail
+        trials.train(say, str(folder), update=update)
+
+    said = ended(work)
+    assert said["refused"].startswith("IoError: write of a commit: No space left on device"), said
+    assert (said["first"], said["digest"]) == (2, undisturbed["digest"])
+
+
+def no_room(_folder, _number, data):
+    """Write nothing, late: everybody waits for this commit."""
+    time.sleep(0.2)
+    raise IoError.of_request(
+        errno.ENOSPC, "write", "commit-0", offset=0, nbytes=len(data), failed_at=0, what="a commit"
+    )
 
 
 def test_a_quota_that_is_used_up_is_named_and_the_run_goes_on_later(folder, undisturbed):
