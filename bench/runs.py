@@ -22,6 +22,7 @@ import torch
 
 from infinity.bench.places import check_folder
 from infinity.errors import InfinityError
+from infinity.interrupted import held_back
 from infinity.presets import PRESETS, VOCABULARY
 from infinity.sizes import format_size
 
@@ -104,21 +105,24 @@ class Environment:
 
         keep: file descriptors that it gets too.
         """
-        process = subprocess.Popen(  # noqa: S603 (the caller's own Python)
-            [self.python, *self.options, *arguments],
-            env={**os.environ, **self.variables},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            pass_fds=keep,
-            start_new_session=True,  # a group of its own: what DeepSpeed compiles with is in it
-        )
+        process = None
         try:
+            with held_back():  # an interrupt inside Popen would leave a process that nobody knows
+                process = subprocess.Popen(  # noqa: S603 (the caller's own Python)
+                    [self.python, *self.options, *arguments],
+                    env={**os.environ, **self.variables},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    errors="replace",
+                    pass_fds=keep,
+                    start_new_session=True,  # a group of its own: what DeepSpeed compiles with is in it
+                )
             said, _ = process.communicate()
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            if process is not None:
+                with process:  # waits, and closes the pipe
+                    os.killpg(process.pid, signal.SIGKILL)
             raise
         return process.returncode, said
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -40,3 +41,24 @@ def interruptible() -> Iterator[Callable[[], None]]:
     finally:
         for one, action in before.items():
             signal.signal(one, action)
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Let SIGINT and SIGTERM come at the end of the `with`, and not in the middle: what is begun there can be
+    ended by whoever began it. They interrupt the main thread alone; in others this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    hold = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    for one in hold:
+        signal.signal(one, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        for one, action in hold.items():
+            signal.signal(one, action)
+        for number in came[:1]:
+            signal.raise_signal(number)

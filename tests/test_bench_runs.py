@@ -127,6 +127,29 @@ def test_what_a_process_wrote_and_its_exit_code_are_returned():
     assert sorted(said.split()) == ["err", "out"]
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_while_a_process_is_being_started_ends_it_too(monkeypatch, number):
+    begun, start = [], subprocess.Popen
+
+    def interrupted(*args, **kwargs):
+        begun.append(start(*args, **kwargs))
+        signal.raise_signal(number)
+        return begun[0]
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(number, stop)
+    try:
+        monkeypatch.setattr(subprocess, "Popen", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            OWN.run(["-c", "import time; time.sleep(600)"])
+        assert signal.getsignal(number) is stop
+    finally:
+        signal.signal(number, before)
+    assert begun[0].returncode == -signal.SIGKILL
+
+
 FAMILY = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
