@@ -31,7 +31,7 @@ from infinity import aio
 from infinity.commits import Commit, FieldAt, PlainTensor, RecordAt
 from infinity.errors import UnsupportedError
 from infinity.generations import TwinStore
-from infinity.keeping import Homes
+from infinity.keeping import Homes, write_out
 from infinity.lanes import StreamLane
 from infinity.manifest import CheckpointError
 from infinity.nvme import Opening
@@ -45,8 +45,6 @@ from infinity.unit import Unit
 
 _LAST_S = 10.0
 """Seconds that the end of a run waits for the other ranks' commit of its last step."""
-_ABREAST = 2
-"""Passes that a commit queues at a time: the forward's reads do not wait behind all of them."""
 Said = tuple[Mapping[str, Any], Mapping[str, PlainTensor]]
 
 
@@ -337,12 +335,7 @@ class Durable:
                 passes = self.homes.passes(self._units, self._tile_numel)
                 if not passes:
                     return self._capture(job)
-            for number, one in enumerate(passes):
-                if number >= _ABREAST:
-                    self._lane.wait(passes[number - _ABREAST], finished=True)
-                self._lane.submit(one)
-            for one in passes:
-                self._lane.wait(one, finished=True)
+            write_out(self._lane, passes)
 
     def _capture(self, job: _Job) -> Commit:
         """Take down where everything lies."""

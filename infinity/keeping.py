@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Iterator, Sequence
 
+from infinity.lanes import StreamLane
 from infinity.passes import OutPass
 from infinity.queueing import Pass
 from infinity.record import Record
 from infinity.shard import tiles
 from infinity.store import Extent, Store
 from infinity.unit import Unit
+
+ABREAST_NBYTES = 4 << 20
+"""Of what a commit writes from host memory, queued at a time: the forward's reads do not wait behind all."""
 
 
 class KeepPass(OutPass):
@@ -31,9 +36,29 @@ class KeepPass(OutPass):
             yield begun, ended
 
     @property
+    def nbytes(self) -> int:
+        """Of the whole field."""
+        return self.record.field_nbytes(self._name)
+
+    @property
     def in_memory(self) -> bool:
         """No: it writes."""
         return False
+
+
+def write_out(lane: StreamLane, passes: Sequence[KeepPass]) -> None:
+    """Have a lane do passes, a few at a time, and return when they are finished."""
+    queued: deque[KeepPass] = deque()
+    nbytes = 0
+    for one in passes:
+        while queued and nbytes + one.nbytes > ABREAST_NBYTES:
+            lane.wait(queued[0], finished=True)
+            nbytes -= queued.popleft().nbytes
+        lane.submit(one)
+        queued.append(one)
+        nbytes += one.nbytes
+    for one in queued:
+        lane.wait(one, finished=True)
 
 
 class CheckPass(Pass):

@@ -18,6 +18,7 @@ from infinity import (
     ConfigError,
     CorruptionError,
     UnsupportedError,
+    keeping,
 )
 from infinity.keeping import KeepPass
 
@@ -399,20 +400,21 @@ def test_a_durable_that_is_none_is_refused(what):
             infinity.Config(**fields)
 
 
-def test_what_a_commit_writes_from_host_memory_is_queued_two_fields_at_a_time(folder):
+def test_of_what_a_commit_writes_from_host_memory_a_little_is_queued_at_a_time(folder, monkeypatch):
     run = Run(folder, host_memory="64MiB")
-    lane, queued, most = run.engine.lane, [], 0
+    lane, queued, held = run.engine.lane, [], []
     submit = lane.submit
 
     def noted(job, *, urgent=False):
-        nonlocal most
         submit(job, urgent=urgent)
         if isinstance(job, KeepPass):
             queued.append(job)
-            most = max(most, sum(not one.finished for one in queued))
+            held.append([one.nbytes for one in queued if not one.finished])
 
     lane.submit = noted
+    monkeypatch.setattr(keeping, "ABREAST_NBYTES", 40_000)
     run.train(3)
     assert infinity.commit(run.model) == 3
-    assert len(queued) > 10
-    assert most <= 2
+    assert sum(one.nbytes for one in queued) > 100_000
+    assert max(map(len, held)) > 1
+    assert all(len(nbytes) == 1 or sum(nbytes) <= 40_000 for nbytes in held if nbytes)
