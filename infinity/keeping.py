@@ -47,10 +47,12 @@ class KeepPass(OutPass):
 
 
 def write_out(lane: StreamLane, passes: Sequence[KeepPass]) -> None:
-    """Have a lane do passes, a few at a time, and return when they are finished."""
+    """Have a lane do passes, a few at a time, and return when they are finished. The last go first: in the
+    other order each would stand in the way of the forward that uses its record just then.
+    """
     queued: deque[KeepPass] = deque()
     nbytes = 0
-    for one in passes:
+    for one in reversed(passes):
         while queued and nbytes + one.nbytes > ABREAST_NBYTES:
             lane.wait(queued[0], finished=True)
             nbytes -= queued.popleft().nbytes

@@ -417,4 +417,7 @@ def test_of_what_a_commit_writes_from_host_memory_a_little_is_queued_at_a_time(f
     assert infinity.commit(run.model) == 3
     assert sum(one.nbytes for one in queued) > 100_000
     assert max(map(len, held)) > 1
+    records = [unit.record for unit in run.engine.units]
+    numbers = [records.index(one.record) for one in queued]
+    assert (numbers[0], numbers[-1]) == (max(numbers), min(numbers))  # what the forward uses last goes first
     assert all(len(nbytes) == 1 or sum(nbytes) <= 40_000 for nbytes in held if nbytes)
