@@ -4,41 +4,66 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 from infinity.lanes import StreamLane
-from infinity.passes import OutPass
 from infinity.queueing import Pass
 from infinity.record import Record
 from infinity.shard import tiles
-from infinity.store import Extent, Store
+from infinity.store import Extent, Store, Transfer
 from infinity.unit import Unit
 
+Home: TypeAlias = "tuple[Extent, array[int]]"
+"""Where a field lies on the drive, and its tiles' hashes."""
 ABREAST_NBYTES = 4 << 20
 """Of what a commit writes from host memory, queued at a time: the forward's reads do not wait behind all."""
 
 
-class KeepPass(OutPass):
-    """Write one field from host memory, where it stays, to an extent."""
+class KeepPass(Pass):
+    """Write fields of a record from host memory, where they stay, to extents."""
+
+    def __init__(self, record: Record, homes: Mapping[str, Home], tile_numel: int) -> None:
+        """Prepare to write the fields that `homes` names, each to its extent; its tiles' hashes go there."""
+        super().__init__(record)
+        self._homes = homes
+        self._tile_numel = tile_numel
+        numel = sum(record.form.nbytes(name, tile_numel) for name in homes)
+        self._most_numel = max(1, record.form.slot_nbytes * tile_numel // numel) * tile_numel
 
     def tiles(self) -> Iterator[tuple[int, int]]:
-        """Every tile that was ever written; of neighbours, as many at once as a slot would hold."""
-        form = self.record.form
-        wide = form.slot_nbytes * self._tile_numel // form.nbytes(self._name, self._tile_numel)
-        begun = ended = 0
-        for start, stop in super().tiles():
-            if start > ended or stop - begun > wide * self._tile_numel:
-                if ended > begun:
+        """Every tile with anything written; of neighbours, as many at once as a slot would hold."""
+        begun, ended = 0, 0
+        names: tuple[str, ...] = ()
+        for start, stop in tiles(self.record.shard.numel, self._tile_numel):
+            here = self._written(start)
+            if here != names or stop - begun > self._most_numel:
+                if names:
                     yield begun, ended
-                begun = start
+                begun, names = start, here
             ended = stop
-        if ended > begun:
+        if names:
             yield begun, ended
+
+    def _written(self, start: int) -> tuple[str, ...]:
+        return tuple(name for name in self._homes if self.record.written(name, start))
+
+    def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
+        """Those that were ever written, where they lie."""
+        return self._written(start), ()
+
+    def process(self, start: int, stop: int, at: dict[str, int]) -> Sequence[Transfer]:
+        """Begin to write them."""
+        record = self.record
+        return [
+            record.write_to(*self._homes[name], name, start, stop, address, record.memory(name))
+            for name, address in at.items()
+        ]
 
     @property
     def nbytes(self) -> int:
-        """Of the whole field."""
-        return self.record.field_nbytes(self._name)
+        """Of the fields, whole."""
+        return sum(map(self.record.field_nbytes, self._homes))
 
     @property
     def in_memory(self) -> bool:
@@ -89,33 +114,36 @@ class Homes:
     def __init__(self, store: Store) -> None:
         """Take places from `store`."""
         self._store = store
-        self._of: dict[tuple[Record, str], tuple[Extent, array[int]]] = {}
+        self._of: dict[tuple[Record, str], Home] = {}
 
-    def place(self, record: Record, name: str) -> tuple[Extent, array[int]]:
+    def place(self, record: Record, name: str) -> Home:
         """Return where a field can be read from the drive, and its tiles' hashes."""
         return self._of.get((record, name)) or record.place(name)
 
     def passes(self, units: Sequence[Unit], tile_numel: int) -> list[KeepPass]:
         """Return the passes that write what changed in host memory since it was last written."""
-        jobs = []
-        for unit in units:
-            record = unit.record
-            for name in record.form.fields:
-                if name not in record or not record.in_host(name):
-                    self._leave(record, name)
-                elif (record, name) not in self._of or name in record.changed_in_host:
-                    jobs.append(self._pass(record, name, tile_numel))
-        return jobs
+        changed = ((unit.record, self._changed(unit.record)) for unit in units)
+        return [KeepPass(record, homes, tile_numel) for record, homes in changed if homes]
 
-    def _pass(self, record: Record, name: str, tile_numel: int) -> KeepPass:
-        """Return the pass that writes a field in host memory to its place."""
+    def _changed(self, record: Record) -> dict[str, Home]:
+        """Return where the fields of a record that are to be written have their places."""
+        homes = {}
+        for name in record.form.fields:
+            if name not in record or not record.in_host(name):
+                self._leave(record, name)
+            elif (record, name) not in self._of or name in record.changed_in_host:
+                homes[name] = self._home(record, name)
+                record.changed_in_host.discard(name)
+        return homes
+
+    def _home(self, record: Record, name: str) -> Home:
+        """Return the place of a field in host memory."""
         home = self._of.get((record, name))
         if home is None:
             hashes = array("Q", bytes(8 * record.tile_count))
             home = self._store.allocate(record.field_nbytes(name), f"{record.name}.{name}"), hashes
             self._of[record, name] = home
-        record.changed_in_host.discard(name)
-        return KeepPass(record, name, *home, tile_numel)
+        return home
 
     def _leave(self, record: Record, name: str) -> None:
         """Give back the place of a field that lies on NVMe by itself again."""

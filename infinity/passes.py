@@ -289,14 +289,15 @@ class WritePass(Pass):
         self._values = {}
 
 
-class OutPass(Pass):
-    """Write one field from host memory to an extent on NVMe."""
+class LeavePass(Pass):
+    """Write one field from host memory to an extent on NVMe, then let it lie there."""
 
-    def __init__(self, record: Record, name: str, to: Extent, hashes: array[int], tile_numel: int) -> None:
-        """Prepare to write the field `name`; its tiles' hashes go to `hashes`."""
+    def __init__(self, record: Record, name: str, to: Extent, tile_numel: int) -> None:
+        """Prepare to move the field `name`."""
         super().__init__(record)
-        self._name, self._to, self._hashes = name, to, hashes
-        self._tile_numel = tile_numel
+        self._name, self._to, self._tile_numel = name, to, tile_numel
+        self._hashes = array("Q", bytes(8 * -(-record.shard.numel // tile_numel)))
+        self.on_finished.append(self._switch)
 
     def tiles(self) -> Iterator[tuple[int, int]]:
         """Every tile that was ever written."""
@@ -312,16 +313,6 @@ class OutPass(Pass):
         """Begin to write it."""
         keeps = self.record.memory(self._name)
         return (self.record.write_to(self._to, self._hashes, self._name, start, stop, at[self._name], keeps),)
-
-
-class LeavePass(OutPass):
-    """Write one field from host memory to an extent on NVMe, then let it lie there."""
-
-    def __init__(self, record: Record, name: str, to: Extent, tile_numel: int) -> None:
-        """Prepare to move the field `name`."""
-        hashes = array("Q", bytes(8 * -(-record.shard.numel // tile_numel)))
-        super().__init__(record, name, to, hashes, tile_numel)
-        self.on_finished.append(self._switch)
 
     def _switch(self) -> None:
         self.record.move(self._name, self._to, self._hashes)

@@ -102,9 +102,9 @@ class RunFolder:
             if new:
                 os.fsync(self.fd)
         except OSError as error:
-            file, number = str(Path(self.path, name)), error.errno or errno.EIO
+            file, code = str(Path(self.path, name)), error.errno or errno.EIO
             raise aio.IoError.of_request(
-                number, "write", file, offset=0, nbytes=len(data), failed_at=written, what="a commit"
+                code, "write", file, offset=0, nbytes=len(data), failed_at=written, what="a commit"
             ) from error
 
     # Which run's second, third, ... folder it is

@@ -249,11 +249,12 @@ def test_why_a_commit_could_not_be_written_is_what_the_training_says(folder, und
         training.train(2)
         infinity.commit(training.model)
         room, fail = RunFolder.write_slot, TwinStore.fail
-        RunFolder.write_slot = no_room
-        TwinStore.fail = lambda store, error: (
-            fail(store, error),
-            time.sleep(0.2),
-        )  # the lane, woken, goes first
+
+        def fail_slowly(store, error):
+            fail(store, error)
+            time.sleep(0.2)  # the lane, woken, goes first
+
+        RunFolder.write_slot, TwinStore.fail = no_room, fail_slowly
         try:
             training.train(20)
         except NAMED as error:
