@@ -1,17 +1,18 @@
 """What a durable run costs over one that is not, and what checksums cost over none: time, and bytes counted.
 
     python -m infinity.bench.durability --nvme DIR --json bench/results/durability-16.json
-    python -m infinity.bench.durability --nvme DIR --tokens 256 --turns 6 \
+    python -m infinity.bench.durability --nvme DIR --tokens 256 --races 3 \
         --json bench/results/durability-256.json
-    python -m infinity.bench.durability --nvme DIR --model 269m --host-memory 512MiB --turns 6 \
+    python -m infinity.bench.durability --nvme DIR --model 269m --host-memory 512MiB --races 3 \
         --beside unchecked --json bench/results/durability-269m.json
 
-Three settings of one training, each in a process of its own that stays: as it is, with durable=True, and with
-verify="off". They take turns of a few steps, in changing order. What counts are the medians of the ratios
-within turns, since a disk's speed drifts. Each turn begins with measuring that speed, by our own engine:
-where the disk, at it, needs most of a step for its bytes, the disk is the limit, and checksums, which
-computing has time for then, may cost less. Bytes are the kernel's count; fields that the budget keeps in host
-memory, which a durable run writes with every commit, are told beside them and not held against it.
+Three settings of one training, each in a process of its own that stays for a race: as it is, with
+durable=True, and with verify="off". They take turns of a few steps, in changing order. What counts are the
+medians of the ratios within the turns of all races: a disk's speed drifts, and the same settings differ by
+some percent from process to process. Each turn begins with measuring the disk, by our own engine: where, at
+that speed, it needs most of a step for the step's bytes, it is the limit, and checksums, which computing has
+time for then, may cost less. Bytes are the kernel's count; fields that the budget keeps in host memory, which
+a durable run writes with every commit, are told beside them and not held against it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from rich.console import Console
 
 from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, show, write
 from infinity.bench.fio import Bandwidth, read_percent
-from infinity.bench.floor import gauge_on, terms
+from infinity.bench.floor import Gauge, gauge_on, terms
 from infinity.bench.runs import OWN, SHAPES, Measured, Model, folder_on, measure, settings_of
 from infinity.bench.targets import Target
 from infinity.bench.turns import seconds_of_turns, take_turns
@@ -61,17 +63,13 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """What was measured: the runs, and their turns."""
+    """What was measured while the same processes took turns."""
 
     runs: Mapping[str, Measured]
     turns: Sequence[Turn]
 
-    def busy(self, way: str) -> float:
-        """Return the part of a step that the disk needs for its bytes; 0 where its speed is not known."""
-        return statistics.median(self.busy_in(turn, way) for turn in self.turns)
-
     def busy_in(self, turn: Turn, way: str) -> float:
-        """Return the same of one turn."""
+        """Return the part of a step that the disk needs for its bytes; 0 where its speed is not known."""
         run = self.runs[way]
         return terms(0.0, run.read_nbytes, run.written_nbytes, turn.disk).floor_s / turn.seconds[way]
 
@@ -87,36 +85,41 @@ def bytes_over(race: Race) -> float:
     return nbytes / (plain.bytes_per_parameter * plain.parameters)
 
 
-def verdicts(tokens: int, race: Race) -> list[str]:
-    """Hold the ratios within the turns against what they may be."""
-    lines = []
-    if "durable" in race.runs:
-        times = race.ratios("durable", "as it is")
+def verdicts(tokens: int, races: Sequence[Race]) -> list[str]:
+    """Hold the ratios within the turns of all races against what they may be."""
+    lines, ways = [], races[0].runs
+    if "durable" in ways:
+        times = [race.ratios("durable", "as it is") for race in races]
         lines += [
-            f"{tokens} tokens, durable: {DURABLE_TIME.verdict(times)} {spread(times)}",
-            f"{tokens} tokens, durable: {DURABLE_BYTES.verdict([bytes_over(race)])}",
+            f"{tokens} tokens, durable: {DURABLE_TIME.verdict(list(chain(*times)))} {spread(times)}",
+            f"{tokens} tokens, durable: {DURABLE_BYTES.verdict([bytes_over(race) for race in races])}",
         ]
-    if "unchecked" in race.runs:
-        limit = CHECKED_DISK if race.busy("unchecked") >= NEAR else CHECKED
-        times = race.ratios("as it is", "unchecked")
-        lines.append(f"{tokens} tokens, checksums: {limit.verdict(times)} {spread(times)}")
+    if "unchecked" in ways:
+        busy = [race.busy_in(turn, "unchecked") for race in races for turn in race.turns]
+        limit = CHECKED_DISK if statistics.median(busy) >= NEAR else CHECKED
+        times = [race.ratios("as it is", "unchecked") for race in races]
+        lines.append(f"{tokens} tokens, checksums: {limit.verdict(list(chain(*times)))} {spread(times)}")
     return lines
 
 
-def spread(values: Sequence[float]) -> str:
-    """Return in words between what half of the values lie."""
+def spread(times: Sequence[Sequence[float]]) -> str:
+    """Return in words the ratios in the turns of several races."""
+    values = list(chain(*times))
     if len(values) == 1:
         return "(1 turn)"
     low, _, high = statistics.quantiles(values, method="inclusive")
-    return f"({len(values)} turns, half of them {low:.2f} to {high:.2f})"
+    said = f"{len(values)} turns, half of them {low:.2f} to {high:.2f}"
+    medians = ", ".join(f"{statistics.median(race):.2f}" for race in times)
+    return f"({said})" if len(times) == 1 else f"({said}; race by race {medians})"
 
 
-def rows_of(tokens: int, race: Race) -> list[dict[str, Any]]:
-    """Return each setting's turns as rows."""
+def rows_of(tokens: int, number: int, race: Race) -> list[dict[str, Any]]:
+    """Return each setting's turns in a race as rows."""
     return [
         {
             "tokens": tokens,
-            "turn": number,
+            "race": number,
+            "turn": at,
             "way": way,
             "seconds": turn.seconds[way],
             "read_per_parameter": run.read_per_parameter,
@@ -127,18 +130,24 @@ def rows_of(tokens: int, race: Race) -> list[dict[str, Any]]:
             "loss": run.loss,
             "load": run.load,
         }
-        for number, turn in enumerate(race.turns, 1)
+        for at, turn in enumerate(race.turns, 1)
         for way, run in race.runs.items()
     ]
 
 
-def findings_of(found: dict[int, Race], options: argparse.Namespace) -> Findings:
+def findings_of(found: Mapping[int, Sequence[Race]], options: argparse.Namespace) -> Findings:
     """Lay all turns side by side."""
     return Findings(
         title="What durable runs and checksums cost",
-        rows=[row for tokens, race in found.items() for row in rows_of(tokens, race)],
+        rows=[
+            row
+            for tokens, races in found.items()
+            for number, race in enumerate(races, 1)
+            for row in rows_of(tokens, number, race)
+        ],
         columns=[
             Column("tokens", "tokens"),
+            Column("race", "race"),
             Column("turn", "turn"),
             Column("way", "setting"),
             Column("seconds", "s per step", "{:.3f}".format),
@@ -148,26 +157,35 @@ def findings_of(found: dict[int, Race], options: argparse.Namespace) -> Findings
             Column("busy", "that the disk needs", "{:.0%}".format),
             Column("loss", "last loss", "{:.6f}".format),
         ],
-        verdicts=[line for tokens, race in found.items() for line in verdicts(tokens, race)],
+        verdicts=[line for tokens, races in found.items() for line in verdicts(tokens, races)],
         options=asked(options),
     )
 
 
-def compare(tokens: int, options: argparse.Namespace, folder: Path) -> Race:
-    """Let every setting train in turns."""
+def compare(tokens: int, options: argparse.Namespace, folder: Path, gauge: Gauge) -> list[Race]:
+    """Let every setting train in turns, in new processes for each race."""
+    ways = [way for way in WAYS if way == "as it is" or way in options.beside]
+    orders = itertools.cycle(itertools.permutations(ways))
+    return [
+        _race(tokens, options, folder, gauge, list(itertools.islice(orders, options.turns)))
+        for _ in range(options.races)
+    ]
+
+
+def _race(
+    tokens: int, options: argparse.Namespace, folder: Path, gauge: Gauge, orders: Sequence[Sequence[str]]
+) -> Race:
+    """Let every setting train in turns of these orders, after one that settles."""
     settings = settings_of(options.host_memory, options.update) | {"dtype": options.dtype}
     model = Model(options.model, tokens, (1 + options.turns) * TURN, turn=TURN)
-    ways = {way: more for way, more in WAYS.items() if way == "as it is" or way in options.beside}
-    gauge = gauge_on(folder, options.disk_size, seconds=1)
     disk: list[Bandwidth | None] = []
 
     def run(more: Mapping[str, Any], baton: int) -> Measured:
         return measure(OWN, "infinity", model, folder, {**settings, **more}, baton=baton)
 
-    orders = itertools.islice(itertools.cycle(itertools.permutations(ways)), 1 + options.turns)
     runs = take_turns(
-        {way: partial(run, more) for way, more in ways.items()},
-        list(orders),
+        {way: partial(run, WAYS[way]) for way in orders[0]},
+        [orders[0], *orders],
         lambda: disk.append(gauge.measure(read_percent(0, 0)).own),
     )
     seconds = {way: seconds_of_turns(one, TURN) for way, one in runs.items()}
@@ -191,8 +209,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--update", choices=("forward", "backward"), default="backward")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="that computes; bf16")
     parser.add_argument("--tokens", nargs="+", type=int, default=[16], metavar="N", help="per step")
-    turns = f"of {TURN} steps, of which the first does not count, after one that settles; 12"
-    parser.add_argument("--turns", type=int, default=12, metavar="N", help=turns)
+    races = "between new processes; 6"
+    parser.add_argument("--races", type=int, default=6, metavar="N", help=races)
+    turns = f"of a race, {TURN} steps each, of which the first does not count, after one that settles; 3"
+    parser.add_argument("--turns", type=int, default=3, metavar="N", help=turns)
     beside = [way for way in WAYS if way != "as it is"]
     parser.add_argument("--beside", nargs="+", choices=beside, default=beside, help="what it is held against")
     size = "of the file to measure the disk with; 1GiB"
@@ -203,10 +223,11 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         check_outputs(options)
         with folder_on(options.nvme) as folder:
-            found: dict[int, Race] = {}
+            gauge = gauge_on(folder, options.disk_size, seconds=1)
+            found: dict[int, list[Race]] = {}
             for tokens in options.tokens:
-                with console.status(f"{tokens} tokens, {1 + options.turns} turns"):
-                    found[tokens] = compare(tokens, options, folder)
+                with console.status(f"{tokens} tokens, {options.races} races"):
+                    found[tokens] = compare(tokens, options, folder, gauge)
             findings = findings_of(found, options)
             show(findings, console, folder)
             write(findings, options, folder)
