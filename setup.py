@@ -58,7 +58,7 @@ def build(name: str, into: Path) -> None:
     sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "infinity" / name).glob("*.c"))
     if not sources:
         raise SystemExit(f"infinity/{name} holds no C source: is infinity/{name} still the link it was?")
-    flags, link, note = KERNELS, ["-lm"], ""
+    flags, link, note = KERNELS, ["-lm", "-ldl"], ""
     if name == "aio":
         ring = liburing()
         note = " with io_uring" if ring else " without io_uring (no static liburing found): the thread engine"

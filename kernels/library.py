@@ -176,6 +176,20 @@ class Library(Protocol):
     def infinity_accumulate_bf16(self, n: int, acc: Pointer, grad: Pointer) -> None: ...
     def infinity_accumulate_f32(self, n: int, acc: Pointer, grad: Pointer) -> None: ...
     def infinity_accumulate_f16(self, n: int, acc: Pointer, grad: Pointer) -> None: ...
+    def infinity_multiplies_bf16(self) -> int: ...
+    def infinity_add_product_bf16(
+        self,
+        k: int,
+        m: int,
+        n: int,
+        left: Pointer,
+        left_stride: int,
+        right: Pointer,
+        right_stride: int,
+        total: Pointer,
+        total_stride: int,
+        n_threads: int,
+    ) -> int: ...
     def infinity_rewrite(self, n: int, new_hi: Pointer, hi: Pointer, lo: Pointer) -> None: ...
     def infinity_copy(self, n_bytes: int, dst: Pointer, src: Pointer) -> None: ...
     def infinity_traffic(self, n: int, n_streams: int, streams: Pointer) -> None: ...
@@ -196,7 +210,7 @@ def _load(ffi: cffi.FFI) -> Library:
             f"{path} is missing: the C kernels are not built\n"
             "  try: pip install -e . in the repository (it runs the C compiler), or\n"
             "       cc -O3 -fPIC -shared -fvisibility=hidden -ffp-contract=off -fno-tree-vectorize -pthread "
-            "kernels/*.c -o kernels/_kernels.so -lm"
+            "kernels/*.c -o kernels/_kernels.so -lm -ldl"
         )
         raise ImportError(message)
     # NODELETE: the pool's threads sleep in this code until the process ends, and cffi closes it earlier.

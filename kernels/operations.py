@@ -1,10 +1,10 @@
 """The kernels as typed functions over addresses: checked here, once, then handed to C."""
 
 from functools import lru_cache
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from infinity.kernels.checksums import Checksums
-from infinity.kernels.library import ffi, library
+from infinity.kernels.library import UnsupportedIsaError, ffi, isa, library
 from infinity.kernels.scalars import AdamWScalars
 
 GradientDtype: TypeAlias = Literal["bf16", "f32"]
@@ -12,7 +12,16 @@ AnyGradientDtype: TypeAlias = Literal["bf16", "f32", "f16"]
 
 HALF = 0.5  # torch.lerp changes its form at this weight
 STATE_BLOCK = 256  # elements whose 8-bit moments share a pair of scales
+_UNSUPPORTED = -1
 WORD = 1 << 64  # a key, and what a counter stays below
+
+
+class Rows(NamedTuple):
+    """Where a matrix lies: its rows are in one piece each."""
+
+    address: int
+    stride: int
+    """Elements from one row to the next."""
 
 
 def check(n: int, **addresses: int) -> None:
@@ -269,6 +278,47 @@ def accumulate_f16(n: int, acc: int, grad: int) -> None:
     """Add n fp16 gradients to the fp32 accumulator."""
     check(n, acc=acc, grad=grad)
     library.infinity_accumulate_f16(n, _f32(acc), _u16(grad))
+
+
+def multiplies_bf16() -> bool:
+    """Whether this CPU has the instructions that `add_product_bf16` needs, and avx512 is in use."""
+    return bool(library.infinity_multiplies_bf16())
+
+
+def add_product_bf16(k: int, m: int, n: int, left: Rows, right: Rows, total: Rows, n_threads: int) -> None:
+    """Add the product of left's transpose and right to total: [k, m] and [k, n] of bf16 to [m, n] of fp32.
+
+    Sums are fp32. n_threads: of the OpenMP runtime, where the process has GNU's, as with torch; else the
+    pool's are taken.
+
+    Raises:
+        UnsupportedIsaError: `multiplies_bf16` is false.
+        MemoryError: there is none for a MiB of packed operands.
+    """
+    if 0 in (k, m, n):
+        return
+    check(k * m * n, left=left.address, right=right.address, total=total.address)
+    code = library.infinity_add_product_bf16(
+        k,
+        m,
+        n,
+        _u16(left.address),
+        left.stride,
+        _u16(right.address),
+        right.stride,
+        _f32(total.address),
+        total.stride,
+        n_threads,
+    )
+    if code == _UNSUPPORTED:
+        message = (
+            f"products of bf16 need a CPU with AVX512-BF16, and avx512; in use: {isa()}\n"
+            "  try: torch.mm, or INFINITY_ISA unset to take the best there is"
+        )
+        raise UnsupportedIsaError(message)
+    if code != 0:
+        message = f"no memory for the packed operands of a product [{k}, {m}] x [{k}, {n}]"
+        raise MemoryError(message)
 
 
 def rewrite(n: int, new_hi: int, hi: int, lo: int) -> None:

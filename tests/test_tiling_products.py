@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from infinity import kernels
 from infinity.tiling import TiledLinear, products, tile_sequence
 from infinity.tiling.products import add_product, product
 
@@ -34,6 +35,20 @@ def test_products_are_fp64s_rounded_once_whatever_side_is_the_longest(m, k, n, d
     total = torch.ones(m, n)
     add_product(total, left, right)
     assert (total.double() - exact - 1).abs().le(slack).all()
+
+
+@pytest.mark.skipif(not kernels.multiplies_bf16(), reason="this machine has no AVX512-BF16")
+@pytest.mark.parametrize(("m", "n", "products_of_torchs"), [(16, 24, 0), (6, 24, 1), (16, 6, 3)])
+def test_where_the_cpu_multiplies_bf16_large_products_are_added_where_the_sums_are(
+    m, n, products_of_torchs, monkeypatch
+):
+    monkeypatch.setattr(products, "_multiplies_16_bit", lambda: True)
+    left, right, total = torch.randn(40, m).bfloat16().t(), torch.randn(40, n).bfloat16(), torch.ones(m, n)
+    with Counted() as counted:
+        add_product(total, left, right)
+    assert counted.products == products_of_torchs
+    rounding = 0.2 if products_of_torchs else 1e-4  # of products in 16 bits, or of sums in fp32
+    assert (total - 1 - left.double() @ right.double()).abs().max() < rounding
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -2,9 +2,9 @@
 
 [Note: straight into the sums]
 Autograd makes a whole weight's gradient for each slice before it can be added to those of the slices before.
-A linear layer's is a product, which BLAS adds to what is there: it needs no room of its own, and of a 16-bit
-weight no rounding per slice (but where the CPU multiplies in 16 bits: results are rounded then, and added, a
-MiB at a time). So on the CPU, where that costs nothing, calls of F.linear on the module's own parameters add
+A linear layer's is a product, which BLAS, or for bf16 a kernel of ours, adds to what is there: it needs no
+room of its own, and of a 16-bit weight no rounding per slice (but where the CPU multiplies in 16 bits and no
+kernel does it: results are rounded then, and added, a MiB at a time). So on the CPU, where that costs nothing, calls of F.linear on the module's own parameters add
 theirs where the sums are. Slices of the batch do not: micro-batches promise the bits of gradients that are
 accumulated one by one.
 

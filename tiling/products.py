@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from infinity import kernels
+from infinity.kernels import Rows
 from infinity.tiling import mapped
 
 WIDENED_NBYTES = 1 << 20
@@ -30,6 +31,13 @@ def _multiplies_16_bit() -> bool:
     """Whether this CPU has instructions for it."""
     asked = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # torch has no public names for them
     return any(getattr(torch.cpu, name)() for name in asked if hasattr(torch.cpu, name))
+
+
+@functools.cache
+def _has_amx() -> bool:
+    """Whether torch multiplies 16 bits by a matrix unit, faster than any kernel of ours."""
+    found: Callable[[], bool] = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    return found()
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -64,15 +72,29 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif in_fp32(left):
-        for rows, columns, one, other in _pieces(left, right):
-            total[rows, columns].addmm_(one, other)
+        for rows, columns, factor, another in _pieces(left, right):
+            total[rows, columns].addmm_(factor, another)
     elif left.device.type != "cpu":
         total.add_(left.mm(right))
+    elif _adds_in_place(total, left, right):
+        (m, k), n = left.shape, right.shape[1]
+        one, other, there = (Rows(each.data_ptr(), each.stride(0)) for each in (left.t(), right, total))
+        kernels.add_product_bf16(k, m, n, one, other, there, torch.get_num_threads())
     else:  # a piece at a time, that it is still in the caches when it is added
         step = max(WIDENED_NBYTES // (right.shape[1] * left.dtype.itemsize or 1), FEWEST_ROWS)
         for first in range(0, len(left), step):
-            rows = slice(first, first + step)
-            accumulate(total[rows], left[rows].mm(right))
+            part = slice(first, first + step)
+            accumulate(total[part], left[part].mm(right))
+
+
+def _adds_in_place(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether our kernel adds this product to a sum: where that takes less time than a product of torch's and
+    an addition. Small ones are not worth packing.
+    """
+    in_rows = all(one.stride(1) == 1 for one in (left.t(), right, total))
+    large = min(left.shape[0], right.shape[1]) >= FEWEST_ROWS
+    ours = left.dtype == torch.bfloat16 and in_rows and large
+    return ours and kernels.multiplies_bf16() and not _has_amx()
 
 
 _KERNELS = {torch.bfloat16: kernels.accumulate, torch.float16: kernels.accumulate_f16}

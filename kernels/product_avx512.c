@@ -1,0 +1,212 @@
+/* Products of bf16 matrices, added to an fp32 sum where it lies.
+ *
+ * [Note: products]
+ * Both factors have as rows what is summed over, as a gradient and the inputs of a linear layer have
+ * tokens.  An instruction multiplies pairs of elements and adds up both products: so two rows are
+ * packed side by side.  Of the right factor panels of 32 columns are packed first.  Then each thread
+ * takes panels of 12 columns of the left one, packs one, and multiplies it with every panel of the
+ * right: 24 registers of sums, added to the total once per 512 rows.
+ *
+ * [Note: whose threads]
+ * This runs between torch's operations, whose threads (OpenMP's) go on spinning for milliseconds
+ * after each: threads of our own would share their cores with them (measured: 18.6 ms instead of
+ * 12.3).  So those are asked, if the process has them: GNU's libgomp, which GCC's own code calls by
+ * the same name.  Else the pool.
+ */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+
+#include "internal.h"
+
+/* The compilers that know the instructions. */
+#if defined(INFINITY_X86) && (defined(__clang__) || __GNUC__ >= 11)
+#include <immintrin.h>
+
+#define TARGET_BF16 \
+    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
+#define ROWS 512  /* packed at a time: a panel of the right factor is 32 KiB */
+#define PAIRS (ROWS / 2)
+#define WIDE 32   /* columns of a panel of the right factor */
+#define TALL 12   /* of the left one */
+#define BLOCKS_PER_THREAD 16 /* so many that the pool wakes all of its threads */
+#define COLUMNS 1024 /* of the right factor, packed at a time: 1 MiB */
+
+/* Part of a product, small enough to be packed. */
+struct part {
+    size_t rows, m, n;
+    const uint16_t *left, *right;
+    size_t left_stride, right_stride, total_stride;
+    float *total;
+    uint32_t *packed; /* the right factor */
+    atomic_size_t next;
+};
+
+/* The elements of two rows side by side. */
+TARGET_BF16 static inline __m512i pairs_of(const uint16_t *even, const uint16_t *odd,
+                                           __mmask16 columns) {
+    __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(columns, even));
+    __m512i high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(columns, odd));
+    return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+}
+
+/* Packs a panel of the right factor, of at most WIDE columns; a last row of its own beside zeros. */
+TARGET_BF16 static void pack_wide(size_t rows, const uint16_t *from, size_t stride, size_t columns,
+                                  uint32_t *to) {
+    uint32_t some = (uint32_t)(((uint64_t)1 << columns) - 1);
+    __mmask16 first = (__mmask16)some, second = (__mmask16)(some >> 16);
+    for (size_t k = 0; k + 2 <= rows; k += 2, from += 2 * stride, to += WIDE) {
+        _mm512_storeu_si512(to, pairs_of(from, from + stride, first));
+        _mm512_storeu_si512(to + 16, pairs_of(from + 16, from + stride + 16, second));
+    }
+    if (rows % 2 == 0) return;
+    for (size_t j = 0; j < WIDE; j++) to[j] = j < columns ? from[j] : 0;
+}
+
+/* A panel of the left one, of at most TALL. */
+TARGET_BF16 static void pack_tall(size_t rows, const uint16_t *from, size_t stride, size_t columns,
+                                  uint32_t *to) {
+    __mmask16 some = (__mmask16)((1u << columns) - 1), all = (1u << TALL) - 1;
+    for (size_t k = 0; k + 2 <= rows; k += 2, from += 2 * stride, to += TALL)
+        _mm512_mask_storeu_epi32(to, all, pairs_of(from, from + stride, some));
+    if (rows % 2 == 0) return;
+    for (size_t i = 0; i < TALL; i++) to[i] = i < columns ? from[i] : 0;
+}
+
+/* total[i][j] += the sum of left's pairs i times right's pairs j; `tall` rows and `wide` columns. */
+TARGET_BF16 static void multiply(size_t pairs, const uint32_t *left, const uint32_t *right,
+                                 float *total, size_t stride, size_t tall, size_t wide) {
+    __m512 sums[TALL][2];
+#pragma GCC unroll 12
+    for (size_t i = 0; i < TALL; i++) sums[i][0] = sums[i][1] = _mm512_setzero_ps();
+    for (size_t i = 0; i < tall; i++) {
+        _mm_prefetch((const char *)(total + i * stride), _MM_HINT_T0);
+        _mm_prefetch((const char *)(total + i * stride + WIDE / 2), _MM_HINT_T0);
+    }
+    for (size_t k = 0; k < pairs; k++, left += TALL, right += WIDE) {
+        __m512bh first = (__m512bh)_mm512_loadu_si512(right);
+        __m512bh second = (__m512bh)_mm512_loadu_si512(right + WIDE / 2);
+#pragma GCC unroll 12
+        for (size_t i = 0; i < TALL; i++) {
+            __m512bh both = (__m512bh)_mm512_set1_epi32((int)left[i]);
+            sums[i][0] = _mm512_dpbf16_ps(sums[i][0], first, both);
+            sums[i][1] = _mm512_dpbf16_ps(sums[i][1], second, both);
+        }
+    }
+    __mmask32 some = (__mmask32)(((uint64_t)1 << wide) - 1);
+#pragma GCC unroll 12
+    for (size_t i = 0; i < TALL; i++) {
+        if (i >= tall) break;
+        for (size_t half = 0; half < 2; half++) {
+            float *at = total + i * stride + half * WIDE / 2;
+            __mmask16 these = (__mmask16)(some >> (half * WIDE / 2));
+            __m512 old = _mm512_maskz_loadu_ps(these, at);
+            _mm512_mask_storeu_ps(at, these, _mm512_add_ps(old, sums[i][half]));
+        }
+    }
+}
+
+/* Both take pieces of a part until none is left. */
+static void pack_right(void *argument) {
+    struct part *p = argument;
+    size_t panels = (p->n + WIDE - 1) / WIDE, panel;
+    while ((panel = atomic_fetch_add(&p->next, 1)) < panels) {
+        size_t at = panel * WIDE, columns = p->n - at < WIDE ? p->n - at : WIDE;
+        pack_wide(p->rows, p->right + at, p->right_stride, columns, p->packed + at * PAIRS);
+    }
+}
+
+TARGET_BF16 static void multiply_left(void *argument) {
+    struct part *p = argument;
+    _Alignas(64) uint32_t packed[PAIRS * TALL];
+    size_t panels = (p->m + TALL - 1) / TALL, panel, pairs = (p->rows + 1) / 2;
+    while ((panel = atomic_fetch_add(&p->next, 1)) < panels) {
+        size_t at = panel * TALL, tall = p->m - at < TALL ? p->m - at : TALL;
+        pack_tall(p->rows, p->left + at, p->left_stride, tall, packed);
+        for (size_t j = 0; j < p->n; j += WIDE) {
+            size_t wide = p->n - j < WIDE ? p->n - j : WIDE;
+            multiply(pairs, packed, p->packed + j * PAIRS, p->total + at * p->total_stride + j,
+                     p->total_stride, tall, wide);
+        }
+    }
+}
+
+/* [Note: whose threads] */
+typedef void (*parallel)(void (*run)(void *), void *argument, unsigned n_threads, unsigned flags);
+static parallel openmp;
+static pthread_once_t openmp_once = PTHREAD_ONCE_INIT;
+
+static void find_openmp(void) {
+    void *library = dlopen("libgomp.so.1", RTLD_NOW | RTLD_NOLOAD);
+    if (library) *(void **)&openmp = dlsym(library, "GOMP_parallel");
+}
+
+struct whole {
+    void (*run)(void *);
+    void *argument;
+};
+
+static void run_whole(const void *args, size_t first, size_t count) {
+    const struct whole *whole = args;
+    (void)first, (void)count;
+    whole->run(whole->argument); /* whoever asks: pieces are taken from a counter */
+}
+
+static void on_threads(void (*run)(void *), struct part *part, size_t n_threads) {
+    atomic_store(&part->next, 0);
+    if (openmp) {
+        openmp(run, part, (unsigned)n_threads, 0);
+        return;
+    }
+    struct whole whole = {run, part};
+    run_blocks(run_whole, &whole, BLOCKS_PER_THREAD * infinity_threads(), 1);
+}
+
+int infinity_multiplies_bf16(void) {
+    __builtin_cpu_init();
+    return strcmp(current_isa()->name, "avx512") == 0 && __builtin_cpu_supports("avx512bf16");
+}
+
+int infinity_add_product_bf16(size_t k, size_t m, size_t n, const uint16_t *left,
+                              size_t left_stride, const uint16_t *right, size_t right_stride,
+                              float *total, size_t total_stride, size_t n_threads) {
+    if (!infinity_multiplies_bf16()) return -1;
+    size_t panels = (n < COLUMNS ? n + WIDE - 1 : COLUMNS) / WIDE;
+    uint32_t *packed = aligned_alloc(64, panels * PAIRS * WIDE * sizeof *packed);
+    if (packed == NULL) return -2;
+    pthread_once(&openmp_once, find_openmp);
+    for (size_t at = 0; at < k; at += ROWS)
+        for (size_t from = 0; from < n; from += COLUMNS) {
+            struct part part = {
+                .rows = k - at < ROWS ? k - at : ROWS,
+                .m = m,
+                .n = n - from < COLUMNS ? n - from : COLUMNS,
+                .left = left + at * left_stride,
+                .right = right + at * right_stride + from,
+                .left_stride = left_stride,
+                .right_stride = right_stride,
+                .total_stride = total_stride,
+                .total = total + from,
+                .packed = packed,
+            };
+            on_threads(pack_right, &part, n_threads);
+            on_threads(multiply_left, &part, n_threads);
+        }
+    free(packed);
+    return 0;
+}
+#else
+int infinity_multiplies_bf16(void) {
+    return 0;
+}
+
+int infinity_add_product_bf16(size_t k, size_t m, size_t n, const uint16_t *left,
+                              size_t left_stride, const uint16_t *right, size_t right_stride,
+                              float *total, size_t total_stride, size_t n_threads) {
+    (void)k, (void)m, (void)n, (void)left, (void)left_stride, (void)right, (void)right_stride;
+    (void)total, (void)total_stride, (void)n_threads;
+    return -1;
+}
+#endif
