@@ -91,25 +91,24 @@ def test_every_bit_of_a_records_fields_is_watched(folder):
     infinity.commit(run.model)
     run.engine.lane.drain()
     durable, rng = run.engine.durable, random.Random(SEED)
-    unit = next(unit for unit in run.engine.units if unit.name == "blocks.1")
+    unit = next(unit for unit in run.engine.units if unit.name == "embed")
+    record, numel = unit.record, unit.shard.numel
     path = next((folder / "infinity-run" / "rank0").glob("state-*"))
     for field in ("hi", "lo", "m", "v"):
-        extent, _ = durable.homes.place(unit.record, field)
-        (one, other), runs = durable.store.describe(extent)
-        place = (one, other)[runs[0][1]]
-        assert len(runs) == 1
-        for bit in rng.sample(range(8 * place[1]), 8):
-            _flip(path, place[0] + bit // 8, 1 << bit % 8)
-            record = unit.record
-            if record.in_host(field):
-                _flip(path, place[0] + bit // 8, 1 << bit % 8)
-                continue
-            nbytes = record.field_nbytes(field)
-            arena = infinity.memory.Arena(nbytes)
-            record.read(field, 0, unit.shard.numel, arena.address, arena).wait()
-            with pytest.raises(CorruptionError, match=rf"blocks\.1\.{field}"):
-                record.sums(0, unit.shard.numel, {field: arena.address}, (field,), ()).compare()
-            _flip(path, place[0] + bit // 8, 1 << bit % 8)
+        assert not record.in_host(field)
+        extent, _ = durable.homes.place(record, field)
+        sides, runs = durable.store.describe(extent)
+        ((_, side),) = runs
+        offset, nbytes = sides[side]
+        arena = infinity.memory.Arena(nbytes)
+        for bit in rng.sample(range(8 * nbytes), 32):
+            _flip(path, offset + bit // 8, 1 << bit % 8)
+            record.read(field, 0, numel, arena.address, arena).wait()
+            with pytest.raises(CorruptionError, match=rf"embed\.{field}"):
+                record.sums(0, numel, {field: arena.address}, (field,), ()).compare()
+            _flip(path, offset + bit // 8, 1 << bit % 8)
+        record.read(field, 0, numel, arena.address, arena).wait()
+        record.sums(0, numel, {field: arena.address}, (field,), ()).compare()
     run.kill()
 
 

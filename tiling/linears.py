@@ -4,9 +4,9 @@
 Autograd makes a whole weight's gradient for each slice before it can be added to those of the slices before.
 A linear layer's is a product, which BLAS, or for bf16 a kernel of ours, adds to what is there: it needs no
 room of its own, and of a 16-bit weight no rounding per slice (but where the CPU multiplies in 16 bits and no
-kernel does it: results are rounded then, and added, a MiB at a time). So on the CPU, where that costs nothing, calls of F.linear on the module's own parameters add
-theirs where the sums are. Slices of the batch do not: micro-batches promise the bits of gradients that are
-accumulated one by one.
+kernel does it: results are rounded then, and added, a MiB at a time). So on the CPU, where that costs
+nothing, calls of F.linear on the module's own parameters add theirs where the sums are. Slices of the batch
+do not: micro-batches promise the bits of gradients that are accumulated one by one.
 
 [Note: results that nobody reads]
 An MLP ends with a linear layer. In backward its slices are computed again for what the gradients need, and
