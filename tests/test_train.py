@@ -4,6 +4,10 @@ import functools
 import json
 import math
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -127,6 +131,48 @@ def test_without_an_nvme_folder_losses_are_the_same(folder, one_thread):
     nvme = run(folder, "nvme", host_memory="1MiB")
     host = run(folder, "host", host_memory="64MiB", in_host_memory=True)
     assert losses(nvme) == losses(host)
+
+
+def command(folder: Path, out: str, *more: str) -> list[str]:
+    """A durable run of eight steps in `folder`, as it is typed."""
+    options = ["--preset", "1m", "--sequence", "48", "--steps", "8", "--lr", "3e-3", "--warmup", "2"]
+    options += ["--host-memory", "2MiB", "--max-norm", "1", "--nvme", str(folder), "--out", str(folder / out)]
+    return [sys.executable, "-m", "infinity", "train", *options, "--durable", *more]
+
+
+def logged(path: Path) -> dict[int, float]:
+    """Return the loss of each step in a log; a line that a kill has cut is none."""
+    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return {step["step"]: step["loss"] for step in map(json.loads, lines)}
+
+
+def test_a_killed_run_goes_on_by_resume_with_the_losses_of_one_that_never_stopped(folder, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    whole = folder / "whole"
+    whole.mkdir()
+    subprocess.run(command(whole, "out"), check=True, stdout=subprocess.DEVNULL)
+    expected = logged(whole / "out" / "log.jsonl")
+    log = folder / "first" / "log.jsonl"
+    with subprocess.Popen(command(folder, "first"), stdout=subprocess.DEVNULL) as killed:
+        while killed.poll() is None and (not log.exists() or len(logged(log)) < 3):
+            time.sleep(0.01)
+        killed.kill()
+    assert killed.returncode == -signal.SIGKILL
+    again = subprocess.run(command(folder, "no"), check=False, capture_output=True, text=True)
+    assert again.returncode != 0
+    assert "Go on with it by --resume" in again.stderr.replace("\n", " ")
+    subprocess.run(command(folder, "second", "--resume"), check=True, stdout=subprocess.DEVNULL)
+    before, after = logged(log), logged(folder / "second" / "log.jsonl")
+    assert 1 < min(after) <= max(before) + 1
+    assert list(after) == list(range(min(after), 9))
+    assert {**after, **before} == expected
+    assert {**before, **after} == expected
+
+
+def test_resume_without_a_run_is_refused_with_what_to_do(folder, capsys):
+    arguments = command(folder, "out", "--resume")[4:]
+    assert cli.main(["train", *arguments]) != 0
+    assert "holds no committed step. Leave --resume out" in " ".join(capsys.readouterr().err.split())
 
 
 def test_clipping_makes_the_norm_known(folder):
