@@ -349,6 +349,19 @@ def test_resuming_again_and_again_takes_no_more_space(folder):
     assert sizes[1:] == [sizes[1]] * 5
 
 
+def test_files_of_a_run_that_died_go_when_another_goes_on_and_nothing_else_does(folder):
+    first = Run(folder)
+    first.train(3)
+    first.kill()
+    place = folder / "infinity-run" / "rank0"
+    for name in ("state-0123456789abcdef-0", "state-of-affairs", "notes"):
+        (place / name).write_bytes(b"?")
+    assert Run(folder).first == 2
+    assert not (place / "state-0123456789abcdef-0").exists()
+    assert (place / "state-of-affairs").exists()
+    assert (place / "notes").exists()
+
+
 def test_an_error_of_the_flush_ends_the_training_and_keeps_the_commit_before(folder, monkeypatch):
     run = Run(folder)
     run.train(3)
