@@ -1,6 +1,8 @@
-"""Memory that tensors of one size take in turn."""
+"""Large tensors in memory of their own, and memory that they take in turn."""
 
 import gc
+import mmap
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,32 @@ from infinity.tiling import mapped
 
 CPU = torch.device("cpu")
 LARGE = (1024, 512)  # 2 MiB in fp32
+MIB = 1 << 18  # elements of fp32
+
+
+def resident():
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_is_mapped_is_an_ordinary_tensor_and_goes_with_it(dtype):
+    before = resident()
+    one = mapped.empty((4096, 2048), dtype, CPU).fill_(1)
+    assert (one.shape, one.dtype, one.is_contiguous(), one._is_view()) == ((4096, 2048), dtype, True, False)
+    part = one[1:]
+    del one
+    assert resident() - before >= part.nbytes
+    del part
+    assert resident() - before < 4 << 20
+    assert not mapped.zeros((4096, 2048), dtype, CPU).any()
+    assert mapped.zeros((2, 0), dtype, CPU).shape == (2, 0)
+
+
+def test_it_begins_where_a_huge_page_does_and_takes_no_more_than_its_bytes():
+    before = resident()
+    some = [mapped.empty((5 * MIB // 2,), torch.float32, CPU).fill_(1) for _ in range(32)]
+    assert all(one.data_ptr() % mapped.HUGE_NBYTES == 0 for one in some)
+    assert resident() - before < 32 * (some[0].nbytes + (1 << 18))
 
 
 def test_a_room_lends_the_memory_of_a_tensor_that_is_gone():
@@ -54,6 +82,35 @@ def test_small_tensors_are_not_lent():
     room = mapped.Room()
     first, second = (room.empty((8,), torch.float32, CPU) for _ in range(2))
     assert first.data_ptr() != second.data_ptr()
+
+
+def test_rooms_lend_what_has_gone_to_another_as_large():
+    rooms = mapped.Rooms()
+    first, second = (rooms.empty(LARGE, torch.float32, CPU).fill_(value) for value in (1.0, 2.0))
+    assert first.data_ptr() != second.data_ptr()
+    address = first.data_ptr()
+    del first
+    third = rooms.empty(LARGE, torch.float32, CPU).fill_(3.0)
+    assert third.data_ptr() == address
+    assert (second == 2.0).all()
+
+
+def test_rooms_hold_an_eighth_more_than_was_lent_at_one_time():
+    rooms = mapped.Rooms()
+    before = resident()
+
+    def work(numel, count):
+        held = [rooms.empty((numel,), torch.float32, CPU).fill_(1.0) for _ in range(count)]
+        return [one.data_ptr() for one in held]
+
+    large = work(8 * MIB, 4)  # 32 MiB
+    assert resident() - before > 31 << 20
+    work(2 * MIB, 2)  # within the eighth
+    assert sorted(work(8 * MIB, 4)) == sorted(large)
+    work(3 * MIB, 10)
+    assert 29 << 20 < resident() - before < 37 << 20
+    rooms.clear()
+    assert resident() - before < 4 << 20
 
 
 def test_gradients_of_tiles_take_turns_in_memory_unless_they_are_kept():

@@ -1,15 +1,12 @@
 """Peaks of memory, counted operation by operation. Trusted: allocations.py, which the first test checks."""
 
-import mmap
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from allocations import Allocations
-from infinity.tiling import TiledLinear, cross_entropy, mapped, products, tile_sequence
+from infinity.tiling import TiledLinear, cross_entropy, products, tile_sequence
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -95,50 +92,3 @@ def test_a_slices_gradients_go_one_by_one_and_one_slice_needs_no_sums():
     stack.zero_grad()
     one = peak(lambda: tile_sequence(stack, 1)(x).sum().backward())
     assert layers * weight_nbytes <= one < (layers + 3) * weight_nbytes
-
-
-def resident():
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_what_is_mapped_is_an_ordinary_tensor_and_goes_with_it(dtype):
-    cpu = torch.device("cpu")
-    before = resident()
-    one = mapped.empty((4096, 2048), dtype, cpu).fill_(1)
-    assert (one.shape, one.dtype, one.is_contiguous(), one._is_view()) == ((4096, 2048), dtype, True, False)
-    part = one[1:]
-    del one
-    assert resident() - before >= part.nbytes
-    del part
-    assert resident() - before < 4 << 20
-    assert not mapped.zeros((4096, 2048), dtype, cpu).any()
-    assert mapped.zeros((2, 0), dtype, cpu).shape == (2, 0)
-
-
-def test_holes_among_what_stays_are_given_back():
-    blocks = [torch.ones(25_000) for _ in range(500)]
-    del blocks[:-1]
-    before = resident()
-    mapped.give_back()
-    assert before - resident() >= 30 << 20
-
-
-@pytest.mark.parametrize(
-    ("features", "dtype", "given"),
-    [(512, torch.bfloat16, 2), (256, torch.bfloat16, 0), (512, torch.float32, 0)],
-)
-def test_large_slices_of_16_bits_give_back_what_their_operations_left(features, dtype, given, monkeypatch):
-    times = []
-    monkeypatch.setattr(mapped, "give_back", lambda: times.append(None))
-
-    class Block(nn.Sequential):
-        def forward(self, x, positions):
-            return super().forward(x)
-
-    layers = nn.Linear(features, 8, dtype=dtype), nn.Linear(8, features, dtype=dtype)
-    rows = 4 << 10
-    y = tile_sequence(Block(*layers), 4)(torch.ones(rows, features, dtype=dtype), torch.arange(rows)[:, None])
-    assert len(times) == given
-    y.sum().backward()
-    assert len(times) == 2 * given

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from infinity.tiling import mapped
+from infinity.tiling.mapped import Rooms
 from infinity.tiling.products import in_fp32, product
 from infinity.tiling.sums import Sums
 
@@ -40,12 +40,13 @@ _ABOUT |= {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor
 class Straight(TorchFunctionMode):
     """Inside the `with`, linear layers on the CPU compute as the notes above say.
 
-    sums: None where there are no gradients. left_out: numbers of the layers, in the order of calls, whose
-    results nobody reads.
+    rooms: for results. sums: None where there are no gradients. left_out: numbers of the layers, in the order
+    of calls, whose results nobody reads.
     """
 
-    def __init__(self, sums: Sums | None, left_out: Collection[int | None] = ()) -> None:
+    def __init__(self, rooms: Rooms, sums: Sums | None, left_out: Collection[int | None] = ()) -> None:
         super().__init__()
+        self._rooms = rooms
         self._sums = sums
         self._left_out = left_out
         self._calls = 0
@@ -70,7 +71,8 @@ class Straight(TorchFunctionMode):
             x, weight, bias = (*args, None)[:3]
             flat = x.reshape(-1, x.shape[-1])
             layer = LeftOut if self._calls in self._left_out else Linear
-            made = layer.apply(flat, weight, bias, self._sums).view(*x.shape[:-1], weight.shape[0])  # type: ignore[no-untyped-call]
+            made = layer.apply(flat, weight, bias, self._sums, self._rooms)  # type: ignore[no-untyped-call]
+            made = made.view(*x.shape[:-1], weight.shape[0])
             self._unread[id(made)] = weakref.ref(made), self._calls
             self._calls += 1
             return made
@@ -98,15 +100,20 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sums: Sums | None
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        sums: Sums | None,
+        rooms: Rooms,
     ) -> torch.Tensor:
         """Return [tokens, out] of x [tokens, in] and weight [out, in]."""
         ctx.save_for_backward(x, weight)
-        ctx.sums = sums
+        ctx.sums, ctx.rooms = sums, rooms
         if bias is None or in_fp32(x):
-            found = product(x, weight.t())
+            found = product(x, weight.t(), rooms)
             return found if bias is None else found.add_(bias)
-        out = mapped.empty((len(x), len(weight)), x.dtype, x.device)
+        out = rooms.empty((len(x), len(weight)), x.dtype, x.device)
         return torch.addmm(bias, x, weight.t(), out=out)
 
     @staticmethod
@@ -117,8 +124,8 @@ class Linear(torch.autograd.Function):
         of_weight = None
         if ctx.needs_input_grad[1] and not ctx.sums.add_product(weight, grad.t(), x):
             of_weight = product(grad.t(), x)
-        of_x = product(grad, weight) if ctx.needs_input_grad[0] else None
-        return of_x, of_weight, grad.sum(0) if ctx.needs_input_grad[2] else None, None
+        of_x = product(grad, weight, ctx.rooms) if ctx.needs_input_grad[0] else None
+        return of_x, of_weight, grad.sum(0) if ctx.needs_input_grad[2] else None, None, None
 
 
 class LeftOut(Linear):
@@ -126,9 +133,14 @@ class LeftOut(Linear):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, _bias: torch.Tensor | None, sums: Sums | None
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        _bias: torch.Tensor | None,
+        sums: Sums | None,
+        rooms: Rooms,
     ) -> torch.Tensor:
         """Return NaNs [tokens, out]."""
         ctx.save_for_backward(x, weight)
-        ctx.sums = sums
+        ctx.sums, ctx.rooms = sums, rooms
         return x.new_full((), torch.nan).expand(len(x), len(weight))

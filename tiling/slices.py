@@ -22,11 +22,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from infinity.tiling import mapped
+from infinity.tiling.lending import Lending
 from infinity.tiling.linears import Straight
-from infinity.tiling.products import wide
 from infinity.tiling.sums import Cuts, Sums
 from infinity.tiling.tile import Kept
 
+FEWEST_NBYTES = mapped.LARGE_NBYTES // 16
+"""Of a slice's inputs, that what is made of them may be large."""
 TENSOR = object()
 """Among the leaves of a result: here is a tensor."""
 
@@ -51,22 +53,24 @@ class Call:
     outputs: list[Any] = field(default_factory=list)  # leaves of the result that are no tensors
 
     def run_first(
-        self, tensors: Sequence[torch.Tensor]
+        self, tensors: Sequence[torch.Tensor], rooms: mapped.Rooms
     ) -> tuple[list[torch.Tensor], pytree.TreeSpec, list[Any]]:
         """Run the module on the tensors of one slice; returns the result's tensors and the rest of it."""
         self.states.append(_generators(self.cuda))
-        straight = Straight(None)
+        straight = Straight(rooms, None)
         found, spec, rest = self._run(tensors, straight)
         self.unread.append(straight.unread(found))
         return found, spec, rest
 
-    def run_again(self, number: int, tensors: Sequence[torch.Tensor], sums: Sums) -> list[torch.Tensor]:
+    def run_again(
+        self, number: int, tensors: Sequence[torch.Tensor], sums: Sums, rooms: mapped.Rooms
+    ) -> list[torch.Tensor]:
         """Run it on one slice as before, now recorded by autograd; the result's tensors have a grad_fn, and
         not always their values: see [Note: results that nobody reads].
         """
         _set_generators(self.cuda, self.states[number])
         with torch.enable_grad():
-            found, _, _ = self._run(tensors, Straight(sums, self.unread[number]))
+            found, _, _ = self._run(tensors, Straight(rooms, sums, self.unread[number]))
         return found
 
     def _run(
@@ -85,15 +89,15 @@ class Call:
         """Return how the inputs are cut."""
         return Cuts(self.sliced, self.dims, len(self.sizes))
 
-    def sliced_through(self, number: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Give back what the operations of two slices have left of memory, where slices are large enough for
-        it: see [Note: mapped tensors]. After every one it would cost twice the page faults; in fp32, where
-        products take less time, any would show.
-        """
-        cuts = [one for one, cut in zip(tensors, self.sliced, strict=True) if cut and one.is_floating_point()]
-        narrow = all(one.itemsize < wide(one.dtype).itemsize for one in cuts)
-        if number % 2 and narrow and sum(one.nbytes for one in cuts) >= len(self.sizes) * mapped.LARGE_NBYTES:
-            mapped.give_back()
+    @contextlib.contextmanager
+    def lending(self, inputs: Sequence[torch.Tensor]) -> Iterator[mapped.Rooms]:
+        """Let slices have the memory of those before: see [Note: results of pointwise operations]."""
+        rooms = mapped.Rooms()
+        cuts = [one for one, cut in zip(inputs, self.sliced, strict=True) if cut and one.device.type == "cpu"]
+        large = sum(one.nbytes for one in cuts) >= len(self.sizes) * FEWEST_NBYTES
+        with Lending(rooms) if self.straight and large else contextlib.nullcontext():
+            yield rooms
+        rooms.clear()
 
     def parts(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         """Yield the tensors of each slice, contiguous as modules may expect (Conv1D does); the others
@@ -171,16 +175,16 @@ class Slices(torch.autograd.Function):
         versions = [one._version for one in inputs]
         whole: list[torch.Tensor] = []
         start = 0
-        for number, part in enumerate(call.parts(inputs)):
-            results, spec, rest = call.run_first(part)
-            if number == 0:
-                call.result, call.outputs = spec, _checked(rest)
-                whole = [_whole(one, call) for one in results]
-            for one, result in zip(whole, results, strict=True):
-                one.narrow(_dim(call), start, call.sizes[number]).copy_(result)
-            start += call.sizes[number]
-            del part, results
-            call.sliced_through(number, inputs)
+        with call.lending(inputs) as rooms:
+            for number, part in enumerate(call.parts(inputs)):
+                results, spec, rest = call.run_first(part, rooms)
+                if number == 0:
+                    call.result, call.outputs = spec, _checked(rest)
+                    whole = [_whole(one, call) for one in results]
+                for one, result in zip(whole, results, strict=True):
+                    one.narrow(_dim(call), start, call.sizes[number]).copy_(result)
+                start += call.sizes[number]
+                del part, results
         if versions != [one._version for one in inputs]:
             raise RuntimeError(
                 "a sliced module changed its input in place: a recomputation would begin from the change. "
@@ -201,11 +205,11 @@ class Slices(torch.autograd.Function):
         wanted = ctx.needs_input_grad[2 : 2 + len(inputs)]
         sums = Sums(call.cuts(), inputs, wanted, parameters)
         start = 0
-        with _as_before(call):
+        with _as_before(call), call.lending(inputs) as rooms:
             for number, part in enumerate(call.parts(inputs)):
                 size = call.sizes[number]
                 part = [one.detach().requires_grad_(want) for one, want in zip(part, wanted, strict=True)]  # noqa: PLW2901
-                results = call.run_again(number, part, sums)
+                results = call.run_again(number, part, sums, rooms)
                 sliced = [grad.narrow(_dim(call), start, size) for grad in grads]
                 pairs = [(one, grad) for one, grad in zip(results, sliced, strict=True) if one.requires_grad]
                 leaves = [one for one, want in zip(part, wanted, strict=True) if want]
@@ -221,7 +225,6 @@ class Slices(torch.autograd.Function):
                     del found
                 del part, leaves, results, pairs
                 start += size
-                call.sliced_through(number, inputs)
         return None, None, *sums.finished()
 
 
