@@ -9,6 +9,7 @@ threads. The caller keeps the memory alive, and nobody else writes to it, until 
 from infinity.kernels.checksums import STRETCH_NUMEL, Checksums, Field
 from infinity.kernels.library import UnsupportedIsaError, bind_threads, isa, set_isa, set_threads, threads
 from infinity.kernels.operations import (
+    MOST_ROWS,
     STATE_BLOCK,
     AnyGradientDtype,
     GradientDtype,
@@ -26,6 +27,7 @@ from infinity.kernels.operations import (
     multiplies_bf16,
     narrow,
     narrow_f16,
+    product_bf16,
     quantize,
     rewrite,
     split,
@@ -37,6 +39,7 @@ from infinity.kernels.recipes import adagrad, adam, adamw_fp16, adamw_fp32, lion
 from infinity.kernels.scalars import AdagradScalars, AdamWScalars, LionScalars, SGDScalars, state_key
 
 __all__ = [
+    "MOST_ROWS",
     "STATE_BLOCK",
     "STRETCH_NUMEL",
     "AdagradScalars",
@@ -69,6 +72,7 @@ __all__ = [
     "multiplies_bf16",
     "narrow",
     "narrow_f16",
+    "product_bf16",
     "quantize",
     "rewrite",
     "set_isa",

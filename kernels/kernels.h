@@ -285,14 +285,21 @@ void infinity_accumulate_f32(size_t n, float *acc, const float *grad);
 void infinity_accumulate_f16(size_t n, float *acc, const uint16_t *grad);
 
 /* total[i][j] = total[i][j] + the sum over l < k of left[l][i] right[l][j], for i < m and j < n; rows
- * lie a stride of elements apart.  In fp32, up to 512 products before they are added; denormals count
+ * lie a stride of elements apart, and left's elements a step; one of left's two is 1.  In fp32, up to 512 products before they are added; denormals count
  * as zeros.  The same bits on any number of threads, and on any CPU that has the instructions.  0;
  * -1 where it has not or avx512 is not in use, which infinity_multiplies_bf16 tells before; -2
  * without memory.  Runs on n_threads of the process's OpenMP, or else on the pool. */
 int infinity_multiplies_bf16(void);
 int infinity_add_product_bf16(size_t k, size_t m, size_t n, const uint16_t *left,
-                              size_t left_stride, const uint16_t *right, size_t right_stride,
-                              float *total, size_t total_stride, size_t n_threads);
+                              size_t left_stride, size_t left_step, const uint16_t *right,
+                              size_t right_stride, float *total, size_t total_stride,
+                              size_t n_threads);
+
+/* result[i][j] = the same sum alone, of at most 512 products (-1 for more), in fp32 and rounded to bf16, to
+ * nearest. */
+int infinity_product_bf16(size_t k, size_t m, size_t n, const uint16_t *left, size_t left_stride,
+                          size_t left_step, const uint16_t *right, size_t right_stride,
+                          uint16_t *result, size_t result_stride, size_t n_threads);
 
 /* Takes a user's edit of the 16-bit weights: where new_hi differs from hi, hi = new_hi and lo = 0.
  */

@@ -184,10 +184,25 @@ class Library(Protocol):
         n: int,
         left: Pointer,
         left_stride: int,
+        left_step: int,
         right: Pointer,
         right_stride: int,
         total: Pointer,
         total_stride: int,
+        n_threads: int,
+    ) -> int: ...
+    def infinity_product_bf16(
+        self,
+        k: int,
+        m: int,
+        n: int,
+        left: Pointer,
+        left_stride: int,
+        left_step: int,
+        right: Pointer,
+        right_stride: int,
+        result: Pointer,
+        result_stride: int,
         n_threads: int,
     ) -> int: ...
     def infinity_rewrite(self, n: int, new_hi: Pointer, hi: Pointer, lo: Pointer) -> None: ...

@@ -4,7 +4,7 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from infinity.kernels.checksums import Checksums
-from infinity.kernels.library import UnsupportedIsaError, ffi, isa, library
+from infinity.kernels.library import Pointer, UnsupportedIsaError, ffi, isa, library
 from infinity.kernels.scalars import AdamWScalars
 
 GradientDtype: TypeAlias = Literal["bf16", "f32"]
@@ -17,11 +17,13 @@ WORD = 1 << 64  # a key, and what a counter stays below
 
 
 class Rows(NamedTuple):
-    """Where a matrix lies: its rows are in one piece each."""
+    """Where a matrix lies; strides are in elements."""
 
     address: int
     stride: int
-    """Elements from one row to the next."""
+    """From one row to the next."""
+    step: int = 1
+    """Within a row, from one element to the next."""
 
 
 def check(n: int, **addresses: int) -> None:
@@ -285,31 +287,54 @@ def multiplies_bf16() -> bool:
     return bool(library.infinity_multiplies_bf16())
 
 
+MOST_ROWS = 512
+"""Of the factors of `product_bf16`: of more rows a product would be added up in memory."""
+
+
 def add_product_bf16(k: int, m: int, n: int, left: Rows, right: Rows, total: Rows, n_threads: int) -> None:
     """Add the product of left's transpose and right to total: [k, m] and [k, n] of bf16 to [m, n] of fp32.
 
-    Sums are fp32. n_threads: of the OpenMP runtime, where the process has GNU's, as with torch; else the
-    pool's are taken.
+    Sums are fp32. Elements of a row lie side by side, or those of a column do, of left alone. n_threads: of
+    the OpenMP runtime, where the process has GNU's, as with torch; else the pool's are taken.
 
     Raises:
         UnsupportedIsaError: `multiplies_bf16` is false.
+        ValueError: elements lie otherwise.
         MemoryError: there is none for a MiB of packed operands.
     """
     if 0 in (k, m, n):
         return
-    check(k * m * n, left=left.address, right=right.address, total=total.address)
-    code = library.infinity_add_product_bf16(
-        k,
-        m,
-        n,
-        _u16(left.address),
-        left.stride,
-        _u16(right.address),
-        right.stride,
-        _f32(total.address),
-        total.stride,
-        n_threads,
-    )
+    sizes = _product_sizes(k, m, n, left, right, total)
+    at = _f32(total.address), total.stride
+    _check_product(library.infinity_add_product_bf16(*sizes, *at, n_threads), k, m, n)
+
+
+def product_bf16(k: int, m: int, n: int, left: Rows, right: Rows, result: Rows, n_threads: int) -> None:
+    """Write the same product, rounded to bf16, [m, n]; of `MOST_ROWS` rows k at most, and one at least.
+
+    Raises: as `add_product_bf16`.
+    """
+    if not 1 <= k <= MOST_ROWS:
+        message = f"k={k}: expected 1 to {MOST_ROWS}"
+        raise ValueError(message)
+    if 0 in (m, n):
+        return
+    sizes = _product_sizes(k, m, n, left, right, result)
+    at = _u16(result.address), result.stride
+    _check_product(library.infinity_product_bf16(*sizes, *at, n_threads), k, m, n)
+
+
+def _product_sizes(
+    k: int, m: int, n: int, left: Rows, right: Rows, out: Rows
+) -> tuple[int, int, int, Pointer, int, int, Pointer, int]:
+    check(k * m * n, left=left.address, right=right.address, out=out.address)
+    if 1 not in left[1:] or right.step != 1 or out.step != 1:
+        message = f"left={left}, right={right}, out={out}: expected steps of 1, of left one or a stride of 1"
+        raise ValueError(message)
+    return k, m, n, _u16(left.address), left.stride, left.step, _u16(right.address), right.stride
+
+
+def _check_product(code: int, k: int, m: int, n: int) -> None:
     if code == _UNSUPPORTED:
         message = (
             f"products of bf16 need a CPU with AVX512-BF16, and avx512; in use: {isa()}\n"

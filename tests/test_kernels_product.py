@@ -1,4 +1,4 @@
-"""Products of bf16 matrices added to fp32 sums, by the kernel. Trusted: fp64."""
+"""Products of bf16 matrices, added to fp32 sums or rounded, by the kernels. Trusted: fp64."""
 
 import subprocess
 import sys
@@ -29,16 +29,25 @@ def matrix(rows, columns, gap, dtype=torch.bfloat16):
     return whole[:, :columns], whole
 
 
-def add(left, right, total, threads=2):
+def turned(rows, columns, gap):
+    """The same with columns that lie so."""
+    return matrix(columns, rows, gap)[0].t()
+
+
+def run(kernel, left, right, out, threads=2):
     k, m = left.shape
-    rows = [Rows(one.data_ptr(), one.stride(0)) for one in (left, right, total)]
-    kernels.add_product_bf16(k, m, right.shape[1], *rows, n_threads=threads)
+    rows = [Rows(one.data_ptr(), *one.stride()) for one in (left, right, out)]
+    kernel(k, m, right.shape[1], *rows, n_threads=threads)
+
+
+def add(left, right, total, threads=2):
+    run(kernels.add_product_bf16, left, right, total, threads)
 
 
 @needs_instructions
-@given(k=ROWS, m=SIDES, n=SIDES, gap=st.integers(0, 40))
-def test_a_product_is_added_and_nothing_beside_it_touched(k, m, n, gap):
-    left, right = matrix(k, m, gap)[0], matrix(k, n, gap)[0]
+@given(k=ROWS, m=SIDES, n=SIDES, gap=st.integers(0, 40), in_columns=st.booleans())
+def test_a_product_is_added_and_nothing_beside_it_touched(k, m, n, gap, in_columns):
+    left, right = turned(k, m, gap) if in_columns else matrix(k, m, gap)[0], matrix(k, n, gap)[0]
     total, whole = matrix(m, n, gap, torch.float32)
     before = whole.clone()
     add(left, right, total)
@@ -49,12 +58,43 @@ def test_a_product_is_added_and_nothing_beside_it_touched(k, m, n, gap):
 
 
 @needs_instructions
+@given(k=st.integers(1, 512), m=SIDES, n=SIDES, gap=st.integers(0, 40), in_columns=st.booleans())
+def test_a_product_is_rounded_and_nothing_beside_it_touched(k, m, n, gap, in_columns):
+    left, right = turned(k, m, gap) if in_columns else matrix(k, m, gap)[0], matrix(k, n, gap)[0]
+    result, whole = matrix(m, n, gap)
+    before = whole.clone()
+    run(kernels.product_bf16, left, right, result)
+    exact = left.double().t() @ right.double()
+    scale = left.double().abs().t() @ right.double().abs()
+    assert ((result.double() - exact).abs() <= exact.abs() * 2**-8 + scale * 2**-22 * k**0.5).all()
+    assert torch.equal(whole[:, n:], before[:, n:])
+
+
+@needs_instructions
+def test_it_is_rounded_to_the_nearest_ties_to_even_and_keeps_what_is_no_number():
+    left = torch.tensor([[1.0, 1.0, -1.0, 1.0, 1.0, 0.0]]).bfloat16()
+    above, tie = 2**-8 + 2**-15, 2**-8
+    right = torch.tensor([[1.0], [1.0]]).bfloat16()
+    for more, expected in ((above, 1 + 2**-7), (tie, 1.0), (torch.inf, torch.inf), (torch.nan, torch.nan)):
+        first = torch.cat([left, torch.full_like(left, more)])
+        result = torch.empty(6, 1, dtype=torch.bfloat16)
+        run(kernels.product_bf16, first, right, result)
+        fifth = torch.tensor(expected).bfloat16()
+        assert torch.equal(result[4].isnan(), fifth.isnan()[None])
+        assert torch.isnan(fifth) or result[4] == fifth
+        exact = (first.double().t() @ right.double()).bfloat16()
+        assert torch.equal(result.nan_to_num(7.0), exact.nan_to_num(7.0))
+
+
+@needs_instructions
 def test_many_columns_and_any_number_of_threads_give_the_same_bits():
     left, right = torch.randn(700, 300).bfloat16(), torch.randn(700, 2100).bfloat16()
     found = []
     for threads in (1, 2, 3, 8):
         found.append(torch.ones(300, 2100))
         add(left, right, found[-1], threads)
+        add(left.t().contiguous().t(), right, turning := torch.ones(300, 2100), threads)
+        assert torch.equal(turning, found[-1]), "however the left factor lies"
     assert all(torch.equal(found[0], one) for one in found[1:])
     exact = 1 + left.double().t() @ right.double()
     assert (found[0] - exact).abs().max() < 1e-3
@@ -93,5 +133,16 @@ def test_without_the_instructions_it_is_refused_by_name():
     some = torch.ones(2, 2, dtype=torch.bfloat16)
     with pytest.raises(UnsupportedIsaError, match=r"AVX512-BF16, and avx512; in use: scalar"):
         add(some, some, torch.ones(2, 2))
+    with pytest.raises(UnsupportedIsaError, match=r"AVX512-BF16"):
+        run(kernels.product_bf16, some, some, torch.ones_like(some))
+
+
+@pytest.mark.parametrize("kernel", [kernels.add_product_bf16, kernels.product_bf16])
+def test_what_lies_otherwise_and_too_many_rows_are_refused(kernel):
     with pytest.raises(ValueError, match="left=0"):
-        kernels.add_product_bf16(1, 1, 1, Rows(0, 1), Rows(1, 1), Rows(1, 1), n_threads=1)
+        kernel(1, 1, 1, Rows(0, 1), Rows(1, 1), Rows(1, 1), n_threads=1)
+    for rows in ([(1, 2, 2), (1, 1), (1, 1)], [(1, 1), (1, 1, 2), (1, 1)], [(1, 1), (1, 1), (1, 1, 2)]):
+        with pytest.raises(ValueError, match="expected steps of 1, of left one or a stride of 1"):
+            kernel(1, 1, 1, *(Rows(*one) for one in rows), n_threads=1)
+    with pytest.raises(ValueError, match=r"k=513: expected 1 to 512"):
+        kernels.product_bf16(513, 1, 1, *(Rows(1, 1) for _ in range(3)), n_threads=1)

@@ -51,6 +51,23 @@ def test_where_the_cpu_multiplies_bf16_large_products_are_added_where_the_sums_a
     assert (total - 1 - left.double() @ right.double()).abs().max() < rounding
 
 
+@pytest.mark.skipif(not kernels.multiplies_bf16(), reason="this machine has no AVX512-BF16")
+@pytest.mark.parametrize(
+    ("k", "turned", "products_of_torchs"), [(40, True, 0), (40, False, 1), (513, True, 1)]
+)
+def test_there_gradients_of_weights_of_few_tokens_are_products_of_ours(
+    k, turned, products_of_torchs, monkeypatch
+):
+    monkeypatch.setattr(products, "_multiplies_16_bit", lambda: True)
+    left, right = torch.randn(k, 24).bfloat16(), torch.randn(k, 32).bfloat16()
+    left = left.t() if turned else left.t().contiguous()
+    with Counted() as counted:
+        found = product(left, right)
+    assert counted.products == products_of_torchs
+    exact = left.double() @ right.double()
+    assert ((found - exact).abs() <= exact.abs() * 2**-8 + 1e-4).all()
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_slices_weight_gradients_are_rounded_once_over_all_slices(bias):
     torch.manual_seed(0)

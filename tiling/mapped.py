@@ -8,7 +8,8 @@ mapped: it takes what it fills, in huge pages where the kernel has them, and goe
 
 The kernel fills fresh pages with zeros: of a layer in fp32, a twentieth of its time went there. So where
 tensors of one size follow one another, a `Room` lends each the memory of the one before, and `Rooms` do so
-where there are several at a time.
+where there are several at a time. What is mapped is filled by the thread that maps it: two that run into the
+same huge page at once may take milliseconds over it, twenty times as long.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 LARGE_NBYTES = 1 << 20
 """Of a tensor that is mapped, at least."""
 HUGE_NBYTES = 2 << 20
+_MADV_POPULATE_WRITE = 23  # of Linux 5.14 on; Python's mmap has no name for it
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -120,9 +122,9 @@ def _map(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     memory = mmap.mmap(-1, nbytes + HUGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -np.frombuffer(memory, np.uint8).ctypes.data % HUGE_NBYTES
     full = nbytes // HUGE_NBYTES * HUGE_NBYTES
-    with contextlib.suppress(OSError):  # a kernel without them
-        if full:
-            memory.madvise(mmap.MADV_HUGEPAGE, start, full)
+    for advice in (mmap.MADV_HUGEPAGE, _MADV_POPULATE_WRITE) if full else ():
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(advice, start, full)
     return np.frombuffer(memory, np.uint8, nbytes, start)
 
 

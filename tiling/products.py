@@ -6,6 +6,11 @@ fp32 ones (measured: 27 to 45 against 130 Gflop/s). There 16-bit operands are wi
 results are rounded as before: sums of the same products, in fp32 as always. Pieces are cut along the longest
 side of a product, so that what is widened, and a piece of the result, are small beside the operands; they
 take turns in the same memory.
+
+[Note: products by a kernel]
+A CPU that has such instructions gets products from torch, but for two. One that is added to a sum in fp32:
+our kernel adds it where the sum is, unrounded, in the time that torch takes for the product alone. And a
+weight's gradient of few tokens, for which torch takes 5 % longer.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from infinity import kernels
-from infinity.kernels import Rows
+from infinity.kernels import MOST_ROWS, Rows
 from infinity.tiling import mapped
 
 WIDENED_NBYTES = 1 << 20
@@ -56,6 +61,9 @@ def product(
     """Return left @ right, [m, n] of [m, k] and [k, n], in their dtype. room: for the result."""
     empty = mapped.empty if room is None else room.empty
     out = empty((left.shape[0], right.shape[1]), left.dtype, left.device)
+    if left.stride(0) == 1 and left.shape[1] <= MOST_ROWS and _is_ours(out, left, right):
+        kernels.product_bf16(*_operands(out, left, right))
+        return out
     if not in_fp32(left):
         return torch.mm(left, right, out=out)
     if left.shape[1] == max(*left.shape, right.shape[1]):
@@ -78,10 +86,8 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
             total[rows, columns].addmm_(factor, another)
     elif left.device.type != "cpu":
         total.add_(left.mm(right))
-    elif _adds_in_place(total, left, right):
-        (m, k), n = left.shape, right.shape[1]
-        one, other, there = (Rows(each.data_ptr(), each.stride(0)) for each in (left.t(), right, total))
-        kernels.add_product_bf16(k, m, n, one, other, there, torch.get_num_threads())
+    elif _is_ours(total, left, right):
+        kernels.add_product_bf16(*_operands(total, left, right))
     else:  # a piece at a time, that it is still in the caches when it is added
         step = max(WIDENED_NBYTES // (right.shape[1] * left.dtype.itemsize or 1), FEWEST_ROWS)
         for first in range(0, len(left), step):
@@ -89,14 +95,23 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
             accumulate(total[part], left[part].mm(right))
 
 
-def _adds_in_place(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether our kernel adds this product to a sum: where that takes less time than a product of torch's and
-    an addition. Small ones are not worth packing.
+def _is_ours(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether a kernel of ours can make this product, and is worth packing for: see [Note: products by a
+    kernel].
     """
-    in_rows = all(one.stride(1) == 1 for one in (left.t(), right, total))
-    large = min(left.shape[0], right.shape[1]) >= FEWEST_ROWS
-    ours = left.dtype == torch.bfloat16 and in_rows and large
+    in_rows = 1 in left.stride() and right.stride(1) == out.stride(1) == 1
+    large = min(*left.shape, *right.shape) >= FEWEST_ROWS
+    ours = left.dtype == torch.bfloat16 and out.device.type == "cpu" and in_rows and large
     return ours and kernels.multiplies_bf16() and not _has_amx()
+
+
+def _operands(
+    out: torch.Tensor, left: torch.Tensor, right: torch.Tensor
+) -> tuple[int, int, int, Rows, Rows, Rows, int]:
+    """Return what the kernels take."""
+    (m, k), n = left.shape, right.shape[1]
+    one, other, there = (Rows(each.data_ptr(), *each.stride()) for each in (left.t(), right, out))
+    return k, m, n, one, other, there, torch.get_num_threads()
 
 
 _KERNELS = {torch.bfloat16: kernels.accumulate, torch.float16: kernels.accumulate_f16}

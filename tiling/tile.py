@@ -206,7 +206,7 @@ class Product(torch.autograd.Function):
     """x @ weight.T + bias, or x @ weight + bias, that saves x and keeps the weight by reference.
 
     The operations and their order are those of torch's own backward of a linear layer, but where products are
-    faster in fp32 (see [Note: products in fp32] in products.py), and for what goes through a channel.
+    faster otherwise (see the notes in products.py), and for what goes through a channel.
     """
 
     @staticmethod
