@@ -3,6 +3,9 @@
 Started by path, in whatever environment has the contestant's library: it imports nothing of ours but for
 ours. It answers each line with one of JSON: the seconds of a forward and backward, and how far the process's
 memory rose above what it was before, as the kernel counts it.
+
+What is measured is a step that follows another, as in training: while the others have their turns, a virtual
+machine's host takes memory back that nobody uses, and what a step then maps costs milliseconds per huge page.
 """
 
 from __future__ import annotations
@@ -166,6 +169,7 @@ def main() -> None:
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     for _ in sys.stdin:
+        step()
         ctypes.CDLL(None).malloc_trim(0)  # what earlier steps left would hide what this one takes
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         before, began = status("VmRSS"), time.perf_counter()
