@@ -75,19 +75,20 @@ TARGET_BF16 static void pack_tall(size_t rows, const uint16_t *from, size_t stri
     for (size_t i = 0; i < TALL; i++) to[i] = i < columns ? from[i] : 0;
 }
 
+static inline uint32_t pair_at(const uint16_t *from) {
+    uint32_t pair;
+    memcpy(&pair, from, sizeof pair);
+    return pair;
+}
+
 /* The same of one whose columns are in memory what the other's rows are: pairs lie there. */
 static void pack_turned(size_t rows, const uint16_t *from, size_t step, size_t columns,
                         uint32_t *to) {
-    size_t pairs = rows / 2;
-    for (size_t i = 0; i < TALL; i++) {
-        const uint16_t *column = from + i * step;
-        for (size_t k = 0; k < pairs; k++)
-            if (i < columns)
-                memcpy(to + k * TALL + i, column + 2 * k, sizeof *to);
-            else
-                to[k * TALL + i] = 0;
-        if (rows % 2) to[pairs * TALL + i] = i < columns ? column[rows - 1] : 0;
-    }
+    for (size_t k = 0; k + 2 <= rows; k += 2, to += TALL)
+        for (size_t i = 0; i < TALL; i++)
+            to[i] = i < columns ? pair_at(from + i * step + k) : 0;
+    if (rows % 2 == 0) return;
+    for (size_t i = 0; i < TALL; i++) to[i] = i < columns ? from[i * step + rows - 1] : 0;
 }
 
 typedef __m512 tile[TALL][2];

@@ -133,3 +133,15 @@ def test_gradients_of_tiles_take_turns_in_memory_unless_they_are_kept():
     assert len({one.data_ptr() for one in grads}) == 4
     expected = x.detach().sum(0).expand(1024, 512)
     assert all(torch.allclose(one, expected, atol=1e-4) for one in grads)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("in_tiles", [1, 2])
+def test_results_of_tiles_lie_in_the_common_output_where_nothing_is_summed(bias, in_tiles):
+    layer = tiling.TiledLinear(64, 512, bias, out_tiles=4, in_tiles=in_tiles)
+    places = []
+    for tile in layer.tiles:
+        tile.register_forward_hook(lambda _, args, result: places.append(result.data_ptr()))
+    out = layer(torch.randn(8, 64))
+    expected = [out[:, start].data_ptr() for start in range(0, 512, 128)]
+    assert (places == expected) == (in_tiles == 1)

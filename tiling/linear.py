@@ -12,7 +12,7 @@ from torch import nn
 from infinity.tiling import mapped
 from infinity.tiling.grid import Grid, cut, spans
 from infinity.tiling.owner import Tiled
-from infinity.tiling.tile import Conv1DTile, LinearTile, Place, Tile, channel_of
+from infinity.tiling.tile import Columns, Conv1DTile, LinearTile, Place, Tile, channel_of
 from infinity.tiling.whole import Whole
 
 
@@ -55,7 +55,8 @@ def _run(
     out = mapped.empty((len(flat), sum(out_sizes)), flat.dtype, flat.device)
     room = mapped.Room()
     for row, span in zip(rows, spans(out_sizes), strict=True):
-        result = row[0](slices[0], channels[0], room)
+        alone = len(row) == 1 and len(rows) > 1
+        result = row[0](slices[0], channels[0], Columns(out, span.start) if alone else room)
         if len(row) > 1:
             result = result.to(torch.promote_types(result.dtype, torch.float32))
             for tile, part, way in zip(row[1:], slices[1:], channels[1:], strict=True):

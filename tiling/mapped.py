@@ -19,7 +19,7 @@ import math
 import mmap
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -40,6 +40,14 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
     """Return a contiguous tensor of zeros: fresh pages are nothing else."""
     found = _mapped(shape, dtype, device)
     return torch.zeros(shape, dtype=dtype, device=device) if found is None else found
+
+
+class Lender(Protocol):
+    """Who has memory for a result."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a tensor of any values."""
+        ...
 
 
 class Room:

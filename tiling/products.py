@@ -55,9 +55,7 @@ def in_fp32(one: torch.Tensor) -> bool:
     return one.device.type == "cpu" and one.dtype.itemsize < 4 and not _multiplies_16_bit()
 
 
-def product(
-    left: torch.Tensor, right: torch.Tensor, room: mapped.Room | mapped.Rooms | None = None
-) -> torch.Tensor:
+def product(left: torch.Tensor, right: torch.Tensor, room: mapped.Lender | None = None) -> torch.Tensor:
     """Return left @ right, [m, n] of [m, k] and [k, n], in their dtype. room: for the result."""
     empty = mapped.empty if room is None else room.empty
     out = empty((left.shape[0], right.shape[1]), left.dtype, left.device)

@@ -9,6 +9,7 @@ would have checked is checked here: a weight that was changed in place in betwee
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -47,7 +48,7 @@ class LinearTile(Tile):
         self,
         x: torch.Tensor,
         channel: Channel | None = None,
-        room: mapped.Room | None = None,
+        room: mapped.Lender | None = None,
         use: Any = None,
     ) -> torch.Tensor:
         """Return x @ weight.T + bias, in `room`; with `use`, what `use(x, weight, bias)` returns: so another
@@ -63,14 +64,14 @@ class Conv1DTile(Tile):
     """The same by a weight [in, out], as Hugging Face's Conv1D has it."""
 
     def forward(
-        self, x: torch.Tensor, channel: Channel | None = None, room: mapped.Room | None = None
+        self, x: torch.Tensor, channel: Channel | None = None, room: mapped.Lender | None = None
     ) -> torch.Tensor:
         """Return x @ weight + bias, in `room`."""
         return _product(x, self, channel, room, transposed=True)
 
 
 def _product(
-    x: torch.Tensor, tile: Tile, channel: Channel | None, room: mapped.Room | None, *, transposed: bool
+    x: torch.Tensor, tile: Tile, channel: Channel | None, room: mapped.Lender | None, *, transposed: bool
 ) -> torch.Tensor:
     link = None if channel is None else channel.link
     room = room or mapped.Room()
@@ -216,7 +217,7 @@ class Product(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         transposed: bool,  # noqa: FBT001
-        room: mapped.Room,
+        room: mapped.Lender,
         channel: Channel | None,
         link: torch.Tensor | None,  # noqa: ARG004 - of the channel
     ) -> torch.Tensor:
@@ -267,11 +268,25 @@ def _in_dtype_of(x: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return parameter if parameter.dtype == x.dtype else parameter.to(x.dtype)
 
 
+class Columns:
+    """Room for one result: columns of the common output, from `start` on."""
+
+    def __init__(self, out: torch.Tensor, start: int) -> None:
+        self._out = out.detach()
+        self._start = start
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return them; memory elsewhere for what has another dtype."""
+        columns = self._out[:, self._start : self._start + shape[1]]
+        return columns if dtype == columns.dtype else torch.empty(shape, dtype=dtype, device=device)
+
+
 class Place(torch.autograd.Function):
     """Write a tile's result into its columns of the common output, in place.
 
     torch's own slice assignment copies the whole gradient once per tile, torch.cat needs all results twice.
-    Here the gradient passes through untouched: nobody before this tile looks at its columns.
+    Here the gradient passes through untouched: nobody before this tile looks at its columns. What lies there
+    already, made in `Columns`, is not copied.
     """
 
     @staticmethod
@@ -279,7 +294,9 @@ class Place(torch.autograd.Function):
         """Return `out`, with `result` from column `start` on."""
         ctx.mark_dirty(out)
         ctx.start, ctx.width = start, result.shape[-1]
-        out.narrow(-1, start, ctx.width).copy_(result)
+        columns = out.narrow(-1, start, ctx.width)
+        if columns.data_ptr() != result.data_ptr():
+            columns.copy_(result)
         return out
 
     @staticmethod
