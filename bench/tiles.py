@@ -13,11 +13,12 @@ import argparse
 import itertools
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -151,8 +152,9 @@ class Worker:
     def step(self) -> dict[str, float]:
         """Let it take a step; return what it measured."""
         stdin: IO[str] = self._process.stdin  # type: ignore[assignment]
-        stdin.write("step\n")
-        stdin.flush()
+        with suppress(BrokenPipeError):  # it is gone: _line says why
+            stdin.write("step\n")
+            stdin.flush()
         found: dict[str, float] = json.loads(self._line())
         return found
 
@@ -161,9 +163,16 @@ class Worker:
         line = stdout.readline()
         if not line:
             _, said = self._process.communicate()
-            why = (said.strip().splitlines() or ["no reason given"])[-1]
+            why = (said.strip().splitlines() or [_end(self._process.returncode)])[-1]
             raise RunError(f"{self._case['who']} of {dict(self._case)}: {why}")
         return line
+
+
+def _end(code: int) -> str:
+    """Say how a process ended that said nothing itself."""
+    if code == -signal.SIGKILL:
+        return "killed (SIGKILL); most often memory ran out: all contestants hold theirs at the same time"
+    return f"it ended with exit code {code} and gave no reason"
 
 
 # What was found

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 
 import pytest
 
@@ -92,6 +93,17 @@ def test_a_contestant_that_cannot_be_started_says_why(tmp_path):
     case = CASE | {"who": "deepspeed"}
     with pytest.raises(RunError, match="deepspeed"), tiles.Worker(case, contestants_python()):
         pass
+
+
+@pytest.mark.parametrize("until", ["input()", "0"], ids=["in its step", "before"])
+def test_a_contestant_that_is_killed_is_told_to_have_lacked_memory(until):
+    killed = f"import os; print('ready', flush=True); {until}; os.kill(os.getpid(), 9)"
+    ours = contestants_python()
+    with tiles.Worker(CASE | {"who": "plain"}, Environment(ours.python, ("-c", killed), {})) as worker:
+        if until == "0":
+            os.waitid(os.P_PID, worker._process.pid, os.WEXITED | os.WNOWAIT)
+        with pytest.raises(RunError, match=r"plain of .*: killed .*memory ran out"):
+            worker.step()
 
 
 def contestants_python():
