@@ -4,7 +4,8 @@
 
 A row is one kernel with one instruction set on some threads. Its *limit* is the time in which the same
 threads move the same bytes: as many streams of the same widths, each read, updated or only written as the
-kernel does it, with next to no arithmetic. Everything is timed in turn, round after round, and what counts is
+kernel does it, with next to no arithmetic. All of it lies in memory as training holds records in: in huge
+pages, where the machine gives them. Everything is timed in turn, round after round, and what counts is
 the median over the rounds of limit over kernel; GB/s and parameters/s are those of the best round, the one
 that other users of the machine disturbed least. A ratio above 1 says that the limit's own loop was slower.
 

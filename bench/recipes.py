@@ -10,7 +10,7 @@ import torch
 import xxhash
 
 from infinity import kernels
-from infinity.memory import view
+from infinity.memory import Arena, view
 
 READ, UPDATE, WRITE = 0, 1, 2  # kinds of a stream: as in kernels.h
 BLOCK = kernels.STATE_BLOCK
@@ -64,11 +64,11 @@ class Memory:
     @classmethod
     def of(cls, numel: int) -> Memory:
         """Take and touch all of it; ordinary values, since denormals would measure something else."""
-        generator = torch.Generator().manual_seed(0)
-        grad32 = torch.randn(numel, generator=generator) * 1e-2
-        hi, lo = (torch.zeros(numel, dtype=torch.int16).fill_(1) for _ in range(2))
-        masters = grad32 * 2  # named: it has to live while the kernel reads it
+        grad32 = _normal(numel, 1e-2)
+        hi, lo = _filled(torch.int16, numel, numel)
+        masters = _normal(numel, 2e-2)  # named: it has to live while the kernel reads it
         kernels.split(numel, masters.data_ptr(), hi.data_ptr(), lo.data_ptr())
+        grad16 = _held(torch.bfloat16, numel).copy_(grad32)
         scales = -(-numel // BLOCK) * 2
         moments = {
             "fp32": _filled(torch.float32, numel, numel),
@@ -77,12 +77,21 @@ class Memory:
         }
         spare = _filled(torch.float32, *[numel] * MOST_STREAMS)
         (out,) = _filled(torch.float32, numel)
-        return cls(hi, lo, moments, grad32.bfloat16(), grad32, out, spare)
+        return cls(hi, lo, moments, grad16, grad32, out, spare)
+
+
+def _held(dtype: torch.dtype, numel: int) -> torch.Tensor:
+    """Return a tensor in memory as training holds records in, of huge pages where the machine has them."""
+    return torch.frombuffer(Arena(numel * dtype.itemsize).map, dtype=dtype)
 
 
 def _filled(dtype: torch.dtype, *sizes: int) -> tuple[torch.Tensor, ...]:
-    """Return tensors of zeros whose pages exist: those of `torch.zeros` are all the same one."""
-    return tuple(torch.empty(size, dtype=dtype).fill_(0) for size in sizes)
+    """Return tensors of zeros whose pages exist: untouched, they are all the same one."""
+    return tuple(_held(dtype, size).fill_(0) for size in sizes)
+
+
+def _normal(numel: int, deviation: float) -> torch.Tensor:
+    return _held(torch.float32, numel).normal_(std=deviation, generator=torch.Generator().manual_seed(0))
 
 
 _SCALARS = kernels.AdamWScalars(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=10)
@@ -201,10 +210,9 @@ def others(memory: Memory, best: str) -> list[Operation]:
 
 def torchs(numel: int) -> list[Operation]:
     """List torch's fused AdamW on fp32 weights, and with bf16 weights and gradients beside fp32 masters."""
-    master = torch.nn.Parameter(torch.randn(numel) * 2e-2)
-    master.grad = torch.randn(numel) * 1e-2
-    weight, grad16 = master.detach().bfloat16(), master.grad.bfloat16()
-    grad32 = master.grad
+    master = torch.nn.Parameter(_normal(numel, 2e-2))
+    master.grad = grad32 = _normal(numel, 1e-2)
+    weight, grad16 = (_held(torch.bfloat16, numel).copy_(one.detach()) for one in (master, grad32))
     optimizer = torch.optim.AdamW([master], lr=1e-4, weight_decay=0.1, fused=True)
 
     def beside() -> None:

@@ -122,12 +122,9 @@ TARGET_AVX512 static inline __m128i v_codes16(__m512i bits, uint32_t base, __m51
         _mm512_maskz_max_epi32(is_some, steps16(rounded, base), all16(1)));
 }
 
-TARGET_AVX512 void quantize_avx512(size_t n, const float *restrict m_f32,
-                                   const float *restrict v_f32,
-                                   const struct noises *restrict noises, uint8_t *restrict m,
-                                   uint8_t *restrict v, float *restrict scale) {
-    struct largest largest = largest16(n, m_f32, v_f32, noises);
-    struct grids grids = store_scales(scale, largest.m, largest.v);
+TARGET_AVX512 void codes_avx512(size_t n, const float *restrict m_f32, const float *restrict v_f32,
+                                const struct noises *restrict noises, uint8_t *restrict m,
+                                uint8_t *restrict v, struct grids grids) {
     size_t i = 0;
     for (; i + 16 <= n; i += 16) {
         __m512i m_noise = _mm512_loadu_si512(noises->m + i);
@@ -138,5 +135,13 @@ TARGET_AVX512 void quantize_avx512(size_t n, const float *restrict m_f32,
         _mm_storeu_si128((__m128i *)(v + i), v_u8x16);
     }
     quantize_tail(i, n, m_f32, v_f32, noises, m, v, grids);
+}
+
+TARGET_AVX512 void quantize_avx512(size_t n, const float *restrict m_f32,
+                                   const float *restrict v_f32,
+                                   const struct noises *restrict noises, uint8_t *restrict m,
+                                   uint8_t *restrict v, float *restrict scale) {
+    struct largest largest = largest16(n, m_f32, v_f32, noises);
+    codes_avx512(n, m_f32, v_f32, noises, m, v, store_scales(scale, largest.m, largest.v));
 }
 #endif

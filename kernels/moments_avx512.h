@@ -39,6 +39,11 @@ TARGET_AVX512 static inline __m512i hash16(struct pairs16 *pairs) {
     return _mm512_xor_si512(x, _mm512_srli_epi32(x, 16));
 }
 
+/* The codes of at most STATE_BLOCK elements on given grids; their scales are stored already. */
+void codes_avx512(size_t n, const float *restrict m_f32, const float *restrict v_f32,
+                  const struct noises *restrict noises, uint8_t *restrict m, uint8_t *restrict v,
+                  struct grids grids);
+
 TARGET_AVX512 static inline __m512i sizes16(__m512i bits) {
     return _mm512_and_si512(bits, all16(SIZE_MASK));
 }

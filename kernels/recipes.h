@@ -6,7 +6,7 @@
  * need it. */
 LANES_FUNCTION void look_ahead(const void *address, size_t width) {
     if (LANES > 1)
-        __builtin_prefetch((const char *)((uintptr_t)address + FETCH_NUMEL * width), 0, 3);
+        __builtin_prefetch((const char *)((uintptr_t)address + FETCH_NUMEL * width), 0, 2);
 }
 
 LANES_FUNCTION f32s next_f32s(const float *address) {

@@ -30,12 +30,13 @@ static inline void write_line(char *line, words value, bool around) {
 
 /* One stream's part of STATE_BLOCK elements. */
 static inline void touch(char *part, size_t bytes, int32_t kind, bool around, words *sum) {
+    const size_t blocks_ahead = FETCH_NUMEL / STATE_BLOCK;
     size_t i = 0;
     for (; i + 64 <= bytes; i += 64) {
         char *line = part + i;
         /* As far ahead as the kernels look: [Note: fetching ahead]. */
         if (kind != INFINITY_WRITE)
-            __builtin_prefetch((const char *)((uintptr_t)line + 2 * bytes), 0, 3);
+            __builtin_prefetch((const char *)((uintptr_t)line + blocks_ahead * bytes), 0, 2);
         if (kind == INFINITY_READ)
             *sum += *(const words *)line;
         else if (kind == INFINITY_UPDATE)
