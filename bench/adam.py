@@ -3,11 +3,12 @@
     infinity bench adam --rounds 25 --json adam.json --plot adam.png
 
 A row is one kernel with one instruction set on some threads. Its *limit* is the time in which the same
-threads move the same bytes: as many streams of the same widths, each read, updated or only written as the
-kernel does it, with next to no arithmetic. All of it lies in memory as training holds records in: in huge
-pages, where the machine gives them. Everything is timed in turn, round after round, and what counts is
-the median over the rounds of limit over kernel; GB/s and parameters/s are those of the best round, the one
-that other users of the machine disturbed least. A ratio above 1 says that the limit's own loop was slower.
+threads move the same bytes: the kernel's own fields, each read, updated or only written as the kernel does
+it, with next to no arithmetic. They lie in memory as training holds records in: in huge pages, where the
+machine gives them. (It may give them for one field and not for another: so the very same memory.) Everything
+is timed in turn, round after round, and what counts is the median over the rounds of limit over kernel; GB/s
+and parameters/s are those of the best round, the one that other users of the machine disturbed least. A ratio
+above 1 says that the limit's own loop was slower.
 
 Bytes are those that have to be moved. A kernel whose stores go through the caches first reads what it
 overwrites, which is not counted: split, join, widen, narrow and dequantize. sum_squares and the hash read
@@ -60,8 +61,8 @@ LEAST_NBYTES = 64 << 20
 SETTLE_S = 0.02  # torch's OpenMP threads spin after their work and would slow whatever comes next
 LEAST_ROUNDS = 3
 """With fewer there is no verdict: the median of one or two timings is luck."""
-NBYTES = 84
-"""Of memory, per parameter: recipes.Memory takes 60, the two contestants of torch 20, making them 4 more."""
+NBYTES = 56
+"""Of memory, per parameter: recipes.Memory takes 32, the two contestants of torch 20, making it 4 more."""
 LIMIT = 0.9
 GAIN = 1.8
 
@@ -123,23 +124,22 @@ def timed(call: Callable[[], object], times: int) -> float:
     return (time.perf_counter() - start) / times
 
 
-def limit(streams: tuple[Stream, ...], memory: Memory) -> Callable[[], object]:
-    """Return a call that moves what an operation with these streams moves."""
-    described = [
-        (ffi.cast("void *", spare.data_ptr()), one.nbytes, one.kind)
-        for spare, one in zip(memory.spare, streams, strict=False)
-    ]
+def limit(streams: tuple[Stream, ...], numel: int) -> Callable[[], object]:
+    """Return a call that moves what an operation with these streams moves. What is updated keeps its values,
+    what is only written becomes 0.
+    """
+    described = [(ffi.cast("void *", one.address), one.nbytes, one.kind) for one in streams]
     array = ffi.new("struct infinity_stream[]", described)
-    return lambda: library.infinity_traffic(memory.out.numel(), len(described), array)
+    return lambda: library.infinity_traffic(numel, len(described), array)
 
 
-def one_round(timings: Sequence[Timing], memory: Memory, best: str, *, keep: bool) -> None:
+def one_round(timings: Sequence[Timing], best: str, *, keep: bool) -> None:
     """Time every row once, those of the same limit right behind it."""
     for streams in dict.fromkeys(timing.operation.streams for timing in timings):
         rows = [timing for timing in timings if timing.operation.streams == streams]
         times = max(1, round(LEAST_NBYTES / rows[0].operation.bytes_per_parameter / rows[0].numel))
         kernels.set_isa(best)
-        bound = timed(limit(streams, memory), times)
+        bound = timed(limit(streams, rows[0].numel), times)
         for row in rows:
             kernels.set_isa(row.isa or best)
             seconds = timed(row.operation.call, times)
@@ -149,20 +149,20 @@ def one_round(timings: Sequence[Timing], memory: Memory, best: str, *, keep: boo
 
 
 def measured(
-    operations: Sequence[Operation], memory: Memory, threads: int, rounds: int, step: Callable[[], object]
+    operations: Sequence[Operation], numel: int, threads: int, rounds: int, step: Callable[[], object]
 ) -> list[Timing]:
     """Time all operations on so many threads; one round more than counts, to warm up."""
     kernels.set_threads(threads)
     torch.set_num_threads(threads)
     best = available()[0]
     timings = [
-        Timing(operation, isa, threads, memory.out.numel())
+        Timing(operation, isa, threads, numel)
         for operation in operations
         if operation.on(threads)
         for isa in operation.isas or ("",)
     ]
     for count in range(rounds + 1):
-        one_round(timings, memory, best, keep=count > 0)
+        one_round(timings, best, keep=count > 0)
         step()
     return timings
 
@@ -311,7 +311,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
             def advance(task: Any = task) -> None:
                 progress.advance(task)
 
-            timings += measured(operations, memory, threads, options.rounds, advance)
+            timings += measured(operations, options.numel, threads, options.rounds, advance)
             if not console.is_terminal:
                 console.print(f"{name}: measured")
     found = findings(timings, options)

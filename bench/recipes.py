@@ -14,8 +14,6 @@ from infinity.memory import Arena, view
 
 READ, UPDATE, WRITE = 0, 1, 2  # kinds of a stream: as in kernels.h
 BLOCK = kernels.STATE_BLOCK
-MOST_STREAMS = 8
-"""What an operation has at most."""
 BESIDE = "torch, bf16 weight beside an fp32 master"
 SPLIT = "adamw, fp32 moments"
 
@@ -26,6 +24,7 @@ class Stream:
 
     nbytes: int
     kind: int
+    address: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Records of every kind with their gradients, room for casts, and room for the limit to scribble on."""
+    """Records of every kind with their gradients, and room for what is cast, copied or read of others."""
 
     hi: torch.Tensor
     lo: torch.Tensor
@@ -59,7 +58,7 @@ class Memory:
     grad16: torch.Tensor
     grad32: torch.Tensor
     out: torch.Tensor
-    spare: tuple[torch.Tensor, ...]
+    other: torch.Tensor
 
     @classmethod
     def of(cls, numel: int) -> Memory:
@@ -75,9 +74,8 @@ class Memory:
             "bf16": _filled(torch.bfloat16, numel, numel),
             "int8": (*_filled(torch.uint8, numel, numel), *_filled(torch.float32, scales)),
         }
-        spare = _filled(torch.float32, *[numel] * MOST_STREAMS)
-        (out,) = _filled(torch.float32, numel)
-        return cls(hi, lo, moments, grad16, grad32, out, spare)
+        out, other = _filled(torch.float32, numel, numel)
+        return cls(hi, lo, moments, grad16, grad32, out, other)
 
 
 def _held(dtype: torch.dtype, numel: int) -> torch.Tensor:
@@ -95,7 +93,6 @@ def _normal(numel: int, deviation: float) -> torch.Tensor:
 
 
 _SCALARS = kernels.AdamWScalars(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=10)
-_WIDTHS = {"fp32": (4, 4), "bf16": (2, 2), "int8": (1, 1)}
 _STEPS: dict[str, Callable[..., None]] = {
     "fp32": kernels.adamw,
     "bf16": kernels.adamw_bf16,
@@ -103,28 +100,32 @@ _STEPS: dict[str, Callable[..., None]] = {
 }
 
 
-def _streams(update: Sequence[float] = (), read: Sequence[float] = (), write: Sequence[float] = ()) -> Any:
-    """Describe fields by their bytes per parameter."""
+_Fields = Sequence[torch.Tensor]
+
+
+def _streams(numel: int, *, update: _Fields = (), read: _Fields = (), write: _Fields = ()) -> Any:
+    """Describe an operation on so many parameters by the fields that it goes through."""
     kinds = ((UPDATE, update), (READ, read), (WRITE, write))
-    return tuple(Stream(round(width * BLOCK), kind) for kind, widths in kinds for width in widths)
+    return tuple(
+        Stream(one.nbytes * BLOCK // numel, kind, one.data_ptr()) for kind, fields in kinds for one in fields
+    )
 
 
 def steps(memory: Memory, isas: tuple[str, ...]) -> list[Operation]:
     """List the recipes: a step for every type of moments and of gradients."""
     found = []
-    for state, widths in _WIDTHS.items():
-        scale = (8 / BLOCK,) if state == "int8" else ()
-        for gradient, grad, width in (("bf16", memory.grad16, 2), ("fp32", memory.grad32, 4)):
-            fields = (memory.hi, memory.lo, *memory.moments[state], grad)
-            places = [tensor.data_ptr() for tensor in fields]
-            kind = "f32" if gradient == "fp32" else "bf16"
+    n = memory.out.numel()
+    for state, run in _STEPS.items():
+        for gradient, kind, grad in (("bf16", "bf16", memory.grad16), ("fp32", "f32", memory.grad32)):
+            record = (memory.hi, memory.lo, *memory.moments[state])
+            places = [tensor.data_ptr() for tensor in (*record, grad)]
             noise = () if state == "fp32" else (kernels.state_key(0, 0, 10), 0)
-            arguments = (grad.numel(), *places, kind, _SCALARS, *noise)
+            arguments = (n, *places, kind, _SCALARS, *noise)
 
-            def call(run: Callable[..., None] = _STEPS[state], arguments: Any = arguments) -> None:
+            def call(run: Callable[..., None] = run, arguments: Any = arguments) -> None:
                 run(*arguments)
 
-            streams = _streams(update=(2, 2, *widths, *scale), read=(width,))
+            streams = _streams(n, update=record, read=(grad,))
             name = f"adamw, {state} moments"
             found.append(Operation(name, streams, call, gradient, isas, is_step=True))
     return found
@@ -133,40 +134,37 @@ def steps(memory: Memory, isas: tuple[str, ...]) -> list[Operation]:
 def other_steps(memory: Memory, best: str) -> list[Operation]:
     """List the steps of other records, and of other optimizers, with the best instruction set alone."""
     n = memory.out.numel()
-    hi, lo, g16, g32, out, other = (
-        one.data_ptr()
-        for one in (memory.hi, memory.lo, memory.grad16, memory.grad32, memory.out, memory.spare[0])
-    )
-    m, v = (one.data_ptr() for one in memory.moments["fp32"])
+    weight16 = _halves(memory.other)[0]
+    fields = (memory.hi, memory.lo, *memory.moments["fp32"], memory.grad16, memory.grad32, memory.out)
+    hi, lo, m, v, g16, g32, out, w16 = (one.data_ptr() for one in (*fields, weight16))
+    split = (memory.hi, memory.lo)
+    m_only, v_only = (_streams(n, update=(*split, one), read=(memory.grad16,)) for one in fields[2:4])
     sgd = kernels.SGDScalars(lr=1e-4, momentum=0.9, weight_decay=0.1, step=10)
     adagrad = kernels.AdagradScalars(lr=1e-4, eps=1e-10, weight_decay=0.1, step=10)
     lion = kernels.LionScalars(lr=1e-4, beta1=0.9, beta2=0.99, weight_decay=0.1)
     # The bits of bf16 gradients are ordinary numbers as fp16, too.
+    whole = (memory.out, *memory.moments["fp32"])
+    half = _streams(n, update=whole, read=(memory.grad16,), write=(weight16,))
     ours = [
         (
-            ("adamw, fp16 weights", "fp16", _streams(update=(4, 4, 4), read=(2,), write=(2,))),
-            lambda: kernels.adamw_fp16(n, other, out, m, v, g16, "f16", _SCALARS),
+            (
+                "adamw, fp16 weights",
+                "fp16",
+                _streams(n, update=whole, read=(memory.grad16,), write=(weight16,)),
+            ),
+            lambda: kernels.adamw_fp16(n, w16, out, m, v, g16, "f16", _SCALARS),
         ),
         (
-            ("adamw, fp32 weights", "fp32", _streams(update=(4, 4, 4), read=(4,))),
+            ("adamw, fp32 weights", "fp32", _streams(n, update=whole, read=(memory.grad32,))),
             lambda: kernels.adamw_fp32(n, out, m, v, g32, "f32", _SCALARS),
         ),
         (
-            ("adam", "bf16", _streams(update=(2, 2, 4, 4), read=(2,))),
+            ("adam", "bf16", _streams(n, update=(*split, *fields[2:4]), read=(memory.grad16,))),
             lambda: kernels.adam(n, hi, lo, m, v, g16, "bf16", _SCALARS),
         ),
-        (
-            ("sgd with momentum", "bf16", _streams(update=(2, 2, 4), read=(2,))),
-            lambda: kernels.sgd(n, hi, lo, m, g16, "bf16", sgd),
-        ),
-        (
-            ("adagrad", "bf16", _streams(update=(2, 2, 4), read=(2,))),
-            lambda: kernels.adagrad(n, hi, lo, v, g16, "bf16", adagrad),
-        ),
-        (
-            ("lion", "bf16", _streams(update=(2, 2, 4), read=(2,))),
-            lambda: kernels.lion(n, hi, lo, m, g16, "bf16", lion),
-        ),
+        (("sgd with momentum", "bf16", m_only), lambda: kernels.sgd(n, hi, lo, m, g16, "bf16", sgd)),
+        (("adagrad", "bf16", v_only), lambda: kernels.adagrad(n, hi, lo, v, g16, "bf16", adagrad)),
+        (("lion", "bf16", m_only), lambda: kernels.lion(n, hi, lo, m, g16, "bf16", lion)),
     ]
     return [
         Operation(name, streams, call, gradient, (best,), is_step=True)
@@ -174,38 +172,54 @@ def other_steps(memory: Memory, best: str) -> list[Operation]:
     ]
 
 
+def _halves(fp32: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return as many elements of 16 bits twice."""
+    return fp32.view(torch.int16).chunk(2)
+
+
 def others(memory: Memory, best: str) -> list[Operation]:
     """List the other kernels and the hash of records, with the best instruction set alone."""
     n = memory.out.numel()
+    split, halves, state = (memory.hi, memory.lo), _halves(memory.other), memory.moments["int8"]
     hi, lo, g16, g32, out = (
-        tensor.data_ptr() for tensor in (memory.hi, memory.lo, memory.grad16, memory.grad32, memory.out)
+        tensor.data_ptr() for tensor in (*split, memory.grad16, memory.grad32, memory.out)
     )
-    m, v, scale, other = (tensor.data_ptr() for tensor in (*memory.moments["int8"], memory.spare[0]))
+    m, v, scale, other, other_lo = (tensor.data_ptr() for tensor in (*state, *halves))
     m32, v32 = (tensor.data_ptr() for tensor in memory.moments["fp32"])
     hashed = view(hi, 2 * n)
+    grads16, grads32 = (memory.grad16,), (memory.grad32,)
     ours = {
-        "copy": (_streams(read=(4,), write=(4,)), lambda: kernels.copy(4 * n, out, g32)),
-        "accumulate": (_streams(update=(4,), read=(2,)), lambda: kernels.accumulate(n, out, g16)),
-        "sum_squares, bf16": (_streams(read=(2,)), lambda: kernels.sum_squares(n, g16, "bf16")),
-        "sum_squares, fp32": (_streams(read=(4,)), lambda: kernels.sum_squares(n, g32, "f32")),
-        "split": (_streams(read=(4,), write=(2, 2)), lambda: kernels.split(n, g32, other, other + 2 * n)),
-        "join": (_streams(read=(2, 2), write=(4,)), lambda: kernels.join(n, hi, lo, out)),
-        "widen": (_streams(read=(2,), write=(4,)), lambda: kernels.widen(n, g16, out)),
-        "narrow": (_streams(read=(4,), write=(2,)), lambda: kernels.narrow(n, g32, out)),
+        "copy": ((grads32, (memory.out,)), lambda: kernels.copy(4 * n, out, g32)),
+        "sum_squares, bf16": ((grads16, ()), lambda: kernels.sum_squares(n, g16, "bf16")),
+        "sum_squares, fp32": ((grads32, ()), lambda: kernels.sum_squares(n, g32, "f32")),
+        "split": ((grads32, halves), lambda: kernels.split(n, g32, other, other_lo)),
+        "join": ((split, (memory.out,)), lambda: kernels.join(n, hi, lo, out)),
+        "widen": ((grads16, (memory.out,)), lambda: kernels.widen(n, g16, out)),
+        "narrow": ((grads32, halves[:1]), lambda: kernels.narrow(n, g32, other)),
         "quantize": (
-            _streams(read=(4, 4), write=(1, 1, 8 / BLOCK)),
+            (memory.moments["fp32"], state),
             lambda: kernels.quantize(n, m32, v32, m, v, scale),
         ),
         "dequantize": (
-            _streams(read=(1, 1, 8 / BLOCK), write=(4, 4)),
+            (state, (memory.out, memory.other)),
             lambda: kernels.dequantize(n, m, v, scale, out, other),
         ),
     }
-    found = [Operation(name, streams, call, isas=(best,)) for name, (streams, call) in ours.items()]
+    accumulated = _streams(n, update=(memory.out,), read=grads16)
     digest = Operation(
-        "xxh3 of hi", _streams(read=(2,)), lambda: xxhash.xxh3_64_intdigest(hashed), on=lambda n: n == 1
+        "xxh3 of hi",
+        _streams(n, read=(memory.hi,)),
+        lambda: xxhash.xxh3_64_intdigest(hashed),
+        on=lambda n: n == 1,
     )
-    return [*found, digest]
+    return [
+        Operation("accumulate", accumulated, lambda: kernels.accumulate(n, out, g16), isas=(best,)),
+        *(
+            Operation(name, _streams(n, read=read, write=write), call, isas=(best,))
+            for name, ((read, write), call) in ours.items()
+        ),
+        digest,
+    ]
 
 
 def torchs(numel: int) -> list[Operation]:
@@ -214,14 +228,18 @@ def torchs(numel: int) -> list[Operation]:
     master.grad = grad32 = _normal(numel, 1e-2)
     weight, grad16 = (_held(torch.bfloat16, numel).copy_(one.detach()) for one in (master, grad32))
     optimizer = torch.optim.AdamW([master], lr=1e-4, weight_decay=0.1, fused=True)
+    m, v = _filled(torch.float32, numel, numel)
+    optimizer.state[master] = {"step": torch.zeros(()), "exp_avg": m, "exp_avg_sq": v}
 
     def beside() -> None:
         grad32.copy_(grad16)
         optimizer.step()
         weight.copy_(master.detach())
 
-    plain = _streams(update=(4, 4, 4), read=(4,))
+    record = (master, m, v)
+    plain = _streams(numel, update=record, read=(grad32,))
+    more = _streams(numel, update=record, read=(grad16, grad32, master), write=(grad32, weight))
     return [
         Operation("torch fused AdamW, all fp32", plain, optimizer.step, "fp32"),
-        Operation(BESIDE, (*plain, *_streams(read=(2, 4), write=(4, 2))), beside, "bf16"),
+        Operation(BESIDE, more, beside, "bf16"),
     ]

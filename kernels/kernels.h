@@ -317,8 +317,8 @@ struct infinity_stream {
 };
 
 /* For the benchmark only: the memory traffic of a kernel on n elements (whole blocks of 256) with
- * next to no arithmetic; it is what the kernel's speed is divided by.  What is written is nonsense.
- */
+ * next to no arithmetic; it is what the kernel's speed is divided by.  What is updated keeps its
+ * value, what is only written becomes 0. */
 void infinity_traffic(size_t n, size_t n_streams, const struct infinity_stream *streams);
 
 /* The pool: n_threads counts the calling thread, so 1 means inline.  set waits for a running call.

@@ -52,6 +52,7 @@ LANES_FUNCTION size_t adamw_half_loop(size_t n, uint16_t *weight, float *master,
         f32s p = next_f32s(master + i) * all(own.decay);
         p = p + adam_move(m + i, v + i, g, &own);
         store_f32s(master + i, p);
+        look_ahead(weight + i, sizeof *weight); /* a line is read before a part of it is written */
         store_f16s(weight + i, p);
     }
     return i;

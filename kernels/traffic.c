@@ -29,7 +29,8 @@ static inline void write_line(char *line, words value, bool around) {
 }
 
 /* One stream's part of STATE_BLOCK elements. */
-static inline void touch(char *part, size_t bytes, int32_t kind, bool around, words *sum) {
+static inline void touch(char *part, size_t bytes, int32_t kind, bool around, words *sum,
+                         words nothing) {
     const size_t blocks_ahead = FETCH_NUMEL / STATE_BLOCK;
     size_t i = 0;
     for (; i + 64 <= bytes; i += 64) {
@@ -40,26 +41,30 @@ static inline void touch(char *part, size_t bytes, int32_t kind, bool around, wo
         if (kind == INFINITY_READ)
             *sum += *(const words *)line;
         else if (kind == INFINITY_UPDATE)
-            *(words *)line += *sum;
+            *(words *)line += nothing;
         else
-            write_line(line, *sum, around);
+            write_line(line, nothing, around);
     }
     for (; i < bytes; i++)
         if (kind == INFINITY_READ)
             (*sum)[0] += (uint64_t)(unsigned char)part[i];
+        else if (kind == INFINITY_UPDATE)
+            part[i] = (char)(part[i] + (char)nothing[0]);
         else
-            part[i] = (char)(*sum)[1];
+            part[i] = (char)nothing[0];
 }
 
 static void traffic_block(const void *args, size_t first, size_t count) {
     const struct traffic_args *a = args;
-    words sum = {0};
+    words sum = {0}, nothing = {0};
+    /* The compiler must not know that it is nothing. */
+    __asm__ volatile("" : "+m"(nothing));
     for (size_t i = first; i + STATE_BLOCK <= first + count; i += STATE_BLOCK)
         for (size_t s = 0; s < a->n_streams; s++) {
             const struct infinity_stream *stream = &a->streams[s];
             char *part = (char *)stream->address + i / STATE_BLOCK * stream->bytes;
             bool around = a->n / STATE_BLOCK * stream->bytes >= STREAM_BYTES;
-            touch(part, stream->bytes, stream->kind, around, &sum);
+            touch(part, stream->bytes, stream->kind, around, &sum, nothing);
         }
 #ifdef INFINITY_X86
     _mm_sfence();
