@@ -147,11 +147,7 @@ def other_steps(memory: Memory, best: str) -> list[Operation]:
     half = _streams(n, update=whole, read=(memory.grad16,), write=(weight16,))
     ours = [
         (
-            (
-                "adamw, fp16 weights",
-                "fp16",
-                _streams(n, update=whole, read=(memory.grad16,), write=(weight16,)),
-            ),
+            ("adamw, fp16 weights", "fp16", half),
             lambda: kernels.adamw_fp16(n, w16, out, m, v, g16, "f16", _SCALARS),
         ),
         (
