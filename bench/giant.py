@@ -21,11 +21,13 @@ from torch import nn
 
 from infinity import AdamW, Init, stats
 from infinity.bench.tile_worker import status
+from infinity.cli import describe
+from infinity.errors import InfinityError
 from infinity.sizes import format_size
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train one step and tell what it took; 1 if the loss is not finite."""
+    """Train one step and tell what it took; 1 if the loss is not finite, or if it could not be done."""
     parser = argparse.ArgumentParser(prog="python -m infinity.bench.giant", description=__doc__)
     parser.add_argument("--nvme", required=True, metavar="DIR", help="a folder on the disk")
     parser.add_argument("--outputs", type=int, default=65536, metavar="N", help="of the layer (65536)")
@@ -34,7 +36,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=1, metavar="N", help="updates (1)")
     parser.add_argument("--host-memory", default="512MiB", metavar="SIZE", help="hard budget (512MiB)")
     options = parser.parse_args(arguments)
-    console = Console(highlight=False, soft_wrap=True)
+    try:
+        return _train(options, Console(highlight=False, soft_wrap=True))
+    except KeyboardInterrupt:
+        return 130
+    except (InfinityError, OSError) as error:
+        sys.stderr.write(f"giant: {describe(error)}\n")
+        return 1
+
+
+def _train(options: argparse.Namespace, console: Console) -> int:
     before, began = status("VmRSS"), time.perf_counter()
     with Init(nvme=options.nvme, host_memory=options.host_memory, tile_above="auto"):
         model = nn.Sequential(nn.Linear(options.inputs, options.outputs, bias=False))

@@ -47,7 +47,7 @@ def test_each_kind_is_measured_plain_and_in_tiles(kind, tmp_path, capsys):
     assert all(row["seconds"] > 0 and len(row["all_seconds"]) == 3 for row in rows)
     assert rows[0]["of_plain"] == 1
     assert {row["dtype"] for row in rows} == {dtype}
-    assert "limit 1.15" in capsys.readouterr().out or kind != "loss"
+    assert "times plain (1.15)" in capsys.readouterr().out or kind != "loss"
 
 
 @pytest.mark.slow
