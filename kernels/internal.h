@@ -201,8 +201,8 @@ void run_summed(block_function run, const void *args, size_t n, size_t n_fields,
  * step ask for the lines that they need FETCH_NUMEL elements later, 28 KB of a record at most: 17 %
  * faster on records larger than the caches (see README.md).  They are asked for into the second
  * level: there is more room for misses under way than in the first, and the rest of the way is
- * short.  What lies behind the end may be asked for: a prefetch never faults.  Stores around the caches lose 25 % here: what they write has
- * just been read. */
+ * short.  What lies behind the end may be asked for: a prefetch never faults.  Stores around the
+ * caches lose 25 % here: what they write has just been read. */
 #define FETCH_NUMEL ((uintptr_t)1024)
 /* Elements of 2 bytes in a line. */
 #define LINE_NUMEL ((size_t)32)
