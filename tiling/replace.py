@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from infinity.sizes import parse_size
 from infinity.tiling.embedding import TiledEmbedding
 from infinity.tiling.grid import Grid, cut_to, tiles_of
 from infinity.tiling.linear import TiledConv1D, TiledLinear
@@ -35,19 +34,20 @@ class Cut:
         )
 
 
-def tile_(module: nn.Module, above: int | str) -> list[Cut]:
+def tile_(module: nn.Module, above: int) -> list[Cut]:
     """Replace, in place, every nn.Linear, nn.Embedding and Hugging Face Conv1D below `module` whose weight
-    has more than `above` bytes (or text like "64MiB") by tiles of at most that (and one row of 16 outputs, or
-    one element). Tied weights stay tied.
+    has more than `above` bytes by tiles of at most that (and one row of 16 outputs, or one element). Tied
+    weights stay tied.
 
     Subclasses of these keep their whole weight (their code may use it), and so do modules with hooks or
     parametrizations. Needs, at a time, one weight twice. Build the optimizer afterwards: parameters are new.
 
     Raises:
-        ValueError: `above` is no size; `module` itself is such a layer (use TiledLinear in its place); a
-            large weight is tied to a module that cannot be tiled.
+        ValueError: `above` is no number of bytes; `module` itself is such a layer (use TiledLinear in its
+            place); a large weight is tied to a module that cannot be tiled.
     """
-    above = parse_size(above, "above")
+    if isinstance(above, bool) or not isinstance(above, int) or above < 1:
+        raise ValueError(f"above={above!r}: expected bytes, a whole number of 1 or more such as 256 << 20")
     if kind(module) is not None and weight_of(module).nbytes > above:
         raise ValueError(f"a {type(module).__name__} cannot be replaced from within: tile_ its parent")
     large = list(_large(module, above))[::-1]
