@@ -23,11 +23,11 @@ class Blocks(Protocol):
 
 
 class HostBlocks:
-    """Blocks in host memory; `spare_nbytes` says, of the bytes that are lent, how many may be free beside."""
+    """Blocks in host memory; what is free of them counts with what `spare_nbytes` says is left of a share."""
 
-    def __init__(self, spare_nbytes: Callable[[int], int]) -> None:
+    def __init__(self, spare_nbytes: Callable[[], int]) -> None:
         """Without any."""
-        self.buffers = Buffers(lambda: spare_nbytes(self.buffers.lent_nbytes))
+        self.buffers = Buffers(spare_nbytes)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Borrow a buffer."""

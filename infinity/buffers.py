@@ -43,12 +43,6 @@ class Buffers:
         """Bytes of buffers that nobody uses."""
         return sum(arena.nbytes for arena in list(self._free))
 
-    @property
-    def lent_nbytes(self) -> int:
-        """Bytes of buffers that somebody uses."""
-        with self._lock:
-            return sum(nbytes * count for nbytes, count in self._there.items()) - self.free_nbytes
-
     def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a 1-D tensor of undefined content in a buffer of its own."""
         nbytes = numel * dtype.itemsize

@@ -41,10 +41,11 @@ class Executor:
         self._lane = lane
         self._device = device
         self._timeline = timeline
-        self.blocks: Blocks = HostBlocks(self._spare_nbytes) if device.is_host else DeviceBlocks(device)
+        self.blocks: Blocks = (
+            HostBlocks(lambda: self._ahead.free_nbytes) if device.is_host else DeviceBlocks(device)
+        )
         self._tile_numel = 0
         self._ahead = Ledger(0)
-        self._largest_nbytes = 0
         self.updates_at_fetch = True
         """Whether updates are pending until the next fetch, and not applied in the backward."""
         self.frequencies = Frequencies(0)
@@ -68,7 +69,6 @@ class Executor:
         self.units = units
         self._tile_numel = tile_numel
         self._ahead = Ledger(ahead_nbytes)
-        self._largest_nbytes = self._largest_window_nbytes()
         self.frequencies = Frequencies(len(units))
         order = [unit.index for unit in units]
         guess = [
@@ -76,16 +76,6 @@ class Executor:
             *(Use(Phase.BACKWARD, one) for one in reversed(order)),
         ]
         self._follow(tuple(guess))
-
-    def _largest_window_nbytes(self) -> int:
-        return max((unit.window_nbytes for unit in self.units), default=0)
-
-    def _spare_nbytes(self, lent_nbytes: int) -> int:
-        """Bytes of free blocks that may stay beside those lent: of all together, as many as there are anyway
-        when the share for what waits is full and the largest unit is used.
-        """
-        most = self._ahead.limit_nbytes + self._largest_nbytes
-        return max(self._ahead.free_nbytes, most - lent_nbytes)
 
     @property
     def ahead_nbytes(self) -> int:
@@ -380,7 +370,6 @@ class Executor:
         if surprised or self._sizes != self._fetched_sizes():
             self._follow(tuple(cursor.trace))
         cursor.restart()
-        self._largest_nbytes = self._largest_window_nbytes()
         for unit in self.units:
             unit.forward_uses = 0
         if cursor.plan is not None:

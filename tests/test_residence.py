@@ -125,28 +125,6 @@ def state(model):
     return {name: one.clone() for name, one in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("grad", [True, False])
-def test_the_memory_of_a_unit_that_is_done_with_is_that_of_the_next(folder, grad):
-    model = offloaded(
-        lambda: nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(40))), folder, "256KiB"
-    )
-    executor = engine_of_model(model).executor
-    buffers, most = executor.blocks.buffers, []
-    buffers.was_made = lambda _: most.append(buffers.lent_nbytes + buffers.free_nbytes)
-    made = []
-    for step in range(6):
-        with torch.set_grad_enabled(grad):
-            loss = value(model, step)
-        if grad:
-            loss.backward()
-            model.zero_grad()
-        made.append(buffers.made)
-    unit_nbytes = 64 * 64 * 2
-    assert executor.counts.uses >= 6 * 40
-    assert made[2:] == made[-1:] * 4
-    assert max(most) <= executor._ahead.limit_nbytes + unit_nbytes
-
-
 def test_a_field_has_left_host_memory_only_when_its_write_is_over(folder):
     model = models.build("llama", nvme=str(folder), host_memory="64MiB")
     models.train(model.train(), infinity.AdamW(model.parameters(), lr=1e-2), 3)
