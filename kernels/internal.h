@@ -12,8 +12,8 @@
 #define TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
 #endif
 
-/* A copy of this size is out of the caches before anyone reads it: storing around them saves
- * reading what is overwritten (measured: 55 GB/s instead of 41). */
+/* A field of this size that is only written, a copy above all, is out of the caches before anyone
+ * reads it: storing around them saves reading what is overwritten (measured: 55 GB/s, not 41). */
 #define STREAM_BYTES ((size_t)16 << 20)
 
 /* Kinds of a struct infinity_stream. */
@@ -77,10 +77,11 @@ struct isa {
     void (*quantize)(size_t n, const float *restrict m_f32, const float *restrict v_f32,
                      const struct noises *restrict noises, uint8_t *restrict m,
                      uint8_t *restrict v, float *restrict scale);
-    /* [Note: other recipes]; type: of the gradient. */
+    /* [Note: other recipes]; type: of the gradient; around: weights around the caches, where their
+     * address allows it. */
     void (*adamw_half)(size_t n, uint16_t *restrict weight, float *restrict master, float
                        *restrict m, float *restrict v, const void *restrict grad, int32_t type,
-                       const struct infinity_adamw *s);
+                       const struct infinity_adamw *s, bool around);
     void (*adamw_full)(size_t n, float *restrict weight, float *restrict m, float *restrict v,
                        const void *restrict grad, int32_t type, const struct infinity_adamw *s);
     void (*adam)(size_t n, uint16_t *restrict hi, int16_t *restrict lo, float *restrict m, float
@@ -151,7 +152,7 @@ const struct isa *current_isa(void);
                         uint8_t *restrict v, float *restrict scale); \
     void adamw_half_##isa(size_t n, uint16_t *restrict weight, float *restrict master, float \
                           *restrict m, float *restrict v, const void *restrict grad, int32_t \
-                          type, const struct infinity_adamw *s); \
+                          type, const struct infinity_adamw *s, bool around); \
     void adamw_full_##isa(size_t n, float *restrict weight, float *restrict m, float *restrict \
                           v, const void *restrict grad, int32_t type, const struct \
                           infinity_adamw *s); \

@@ -11,19 +11,21 @@ struct recipe_args {
     const void *grad;
     int32_t type;
     const void *scalars;
+    bool around; /* the weights */
 };
 
 static void adamw_half_block(const void *args, size_t i, size_t count) {
     const struct recipe_args *a = args;
     a->isa->adamw_half(count, a->half + i, a->master + i, a->m + i, a->v + i, grad_at(a->grad, i,
-                       a->type), a->type, a->scalars);
+                       a->type), a->type, a->scalars, a->around);
 }
 
 void infinity_adamw_half(size_t n, uint16_t *weight, float *master, float *m, float *v,
                          const void *grad, int32_t grad_type, const struct infinity_adamw *scalars,
                          size_t n_fields, struct infinity_field *fields) {
     struct recipe_args args = {.isa = current_isa(), .half = weight, .master = master, .m = m, .v =
-                               v, .grad = grad, .type = grad_type, .scalars = scalars};
+                               v, .grad = grad, .type = grad_type, .scalars = scalars,
+                               .around = n_fields == 0 && n * sizeof *weight >= STREAM_BYTES};
     run_summed(adamw_half_block, &args, n, n_fields, fields);
 }
 

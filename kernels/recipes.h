@@ -43,7 +43,7 @@ LANES_FUNCTION f32s adam_move(float *m_address, float *v_address, f32s g,
 }
 
 LANES_FUNCTION size_t adamw_half_loop(size_t n, uint16_t *weight, float *master, float *m, float *v,
-                                      const void *grad, int32_t type,
+                                      const void *grad, bool around, int32_t type,
                                       const struct infinity_adamw *s) {
     const struct infinity_adamw own = *s; /* nothing stored below can be it */
     size_t i = 0;
@@ -52,9 +52,14 @@ LANES_FUNCTION size_t adamw_half_loop(size_t n, uint16_t *weight, float *master,
         f32s p = next_f32s(master + i) * all(own.decay);
         p = p + adam_move(m + i, v + i, g, &own);
         store_f32s(master + i, p);
-        look_ahead(weight + i, sizeof *weight); /* a line is read before a part of it is written */
-        store_f16s(weight + i, p);
+        if (around) {
+            stream_f16s(weight + i, p);
+        } else {
+            look_ahead(weight + i, sizeof *weight); /* a line is read before a part is written */
+            store_f16s(weight + i, p);
+        }
     }
+    if (around) end_streams();
     return i;
 }
 
@@ -176,9 +181,11 @@ TARGET void KERNEL(accumulate_half)(size_t n, float *restrict acc, const uint16_
 
 TARGET void KERNEL(adamw_half)(size_t n, uint16_t *restrict weight, float *restrict master,
                                float *restrict m, float *restrict v, const void *restrict grad,
-                               int32_t type, const struct infinity_adamw *s) {
-    size_t i = BY_TYPE(adamw_half_loop, type, n, weight, master, m, v, grad);
-    LEFT_OVER(adamw_half, weight + i, master + i, m + i, v + i, grad_at(grad, i, type));
+                               int32_t type, const struct infinity_adamw *s, bool around) {
+    size_t i = around && streams_to(weight)
+                   ? BY_TYPE(adamw_half_loop, type, n, weight, master, m, v, grad, true)
+                   : BY_TYPE(adamw_half_loop, type, n, weight, master, m, v, grad, false);
+    REST(adamw_half, weight + i, master + i, m + i, v + i, grad_at(grad, i, type), type, s, false);
 }
 
 TARGET void KERNEL(adamw_full)(size_t n, float *restrict weight, float *restrict m,

@@ -45,6 +45,22 @@ LANES_FUNCTION void store_f16s(uint16_t *address, f32s values) {
     _mm_storeu_si128((__m128i *)address, f16x8);
 }
 
+/* Whether stream_f16s may begin at an address. */
+LANES_FUNCTION bool streams_to(const uint16_t *address) {
+    return ((uintptr_t)address & 15) == 0;
+}
+
+/* store_f16s, around the caches. */
+LANES_FUNCTION void stream_f16s(uint16_t *address, f32s values) {
+    __m128i f16x8 = _mm256_cvtps_ph(canonical8(values), _MM_FROUND_TO_NEAREST_INT);
+    _mm_stream_si128((__m128i *)address, f16x8);
+}
+
+/* Later stores may not pass those around the caches. */
+LANES_FUNCTION void end_streams(void) {
+    _mm_sfence();
+}
+
 LANES_FUNCTION void store_split(uint16_t *hi, int16_t *lo, f32s values) {
     split8(values, hi, lo);
 }

@@ -44,6 +44,22 @@ LANES_FUNCTION void store_f16s(uint16_t *address, f32s values) {
     _mm256_storeu_si256((__m256i *)address, f16x16);
 }
 
+/* Whether stream_f16s may begin at an address. */
+LANES_FUNCTION bool streams_to(const uint16_t *address) {
+    return ((uintptr_t)address & 31) == 0;
+}
+
+/* store_f16s, around the caches. */
+LANES_FUNCTION void stream_f16s(uint16_t *address, f32s values) {
+    __m256i f16x16 = _mm512_cvtps_ph(canonical16(values), _MM_FROUND_TO_NEAREST_INT);
+    _mm256_stream_si256((__m256i *)address, f16x16);
+}
+
+/* Later stores may not pass those around the caches. */
+LANES_FUNCTION void end_streams(void) {
+    _mm_sfence();
+}
+
 LANES_FUNCTION void store_split(uint16_t *hi, int16_t *lo, f32s values) {
     split16(values, hi, lo);
 }

@@ -54,6 +54,18 @@ LANES_FUNCTION void store_f16s(uint16_t *address, f32s values) {
         store_u16(address, sign | (size + 0xFFF + (size >> 13 & 1) - 0x38000000u) >> 13);
 }
 
+/* One element at a time fills no line: no address is streamed to. */
+LANES_FUNCTION bool streams_to(const uint16_t *address) {
+    (void)address;
+    return false;
+}
+
+LANES_FUNCTION void stream_f16s(uint16_t *address, f32s values) {
+    store_f16s(address, values);
+}
+
+LANES_FUNCTION void end_streams(void) {}
+
 LANES_FUNCTION void store_split(uint16_t *hi, int16_t *lo, f32s values) {
     uint32_t bits = canonical_bits(values);
     store_u16(hi, (bits + 0x8000u) >> 16);

@@ -213,6 +213,22 @@ def test_fp16_weights_are_torchs_half_of_their_masters(isa):
     assert fields[0][2 * n :][:5].isinf().tolist() == [False, False, True, True, True]
 
 
+@pytest.mark.parametrize("odd_nbytes", [0, 2, 16, 32])
+def test_fp16_weights_larger_than_the_caches_are_halves_too_and_nothing_beside_them(isa, odd_nbytes):
+    n, beside = (8 << 20) + 7, 64  # a field of 16 MiB is stored around the caches
+    master = random_bits((1 << 20) + 1, 6).repeat(9)[:n]
+    fields = fields_of("adamw_fp16", master, (torch.zeros(n), torch.ones(n)))
+    room = torch.full((n + 3 * beside,), 7.0, dtype=torch.float16)
+    start = beside + (-room.data_ptr() % 64 + odd_nbytes) // 2
+    fields[0] = room[start : start + n]
+    run("adamw_fp16", fields, torch.zeros(n), settings("adamw_fp16", {**ADAM, "lr": 0.0}, 1))
+    expected = reference.canonical_(master.clone())
+    assert torch.equal(bits(expected), bits(fields[1]))
+    assert torch.equal(bits(expected.half()), bits(fields[0]))
+    assert (room[:start] == 7).all()
+    assert (room[start + n :] == 7).all()
+
+
 def test_every_fp16_gradient_is_read_exactly(isa):
     grad = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16)
     fields = fields_of("sgd", torch.zeros(2**16), (torch.zeros(2**16),))
