@@ -9,8 +9,8 @@ TARGET_AVX512 static inline __m512i all16(uint32_t value) {
     return _mm512_set1_epi32((int)value);
 }
 
-/* A constant, held in a register or in memory: left to itself, the compiler makes it anew in a loop
- * that is short of registers, by two operations of a port that is full. */
+/* A value that is not made anew: left to itself, the compiler loads what is used twice twice, and, in
+ * a loop that is short of registers, makes constants by two operations of a port that is full. */
 TARGET_AVX512 static inline __m512i kept(__m512i value) {
     __asm__("" : "+v"(value));
     return value;

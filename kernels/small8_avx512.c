@@ -241,6 +241,8 @@ TARGET_AVX512 static ALWAYS_INLINE void step8(size_t n, uint16_t *restrict hi,
         __m512i m_base = all_words(grids.m_base >> 16), v_base = all_words(grids.v_base >> 16);
         struct block *block = &blocks[start / STATE_BLOCK % 2];
         struct most most = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+        /* Written out, a block's turns need no tests and addresses of their own. */
+#pragma GCC unroll 8
         for (size_t at = 0; at < STATE_BLOCK / 32; at++) {
             size_t i = start + 32 * at;
             fetch(hi + i, sizeof *hi, ahead);

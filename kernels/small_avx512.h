@@ -99,7 +99,7 @@ TARGET_AVX512 static inline struct pair sum32(struct pair a, struct pair b) {
 
 TARGET_AVX512 static inline struct pair join32(const uint16_t *hi, const int16_t *lo,
                                                const struct broadcast *b) {
-    __m512i lo_i16x32 = _mm512_loadu_si512(lo);
+    __m512i lo_i16x32 = kept(_mm512_loadu_si512(lo));
     /* lo is signed: where it is negative, one less above it. */
     __m512i hi_u16x32 =
         _mm512_add_epi16(_mm512_loadu_si512(hi), _mm512_srai_epi16(lo_i16x32, 15));
@@ -118,11 +118,11 @@ TARGET_AVX512 static inline struct pair load_grad32(const void *grad, size_t i, 
     if (type == INFINITY_BF16) {
         const uint16_t *bf16 = (const uint16_t *)grad + i;
         fetch(bf16, sizeof *bf16, ahead);
-        return widen32(_mm512_loadu_si512(bf16), b);
+        return widen32(kept(_mm512_loadu_si512(bf16)), b);
     }
     const float *f32 = (const float *)grad + i;
     fetch(f32, sizeof *f32, ahead);
-    __m512i low = _mm512_loadu_si512(f32), high = _mm512_loadu_si512(f32 + 16);
+    __m512i low = kept(_mm512_loadu_si512(f32)), high = kept(_mm512_loadu_si512(f32 + 16));
     __m512i evens = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
     __m512i odds = _mm512_or_si512(evens, all16(1));
     return (struct pair){_mm512_permutex2var_epi32(low, evens, high),
