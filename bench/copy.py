@@ -25,6 +25,7 @@ from rich.console import Console
 
 from infinity import aio
 from infinity.aio.measure import READ, WRITE, Moved, Stream, move
+from infinity.bench.arguments import some_size
 from infinity.bench.findings import (
     Column,
     Findings,
@@ -38,7 +39,7 @@ from infinity.bench.findings import (
 from infinity.bench.runs import folder_on
 from infinity.device import open_device
 from infinity.errors import UnsupportedError
-from infinity.sizes import format_size, parse_size
+from infinity.sizes import format_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,18 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--nvme", type=Path, default=Path(), metavar="DIR", help="a folder on the drive to read (this one)")
     sizes = [64 << 10, 1 << 20, 16 << 20, 256 << 20]
-    add("--size", nargs="+", type=_size, default=sizes, metavar="SIZE", help="of a copy; 64KiB to 256MiB")
+    add("--size", nargs="+", type=some_size, default=sizes, metavar="SIZE", help="of a copy; 64KiB to 256MiB")
     add("--seconds", type=float, default=0.5, metavar="S", help="of each measurement; 0.5")
     file = "of the file to read, at most a quarter of what is free; 1GiB"
-    add("--file-size", type=parse_size, default=1 << 30, metavar="SIZE", help=file)
+    add("--file-size", type=some_size, default=1 << 30, metavar="SIZE", help=file)
     add_outputs(parser)
-
-
-def _size(text: str) -> int:
-    nbytes = parse_size(text, "--size")
-    if nbytes == 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: there is nothing to copy")
-    return nbytes
 
 
 def run(options: argparse.Namespace, console: Console) -> int:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rich.console import Console
 
+from infinity.bench.arguments import size_of
 from infinity.choice import tile_choice
 from infinity.outline import Outline, Part
-from infinity.sizes import format_size, parse_size
+from infinity.sizes import format_size
 from infinity.tiling.grid import Grid, cut_to, tiles_of
 
 _ITEMSIZE = 2
@@ -25,12 +25,7 @@ def add_argument(add: Callable[..., object]) -> None:
 
 
 def _above(text: str) -> int | str:
-    if text == "auto":
-        return text
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    return text if text == "auto" else size_of(text)
 
 
 def tiled(

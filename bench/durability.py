@@ -29,6 +29,7 @@ from typing import Any
 
 from rich.console import Console
 
+from infinity.bench.arguments import size_of
 from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, show, write
 from infinity.bench.fio import Bandwidth, read_percent
 from infinity.bench.floor import Gauge, gauge_on, terms
@@ -36,7 +37,7 @@ from infinity.bench.runs import OWN, SHAPES, Measured, Model, folder_on, measure
 from infinity.bench.targets import Target
 from infinity.bench.turns import seconds_of_turns, take_turns
 from infinity.errors import InfinityError
-from infinity.sizes import format_size, parse_size
+from infinity.sizes import format_size
 
 WAYS: dict[str, dict[str, Any]] = {
     "as it is": {},
@@ -216,7 +217,7 @@ def main(arguments: list[str] | None = None) -> None:
     beside = [way for way in WAYS if way != "as it is"]
     parser.add_argument("--beside", nargs="+", choices=beside, default=beside, help="what it is held against")
     size = "of the file to measure the disk with; 1GiB"
-    parser.add_argument("--disk-size", type=parse_size, default=1 << 30, metavar="SIZE", help=size)
+    parser.add_argument("--disk-size", type=size_of, default=1 << 30, metavar="SIZE", help=size)
     add_outputs(parser, plots=False)
     options = parser.parse_args(arguments)
     console = Console()

@@ -26,6 +26,7 @@ from rich.console import Console
 
 from infinity import aio, disk
 from infinity.aio.measure import MIXED, READ, WRITE
+from infinity.bench.arguments import size_of
 from infinity.bench.cells import (
     Cell,
     Samples,
@@ -52,7 +53,7 @@ from infinity.bench.peers import (
 from infinity.bench.places import check_apart, check_folder, shared
 from infinity.bench.targets import Target
 from infinity.errors import ConfigError
-from infinity.sizes import BLOCK, format_size, parse_size
+from infinity.sizes import BLOCK, format_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -88,15 +89,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     nvme = "a folder on the disk to measure; repeated: each alone, then all at once"
     add("--nvme", metavar="DIR", action="append", required=True, help=nvme)
-    add("--size", type=parse_size, default=1 << 30, metavar="SIZE", help="of the file in each folder (1GiB)")
+    add("--size", type=size_of, default=1 << 30, metavar="SIZE", help="of the file in each folder (1GiB)")
     add("--seconds", type=float, default=0.4, metavar="S", help="per cell and round (0.4)")
     add("--rounds", type=int, default=3, metavar="N", help="in each of which all is measured once (3)")
     add("--verb", nargs="+", choices=VERBS, help="what is done (all three; mixed: half and half)")
     add("--engine", nargs="+", choices=ENGINES, metavar="NAME", help=f"of {', '.join(ENGINES)}")
-    add("--request", nargs="+", type=parse_size, metavar="SIZE", help="whole blocks of 4096 B (4MiB 16MiB)")
-    add(
-        "--piece", nargs="+", type=parse_size, metavar="SIZE", help="what requests are cut into (256KiB 1MiB)"
-    )
+    add("--request", nargs="+", type=size_of, metavar="SIZE", help="whole blocks of 4096 B (4MiB 16MiB)")
+    add("--piece", nargs="+", type=size_of, metavar="SIZE", help="what requests are cut into (256KiB 1MiB)")
     add("--depth", nargs="+", type=int, metavar="N", help="pieces in flight (8 32)")
     in_flight = "requests in flight; 0: as many as keep that depth full (0)"
     add("--in-flight", nargs="+", type=int, metavar="N", help=in_flight)

@@ -23,6 +23,7 @@ from rich.console import Console
 from torch import nn
 
 from infinity.bench import cuts, hindsight, outlook, pace
+from infinity.bench.arguments import positive, some_size
 from infinity.bench.findings import add_outputs, check_outputs, show, write
 from infinity.bench.places import check_folder
 from infinity.bench.sketch import outline_of, outline_of_model
@@ -33,7 +34,6 @@ from infinity.forecast import Forecast, forecast
 from infinity.outline import Outline, timed
 from infinity.presets import PRESETS
 from infinity.simulated import Disk, Rates
-from infinity.sizes import parse_size
 
 HELP = "say whether a model fits, how fast a step will be, and what limits it"
 _SWEPT = (
@@ -132,17 +132,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="BxS",
         help="batch x sequence of a micro-batch on one rank (1x2048)",
     )
-    add("--ranks", type=_positive, default=1, metavar="N", help="in all (1)")
-    add("--local-ranks", type=_positive, default=1, metavar="N", help="on each machine, sharing its NVMe (1)")
+    add("--ranks", type=positive, default=1, metavar="N", help="in all (1)")
+    add("--local-ranks", type=positive, default=1, metavar="N", help="on each machine, sharing its NVMe (1)")
     add(
         "--host-memory",
-        type=_size,
+        type=some_size,
         metavar="SIZE",
         help="budget of each rank (half of what is available here)",
     )
     add(
         "--device-memory",
-        type=_size,
+        type=some_size,
         metavar="SIZE",
         help="of each rank's GPU, for parameters (none: the CPU computes)",
     )
@@ -154,7 +154,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="forward",
         help="when updates are applied (forward)",
     )
-    add("--micro-batches", type=_positive, default=1, metavar="N", help="forwards and backwards per step (1)")
+    add("--micro-batches", type=positive, default=1, metavar="N", help="forwards and backwards per step (1)")
     cuts.add_argument(add)
     _add_machine(add)
     sweep = f"plan for each value, and each combination where repeated: {', '.join(_SWEPT)}"
@@ -341,12 +341,6 @@ def _seconds(options: argparse.Namespace, outline: Outline, console: Console) ->
 # What arguments may be
 
 
-def _positive(text: str) -> int:
-    if not (text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, at least 1")
-    return int(text)
-
-
 def _rate(text: str) -> float:
     try:
         number = float(text)
@@ -357,19 +351,9 @@ def _rate(text: str) -> float:
     return number
 
 
-def _size(text: str) -> int:
-    try:
-        nbytes = parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if not nbytes:
-        raise argparse.ArgumentTypeError(f"{text!r}: nothing works in no memory")
-    return nbytes
-
-
 def _tokens(text: str) -> tuple[int, int]:
     batch, _, sequence = text.rpartition("x")
-    return _positive(batch or "1"), _positive(sequence)
+    return positive(batch or "1"), positive(sequence)
 
 
 def _choice(text: str) -> str:
@@ -380,6 +364,6 @@ def _sweep(text: str) -> tuple[str, list[Any]]:
     name, _, values = text.partition("=")
     if name not in _SWEPT or not values:
         raise argparse.ArgumentTypeError(f"{text!r}: expected KEY=A,B,... with a KEY of {', '.join(_SWEPT)}")
-    kinds: dict[str, Any] = {"tokens": _tokens, "ranks": _positive, "micro-batches": _positive}
-    kinds |= {"host-memory": _size, "device-memory": _size}
+    kinds: dict[str, Any] = {"tokens": _tokens, "ranks": positive, "micro-batches": positive}
+    kinds |= {"host-memory": some_size, "device-memory": some_size}
     return name, [kinds.get(name, _choice)(value) for value in values.split(",")]

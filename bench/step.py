@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from infinity.bench import pace, rival
+from infinity.bench.arguments import positive, size_of
 from infinity.bench.cases import ALL, EQUAL, PEERS, Case, cases, chosen
 from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, show, write
 from infinity.bench.floor import Gauge, Round, gauge_on, mix
@@ -36,7 +37,7 @@ from infinity.bench.runs import (
 )
 from infinity.bench.targets import Target
 from infinity.errors import ConfigError
-from infinity.sizes import format_size, parse_size
+from infinity.sizes import format_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,21 +55,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host-memory", nargs="+", type=_budget, default=["512MiB"], metavar="SIZE", help=budget)
     add("--state-dtype", nargs="+", choices=STATE_DTYPES, default=["fp32"], help="of moments; fp32")
     add("--update", nargs="+", choices=UPDATES, default=["backward"], help="when weights change; backward")
-    add("--tokens", nargs="+", type=_positive, default=[256], metavar="N", help="of a sequence; 256")
+    add("--tokens", nargs="+", type=positive, default=[256], metavar="N", help="of a sequence; 256")
     batches = "sequences in a step, each a micro-batch: tiles of ours, accumulated by the others; 1"
-    add("--micro-batches", type=_positive, default=1, metavar="N", help=batches)
+    add("--micro-batches", type=positive, default=1, metavar="N", help=batches)
     steps = f"per run, of which the first {SETTLING} are not counted; 6"
-    add("--steps", type=_positive, default=6, metavar="N", help=steps)
-    add("--rounds", type=_positive, default=3, metavar="N", help="runs of each, in turn; 3")
+    add("--steps", type=positive, default=6, metavar="N", help=steps)
+    add("--rounds", type=positive, default=3, metavar="N", help="runs of each, in turn; 3")
     only = "run what contains one of these in its name, whatever the case; all"
     add("--only", nargs="+", default=[], metavar="TEXT", help=only)
     peer = "run beside: deepspeed, torch (in memory; with its own step and with our kernels); may be repeated"
     add("--peer", action="append", choices=PEERS, default=[], help=peer)
     add("--venv", type=Path, metavar="DIR", help="the virtual environment that has DeepSpeed")
     seconds = "of each of the measurements of the disk around a run; 4"
-    add("--disk-seconds", type=_positive, default=4, metavar="N", help=seconds)
+    add("--disk-seconds", type=positive, default=4, metavar="N", help=seconds)
     size = "of the file to measure with, at most a quarter of what is free; 2GiB"
-    add("--disk-size", type=parse_size, default=2 << 30, metavar="SIZE", help=size)
+    add("--disk-size", type=size_of, default=2 << 30, metavar="SIZE", help=size)
     add_outputs(parser)
 
 
@@ -108,17 +109,8 @@ def _rival_of(options: argparse.Namespace, entries: Sequence[Case], console: Con
 
 def _budget(text: str) -> str:
     if text not in (ALL, EQUAL):
-        try:
-            parse_size(text, "--host-memory")
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+        size_of(text)
     return text
-
-
-def _positive(text: str) -> int:
-    if not (text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, at least 1")
-    return int(text)
 
 
 # Measuring

@@ -26,10 +26,11 @@ import torch
 from rich.console import Console
 
 from infinity.bench import tile_worker
+from infinity.bench.arguments import size_of
 from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, show, write
 from infinity.bench.runs import Environment, RunError
 from infinity.errors import ConfigError
-from infinity.sizes import format_size, parse_size
+from infinity.sizes import format_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sweep", type=_sweep, default=("tiles", ()), metavar="KEY=A,B,...", help=sweep)
     add("--venv", type=Path, metavar="DIR", help="a virtual environment with DeepSpeed, to race against")
     budget = "tell the largest value of the sweep whose peak fits, for each"
-    add("--within", type=_size, metavar="SIZE", help=budget)
+    add("--within", type=size_of, metavar="SIZE", help=budget)
     add_outputs(parser)
 
 
@@ -240,13 +241,6 @@ def draw(axes: Axes, rows: Sequence[Mapping[str, Any]], swept: str) -> None:
 
 
 # What arguments may be
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _sweep(text: str) -> tuple[str, tuple[int, ...]]:
