@@ -4,9 +4,9 @@ used.
 [Note: released parameters]
 A released parameter is the same Parameter object, with `.data` a placeholder of the true shape (one NaN,
 stride 0) and `__class__` set to `Released`. Metadata (shape, dtype, device, numel, grad, ...) is answered as
-ever; any other use goes to the owner, which brings the values back (inside a forward, or while a model is
-built) or raises NotResidentError. A storage of size 0 alone would not do: reading it through torch is a
-segmentation fault.
+ever, and so is what follows from it alone (stride(), new_zeros(), torch.zeros_like()); any other use goes to
+the owner, which brings the values back (inside a forward, or while a model is built) or raises
+NotResidentError. A storage of size 0 alone would not do: reading it through torch is a segmentation fault.
 """
 
 from __future__ import annotations
@@ -34,11 +34,9 @@ _METADATA = frozenset(
         "numel",
         "nelement",
         "element_size",
-        "stride",
         "storage_offset",
         "is_floating_point",
         "is_complex",
-        "is_contiguous",
         "get_device",
         "requires_grad_",
         "register_hook",
@@ -55,8 +53,21 @@ _METADATA = frozenset(
         "has_names",
         "_is_view",
         "_has_compatible_shallow_copy_type",
+        "dense_dim",
+        "is_set_to",
+        "result_type",
+        "sparse_dim",
     ]
 )
+_LAYOUT = frozenset({"stride", "is_contiguous", "is_non_overlapping_and_dense", "dim_order"})
+"""Questions of how the values lie; a placeholder, whose strides are 0, would answer them wrongly."""
+_LIKE = frozenset(
+    f"{what}_like" for what in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")
+) | {f"new_{what}" for what in ("empty", "empty_strided", "full", "ones", "tensor", "zeros")}
+"""What makes a tensor by the shape, dtype and device of its first argument alone."""
+_AS = frozenset({"to", "type_as", "view_as", "expand_as", "reshape_as"})
+"""What asks of its second argument no more than that."""
+_BY_SHAPE = _LIKE | _LAYOUT | {"new"}
 CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "half", "double", "bfloat16", "type"})
 
 
@@ -103,6 +114,9 @@ class Released(nn.Parameter):
                 return func(*args, **kwargs)
         parameters = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) is Released]
         operation = _name(func)
+        first = args[0] if args else kwargs.get("input")
+        if operation in _BY_SHAPE and len(parameters) == 1 and parameters[0] is first:
+            return _by_shape(func, operation, parameters[0], args[1:], kwargs)
         if operation in CONVERSIONS:
             return _convert(parameters[0], operation, func, args, kwargs)
         owner = owner_of(parameters[0])
@@ -192,7 +206,23 @@ def _is_metadata(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     if kind == "__set__":
         # module.to() of the same device and dtype sets `.data` to the parameter itself
         return name != "data" or args[0] is args[1]
-    return name in _METADATA
+    return name in _METADATA or (name in _AS and bool(args) and type(args[0]) is not Released)
+
+
+def _by_shape(
+    func: Callable[..., Any],
+    operation: str,
+    parameter: nn.Parameter,
+    rest: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Answer what needs no values by a tensor without any, which lies as the values do: row by row."""
+    kwargs = {name: one for name, one in kwargs.items() if one is not parameter}
+    if operation == "new":
+        return func(torch.empty(0, dtype=parameter.dtype, device=parameter.device), *rest, **kwargs)
+    if operation in _LIKE and kwargs.get("device") is None:
+        kwargs["device"] = parameter.device
+    return func(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), *rest, **kwargs)
 
 
 def _convert(

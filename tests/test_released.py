@@ -87,6 +87,52 @@ def test_a_released_parameter_answers_what_is_known_without_values(model):
     assert sum(one.numel() for one in model.parameters()) == 180
 
 
+BY_SHAPE = {
+    "stride": lambda p: (p.stride(), p.stride(0), p.stride(-1), p.storage_offset(), p.dim_order()),
+    "contiguous": lambda p: (p.is_contiguous(), torch.Tensor.is_contiguous(p), p.is_set_to(p)),
+    "bytes": lambda p: (p.nbytes, p.itemsize, p.element_size(), p.dense_dim(), p.sparse_dim()),
+    "result_type": lambda p: torch.result_type(p, 1.0),
+    "new": lambda p: p.new(2, 3).zero_(),
+    "new_zeros": lambda p: p.new_zeros(2, 3),
+    "new_ones": lambda p: p.new_ones((2, 3), dtype=torch.float32),
+    "new_full": lambda p: p.new_full((2,), 3.0, requires_grad=True),
+    "new_empty": lambda p: p.new_empty(2, 3, device="cpu").zero_(),
+    "new_empty_strided": lambda p: p.new_empty_strided((2, 2), (2, 1)).zero_(),
+    "new_tensor": lambda p: p.new_tensor([1.0, 2.0]),
+    "zeros_like": torch.zeros_like,
+    "of a name": lambda p: torch.ones_like(input=p),
+    "in another dtype": lambda p: torch.zeros_like(p, dtype=torch.float64),
+    "full_like": lambda p: torch.full_like(p, 2.5, memory_format=torch.preserve_format),
+    "empty_like": lambda p: torch.empty_like(p, memory_format=torch.contiguous_format).zero_(),
+    "rand_like": torch.rand_like,
+    "randn_like": torch.randn_like,
+    "randint_like": lambda p: torch.randint_like(p, 1, 9),
+    "to": lambda p: torch.ones(3).to(p),
+    "type_as": lambda p: torch.ones(3).type_as(p),
+    "view_as": lambda p: torch.arange(16).view_as(p),
+    "reshape_as": lambda p: torch.arange(16).reshape_as(p),
+    "expand_as": lambda p: torch.arange(4).expand_as(p),
+}
+
+
+def described(answer):
+    """What a tensor shows beside its values."""
+    if not isinstance(answer, torch.Tensor):
+        return answer
+    return [type(answer), answer.stride(), answer.device, answer.requires_grad, answer.is_leaf, answer.detach()]
+
+
+@pytest.mark.parametrize("name", BY_SHAPE)
+def test_what_needs_no_values_is_answered_as_the_attached_parameter_would(name, model):
+    p, shown = model[0].weight, []
+    plain = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    for one in (plain, p):
+        torch.manual_seed(1)
+        shown.append(described(BY_SHAPE[name](one)))
+    assert differences(*shown) == []
+    assert resident(model) == []
+
+
 def test_printing_says_that_a_parameter_is_released(model):
     p = model[0].weight
     assert repr(p) == (
