@@ -18,8 +18,9 @@ from collections import Counter
 from pathlib import Path
 
 import trials
+from children import Child
 from infinity.aio import faults
-from trials import STEPS, Child
+from trials import STEPS
 
 KINDS = {
     "EIO": -errno.EIO,
@@ -115,7 +116,7 @@ class Bench:
         folder = self.folder()
         try:
             child = yield Child(trials.with_fault(nth, KINDS[kind], str(folder), settings))
-            said = {key: value for line in child.said for key, value in line.items()}
+            said = child.last
             where = f"{kind} at piece {nth} of {settings}"
             if "end" not in said:
                 return "WRONG", f"{where}: {child.said[-1:]} status {child.status}"

@@ -7,11 +7,11 @@ import errno
 import os
 import random
 import stat
-import subprocess
 
 import pytest
 
 from infinity import aio
+from mounts import mounted, root
 
 pytestmark = pytest.mark.disk
 
@@ -193,13 +193,10 @@ def test_a_full_file_system_is_reported_with_the_numbers(engine, file):
     assert file.nbytes == size
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+@root
 @pytest.mark.parametrize("kind", aio.KINDS)
 def test_writing_to_a_full_file_system_names_the_request(kind, folder):
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=False)  # noqa: S607
-    if mounted.returncode:
-        pytest.skip("mounting is not permitted here")
-    try:
+    with mounted(folder, "-t", "tmpfs", "-o", "size=1m", "tmpfs"):
         memory = random_memory(2 << 20)
         with open_or_skip(folder, kind) as engine, engine.open_nameless(folder) as file:
             with pytest.raises(aio.StorageFullError) as full:
@@ -210,5 +207,3 @@ def test_writing_to_a_full_file_system_names_the_request(kind, folder):
                 write.wait()
             assert caught.value.errno == errno.ENOSPC
             assert caught.value.failed_at <= 1 << 20
-    finally:
-        subprocess.run(["umount", folder], check=True)  # noqa: S607

@@ -20,6 +20,7 @@ from infinity.bench import cells, io, libaio, peers
 from infinity.bench.peers import Fio, Libaio, Ours, Sample, Work
 from infinity.bench.runs import RunError
 from infinity.errors import ConfigError
+from mounts import mounted, root
 
 pytestmark = pytest.mark.disk
 
@@ -460,20 +461,15 @@ def test_a_tmpfs_is_measured(tmp_path):
         assert list(Path(name).iterdir()) == []
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+@root
 def test_a_full_filesystem_is_refused_with_its_numbers_and_stays_as_it_was(folder):
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], check=False)  # noqa: S607
-    if mounted.returncode:
-        pytest.skip("mounting is not permitted here")
-    try:
+    with mounted(folder, "-t", "tmpfs", "-o", "size=4m", "tmpfs"):
         with pytest.raises(ConfigError, match=r"needs 8\.0 MiB, and 4\.0 MiB are free"):
             run("--nvme", folder)
         with pytest.raises(aio.StorageFullError, match="8388608 B"), peers.opened(str(folder), 8 << 20):
             pass
         status = os.statvfs(folder)
         assert (status.f_bfree, list(folder.iterdir())) == (status.f_blocks, [])
-    finally:
-        subprocess.run(["umount", folder], check=True)  # noqa: S607
 
 
 def test_ctrl_c_ends_it_soon_and_leaves_nothing(folder, tmp_path):

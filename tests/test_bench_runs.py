@@ -5,7 +5,6 @@ Real: processes of this Python, one of them training a model of 0.9 M parameters
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from infinity.bench.runs import OWN, Environment, Model, RunError, measure, sett
 from infinity.bench.targets import Target
 from infinity.errors import ConfigError
 from infinity.presets import PRESETS, llama
+from mounts import mounted, root
 
 ROW = memory.Row(
     model="350m",
@@ -217,18 +217,13 @@ def test_a_contestant_that_dies_is_told_with_its_last_lines(folder):
 
 
 @pytest.mark.multi
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+@root
 def test_a_disk_that_fills_while_training_is_told_and_left_empty(folder):
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], check=False)  # noqa: S607
-    if mounted.returncode:
-        pytest.skip("mounting is not permitted here")
-    try:
+    with mounted(folder, "-t", "tmpfs", "-o", "size=4m", "tmpfs"):
         with pytest.raises(RunError, match="No space left") as caught:
             measure(OWN, "infinity", Model("1m", 16, 3), folder, settings_of("2MiB"))
         assert "StorageFullError" in str(caught.value)
         assert list(folder.iterdir()) == []
-    finally:
-        subprocess.run(["umount", folder], check=True)  # noqa: S607
 
 
 def test_a_contestant_recomputes_its_blocks_without_a_word(recwarn):

@@ -12,6 +12,7 @@ import time
 import pytest
 
 import trials
+from children import Child
 from conftest import SEED
 from infinity import snapshot
 from infinity.commits import read_slot
@@ -145,7 +146,7 @@ def test_folders_that_do_not_belong_together_are_refused_on_every_rank(folder):
     crashes = [one["crash"] for one in ended(trials.together(str(folder), 3, host_memory="1MiB"))]
     assert all("ConfigError: the durable runs in the folders of 3 ranks" in crash for crash in crashes)
     assert all("rank 1 of 2" in crash for crash in crashes)
-    (alone,) = ended(trials.Team([trials.Child(lambda say: trials.train(say, str(folder)))]))
+    (alone,) = ended(trials.Team([Child(lambda say: trials.train(say, str(folder)))]))
     assert "Start as many ranks as the run had" in alone["crash"]
     shutil.rmtree(folder / "infinity-run" / "rank1")
     crashes = [one["crash"] for one in ended(trials.together(str(folder), RANKS))]

@@ -13,9 +13,9 @@ import fragile
 import infinity.aio.faults
 import soak
 import trials
+from children import ended
 from conftest import SEED, disk
 from infinity import CorruptionError
-from trials import Child
 
 pytestmark = [pytest.mark.disk, pytest.mark.multi, pytest.mark.timeout(300)]
 
@@ -70,11 +70,8 @@ def test_what_a_power_cut_takes_back_is_what_was_not_flushed(folder):
 
 
 def test_a_disk_that_hangs_is_reported_in_time_with_what_it_was_asked_for(folder):
-    child = Child(trials.with_fault(60, infinity.aio.faults.HANG, str(folder), {}))
-    while not child.over():
-        pass
-    (ended,) = [line for line in child.said if "end" in line]
-    assert ended["end"] == "IoTimeoutError"
+    said = ended(trials.with_fault(60, infinity.aio.faults.HANG, str(folder), {}))
+    assert said["end"] == "IoTimeoutError"
     for part in (
         "the disk does not answer",
         "in flight: ",
@@ -82,7 +79,7 @@ def test_a_disk_that_hangs_is_reported_in_time_with_what_it_was_asked_for(folder
         "try: look at `dmesg`",
         "INFINITY_IO_TIMEOUT",
     ):
-        assert part in ended["message"]
+        assert part in said["message"]
 
 
 def test_every_bit_of_a_records_fields_is_watched(folder):

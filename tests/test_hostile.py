@@ -21,23 +21,16 @@ import torch
 import fragile
 import infinity
 import trials
+from children import ended
 from infinity import ConfigError
 from infinity.aio import IoError, StorageFullError
 from infinity.generations import TwinStore
 from infinity.runfolder import RunFolder
 from mounts import device, ground, mounted, root, run
 from seccomp_run import refuse
-from trials import NAMED, Child
+from trials import NAMED
 
 pytestmark = [pytest.mark.disk, pytest.mark.multi, pytest.mark.timeout(120)]
-
-
-def ended(work):
-    """What a forked child said, by key."""
-    child = Child(work)
-    while not child.over():
-        time.sleep(0.01)
-    return {key: value for line in child.said for key, value in line.items()}
 
 
 def limited(what, least, folder, **settings):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from children import ended
 from infinity import kernels
 
 N = 1 << 20
@@ -68,23 +69,9 @@ def test_a_call_lets_other_python_threads_run():
 
 
 def in_child(work):
-    """Fork; return True if the child's work gives True within 20 s."""
+    """Fork; return what the child's work gives."""
     # CPython 3.12 and later warn that a process with threads forks: that is what is tested here.
-    child = os.fork()
-    if child == 0:
-        try:
-            os._exit(0 if work() else 1)
-        finally:
-            os._exit(2)
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status) == 0
-        time.sleep(0.005)
-    os.kill(child, 9)
-    os.waitpid(child, 0)
-    return False
+    return ended(lambda say: say(gives=work()), limit_s=20)["gives"]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

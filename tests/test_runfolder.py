@@ -5,10 +5,12 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from children import Child
 from infinity import ConfigError, aio
 from infinity.runfolder import RUN, RunFolder
 
@@ -51,19 +53,21 @@ def test_a_second_run_is_refused_by_name_until_the_first_ends(folder, run):
 
 
 def test_a_forked_child_does_not_keep_the_lock(folder, run):
-    readable, writable = os.pipe()
-    if (child := os.fork()) == 0:
-        os.write(writable, b"here")
+    def stay(say):
+        say(here=True)
         signal.pause()
-    assert os.read(readable, 4) == b"here"
-    os.close(readable)
-    os.close(writable)
+
+    child = Child(stay)
+    while not child.over() and not child.said:
+        time.sleep(0.001)
     run.close()
     try:
         RunFolder(str(folder)).close()
     finally:
-        os.kill(child, 9)
-        os.waitpid(child, 0)
+        os.kill(child.pid, signal.SIGKILL)
+        while not child.over():
+            time.sleep(0.001)
+    assert child.last["here"]
 
 
 def test_another_process_is_refused(folder, run):

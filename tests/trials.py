@@ -14,7 +14,6 @@ import random
 import signal
 import socket
 import struct
-import sys
 import threading
 import time
 from pathlib import Path
@@ -25,6 +24,7 @@ import xxhash
 
 import fragile
 import infinity
+from children import Child, ended
 from infinity import CheckpointError, CorruptionError, EngineFailedError, HostMemoryError, nvme
 from infinity import aio as product_aio
 from infinity.aio import faults
@@ -33,60 +33,8 @@ from infinity.runfolder import RunFolder
 from infinity.tensors import as_bytes
 
 STEPS = 6
-LIMIT_S = 120.0
 NAMED = (product_aio.IoError, product_aio.IoTimeoutError, product_aio.StorageFullError, CorruptionError)
 NAMED += (EngineFailedError, CheckpointError, HostMemoryError)
-
-
-class Child:
-    """A forked process that runs `work(say)` and ends without any clean-up; `say` sends a line."""
-
-    def __init__(self, work):
-        read, write = os.pipe()
-        sys.stdout.flush()
-        self.began_s = time.monotonic()
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.close(read)
-            code = 1
-            try:
-                os.environ["INFINITY_MEASURE"] = "0"
-                work(lambda **what: os.write(write, (json.dumps(what) + "\n").encode()))
-                code = 0
-            except BaseException as error:  # noqa: BLE001
-                line = {"crash": f"{type(error).__name__}: {error}"[:2000]}
-                os.write(write, (json.dumps(line) + "\n").encode())
-            finally:
-                os._exit(code)
-        os.close(write)
-        self._read = read
-        os.set_blocking(read, False)
-        self._text = b""
-        self.status = None
-
-    def over(self):
-        """Whether it has ended; after LIMIT_S it is ended."""
-        try:
-            while part := os.read(self._read, 1 << 16):
-                self._text += part
-        except BlockingIOError:
-            pass
-        if self.status is None and time.monotonic() - self.began_s > LIMIT_S:
-            os.kill(self.pid, signal.SIGKILL)
-            self._text += b'{"hang": true}\n'
-        if self.status is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if not pid:
-                return False
-            self.status = status
-            return self.over()
-        os.close(self._read)
-        return True
-
-    @property
-    def said(self):
-        """Everything it said, whole lines."""
-        return [json.loads(line) for line in self._text.split(b"\n")[:-1]]
 
 
 def warm_up(folder):
@@ -148,10 +96,7 @@ def plain(settings, folder, steps=STEPS):
         say(pieces=run.engine.nvme_store.engine.statistics().pieces)
         run.kill()
 
-    child = Child(work)
-    while not child.over():
-        time.sleep(0.005)
-    return {key: value for line in child.said for key, value in line.items()}
+    return ended(work)
 
 
 class Team:
@@ -168,7 +113,7 @@ class Team:
     @property
     def last(self):
         """What each said, by key."""
-        return [{key: value for line in child.said for key, value in line.items()} for child in self.children]
+        return [child.last for child in self.children]
 
     @property
     def losses(self):
