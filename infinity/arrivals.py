@@ -68,6 +68,11 @@ class Arrivals:
         self.optimizers.add(optimizer)
         self._takers.clear()
 
+    def leave(self, optimizer: Any) -> None:
+        """Note that an optimizer has lost its parameters to a later one."""
+        self.optimizers.discard(optimizer)
+        self._takers.clear()
+
     def accumulated(self, parameter: torch.Tensor, unit: Unit, index: int) -> None:
         """Take over a parameter's gradient, as soon as autograd has accumulated it."""
         grad = parameter.grad

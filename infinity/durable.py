@@ -60,6 +60,9 @@ class Source(Protocol):
     def restore_at_forward(self) -> None:
         """The first forward after a resume begins."""
 
+    def succeed(self, earlier: Any, later: Any) -> None:
+        """An optimizer takes the place of another."""
+
 
 @dataclass(eq=False)
 class _Job:

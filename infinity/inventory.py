@@ -12,6 +12,7 @@ from infinity.engine import Engine, engine_of, engine_of_model
 from infinity.errors import UnsupportedError
 from infinity.manifest import MASTER, Form
 from infinity.optim import OffloadedOptimizer
+from infinity.ownership import check_current
 from infinity.shard import STATE_BLOCK, Segment
 from infinity.tensors import name_of_dtype
 from infinity.unit import Unit
@@ -86,6 +87,8 @@ class Inventory:
                     )
 
     def _check_optimizer(self) -> None:
+        if self.optimizer is not None:
+            check_current(self.optimizer, "saving, or loading, the state")
         for group in self.groups:
             for parameter in group["params"]:
                 if id(parameter) not in self.names:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -30,13 +29,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from infinity import kernels
-from infinity.engine import Engine, engine_of
+from infinity.engine import Engine
 from infinity.errors import UnsupportedError
 from infinity.fetch import Update
 from infinity.gradient import Form, Gradient, applied_message
 from infinity.loss_scale import warn_unscaled
 from infinity.offloaded import OffloadedGradient
 from infinity.optimizer_state import check_room, checked_states
+from infinity.ownership import Owning, Place, check_current, engine_for
 from infinity.recipes import Recipe
 from infinity.tracked import Tracking
 from infinity.unit import Unit
@@ -45,16 +45,7 @@ MISSED_LIMIT = 100
 """Steps with gradients of zeros that may wait for a record to pass; see [Note: missed steps]."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where one parameter of the optimizer belongs."""
-
-    engine: Engine
-    position: int  # in the order in which they came
-    group: int
-
-
-class OffloadedOptimizer(Tracking, Optimizer):
+class OffloadedOptimizer(Owning, Tracking, Optimizer):
     """What all optimizers on parameters built inside `with infinity.Init(...)` share.
 
     params: as every torch Optimizer takes them. defaults: of a param group's options; recipe: what the
@@ -90,14 +81,11 @@ class OffloadedOptimizer(Tracking, Optimizer):
         self.seed = seed
         self.grad_norm: float | None = None
         """The global gradient norm of the last step, where max_norm made it known."""
-        self._applied: set[int] = set()
         self._decided: set[Unit] = set()
-        self._begun: set[int] = set()
-        self.mine: dict[int, _Place] = {}
-        """Its parameters, by id()."""
-        self._engines: dict[int, Engine] = {}
         self._warned = False
+        self.own_nothing()
         super().__init__(params, defaults)
+        self.take([one for group in self.param_groups for one in group["params"]])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take further parameters; room for their state is allocated now.
@@ -106,44 +94,21 @@ class OffloadedOptimizer(Tracking, Optimizer):
         UnsupportedError for a record that this optimizer cannot update; HostMemoryError, with the smallest
         budget that works, where the state has to fit host memory and does not.
         """
+        check_current(self, "add_param_group()")
         super().add_param_group(param_group)
         group = self.param_groups[-1]["params"]
+        known = dict(self.mine)
         try:
-            engines = {id(parameter): self._check(parameter) for parameter in group}
-            for engine in set(engines.values()):
+            for parameter in group:
+                engine = engine_for(parameter)
                 self._check_record(engine)
-                numel = sum(engine.part_numel(one) for one in group if engines[id(one)] is engine)
-                fields = self.recipe.fields(engine.form)
-                nbytes = sum(engine.form.nbytes(name, numel) for name in fields)
-                engine.check_fits(type(self).__name__, nbytes)
+                self.mine[id(parameter)] = Place(engine, len(self.mine), len(self.param_groups) - 1)
+            if self._made:
+                self.take(group)
         except BaseException:
             self.param_groups.pop()
+            self.mine = known
             raise
-        for parameter in group:
-            engine = engines[id(parameter)]
-            self.mine[id(parameter)] = _Place(engine, len(self.mine), len(self.param_groups) - 1)
-        for parameter in group:
-            engine = engines[id(parameter)]
-            self._engines[id(engine)] = engine
-            engine.arrivals.join(self)
-            if parameter.requires_grad:
-                self.make_room(engine, parameter)
-
-    def _check(self, parameter: nn.Parameter) -> Engine:
-        engine = engine_of(parameter)
-        if engine is None:
-            raise ValueError(
-                f"a parameter of shape {tuple(parameter.shape)} was not built inside `with "
-                "infinity.Init(config):`. Build the whole "
-                "model there, or give ordinary parameters to an optimizer of torch."
-            )
-        for other in engine.optimizers:
-            if other is not self and id(parameter) in other.mine:
-                raise ValueError(
-                    f"{engine.name_of(parameter)} already belongs to another infinity optimizer; delete that "
-                    "one first"
-                )
-        return engine
 
     def _check_record(self, engine: Engine) -> None:
         form = engine.form
@@ -158,30 +123,6 @@ class OffloadedOptimizer(Tracking, Optimizer):
                 'see that they have overflowed. Use update="forward", or dtype="bf16".'
             )
 
-    def _forget(self, engine: Engine, parameter: nn.Parameter) -> None:
-        """Set state that an earlier optimizer has left to zero, as that of a new one is."""
-        unit, index = engine.unit_of(parameter)
-        segment = unit.record.shard.segments[index]
-        start = segment.start
-        under_way = unit.pending or not engine.lane.settled(unit.record)
-        if segment.numel and (
-            under_way or any(unit.record.written(name, start) for name in self.recipe.state)
-        ):
-            zeros = torch.zeros(parameter.shape, dtype=torch.float32)
-            left = [name for name in self.recipe.state if name in unit.record]
-            if left:
-                engine.write(parameter, dict.fromkeys(left, zeros))
-
-    def make_room(self, engine: Engine, parameter: nn.Parameter) -> None:
-        """Give the parameter's record its state: zero, at first, whatever an earlier optimizer left."""
-        if id(parameter) not in self._begun:
-            self._begun.add(id(parameter))
-            self._forget(engine, parameter)
-        record = engine.unit_of(parameter)[0].record
-        for field in self.recipe.fields(engine.form):
-            if field not in record:
-                record.add(field, engine.store)
-
     def _engine(self, unit: Unit) -> Engine:
         return next(self.mine[id(one)].engine for one in unit.parameters if id(one) in self.mine)
 
@@ -191,8 +132,10 @@ class OffloadedOptimizer(Tracking, Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Decide the updates of every parameter that has a gradient; see [Note: when an update happens].
 
-        Raises: UnsupportedError where gradients were clipped by hand although max_norm is set.
+        Raises: UnsupportedError where gradients were clipped by hand although max_norm is set, and where a
+        later optimizer has taken the parameters over.
         """
+        check_current(self, "step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -370,6 +313,7 @@ class OffloadedOptimizer(Tracking, Optimizer):
 
         Raises: HostMemoryError, with the numbers, where they do not fit the machine's memory.
         """
+        check_current(self, "state_dict()")
         packed: dict[str, Any] = super().state_dict()
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         check_room(self.recipe, [one for index, one in enumerate(parameters) if index in packed["state"]])
@@ -386,6 +330,7 @@ class OffloadedOptimizer(Tracking, Optimizer):
 
         Raises: ValueError where groups or shapes do not match; nothing is changed then.
         """
+        check_current(self, "load_state_dict()")
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         by_number = dict(zip(numbers, parameters, strict=False))

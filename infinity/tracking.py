@@ -81,6 +81,12 @@ class Training:
         values.update({f"plain.{name}": _taken(one, name) for name, one in self.plain().items()})
         return everything, values
 
+    def succeed(self, earlier: Any, later: Any) -> None:
+        """See durable.Source. Commits hold the later one's state, and all that the earlier one tracked."""
+        if earlier is self.optimizer:
+            later.tracked = {**earlier.tracked, **later.tracked}
+            self.optimizer = self.inventory.optimizer = later
+
     def _encoded(self, name: str, tensors: dict[str, torch.Tensor]) -> Any:
         def keep(value: Any, what: str) -> str | None:
             if not isinstance(value, torch.Tensor):

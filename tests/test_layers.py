@@ -45,6 +45,7 @@ LAYERS = [
         "inventory",
         "optim",
         "optimizers",
+        "ownership",
         "resume",
         "snapshot",
         "stats",

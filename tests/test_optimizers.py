@@ -290,3 +290,31 @@ def test_options_that_change_the_state_later_are_refused(folder):
     optimizer.param_groups[0]["momentum"] = 0.9
     with pytest.raises(ValueError, match=r"RMSprop began with the state .*give them when it is made"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("kinds", [("AdamW", "AdamW"), ("SGD", "AdamW"), ("AdamW", "SGD with momentum")])
+def test_an_optimizer_that_is_made_again_takes_over_as_in_torch(folder, kinds, fresh):
+    """fresh: gradients are gone when it is made; else it steps with those that the earlier one has used."""
+    ours = models.build("one layer", nvme=folder, host_memory="160KiB", dtype="fp32")
+    plain = models.build("one layer", computes="fp32")
+    earlier = make(kinds[0], ours.parameters())
+    recipe = Plain(plain, earlier.param_groups[0], kinds[0])
+    for one, model in ((earlier, ours), (recipe, plain)):
+        train(model, one, 2)
+        if not fresh:
+            ids = models.batch(2)
+            model(input_ids=ids, labels=ids).loss.backward()
+            one.step()
+    with pytest.warns(UserWarning, match="supersedes it"):
+        second = make(kinds[1], ours.parameters())
+    recipe = Plain(plain, second.param_groups[0], kinds[1])
+    for one in (second, recipe):
+        if not fresh:
+            one.step()
+        one.zero_grad()
+    assert train(ours, second, 2, 3) == train(plain, recipe, 2, 3)
+    engine = engine_of_model(ours)
+    for one, state in zip(ours.parameters(), recipe.state.values(), strict=True):
+        assert torch.equal(engine.read(one, ["master"])[0], state["master"])
+        assert second.state[one]["step"] == 2 + (not fresh)

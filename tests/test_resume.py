@@ -433,3 +433,28 @@ def test_of_what_a_commit_writes_from_host_memory_a_little_is_queued_at_a_time(f
     numbers = [records.index(one.record) for one in queued]
     assert (numbers[0], numbers[-1]) == (max(numbers), min(numbers))  # what the forward uses last goes first
     assert all(len(nbytes) == 1 or sum(nbytes) <= 150_000 for nbytes in held if nbytes)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_run_whose_optimizer_was_made_again_commits_the_later_ones_state_and_goes_on(folder, update):
+    """The loader that the earlier one tracked is tracked on."""
+    shown = {}
+    for durable in (False, True):
+        (folder / str(durable)).mkdir()
+        run = Run(folder / str(durable), update=update, durable=durable)
+        before = run.train(2)
+        options = [{**group, "params": list(group["params"])} for group in run.optimizer.param_groups]
+        with pytest.warns(UserWarning, match="supersedes it"):
+            run.optimizer = AdamW(options, lr=1e-3, update=update)
+        run.schedule = torch.optim.lr_scheduler.LinearLR(run.optimizer, 0.2, 1.0, 5)
+        run.optimizer.track(scheduler=run.schedule)
+        before |= run.train(3)
+        if durable:
+            assert infinity.commit(run.model) == 3
+            run.kill()
+            run = Run(folder / str(durable), update=update)
+            assert run.first == 3
+        shown[durable] = {**before, **run.train()}, run.state()
+        run.kill()
+    assert shown[True][0] == shown[False][0]
+    assert same(shown[True][1], shown[False][1])
