@@ -104,7 +104,7 @@ class Channel:
         return self.rows(torch.tensor(values, dtype=torch.int64), what)
 
     def rows(self, mine: torch.Tensor, what: str) -> list[list[Any]]:
-        """Return every rank's numbers, which are of one type, and as many on each."""
+        """Return every rank's numbers, of one type, as many on each."""
         rows = torch.empty(self.ranks.size * mine.numel(), dtype=mine.dtype)
         self._do(what, lambda: _all_gather(rows, mine, self._control))
         whole: list[list[Any]] = rows.view(self.ranks.size, -1).tolist()
@@ -115,12 +115,16 @@ class Channel:
         self._do(what, lambda: _all_gather(rows, mine, self._control))
 
     def gather(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> None:
-        """Fill `whole` with every rank's `part`, in the order of ranks; `part` may be its place in `whole`.
+        """Fill `whole` with every rank's `part`, in their order; `part` may be its place in `whole`."""
+        self._do(what, lambda: _all_gather(whole, part, self._over(whole)))
 
-        What is in host memory goes over gloo.
-        """
-        group = self._data if whole.is_cuda else self._control
-        self._do(what, lambda: _all_gather(whole, part, group))
+    def spread(self, values: torch.Tensor, root: int, what: str) -> None:
+        """Fill `values`, which are as many on every rank, with those of rank `root`."""
+        group, source = self._over(values), self.ranks.members[root]
+        self._do(what, lambda: dist.broadcast(values, source, group=group))
+
+    def _over(self, values: torch.Tensor) -> Any:
+        return self._data if values.is_cuda else self._control  # what is in host memory goes over gloo
 
     def exchange(self, received: torch.Tensor, sent: torch.Tensor, what: str) -> None:
         """Send the i-th equal part of `sent` to rank i; `received` gets what came, in the order of ranks."""
@@ -169,9 +173,8 @@ class Ranks:
             _engines[group] += 1
             self._await_all()
             self._control = self.channel()
-        neighbours = self._neighbours()
-        self.local_rank, self.local_size = neighbours.index(rank), len(neighbours)
-        """This rank among those on this machine, and how many they are."""
+        near = self._neighbours()
+        self.local_rank, self.local_size = near.index(rank), len(near)  # on this machine
 
     def channel(self) -> Channel:
         """Open a further channel. Every rank does so, in the same order."""
@@ -236,6 +239,11 @@ class Ranks:
         if self._control is None:
             return values
         return bytes(self._control.rows(torch.frombuffer(bytearray(values), dtype=torch.uint8), what)[0])
+
+    def spread(self, values: torch.Tensor, root: int, what: str) -> None:
+        """See Channel."""
+        if self._control is not None:
+            self._control.spread(values, root, what)
 
     def each(self, said: bytes, what: str) -> list[bytes]:
         """Return what every rank says, in the order of ranks: bytes, of any number."""

@@ -6,21 +6,23 @@ The arithmetic of ZeRO is in zero_memory.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 
 from infinity import init as plain
 from infinity.config import Config
 from infinity.deepspeed_config import Settings
 from infinity.deepspeed_launch import ranks, settings_of
-from infinity.engine import engine_of
+from infinity.engine import Engine, engine_of
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.gather import gathered
+from infinity.tensors import as_bytes
 
 
 class Init:
@@ -117,16 +119,63 @@ def GatheredParameters(
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Any:
-    """infinity.gathered with DeepSpeed's arguments: with a modifier_rank, changes are kept.
+    """infinity.gathered with DeepSpeed's arguments: with a modifier_rank, what that rank has changed is kept,
+    on every rank. Each rank comes to the end of the `with`, whichever changes the values.
 
     Parameters that are not offloaded are what they are. fwd_module changes nothing here.
+
+    Raises: what infinity.gathered raises; ValueError for a modifier_rank that is none; on every rank,
+    UnsupportedError where another rank has changed what the modifier_rank has not, and RanksError where the
+    `with` failed on another rank.
     """
     if isinstance(params, nn.Module):
         params = params.parameters()
     several = [params] if isinstance(params, nn.Parameter) else list(params)
-    ours = [parameter for parameter in several if engine_of(parameter) is not None]
-    if not enabled or not ours:
+    owned: dict[Engine, list[nn.Parameter]] = {}
+    for parameter in several:
+        engine = engine_of(parameter)
+        if enabled and engine is not None:
+            owned.setdefault(engine, []).append(parameter)
+    with contextlib.ExitStack() as stack:
+        for engine, ours in owned.items():
+            stack.enter_context(gathered(ours, write=modifier_rank is not None))
+            if modifier_rank is not None:
+                stack.enter_context(_changed_by(modifier_rank, engine, ours))
+        yield
+
+
+@contextlib.contextmanager
+def _changed_by(modifier: int, engine: Engine, parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Give every rank what the modifier has made of the parameters inside the `with`."""
+    ranks, what = engine.ranks, f"GatheredParameters(modifier_rank={modifier})"
+    if not 0 <= modifier < ranks.size:
+        raise ValueError(f"{what}: there are {ranks.size} ranks, numbered from 0")
+    if ranks.size == 1:
         yield
         return
-    with gathered(ours, write=modifier_rank is not None):
+    before = [_content(one) for one in parameters]
+    with ranks.together(what):
         yield
+    forms = repr([(one.shape, one.dtype) for one in parameters]).encode()
+    if not ranks.same(xxhash.xxh3_64_intdigest(forms) >> 1, what):
+        raise UnsupportedError(
+            f"{what}: inside it a parameter got another shape or type on some ranks; nothing is written"
+        )
+    changed = bytes(_content(one) != digest for one, digest in zip(parameters, before, strict=True))
+    for parameter, by in zip(parameters, zip(*ranks.each(changed, what), strict=True), strict=True):
+        if any(by) and not by[modifier]:
+            raise UnsupportedError(
+                f"{engine.name_of(parameter)} was changed inside {what} by rank "
+                f"{', '.join(str(rank) for rank, did in enumerate(by) if did)}, and not by rank {modifier}, "
+                "whose values are kept: nothing is written. Name the rank that changes it as modifier_rank, "
+                "or change it on every rank."
+            )
+        if by[modifier]:
+            values = parameter.detach().contiguous()
+            ranks.spread(values, modifier, what)
+            with torch.no_grad():
+                parameter.copy_(values)
+
+
+def _content(parameter: nn.Parameter) -> int:
+    return int(xxhash.xxh3_64_intdigest(as_bytes(parameter.detach().to("cpu").contiguous())))

@@ -61,6 +61,36 @@ def gathered_write(*, differently):
     return {"values": model.state_dict()["weight"].unique().tolist()}
 
 
+def changed_by_one():
+    """Let rank 1 alone change two layers as modifier_rank; then the same code on every rank, with values of
+    its own; then a rank that is not the modifier_rank, and one that raises.
+    """
+    with infinity.Init(host_memory="64MiB", timeout_s=60):
+        model = torch.nn.Sequential(torch.nn.Linear(100, 50), torch.nn.Linear(50, 3))
+    rank, found = dist.get_rank(), []
+
+    def change(modifier, who, value):
+        began = time.perf_counter()
+        try:
+            with infinity.zero.GatheredParameters(list(model.parameters()), modifier_rank=modifier):
+                if rank in who:
+                    model[0].weight.data[1:] = value
+                    with torch.no_grad():
+                        model[1].bias.fill_(value)
+            said = ""
+        except (infinity.InfinityError, TypeError) as error:
+            said = f"{type(error).__name__}: {error}"
+        values = model.state_dict()
+        seen = [values["0.weight"][1:].unique().tolist(), values["1.bias"].unique().tolist()]
+        found.append({"said": said, "values": seen, "prompt": time.perf_counter() - began < 30})
+
+    change(1, [1], 3.0)
+    change(0, [0, 1], float(4 + rank))
+    change(0, [1], 5.0)
+    change(0, [0, 1], 6.0 if rank else None)
+    return {"found": found}
+
+
 def seeds():
     """Build on every rank from another seed."""
     torch.manual_seed(dist.get_rank())

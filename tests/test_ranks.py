@@ -180,6 +180,18 @@ def test_ranks_that_write_different_values_are_refused(tmp_path):
         assert "the ranks have made different values" in one["gathered differently"]["error"]
 
 
+def test_what_deepspeeds_modifier_rank_changes_is_every_ranks_and_what_others_do_is_refused_on_all(tmp_path):
+    one, other = (given["changed by one"]["found"] for given in launch(tmp_path, 2, ["changed by one"]))
+    assert [step["values"] for step in one] == [step["values"] for step in other]
+    assert [step["values"] for step in one] == [[[3.0], [3.0]]] + [[[4.0], [4.0]]] * 3
+    assert all(step["prompt"] for step in one + other)
+    assert [step["said"] for step in one[:2] + other[:2]] == [""] * 4
+    for given in (one, other):
+        assert "0.weight was changed inside GatheredParameters(modifier_rank=0) by rank 1" in given[2]["said"]
+    assert one[3]["said"].startswith("TypeError")
+    assert "failed elsewhere: rank 0: TypeError" in other[3]["said"]
+
+
 def test_a_model_is_drawn_as_rank_0_draws_it_and_each_rank_goes_on_with_its_own_numbers(answers):
     given = answers(2, "seeds")
     assert [one["as rank 0 draws"] for one in given] == [True, True]
