@@ -87,7 +87,11 @@ class Arrivals:
                 raise UnsupportedError(f"{name}: sparse gradients are not supported; use sparse=False")
             if updater is not None and updater.applied(unit, index):
                 raise UnsupportedError(applied_message(unit, "a second backward before step()"))
-            gradient = self._arrived(unit, index, grad.detach(), keep=updater is None)
+            grad = grad.detach()
+            if self._gradients.received is not None:
+                parameter.grad = None  # should it be refused
+                grad = self._gradients.received(grad)
+            gradient = self._arrived(unit, index, grad, keep=updater is None)
             parameter.grad = OffloadedGradient(unit.parameters[index], gradient, self._gradients)
         if self._hooks.accumulated(unit, index):
             if self.reduction is not None and not (self.reduction.deferred and updater is None):

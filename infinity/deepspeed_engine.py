@@ -11,6 +11,7 @@ import contextlib
 import logging
 import math
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from os import PathLike
 from typing import Any
@@ -22,9 +23,10 @@ from torch.utils.data import DataLoader
 
 from infinity import deepspeed_checkpoint
 from infinity.accumulation import no_sync
+from infinity.deepspeed_backward import Backwards
 from infinity.deepspeed_config import Settings
 from infinity.deepspeed_launch import local_rank, rank, ranks
-from infinity.engine import engine_of_model
+from infinity.engine import engine_of, engine_of_model
 from infinity.errors import UnsupportedError
 from infinity.optim import OffloadedOptimizer
 
@@ -69,7 +71,14 @@ class DeepSpeedEngine(nn.Module):
         self._boundary: bool | None = None
         self._unsynced = self._stepping = False
         self._seconds = dict.fromkeys(("forward", "backward", "step"), 0.0)
-        self._backwards = 0  # since the last update
+        self._gradients: Backwards | None = None
+        if optimizer is not None:
+            engines = {engine: None for one in model.parameters() if (engine := engine_of(one)) is not None}
+            applies = optimizer.update == "backward"
+            self._gradients = Backwards(
+                list(engines), self.settings.batches.steps, self.scaling, applies=applies
+            )
+            weakref.finalize(self, self._gradients.close).atexit = False
 
     def __getattr__(self, name: str) -> Any:
         """Ask the model for what the engine does not have."""
@@ -97,17 +106,21 @@ class DeepSpeedEngine(nn.Module):
     ) -> torch.Tensor:
         """Run the backward of loss / gradient_accumulation_steps (of loss itself without scale_wrt_gas);
         return what was differentiated, but for the scale that fp16 needs.
+
+        loss.backward() and output.backward(gradient) may be called instead, in fp16 of scale(loss).
         """
-        self._trained()
-        if loss.numel() != 1:
-            raise ValueError(f"a loss of shape {tuple(loss.shape)}: expected one number")
+        divisor = self.gradient_accumulation_steps() if scale_wrt_gas else 1
         with self._timed("backward"):
-            if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
-                loss = loss / self.gradient_accumulation_steps()
-            scaled = loss if self.scaling is None else loss.float() * self.scaling.value
-            scaled.backward(retain_graph=retain_graph)
-        self._backwards += 1
-        return loss
+            self._trained()[1].root(loss, divisor).backward(retain_graph=retain_graph)
+        return loss / divisor if divisor > 1 else loss
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Multiply the loss as fp16 needs it. engine.scale(loss).backward() is engine.backward(loss), with
+        all that Tensor.backward takes.
+
+        Raises: ValueError for what is no loss.
+        """
+        return self._trained()[1].root(loss, self.gradient_accumulation_steps())
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the step() after the current backward updates the model."""
@@ -126,22 +139,26 @@ class DeepSpeedEngine(nn.Module):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Update the model, where the accumulation is complete; then zero gradients and step the schedule.
 
-        Raises: UnsupportedError within no_sync().
+        Raises: UnsupportedError within no_sync(), and for gradients of another engine's backward, made with
+        other settings than this engine's.
         """
-        optimizer = self._trained()
+        optimizer, gradients = self._trained()
         if self._unsynced:
             raise UnsupportedError("step() inside no_sync()")
+        gradients.check()
         with self._timed("step"):
             self._stepping = True
             self._applied = False
             try:
                 if self.is_gradient_accumulation_boundary():
-                    self._update(optimizer, lr_kwargs or {})
+                    self._update(optimizer, gradients, lr_kwargs or {})
             finally:
                 self._stepping = False
         self.micro_steps += 1
 
-    def _update(self, optimizer: OffloadedOptimizer, lr_kwargs: Mapping[str, Any]) -> None:
+    def _update(
+        self, optimizer: OffloadedOptimizer, gradients: Backwards, lr_kwargs: Mapping[str, Any]
+    ) -> None:
         self._norm = self._clip(optimizer)
         finite = self._norm is None or math.isfinite(self._norm)
         if self.scaling is not None:
@@ -156,8 +173,8 @@ class DeepSpeedEngine(nn.Module):
                 self.lr_scheduler.step(**lr_kwargs)
         optimizer.zero_grad()
         self.global_steps += 1
-        self.global_samples += (self.settings.batches.micro or 0) * self._backwards * self.world_size
-        self._backwards = 0
+        self.global_samples += (self.settings.batches.micro or 0) * gradients.count * self.world_size
+        gradients.count = 0
         self._report()
 
     def _clip(self, optimizer: OffloadedOptimizer) -> float | None:
@@ -195,13 +212,13 @@ class DeepSpeedEngine(nn.Module):
         yield
         self._seconds[what] += time.perf_counter() - start
 
-    def _trained(self) -> OffloadedOptimizer:
-        if self.optimizer is None:
+    def _trained(self) -> tuple[OffloadedOptimizer, Backwards]:
+        if self.optimizer is None or self._gradients is None:
             raise UnsupportedError(
                 'initialize was given no optimizer: name one in the configuration ("optimizer"), or give '
                 "initialize(optimizer=...)"
             )
-        return self.optimizer
+        return self.optimizer, self._gradients
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -218,6 +235,8 @@ class DeepSpeedEngine(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the model's gradients."""
         self.module.zero_grad(set_to_none=set_to_none)
+        if self._gradients is not None:
+            self._gradients.forget()
 
     # What it knows
 

@@ -50,6 +50,8 @@ class GradientStore:
         self.least_total: Callable[[str], int] = lambda _: 0
         """The host_memory, in bytes, that holds all gradients in a field as well; set by the engine."""
         self.ranks: Ranks = ALONE
+        self.received: Callable[[torch.Tensor], torch.Tensor] | None = None
+        """Says what a gradient counts as that a backward brings; a DeepSpeedEngine's."""
         self.add_local: Callable[[Gradient, torch.Tensor], None] | None = None
         """Takes a further gradient of this rank, where there are several; set by the engine, as all below."""
         self.settle_ranks: Callable[[Unit], None] = lambda _: None

@@ -146,7 +146,8 @@ def _add(grad: OffloadedGradient, new: Any, *, alpha: Any = 1) -> Any:
             "between step() and the next "
             "backward, or clip after the last backward."
         )
-    grad.store.add(grad.gradient, new)
+    store = grad.store
+    store.add(grad.gradient, new if store.received is None else store.received(new))
     return grad
 
 

@@ -37,6 +37,7 @@ LAYERS = [
         "checkpoint",
         "checkpoint_writer",
         "construction",
+        "deepspeed_backward",
         "elementwise",
         "export",
         "gather",
