@@ -119,7 +119,14 @@ def described(answer):
     """What a tensor shows beside its values."""
     if not isinstance(answer, torch.Tensor):
         return answer
-    return [type(answer), answer.stride(), answer.device, answer.requires_grad, answer.is_leaf, answer.detach()]
+    return [
+        type(answer),
+        answer.stride(),
+        answer.device,
+        answer.requires_grad,
+        answer.is_leaf,
+        answer.detach(),
+    ]
 
 
 @pytest.mark.parametrize("name", BY_SHAPE)
