@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Set the checkout up and run its tasks: `python3 dev.py demo | test | lint | gpu | faults | soak | build`.
 
-Needs Python 3.10 or newer and pip, nothing else. Each step prints one line; what is done already is skipped.
-Python's packages go into .venv, and liburing, where it cannot be installed, into .deps. Once that is set up,
-nothing needs the network; nothing ever needs root or, `gpu` apart, a GPU.
+Needs Python 3.10 or newer, nothing else. Each step prints one line; what is done already is skipped. What the
+system lacks is installed by apt-get, as root or by a sudo that asks for no password, or else named. Python's
+packages go into .venv, and liburing, where it cannot be installed, into .deps. Once that is set up, nothing
+needs the network; nothing ever needs root or, `gpu` apart, a GPU.
 """
 
 import argparse
@@ -19,7 +20,18 @@ from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent
-DEPS = ROOT / ".deps"
+sys.path.insert(0, str(ROOT))  # where PYTHONSAFEPATH has left it out
+from dev_system import (  # noqa: E402
+    DEPS,
+    apt_install,
+    build_tools,
+    install_tools,
+    say,
+    say_what_is_skipped,
+    succeeds,
+)
+
+del sys.path[0]
 
 # What `dev.py demo` tells `infinity`, and what `dev.py gpu`, after its tests, tells Python.
 DEMO = ["train", "--preset", "demo", "--host-memory", "512MiB"]
@@ -28,21 +40,17 @@ GPU = ["-m", "infinity.bench.gpu", "--out", "bench/results"]
 
 TORCH = "torch==2.13.0"  # what the tests ran on; unpinned, a newer one may bring gigabytes of CUDA libraries
 BUILD = ["setuptools>=77", "wheel"]
+SOURCES = ("pyproject.toml", "setup.py", "dev.py", "dev_system.py")  # what decides how .venv is set up
 EXTRAS = {"demo": ["train"], "test": ["train", "test"], "lint": ["train", "test", "lint"], "build": []}
 EXTRAS["gpu"] = EXTRAS["test"]
+PIPS = [
+    ["pip3"],
+    ["pip"],
+    ["/usr/bin/pip3"],
+]  # where there may be one, beside that of the Python running this
 # What must be importable where nothing can be installed; the packages have the same names.
-MODULES = [
-    "cffi",
-    "matplotlib",
-    "numpy",
-    "psutil",
-    "rich",
-    "setuptools",
-    "torch",
-    "tqdm",
-    "transformers",
-    "xxhash",
-]
+MODULES = ["cffi", "matplotlib", "numpy", "psutil", "rich", "setuptools", "torch", "tqdm", "transformers"]
+MODULES += ["xxhash"]
 TEST_MODULES = ["hypothesis", "pytest", "pytest_timeout"]
 
 
@@ -50,97 +58,31 @@ class InstallError(Exception):
     """Something could not be installed; pip has said why, if there is one."""
 
 
-def say(text: str) -> None:
-    """Print the one line of a step."""
-    print(f"dev: {text}", flush=True)
-
-
-def succeeds(command: Sequence[str], **more: object) -> bool:
-    """Run a command silently; whether it exists and exits 0."""
-    try:
-        return subprocess.run(command, capture_output=True, check=False, **more).returncode == 0  # type: ignore[call-overload,no-any-return]
-    except OSError:
-        return False
-
-
-# the system's packages
-# ---------------------
-
-
-def compiler() -> str | None:
-    """Find a C compiler, `$CC` before all others."""
-    candidates = (os.environ.get("CC", ""), "cc", "gcc", "clang")
-    return next((name for name in candidates if name and shutil.which(name.split()[0])), None)
-
-
-def has_liburing() -> bool:
-    """Tell whether setup.py will find a liburing to link."""
-    places = ["/usr/include", "/usr/local/include", str(DEPS / "usr/include")]
-    if prefix := os.environ.get("LIBURING_PREFIX"):
-        places += [prefix, f"{prefix}/include", f"{prefix}/usr/include"]
-    return any(Path(place, "liburing.h").exists() for place in places)
-
-
-def apt_install(*packages: str) -> bool:
-    """Try to install system packages: as root, or by a sudo that asks for no password."""
-    if not shutil.which("apt-get"):
-        return False
-    sudo = [] if os.geteuid() == 0 else ["sudo", "-n"]
-    if sudo and not succeeds([*sudo, "true"]):
-        return False
-    say(f"installing {' '.join(packages)} with apt-get")
-    quick = ["-o", "Acquire::Retries=0", "-o", "Acquire::http::Timeout=20"]
-    apt = [*sudo, "env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "-y", "-qq", *quick]
-    install = [*apt, "install", "--no-install-recommends", *packages]
-    return succeeds(install) or (succeeds([*apt, "update"]) and succeeds(install))
-
-
-def unpack_liburing() -> bool:
-    """Try to put liburing into .deps, which takes no root."""
-    DEPS.mkdir(exist_ok=True)
-    if not succeeds(["apt-get", "download", "-qq", "liburing-dev"], cwd=DEPS):
-        return False
-    packages = DEPS.glob("liburing*.deb")
-    return all(succeeds(["dpkg-deb", "-x", package.name, "."], cwd=DEPS) for package in packages)
-
-
-def fio() -> None:
-    """See to fio, which tests hold the I/O engine against; without it they skip."""
-    if not shutil.which("fio") and not apt_install("fio"):
-        say("fio: cannot be had here, the comparisons with it are left out")
-
-
-def system_packages() -> None:
-    """See to a C compiler, and to liburing if it can be had."""
-    if compiler() is None and not (apt_install("gcc", "libc6-dev") and compiler()):
-        raise SystemExit(
-            "dev: no C compiler, and none could be installed: the two C libraries cannot be built.\n"
-            "     install one (Debian, Ubuntu: apt-get install gcc libc6-dev), or name it in CC"
-        )
-    os.environ["CC"] = compiler() or ""
-    if has_liburing() or (apt_install("liburing-dev") and has_liburing()):
-        say("liburing: found, the io_uring engine is built")
-    elif unpack_liburing():
-        say("liburing: unpacked into .deps, the io_uring engine is built")
-    else:
-        say("liburing: cannot be had here, infinity.aio is built with the thread engine alone")
-
-
 # the environment
 # ---------------
 
 
-def find_pip() -> list[str]:
-    """Find a pip that can install into an environment not its own (`--python`: 22.3 and newer)."""
-    for command in ([sys.executable, "-m", "pip"], ["pip3"], ["pip"], ["/usr/bin/pip3"]):
+def find_pip(python: Path) -> list[str]:
+    """Find a pip that installs into the environment of `python`: one outside, or else one put into it.
+
+    Raises:
+        InstallError: there is none.
+    """
+    for command in ([sys.executable, "-m", "pip"], *PIPS):
         try:
             answer = subprocess.check_output([*command, "--version"], stderr=subprocess.DEVNULL, text=True)
         except (OSError, subprocess.CalledProcessError):
             continue
         version = re.match(r"pip (\d+)\.(\d+)", answer)
-        if version and (int(version[1]), int(version[2])) >= (22, 3):
-            return command
-    raise InstallError("no pip (22.3 or newer) here (Debian, Ubuntu: apt-get install python3-pip)")
+        if version and (int(version[1]), int(version[2])) >= (22, 3):  # those that know --python
+            return [*command, "--python", str(python)]
+    own, ensure = [str(python), "-m", "pip"], [str(python), "-m", "ensurepip"]
+    package = f"python{sys.version_info[0]}.{sys.version_info[1]}-venv"  # what Debian keeps ensurepip in
+    if succeeds([*own, "--version"]) or succeeds(ensure) or (apt_install(package) and succeeds(ensure)):
+        return own
+    raise InstallError(
+        f"no pip (22.3 or newer) here, and no ensurepip (Debian, Ubuntu: apt-get install {package})"
+    )
 
 
 def pip_install(python: Path, *arguments: str, offline: bool = False) -> None:
@@ -151,7 +93,7 @@ def pip_install(python: Path, *arguments: str, offline: bool = False) -> None:
     """
     quiet = ["-qq", "--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
     where = ["--no-index", "--find-links", str(DEPS / "wheels")] if offline else []
-    command = [*find_pip(), "--python", str(python), "install", *quiet, *where, *arguments]
+    command = [*find_pip(python), "install", *quiet, *where, *arguments]
     variables = os.environ | {"PIP_ROOT_USER_ACTION": "ignore"}
     if subprocess.run(command, env=variables, cwd=ROOT, check=False).returncode:
         raise InstallError(f"pip could not install {' '.join(arguments)}")
@@ -241,26 +183,25 @@ def build_c(python: Path) -> None:
 
 
 def set_up(task: str) -> Path:
-    """Bring .venv to what the task needs; its Python."""
+    """Bring .venv, and what the system can be given, to what the task needs; the Python of .venv."""
     python = make_environment(ROOT / ".venv")
     stamp = ROOT / ".venv/dev.json"
-    sources = b"".join((ROOT / name).read_bytes() for name in ("pyproject.toml", "setup.py", "dev.py"))
+    sources = b"".join((ROOT / name).read_bytes() for name in SOURCES)
     digest = hashlib.sha256(str(ROOT).encode() + sources).hexdigest()  # a copy elsewhere is set up anew
     done = json.loads(stamp.read_text()) if stamp.exists() else {}
-    extras = set(EXTRAS[task])
-    if done.get("digest") != digest or not extras <= set(done["extras"]):
-        extras |= set(done.get("extras", []))
-        system_packages()
-        if "test" in extras:
-            fio()
+    tasks = {task, *done.get("tasks", [])}
+    if done != {"digest": digest, "tasks": sorted(tasks)}:
+        build_tools()
+        if "test" in tasks:
+            install_tools()
         try:
-            install(python, sorted(extras))
+            install(python, sorted({extra for one in tasks for extra in EXTRAS[one]}))
         except InstallError as error:
             if not succeeds([sys.executable, "-c", "import torch"], cwd="/"):
                 raise SystemExit(f"dev: {error}") from None
             say(f"{error}: going on with what {sys.executable} has")
-            borrow(ROOT / ".venv", MODULES + (TEST_MODULES if "test" in extras else []))
-        stamp.write_text(json.dumps({"digest": digest, "extras": sorted(extras)}))
+            borrow(ROOT / ".venv", MODULES + (TEST_MODULES if tasks - {"demo", "build"} else []))
+        stamp.write_text(json.dumps({"digest": digest, "tasks": sorted(tasks)}))
     build_c(python)
     return python
 
@@ -298,23 +239,27 @@ def demo(rest: list[str]) -> NoReturn:
 def test(rest: list[str], *, everything: bool) -> NoReturn:
     """Run the tests: all but the slow ones and those for a GPU; with --all, the slow ones too."""
     python = set_up("test")
+    say_what_is_skipped()
     kinds = "not gpu" if everything else "not gpu and not slow"
     workers = ["-n", str(min(os.cpu_count() or 1, 4)), "--dist=loadfile"] * (not missing(python, ["xdist"]))
     become(python, str(python), "-m", "pytest", "-m", kinds, *workers, *rest)
 
 
-def faults(rest: list[str]) -> NoReturn:
-    """Train with every fault at every request, hundreds of kills and of power cuts; print a table."""
+def script(name: str, rest: list[str]) -> NoReturn:
+    """Run a program of tests/."""
     python = set_up("test")
     os.environ["PYTHONPATH"] = str(ROOT / "tests")
-    become(python, str(python), "tests/faults.py", *rest)
+    become(python, str(python), f"tests/{name}.py", *rest)
+
+
+def faults(rest: list[str]) -> NoReturn:
+    """Train with every fault at every request, hundreds of kills and of power cuts; print a table."""
+    script("faults", rest)
 
 
 def soak(rest: list[str]) -> NoReturn:
     """Train 2,000 steps and see that memory, descriptors, threads and files stay as they are."""
-    python = set_up("test")
-    os.environ["PYTHONPATH"] = str(ROOT / "tests")
-    become(python, str(python), "tests/soak.py", *rest)
+    script("soak", rest)
 
 
 def lint() -> int:
@@ -340,7 +285,7 @@ def gpu(rest: list[str]) -> int:
     """Run the tests and measurements that need a CUDA device, with whatever torch sees it."""
     ours = str(ROOT / ".venv/bin/python")
     if not sees_cuda(ours) and sees_cuda(sys.executable):
-        system_packages()
+        build_tools()
         python = borrow(ROOT / ".venv-gpu", MODULES + TEST_MODULES)
         build_c(python)
     elif any(Path("/dev").glob("nvidia[0-9]*")):
@@ -360,7 +305,7 @@ def build() -> int:
         return 1
     sdist = next((ROOT / "dist").glob("*.tar.gz"))
     wheel = ["wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(ROOT / "dist"), str(sdist)]
-    done = subprocess.run([*find_pip(), "--python", str(python), *wheel], check=False).returncode
+    done = subprocess.run([*find_pip(python), *wheel], check=False).returncode
     say(f"dist: {', '.join(sorted(path.name for path in (ROOT / 'dist').iterdir()))}")
     return done
 

@@ -11,7 +11,6 @@ import torch
 from infinity.errors import UnsupportedError
 from infinity.gradient import Gradient, applied_message
 from infinity.gradient_store import GradientStore
-from infinity.gradient_values import GradientView
 from infinity.hooks import Hooks, graph_task
 from infinity.lanes import StreamLane
 from infinity.offloaded import OffloadedGradient
@@ -82,8 +81,6 @@ class Arrivals:
         updater = self.updater(unit)
         if updater is not None:
             self.before_change()
-        if isinstance(grad, GradientView):
-            grad = grad.clone()
         if not isinstance(grad, OffloadedGradient):
             if grad.layout != torch.strided:
                 name = unit.shard.segments[index].name

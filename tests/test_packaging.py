@@ -76,7 +76,7 @@ def stranger(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site_packages,) = (folder / "venv/lib").glob("python*/site-packages")
     # A plain path: the .pth files in it are not followed, and so our editable install stays out of sight.
     (site_packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    pip = [*load_dev().find_pip(), "--python", python]
+    pip = load_dev().find_pip(python)
     run(*pip, "install", "--no-deps", "--no-index", "--ignore-installed", wheel, cwd=folder)
     return python
 
@@ -114,7 +114,7 @@ def test_the_command_is_installed(stranger: Path, tmp_path: Path) -> None:
 
 
 def test_transformers_and_the_other_kernels_still_work_beside_it(stranger: Path, tmp_path: Path) -> None:
-    pip = [*load_dev().find_pip(), "--python", str(stranger)]
+    pip = load_dev().find_pip(stranger)
     got = subprocess.run([*pip, "install", "-q", "kernels"], capture_output=True, text=True, check=False)
     if got.returncode:
         pytest.skip(f"Hugging Face's kernels cannot be had here: {got.stderr.strip().splitlines()[-1]}")

@@ -18,7 +18,7 @@ PRODUCT = sorted(
     if path.suffix in {".py", ".c", ".h"}
 )
 TESTS = sorted((ROOT / "tests").glob("**/*.py"))
-SCRIPTS = [ROOT / "dev.py", ROOT / "setup.py"]
+SCRIPTS = [ROOT / "dev.py", ROOT / "dev_system.py", ROOT / "setup.py"]
 
 FUNCTION_LINES = 70
 FILE_LINES = 400
