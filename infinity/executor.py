@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from infinity.blocks import Blocks, DeviceBlocks, HostBlocks
+from infinity.changes import would_be_lost
 from infinity.counts import Counts
 from infinity.cursor import Cursor
 from infinity.device import Device
@@ -53,6 +54,7 @@ class Executor:
         self._owed: deque[int] = deque()
         self._staying: set[Unit] = set()
         self._whole = False
+        self._refused: UnsupportedError | None = None
         self.assemble: Callable[[Unit, Pass], Awaited] | None = None
         """Has the ranks put a unit together, of which a pass fetches this rank's share; None with one rank.
         """
@@ -107,12 +109,23 @@ class Executor:
             unit.attached_s = time.perf_counter()
         unit.users += 1
 
-    def refuse_change(self, unit: Unit, error: Exception) -> None:
-        """A forward has changed the unit's parameters, which it must not. What lies in place is changed for
-        good, its masters are not: nothing goes on then.
+    def _refuse_change(self, unit: Unit, name: str) -> None:
+        """A forward or backward has changed a parameter, which it must not; `raise_refused` tells. Nothing
+        goes on where it lies in place, changed for good while its master is not, nor on several ranks: the
+        others must hear of it.
         """
-        if unit.resident_in_place:
-            self._lane.fail(error)
+        self._refused = self._refused or UnsupportedError(would_be_lost(name))
+        if unit.resident_in_place or self.assemble is not None:
+            self._lane.fail(self._refused)
+
+    def raise_refused(self) -> None:
+        """Raise what was found of the units released since this was asked.
+
+        Raises: UnsupportedError naming the parameter that was changed.
+        """
+        refused, self._refused = self._refused, None
+        if refused is not None:
+            raise refused
 
     def hold_aside(self, unit: Unit) -> None:
         """Like `hold`, for a use that is no part of a step, and may be an edit: of a copy, never in place."""
@@ -122,7 +135,7 @@ class Executor:
             if unit.fetch is not None:
                 self._lane.wait(unit.fetch, finished=True)  # the disk may still write what it updated
             unit.make_private()
-            unit.attach()
+            unit.attach(aside=True)
             unit.attached_s = time.perf_counter()
         unit.users += 1
 
@@ -246,6 +259,8 @@ class Executor:
             return
         if self._timeline.recording:
             self._timeline.span("compute", unit.name, unit.attached_s, time.perf_counter())
+        if (name := unit.changes.found()) is not None:
+            self._refuse_change(unit, name)
         unit.detach()
         if unit.successors:
             (first, *others), unit.successors = unit.successors, []

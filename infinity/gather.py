@@ -29,28 +29,29 @@ def gathered(
     changed get masters equal to their new 16-bit values; the others keep theirs. Keep no views of the values
     beyond the `with`: clone what you need. A forked child does not inherit the values.
 
+    Inside a `with` without `write`, and in a forward or backward, any change is an error: in place, through
+    `.data`, or of a NumPy array that shares the memory.
+
     Raises: HostMemoryError, with the numbers, where the values do not fit memory; ValueError for parameters
-    that are not ours.
+    that are not ours; UnsupportedError, and nothing is written, where parameters were changed without
+    `write`, or have other shapes or types than before; RanksError where that happened on another rank.
     """
     units = _units_of(what)
     _check_room(units)
     held: list[Unit] = []
     try:
         for unit, engine in units.items():
-            engine.executor.hold_aside(unit)
+            _hold(engine, unit, write=write)
             held.append(unit)
-            if write and unit.resident_in_place:
-                raise UnsupportedError(
-                    f"{unit.name}: gathered(..., write=True) inside a forward that uses it. Change "
-                    "parameters between steps."
-                )
         shares = {unit: _shares(unit) for unit in units}
         yield
+        for ranks in {engine.ranks for engine in units.values()}:
+            with ranks.together("gathered"):
+                (_check_forms if write else _refuse_changes)(units)
         if write:
             for unit, engine in units.items():
                 _write_back(engine, unit)
-        else:
-            _refuse_changes(units)
+                unit.changes.mark()
         for unit in units:
             if _shares(unit) > shares[unit] and unit.users == 1:
                 raise NotResidentError(
@@ -60,16 +61,42 @@ def gathered(
                 )
     finally:
         for unit in held:
+            unit.changes.editors += not write  # what was changed here has been told by now
             units[unit].executor.drop(unit)
+            unit.changes.editors -= 1
+
+
+def _hold(engine: Engine, unit: Unit, *, write: bool) -> None:
+    """Attach a unit to its values, and, without `write`, remember what they are.
+
+    Raises: UnsupportedError, with `write`, where a forward or backward uses the unit.
+    """
+    if write and unit.attached and not unit.aside:
+        raise UnsupportedError(
+            f"{unit.name}: gathered(..., write=True) inside a forward that uses it, or its backward. "
+            "Change parameters between steps, or open it around the call of the model."
+        )
+    engine.executor.hold_aside(unit)
+    unit.changes.editors += write
+    if write and engine.ranks.size == 1:  # several are told together, at the end
+        unit.guard()
+    for parameter in unit.parameters:
+        unit.changes.watch(parameter)
 
 
 def _refuse_changes(units: Iterable[Unit]) -> None:
-    changed = [name for unit in units if unit.users == 1 and (name := unit.modified())]
+    changed = [name for unit in units if unit.users == 1 and (name := unit.changes.found())]
     if changed:
         raise UnsupportedError(
             f"{changed[0]} was changed inside `with infinity.gathered(...)`, and the change is lost: "
             "use gathered(..., write=True)"
         )
+
+
+def _check_forms(units: Iterable[Unit]) -> None:
+    """See that every parameter still has the shape and type of its record."""
+    for unit in units:
+        unit.changes.check_forms()
 
 
 def _units_of(what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> dict[Unit, Engine]:

@@ -33,7 +33,6 @@ from torch.utils import _pytree as pytree
 from infinity.activation_parts import Part, Parts
 from infinity.activations import Boundaries, Boundary
 from infinity.calls import refuse, runs_in_itself
-from infinity.errors import UnsupportedError
 from infinity.executor import Executor
 from infinity.tiling import Tile, runs_in_slices
 from infinity.trace import Phase
@@ -163,24 +162,15 @@ class Hooks:
     def leave(self, module: nn.Module, output: Any) -> None:
         """End a module's forward, also one that raised; units it used are released, or held as the backward
         needs.
+
+        Raises: UnsupportedError naming a parameter that was changed.
         """
-        error: UnsupportedError | None = None
         while self._frames:
-            frame = self._frames[-1]
-            ours = frame.module == id(module)
-            for unit in frame.units:
-                modified = unit.modified()
-                if modified:
-                    error = UnsupportedError(
-                        f"{modified} was changed in place inside a forward; the change would be lost. Change "
-                        "parameters between steps, inside `with infinity.gathered(model, write=True):`."
-                    )
-                    self._executor.refuse_change(unit, error)
-            self._end_frame(frame, output if ours else None)
+            ours = self._frames[-1].module == id(module)
+            self._end_frame(self._frames[-1], output if ours else None)
             if ours:
                 break
-        if error is not None:
-            raise error
+        self._executor.raise_refused()
 
     def _abandon_frames(self) -> None:
         """End what a forward left behind that was interrupted (KeyboardInterrupt runs no hooks)."""
@@ -368,6 +358,7 @@ class Hooks:
             unit.arrived.clear()
         for call in self.backward_ended:
             call()
+        self._executor.raise_refused()
 
 
 def _differentiable(inputs: Any) -> list[torch.Tensor]:

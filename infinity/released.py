@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
+from infinity.attached import DATA, call
 from infinity.errors import NotResidentError
 
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
@@ -127,9 +128,11 @@ class Released(nn.Parameter):
             )
         answer = owner.touch(parameters, operation, (*args, *kwargs.values()))
         if answer is None:
-            answer = func(*args, **kwargs)
+            answer = call(func, operation, args, kwargs)
             if operation == "detach" and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
-                answer.__class__ = nn.Parameter  # nn.Parameter(p) wants the type back that p has by now
+                answer.__class__ = type(
+                    parameters[0]
+                )  # nn.Parameter(p) wants the type back that p has by now
         return answer
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -179,10 +182,10 @@ def release(parameter: nn.Parameter, placeholder: torch.Tensor) -> None:
     parameter.__class__ = Released
 
 
-def restore(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    """Take the guard off and let the parameter be `values`."""
-    parameter.__class__ = nn.Parameter
-    parameter.data = values
+def restore(parameter: nn.Parameter, values: torch.Tensor, kind: type[nn.Parameter] = nn.Parameter) -> None:
+    """Take the guard off and let the parameter be `values`, of the class `kind`."""
+    parameter.__class__ = kind
+    DATA.__set__(parameter, values)
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:

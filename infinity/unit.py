@@ -28,7 +28,9 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from infinity.attached import Attached, set_keeper
 from infinity.blocks import Blocks, wrap
+from infinity.changes import Changes
 from infinity.record import Record
 from infinity.released import placeholder, release, restore
 from infinity.shard import Shard
@@ -68,7 +70,7 @@ class Unit:
         self._placeholders: list[torch.Tensor] = []
         self._own_shares = 0
         self._abandoned: list[StorageWeakRef] = []
-        self._versions: list[int] = []
+        self.changes = Changes(parameters, record)
         # Residence
         self.fetch: Awaited | None = None
         """What makes, or made, the unit resident; None while it is not."""
@@ -78,8 +80,10 @@ class Unit:
         """The pass that works on the storage of a unit nobody uses, and releases it afterwards."""
         self.successors: list[FetchPass] = []
         """Passes that begin as soon as its last user lets go; the first is lent the storage."""
-        self.attached = False
-        """Whether the parameters are their real values; else they are released."""
+        self.attached = self.aside = False
+        """Whether the parameters are their real values, else they are released; and whether they are so for a
+        use that is no part of a step.
+        """
         self.waiting: int | None = None
         """Bytes charged for being resident ahead of a use; None where it is not."""
         self.attached_s = 0.0
@@ -156,6 +160,7 @@ class Unit:
             ]
         for parameter, stand_in in zip(self.parameters, self._placeholders, strict=True):
             release(parameter, stand_in)
+            set_keeper(parameter, self.changes)
 
     @property
     def in_place(self) -> bool:
@@ -253,28 +258,26 @@ class Unit:
         """Return how many tensors share the unit's storage."""
         return int(torch._C._storage_Use_Count(self.storage_key))
 
-    def attach(self) -> None:
-        """Let the parameters be their values."""
-        for parameter, values in zip(self.parameters, self._views, strict=True):
-            restore(parameter, values)
-        self._versions = [parameter._version for parameter in self.parameters]
-        self.attached = True
-
-    def modified(self) -> str | None:
-        """Return the name of a parameter changed in place since the unit was attached, or since this was
-        asked; None if none was.
+    def attach(self, *, aside: bool = False) -> None:
+        """Let the parameters be their values: `aside`, for a use that is no part of a step, as nothing but
+        nn.Parameters.
         """
-        before, self._versions = self._versions, [parameter._version for parameter in self.parameters]
-        if self.attached:
-            for version, now, segment in zip(before, self._versions, self.shard.segments, strict=True):
-                if version != now:
-                    return segment.name
-        return None
+        kind = nn.Parameter if aside else Attached
+        for parameter, values in zip(self.parameters, self._views, strict=True):
+            restore(parameter, values, kind)
+        self.changes.begin(self._views)
+        self.attached, self.aside = True, aside
+
+    def guard(self) -> None:
+        """Have `changes` asked, from now on, before an attached parameter is assigned to."""
+        for parameter in self.parameters:
+            parameter.__class__ = Attached
 
     def detach(self) -> None:
         """Put the guard on the parameters; the storage stays as it is."""
         saved = [parameter for parameter in self.parameters if _saved_itself(parameter)]
-        self.attached = False  # first: whoever is interrupted here attaches all of them again
+        self.attached = self.aside = False  # first: whoever is interrupted here attaches all of them again
+        self.changes.end()
         for parameter, stand_in in zip(self.parameters, self._placeholders, strict=True):
             release(parameter, stand_in)
         if self._abandoned:

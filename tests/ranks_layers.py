@@ -91,6 +91,44 @@ def changed_by_one():
     return {"found": found}
 
 
+def changes():
+    """Change a weight on rank 1 alone where it must not be changed; return the errors."""
+    with infinity.Init(host_memory="64MiB"):
+        model = torch.nn.Sequential(torch.nn.Linear(100, 50), torch.nn.Linear(50, 50))
+    weight, x = model[0].weight, torch.ones(1, 100, dtype=torch.bfloat16)
+    second = dist.get_rank() == 1
+
+    def change(*_args):
+        weight.data = weight.data if not second else torch.ones_like(weight)
+
+    def change_in_place(*_args):
+        weight.data.fill_(1) if second else None
+
+    def cut():
+        weight.data = weight.data[: 2 if second else None]
+
+    def gathered(write, then):
+        with infinity.gathered(model, write=write):
+            then()
+
+    def forward():
+        model[0].register_forward_pre_hook(change_in_place)
+        for _ in range(2):
+            model(x).sum().backward()
+
+    found = {}
+    before = model.state_dict()["0.weight"]
+    cases = {"read": lambda: gathered(False, change), "cut": lambda: gathered(True, cut), "forward": forward}
+    for name, case in cases.items():
+        try:
+            case()
+        except infinity.InfinityError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        if name != "forward":
+            found[f"{name} kept"] = torch.equal(before, model.state_dict()["0.weight"])
+    return found
+
+
 def seeds():
     """Build on every rank from another seed."""
     torch.manual_seed(dist.get_rank())

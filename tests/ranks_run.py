@@ -29,7 +29,7 @@ from infinity import reference
 from infinity.engine import engine_of_model
 from infinity.presets import PRESETS, llama
 from infinity.reference import ReferenceAdamW, prepare
-from ranks_layers import alone, changed_by_one, different_ways, failing, gathered_write, node, seeds
+from ranks_layers import alone, changed_by_one, changes, different_ways, failing, gathered_write, node, seeds
 from scaling import Beside
 
 WIDE = {
@@ -416,6 +416,7 @@ CASES = {
     "different ways": different_ways,
     "alone": alone,
     "failing": failing,
+    "changes": changes,
     "gathered": lambda: gathered_write(differently=False),
     "gathered differently": lambda: gathered_write(differently=True),
     "changed by one": changed_by_one,

@@ -180,3 +180,96 @@ def test_a_graph_older_than_a_change_is_refused(both):
         ours[0].weight.zero_()
     with pytest.raises(RuntimeError, match="were changed"):
         loss.backward()
+
+
+# Shapes and types
+
+OTHERS = {
+    "smaller": lambda weight: setattr(weight, "data", torch.full((2, 8), 5.0, dtype=torch.bfloat16)),
+    "larger": lambda weight: setattr(weight, "data", torch.full((57, 8), 5.0, dtype=torch.bfloat16)),
+    "transposed rows": lambda weight: setattr(weight, "data", weight.data.view(4, 16)),
+    "another type": lambda weight: setattr(weight, "data", weight.data.float()),
+    "set_": lambda weight: weight.set_(torch.ones(9, dtype=torch.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("change", OTHERS)
+def test_a_value_of_another_shape_or_type_is_refused_by_name_and_nothing_is_written(both, change):
+    plain, ours = both
+    with (
+        pytest.raises(
+            UnsupportedError, match=r"2.weight would become .*record.*\(8, 8\). Nothing is written"
+        ),
+        infinity.gathered(ours, write=True),
+        torch.no_grad(),
+    ):
+        ours[0].weight.fill_(3)
+        OTHERS[change](ours[2].weight)
+    assert differences(dict(plain.state_dict()), dict(ours.state_dict())) == []
+    assert resident(ours) == []
+    shown = []
+    for model, optimizer in zip(both, optimizers(plain, ours), strict=True):
+        shown.append(train(model, optimizer, X, steps=1))
+    assert differences(*shown) == []
+
+
+def test_values_that_replace_others_of_their_shape_are_written(both):
+    _, ours = both
+    values = torch.arange(64, dtype=torch.bfloat16).view(8, 8)
+    with infinity.gathered(ours, write=True):
+        ours[0].weight.data = values.t()
+    assert torch.equal(ours.state_dict()["0.weight"], values.t())
+    assert torch.equal(master(ours[0].weight), values.t().float())
+
+
+def test_a_write_inside_a_read_is_kept(both):
+    _, ours = both
+    with infinity.gathered(ours):
+        with infinity.gathered(ours[0], write=True), torch.no_grad():
+            ours[0].weight.data.fill_(2)
+        assert (ours[0].weight == 2).all()
+    assert (master(ours[0].weight) == 2).all()
+
+
+def test_writing_inside_a_forward_that_uses_the_parameters_is_refused_whatever_the_budget(both):
+    _, ours = both
+
+    def before(module, _args):
+        with infinity.gathered(module, write=True):
+            pass
+
+    hook = ours[0].register_forward_pre_hook(before)
+    with pytest.raises(UnsupportedError, match=r"0: gathered\(..., write=True\) inside a forward"):
+        ours(X(torch.Generator())[0])
+    hook.remove()
+    with infinity.gathered(ours, write=True):
+        ours(X(torch.Generator())[0])
+    assert resident(ours) == []
+
+
+def test_resizing_embeddings_is_refused_and_the_advice_works(tmp_path):
+    import transformers
+
+    config = {"vocab_size": 32, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 1}
+    with infinity.Init(host_memory="16MiB"):
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**config))
+    before = model.state_dict()["lm_head.weight"]
+    with (
+        pytest.raises(
+            UnsupportedError, match=r"wte.weight would become .*\(40, 8\).*save_pretrained.*from_pretrained"
+        ),
+        infinity.gathered(model, write=True),
+    ):
+        model.resize_token_embeddings(40)
+    infinity.save_pretrained(model, tmp_path / "saved")
+    with infinity.Init(host_memory="16MiB"):
+        larger = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
+        larger.resize_token_embeddings(40)
+    after = larger.state_dict()["lm_head.weight"]
+    assert after.shape == (40, 8)
+    assert torch.equal(after[:32], before)
+    optimizer = infinity.AdamW(larger.parameters(), lr=1e-2)
+    ids = torch.arange(30, 38)[None]
+    larger(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    assert not torch.equal(larger.state_dict()["lm_head.weight"][39], after[39])

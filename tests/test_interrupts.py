@@ -11,6 +11,7 @@ from torch import nn
 import infinity
 import models
 from infinity import unit as unit_module
+from infinity.changes import Changes
 from infinity.queueing import Pass, Queue
 from infinity.reference import prepare
 from infinity.unit import Unit
@@ -60,7 +61,7 @@ def interrupt(monkeypatch, owner, name, *, after):
         (Pass, "__init__", True),  # a pass is made, and not yet queued
         (Queue, "add", False),
         (Queue, "add", True),  # in the queue, its updates not yet its own
-        (Unit, "modified", False),  # a forward ends
+        (Changes, "found", False),  # a forward ends
         (Unit, "attach", False),
         (unit_module, "release", False),
         (unit_module, "release", True),

@@ -71,7 +71,7 @@ LAYERS = [
     {"activation_passes", "fetch", "gradient", "keeping", "ranges"},
     {"passes", "recipes"},
     {"lanes", "unit"},
-    {"blocks", "queueing"},
+    {"blocks", "changes", "queueing"},
     {"record", "sums", "weights"},
     {
         "atomic",
@@ -114,6 +114,7 @@ LAYERS = [
         "simulated",
     },
     {
+        "attached",
         "frequency",
         "generators",
         "loss_scale",

@@ -192,6 +192,19 @@ def test_what_deepspeeds_modifier_rank_changes_is_every_ranks_and_what_others_do
     assert "failed elsewhere: rank 0: TypeError" in other[3]["said"]
 
 
+def test_a_change_on_one_rank_that_would_be_lost_is_an_error_on_every_rank(tmp_path):
+    other, own = (one["changes"] for one in launch(tmp_path, 2, ["changes"]))
+    for case in ("read", "cut"):
+        assert own[case].startswith("UnsupportedError: 0.weight")
+        assert other[case].startswith("RanksError: ")
+        assert own[case].partition(": ")[2][:40] in other[case]
+        assert own[f"{case} kept"]
+        assert other[f"{case} kept"]
+    assert "0.weight was changed in place" in own["forward"]
+    assert "rank 1: " in other["forward"]
+    assert "0.weight was changed in place" in other["forward"], other["forward"]
+
+
 def test_a_model_is_drawn_as_rank_0_draws_it_and_each_rank_goes_on_with_its_own_numbers(answers):
     given = answers(2, "seeds")
     assert [one["as rank 0 draws"] for one in given] == [True, True]

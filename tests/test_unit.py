@@ -138,11 +138,11 @@ def test_a_unit_is_found_by_the_storage_of_any_view_while_it_has_memory(home):
 
 def test_a_change_in_place_is_reported_once_by_name(home):
     parameter = home.resident(1)
-    assert home.unit.modified() is None
+    assert home.unit.changes.found() is None
     with torch.no_grad():
         parameter.add_(1)
-    assert home.unit.modified() == "p0"
-    assert home.unit.modified() is None
+    assert home.unit.changes.found() == "p0"
+    assert home.unit.changes.found() is None
 
 
 def test_being_resident_takes_the_units_16_bit_weights(home):

@@ -1,0 +1,110 @@
+"""Parameters whose values a forward or backward uses: ordinary ones, but for ways past autograd's versions.
+
+[Note: changes that would be lost]
+What a step computes with is a copy of the record, or the record's own memory: a change is lost, or never
+reaches the master. A change in place raises the parameter's version, and is found when its unit is released.
+`p.data`, `p.numpy()` and their kin hand out the same memory without that version, so from then on the content
+is compared: a digest is taken when they are called, and again at the release. Models that call none of them
+pay nothing. `p.data = values` is refused at once, and, where changes are kept, values of another shape or
+type.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+DATA: Any = torch.Tensor.data
+"""The attribute `data` of torch, past every guard: DATA.__get__(tensor), DATA.__set__(tensor, values)."""
+
+
+class Keeper(Protocol):
+    """Who looks after the changes of parameters: their unit's Changes."""
+
+    def watch(self, parameter: nn.Parameter) -> None:
+        """Compare the content of `parameter` when it is released: its memory is handed out."""
+
+    def assign(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
+        """Allow `parameter.data = values`, or raise UnsupportedError."""
+
+
+_keepers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def set_keeper(parameter: nn.Parameter, keeper: Keeper) -> None:
+    """Register who looks after `parameter`. Held weakly on both sides."""
+    _keepers[parameter] = weakref.ref(keeper)
+
+
+def _keeper_of(parameter: nn.Parameter) -> Keeper | None:
+    reference = _keepers.get(parameter)
+    keeper: Keeper | None = reference() if reference is not None else None
+    return keeper
+
+
+def _watch(parameter: nn.Parameter) -> None:
+    keeper = _keeper_of(parameter)
+    if keeper is not None:
+        keeper.watch(parameter)
+
+
+class Attached(nn.Parameter):
+    """The class of a parameter while a step uses it, or an edit; see [Note: changes that would be lost]."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The values, as ever, and from now on watched."""
+        _watch(self)
+        values: torch.Tensor = DATA.__get__(self)
+        return values
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        keeper = _keeper_of(self)
+        if keeper is not None and not self.is_set_to(values):
+            keeper.assign(self, values)
+        DATA.__set__(self, values)
+
+    def detach(self) -> torch.Tensor:
+        """As ever: but for the version, which torch sees, `detach().numpy()` does what `numpy()` does."""
+        _watch(self)
+        values = super().detach()
+        if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+            values.__class__ = Attached  # nn.Parameter(p) wants the type back that p has
+        return values
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """As ever, and from now on watched."""
+        _watch(self)
+        return super().numpy(force=force)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Copy the values into an ordinary Parameter."""
+        if id(self) not in memo:
+            values = super().detach().clone(memory_format=torch.preserve_format)
+            memo[id(self)] = nn.Parameter(values, self.requires_grad)
+        copy: nn.Parameter = memo[id(self)]
+        return copy
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """As an ordinary Parameter's."""
+        return f"Parameter containing:\n{super().detach().requires_grad_(self.requires_grad)!r}"
+
+
+def call(func: Callable[..., Any], operation: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return func(*args, **kwargs), where `operation`, its name, may be one that Attached defines."""
+    first = args[0] if args else None
+    if type(first) is not Attached or operation not in {"data", "detach", "numpy"}:
+        return func(*args, **kwargs)
+    if operation != "data":
+        return getattr(first, operation)(*args[1:], **kwargs)
+    if len(args) == 1:
+        return first.data
+    first.data = args[1]
+    return None

@@ -1,0 +1,107 @@
+"""What becomes of a unit's parameters while they are attached: whether they changed, and whether they may."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import xxhash
+from torch import nn
+
+from infinity.errors import UnsupportedError
+from infinity.record import Record
+from infinity.tensors import as_bytes
+
+
+class Changes:
+    """Finds changes that would be lost, and refuses those that cannot be kept; see
+    [Note: changes that would be lost] in attached.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], record: Record) -> None:
+        """Of parameters that lie in `record`, and are not attached."""
+        self.editors = 0
+        """How many `gathered(..., write=True)` are under way: changes are kept. Counted by gather."""
+        self._parameters = parameters
+        self._record = record
+        self._views: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._digests: dict[int, int] = {}
+
+    def begin(self, views: list[torch.Tensor]) -> None:
+        """The parameters are attached to `views`."""
+        self._views = views
+        self._versions = [parameter._version for parameter in self._parameters]
+
+    def end(self) -> None:
+        """The parameters are released."""
+        self._views = []
+        self._digests = {}
+
+    def mark(self) -> None:
+        """Take the present values for those that the parameters were attached with."""
+        self._versions = [parameter._version for parameter in self._parameters]
+        self._digests = {index: self._digest(index) for index in self._digests}
+
+    def found(self) -> str | None:
+        """Return the name of a parameter changed since it was attached, or since this was asked; None if none
+        was, or changes are kept.
+        """
+        if not self._views or self.editors:
+            return None
+        for index, (parameter, view, version) in enumerate(
+            zip(self._parameters, self._views, self._versions, strict=True)
+        ):
+            other = index in self._digests and self._digests[index] != self._digest(index)
+            if other or parameter._version != version or not parameter.is_set_to(view):
+                self.mark()
+                return self._record.whole.segments[index].name
+        return None
+
+    def check_forms(self) -> None:
+        """See that every parameter has the shape and type of its record.
+
+        Raises: UnsupportedError.
+        """
+        for index, parameter in enumerate(self._parameters):
+            self._check_form(index, parameter)
+
+    def watch(self, parameter: nn.Parameter) -> None:
+        """See attached.Keeper."""
+        index = self._index(parameter)
+        if self._views and not self.editors and index not in self._digests:
+            self._digests[index] = self._digest(index)
+
+    def assign(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
+        """See attached.Keeper."""
+        index = self._index(parameter)
+        if not self.editors:
+            raise UnsupportedError(would_be_lost(self._record.whole.segments[index].name))
+        self._check_form(index, values)
+
+    def _index(self, parameter: nn.Parameter) -> int:
+        return next(index for index, one in enumerate(self._parameters) if one is parameter)
+
+    def _digest(self, index: int) -> int:
+        return xxhash.xxh3_64_intdigest(as_bytes(self._views[index]))
+
+    def _check_form(self, index: int, values: torch.Tensor) -> None:
+        segment, dtype = self._record.whole.segments[index], self._views[index].dtype
+        if (values.shape, values.dtype) != (segment.shape, dtype):
+            raise UnsupportedError(
+                f"{segment.name} would become {values.dtype} of shape {tuple(values.shape)}; its record, "
+                f"with master and moments, is for {dtype} of shape {segment.shape}. Nothing is written. "
+                "Parameters built in Init keep their shapes and types. To resize "
+                "(model.resize_token_embeddings, pruning), call infinity.save_pretrained(model, folder), "
+                "and inside a new `with infinity.Init(...):` model = Model.from_pretrained(folder) and the "
+                "call that resizes."
+            )
+
+
+def would_be_lost(name: str) -> str:
+    """Return what to tell whoever changed the parameter `name` where changes are not kept."""
+    return (
+        f"{name} was changed in place, through .data or as a NumPy array, inside a forward or backward; the "
+        "change would be lost. Change parameters between steps, inside `with infinity.gathered(module, "
+        "write=True):`, or run this very call of the model inside it: what the forward changes is kept then."
+    )
