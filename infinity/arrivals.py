@@ -11,6 +11,7 @@ import torch
 from infinity.errors import UnsupportedError
 from infinity.gradient import Gradient, applied_message
 from infinity.gradient_store import GradientStore
+from infinity.gradient_values import plain
 from infinity.hooks import Hooks, graph_task
 from infinity.lanes import StreamLane
 from infinity.offloaded import OffloadedGradient
@@ -87,7 +88,7 @@ class Arrivals:
                 raise UnsupportedError(f"{name}: sparse gradients are not supported; use sparse=False")
             if updater is not None and updater.applied(unit, index):
                 raise UnsupportedError(applied_message(unit, "a second backward before step()"))
-            grad = grad.detach()
+            grad = plain(grad)
             if self._gradients.received is not None:
                 parameter.grad = None  # should it be refused
                 grad = self._gradients.received(grad)

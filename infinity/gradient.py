@@ -20,12 +20,13 @@ from enum import Enum
 import numpy as np
 import torch
 
-from infinity.errors import NotResidentError
+from infinity.errors import NotResidentError, UnsupportedError
 from infinity.memory import Ledger
 from infinity.passes import SpillPart
 from infinity.queueing import Pass
 from infinity.store import DONE, Transfer
 from infinity.unit import Unit
+from infinity.weights import ACCUMULATE, WIDEN
 
 ONE = np.float32(1)
 GONE = "a gradient was used after its model and optimizer are gone, and its values with them"
@@ -46,6 +47,7 @@ class Gradient:
     """One parameter's stored gradient."""
 
     __slots__ = (
+        "__weakref__",
         "_charged",
         "_job",
         "_ledger",
@@ -96,6 +98,11 @@ class Gradient:
         """The pass that fills in `parts`; None where there is none, or it is over and forgotten."""
         return None if self._job is None else self._job()
 
+    def check(self, what: str) -> None:
+        """Raises: UnsupportedError where the values are gone that `what` needs."""
+        if self.form is Form.APPLIED:
+            raise UnsupportedError(applied_message(self.unit, what))
+
     def measured_by(self, parts: SpillPart, job: Pass) -> None:
         """Let `job` fill in the sum of squares."""
         self.parts, self._job = parts, weakref.ref(job)
@@ -130,3 +137,15 @@ def applied_message(unit: Unit, what: str) -> str:
         "already. "
         'Use AdamW(..., update="forward") for clipping, gradient accumulation or code that reads gradients.'
     )
+
+
+def total_of(stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Return fp32(stored) + fp32(new); in place where the stored one is fp32 already."""
+    if stored.is_cuda:
+        return stored.float().add_(new)
+    total = stored
+    if stored.dtype != torch.float32:
+        total = torch.empty(stored.shape, dtype=torch.float32)
+        WIDEN[stored.dtype](stored.numel(), stored.data_ptr(), total.data_ptr())
+    ACCUMULATE[new.dtype](new.numel(), total.data_ptr(), new.data_ptr())
+    return total

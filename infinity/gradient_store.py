@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from weakref import WeakValueDictionary
 
 import torch
 
 from infinity import kernels
 from infinity.buffers import Buffers
 from infinity.device import Device
-from infinity.errors import HostMemoryError, UnsupportedError
-from infinity.gradient import Form, Gradient, applied_message
+from infinity.errors import HostMemoryError
+from infinity.gradient import Form, Gradient, total_of
 from infinity.lanes import StreamLane
 from infinity.memory import Budget, Ledger
 from infinity.passes import ReadPass, SpillPart, SpillPass
@@ -24,7 +25,7 @@ from infinity.store import DONE, Store, Transfer
 from infinity.tensors import is_part
 from infinity.timeline import Timeline
 from infinity.unit import Unit
-from infinity.weights import ACCUMULATE, KERNEL_DTYPE, WEIGHTS, WIDEN
+from infinity.weights import KERNEL_DTYPE, WEIGHTS
 
 _OWN_NBYTES = 1 << 18
 """Bytes. Smaller gradients stay where torch has put them."""
@@ -44,6 +45,8 @@ class GradientStore:
         self._outgoing = Ledger(0)
         self._at_once: dict[int, int] = {}
         self.buffers = Buffers(lambda: self._outgoing.free_nbytes)
+        self._in_record: defaultdict[Unit, WeakValueDictionary[int, Gradient]]
+        self._in_record = defaultdict(WeakValueDictionary)  # those that somebody has
         self._jobs: deque[Pass] = deque()
         self.stall_s = 0.0
         """Seconds that computing waited for gradients to be written or applied."""
@@ -142,8 +145,7 @@ class GradientStore:
 
     def add(self, gradient: Gradient, grad: torch.Tensor) -> None:
         """Add a further backward's gradient to the stored one, in fp32."""
-        if gradient.form is Form.APPLIED:
-            raise UnsupportedError(applied_message(gradient.unit, "a second backward before step()"))
+        gradient.check("a second backward before step()")
         if self.add_local is not None:
             self.add_local(gradient, grad)
         else:
@@ -246,8 +248,13 @@ class GradientStore:
         """Write a unit's outgoing gradients to its record."""
         if not unit.outgoing:
             return
+        if any(update.field for update in unit.pending.values()):
+            self.flush_unit(unit)  # what a step has decided reads what is stored now
         outgoing, unit.outgoing = unit.outgoing, {}
-        stored = _spilled(unit)
+        stored = {index: one for index, one in self._in_record[unit].items() if one.form is Form.SPILLED}
+        for index, gradient in stored.items():
+            if outgoing.get(index, gradient) is not gradient:
+                self._take_out(gradient)
         adds = {index for index, gradient in outgoing.items() if gradient.form is Form.SPILLED}
         carried = {index: gradient for index, gradient in stored.items() if index not in outgoing}
         wide = bool(adds) or any(
@@ -271,7 +278,7 @@ class GradientStore:
         nbytes = sum(part.tensor.nbytes for part in parts.values())
         for index, gradient in (*outgoing.items(), *carried.items()):
             gradient.leaves(Form.SPILLED)
-            gradient.field = target
+            self._in_record[unit][index], gradient.field = gradient, target
             if index in parts and parts[index].measure:
                 gradient.measured_by(parts[index], job)
         job.on_processed = lambda parts: self._spilled(parts, nbytes)
@@ -281,6 +288,13 @@ class GradientStore:
             self._lane.fail(error)
             raise
         self.sent(job)
+
+    def _take_out(self, gradient: Gradient) -> None:
+        """Bring a gradient whose place a later one takes to memory: no p.grad holds it, but somebody does."""
+        values = self._read(gradient)
+        gradient.leaves(Form.HOST)
+        gradient.tensor = values
+        gradient.charge(values.nbytes)  # where that does not fit it is as a copy that the user made
 
     def _make_space(self, unit: Unit, field: str) -> None:
         """Give the record of `unit` a field for its gradients.
@@ -312,8 +326,7 @@ class GradientStore:
         """Return the fp64 sum of the squares of what this rank has of a stored gradient, clipping not
         applied; waits for a pass that is computing it.
         """
-        if gradient.form is Form.APPLIED:
-            raise UnsupportedError(applied_message(gradient.unit, "clipping, or reading a gradient,"))
+        gradient.check("clipping, or reading a gradient,")
         self.settle_ranks(gradient.unit)
         if gradient.form is Form.ZERO:
             return 0.0
@@ -328,32 +341,33 @@ class GradientStore:
         self._lane.check_open()  # a pass that failed is forgotten too
         return gradient.parts.square_sum if gradient.parts.finite else math.nan
 
-    def dense(self, gradient: Gradient) -> torch.Tensor:
-        """Return the gradient as a plain tensor, clipping applied, in the parameter's shape, dtype and
-        device.
-        """
+    def dense(self, gradient: Gradient, dtype: torch.dtype) -> torch.Tensor:
+        """Return the gradient as a new tensor, clipping applied, in the parameter's shape and device."""
         parameter = gradient.unit.parameters[gradient.index]
-        if gradient.form is Form.APPLIED:
-            raise UnsupportedError(applied_message(gradient.unit, "reading a gradient"))
+        gradient.check("reading a gradient")
         self.settle_ranks(gradient.unit)
         if gradient.index in gradient.unit.outgoing:
             self.spill(gradient.unit)
         if gradient.form is Form.ZERO:
-            return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
         if gradient.form is Form.SPILLED:
-            record = gradient.unit.record
-            dtype = torch.float32 if gradient.field == "grad32" else WEIGHTS[record.form.dtype].dtype
-            numel = record.shard.segments[gradient.index].numel
-            values = torch.empty(numel, dtype=dtype)
-            job = ReadPass(record, gradient.index, self._tile_numel, {gradient.field: values})
-            self._lane.submit(job, urgent=True)
-            self._lane.wait(job)
+            values = self._read(gradient)
         else:
             gradient.arriving.wait()
             values = _present(gradient.tensor)
         values = self.collect(gradient.unit, gradient.index, values)
-        scaled = values.float().mul(float(gradient.scale)).to(parameter.dtype)
+        scaled = values.float().mul(float(gradient.scale)).to(dtype)
         return scaled.view(parameter.shape).to(parameter.device)
+
+    def _read(self, gradient: Gradient) -> torch.Tensor:
+        """Return what this rank has of a spilled gradient."""
+        record = gradient.unit.record
+        dtype = torch.float32 if gradient.field == "grad32" else WEIGHTS[record.form.dtype].dtype
+        values = torch.empty(record.shard.segments[gradient.index].numel, dtype=dtype)
+        job = ReadPass(record, gradient.index, self._tile_numel, {gradient.field: values})
+        self._lane.submit(job, urgent=True)
+        self._lane.wait(job)
+        return values
 
 
 def _at_once(units: Sequence[Unit], outgoing_nbytes: int) -> dict[int, int]:
@@ -378,23 +392,3 @@ def _present(tensor: torch.Tensor | None) -> torch.Tensor:
 def _measured(tensor: torch.Tensor) -> SpillPart:
     square_sum, finite = kernels.sum_squares(tensor.numel(), tensor.data_ptr(), KERNEL_DTYPE[tensor.dtype])
     return SpillPart(tensor.new_empty(0), square_sum=square_sum, finite=finite)
-
-
-def total_of(stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Return fp32(stored) + fp32(new); in place where the stored one is fp32 already."""
-    if stored.is_cuda:
-        return stored.float().add_(new)
-    total = stored
-    if stored.dtype != torch.float32:
-        total = torch.empty(stored.shape, dtype=torch.float32)
-        WIDEN[stored.dtype](stored.numel(), stored.data_ptr(), total.data_ptr())
-    ACCUMULATE[new.dtype](new.numel(), total.data_ptr(), new.data_ptr())
-    return total
-
-
-def _spilled(unit: Unit) -> dict[int, Gradient]:
-    """Return the unit's gradients that are in its record and still stand for something."""
-    stored = {index: getattr(one.grad, "gradient", None) for index, one in enumerate(unit.parameters)}
-    return {
-        index: one for index, one in stored.items() if isinstance(one, Gradient) and one.form is Form.SPILLED
-    }

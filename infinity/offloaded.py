@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from infinity.errors import NotResidentError, UnsupportedError
-from infinity.gradient import GONE, Form, Gradient, applied_message
+from infinity.gradient import GONE, Gradient
 from infinity.gradient_store import GradientStore
+from infinity.gradient_values import Thin, run_on_values, store_changed
+from infinity.unit import Unit
 
 
-class OffloadedGradient(torch.Tensor):
-    """Stands for a stored gradient: clips, accumulates and zeroes it where it lies; anything else sees its
-    dense values.
+class OffloadedGradient(Thin):
+    """Stands for a stored gradient: clips, accumulates and zeroes it where it lies. Anything else works on
+    its dense values; what changes them, also through a view, is stored anew.
     """
 
     gradient: Gradient
@@ -48,6 +51,19 @@ class OffloadedGradient(torch.Tensor):
         return store
 
     @property
+    def whole(self) -> OffloadedGradient:
+        """Itself."""
+        return self
+
+    def made(self, dense: torch.Tensor) -> torch.Tensor:
+        """See Thin."""
+        return dense
+
+    def is_of(self, unit: Unit, index: int) -> bool:
+        """Whether it stands for this parameter's gradient, and not for another's."""
+        return self.gradient.unit is unit and self.gradient.index == index
+
+    @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         """fp32 of an fp16 gradient, which is what it stands for: 16 bits times an fp32 factor. So GradScaler,
         which refuses to unscale gradients in 16 bits, unscales this one.
@@ -55,7 +71,15 @@ class OffloadedGradient(torch.Tensor):
         stored = self.gradient.unit.flat.dtype
         return torch.float32 if stored == torch.float16 else stored
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    @property
+    def data(self) -> torch.Tensor:
+        """Itself: it is no part of any graph."""
+        return self
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        if values is not self:
+            store_changed(self, values.detach().clone(), "setting data of")
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Where the gradient is."""
@@ -65,23 +89,18 @@ class OffloadedGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run `func` where the gradient lies if it can be, else on dense values, which it may not change."""
-        name = func.overloadpacket.__name__
-        special = _OPERATIONS.get(name)
-        if special is not None:
+        """Run `func` where the gradient lies if it can be, else on dense values."""
+        special = _OPERATIONS.get(func.overloadpacket.__name__)
+        if special is not None and _all_whole(args[0]):
             answer = special(*args, **(kwargs or {}))
             if answer is not NotImplemented:
                 return answer
-        if func._schema.is_mutable:
-            raise UnsupportedError(
-                f"{name}() on an offloaded gradient: only scaling, zeroing and accumulating change it in "
-                "place. "
-                "Assign a new tensor to p.grad instead."
-            )
-        args, kwargs = pytree.tree_map_only(
-            cls, lambda grad: grad.store.dense(grad.gradient), (args, kwargs or {})
-        )
-        return func(*args, **kwargs)
+        return run_on_values(func, args, kwargs or {})
+
+
+def _all_whole(grads: Any) -> bool:
+    """Whether this is one gradient, or nothing but such: no view, and no ordinary tensor among them."""
+    return all(isinstance(one, OffloadedGradient) for one in (grads if isinstance(grads, list) else [grads]))
 
 
 def _norm(grad: OffloadedGradient, order: Any = 2, *rest: Any, **named: Any) -> Any:
@@ -107,18 +126,34 @@ def _norms(grads: list[OffloadedGradient], order: Any = 2, *rest: Any, **named: 
     ]
 
 
-def _scale(grad: OffloadedGradient, factor: Any) -> Any:
-    if isinstance(factor, torch.Tensor) and factor.numel() != 1:
+def _multiply(grad: OffloadedGradient, factor: Any) -> Any:
+    return _scale(grad, factor) if _clips() else NotImplemented
+
+
+def _multiply_all(grads: list[OffloadedGradient], factor: Any) -> Any:
+    if not _clips():
         return NotImplemented
-    if grad.gradient.form is Form.APPLIED:
-        raise UnsupportedError(applied_message(grad.gradient.unit, "clipping"))
-    grad.gradient.scale = np.float32(grad.gradient.scale * np.float32(float(factor)))
-    return grad
-
-
-def _scale_all(grads: list[OffloadedGradient], factor: Any) -> None:
     for grad in grads:
         _scale(grad, factor)
+    return None
+
+
+def _clips() -> bool:
+    """Whether torch.nn.utils.clip_grad_norm_ has called: its factor is recorded, and applied in fp32. What
+    anybody else multiplies is rounded to the gradient's own type, as ever.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _scale(grad: OffloadedGradient, factor: Any) -> OffloadedGradient:
+    grad.gradient.check("clipping")
+    grad.gradient.scale = np.float32(grad.gradient.scale * np.float32(float(factor)))
+    return grad
 
 
 def _unscale(grads: list[OffloadedGradient], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
@@ -133,9 +168,11 @@ def _unscale(grads: list[OffloadedGradient], found_inf: torch.Tensor, inverse: t
 
 
 def _add(grad: OffloadedGradient, new: Any, *, alpha: Any = 1) -> Any:
+    """Accumulate, as autograd does; what anybody else adds is no further gradient."""
     if (
-        not isinstance(new, torch.Tensor)
-        or isinstance(new, OffloadedGradient)
+        torch._C._current_graph_task_id() == -1
+        or not isinstance(new, torch.Tensor)
+        or isinstance(new, Thin)
         or alpha != 1
         or new.shape != grad.shape
     ):
@@ -169,12 +206,13 @@ def _same(grad: OffloadedGradient) -> OffloadedGradient:
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "linalg_vector_norm": _norm,
     "_foreach_norm": _norms,
-    "mul_": _scale,
-    "_foreach_mul_": _scale_all,
+    "mul_": _multiply,
+    "_foreach_mul_": _multiply_all,
     "_amp_foreach_non_finite_check_and_unscale_": _unscale,
     "add_": _add,
     "zero_": _zero,
     "_foreach_zero_": _zero_all,
     "detach": _same,
+    "detach_": _same,
 }
 """What runs where the gradient lies."""

@@ -182,10 +182,10 @@ class OffloadedOptimizer(Owning, Tracking, Optimizer):
         """Return the stored gradient behind `p.grad`; a plain tensor that the user put there is taken in
         first.
         """
-        if isinstance(grad, OffloadedGradient):
-            return grad.gradient
         engine = self.mine[id(parameter)].engine
         unit, index = engine.unit_of(parameter)
+        if isinstance(grad, OffloadedGradient) and grad.is_of(unit, index):
+            return grad.gradient
         if grad.layout != torch.strided:
             raise UnsupportedError(f"{engine.name_of(parameter)}: sparse gradients are not supported")
         return engine.arrivals.assigned(unit, index, grad.detach().clone())

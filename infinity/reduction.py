@@ -18,8 +18,8 @@ from infinity.buffers import Buffers
 from infinity.collectives import CollectiveLane, Reducing
 from infinity.device import Device
 from infinity.errors import HostMemoryError
-from infinity.gradient import Form, Gradient
-from infinity.gradient_store import GradientStore, total_of
+from infinity.gradient import Form, Gradient, total_of
+from infinity.gradient_store import GradientStore
 from infinity.lanes import StreamLane
 from infinity.sizes import format_size
 from infinity.unit import Unit

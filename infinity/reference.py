@@ -167,7 +167,10 @@ def _stored(parameter: Tensor) -> tuple[Tensor, Tensor]:
     shown = cast("Tensor", parameter.grad)
     pending = _pending.get(parameter)
     if pending is not None and pending.shown is shown and pending.version == shown._version:
-        return pending.value, pending.factor
+        bits = {2: torch.int16, 4: torch.int32}[shown.element_size()]
+        before = (pending.value.float() * pending.factor).to(shown.dtype)
+        if torch.equal(before.view(bits), shown.detach().view(bits)):  # `.data` is changed without a version
+            return pending.value, pending.factor
     return shown.detach(), torch.ones(())
 
 

@@ -129,6 +129,22 @@ def changes():
     return found
 
 
+def edited_differently():
+    """Change a gradient in another way on each rank; then in the same, as the error says."""
+    with infinity.Init(host_memory="64MiB"):
+        model = torch.nn.Linear(100, 50)
+    model(torch.ones(1, 100, dtype=torch.bfloat16)).sum().backward()
+    try:
+        model.weight.grad.fill_(float(dist.get_rank()))
+    except infinity.UnsupportedError as error:
+        noise = torch.full((1,), 3.0 + dist.get_rank())
+        dist.broadcast(noise, 0)
+        before = model.weight.grad.clone().unique().tolist()
+        model.weight.grad.mul_(noise.item())
+        return {"said": str(error), "values": before + model.weight.grad.unique().tolist()}
+    return {}
+
+
 def seeds():
     """Build on every rank from another seed."""
     torch.manual_seed(dist.get_rank())

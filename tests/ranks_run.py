@@ -29,7 +29,17 @@ from infinity import reference
 from infinity.engine import engine_of_model
 from infinity.presets import PRESETS, llama
 from infinity.reference import ReferenceAdamW, prepare
-from ranks_layers import alone, changed_by_one, changes, different_ways, failing, gathered_write, node, seeds
+from ranks_layers import (
+    alone,
+    changed_by_one,
+    changes,
+    different_ways,
+    edited_differently,
+    failing,
+    gathered_write,
+    node,
+    seeds,
+)
 from scaling import Beside
 
 WIDE = {
@@ -71,7 +81,16 @@ def build_reference(name, seed=0, group=None, computes="bf16"):
     return prepare(model, models.COMPUTES[computes])
 
 
-def train(model, optimizer, *, steps=3, micro=1, once=False, clip=None):
+def edit(model):
+    """Change the gradients, which are the same on every rank, in place."""
+    torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    for parameter in model.parameters():
+        parameter.grad.div_(3).add_(torch.ones_like(parameter), alpha=1e-3)
+        parameter.grad[0].mul_(0.3)
+        parameter.grad.view(-1)[-5:] = 0.25
+
+
+def train(model, optimizer, *, steps=3, micro=1, once=False, clip=None, edits=False):
     """Train on this rank's batches; return the losses. once: reduce only in each step's last backward."""
     losses = []
     for step in range(steps):
@@ -84,6 +103,8 @@ def train(model, optimizer, *, steps=3, micro=1, once=False, clip=None):
             losses.append(loss.item())
         if once and isinstance(optimizer, ReferenceAdamW):
             mean_of_sums(model)
+        if edits:
+            edit(model)
         if clip is not None and isinstance(optimizer, ReferenceAdamW):
             reference.clip_grad_norm_(optimizer, clip)
         elif clip is not None:
@@ -101,7 +122,17 @@ def mean_of_sums(model):
 
 
 def compare(
-    name, *, micro=1, once=False, clip=None, checkpoint=None, freeze=None, options=None, group=None, **init
+    name,
+    *,
+    micro=1,
+    once=False,
+    clip=None,
+    edits=False,
+    checkpoint=None,
+    freeze=None,
+    options=None,
+    group=None,
+    **init,
 ):
     """Train the reference and ours side by side; return what differs."""
     options = {"lr": 1e-2, "weight_decay": 0.1, **(options or {})}
@@ -121,7 +152,7 @@ def compare(
         kind = infinity.AdamW if ours else ReferenceAdamW
         optimizer = kind(trained, **{key: one for key, one in options.items() if ours or key != "update"})
         torch.manual_seed(100 + dist.get_rank())  # of dropout: each rank draws its own
-        losses = train(model, optimizer, micro=micro, once=once, clip=clip)
+        losses = train(model, optimizer, micro=micro, once=once, clip=clip, edits=edits)
         shown.append({"losses": losses, **model.state_dict(), **state_of(optimizer)})
     expected, actual = shown
     assert expected.keys() == actual.keys()
@@ -391,6 +422,10 @@ CASES = {
     "max_norm": lambda: compare("llama", options={"max_norm": 0.5}),
     "clip_grad_norm_": lambda: compare("gpt2", clip=0.5),
     "accumulated": lambda: compare("llama", micro=2),
+    "edited": lambda: compare("llama", edits=True),
+    "nvme edited": lambda: compare("llama", edits=True, micro=2, **NVME),
+    "stage 1 edited": lambda: compare("llama", edits=True, micro=2, once=True, clip=0.5, stage=1),
+    "edited differently": edited_differently,
     "no_sync": lambda: compare("llama", micro=3, once=True),
     "backward": lambda: compare("llama", options={"update": "backward"}),
     "reentrant": lambda: compare("llama", checkpoint="reentrant"),

@@ -65,7 +65,7 @@ LAYERS = [
         "slices",
     },
     {"calls"},
-    {"activation_parts", "executor", "pins", "reduction", "tiers"},
+    {"activation_parts", "executor", "gradient_values", "pins", "reduction", "tiers"},
     {"activations", "durable"},
     {"collectives", "gradient_store"},
     {"activation_passes", "fetch", "gradient", "keeping", "ranges"},

@@ -23,6 +23,9 @@ EXACT = [
     "max_norm",
     "clip_grad_norm_",
     "accumulated",
+    "edited",
+    "nvme edited",
+    "stage 1 edited",
     "no_sync",
     "backward",
     "reentrant",
@@ -43,7 +46,17 @@ EXACT = [
     "grid",
 ]
 FEW = ["llama", "gpt2", "mixtral", "max_norm", "no_sync", "frozen", "nvme", "nvme accumulated", "stage 1"]
-OTHERS = ["gathered", "seeds", "traffic", "nvme traffic", "memory", "node", "partitioned", "partitioned nvme"]
+OTHERS = [
+    "gathered",
+    "edited differently",
+    "seeds",
+    "traffic",
+    "nvme traffic",
+    "memory",
+    "node",
+    "partitioned",
+    "partitioned nvme",
+]
 JOINED = ["joined llama", "joined gpt2", "joined mixtral", "joined frozen"]
 CASES = {2: [*EXACT[:-1], *OTHERS, *JOINED], 3: [*FEW, *JOINED], 4: [*FEW, "mesh", "grid", *JOINED]}
 
@@ -173,6 +186,12 @@ def test_the_memory_of_a_machine_and_what_is_in_flight_on_a_disk_are_divided_by_
 
 def test_values_written_in_gathered_are_every_ranks(answers):
     assert [one["values"] for one in answers(2, "gathered")] == [[3.0]] * 2
+
+
+def test_ranks_that_change_a_gradient_differently_are_refused_and_broadcasting_what_one_draws_works(answers):
+    for one in answers(2, "edited differently"):
+        assert "broadcast" in one["said"]
+        assert one["values"] == [1.0, 3.0]
 
 
 def test_ranks_that_write_different_values_are_refused(tmp_path):
