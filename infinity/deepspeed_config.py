@@ -19,16 +19,17 @@ from infinity.deepspeed_batches import Batches, batches
 from infinity.deepspeed_keys import (
     ALIASES,
     SECTIONS,
-    TYPES,
     Key,
     Verdict,
     alike,
     asks,
     find,
     is_section,
+    taken,
 )
 from infinity.deepspeed_optimizers import OPTIONS, Chosen, chosen, kind_of, strangers
 from infinity.deepspeed_schedule_keys import check_schedule
+from infinity.deepspeed_values import TYPES
 from infinity.errors import ConfigError
 from infinity.loss_scale import Scaling
 
@@ -121,7 +122,7 @@ def read(
     Raises: ConfigError naming every unknown key (and what it may have meant), every one that is not supported
     (and the cure), every "auto" without a value, and values of a wrong type.
     """
-    found = dict(_leaves(_content(source)))
+    found = {path: taken(path, value) for path, value in _leaves(_content(source))}
     _fill_in(found, values)
     lines = [_line(path, value) for path, value in found.items()]
     if infinity:
@@ -219,12 +220,12 @@ def _fill_in(found: dict[str, Any], values: Mapping[str, Any]) -> None:
         names = {name for name in names & values.keys() if name != "enabled"}
         used |= names
         for name in names:
-            if found[path] not in (AUTO, values[name]):
+            if found[path] not in (AUTO, taken(path, values[name])):
                 raise ConfigError(
                     f"{path} is {found[path]!r} in the file, but {name}={values[name]!r} was given; make "
                     'them equal, or write "auto" in the file'
                 )
-            found[path] = values[name]
+            found[path] = taken(path, values[name])
     if found.get("bf16.enabled") is True and found.get("fp16.enabled") == AUTO:
         found["fp16.enabled"] = False
     left = sorted(values.keys() - used)
@@ -341,8 +342,9 @@ def _refuse(lines: Sequence[Line], *, strict: bool) -> None:
     listed = "\n  ".join(refused)
     if strict:
         raise ConfigError(
-            f"{len(refused)} of {len(lines)} keys of the DeepSpeed configuration are not supported; with "
-            f"strict=False they would be left out, with a warning:\n  {listed}"
+            f"{len(refused)} of {len(lines)} keys of the DeepSpeed configuration are not supported; "
+            "zero.Init, initialize and Config.from_deepspeed leave them out, with a warning, if told "
+            f"strict=False:\n  {listed}"
         )
     warnings.warn(f"left out of the DeepSpeed configuration:\n  {listed}", stacklevel=4)
 

@@ -51,6 +51,8 @@ def initialize(
     config: Source | None = None,
     mesh_param: Any = None,
     config_params: Source | None = None,
+    *,
+    strict: bool = True,
 ) -> tuple[DeepSpeedEngine, OffloadedOptimizer | None, DataLoader[Any] | None, Any]:
     """Return (engine, optimizer, data loader, learning rate scheduler), as deepspeed.initialize does.
 
@@ -61,7 +63,8 @@ def initialize(
     or a function of the parameters that returns one; None for the configuration's. model_parameters:
     parameters or groups, for that; None for all. lr_scheduler: a scheduler of that optimizer, or a function
     that makes one; None for the configuration's. training_data: gives the data loader, collate_fn its
-    collation.
+    collation. strict: refuse keys of the configuration that are not supported; False warns of them, and goes
+    on without.
 
     Raises: ConfigError; UnsupportedError; what infinity.Init and the optimizer raise.
     """
@@ -78,7 +81,7 @@ def initialize(
     ]
     if len(given) > 1 and any(one != given[0] for one in given):
         raise ConfigError("config, config_params and args.deepspeed_config name different ones; give one")
-    settings = settings_of(given[0] if given else None)
+    settings = settings_of(given[0] if given else None, strict=strict)
     if settings.dump:
         logger.info("%s", settings.report)
     _take_in(model, settings)

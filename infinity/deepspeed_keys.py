@@ -7,10 +7,11 @@ supported stands as a whole, in SECTIONS; so do parts of DeepSpeed that its own 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
+
+from infinity.deepspeed_values import switched
 
 
 class Verdict(Enum):
@@ -29,38 +30,12 @@ class Key:
 
     verdict: Verdict
     takes: str
-    """A name in TYPES."""
+    """A name in deepspeed_values.TYPES."""
     says: str
     """What it sets, why it is unnecessary, or what to use instead."""
     neutral: tuple[Any, ...] = ()
     """Values with which an unsupported key asks for nothing."""
 
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "switch": ("true or false", lambda value: isinstance(value, bool)),
-    "count": (
-        "a whole number above 0",
-        lambda value: _is_number(value) and value > 0 == value % 1,
-    ),
-    "size": ("a whole number, 0 or more", lambda value: _is_number(value) and value >= 0 == value % 1),
-    "number": ("a number, 0 or more", lambda value: _is_number(value) and 0 <= value < float("inf")),
-    "text": ("text", lambda value: isinstance(value, str)),
-    "device": ('"none", "cpu" or "nvme"', lambda value: value in ("none", "cpu", "nvme")),
-    "betas": (
-        "two numbers from 0 up to 1",
-        lambda value: (
-            isinstance(value, list | tuple)
-            and len(value) == 2
-            and all(_is_number(one) and 0 <= one < 1 for one in value)
-        ),
-    ),
-    "anything": ("anything", lambda _: True),
-}
-"""What a key may take: (said in words, test). null is left to each key's default, whatever its type."""
 
 _ZERO = "zero_optimization."
 _PARAM, _OPTIMIZER = _ZERO + "offload_param.", _ZERO + "offload_optimizer."
@@ -378,12 +353,20 @@ def find(path: str) -> Key | None:
     return None
 
 
+def taken(path: str, value: Any) -> Any:
+    """Return what a key's value means: a switch takes more than true and false."""
+    key = find(path)
+    return switched(value) if key is not None and key.takes == "switch" else value
+
+
 def asks(section: str, value: Any) -> bool:
     """Whether a section of SECTIONS, as it stands, asks for something."""
     if not isinstance(value, dict) or not value:
         return bool(value)
     switch = SWITCHES.get(section)
-    return value.get("enabled", True) is not False if switch is None else bool(value.get(switch))
+    if switch is None:
+        return switched(value.get("enabled", True)) is not False
+    return bool(switched(value.get(switch)))
 
 
 def alike(path: str) -> str | None:

@@ -72,11 +72,12 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def settings_of(source: str | Path | Mapping[str, Any] | Settings | None) -> Settings:
+def settings_of(source: str | Path | Mapping[str, Any] | Settings | None, *, strict: bool = True) -> Settings:
     """Read a script's configuration; the device is this rank's GPU where there is one, unless it is named.
 
-    Under torchrun the process group is made, if there is none. Raises: ConfigError, also where `source` was
-    read for another number of ranks.
+    strict: as deepspeed_config.read has it. Under torchrun the process group is made, if there is none.
+
+    Raises: ConfigError, also where `source` was read for another number of ranks.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         init_distributed()
@@ -85,7 +86,7 @@ def settings_of(source: str | Path | Mapping[str, Any] | Settings | None) -> Set
             "no configuration: give initialize(config=...) a DeepSpeed JSON or what is in it, or the script "
             "--deepspeed_config FILE"
         )
-    settings = source if isinstance(source, Settings) else read(source, world_size=ranks())
+    settings = source if isinstance(source, Settings) else read(source, strict=strict, world_size=ranks())
     if settings.batches.ranks != ranks():
         raise ConfigError(
             f"the configuration was read for {settings.batches.ranks} ranks, there are {ranks()}: "

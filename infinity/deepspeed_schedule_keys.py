@@ -63,7 +63,7 @@ _FITS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "a number, or one per param group",
         lambda value: _number(value) or (isinstance(value, list | tuple) and all(map(_number, value))),
     ),
-    "switch": ("true or false", lambda value: isinstance(value, bool)),
+    "switch": ("true or false", lambda value: isinstance(value, bool) or value in (0, 1)),
     "kind": ('"log" or "linear"', lambda value: value in ("log", "linear")),
     "start": ("-1: load_checkpoint sets where a schedule goes on", lambda value: value == -1),
 }

@@ -30,7 +30,8 @@ class Init:
 
     config_dict_or_path: DeepSpeed's JSON, or what is in it; None for host memory alone. module: a model that
     exists, to be taken in now; the `with` is not needed then. enabled: False changes nothing. remote_device:
-    "nvme" needs an nvme_path in the configuration. dtype: as the configuration has it. Groups and
+    "nvme" needs an nvme_path in the configuration. dtype: as the configuration has it. strict: refuse
+    keys of the configuration that are not supported; False warns of them, and goes on without. Groups and
     quantized weights are refused; the other arguments change nothing here.
 
     Raises: ConfigError, UnsupportedError; on entering, what infinity.Init raises.
@@ -52,6 +53,8 @@ class Init:
         zero_quantized_weights: bool = False,
         zero_quantized_nontrainable_weights: bool = False,
         sequence_data_parallel_group: Any = None,
+        *,
+        strict: bool = True,
     ) -> None:
         """Check the settings; take `module` in."""
         refused = {
@@ -69,7 +72,9 @@ class Init:
         if not enabled:
             return
         source = config_dict_or_path if config_dict_or_path is not None else config
-        settings = Config(dtype=dtype or "bf16") if source is None else settings_of(source).config
+        settings = (
+            Config(dtype=dtype or "bf16") if source is None else settings_of(source, strict=strict).config
+        )
         if dtype is not None and settings.dtype != Config(dtype=dtype).dtype:
             raise ConfigError(f"zero.Init(dtype={dtype}), but the configuration says {settings.dtype}")
         if remote_device == "nvme" and not settings.nvme_folders:

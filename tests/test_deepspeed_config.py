@@ -1,12 +1,13 @@
 """DeepSpeed's JSON, read. Nothing is faked; the files are those of its documentation and of guides."""
 
 import json
+import warnings
 
 import pytest
 
 from infinity import Config, ConfigError
 from infinity.deepspeed_config import read
-from infinity.deepspeed_keys import Verdict
+from infinity.deepspeed_keys import KEYS, Verdict
 from infinity.deepspeed_optimizers import Chosen
 from infinity.loss_scale import Scaling
 
@@ -179,6 +180,29 @@ def test_what_is_not_supported_is_listed_at_once_or_left_out_with_a_warning():
     ]
 
 
+def test_every_switch_may_be_a_number_as_in_deepspeed():
+    """Its pydantic classes take 1 for true, and scripts write it: zero_allow_untested_optimizer = 1."""
+    found = {}
+    for true, false in ((True, False), (1, 0)):
+        for value in (true, false):
+            for path in [path for path, key in KEYS.items() if key.takes == "switch"]:
+                content = {"train_batch_size": 1, "optimizer": {"type": "SGD"}, "bf16": {"enabled": true}}
+                *above, last = path.split(".")
+                section = content
+                for one in above:
+                    section = section.setdefault(one, {})
+                section[last] = value
+                if path == "fp16.enabled":
+                    content["bf16"]["enabled"] = false
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    found.setdefault((path, bool(value)), []).append(read(content, strict=False))
+    assert len(found) > 100
+    assert [path for path, (one, other) in found.items() if one != other] == []
+    schedule = {"type": "LRRangeTest", "params": {"lr_range_test_staircase": 1}}
+    assert read({"train_batch_size": 1, "scheduler": schedule}).scheduler[1] == schedule["params"]
+
+
 def test_without_bf16_and_fp16_fp32_computes_as_deepspeed_has_it():
     settings = read({"train_batch_size": 1})
     assert (settings.config, settings.check_overflow) == (Config(dtype="fp32"), False)
@@ -220,7 +244,7 @@ def test_the_batch_size_that_is_left_out_follows_from_the_others(given, expected
         ({"train_batch_size": 2.5}, "train_batch_size=2.5"),
         ({"gradient_clipping": "1"}, "gradient_clipping='1': expected a number"),
         ({"gradient_clipping": -1}, "gradient_clipping=-1"),
-        ({"bf16": {"enabled": "yes"}}, "bf16.enabled='yes': expected true or false"),
+        ({"bf16": {"enabled": "perhaps"}}, "bf16.enabled='perhaps': expected true or false"),
         ({"bf16": True}, "bf16=True: expected a section"),
         ({"fp16": {"enabled": True}}, "both enabled"),
         ({"optimizer": {"type": "Adam", "params": {"betas": [0.9, 1.0]}}}, "optimizer.params.betas"),

@@ -364,6 +364,22 @@ def test_what_read_has_made_of_a_file_may_stand_for_it(folder):
     assert run(engine, 3) == reference(3, 1, 0.5)[2]
 
 
+def test_init_and_initialize_leave_out_what_is_not_supported_if_told_so(folder):
+    config = configuration(folder, wandb={"enabled": 1}, zero_allow_untested_optimizer=1)
+    with pytest.raises(ConfigError, match=r"zero\.Init, initialize .* if told strict=False:\n.*wandb"):
+        infinity.zero.Init(config_dict_or_path=config)
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match="wandb"):
+        building = infinity.zero.Init(config=config, strict=False)
+    with building:
+        model = models.MODELS["llama"]()
+    with pytest.raises(ConfigError, match="wandb"):
+        infinity.initialize(model=model, config=config)
+    with pytest.warns(UserWarning, match="wandb"):
+        engine, _, _, _ = infinity.initialize(model=model, config=config, strict=False)
+    assert run(engine, 2) == reference(2, 1, 1.0)[2]
+
+
 def test_where_there_is_a_gpu_a_rank_computes_on_its_own_unless_told(folder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("LOCAL_RANK", "3")

@@ -8,7 +8,8 @@ from typing import ClassVar
 
 import pytest
 
-from infinity.deepspeed_keys import KEYS, TYPES, Verdict, alike, asks, find, is_section
+from infinity.deepspeed_keys import KEYS, Verdict, alike, asks, find, is_section
+from infinity.deepspeed_values import TYPES, switched
 
 CLASSES = {
     "runtime.precision_config.DeepSpeedBF16Config": "bf16",
@@ -78,6 +79,10 @@ def test_a_slip_of_the_pen_finds_what_was_meant(slip, meant):
     [
         ("wandb", {"group": "x"}, False),
         ("wandb", {"enabled": True}, True),
+        ("wandb", {"enabled": 0}, False),
+        ("elasticity", {"enabled": "false"}, False),
+        ("compile", {"deepcompile": 0}, False),
+        ("compile", {"deepcompile": 1}, True),
         ("compile", {"deepcompile": False, "passes": []}, False),
         ("compile", {"deepcompile": True}, True),
         ("elasticity", {"enabled": False}, False),
@@ -88,6 +93,23 @@ def test_a_slip_of_the_pen_finds_what_was_meant(slip, meant):
 )
 def test_a_section_asks_for_something_or_not(section, value, expected):
     assert asks(section, value) is expected
+
+
+@pytest.mark.parametrize(
+    ("value", "means"),
+    [
+        (1, True),
+        (0, False),
+        (1.0, True),
+        ("True", True),
+        ("off", False),
+        ("auto", "auto"),
+        (2, 2),
+        (None, None),
+    ],
+)
+def test_a_switch_takes_what_deepspeed_takes_for_a_bool(value, means):
+    assert switched(value) is means
 
 
 class Asked(dict):
