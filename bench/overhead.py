@@ -49,7 +49,7 @@ class Asking:
         self._optimizer = AdamW(self._layer.parameters(), update="backward")
         self._engine = engine_of_model(self._layer)
         self._gradient = torch.full((numel,), 0.5, dtype=torch.bfloat16)
-        self._requests = _REQUESTS * self._engine.units[0].record.tile_count
+        self._requests = _REQUESTS * -(-numel // self._engine.budget.tile_numel)
         self._ended = False
         self._began_s, self._before = 0.0, LaneTimes()
         self._walks = 0

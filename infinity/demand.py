@@ -21,7 +21,7 @@ from infinity.outline import Act, Outline, trace_of
 from infinity.placement import Candidate, Placement, Rooms, revise
 from infinity.plan import Plan, make_plan
 from infinity.shard import Format, lay_out
-from infinity.sizes import BLOCK, format_size, round_up
+from infinity.sizes import format_size, round_up
 
 Spills = Mapping[int, tuple[tuple[int, int], ...]]
 """Bytes read and written of a gradient in each micro-batch, by unit; the update reads the last."""
@@ -130,10 +130,8 @@ class _Sizes:
     """Bytes of these at the end of a step, as kept in host memory."""
 
     def field(self, unit: int, name: str, tile_numel: int) -> int:
-        """Bytes of a field in its extent: each tile is whole blocks."""
-        whole, rest = divmod(self.numels[unit], tile_numel)
-        nbytes = whole * round_up(self.form.nbytes(name, tile_numel), BLOCK)
-        return nbytes + round_up(self.form.nbytes(name, rest), BLOCK)
+        """Bytes of a field in its extent."""
+        return self.form.stored_nbytes(name, self.numels[unit], self.form.span(name, tile_numel))
 
     def fields(self, names: Sequence[str], tile_numel: int) -> int:
         """Bytes of some fields of all units."""

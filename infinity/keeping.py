@@ -140,8 +140,8 @@ class Homes:
         """Return the place of a field in host memory."""
         home = self._of.get((record, name))
         if home is None:
-            hashes = array("Q", bytes(8 * record.tile_count))
-            home = self._store.allocate(record.field_nbytes(name), f"{record.name}.{name}"), hashes
+            place = self._store.allocate(record.field_nbytes(name), f"{record.name}.{name}")
+            home = place, record.new_hashes(name)
             self._of[record, name] = home
         return home
 

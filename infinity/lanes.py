@@ -288,8 +288,8 @@ class StreamLane:
                 slotted.append(name)
             else:
                 at[name] = address
-        reads = [name for name in reads if not record.in_host(name)]
-        stored = [name for name in writes if not record.in_host(name) and name not in job.adopts]
+        reads = job.ordered(name for name in reads if not record.in_host(name))
+        stored = job.ordered(name for name in writes if not record.in_host(name) and name not in job.adopts)
         slot = self._pool.lease() if slotted or reads or stored else None
         if slot is not None:
             address = slot.address
@@ -298,10 +298,7 @@ class StreamLane:
                 address += record.tile_nbytes(name, stop - start)
         owner = (slot, job.keeps)
         last = reads[-1] if reads else None
-        transfers = [
-            record.read(name, start, stop, at[name], owner, urgent=job.urgent, more=name is not last)
-            for name in reads
-        ]
+        transfers = [job.read(name, start, stop, at[name], owner, more=name is not last) for name in reads]
         changes = [name for name in writes if name not in stored]
         return _Tile(job, start, stop, slot, at, reads, stored, changes, transfers)
 
@@ -324,12 +321,14 @@ class StreamLane:
         more = job.work(tile.start, tile.stop, tile.at, tile.reads, tile.writes)
         owner, last = (tile.slot, job.keeps), tile.writes[-1] if tile.writes else None
         tile.transfers = [
-            record.write(name, tile.start, tile.stop, tile.at[name], owner, more=name is not last)
+            job.write(name, tile.start, tile.stop, tile.at[name], owner, more=name is not last)
             for name in tile.writes
         ]
         tile.transfers += more or ()
         for name in tile.changes:
-            record.note_written(name, tile.start, tile.stop)
+            job.note_written(name, tile.start, tile.stop)
+        if job.unprocessed == 1 and job.ahead is None:
+            tile.transfers += job.settle()
         ended = time.perf_counter()
         self.times.read_wait_s += read - began
         self.times.work_s += ended - read

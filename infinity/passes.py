@@ -7,7 +7,6 @@ Each says which fields of a tile it reads and writes and what it does in between
 from __future__ import annotations
 
 import ctypes
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -29,7 +28,7 @@ def piece_address(record: Record, base: int, element: int, start: int, field: st
 
 def clear(record: Record, at: dict[str, int], name: str, numel: int) -> None:
     """Make a field of a tile of `numel` elements zero."""
-    ctypes.memset(at[name], 0, record.tile_nbytes(name, numel))
+    ctypes.memset(at[name], 0, record.form.nbytes(name, numel))
 
 
 @dataclass(slots=True)
@@ -296,7 +295,7 @@ class LeavePass(Pass):
         """Prepare to move the field `name`."""
         super().__init__(record)
         self._name, self._to, self._tile_numel = name, to, tile_numel
-        self._hashes = array("Q", bytes(8 * -(-record.shard.numel // tile_numel)))
+        self._hashes = record.new_hashes(name)
         self.on_finished.append(self._switch)
 
     def tiles(self) -> Iterator[tuple[int, int]]:

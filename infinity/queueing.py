@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from infinity import kernels
+from infinity.packing import Packed
 from infinity.record import Record
 from infinity.store import Transfer
 
@@ -50,6 +51,7 @@ class Pass(ABC):
         """Of the tile that is worked on, where `sums_up` says that its kernel takes them."""
         self.on_finished: list[Callable[[], None]] = []
         """Called once it is finished, with the lane's lock held."""
+        self._packed = Packed(record)
         self.open_tiles = 0
         """Tiles admitted and not yet over."""
         self.ranges: Iterator[tuple[int, int]] | None = None
@@ -115,8 +117,8 @@ class Pass(ABC):
             at = {name: self.record.there(name, start) for name in dict.fromkeys((*reads, *writes))}
             transfers += self.process(start, stop, at) or ()
             for name in writes:
-                self.record.note_written(name, start, stop)
-        for transfer in transfers:
+                self.note_written(name, start, stop)
+        for transfer in (*transfers, *self.settle()):
             transfer.wait()
 
     def work(
@@ -126,6 +128,9 @@ class Pass(ABC):
 
         Raises: CorruptionError. What the tile holds then is used no more: its pass is never over.
         """
+        packed = self.record.packed
+        if packed:  # these are summed up when their span comes and goes
+            reads, writes = ([name for name in names if name not in packed] for names in (reads, writes))
         sums, on_the_way = self.record.sums(start, stop, at, reads, writes), self.sums_up(start, stop)
         if not on_the_way:
             sums.compare()
@@ -135,6 +140,37 @@ class Pass(ABC):
             sums.compare(taken=True)
         sums.keep(taken=on_the_way)
         return more
+
+    def read(
+        self, name: str, start: int, stop: int, address: int, owner: object, *, more: bool = False
+    ) -> Transfer:
+        """Begin to read a tile of a field on NVMe to `address`. more: see Request."""
+        if name in self.record.packed:
+            return self._packed.read(name, start, stop, address, urgent=self.urgent)
+        return self.record.read(name, start, stop, address, owner, urgent=self.urgent, more=more)
+
+    def write(
+        self, name: str, start: int, stop: int, address: int, owner: object, *, more: bool = False
+    ) -> Transfer:
+        """Begin to write a tile of a field on NVMe, or put it to others that are written with it, the last of
+        them in `settle`. more: see Request.
+        """
+        if name in self.record.packed:
+            return self._packed.write(name, start, stop, address)
+        return self.record.write(name, start, stop, address, owner, more=more)
+
+    def ordered(self, names: Iterable[str]) -> list[str]:
+        """Put fields in the order in which to read or write them: the last one is a transfer in any case."""
+        packed = self.record.packed
+        return sorted(names, key=packed.__contains__, reverse=True) if packed else list(names)
+
+    def note_written(self, name: str, start: int, stop: int) -> None:
+        """Remember that a tile of a field was written where it lies: see Record, and packing."""
+        (self._packed if name in self.record.packed else self.record).note_written(name, start, stop)
+
+    def settle(self) -> Sequence[Transfer]:
+        """The last tile was worked on: begin to write what is left."""
+        return self._packed.settle()
 
     def finish(self) -> None:
         """Call back who waits for the end, once; what they hold goes with them."""

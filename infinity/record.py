@@ -16,9 +16,9 @@ from mmap import mmap
 from typing import TYPE_CHECKING
 
 from infinity.errors import CorruptionError
-from infinity.shard import FP32, Format, Shard
-from infinity.sizes import BLOCK, round_up
-from infinity.store import DiskStore, Extent, HostStore, Request, Store, Transfer
+from infinity.shard import FP32, Cuts, Format, Shard
+from infinity.sizes import BLOCK
+from infinity.store import DONE, DiskStore, Extent, HostStore, Request, Store, Transfer
 from infinity.sums import Part, Sums
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ class Record:
     """One unit's fields on storage, by tiles.
 
     A field that lies in host memory is worked on where it is. A field on NVMe is read and written tile by
-    tile, and each tile is hashed as it is written. A field that was never written is absent: it has no extent
-    and no bytes.
+    tile, and each tile is hashed as it is written; where several tiles share a block, `span` of them at once.
+    A field that was never written is absent: it has no extent and no bytes.
     """
 
     def __init__(
@@ -80,10 +80,11 @@ class Record:
         self._extents: dict[str, Extent] = {}
         self.fields: tuple[str, ...] = ()
         """The weights, and the state that its optimizers keep, as far as it has them: no gradients."""
-        self._even = all(form.nbytes(name, tile_numel) % BLOCK == 0 for name in (*form.fields, "grad16"))
+        self.packed: frozenset[str] = frozenset()
+        """Those of them of which several tiles share a block; see packing."""
+        self._cuts = Cuts(form, tile_numel)
         self._hashes: dict[str, array[int]] = {}
         self._whole: dict[str, int] | None = None
-        self._full: dict[str, int] = {}
 
     def __contains__(self, name: str) -> bool:
         """Whether the record has this field."""
@@ -99,8 +100,10 @@ class Record:
         return whole.reshape(-1)[segment.first : segment.first + segment.numel]
 
     def written(self, name: str, start: int) -> bool:
-        """Whether the tile at element `start` of a field was ever written; what was not counts as zero."""
-        return name in self._hashes and self._hashes[name][start // self._tile_numel] != 0
+        """Whether the tile at element `start` of a field was ever written, or one that shares a block with
+        it; what was not counts as zero.
+        """
+        return name in self._hashes and self._hashes[name][start // self.span(name)] != 0
 
     def tier(self, name: str) -> str:
         """Where a field lies."""
@@ -118,35 +121,21 @@ class Record:
         """Bytes the record takes in a tier."""
         return sum(extent.nbytes for extent in self._extents.values() if extent.store.tier == tier)
 
-    @property
-    def tile_count(self) -> int:
-        """Tiles of a field."""
-        return -(-self.shard.numel // self._tile_numel)
+    def span(self, name: str) -> int:
+        """Elements of a field that are moved, and hashed, at once: a tile, or more where it is `packed`."""
+        return self._cuts.span(name)
+
+    def new_hashes(self, name: str) -> array[int]:
+        """Return the hashes of a field, as the record has it, of which nothing is written."""
+        return array("Q", bytes(8 * -(-self.shard.numel // self.span(name))))
 
     def field_nbytes(self, name: str) -> int:
         """Bytes of a field of the whole unit."""
         return self.tile_nbytes(name, self.shard.numel)
 
     def tile_nbytes(self, name: str, numel: int) -> int:
-        """Bytes that `numel` elements from the start of a tile take, on NVMe as in memory: whole blocks."""
-        whole, rest = divmod(numel, self._tile_numel)
-        nbytes = whole * self._full_nbytes(name)
-        return nbytes + round_up(self.form.nbytes(name, rest), BLOCK) if rest else nbytes
-
-    def _full_nbytes(self, name: str) -> int:
-        """Bytes of a whole tile."""
-        nbytes = self._full.get(name)
-        if nbytes is None:
-            nbytes = self._full[name] = round_up(self.form.nbytes(name, self._tile_numel), BLOCK)
-        return nbytes
-
-    def _offset(self, name: str, start: int) -> int:
-        """Bytes from the start of a field's extent to element `start`."""
-        if not start:
-            return 0
-        tile, within = divmod(start, self._tile_numel)
-        offset = tile * self._full_nbytes(name)
-        return offset + self.form.nbytes(name, within) if within else offset
+        """Bytes that `numel` elements from the start of a span take, on NVMe as in memory: whole blocks."""
+        return self._cuts.nbytes(name, numel)
 
     # Where fields lie
 
@@ -154,7 +143,7 @@ class Record:
         """Give the record a field in `store`; its content is undefined until each tile is written."""
         self._extents[name] = store.allocate(self.field_nbytes(name), f"{self.name}.{name}")
         self._moved()
-        self._hashes[name] = array("Q", bytes(8 * self.tile_count))
+        self._hashes[name] = self.new_hashes(name)
 
     def drop(self, name: str) -> None:
         """Take a field away and give its extent back."""
@@ -163,6 +152,7 @@ class Record:
             target.store.free(target)
         extent = self._extents.pop(name, None)
         if extent is not None:
+            self._cuts.reset(name)
             self._moved()
             extent.store.free(extent)
             del self._hashes[name]
@@ -184,6 +174,10 @@ class Record:
 
     def _moved(self) -> None:
         self.fields = tuple(name for name in self.form.fields if name in self._extents)
+        several = self.shard.numel > self._tile_numel
+        self.packed = frozenset(
+            name for name in self.fields if several and self.span(name) > self._tile_numel
+        )
         self.all_in_host = all(self.in_host(name) for name in self.fields)
         self._whole = None
 
@@ -191,24 +185,34 @@ class Record:
         """Return where a field lies, and its tiles' hashes, both as they are now."""
         return self._extents[name], self._hashes[name]
 
-    def restore(self, name: str, extent: Extent, hashes: array[int]) -> None:
-        """Let a field, whether or not the record has it, lie in `extent` and have these hashes."""
+    def span_of(self, name: str, nbytes: int) -> int | None:
+        """Return the span of a field that takes `nbytes`, as a run has left it: before fields were packed,
+        each tile had blocks of its own. None where it is of another unit, or another format.
+        """
+        for span in (self.form.span(name, self._tile_numel), self._tile_numel):
+            if self.form.stored_nbytes(name, self.shard.numel, span) == nbytes:
+                return span
+        return None
+
+    def restore(self, name: str, extent: Extent, hashes: array[int], span: int) -> None:
+        """Let a field, whether or not the record has it, lie in `extent`, and have this span and hashes."""
         self.drop(name)
         self._extents[name], self._hashes[name] = extent, hashes
+        self._cuts.put(name, span)
         self._moved()
 
     def address(self, name: str, start: int) -> int | None:
         """Return the address of element `start` of a field in host memory; None for a field on NVMe."""
         extent = self._extents[name]
-        return extent.offset + self._offset(name, start) if isinstance(extent.store, HostStore) else None
+        return extent.offset + self._cuts.offset(name, start) if isinstance(extent.store, HostStore) else None
 
     def there(self, name: str, start: int) -> int:
         """Return the address of element `start` of a field, which lies in host memory."""
-        return self._extents[name].offset + self._offset(name, start)
+        return self._extents[name].offset + self._cuts.offset(name, start)
 
     def target_address(self, name: str, start: int) -> int:
         """Return the address of element `start` in a field's target."""
-        return self.targets[name].offset + self._offset(name, start)
+        return self.targets[name].offset + self._cuts.offset(name, start)
 
     def memory(self, name: str) -> mmap | None:
         """Return the host memory that holds a field, or is going to; None where there is none."""
@@ -235,13 +239,13 @@ class Record:
         urgent: bool = False,
         more: bool = False,
     ) -> Transfer:
-        """Begin to read elements [start, stop) of a field to `address`; compare their `sums` when the
-        transfer is over. urgent, more: see Request.
+        """Begin to read elements [start, stop) of a field, whole spans, to `address`; compare their `sums`
+        when the transfer is over. urgent, more: see Request.
         """
         extent, nbytes = self._extents[name], self.tile_nbytes(name, stop - start)
         disk = self._disk(extent, name)
         self._traffic.read[disk.tier, name] += nbytes
-        what, offset = f"{self.name}.{name}", self._offset(name, start)
+        what, offset = f"{self.name}.{name}", self._cuts.offset(name, start)
         return disk.read(Request(extent, offset, address, nbytes, what, owner, urgent, more))
 
     def _disk(self, extent: Extent, name: str) -> DiskStore:
@@ -253,8 +257,8 @@ class Record:
     def write(
         self, name: str, start: int, stop: int, address: int, owner: object, *, more: bool = False
     ) -> Transfer:
-        """Begin to write elements [start, stop) of a field, whose checksums were kept: see `sums`. more: see
-        Request.
+        """Begin to write elements [start, stop) of a field, whole spans, whose checksums were kept: see
+        `sums`. more: see Request.
         """
         return self._write(self._extents[name], name, start, stop, address, owner, more=more)
 
@@ -268,11 +272,16 @@ class Record:
         address: int,
         owner: object,
     ) -> Transfer:
-        """Begin to write elements [start, stop) of a field to an extent, and put their tiles' checksums into
-        `hashes`.
+        """Begin to write elements [start, stop) of a field in host memory to an extent, and put their
+        checksums into `hashes`: all spans that end among them.
         """
-        self._sums(start, stop, {name: address}, (), {name: hashes}).keep()
-        return self._write(extent, name, start, stop, address, owner)
+        span = self.span(name)
+        first, last = start // span * span, stop if stop == self.shard.numel else stop // span * span
+        if first >= last:
+            return DONE
+        address -= self._cuts.offset(name, start) - self._cuts.offset(name, first)
+        self._sums(first, last, {name: address}, (), {name: hashes}).keep()
+        return self._write(extent, name, first, last, address, owner)
 
     def _write(
         self,
@@ -287,7 +296,7 @@ class Record:
     ) -> Transfer:
         disk, nbytes = self._disk(extent, name), self.tile_nbytes(name, stop - start)
         self._traffic.written[disk.tier, name] += nbytes
-        what, offset = f"{self.name}.{name}", self._offset(name, start)
+        what, offset = f"{self.name}.{name}", self._cuts.offset(name, start)
         return disk.write(Request(extent, offset, address, nbytes, what, owner, more=more))
 
     def in_one_piece(self, names: Sequence[str]) -> bool:
@@ -295,7 +304,11 @@ class Record:
         all: then any range of tiles can be worked on at once, where it lies.
         """
         hashes = [self._hashes[name] for name in names]
-        return self._even and all(0 not in one or not any(one) for one in hashes)
+        return self._is_even(names) and all(0 not in one or not any(one) for one in hashes)
+
+    def _is_even(self, names: Sequence[str]) -> bool:
+        """Whether no field has a gap behind its tiles."""
+        return all(self.form.nbytes(name, self.span(name)) % BLOCK == 0 for name in names)
 
     def whole_in_host(self) -> dict[str, int] | None:
         """Return the addresses of `fields`, if they lie in host memory without gaps and every tile of them
@@ -303,7 +316,8 @@ class Record:
         """
         if self._whole is not None:
             return self._whole
-        if self.all_in_host and self._even and all(0 not in self._hashes[name] for name in self.fields):
+        written = all(0 not in self._hashes[name] for name in self.fields)
+        if written and self.all_in_host and self._is_even(self.fields):
             self._whole = {name: self.there(name, 0) for name in self.fields}
         return self._whole
 
@@ -312,15 +326,15 @@ class Record:
 
         Of a hash in host memory only that it is not 0 counts.
         """
-        hashes = self._hashes[name]
+        hashes, span = self._hashes[name], self.span(name)
         self.changed_in_host.add(name)
-        for tile in range(start // self._tile_numel, -(-stop // self._tile_numel)):
+        for tile in range(start // span, -(-stop // span)):
             hashes[tile] = hashes[tile] or 1
 
     def sums(
         self, start: int, stop: int, at: Mapping[str, int], reads: Sequence[str], writes: Sequence[str]
     ) -> Sums:
-        """Return the checksums of elements [start, stop), whole tiles, which are `at` these addresses: of the
+        """Return the checksums of elements [start, stop), whole spans, which are `at` these addresses: of the
         fields that were read, to compare, and of those to be written, to keep.
         """
         return self._sums(start, stop, at, reads, {name: self._hashes[name] for name in writes})
@@ -333,19 +347,19 @@ class Record:
         reads: Sequence[str],
         writes: Mapping[str, array[int]],
     ) -> Sums:
-        if start % self._tile_numel:
-            raise ValueError(f"{self.name}: element {start} is inside a tile of {self._tile_numel}")
-        tiles = [(one, min(one + self._tile_numel, stop)) for one in range(start, stop, self._tile_numel)]
         if not self._hashes_tiles:
             reads = ()
         parts = []
         for name in dict.fromkeys((*reads, *writes)):
-            base, hashes = at[name] - self._offset(name, start), writes.get(name)
-            for first, last in tiles:
+            span, base, hashes = self.span(name), at[name] - self._cuts.offset(name, start), writes.get(name)
+            if start % span:
+                raise ValueError(f"{self.name}.{name}: element {start} is inside a tile of {span}")
+            for first in range(start, stop, span):
                 compared = name in reads and self._is_compared()
                 if compared or hashes is not None:
-                    address, nbytes = base + self._offset(name, first), self.tile_nbytes(name, last - first)
-                    parts.append(Part(name, first // self._tile_numel, address, nbytes, compared, hashes))
+                    nbytes = self.tile_nbytes(name, min(span, stop - first))
+                    address = base + self._cuts.offset(name, first)
+                    parts.append(Part(name, first // span, address, nbytes, compared, hashes))
         return Sums(self, parts, taken=self._hashes_tiles)
 
     def _is_compared(self) -> bool:
@@ -361,7 +375,7 @@ class Record:
         expected = self._hashes[name][tile]
         if found == expected:
             return
-        extent, offset = self._extents[name], self._offset(name, tile * self._tile_numel)
+        extent, offset = self._extents[name], self._cuts.offset(name, tile * self.span(name))
         where = self._disk(extent, name).where(extent, offset)
         raise CorruptionError(
             f"{self.name}.{name}: the {nbytes} bytes read from {where} are not those that were written "

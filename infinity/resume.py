@@ -174,10 +174,11 @@ def _restore(engine: Engine, durable: Durable, unit: Unit, at: RecordAt) -> None
     record = unit.record
     there = {one.name for one in at.fields}
     for one in at.fields:
-        if one.name not in record.form.fields or one.nbytes != record.field_nbytes(one.name):
+        span = record.span_of(one.name, one.nbytes) if one.name in record.form.fields else None
+        if span is None:
             raise CheckpointError(f"{unit.name}.{one.name}: {one.nbytes} B in the commit, which do not fit")
-        hashes = hashes_of(one.hashes, record.tile_count, f"{unit.name}.{one.name}")
-        record.restore(one.name, durable.extent_of(one), hashes)
+        hashes = hashes_of(one.hashes, -(-record.shard.numel // span), f"{unit.name}.{one.name}")
+        record.restore(one.name, durable.extent_of(one), hashes, span)
     for name in record.form.moments:
         if name in record and name not in there:
             record.drop(name)

@@ -73,6 +73,20 @@ class Format:
         """Bytes of `numel` elements; of scales, for whole blocks of elements alone exact."""
         return -(-numel * self._nbytes[field] // STATE_BLOCK)
 
+    def span(self, field: str, tile_numel: int) -> int:
+        """Elements of a field that are moved at once, on whole blocks: a tile, or of what takes less than a
+        byte an element as many tiles as fill their blocks; see packing.
+        """
+        if self._nbytes[field] >= STATE_BLOCK:
+            return tile_numel
+        return tile_numel * BLOCK // math.gcd(self.nbytes(field, tile_numel), BLOCK)
+
+    def stored_nbytes(self, field: str, numel: int, span: int) -> int:
+        """Bytes that `numel` elements take in an extent, each `span` of them whole blocks."""
+        whole, rest = divmod(numel, span)
+        nbytes = whole * round_up(self.nbytes(field, span), BLOCK)
+        return nbytes + round_up(self.nbytes(field, rest), BLOCK) if rest else nbytes
+
 
 FP32 = Format("fp32")
 
@@ -122,6 +136,48 @@ class Shard:
             end = segment.stop
         if self.numel % ALIGN_NUMEL or self.numel < end:
             raise ValueError(f"shard of {self.numel} elements: expected a multiple of {ALIGN_NUMEL} ≥ {end}")
+
+
+class Cuts:
+    """How the fields of one record are cut into spans: what is moved at once. See packing."""
+
+    def __init__(self, form: Format, tile_numel: int) -> None:
+        """Cut each field as its format says."""
+        self._form, self._tile_numel = form, tile_numel
+        self._of: dict[str, tuple[int, int]] = {}
+
+    def _cut(self, name: str) -> tuple[int, int]:
+        """Return the elements and the bytes of a span."""
+        return self._of.get(name) or self.put(name, self._form.span(name, self._tile_numel))
+
+    def put(self, name: str, span: int) -> tuple[int, int]:
+        """Cut a field into spans of so many elements; return these, and their bytes."""
+        self._of[name] = cut = span, self._form.stored_nbytes(name, span, span)
+        return cut
+
+    def reset(self, name: str) -> None:
+        """Cut a field as its format says."""
+        self._of.pop(name, None)
+
+    def span(self, name: str) -> int:
+        """Return the elements of a span."""
+        return self._cut(name)[0]
+
+    def nbytes(self, name: str, numel: int) -> int:
+        """Return the bytes, in whole blocks, that `numel` elements from the start of a span take."""
+        span, span_nbytes = self._cut(name)
+        whole, rest = divmod(numel, span)
+        nbytes = whole * span_nbytes
+        return nbytes + round_up(self._form.nbytes(name, rest), BLOCK) if rest else nbytes
+
+    def offset(self, name: str, start: int) -> int:
+        """Return the bytes from a field's start to element `start`."""
+        if not start:
+            return 0
+        span, span_nbytes = self._cut(name)
+        whole, within = divmod(start, span)
+        offset = whole * span_nbytes
+        return offset + self._form.nbytes(name, within) if within else offset
 
 
 def lay_out(

@@ -14,8 +14,9 @@ from infinity.store import Extent
 class _Transfer:
     """A copy that happens at a random moment between its submission and the first wait for it."""
 
-    def __init__(self, copy, delay_s, error):
+    def __init__(self, copy, delay_s, error, owner=None):
         self._copy, self._error = copy, error
+        self._owner = owner  # keeps the memory alive, as a Request says
         self._ready = time.monotonic() + delay_s
         self._lock = threading.Lock()
         self._over = False
@@ -57,13 +58,13 @@ class FakeDisk:
     def where(self, extent, start):
         return f"fake disk at byte {extent.offset + start}"
 
-    def _begin(self, copy, what):
+    def _begin(self, copy, what, owner):
         self.transfers += 1
         error = OSError(errno.EIO, f"{what}: injected") if self.transfers == self._fail_at else None
-        return _Transfer(copy, self._random.random() * self._delay_s, error)
+        return _Transfer(copy, self._random.random() * self._delay_s, error, owner)
 
     def read(self, request):
-        extent, start, address, nbytes, what, *_ = request
+        extent, start, address, nbytes, what, owner, *_ = request
         flip = self.transfers + 1 == self._flip_at
 
         def copy():
@@ -72,12 +73,12 @@ class FakeDisk:
             if flip:
                 memory[0] = memory[0][0] ^ 1 if isinstance(memory[0], bytes) else memory[0] ^ 1
 
-        return self._begin(copy, what)
+        return self._begin(copy, what, owner)
 
     def write(self, request):
-        extent, start, address, nbytes, what, *_ = request
+        extent, start, address, nbytes, what, owner, *_ = request
 
         def copy():
             self.data[extent.offset + start : extent.offset + start + nbytes] = bytes(view(address, nbytes))
 
-        return self._begin(copy, what)
+        return self._begin(copy, what, owner)

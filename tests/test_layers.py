@@ -72,7 +72,7 @@ LAYERS = [
     {"passes", "recipes"},
     {"lanes", "unit"},
     {"blocks", "changes", "queueing"},
-    {"record", "sums", "weights"},
+    {"packing", "record", "sums", "weights"},
     {
         "atomic",
         "buffers",

@@ -80,11 +80,13 @@ def fields(draw):
 
 
 @given(fields())
-def test_tiles_lie_one_behind_the_other_on_whole_blocks_and_fill_the_field(record_name_tile):
+def test_spans_lie_one_behind_the_other_on_whole_blocks_and_fill_the_field(record_name_tile):
     record, name, tile_numel = record_name_tile
+    assert (record.span(name) > tile_numel) == (name == "scale")
+    assert (name in record.packed) == (name == "scale" and record.shard.numel > tile_numel)
     base = record.there(name, 0)
     end = base
-    for start, stop in tiles(record.shard.numel, tile_numel):
+    for start, stop in tiles(record.shard.numel, record.span(name)):
         assert record.there(name, start) == end
         assert end % BLOCK == 0
         end += record.tile_nbytes(name, stop - start)
@@ -102,19 +104,43 @@ def test_elements_within_a_tile_lie_as_their_format_says(record_name_tile, data)
         assert address == record.address(name, start + 256 * block)
 
 
-def test_8_bit_scales_are_padded_to_a_block_in_each_tile():
-    record = record_of(3 * TILE, form="int8")
+def test_8_bit_scales_of_several_tiles_share_a_block():
+    record = record_of(33 * TILE, form="int8")
     assert record.form.nbytes("scale", TILE) == TILE // 256 * 8 == 128
-    assert record.tile_nbytes("scale", TILE) == BLOCK
+    assert record.span("scale") == 32 * TILE
     record.add("scale", host())
-    assert record.field_nbytes("scale") == record.nbytes("host") == 3 * BLOCK
-    assert record.there("scale", 2 * TILE) - record.there("scale", 0) == 2 * BLOCK
+    assert record.field_nbytes("scale") == record.nbytes("host") == 2 * BLOCK
+    assert record.there("scale", 2 * TILE) - record.there("scale", 0) == 256
     assert record.there("scale", TILE + 512) - record.there("scale", TILE) == 16
+    record.note_written("scale", 0, TILE)
+    assert [record.written("scale", tile * TILE) for tile in (0, 1, 31, 32)] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("tile_numel", [TILE * 32, TILE * 64])
+def test_8_bit_scales_of_a_tile_that_fills_its_blocks_are_moved_with_it(tile_numel):
+    record = record_of(2 * tile_numel, form="int8", tile_numel=tile_numel)
+    record.add("scale", host())
+    assert record.packed == frozenset()
+    assert record.field_nbytes("scale") == 2 * tile_numel // 256 * 8
+
+
+def test_a_field_that_an_earlier_version_has_laid_out_keeps_its_gaps_until_it_is_dropped():
+    record, disk = record_of(33 * TILE, form="int8"), CountedDisk()
+    assert record.span_of("scale", 2 * BLOCK) == 32 * TILE
+    assert record.span_of("scale", 33 * BLOCK) == TILE
+    assert record.span_of("scale", 3 * BLOCK) is None
+    record.restore("scale", disk.allocate(33 * BLOCK, "scale"), array("Q", [1] * 33), TILE)
+    assert ("scale" in record.packed, record.field_nbytes("scale")) == (False, 33 * BLOCK)
+    assert len(record.new_hashes("scale")) == 33
+    record.drop("scale")
+    record.add("scale", disk)
+    assert ("scale" in record.packed, record.field_nbytes("scale")) == (True, 2 * BLOCK)
+    assert len(record.new_hashes("scale")) == 2
 
 
 @pytest.mark.parametrize(
     ("form", "nbytes"),
-    [("fp32", 2 + 2 + 4 + 4), ("bf16", 2 + 2 + 2 + 2), ("int8", 2 + 2 + 1 + 1 + 1)],
+    [("fp32", 2 + 2 + 4 + 4), ("bf16", 2 + 2 + 2 + 2), ("int8", 2 + 2 + 1 + 1 + 1 / 2)],
 )
 def test_a_record_takes_what_its_format_says(form, nbytes):
     record = record_of(2 * TILE, form=form)
@@ -211,21 +237,21 @@ def test_a_tile_counts_as_written_once_its_checksum_is_kept(verify):
 def test_a_range_that_begins_inside_a_tile_is_refused():
     record = record_of(2 * TILE)
     record.add("hi", FakeDisk())
-    with pytest.raises(ValueError, match=r"layers\.3: element 2048 is inside a tile of 4096"):
+    with pytest.raises(ValueError, match=r"layers\.3\.hi: element 2048 is inside a tile of 4096"):
         compare(record, "hi", 2048, TILE, filled(2 * TILE).address)
 
 
 def test_traffic_is_counted_by_tier_and_field_in_the_bytes_that_move():
-    record = record_of(2 * TILE, form="int8")
-    memory = filled(4 * TILE)
+    record = record_of(64 * TILE, form="int8")
+    memory = filled(32 * TILE)
     for name in ("m", "scale"):
         record.add(name, FakeDisk())
-        write(record, name, 0, TILE, memory)
-        write(record, name, TILE, 2 * TILE, memory)
-        record.read(name, 0, TILE, memory.address, memory).wait()
+        write(record, name, 0, 32 * TILE, memory)
+        write(record, name, 32 * TILE, 64 * TILE, memory)
+        record.read(name, 0, 32 * TILE, memory.address, memory).wait()
     traffic = record._traffic
-    assert traffic.written == {("nvme", "m"): 2 * TILE, ("nvme", "scale"): 2 * BLOCK}
-    assert traffic.read == {("nvme", "m"): TILE, ("nvme", "scale"): BLOCK}
+    assert traffic.written == {("nvme", "m"): 64 * TILE, ("nvme", "scale"): 2 * BLOCK}
+    assert traffic.read == {("nvme", "m"): 32 * TILE, ("nvme", "scale"): BLOCK}
 
 
 def test_a_field_in_host_memory_is_used_there_and_never_transferred():

@@ -20,6 +20,8 @@ from infinity import (
     UnsupportedError,
     keeping,
 )
+from infinity.engine import engine_of_model
+from infinity.shard import Format
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable"), pytest.mark.timeout(120)]
 
@@ -60,6 +62,29 @@ def test_what_follows_a_resume_equals_a_run_never_interrupted(
         step: loss for step, loss in after.items() if step in before
     }
     assert same(again.state(), state)
+
+
+@pytest.mark.parametrize("host_memory", ["256KiB", "2MiB"])  # of two tiers: some scales are pinned
+def test_a_run_of_before_scales_shared_blocks_goes_on_in_the_same_bits(
+    folder, uninterrupted, monkeypatch, host_memory
+):
+    settings = {"host_memory": host_memory, "state_dtype": "int8"}
+    losses, state = uninterrupted["forward", "int8"]
+    with monkeypatch.context() as before:
+        before.setattr(Format, "span", lambda self, field, tile_numel: tile_numel)
+        run = Run(folder, **settings)
+        run.train(3)
+        infinity.commit(run.model)
+        run.kill()
+    run = Run(folder, **settings)
+    records = [unit.record for unit in engine_of_model(run.model).units]
+    kept = [one for one in records if "scale" not in one.packed]
+    assert max(len(one.new_hashes("scale")) for one in kept) > 1
+    assert run.train(5) == {step: losses[step] for step in (4, 5)}
+    run.kill()
+    run = Run(folder, **settings)
+    run.train()
+    assert same(run.state(), state)
 
 
 @pytest.mark.parametrize("update", UPDATES)

@@ -5,6 +5,7 @@ import torch
 
 import models
 from infinity import AdamW, ConfigError, Init, stats
+from infinity.engine import engine_of_model
 from infinity.reference_state import STATE_BLOCK
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
@@ -53,6 +54,24 @@ def test_the_records_take_what_their_format_takes(folder, state_dtype, width):
     scales = numel // STATE_BLOCK * 8 if state_dtype == "int8" else 0
     taken = stats(model).nvme_nbytes
     assert numel * (4 + width) + scales <= taken <= 1.1 * (numel * (4 + width) + scales)
+
+
+@pytest.mark.parametrize(("memory", "tile_numel"), [("512KiB", 4096), ("4MiB", 8192)])
+def test_in_small_tiles_scales_move_about_as_many_bytes_as_they_have(folder, memory, tile_numel):
+    with Init(nvme=str(folder), host_memory=memory, state_dtype="int8"):
+        model = torch.nn.Linear(1024, 2048, bias=False)
+    engine, optimizer = engine_of_model(model), AdamW(model.parameters(), update="backward")
+    assert engine.budget.tile_numel == tile_numel
+    engine.pins = None  # host memory would keep them
+    moved = []
+    for _ in range(3):
+        engine.lane.drain()
+        moved.append(engine.traffic.read["nvme", "scale"] + engine.traffic.written["nvme", "scale"])
+        model(torch.ones(1, 1024, dtype=torch.bfloat16)).float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    scales = 1024 * 2048 // STATE_BLOCK * 8
+    assert moved[2] - moved[1] == 2 * scales
 
 
 @pytest.mark.parametrize("state_dtype", ["bf16", "int8"])
