@@ -5,8 +5,9 @@ What a step computes with is a copy of the record, or the record's own memory: a
 reaches the master. A change in place raises the parameter's version, and is found when its unit is released.
 `p.data`, `p.numpy()` and their kin hand out the same memory without that version, so from then on the content
 is compared: a digest is taken when they are called, and again at the release. Models that call none of them
-pay nothing. `p.data = values` is refused at once, and, where changes are kept, values of another shape or
-type.
+pay nothing for that. `p.data = values` is refused at once, and, where changes are kept, values of another
+shape or type. What is hidden from all of this (the `.data` of a view, a raw pointer) is found by content,
+which is compared at a unit's first use and now and then.
 """
 
 from __future__ import annotations

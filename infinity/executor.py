@@ -106,6 +106,8 @@ class Executor:
         if not unit.attached:
             self._use(unit, phase)
             unit.attach()
+            if self._device.is_host:
+                unit.changes.sample(unit.uses)
             unit.attached_s = time.perf_counter()
         unit.users += 1
 

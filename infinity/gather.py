@@ -45,7 +45,7 @@ def gathered(
             held.append(unit)
         shares = {unit: _shares(unit) for unit in units}
         yield
-        for ranks in {engine.ranks for engine in units.values()}:
+        for ranks in dict.fromkeys(engine.ranks for engine in units.values()):
             with ranks.together("gathered"):
                 (_check_forms if write else _refuse_changes)(units)
         if write:
@@ -80,8 +80,7 @@ def _hold(engine: Engine, unit: Unit, *, write: bool) -> None:
     unit.changes.editors += write
     if write and engine.ranks.size == 1:  # several are told together, at the end
         unit.guard()
-    for parameter in unit.parameters:
-        unit.changes.watch(parameter)
+    unit.changes.watch_all()
 
 
 def _refuse_changes(units: Iterable[Unit]) -> None:

@@ -3,6 +3,7 @@ results outside of Init. Faked: nothing.
 """
 
 import copy
+import ctypes
 import pickle
 
 import pytest
@@ -36,6 +37,14 @@ CHANGES = {
     "detached, then data": lambda weight: weight.detach().data.mul_(2),
     "in place": lambda weight: weight.clamp_(-0.01, 0.01),
     "foreach": lambda weight: torch._foreach_add_([weight.data], 1.0),
+}
+
+
+HIDDEN = {
+    "data of a view": lambda weight: weight.view(-1).data[5].zero_(),
+    "numpy of a view": lambda weight: share_memory(weight.t().detach(), lambda array: array.put(9, 1)),
+    "storage": lambda weight: weight.untyped_storage().fill_(0),
+    "a pointer": lambda weight: ctypes.memset(weight.data_ptr() + 34, 0, 2),
 }
 
 
@@ -76,14 +85,15 @@ BUDGETS = [
 def built(request):
     """Return what builds a model: in host memory; on NVMe with hardly any memory; on NVMe with all pinned."""
 
-    def build(kind=Changing, **options):
+    def build(*, used=True, **options):
         torch.manual_seed(0)
         nvme = None if request.param == "in memory" else str(request.getfixturevalue("folder"))
         memory = "1MiB" if request.param == "on disk" else "64MiB"
         with infinity.Init(nvme=nvme, host_memory=memory):
-            model = kind(**options)
-        model(X).sum().backward()
-        model.zero_grad()
+            model = Changing(**options)
+        if used:
+            model(X).sum().backward()
+            model.zero_grad()
         return model
 
     return build
@@ -103,6 +113,17 @@ def test_a_change_in_a_forward_is_refused_by_name_whatever_the_budget(built, cha
     model = built()
     weights = copy.deepcopy(dict(model.state_dict()))
     hook = change_in_forward(model, CHANGES[change])
+    with pytest.raises(UnsupportedError, match=r"a.weight was changed in place.*gathered"):
+        model(X)
+    hook.remove()
+    assert is_gone(model, weights)
+
+
+@pytest.mark.parametrize("change", HIDDEN)
+def test_what_is_hidden_from_torch_is_found_by_its_content_at_the_first_use(built, change):
+    model = built(used=False)
+    weights = copy.deepcopy(dict(model.state_dict()))
+    hook = change_in_forward(model, HIDDEN[change])
     with pytest.raises(UnsupportedError, match=r"a.weight was changed in place.*gathered"):
         model(X)
     hook.remove()
