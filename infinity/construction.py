@@ -28,6 +28,7 @@ from infinity.passes import WritePass
 from infinity.pretrained import Mapped, check_values
 from infinity.record import Record
 from infinity.released import not_resident, placeholder, release, restore, set_owner
+from infinity.scripting import refuse_script
 from infinity.sizes import format_size
 from infinity.tiling import Whole, assembled, stand_in
 from infinity.unit import Unit
@@ -148,6 +149,9 @@ class Construction:
         that takes its place, None for nothing else.
         """
         self._modules[id(module)] = weakref.ref(module)
+        if isinstance(child, torch.jit.ScriptModule):
+            refuse_script(child)
+            return None
         tiled = assembled(child)
         if tiled is not None:
             child = tiled

@@ -28,6 +28,7 @@ from infinity.deepspeed_schedules import make_schedule
 from infinity.engine import engine_of_model
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.optim import OffloadedOptimizer
+from infinity.released import expect_optimizers_of_torch
 from infinity.zero import take_in
 
 logger = logging.getLogger("infinity")
@@ -59,12 +60,12 @@ def initialize(
     model: built in infinity.zero.Init or infinity.Init, and so never held as a whole; one that was built
     without is taken in now. config: DeepSpeed's JSON, what is in it, or what deepspeed_config.read has made
     of it (config_params and args.deepspeed_config are other ways to give it). optimizer: one of infinity's,
-    one of torch (AdamW, Adam, SGD, Adagrad) that has not stepped yet (ours with its groups takes its place),
-    or a function of the parameters that returns one; None for the configuration's. model_parameters:
-    parameters or groups, for that; None for all. lr_scheduler: a scheduler of that optimizer, or a function
-    that makes one; None for the configuration's. training_data: gives the data loader, collate_fn its
-    collation. strict: refuse keys of the configuration that are not supported; False warns of them, and goes
-    on without.
+    one of torch (AdamW, Adam, SGD, Adagrad) that has not stepped yet (ours with its groups takes its place;
+    over a model built in infinity.Init none can be made), or a function of the parameters that returns one;
+    None for the configuration's. model_parameters: parameters or groups, for that; None for all.
+    lr_scheduler: a scheduler of that optimizer, or a function that makes one; None for the configuration's.
+    training_data: gives the data loader, collate_fn its collation. strict: refuse keys of the configuration
+    that are not supported; False warns of them, and goes on without.
 
     Raises: ConfigError; UnsupportedError; what infinity.Init and the optimizer raise.
     """
@@ -123,6 +124,7 @@ def _optimizer(
         kind = getattr(optimizers, settings.optimizer.kind)
         return kind(chosen, **settings.optimizer.options, update=_update(settings)), None
     if not isinstance(optimizer, Optimizer):
+        expect_optimizers_of_torch(engine_of_model(model))
         optimizer = optimizer(chosen)
     if isinstance(optimizer, OffloadedOptimizer):
         if optimizer.max_norm is not None and settings.gradient_clipping:

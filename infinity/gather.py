@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import weakref
 from collections.abc import Iterable, Iterator
 
 import psutil
@@ -15,7 +17,11 @@ from infinity.errors import HostMemoryError, NotResidentError, UnsupportedError
 from infinity.passes import WritePass
 from infinity.sizes import format_size
 from infinity.tensors import as_bytes
-from infinity.unit import Unit
+from infinity.unit import Unit, saved_itself
+
+logger = logging.getLogger("infinity")
+
+_warned: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 @contextlib.contextmanager
@@ -57,8 +63,10 @@ def gathered(
                 raise NotResidentError(
                     f"{unit.name}: a tensor that shares memory with its parameters outlives "
                     "`with infinity.gathered(...)`, where "
-                    "that memory is given back. Keep a copy instead: p.detach().clone()."
+                    "that memory is given back. Keep a copy instead, p.detach().clone(); where a graph holds "
+                    "it, run its backward inside, too, or make none: torch.no_grad()."
                 )
+        _warn_of_graphs(units)
     finally:
         for unit in held:
             unit.changes.editors += not write  # what was changed here has been told by now
@@ -96,6 +104,24 @@ def _check_forms(units: Iterable[Unit]) -> None:
     """See that every parameter still has the shape and type of its record."""
     for unit in units:
         unit.changes.check_forms()
+
+
+def _warn_of_graphs(units: dict[Unit, Engine]) -> None:
+    """Tell, once, of graphs whose backward fails after the `with`."""
+    for unit, engine in units.items():
+        if unit.users > 1 or engine in _warned:
+            continue
+        held = [
+            one.name for p, one in zip(unit.parameters, unit.shard.segments, strict=True) if saved_itself(p)
+        ]
+        if held:
+            _warned.add(engine)
+            logger.warning(
+                "%s: a graph made inside `with infinity.gathered(...)` outlives it. Its backward has to run "
+                'inside, too; after it torch says that "one of the variables [...] has been modified". '
+                "Where no backward follows, make no graph: torch.no_grad().",
+                held[0],
+            )
 
 
 def _units_of(what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> dict[Unit, Engine]:

@@ -28,11 +28,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _pytree as pytree
 
 from infinity.activation_parts import Part, Parts
 from infinity.activations import Boundaries, Boundary
-from infinity.calls import refuse, runs_in_itself
+from infinity.calls import differentiates, refuse, refuse_transform, runs_in_itself
 from infinity.executor import Executor
 from infinity.tiling import Tile, runs_in_slices
 from infinity.trace import Phase
@@ -111,8 +112,10 @@ class Hooks:
 
     # Forward
 
-    def enter(self, module: nn.Module, units: Iterable[Unit], inputs: Any = ()) -> None:
-        """Begin a module's forward."""
+    def enter(
+        self, module: nn.Module, units: Iterable[Unit], inputs: Any = (), *, saves: bool = True
+    ) -> None:
+        """Begin a module's forward; without `saves` the graph that is built takes no hooks."""
         task = graph_task()
         if task == -1 and self._tasks:
             self.end_backward()  # the last one ended with an exception
@@ -124,7 +127,7 @@ class Hooks:
             for call in self.forward_began if self._counting else ():
                 call(module)
         watched = saving = None
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and saves:
             pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
             if task != -1 or (pair is not None and _of_checkpoint(pair[0])):
                 watched = inputs
@@ -213,7 +216,10 @@ class Hooks:
         both.
         """
         if self._frames:
-            self._hold(unit, self._frames[-1])
+            if differentiates():
+                refuse_transform([unit])
+            with temporarily_clear_interpreter_stack():
+                self._hold(unit, self._frames[-1])
         elif graph_task() != -1:
             self._lend(unit)
         else:

@@ -23,6 +23,7 @@ from infinity.engine import Engine
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.pretrained import loading_in_order
 from infinity.ranks import Ranks
+from infinity.scripting import refusing_scripts
 from infinity.tensors import as_bytes
 
 
@@ -98,6 +99,7 @@ class Init:
             register_module_module_registration_hook(cast("Any", construction.adopted)),
         ]
         self._in_order.enter_context(loading_in_order())
+        self._in_order.enter_context(refusing_scripts())
         self._in_order.enter_context(_drawing_as_rank_0(self._engine.ranks))
         Init._active = self
         return self
@@ -107,6 +109,11 @@ class Init:
         hooks.parts = open_parts(self._copies, config.device, config.timeout_s, device, hooks.boundaries)
         if hooks.parts is not None:
             weakref.finalize(engine, hooks.parts.close)
+
+    @property
+    def engine(self) -> Engine | None:
+        """What will keep the models; None outside the `with`."""
+        return self._engine
 
     def take_in(self, model: nn.Module) -> None:
         """Take charge of a model that was built before, in memory. Inside the `with`."""

@@ -21,8 +21,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
+from infinity import advice
 from infinity.attached import DATA, call
-from infinity.errors import NotResidentError
+from infinity.errors import NotResidentError, UnsupportedError
 
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 """Attributes of a tensor that hand out its values; every other attribute is metadata."""
@@ -97,6 +98,16 @@ def set_owner(parameter: nn.Parameter, owner: Owner) -> None:
     _owners[parameter] = weakref.ref(owner)
 
 
+_replacing: weakref.WeakSet[Owner] = weakref.WeakSet()
+
+
+def expect_optimizers_of_torch(owner: Owner) -> None:
+    """Let optimizers of torch be made over the parameters of `owner`: infinity.initialize puts ours in their
+    place.
+    """
+    _replacing.add(owner)
+
+
 class Released(nn.Parameter):
     """The class of a parameter while it is released; see [Note: released parameters]."""
 
@@ -112,6 +123,9 @@ class Released(nn.Parameter):
         kwargs = kwargs or {}
         if _is_metadata(func, args):
             with torch._C.DisableTorchFunctionSubclass():
+                caller = sys._getframe(1)
+                if caller.f_code is advice.ADDING:
+                    _see_optimizer(args[0], caller.f_locals["self"])
                 return func(*args, **kwargs)
         parameters = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) is Released]
         operation = _name(func)
@@ -163,16 +177,32 @@ _NO_WRAPPER = (
 )
 
 
+def _see_optimizer(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that takes up a parameter which it cannot step."""
+    owner = owner_of(parameter)
+    if owner is None or owner in _replacing or not parameter.requires_grad:
+        return
+    if advice.is_foreign(optimizer):
+        shape = tuple(parameter.shape)
+        raise UnsupportedError(f"a parameter of shape {shape}: {advice.in_place_of(optimizer)}")
+
+
 def not_resident(parameter: nn.Parameter, operation: str, name: str | None = None) -> NotResidentError:
     """Return the error for a use of `parameter` while it is released."""
     what = f"parameter {name!r}" if name else f"a parameter of shape {tuple(parameter.shape)}"
     wrapped = operation == "detach" and torch.distributed.is_initialized()
     return NotResidentError(
         f"{what} is not resident (its values are in host memory or on NVMe) and was used by "
-        f"{operation}() outside forward and backward. Wrap the code in "
-        "`with infinity.gathered(module_or_parameters):` (write=True to change the values)."
+        f"{operation}() outside forward and backward. {advice.for_caller() or _wrap(parameter, operation)}"
         f"{_NO_WRAPPER if wrapped else ''}"
     )
+
+
+def _wrap(parameter: nn.Parameter, operation: str) -> str:
+    if operation == "deepcopy":
+        return f"To copy a parameter, do so inside {advice.GATHERED}. {advice.SECOND_MODEL}"
+    backward = torch.is_grad_enabled() and parameter.requires_grad
+    return f"Wrap the code{', and a backward through what it computes,' * backward} in {advice.GATHERED}."
 
 
 def release(parameter: nn.Parameter, placeholder: torch.Tensor) -> None:

@@ -275,7 +275,7 @@ class Unit:
 
     def detach(self) -> None:
         """Put the guard on the parameters; the storage stays as it is."""
-        saved = [parameter for parameter in self.parameters if _saved_itself(parameter)]
+        saved = [parameter for parameter in self.parameters if saved_itself(parameter)]
         self.attached = self.aside = False  # first: whoever is interrupted here attaches all of them again
         self.changes.end()
         for parameter, stand_in in zip(self.parameters, self._placeholders, strict=True):
@@ -292,7 +292,7 @@ class Unit:
         return f"<Unit {self.name}, {self.shard.numel} elements, {state}, {uses}>"
 
 
-def _saved_itself(parameter: nn.Parameter) -> bool:
+def saved_itself(parameter: nn.Parameter) -> bool:
     """Whether a graph holds the parameter itself, which it reads again, and not a view of its values."""
     holders: Callable[[], int] = parameter._use_count  # type: ignore[attr-defined]
     if holders() == 1 or torch.is_inference_mode_enabled():

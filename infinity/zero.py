@@ -22,6 +22,7 @@ from infinity.deepspeed_launch import ranks, settings_of
 from infinity.engine import Engine, engine_of
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.gather import gathered
+from infinity.released import expect_optimizers_of_torch
 from infinity.tensors import as_bytes
 
 
@@ -86,7 +87,9 @@ class Init:
     def __enter__(self) -> None:
         """As infinity.Init."""
         if self._init is not None:
-            self._init.__enter__()
+            engine = self._init.__enter__().engine
+            if engine is not None:
+                expect_optimizers_of_torch(engine)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -114,6 +117,8 @@ def take_in(model: nn.Module, config: Config) -> None:
             "`with infinity.zero.Init(...):`, where all draw the same values"
         )
     with plain.Init(config) as building:
+        if building.engine is not None:
+            expect_optimizers_of_torch(building.engine)
         building.take_in(model)
 
 

@@ -77,6 +77,20 @@ def test_a_loop_has_the_recipes_bits(folder, name, mixed_precision):
     models.assert_same_state(ours, optimizer, plain, recipe)
 
 
+def test_an_optimizer_of_torch_is_refused_before_anything_is_prepared(folder):
+    with infinity.Init(nvme=str(folder), host_memory="1MiB"):
+        model = models.MODELS["gpt2"]()
+    with pytest.raises(infinity.UnsupportedError, match=r"use `infinity\.AdamW\(params, lr=0\.01\)`"):
+        torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = infinity.AdamW(model.parameters(), lr=0.01)
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    before = model.state_dict()["transformer.h.0.attn.c_attn.weight"]
+    accelerator.backward(model(input_ids=models.batch(0), labels=models.batch(0)).loss)
+    optimizer.step()
+    assert not torch.equal(before, model.state_dict()["transformer.h.0.attn.c_attn.weight"])
+
+
 def test_states_are_saved_and_loaded(folder):
     with infinity.Init(nvme=str(folder), host_memory="1MiB"):
         ours = models.MODELS["llama"]()

@@ -273,3 +273,41 @@ def test_resizing_embeddings_is_refused_and_the_advice_works(tmp_path):
     larger(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
     assert not torch.equal(larger.state_dict()["lm_head.weight"][39], after[39])
+
+
+def penalized(model, x):
+    squares = [one.square().sum() for one in model.parameters()]
+    crossed = (model[0].weight @ model[0].weight.t()).square().sum()
+    return (model(x).float().square().sum() + sum(squares) + crossed).float()
+
+
+def test_a_penalty_on_parameters_says_that_its_backward_belongs_inside_where_it_works(both):
+    plain, ours = both
+    x = X(torch.Generator())[0]
+    with pytest.raises(
+        NotResidentError, match=r"a backward through what it computes, in `with infinity\.gath"
+    ):
+        penalized(ours, x)
+    penalized(plain, x).backward()
+    with infinity.gathered(ours):
+        penalized(ours, x).backward()
+    assert differences(gradients(plain), gradients(ours)) == []
+
+
+def test_a_graph_that_outlives_gathered_is_warned_of_before_torch_refuses_its_backward(both, caplog):
+    _, ours = both
+    with infinity.gathered(ours):
+        norms = [one.norm().item() for one in ours.parameters()]
+    assert caplog.text == ""
+    with infinity.gathered(ours):
+        squares = sum(one.square().sum() for one in ours.parameters())
+    assert "0.weight: a graph made inside `with infinity.gathered(...)` outlives it" in caplog.text
+    assert squares.item() == pytest.approx(sum(norm**2 for norm in norms), rel=0.02)
+    with pytest.raises(RuntimeError, match="has been modified"):
+        squares.backward()
+    with infinity.gathered(ours):
+        squares = sum(one.square().sum() for one in ours.parameters())
+    assert caplog.text.count("outlives") == 1
+    kept = []
+    with pytest.raises(NotResidentError, match="where a graph holds it, run"), infinity.gathered(ours):
+        kept.append(ours[0].weight @ ours[0].weight.t())

@@ -128,6 +128,12 @@ def test_adapters_built_in_init_have_masters_and_the_recipes_bits(folder, place)
     assert different(expected, peft.get_peft_model_state_dict(again)) == []
 
 
+def test_copies_of_modules_outside_init_say_where_they_work(folder):
+    """Inside the same Init, as the first place above, where they train."""
+    with pytest.raises(infinity.NotResidentError, match=r"Call peft\.get_peft_model inside `with infinity\."):
+        adapted(build(folder), modules_to_save=["lm_head"])
+
+
 def test_adapters_are_switched_off_and_merged_and_texts_generated(folder):
     plain, ours = adapted(build()), adapted(build(folder))
     for one in (plain, ours):
