@@ -8,6 +8,7 @@ is asked twice: first with tensors that have no memory, to see which it takes, t
 from __future__ import annotations
 
 import itertools
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.atomic import Older
 from infinity.engine import engine_of, engine_of_model
+from infinity.hub import EXPORT, MARK, exported_files
 from infinity.sharedfolder import shared_folder
+from infinity.tensorfile import add_metadata
+
+_CARD = "README.md"
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -66,7 +72,18 @@ def write_adapters(model: nn.Module, folder: Path, field: str = "hi", **options:
             kind.save_pretrained(model, str(folder), **{**options, "state_dict": state})
 
 
-def save_adapters(model: nn.Module, folder: Path, field: str) -> None:
-    """Write the adapters' files to a folder that is new, or empty, and appears when they are in it."""
-    with shared_folder(engine_of_model(model).ranks, folder, lambda _old: False) as filling:
+def save_adapters(model: nn.Module, folder: Path, field: str, *, overwrite: bool = False) -> None:
+    """Write the adapters' files to a folder that is new, or empty, and appears when they are in it.
+
+    overwrite: as export.save_pretrained.
+    """
+    ranks = engine_of_model(model).ranks
+    with shared_folder(ranks, folder, Older(EXPORT, exported_files, overwrite, rescues=True)) as filling:
+        card = folder / _CARD
+        if ranks.rank == 0 and overwrite and card.is_file():
+            shutil.copy2(card, filling / _CARD)  # PEFT brings one that is there up to date
         write_adapters(model, filling, field)
+        with ranks.together(f"marking adapters in {folder}"):
+            if ranks.rank == 0:
+                for file in sorted(filling.rglob("*.safetensors")):
+                    add_metadata(file, MARK)

@@ -5,6 +5,12 @@ It is filled beside its place, under a hidden name; files and folder are brought
 rename puts it there, and an fsync of the folder above keeps it there. An existing folder is exchanged in one
 step (renameat2, RENAME_EXCHANGE) and deleted afterwards: at no moment is there neither the old nor the new.
 Whoever fills a folder holds a lock on it; one without is what a killed process left, and the next goes.
+
+[Note: what is somebody else's]
+Replaced are files of ours alone, in a folder that holds what we write there. Whatever else is in it (a
+tokenizer, notes) gets a second name in the new folder, by a hard link, before the exchange; a copy where the
+file system has no links. A folder with nothing of ours is never touched. Where what is to be saved would be
+lost with the process that holds it, it is put beside such a folder, under a free name, and the error says so.
 """
 
 from __future__ import annotations
@@ -13,28 +19,53 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import glob
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.errors import UnsupportedError
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # fcntl.h, stdio.h
+_NO_LINK = (errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Older:
+    """What may give way to a new folder; see [Note: what is somebody else's].
+
+    Attributes:
+        what: it is, in errors.
+        names: returns the files in a folder that are ours, relative to it; None for a folder that is no such
+            thing.
+        overwrite: it may be replaced.
+        how: the user says so.
+        rescues: what would be lost goes beside a folder that may not be replaced.
+    """
+
+    what: str
+    names: Callable[[Path], Collection[str] | None]
+    overwrite: bool = False
+    how: str = "overwrite=True"
+    rescues: bool = False
 
 
 @contextlib.contextmanager
-def new_folder(path: Path, may_replace: Callable[[Path], bool]) -> Iterator[Path]:
+def new_folder(path: Path, older: Older) -> Iterator[Path]:
     """Give an empty folder to fill; at the end of the `with` it is at `path`. After an error nothing is left.
 
-    may_replace: asked about a folder at `path` that is not empty.
+    older: what may be replaced there. Folders above that are missing are made.
 
-    Raises: FileExistsError where it may not be replaced; FileNotFoundError without the folder above;
-    UnsupportedError on a file system that cannot exchange folders; OSError.
+    Raises: FileExistsError where it may not be replaced, after the `with` if `older.rescues`: its filename2
+    says where the new folder is; UnsupportedError on a file system that cannot exchange folders; OSError.
     """
     path = path.absolute()
-    replaces = _check(path, may_replace)
+    _make(path.parent)
+    replaced, refused = _looked_at(path, older)
     prefix = f".{path.name}.saving-"
     _remove_abandoned(path.parent, prefix)
     filling = path.parent / f"{prefix}{secrets.token_hex(6)}"
@@ -42,13 +73,13 @@ def new_folder(path: Path, may_replace: Callable[[Path], bool]) -> Iterator[Path
     fd = os.open(filling, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         _lock(fd)
-        if replaces:
-            _try_exchange(filling)
         yield filling
-        for file in filling.iterdir():
-            _sync(file, os.O_RDONLY)
-        os.fsync(fd)
-        if replaces:
+        _sync_all(filling)
+        if replaced is not None:
+            refused = _kept_others(path, filling, replaced, older)
+        if refused:
+            raise _rescued(filling, path, refused)
+        if replaced is not None:
             _exchange(filling, path)
         else:
             filling.rename(path)
@@ -56,6 +87,159 @@ def new_folder(path: Path, may_replace: Callable[[Path], bool]) -> Iterator[Path
     finally:
         os.close(fd)
         shutil.rmtree(filling, ignore_errors=True)  # what was replaced, or what an error has left
+
+
+def _looked_at(path: Path, older: Older) -> tuple[Collection[str] | None, str]:
+    """Return which files are to be replaced, None for no folder; and why none may be, "" where that is so.
+
+    Raises: what `check_replaceable` does, where nothing has to be rescued.
+    """
+    try:
+        return check_replaceable(path, older), ""
+    except (FileExistsError, UnsupportedError) as error:
+        if not older.rescues or path == path.parent:
+            raise
+        return None, _why(error)
+
+
+def _kept_others(path: Path, filling: Path, replaced: Collection[str], older: Older) -> str:
+    """Carry over what is somebody else's; return why that cannot be, "" where it is done.
+
+    Raises: OSError for that, where nothing has to be rescued.
+    """
+    try:
+        _carry_over(path, filling, replaced)
+    except OSError as error:
+        if not older.rescues:
+            raise
+        return _why(error)
+    return ""
+
+
+def _why(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error)
+
+
+def check_replaceable(path: Path, older: Older) -> Collection[str] | None:
+    """Return which files in the folder at `path` are to be replaced; None where there is nothing.
+
+    Raises: FileExistsError where something is there that may not be replaced; UnsupportedError where the file
+    system cannot do so in one step.
+    """
+    path = path.absolute()
+    replaced = _check(path, older)
+    if replaced is not None:
+        probe = path.parent / f".{path.name}.saving-{secrets.token_hex(6)}"
+        probe.mkdir()
+        try:
+            _try_exchange(probe)
+        finally:
+            shutil.rmtree(probe, ignore_errors=True)
+    return replaced
+
+
+def _check(path: Path, older: Older) -> Collection[str] | None:
+    """See `check_replaceable`."""
+    if not os.path.lexists(path):
+        return None
+    if path.is_symlink() or not path.is_dir():
+        raise _refused(path, "a file or a link is there, and is never replaced: name a new folder")
+    there = sorted(entry.name for entry in path.iterdir())
+    if not there:
+        return None
+    names = older.names(path)
+    if names is not None and older.overwrite:
+        return names
+    if names is not None:
+        raise _refused(path, f"{older.what} is there: {older.how} replaces it; or name a new folder")
+    shown = ", ".join(there[:_SHOWN]) + (f" and {len(there) - _SHOWN} more" if there[_SHOWN:] else "")
+    raise _refused(
+        path, f"not empty ({shown}), and not {older.what}: it is never replaced. Name a new folder"
+    )
+
+
+def _refused(path: Path, why: str, beside: Path | None = None) -> FileExistsError:
+    if beside is None:
+        return FileExistsError(errno.EEXIST, why, str(path))
+    return FileExistsError(errno.EEXIST, why, str(path), None, str(beside))
+
+
+def _rescued(filling: Path, path: Path, refused: str) -> FileExistsError:
+    """Put a filled folder beside the one that may not be replaced; return the error to raise."""
+    number = 2
+    while os.path.lexists(beside := path.with_name(f"{path.name}-{number}")):
+        number += 1
+    filling.rename(beside)
+    _sync(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    why = f"{refused}. So that nothing is lost, what was to be saved there is in {beside}, whole"
+    return _refused(path, why, beside)
+
+
+def _make(folder: Path) -> None:
+    """Make a folder, and those above it that are missing, and bring their names to the disk."""
+    if folder.is_dir():
+        return
+    if os.path.lexists(folder):
+        raise NotADirectoryError(errno.ENOTDIR, "a file or a dangling link, expected a folder", str(folder))
+    _make(folder.parent)
+    folder.mkdir(exist_ok=True)
+    _sync(folder.parent, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _sync_all(folder: Path) -> None:
+    """Bring all that lies in a folder, and its own entries, to the disk."""
+    for below, _, files in os.walk(folder):
+        for name in files:
+            _sync(Path(below, name), os.O_RDONLY)
+        _sync(Path(below), os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _carry_over(old: Path, new: Path, replaced: Collection[str]) -> None:
+    """Give everything in `old` but the files that are `replaced` a name in `new`, too, on the disk.
+
+    Raises: FileExistsError where that cannot be, before anything is carried.
+    """
+    for within in list(_others(old, new, replaced, old.stat().st_dev)):
+        target = new / within
+        if (old / within).is_dir() and not (old / within).is_symlink():
+            target.mkdir(parents=True, exist_ok=True)
+        else:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _second_name(old / within, target)
+    for below, _, _ in os.walk(new):
+        _sync(Path(below), os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _others(old: Path, new: Path, replaced: Collection[str], device: int, below: str = "") -> Iterator[str]:
+    """Yield what in `old` is somebody else's: files, links and empty folders, relative to it."""
+    with os.scandir(old / below) as found:
+        entries = sorted(found, key=lambda entry: entry.name)
+    for entry in entries:
+        within = str(Path(below, entry.name))
+        if entry.is_dir(follow_symlinks=False):
+            if entry.stat(follow_symlinks=False).st_dev != device:
+                raise _refused(old, f"another file system is mounted on {within} in it: not replaced")
+            yield from _others(old, new, replaced, device, within)
+            if not list(Path(entry.path).iterdir()):
+                yield within
+        elif within not in replaced:
+            if os.path.lexists(new / within):
+                raise _refused(
+                    old, f"{within} in it is not ours, and has the name of a file to be written: not replaced"
+                )
+            yield within
+
+
+def _second_name(file: Path, target: Path) -> None:
+    """Let a file, or a link, be found at `target` as well."""
+    try:
+        os.link(file, target, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _NO_LINK:
+            raise
+        shutil.copy2(file, target, follow_symlinks=False)
+        if not target.is_symlink():
+            _sync(target, os.O_RDONLY)
 
 
 def _sync(path: Path, flags: int) -> None:
@@ -67,21 +251,6 @@ def _sync(path: Path, flags: int) -> None:
         os.close(fd)
 
 
-def _check(path: Path, may_replace: Callable[[Path], bool]) -> bool:
-    """Return whether there is something to replace; refuse what may not be."""
-    if not path.parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, f"the folder above {path} does not exist", str(path.parent))
-    if not os.path.lexists(path):
-        return False
-    if path.is_symlink() or not path.is_dir():
-        raise FileExistsError(errno.EEXIST, "expected a folder, or nothing, there", str(path))
-    if not any(path.iterdir()):
-        return False
-    if not may_replace(path):
-        raise FileExistsError(errno.EEXIST, "not empty, and not to be replaced; name a new folder", str(path))
-    return True
-
-
 def _lock(fd: int) -> None:
     with contextlib.suppress(OSError):  # some network file systems have no locks: then nobody removes it
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -89,7 +258,7 @@ def _lock(fd: int) -> None:
 
 def _remove_abandoned(parent: Path, prefix: str) -> None:
     """Remove what killed processes have left half filled."""
-    for left in parent.glob(f"{prefix}*"):
+    for left in parent.glob(f"{glob.escape(prefix)}*"):
         with contextlib.suppress(OSError):
             fd = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:

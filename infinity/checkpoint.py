@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from infinity import generators
+from infinity.atomic import Older
 from infinity.checkpoint_writer import CheckpointWriter
 from infinity.engine import Engine
 from infinity.errors import UnsupportedError
@@ -55,6 +56,8 @@ from infinity.streams import Source
 from infinity.tensorfile import TensorReader
 from infinity.tensors import as_bytes, empty, name_of_dtype
 from infinity.unit import Unit
+
+CHECKPOINT = "a checkpoint of infinity.save"
 
 
 class Stateful(Protocol):
@@ -86,10 +89,11 @@ def save(
     model: built in Init. optimizer: its optimizer; None saves weights and buffers alone. scheduler: its
     state_dict has to be plain. extra: plain values and tensors of your own, such as the position in the data;
     load returns them; each rank's are kept. overwrite: an older checkpoint there is replaced, in one step,
-    once the new one is complete. The generators of torch, Python and numpy are saved as well. Gradients are
-    not.
+    once the new one is complete; files beside it that are not ours stay. The generators of torch, Python and
+    numpy are saved as well. Gradients are not.
 
-    Raises: FileExistsError for a folder that is not to be replaced; StorageFullError with the numbers;
+    Raises: FileExistsError for a folder that is not to be replaced, once all is saved in a new one beside it
+    (FOLDER-2, ...; the error's filename2): no training is lost by that; StorageFullError with the numbers;
     CheckpointError naming a value that is not plain; ValueError for a model that was not built in Init;
     ConfigError where the ranks share no such folder; RanksError where another rank failed, with its reason.
     """
@@ -116,7 +120,8 @@ def save(
         if ranks.rank:
             kept.clear()  # they are rank 0's; extra is everybody's own
         own = encode(extra, "extra", keep)
-    with shared_folder(ranks, Path(folder), lambda old: overwrite and is_checkpoint(old)) as filling:
+    older = Older(CHECKPOINT, checkpoint_files, overwrite, rescues=True)
+    with shared_folder(ranks, Path(folder), older) as filling:
         with contextlib.ExitStack() as stack:
             with ranks.together(f"making files of {folder}"):
                 files = stack.enter_context(contextlib.closing(CheckpointWriter(filling, inventory, kept)))
@@ -155,11 +160,15 @@ def optimizer_out(inventory: Inventory, keep: Any) -> dict[str, Any] | None:
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether a folder is a checkpoint of ours."""
+    return checkpoint_files(folder) is not None
+
+
+def checkpoint_files(folder: Path) -> set[str] | None:
+    """Return the files of a checkpoint of ours; None for any other folder."""
     try:
-        read_manifest(folder)
+        return {NAME, *read_manifest(folder).files}
     except (OSError, CheckpointError):
-        return False
-    return True
+        return None
 
 
 # Loading

@@ -16,11 +16,19 @@ import torch
 from torch import nn
 
 from infinity.adapters import is_adapted, save_adapters
-from infinity.atomic import new_folder
+from infinity.atomic import Older, check_replaceable, new_folder
 from infinity.checkpoint import open_files, read_manifest
 from infinity.engine import Engine, engine_of, engine_of_model
 from infinity.errors import UnsupportedError
-from infinity.hub import HubWriter, check_names, file_name, kept_names, write_configuration
+from infinity.hub import (
+    EXPORT,
+    HubWriter,
+    check_names,
+    exported_files,
+    file_name,
+    kept_names,
+    write_configuration,
+)
 from infinity.inventory import Inventory
 from infinity.manifest import MASTER, PLAIN, WIDTHS, CheckpointError, Form, Manifest, Tensor
 from infinity.ranges import CHUNK_NUMEL, copied_out, parts
@@ -71,6 +79,8 @@ def save_pretrained(
     folder: str | os.PathLike[str],
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
+    *,
+    overwrite: bool = False,
 ) -> None:
     """Write a model as Hugging Face's safetensors files, streamed, for `from_pretrained` without Infinity.
 
@@ -78,18 +88,21 @@ def save_pretrained(
 
     model: built in Init; of transformers, its configuration is written too. folder: new, or empty; it appears
     when everything is in it. dtype: the type that computes (None too), or torch.float32, the
-    masters. max_shard_size: of one file.
+    masters. max_shard_size: of one file. overwrite: an older export of ours there is replaced, in one step,
+    once the new one is complete; files beside it that are not ours (a tokenizer's) stay.
 
     Of a model of PEFT the adapters are written, by PEFT, without reading the base; those that were not built
     in Init stay in their type.
 
-    Raises: FileExistsError for a folder with something in it; StorageFullError; ValueError for a dtype that
-    is none of these and for a model that was not built in Init; UnsupportedError for one whose state_dict has
-    other names than its parameters; ConfigError and RanksError as `save`.
+    Raises: FileExistsError for a folder that is not to be replaced, once all is written to a new one beside
+    it, as by `save`; StorageFullError; ValueError for a dtype that is none of these and for a model that was
+    not built in Init; UnsupportedError for one whose state_dict has other names than its parameters;
+    ConfigError and RanksError as `save`.
     """
     if is_adapted(model):
         engine = engine_of_model(model)
-        save_adapters(model, Path(folder), _saved(dtype or engine.weights.dtype).field(engine))
+        field = _saved(dtype or engine.weights.dtype).field(engine)
+        save_adapters(model, Path(folder), field, overwrite=overwrite)
         return
     check_names(model)
     inventory = Inventory(model, None)
@@ -98,7 +111,7 @@ def save_pretrained(
     ranks = inventory.engine.ranks
     forms, names = _forms_of_model(model, inventory, saved)
     with (
-        shared_folder(ranks, Path(folder), may_replace=_never) as filling,
+        shared_folder(ranks, Path(folder), _older(overwrite=overwrite, rescues=True)) as filling,
         contextlib.closing(HubWriter(filling, model, forms, _nbytes(max_shard_size))) as files,
     ):
         with ranks.together(f"making files of {folder}"):
@@ -174,8 +187,8 @@ def _nbytes(max_shard_size: int | str) -> int:
     return parse_size(max_shard_size, "max_shard_size")
 
 
-def _never(_folder: Path) -> bool:
-    return False
+def _older(*, overwrite: bool, rescues: bool = False, how: str = "overwrite=True") -> Older:
+    return Older(EXPORT, exported_files, overwrite, how, rescues)
 
 
 def _forms_of_model(
@@ -198,15 +211,21 @@ def export_checkpoint(
     folder: str | os.PathLike[str],
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
+    *,
+    overwrite: bool = False,
+    how: str = "overwrite=True",
 ) -> None:
     """Write the weights of a checkpoint as `save_pretrained` does; the model is not built, its values are not
     in memory. dtype: torch.bfloat16 (None too) or torch.float16, to which masters are rounded as they are in
-    training, or torch.float32.
+    training, or torch.float32. how: what errors say of `overwrite`.
 
-    Raises: CheckpointError for a folder that is no checkpoint, or one of a model that is not of transformers;
-    CorruptionError; else as save_pretrained.
+    Raises: FileExistsError for a folder that is not to be replaced, before anything is read; CheckpointError
+    for a folder that is no checkpoint, or one of a model that is not of transformers; CorruptionError; else
+    as save_pretrained.
     """
     saved = _saved(dtype or torch.bfloat16)
+    older = _older(overwrite=overwrite, how=how)
+    check_replaceable(Path(folder), older)
     manifest = read_manifest(Path(checkpoint))
     model = _hollow_model(manifest, Path(checkpoint))
     tensors = {one.name: one for one in manifest.tensors if one.kind in (MASTER, PLAIN)}
@@ -219,7 +238,7 @@ def export_checkpoint(
         for of_file, name in names.items()
         if of_file in kept_names(model, list(names))
     }
-    with new_folder(Path(folder), may_replace=_never) as filling, contextlib.ExitStack() as stack:
+    with new_folder(Path(folder), older) as filling, contextlib.ExitStack() as stack:
         readers = open_files(manifest, Path(checkpoint), stack)
         files = stack.enter_context(
             contextlib.closing(HubWriter(filling, model, forms, _nbytes(max_shard_size)))
@@ -287,12 +306,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, help="a new one, for the files")
     parser.add_argument("--dtype", choices=[one.name for one in _DTYPES.values()], default="bfloat16")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: 5GB)")
+    overwrite = "replace an older export in FOLDER; files beside it stay"
+    parser.add_argument("--overwrite", action="store_true", help=overwrite)
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Do what `infinity export` was asked for; return the exit code."""
     dtype = next(dtype for dtype, one in _DTYPES.items() if one.name == options.dtype)
     with console.status(f"Writing {options.folder}"):
-        export_checkpoint(options.checkpoint, options.folder, dtype, options.max_shard_size)
+        size, overwrite = options.max_shard_size, options.overwrite
+        export_checkpoint(
+            options.checkpoint, options.folder, dtype, size, overwrite=overwrite, how="--overwrite"
+        )
     console.print(f"{options.folder}: {options.dtype} weights for from_pretrained")
     return 0

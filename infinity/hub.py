@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,20 @@ from torch import nn
 
 from infinity.errors import UnsupportedError
 from infinity.manifest import Form
-from infinity.tensorfile import Entry, TensorFileError, TensorJoiner, TensorWriter
+from infinity.tensorfile import Entry, TensorFileError, TensorJoiner, TensorReader, TensorWriter
 from infinity.tensors import DTYPES, as_bytes, name_of_dtype
 
 logger = logging.getLogger("infinity")
 
 _INDEX = "model.safetensors.index.json"
+MARK = {"written_by": "infinity"}
+"""In the metadata of weights that were written here: such a folder may be replaced by another."""
+EXPORT = "an export of infinity.save_pretrained"
+_WEIGHTS = re.compile(r"(.*/)?(model(-\d{5}-of-\d{5})?|adapter_model)\.safetensors")
+_BESIDE = re.compile(
+    r"model\.safetensors\.index\.json|(generation_)?config\.json|(.*/)?(adapter_config\.json|README\.md)"
+)
+"""What is written beside weights; README.md by PEFT, which keeps what stands in one."""
 
 
 def check_names(model: nn.Module) -> None:
@@ -90,6 +99,24 @@ def _reverted(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
     return dict(revert_weight_conversion(model, tensors))
 
 
+def exported_files(folder: Path) -> set[str] | None:
+    """Return the files of an export of ours; None for any other folder, one of other weights among them."""
+    files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+    weights = [name for name in files if _WEIGHTS.fullmatch(name)]
+    try:
+        for name in weights:
+            with TensorReader(folder / name) as reader:
+                if not MARK.items() <= reader.metadata.items():
+                    return None
+    except (OSError, TensorFileError):
+        return None
+    adapters = any(name.endswith("adapter_model.safetensors") for name in weights)
+    beside = [
+        name for name in files if _BESIDE.fullmatch(name) and (adapters or not name.endswith("README.md"))
+    ]
+    return {*weights, *beside} if weights else None
+
+
 class HubWriter:
     """The files of a model that is being written, by one process or by several."""
 
@@ -122,7 +149,7 @@ class HubWriter:
         for number, shard in enumerate(self._shards, 1):
             several = f"model-{number:05}-of-{len(self._shards):05}.safetensors"
             path = self._folder / (several if len(self._shards) > 1 else "model.safetensors")
-            writer = make(path, shard, {"format": "pt"})
+            writer = make(path, shard, {"format": "pt", **MARK})
             self._writer_of.update(dict.fromkeys((entry.name for entry in shard), writer))
 
     def write(self, name: str, at: int, values: memoryview) -> None:

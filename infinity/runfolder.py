@@ -169,6 +169,29 @@ class RunFolder:
         self._folder.close()
 
 
+def run_files(folder: Path) -> set[str] | None:
+    """Return the files of a run in `folder`, or of a snapshot, relative to it; None where there is none, and
+    for one that is under way.
+    """
+    found: set[str] = set()
+    places = [place for run in (RUN, f"path*/{RUN}") for place in folder.glob(f"{run}/rank*")]
+    for place in places:
+        try:
+            fd = os.open(place, _FLAGS)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return None
+        finally:
+            os.close(fd)
+        for file in place.iterdir():
+            if file.name in (*_SLOTS, _PART) or _STATE.fullmatch(file.name):
+                found.add(str(file.relative_to(folder)))
+    return found or None
+
+
 def state_name(run: str, path: int) -> str:
     """Return the name of the file of a run's extents in one of its folders."""
     return f"state-{run}-{path}"

@@ -13,10 +13,10 @@ import contextlib
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-from infinity.atomic import new_folder
+from infinity.atomic import Older, new_folder
 from infinity.errors import ConfigError
 from infinity.ranks import Ranks
 
@@ -26,7 +26,7 @@ _APPEARS_S = 5.0
 
 
 @contextlib.contextmanager
-def shared_folder(ranks: Ranks, path: Path, may_replace: Callable[[Path], bool]) -> Iterator[Path]:
+def shared_folder(ranks: Ranks, path: Path, older: Older) -> Iterator[Path]:
     """Give every rank the same empty folder to fill; at the end of the `with` it is at `path`. What a rank
     has written has to be on the disk by then. After an error on any rank nothing is left.
 
@@ -34,7 +34,7 @@ def shared_folder(ranks: Ranks, path: Path, may_replace: Callable[[Path], bool])
     the ranks that failed.
     """
     if ranks.size == 1:
-        with new_folder(path, may_replace) as filling:
+        with new_folder(path, older) as filling:
             yield filling
         return
     nonce = secrets.token_hex(16).encode()
@@ -42,7 +42,7 @@ def shared_folder(ranks: Ranks, path: Path, may_replace: Callable[[Path], bool])
         name = b""
         with ranks.together(f"making a folder beside {path}"):
             if ranks.rank == 0:
-                filling = stack.enter_context(new_folder(path, may_replace))
+                filling = stack.enter_context(new_folder(path, older))
                 (filling / _SHARED).write_bytes(nonce)
                 name = filling.name.encode()
         told = ranks.each(nonce + name, f"meeting beside {path}")[0]

@@ -12,17 +12,18 @@ from pathlib import Path
 
 from torch import nn
 
-from infinity.atomic import new_folder
+from infinity.atomic import Older, new_folder
 from infinity.commits import Commit
 from infinity.durable import Durable
 from infinity.errors import UnsupportedError
 from infinity.resume import durable_of
-from infinity.runfolder import RUN, state_name
+from infinity.runfolder import RUN, run_files, state_name
 from infinity.sharedfolder import shared_folder
 
 _FICLONE = 0x40049409  # linux/fs.h
 _NO_CLONE = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.ENOSYS)
 _COPIED_NBYTES = 4 << 20
+_KIND = "an older snapshot, or a run that no process has open"
 
 
 class Snapshot:
@@ -56,32 +57,34 @@ class Snapshot:
             raise self._error
 
 
-def snapshot(model: nn.Module, folder: str | os.PathLike[str]) -> Snapshot:
+def snapshot(model: nn.Module, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Snapshot:
     """Copy the last step of a durable run to a new folder, from which it can be resumed as from its own.
 
     The step is committed first. Then the files share their blocks where the file system can (reflink: xfs,
     btrfs); elsewhere a thread copies what the commit names, at twice its space since the copy is a run like
     any other. While it copies, training goes on, but no further step is committed: what is copied is the last
     commit. The folder appears when all is on disk, or not at all. To resume: nvme=FOLDER; for a striped run
-    nvme=[FOLDER/path0, FOLDER/path1, ...].
+    nvme=[FOLDER/path0, FOLDER/path1, ...]. overwrite: an older snapshot there, or a run that no process
+    has open, is replaced, in one step, once the new one is complete.
 
     Every rank calls this, with the same folder, on a file system that all ranks share. Of several ranks each
     copies its own files, at the same step, before this returns: the ranks commit together, so none trains on
     while another copies. As many ranks resume from it as the run has.
 
-    Raises: FileExistsError for a folder that is there; ConfigError without `durable`, or where the ranks
-    share no such folder; UnsupportedError for ranks whose own state is striped; OSError; RanksError where
-    another rank failed.
+    Raises: FileExistsError for a folder that is not to be replaced; ConfigError without `durable`, or where
+    the ranks share no such folder; UnsupportedError for ranks whose own state is striped; OSError; RanksError
+    where another rank failed.
     """
     durable = durable_of(model)
     at = Path(folder).absolute()
+    older = Older(_KIND, run_files, overwrite)
     if durable.ranks.size > 1:
-        return _of_ranks(durable, at)
+        return _of_ranks(durable, at, older)
     filling = contextlib.ExitStack()
     commit = durable.hold()
     taken = Snapshot(at, commit.step)
     try:
-        place = filling.enter_context(new_folder(at, lambda _: False))
+        place = filling.enter_context(new_folder(at, older))
         copying = _Copying(durable, commit, place)
         taken.cloned = copying.cloned
     except BaseException as error:
@@ -107,7 +110,7 @@ def snapshot(model: nn.Module, folder: str | os.PathLike[str]) -> Snapshot:
     return taken
 
 
-def _of_ranks(durable: Durable, at: Path) -> Snapshot:
+def _of_ranks(durable: Durable, at: Path, older: Older) -> Snapshot:
     """Copy every rank's files, all at the same step."""
     ranks = durable.ranks
     with ranks.together(f"looking at what a snapshot in {at} holds"):
@@ -121,7 +124,7 @@ def _of_ranks(durable: Durable, at: Path) -> Snapshot:
         with ranks.together(f"committing the step that a snapshot in {at} holds"):
             commit = durable.hold()
         taken = Snapshot(at, commit.step)
-        with shared_folder(ranks, at, lambda _: False) as place, ranks.together(f"copying to {at}"):
+        with shared_folder(ranks, at, older) as place, ranks.together(f"copying to {at}"):
             copying = _Copying(durable, commit, place)
             taken.cloned = copying.cloned
             copying.finish()

@@ -8,6 +8,7 @@ then grows with the file. Nothing here knows torch.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -43,6 +44,7 @@ WIDTHS = {
 
 Bytes = bytes | memoryview
 
+_PIECE_NBYTES = 16 << 20
 _HEADER_NBYTES_MOST = 100_000_000
 """As in the library: longer headers are refused there."""
 
@@ -273,3 +275,19 @@ class TensorReader:
     ) -> None:
         """Close."""
         self.close()
+
+
+def add_metadata(path: Path, more: Mapping[str, str]) -> None:
+    """Write a file anew, in pieces, with more metadata in its header."""
+    filling = path.with_name(f"{path.name}.filling")
+    with TensorReader(path) as old:
+        entries = list(old.entries.values())
+        writer = TensorWriter(filling, entries, {**old.metadata, **more})
+        with contextlib.closing(writer):
+            for entry in entries:
+                for start in range(0, entry.nbytes, _PIECE_NBYTES):
+                    piece = bytearray(min(_PIECE_NBYTES, entry.nbytes - start))
+                    old.read(entry.name, start, memoryview(piece))
+                    writer.write(entry.name, start, memoryview(piece))
+            writer.check_whole()
+    filling.replace(path)

@@ -26,12 +26,10 @@ from infinity.errors import UnsupportedError
 from infinity.manifest import CheckpointError
 from infinity.optim import OffloadedOptimizer
 from infinity.stats import Stats, stats
-from infinity.trainer_ranks import save_streamed, saving, settle_in
+from infinity.trainer_ranks import FOLDER, check_output, save_streamed, saving, settle_in
 
 logger = logging.getLogger("infinity")
 
-FOLDER = "infinity"
-"""Of masters and moments, in a checkpoint of the Trainer."""
 _PREFIX = "infinity_"
 _GB = 1e9
 
@@ -100,6 +98,7 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
         """See that the optimizer is ours; load masters and moments where a training resumes."""
         model = kwargs["model"]
         save_streamed(model)  # one that model_init has just built
+        check_output(model, args, state.global_step)
         self._seen = stats(model)
         if not _trains_ours(model):
             return

@@ -20,7 +20,9 @@ others. transformers sees to that for modules that carry the mark of FSDP's, who
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import re
 import shutil
 import weakref
@@ -31,13 +33,17 @@ from typing import Any
 from torch import nn
 
 from infinity.adapters import is_adapted, write_adapters
+from infinity.atomic import Older, check_replaceable
+from infinity.checkpoint import CHECKPOINT, checkpoint_files
 from infinity.engine import engine_of, engine_of_model
-from infinity.errors import UnsupportedError
+from infinity.errors import ConfigError, UnsupportedError
 from infinity.export import save_pretrained
 from infinity.hub import check_names, is_hub_model
 
 logger = logging.getLogger("infinity")
 
+FOLDER = "infinity"
+"""Of masters and moments, in a checkpoint of the Trainer."""
 _FILLING = "infinity-weights"
 _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _USUAL: Mapping[str, Any] = {
@@ -83,6 +89,33 @@ def settle_in(model: nn.Module, args: Any) -> None:
         _prepare(model)
     for module in model.modules():
         setattr(module, _CUT, True)
+
+
+def check_output(model: nn.Module, args: Any, done: int) -> None:
+    """See that checkpoints of the steps behind `done` can be put where `args` say, before any is trained.
+
+    Raises: ConfigError for a place that cannot be written; FileExistsError for what is in the way of one;
+    UnsupportedError for a file system on which it cannot be replaced; RanksError for that on another rank.
+    """
+    with engine_of_model(model).ranks.together("looking at output_dir"):
+        if not args.should_save:
+            return
+        out = Path(args.output_dir).absolute()
+        above = next(one for one in (out, *out.parents) if os.path.lexists(one))
+        if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+            what = "cannot be written to by this user" if above.is_dir() else "is no folder"
+            raise ConfigError(
+                f"TrainingArguments(output_dir={args.output_dir!r}): {above} {what}, so nothing "
+                "could be saved. Name another folder"
+            )
+        for old in out.glob("checkpoint-*") if args.save_strategy != "no" else ():
+            number = old.name.removeprefix("checkpoint-")
+            if number.isdigit() and int(number) > done:
+                if not old.is_dir():
+                    raise FileExistsError(
+                        errno.EEXIST, "a checkpoint is to be saved there: move it away", str(old)
+                    )
+                check_replaceable(old / FOLDER, Older(CHECKPOINT, checkpoint_files, overwrite=True))
 
 
 def save_streamed(model: nn.Module) -> None:
