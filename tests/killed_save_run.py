@@ -41,6 +41,7 @@ PLACES = {
     "exchange": (atomic, "_exchange"),
     "rename": (Path, "rename"),
     "remove": (shutil, "rmtree"),
+    "link": (os, "link"),
     "meet": (ranks.Ranks, "each"),
 }
 
@@ -149,7 +150,11 @@ def attempt(folder, port, number, size, killed=None, **doom):
     answers = [json.loads(file.read_bytes()) if file.exists() else None for file in files]
     found = {"number": number, "size": size, "killed": killed, **doom, "ends": ends, "answers": answers}
     left = sorted(path.name for path in folder.iterdir() if path.is_dir())
-    return {**found, "saved": read_manifest(folder / "saved").extra, "left": left}
+    note = folder / "saved" / "notes.txt"
+    if not number:
+        note.write_text("mine")
+    note = note.read_text()
+    return {**found, "saved": read_manifest(folder / "saved").extra, "left": left, "note": note}
 
 
 def tell(found):

@@ -3,6 +3,8 @@
 import json
 import random
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -292,17 +294,51 @@ def test_the_seed_of_rounding_is_loaded(folder):
 def test_a_checkpoint_is_replaced_only_when_asked_and_nothing_else_ever(folder):
     model, optimizer, _ = start()
     save(model, optimizer, folder / "saved", extra=1)
-    with pytest.raises(FileExistsError):
+    (folder / "saved" / "notes.txt").write_text("mine")
+    with pytest.raises(
+        FileExistsError, match=r"a checkpoint of infinity\.save is there: overwrite=True repl"
+    ):
         save(model, optimizer, folder / "saved", extra=2)
     assert load(model, optimizer, folder / "saved") == 1
-    save(model, optimizer, folder / "saved", extra=2, overwrite=True)
-    assert load(model, optimizer, folder / "saved") == 2
+    save(model, optimizer, folder / "saved", extra=3, overwrite=True)
+    assert load(model, optimizer, folder / "saved") == 3
+    assert (folder / "saved" / "notes.txt").read_text() == "mine"
     (folder / "other").mkdir()
     (folder / "other" / "thesis.txt").write_text("mine")
-    with pytest.raises(FileExistsError):
-        save(model, optimizer, folder / "other", overwrite=True)
+    with pytest.raises(FileExistsError, match=r"thesis\.txt.*not a checkpoint of infinity\.save"):
+        save(model, optimizer, folder / "other", extra=4, overwrite=True)
     assert not is_checkpoint(folder / "other")
     assert (folder / "other" / "thesis.txt").read_text() == "mine"
+
+
+def test_a_training_is_not_lost_with_the_process_where_its_folder_is_taken(folder):
+    """A script that ends with the error finds what it trained where the error says."""
+    for name in ("saved", "above"):
+        (folder / name).mkdir()
+        (folder / name / "results.csv").write_text("mine")
+    script = (
+        "import torch, infinity\n"
+        "torch.manual_seed(0)\n"
+        "with infinity.Init(host_memory='4MiB'): model = torch.nn.Sequential(torch.nn.Linear(8, 8))\n"
+        "optimizer = infinity.AdamW(model.parameters(), lr=0.1)\n"
+        "model(torch.ones(2, 8).bfloat16()).sum().backward(); optimizer.step()\n"
+        "torch.save(model.state_dict(), 'weights.pt')\n"
+    )
+    ends = ["infinity.save(model, optimizer, 'saved')", "infinity.save_pretrained(model, 'above')"]
+    for end in ends:
+        run = subprocess.run(
+            [sys.executable, "-c", script + end], cwd=folder, capture_output=True, text=True, check=False
+        )
+        assert run.returncode == 1
+        assert "what was to be saved there is in" in run.stderr
+    expected = dict(torch.load(folder / "weights.pt"))
+    assert differences(expected, load_file(folder / "above-2" / "model.safetensors")) == []
+    with Init(host_memory="4MiB"):
+        model = nn.Sequential(nn.Linear(8, 8))
+    optimizer = AdamW(model.parameters())
+    load(model, optimizer, folder / "saved-2")
+    assert differences(expected, dict(model.state_dict())) == []
+    assert [(folder / name / "results.csv").read_text() for name in ("saved", "above")] == ["mine"] * 2
 
 
 def test_a_full_disk_leaves_nothing_but_the_last_checkpoint(folder, monkeypatch):

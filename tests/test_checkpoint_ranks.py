@@ -138,7 +138,15 @@ def test_killed_at_any_moment_of_a_save_a_rank_is_named_and_the_last_checkpoint_
     assert done.returncode == 0, done.stderr[-3000:]
     first, second, *killed, on_two, on_one = map(json.loads, done.stdout.splitlines())
     counts = [one["counts"] for one in second["answers"]]
-    assert set(counts[0]) == {"meet", "pwrite", "fsync", "manifest", "exchange", "remove"}
+    assert set(counts[0]) == {
+        "meet",
+        "pwrite",
+        "fsync",
+        "manifest",
+        "link",
+        "exchange",
+        "remove",
+    }
     assert all(set(one) == {"meet", "pwrite", "fsync"} for one in counts[1:]), "a rank that writes nothing"
     assert len(killed) == sum(map(len, counts))
     last = second["number"]
@@ -150,6 +158,7 @@ def test_killed_at_any_moment_of_a_save_a_rank_is_named_and_the_last_checkpoint_
             named = re.search(r"rank ([\d, ]+) did not answer", (answer or {}).get("error", ""))
             assert answer is None or "counts" in answer or str(rank) in named[1].split(", "), one
         assert one["saved"] in (last, one["number"]), one
+        assert one["note"] == "mine", one
         assert 0 not in ends or one["saved"] == one["number"], one
         last = one["saved"]
     for one in (first, second, on_two, on_one):

@@ -21,7 +21,7 @@ ERRORS = {
     for module in (infinity, aio)
     for name in module.__all__
     if name.endswith("Error") and name != "InfinityError"
-}
+} | {"FileExistsError": FileExistsError}
 PROGRAMS = [
     (name, one) for name, text in SECTIONS for one in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 ]

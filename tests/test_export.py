@@ -1,6 +1,7 @@
 """Files for everybody else. Trusted: from_pretrained and save_pretrained of transformers, torch's readers."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ from safetensors.torch import load_file
 from torch import nn
 
 import models
-from infinity import AdamW, CorruptionError, Init, UnsupportedError, hub
+from children import ended
+from infinity import AdamW, CorruptionError, Init, UnsupportedError, gathered, hub
 from infinity.checkpoint import save
 from infinity.engine import engine_of
 from infinity.export import add_arguments, export_checkpoint, run, save_pretrained
 from infinity.manifest import CheckpointError
+from killed_save_run import Doom
 from parity import differences
 
 pytestmark = [
@@ -127,14 +130,71 @@ def test_where_files_need_several_weights_for_one_the_models_names_are_written(f
     assert differences(values(model, torch.bfloat16), dict(loaded.named_parameters())) == []
 
 
-def test_a_folder_with_something_in_it_is_left_alone(folder):
+def test_a_folder_with_something_else_in_it_is_left_alone(folder):
+    """A model that was downloaded, too: the weights in it are not ours. What is trained goes beside it."""
     model = models.build("llama", host_memory="16MiB")
-    (folder / "out").mkdir()
-    (folder / "out" / "config.json").write_text("mine")
-    with pytest.raises(FileExistsError):
-        save_pretrained(model, folder / "out")
+    type(model).save_pretrained(model, folder / "theirs")
+    before = {path.name: path.read_bytes() for path in (folder / "theirs").iterdir()}
+    (folder / "mine").mkdir()
+    (folder / "mine" / "config.json").write_text("mine")
+    for name in ("mine", "theirs"):
+        with pytest.raises(FileExistsError, match=r"not an export of infinity\.save_pretrained") as caught:
+            save_pretrained(model, folder / name, overwrite=True)
+        assert caught.value.filename2 == str(folder / f"{name}-2")
+        loaded = type(model).from_pretrained(folder / f"{name}-2")
+        assert differences(values(model, torch.bfloat16), dict(loaded.named_parameters())) == []
+    assert sorted(path.name for path in folder.iterdir()) == ["mine", "mine-2", "theirs", "theirs-2"]
+    assert (folder / "mine" / "config.json").read_text() == "mine"
+    assert {path.name: path.read_bytes() for path in (folder / "theirs").iterdir()} == before
+
+
+def test_an_export_is_replaced_when_asked_and_a_tokenizer_beside_it_stays(folder):
+    model = models.build("llama", host_memory="16MiB")
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    out = folder / "out"
+    save_pretrained(model, out, max_shard_size="60kB")
+    (out / "tokenizer.json").write_text("mine")
+    models.train(model, optimizer, 1)
+    with pytest.raises(FileExistsError, match="overwrite=True replaces it"):
+        save_pretrained(model, out)
+    save_pretrained(model, out, overwrite=True)
+    assert not list(out.glob("*-of-*"))
+    loaded = type(model).from_pretrained(out)
+    assert differences(values(model, torch.bfloat16), dict(loaded.named_parameters())) == []
+    assert (out / "tokenizer.json").read_text() == "mine"
+
+
+def test_killed_at_any_moment_of_replacing_an_export_leaves_the_old_or_the_new(folder):
+    """Forked children that are killed before or behind a call; what else is in the folder stays."""
+
+    def work(value, doom, say):
+        torch.set_num_threads(1)
+        with Init(host_memory="4MiB"):
+            model = nn.Sequential(nn.Linear(8, 8, bias=False))
+        with torch.no_grad(), gathered(model, write=True):
+            model[0].weight.fill_(value)
+        doom.watch()
+        save_pretrained(model, folder / "out", overwrite=True)
+        say(counts=doom.counts)
+
+    def found():
+        return float(load_file(folder / "out" / "model.safetensors")["0.weight"].unique())
+
+    ended(lambda say: work(0, Doom(), say))
+    (folder / "out" / "notes.txt").write_text("mine")
+    counts = ended(lambda say: work(1, Doom(), say))["counts"]
+    assert {"pwrite", "fsync", "exchange", "remove", "link"} <= counts.keys()
+    last = 1.0
+    for value, (name, count) in enumerate(counts.items(), 2):
+        for nth, when in ((0, "before"), (count - 1, "behind")):
+            said = ended(partial(work, value, Doom(name, nth, when)))
+            assert "counts" not in said, (name, nth, when)
+            assert found() in (last, value), (name, nth, when)
+            assert (folder / "out" / "notes.txt").read_text() == "mine"
+            last = found()
+    ended(lambda say: work(100, Doom(), say))
+    assert found() == 100
     assert [path.name for path in folder.iterdir()] == ["out"]
-    assert (folder / "out" / "config.json").read_text() == "mine"
 
 
 def test_what_cannot_be_written_is_refused(folder):
@@ -178,6 +238,9 @@ def test_the_command_does_what_the_function_does(folder, capsys):
     arguments = [str(folder / "saved"), str(folder / "out"), "--dtype", "float32", "--max-shard-size", "60kB"]
     assert run(parser.parse_args(arguments), Console()) == 0
     assert "float32 weights for from_pretrained" in capsys.readouterr().out
+    with pytest.raises(FileExistsError, match="--overwrite replaces it"):
+        run(parser.parse_args(arguments), Console())
+    assert run(parser.parse_args([*arguments, "--overwrite"]), Console()) == 0
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder / "out")
     assert differences(values(model, torch.float32), dict(loaded.named_parameters())) == []
 

@@ -91,6 +91,23 @@ def test_a_recomputed_frozen_base_leaves_nothing_in_memory(folder):
     assert kept == []
 
 
+def test_saved_adapters_are_replaced_when_asked_and_a_card_that_was_written_stays(folder):
+    ours = adapted(build(folder))
+    infinity.save_pretrained(ours, folder / "adapter")
+    card = folder / "adapter" / "README.md"
+    card.write_text(card.read_text() + "\nMy own words.\n")
+    (folder / "adapter" / "notes.txt").write_text("mine")
+    train(ours, torch.optim.AdamW(trained(ours), lr=1e-2))
+    with pytest.raises(FileExistsError, match="overwrite=True replaces it"):
+        infinity.save_pretrained(ours, folder / "adapter")
+    infinity.save_pretrained(ours, folder / "adapter", overwrite=True)
+    loaded = peft.PeftModel.from_pretrained(build(), folder / "adapter")
+    state = peft.get_peft_model_state_dict
+    assert different(state(ours), state(loaded)) == []
+    assert "My own words." in card.read_text()
+    assert (folder / "adapter" / "notes.txt").read_text() == "mine"
+
+
 def test_adapters_are_saved_without_reading_the_base_for_plain_peft_to_load(folder):
     ours = adapted(build(folder))
     train(ours, torch.optim.AdamW(trained(ours)))

@@ -99,14 +99,27 @@ def test_a_failed_copy_leaves_no_folder_and_the_run_commits_again(folder, monkey
     assert run.committed == 3
 
 
-def test_a_folder_that_is_there_is_refused(folder):
+def test_a_folder_that_is_there_is_replaced_only_when_asked_and_nothing_but_a_snapshot_ever(folder):
     run = Run(folder)
     run.train(2)
     (folder / "copy").mkdir()
     (folder / "copy" / "precious").touch()
-    with pytest.raises(FileExistsError):
-        infinity.snapshot(run.model, folder / "copy")
-    assert run.train(3)
+    with pytest.raises(FileExistsError, match=r"precious.*not an older snapshot"):
+        infinity.snapshot(run.model, folder / "copy", overwrite=True)
+    infinity.snapshot(run.model, folder / "again").wait()
+    (folder / "again" / "notes.txt").write_text("mine")
+    run.train(3)
+    with pytest.raises(FileExistsError, match="overwrite=True replaces it"):
+        infinity.snapshot(run.model, folder / "again")
+    infinity.snapshot(run.model, folder / "again", overwrite=True).wait()
+    with pytest.raises(FileExistsError, match="no process has open"):
+        infinity.snapshot(run.model, folder, overwrite=True)
+    assert sorted(path.name for path in folder.iterdir()) == ["again", "copy", "infinity-run"]
+    assert run.train(4)
+    run.kill()
+    assert (folder / "again" / "notes.txt").read_text() == "mine"
+    again = Run(folder / "again", resume={"check": True})
+    assert again.first == 3
 
 
 def test_without_durable_there_is_nothing_to_copy(folder):

@@ -14,7 +14,7 @@ import architectures
 import infinity
 import models
 from allocations import Allocations
-from infinity import UnsupportedError
+from infinity import ConfigError, UnsupportedError
 from infinity.engine import engine_of_model
 from infinity.manifest import CheckpointError
 from infinity.reference import ReferenceAdamW, prepare
@@ -349,6 +349,29 @@ def test_checkpoints_and_models_are_streamed_to_files_and_are_those_of_transform
                 assert (saved / name).read_bytes() == content
         found = load_file(saved / "model.safetensors")
         assert [key for key, one in model.state_dict().items() if not torch.equal(found[key], one)] == []
+
+
+@pytest.mark.parametrize("way", ["a file", "a file above", "a checkpoint's place", "a checkpoint's folder"])
+def test_what_is_in_the_way_of_a_checkpoint_is_told_before_anything_is_trained(folder, way):
+    trainer = trainer_of(build("llama", folder), folder, max_steps=2, save_strategy="steps", save_steps=2)
+    checkpoint = folder / "ours" / "checkpoint-2"
+    if way in ("a file", "a file above"):
+        trainer.args.output_dir = str(folder / "text" / ("" if way == "a file" else "below"))
+        (folder / "text").touch()
+    elif way == "a checkpoint's place":
+        checkpoint.parent.mkdir(exist_ok=True)
+        checkpoint.touch()
+    else:
+        (checkpoint / "infinity").mkdir(parents=True)
+        (checkpoint / "infinity" / "thesis.txt").touch()
+    error, says = (
+        (ConfigError, "is no folder, so nothing could be saved")
+        if "a file" in way
+        else (FileExistsError, r"move it away|thesis\.txt.*never replaced")
+    )
+    with pytest.raises(error, match=says):
+        trainer.train()
+    assert trainer.state.global_step == 0
 
 
 def test_files_of_an_earlier_save_give_way_and_others_stay(folder):
