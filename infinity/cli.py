@@ -188,7 +188,7 @@ def _add_recipe(add: Callable[..., object]) -> None:
 def _add_run(add: Callable[..., object]) -> None:
     durable = "commit every so many steps, to go on from after a kill (twice the space)"
     add("--durable", metavar="STEPS", type=_at_least(1), nargs="?", const=1, default=0, help=durable)
-    add("--resume", action="store_true", help="go on with the durable run in the folders of --nvme")
+    add("--resume", action="store_true", help="go on with the durable run in --nvme, or begin one")
     add("--out", metavar="DIR", help="a new folder for log and picture (default: runs/<time>)")
     add("--log-every", type=_at_least(1), default=1, metavar="N", help="steps per line of the log (1)")
     timeline = "write a trace of the lanes there, for ui.perfetto.dev: a new file, *.json"

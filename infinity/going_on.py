@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from infinity.engine import engine_of_model
 from infinity.errors import ConfigError
 from infinity.optim import OffloadedOptimizer
-from infinity.resume import resume
+from infinity.resume import durable_of, resume
 
 
 def go_on(
@@ -20,19 +19,26 @@ def go_on(
     *,
     resuming: bool,
 ) -> int:
-    """Begin a durable run, or, `resuming`, go on with the one in its folder; return the steps that are done.
-    tracked: what `optimizer.track` takes.
+    """Begin a durable run, or, `resuming`, go on with the one in its folder, where there is one: so that one
+    command does for every start. Return the steps that are done. tracked: what `optimizer.track` takes.
 
-    Raises: ConfigError where there is a run and it was not asked for, and the other way round.
+    Raises: ConfigError where there is a run, and it was not asked for.
     """
-    durable = engine_of_model(model).durable
-    if durable is not None and bool(durable.found) != resuming:
-        path = durable.folders[0].path
-        if resuming:
-            raise ConfigError(f"--resume: {path} holds no committed step. Leave --resume out to begin there.")
+    durable = durable_of(model)
+    if durable.found and not resuming:
+        path, step = durable.folders[0].path, durable.found[0].step
         raise ConfigError(
-            f"--durable: {path} holds a run committed at step {durable.found[0].step}. Go on with it by "
-            "--resume, or name another folder with --nvme."
+            f"--durable: {path} holds a run committed at step {step}. Go on with it by --resume, or name "
+            "another folder with --nvme."
         )
     optimizer.track(**tracked)
     return resume(model, optimizer)
+
+
+def outset(model: nn.Module) -> str:
+    """Say where `go_on`, resuming, begins; to be asked before it."""
+    durable = durable_of(model)
+    path = durable.folders[0].path
+    if durable.found:
+        return f"--resume: goes on after step {durable.found[0].step}, committed in {path}"
+    return f"--resume: {path} holds no committed step; a new run begins there"

@@ -29,7 +29,7 @@ from infinity.config import Config
 from infinity.disk import DiskSpeed, measured
 from infinity.engine import Engine, engine_of_model
 from infinity.errors import ConfigError, InfinityError
-from infinity.going_on import go_on
+from infinity.going_on import go_on, outset
 from infinity.init import Init
 from infinity.interrupted import interruptible
 from infinity.optimizers import AdamW
@@ -75,7 +75,7 @@ class Settings:
     durable: int = 0
     """Steps from one commit to the next; 0 for none."""
     resume: bool = False
-    """Go on with the durable run in `nvme`."""
+    """Go on with the durable run in `nvme`, where there is one."""
     steps: int = 100
     batch: int = 1
     """Sequences in one micro-batch."""
@@ -198,6 +198,8 @@ def _train(
             run.speed = disk_speed(_folders(settings, folder), settings.aio)
             recording.start(engine_of_model(model))
         _introduce(console, settings, run, text, folder)
+        if settings.resume:
+            console.print(outset(model), markup=False, highlight=False, soft_wrap=True)
         budget = None if run.before is None else run.before.budget_nbytes
         with closing(Progress(settings.steps, budget, meter.baseline_nbytes)) as progress:
             for step in steps(settings, model, optimizer, sampler, meter, recording):

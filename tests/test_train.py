@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -169,10 +170,16 @@ def test_a_killed_run_goes_on_by_resume_with_the_losses_of_one_that_never_stoppe
     assert {**before, **after} == expected
 
 
-def test_resume_without_a_run_is_refused_with_what_to_do(folder, capsys):
-    arguments = command(folder, "out", "--resume")[4:]
-    assert cli.main(["train", *arguments]) != 0
-    assert "holds no committed step. Leave --resume out" in " ".join(capsys.readouterr().err.split())
+def test_resume_begins_a_run_where_there_is_none_and_says_so_and_then_goes_on_with_it(folder, capsys):
+    begun = cli.main(["train", *command(folder, "first", "--resume", "--steps", "2")[4:]])
+    said = " ".join(capsys.readouterr().out.split())
+    assert (begun, list(logged(folder / "first" / "log.jsonl"))) == (0, [1, 2])
+    assert re.search(r"--resume: \S+ holds no committed step; a new run begins there", said)
+    again = cli.main(["train", *command(folder, "second", "--resume", "--steps", "3")[4:]])
+    assert (again, list(logged(folder / "second" / "log.jsonl"))) == (0, [3])
+    assert "--resume: goes on after step 2, committed in " in capsys.readouterr().out
+    assert cli.main(["train", *command(folder, "third", "--resume", "--steps", "3")[4:]]) == 0
+    assert "--resume: goes on after step 3" in capsys.readouterr().out
 
 
 def test_clipping_makes_the_norm_known(folder):
