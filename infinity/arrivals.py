@@ -88,10 +88,7 @@ class Arrivals:
                 raise UnsupportedError(f"{name}: sparse gradients are not supported; use sparse=False")
             if updater is not None and updater.applied(unit, index):
                 raise UnsupportedError(applied_message(unit, "a second backward before step()"))
-            grad = plain(grad)
-            if self._gradients.received is not None:
-                parameter.grad = None  # should it be refused
-                grad = self._gradients.received(grad)
+            grad = self._received(parameter, plain(grad))
             gradient = self._arrived(unit, index, grad, keep=updater is None)
             parameter.grad = OffloadedGradient(unit.parameters[index], gradient, self._gradients)
         if self._hooks.accumulated(unit, index):
@@ -102,6 +99,12 @@ class Arrivals:
             else:
                 self._use_gradients(unit, updater)
             self._hooks.end_unit(unit)
+
+    def _received(self, parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        if self._gradients.received is None:
+            return grad
+        parameter.grad = None  # should it be refused
+        return self._gradients.received(grad)
 
     def assigned(self, unit: Unit, index: int, grad: torch.Tensor) -> Gradient:
         """Take a gradient that the user made, and nobody else holds; with several ranks it is this rank's."""

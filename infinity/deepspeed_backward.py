@@ -25,7 +25,6 @@ import torch
 
 from infinity.engine import Engine
 from infinity.errors import UnsupportedError
-from infinity.hooks import graph_task
 from infinity.loss_scale import LossScale
 
 
@@ -62,7 +61,9 @@ class Backwards:
         self._scaling = scaling
         self.count = 0
         """Backwards that have brought gradients, since it was set to 0."""
-        self._divisor, self._applies = divisor, applies
+        self.divisor = divisor
+        """Accumulation steps."""
+        self._applies = applies
         self._engines = [weakref.ref(engine) for engine in engines]
         self._came = self._plain = False
         self._other: str | None = None
@@ -108,12 +109,10 @@ class Backwards:
 
     def _received(self, grad: torch.Tensor) -> torch.Tensor:
         """Return a gradient as it counts, when it arrives at its parameter."""
-        if graph_task() == -1:  # the script's own p.grad.add_()
-            return grad
         note = running()
         if not self._came or self._plain != (note is None):
             self._begun(note)
-        return grad / self._divisor if note is None and self._divisor > 1 else grad
+        return grad / self.divisor if note is None and self.divisor > 1 else grad
 
     def _begun(self, note: Running | None) -> None:
         """See that the backward whose first gradient arrives can be right."""
@@ -126,13 +125,13 @@ class Backwards:
             self._other = None
         if (
             note is not None
-            and (note.divisor, note.scale) != (self._divisor, self.scale)
+            and (note.divisor, note.scale) != (self.divisor, self.scale)
             and note.by is not self
         ):
             self._other = (
                 "gradients are from another engine's backward, with a loss scale of "
                 f"{note.scale:g} and {note.divisor} accumulation steps; here they are {self.scale:g} and "
-                f"{self._divisor}"
+                f"{self.divisor}"
             )
         if note is not None and note.by is not self and self._applies:
             raise UnsupportedError(

@@ -13,6 +13,7 @@ import math
 import time
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
@@ -23,7 +24,9 @@ from torch.utils.data import DataLoader
 
 from infinity import deepspeed_checkpoint
 from infinity.accumulation import no_sync
+from infinity.deepspeed_answers import Answers
 from infinity.deepspeed_backward import Backwards
+from infinity.deepspeed_calls import ENGINE
 from infinity.deepspeed_config import Settings
 from infinity.deepspeed_launch import local_rank, rank, ranks
 from infinity.engine import engine_of, engine_of_model
@@ -33,13 +36,11 @@ from infinity.optim import OffloadedOptimizer
 logger = logging.getLogger("infinity")
 
 
-class DeepSpeedEngine(nn.Module):
+class DeepSpeedEngine(Answers):
     """A model, trained as DeepSpeed scripts do it: engine(batch), engine.backward(loss), engine.step().
 
     Made by infinity.initialize. Attributes of the model may be asked of the engine.
     """
-
-    module: nn.Module
 
     def __init__(
         self,
@@ -81,13 +82,22 @@ class DeepSpeedEngine(nn.Module):
             weakref.finalize(self, self._gradients.close).atexit = False
 
     def __getattr__(self, name: str) -> Any:
-        """Ask the model for what the engine does not have."""
+        """Ask the model for what the engine does not have.
+
+        Raises: AttributeError saying what to do instead, where DeepSpeed's engine has it.
+        """
         try:
             return super().__getattr__(name)
         except AttributeError:
             if name == "module":
                 raise
+        if hasattr(self.module, name):
             return getattr(self.module, name)
+        if name in ENGINE:
+            raise AttributeError(f"DeepSpeedEngine has no {name!r}; instead: {ENGINE[name]}")
+        raise AttributeError(
+            f"{name!r}: neither the DeepSpeedEngine nor its model, {type(self.module).__name__}, has it"
+        )
 
     # A step
 
@@ -238,68 +248,45 @@ class DeepSpeedEngine(nn.Module):
         if self._gradients is not None:
             self._gradients.forget()
 
-    # What it knows
+    # What it can be told
 
-    def train_batch_size(self) -> int | None:
-        """Samples per update, of all ranks."""
-        return self.settings.batches.train
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples per update, by other accumulation steps.
 
-    def train_micro_batch_size_per_gpu(self) -> int | None:
-        """Samples per backward and rank."""
-        return self.settings.batches.micro
-
-    def gradient_accumulation_steps(self) -> int:
-        """Backwards per update."""
-        return self.settings.batches.steps
-
-    def gradient_clipping(self) -> float:
-        """The largest global norm; 0 for no clipping."""
-        return self.settings.gradient_clipping
-
-    def get_global_grad_norm(self) -> float | None:
-        """The global norm, before clipping, at the last update; None before it, and with updates in the
-        backward.
+        Raises: ValueError for no multiple of the samples of one backward on all ranks; UnsupportedError where
+        updates happen in the backward, which there has to be one of.
         """
-        return self._norm
+        batches = self.settings.batches
+        at_once = (batches.micro or 0) * self.world_size
+        if not at_once or train_batch_size < at_once or train_batch_size % at_once:
+            raise ValueError(
+                f"train_batch_size={train_batch_size}: expected a multiple of {at_once}, the micro batch of "
+                f"{batches.micro} on {self.world_size} ranks"
+            )
+        steps = train_batch_size // at_once
+        if steps > 1 and self.optimizer is not None and self.optimizer.update == "backward":
+            raise UnsupportedError(
+                f"set_train_batch_size({train_batch_size}): {steps} backwards per update, but this optimizer "
+                "updates in the backward. Begin with gradient_clipping, or give initialize("
+                'optimizer=lambda p: infinity.AdamW(p, ..., update="forward")).'
+            )
+        changed = replace(batches, train=train_batch_size, steps=steps)
+        self.settings = replace(self.settings, batches=changed)
+        if self._gradients is not None:
+            self._gradients.divisor = steps
 
-    def get_lr(self) -> list[float]:
-        """The learning rate of every param group."""
-        return [float(group["lr"]) for group in self._groups()]
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the samples per backward and rank; as many backwards per update as before."""
+        batches = self.settings.batches
+        train = micro_batch_size * batches.steps * self.world_size
+        changed = replace(batches, train=train, micro=micro_batch_size)
+        self.settings = replace(self.settings, batches=changed)
 
-    def get_mom(self) -> list[Any]:
-        """The betas of every param group, or its momentum; None of an optimizer that has neither."""
-        return [group.get("betas", group.get("momentum")) for group in self._groups()]
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return [] if self.optimizer is None else self.optimizer.param_groups
-
-    def was_step_applied(self) -> bool:
-        """Whether the last step() updated the model."""
-        return self._applied
-
-    def bfloat16_enabled(self) -> bool:
-        """Whether the model computes in bf16."""
-        return self.settings.precision == "bf16"
-
-    def fp16_enabled(self) -> bool:
-        """Whether the model computes in fp16."""
-        return self.settings.precision == "fp16"
-
-    def loss_scale(self) -> float:
-        """What the loss is multiplied by now; 1 but with fp16."""
-        return 1.0 if self.scaling is None else self.scaling.value
-
-    def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale follows the gradients."""
-        return self.scaling is not None and self.scaling.dynamic
-
-    def zero_optimization_stage(self) -> int:
-        """What ranks divide, as ZeRO counts; see Config.stage."""
-        return engine_of_model(self.module).config.stage
-
-    def wall_clock_breakdown(self) -> bool:
-        """Whether seconds of forward, backward and step are logged."""
-        return self.settings.breakdown
+    def destroy(self) -> None:
+        """Let go of the optimizer and the schedule; the model stays as it is. Memory and files go with it."""
+        if self._gradients is not None:
+            self._gradients.close()
+        self.optimizer = self.lr_scheduler = self.training_dataloader = self._gradients = None
 
     # Checkpoints
 
@@ -369,6 +356,26 @@ class DeepSpeedEngine(nn.Module):
             return False
         deepspeed_checkpoint.save_weights(self.module, save_dir, save_filename)
         return True
+
+    def save_fp16_model(
+        self, save_dir: str | PathLike[str], save_filename: str = "pytorch_model.bin"
+    ) -> bool:
+        """As save_16bit_model, by its first name."""
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """Return the model's state_dict: plain tensors in memory."""
+        state: dict[str, Any] = self.module.state_dict(prefix=prefix)
+        if exclude_frozen_parameters:
+            frozen = {prefix + name for name, one in self.module.named_parameters() if not one.requires_grad}
+            state = {name: value for name, value in state.items() if name not in frozen}
+        return state
 
 
 def _halved(tensor: torch.Tensor) -> torch.Tensor:

@@ -198,8 +198,14 @@ class OneCycle(_Schedule):
         """Set rates and betas of the next iteration."""
         super().step(epoch)
         if self._cycles_momentum:
-            for group, beta1 in zip(self.optimizer.param_groups, self._beta1(), strict=True):
-                group["betas"] = (beta1, 0.99)  # DeepSpeed's beta2 of a cycle
+            for group, betas in zip(self.optimizer.param_groups, self.get_mom() or (), strict=True):
+                group["betas"] = betas
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """Return the betas of the iteration, one pair per group; None where they do not follow the cycle."""
+        if not self._cycles_momentum:
+            return None
+        return [(beta1, 0.99) for beta1 in self._beta1()]  # DeepSpeed's beta2 of a cycle
 
     def get_lr(self) -> list[float | Tensor]:
         """Return the rates of the iteration."""

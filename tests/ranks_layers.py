@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import infinity
 import models
-from infinity import reference
+from infinity import deepspeed, reference
 from infinity.engine import engine_of_model
 
 
@@ -63,7 +63,7 @@ def gathered_write(*, differently):
 
 def changed_by_one():
     """Let rank 1 alone change two layers as modifier_rank; then the same code on every rank, with values of
-    its own; then a rank that is not the modifier_rank, and one that raises.
+    its own; then a rank that is not the modifier_rank, one that raises, and nobody that may change any.
     """
     with infinity.Init(host_memory="64MiB", timeout_s=60):
         model = torch.nn.Sequential(torch.nn.Linear(100, 50), torch.nn.Linear(50, 3))
@@ -88,6 +88,7 @@ def changed_by_one():
     change(0, [0, 1], float(4 + rank))
     change(0, [1], 5.0)
     change(0, [0, 1], 6.0 if rank else None)
+    change(None, [1], 7.0)
     return {"found": found}
 
 
@@ -143,6 +144,50 @@ def edited_differently():
         model.weight.grad.mul_(noise.item())
         return {"said": str(error), "values": before + model.weight.grad.unique().tolist()}
     return {}
+
+
+def fragments():
+    """Go backward by the engine on one model and by the loss on another; then look at and set what their
+    engines keep of a parameter.
+    """
+    shown = []
+    for user in (False, True):
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "infinity": {"host_memory": "64MiB"},
+        }
+        torch.manual_seed(0)
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = torch.nn.Sequential(torch.nn.Linear(100, 50), torch.nn.Linear(50, 3))
+        engine = deepspeed.initialize(model=model, config=config)[0]
+        for number in range(6):
+            draw = torch.Generator().manual_seed(10 * number + dist.get_rank())
+            loss = engine(torch.randn(2, 100, generator=draw)).square().sum()
+            loss.backward() if user else engine.backward(loss)
+            if number < 5:
+                engine.step()
+        weight = model[0].weight
+        grad = deepspeed.utils.safe_get_full_grad(weight)
+        shown.append({**model.state_dict(), "grad": grad, "norm": grad.norm()})
+    keys = ("exp_avg", "exp_avg_sq")
+    state, tools = engine.optimizer.state_dict()["state"][0], deepspeed.utils
+    whole = [tools.safe_get_full_optimizer_state(weight, key) for key in keys]
+    own = [tools.safe_get_local_optimizer_state(weight, key) for key in keys]
+    own += [tools.safe_get_local_fp32_param(weight), tools.safe_get_local_grad(weight)]
+    tools.safe_set_full_fp32_param(weight, torch.full((50, 100), 0.25))
+    tools.safe_set_local_optimizer_state(weight, torch.full_like(own[0], 1 + dist.get_rank()), "exp_avg")
+    tools.safe_set_full_grad(weight, torch.full((50, 100), 1 / 3))
+    return {
+        "same": all(torch.equal(shown[0][name], one) for name, one in shown[1].items()),
+        "whole": all(torch.equal(one, state[key]) for one, key in zip(whole, keys, strict=True)),
+        "own": [one.tolist() for one in own],
+        "of": [one.flatten().tolist() for one in (*whole, shown[1]["0.weight"], grad)],
+        "set": tools.safe_get_full_fp32_param(weight).unique().tolist(),
+        "moment": tools.safe_get_full_optimizer_state(weight, "exp_avg").flatten().tolist(),
+        "grad": tools.safe_get_full_grad(weight).unique().tolist(),
+    }
 
 
 def seeds():

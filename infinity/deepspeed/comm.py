@@ -1,0 +1,25 @@
+"""deepspeed.comm: torch.distributed by DeepSpeed's name, with the calls that only DeepSpeed has."""
+
+from typing import Any
+
+from torch import distributed
+
+from infinity.deepspeed_launch import init_distributed, local_rank
+
+
+def get_local_rank() -> int:
+    """Return this process's rank on its machine."""
+    return local_rank()
+
+
+def get_world_group() -> Any:
+    """Return the group of all ranks."""
+    return distributed.group.WORLD
+
+
+def __getattr__(name: str) -> Any:
+    """Ask torch.distributed."""
+    return getattr(distributed, name)
+
+
+__all__ = ["get_local_rank", "get_world_group", "init_distributed"]
