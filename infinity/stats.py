@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from html import escape
 from typing import Any
 
 from torch import nn
@@ -14,8 +16,12 @@ from infinity.counts import Counts
 from infinity.engine import Engine, engine_of_model
 from infinity.forecast import Moves, Room, predict_step
 from infinity.simulated import Rates
+from infinity.sizes import format_size
 from infinity.trace import Phase
 from infinity.unit import Unit
+
+_WIDTH = 100
+"""Characters of a value in a summary."""
 
 _TOTAL = {"total": True}
 """Marks a field that grows from the start on: `since` takes away what an earlier snapshot had."""
@@ -56,7 +62,8 @@ class SliceStats:
 @dataclass(frozen=True, slots=True)
 class Stats:
     """A snapshot of one engine. Uses, bytes moved and seconds count from when the model was built, or, in
-    what `since` returns, from the earlier snapshot; all else holds now.
+    what `since` returns, from the earlier snapshot; all else holds now. Printed, and in a notebook, it is a
+    summary of about ten lines; its attributes, and `dataclasses.asdict`, have all of it.
     """
 
     parameters: int
@@ -136,6 +143,55 @@ class Stats:
         """Return what happened between an earlier snapshot of the same engine and this one."""
         difference: Stats = _since(self, earlier)
         return difference
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return the summary that is printed, as (what, value): as many rows for a model of any size."""
+        moved = f"read {format_size(self.nvme_read_nbytes)}, written {format_size(self.nvme_written_nbytes)}"
+        if self.steps and self.parameters:
+            share = self.parameters / self.ranks * self.steps
+            moved += (
+                f"; {(self.nvme_read_nbytes + self.nvme_written_nbytes) / share:.1f} B per parameter and step"
+            )
+        held = f"{format_size(self.budget_nbytes)}, {format_size(self.budget_held_nbytes)} of it in use now"
+        where = f"{format_size(self.nvme_nbytes)} on NVMe (I/O engine: {self.io_engine}), "
+        uses = f"{self.hits:,} hits, {self.misses:,} misses, {self.divergences:,} out of the plan's order"
+        rows = [
+            ("steps", f"{self.steps:,}" + (f", rank {self.rank} of {self.ranks}" if self.ranks > 1 else "")),
+            ("parameters", f"{self.parameters:,} in {len(self.units):,} units"),
+            ("state now", f"{where}{format_size(self.host_nbytes)} in host memory"),
+            ("host_memory", held),
+            ("NVMe moved", moved),
+            ("computing waited", f"{self.stall_s:.1f} s: {_seconds(self.stalls_s)}"),
+            ("record lane", _seconds(self.lane_s)),
+            ("uses of units", f"{uses}; plans: {self.plans:,}"),
+            (
+                "placement",
+                f"{self.placement_revisions:,} revisions; {self.placement_reason or 'none decided'}",
+            ),
+        ]
+        if self.ranks > 1:
+            exchanged = (f"{kind} {format_size(nbytes)}" for kind, nbytes in self.exchanged_nbytes.items())
+            rows.append(("ranks exchanged", ", ".join(exchanged)))
+        if self.predicted_step_s is not None:
+            rows.append(("predicted step", f"{self.predicted_step_s:.2f} s"))
+        rows.append(("more", ".units, .slices, .frequency, .plan, .since(earlier); dataclasses.asdict(...)"))
+        return [(what, textwrap.shorten(value, _WIDTH, placeholder=" ...")) for what, value in rows]
+
+    def __repr__(self) -> str:
+        rows = self.rows()
+        width = max(len(what) for what, _ in rows)
+        return "\n".join(f"{what:{width}}  {value}" for what, value in rows)
+
+    def _repr_html_(self) -> str:
+        """Return the summary as a table, for a notebook."""
+        cells = (f"<tr><th>{escape(what)}</th><td>{escape(value)}</td></tr>" for what, value in self.rows())
+        return f"<table>{''.join(cells)}</table>"
+
+
+def _seconds(spent: Mapping[str, float]) -> str:
+    """Name what seconds went into, most first."""
+    by_length = sorted(spent.items(), key=lambda one: -one[1])
+    return ", ".join(f"{name.replace('_', ' ')} {seconds:.1f} s" for name, seconds in by_length)
 
 
 def _since(later: Any, earlier: Any) -> Any:

@@ -1,6 +1,6 @@
 """Statistics: a snapshot of a real engine, and the difference of two."""
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import NamedTuple
 
 import pytest
@@ -93,6 +93,63 @@ def test_a_step_of_a_real_engine_is_the_difference_of_two_snapshots(folder):
     assert set(step.lane_s) >= {"read_wait", "work", "write_wait", "idle"}
     assert set(step.stalls_s) == {"read", "slot", "update", "gradients"}
     assert all(spent >= 0 for spent in [*step.lane_s.values(), *step.stalls_s.values()])
+
+
+def layers(number):
+    with Init(host_memory="16MiB"):
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(number)))
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    model(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    return stats(model)
+
+
+def test_printed_it_is_about_ten_lines_for_a_model_of_any_size_and_has_all_of_it_all_the_same():
+    few, many = layers(2), layers(60)
+    for now in (few, many):
+        lines = str(now).splitlines()
+        assert len(lines) == 10
+        assert max(map(len, lines)) <= 120
+        assert repr(now) == str(now)
+    said = dict(many.rows())
+    assert said["parameters"] == f"{60 * 72:,} in 60 units"
+    assert said["steps"] == "1"
+    assert said["host_memory"].startswith("16.0 MiB, ")
+    assert said["uses of units"].startswith(f"{many.hits} hits, ")
+    assert [unit["name"] for unit in asdict(many)["units"]] == [str(number) for number in range(60)]
+    assert "B59" in many.plan
+
+
+def test_printed_it_says_what_moved_and_what_was_waited_for():
+    now = snapshot(
+        1,
+        parameters=1000,
+        steps=2,
+        ranks=2,
+        rank=1,
+        read_nbytes={("nvme", "hi"): 10_000, ("host", "m"): 1},
+        written_nbytes={("nvme", "hi"): 20_000},
+        stalls_s={"read": 1.0, "slot": 2.5},
+        lane_s={"read_wait": 4.0},
+        exchanged_nbytes={"gather": 2048},
+        placement_reason="because " * 100,
+    )
+    said = dict(now.rows())
+    assert said["steps"] == "2, rank 1 of 2"
+    assert said["NVMe moved"] == "read 9.8 KiB, written 19.5 KiB; 30.0 B per parameter and step"
+    assert said["computing waited"] == "3.5 s: slot 2.5 s, read 1.0 s"
+    assert said["record lane"] == "read wait 4.0 s"
+    assert said["ranks exchanged"] == "gather 2.0 KiB"
+    assert len(said["placement"]) <= 100
+    assert len(str(now).splitlines()) == 12
+
+
+def test_a_notebook_shows_a_table_of_the_same_rows():
+    now = snapshot(1, read_nbytes={}, written_nbytes={}, io_engine="<fake>")
+    table = now._repr_html_()
+    assert table.count("<tr>") == len(now.rows())
+    assert "&lt;fake&gt;" in table
+    assert "<fake>" not in table
 
 
 class Table(nn.Module):
