@@ -15,15 +15,12 @@ from typing import Any, TypeGuard
 
 from torch.optim import Optimizer
 
+from infinity.optimizer_options import DECOUPLED, IMPLEMENTATION, MISSING
 from infinity.tracked import Tracking
 
 _ELEMENTWISE = frozenset({"Adadelta", "Adamax", "RAdam", "RMSprop", "Rprop"})
 """Classes of torch.optim that infinity.Elementwise takes."""
 _OURS = ("AdamW", "Adam", "SGD", "Adagrad", "Lion")
-_IMPLEMENTATION = frozenset({"foreach", "fused"})
-"""Options of torch.optim that choose among implementations, and change nothing here."""
-_MISSING = frozenset({"amsgrad", "capturable", "differentiable", "maximize"})
-"""Options of torch.optim that ours do not have."""
 _AVERAGE = re.compile(r"EMA|Ema(?![a-z])|Averag")
 _NEAR = 20
 """Frames in which a class whose name speaks of an average is taken for the one that wants the values."""
@@ -92,6 +89,8 @@ def in_place_of(optimizer: Optimizer) -> str:
     kind = type(optimizer)
     name = kind.__name__
     options, dropped = _options(optimizer)
+    if name == "Adam" and optimizer.defaults.get(DECOUPLED):
+        name = "AdamW"
     given = "".join(f", {key}={value!r}" for key, value in options.items())
     if name in _OURS:
         call = f"infinity.{name}(params{given})"
@@ -121,10 +120,10 @@ def _options(optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
     given = {
         name: value
         for name, value in optimizer.defaults.items()
-        if name in known and name not in _IMPLEMENTATION and known[name].default != value
+        if name in known and name not in {*IMPLEMENTATION, DECOUPLED} and known[name].default != value
     }
-    taken = {name: value for name, value in given.items() if name not in _MISSING}
-    return taken, sorted(set(given) & _MISSING)
+    taken = {name: value for name, value in given.items() if name not in MISSING}
+    return taken, sorted(set(given) & MISSING)
 
 
 def is_foreign(one: object) -> TypeGuard[Optimizer]:

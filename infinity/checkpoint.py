@@ -380,7 +380,7 @@ def optimizer_in(
     for group, found in zip(optimizer.param_groups, groups, strict=True):
         group.update(found["options"])
         for parameter in group["params"]:
-            optimizer.state.pop(parameter, None)
+            optimizer.counts.pop(parameter, None)
             step = saved["steps"].get(inventory.names[id(parameter)])
             if step is not None:
-                optimizer.state[parameter]["step"] = int(step)
+                optimizer.counts[parameter] = {"step": int(step)}

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import posixpath
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, meant
 from infinity.shard import Format
 from infinity.sizes import format_size, parse_size
 
@@ -97,6 +98,11 @@ class Config:
     """`tile_above` in bytes; None for None and "auto"."""
     nvme_folders: tuple[str, ...] = field(init=False)
     """The folders of `nvme`; none without an NVMe tier."""
+
+    def __new__(cls, *_args: Any, **fields: Any) -> Config:  # noqa: PYI034 - Self is of Python 3.11
+        """Refuse fields that are not known, before they are set."""
+        check_fields(fields)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         """Check every field, and derive what is written in more than one way."""
@@ -203,6 +209,17 @@ class Config:
         state = "" if self.state_dtype == "fp32" else f", state_dtype={self.state_dtype}"
         durable = f", durable={self.durable!r}" if self.durable_steps else ""
         return f"nvme={nvme}, host_memory={host}, device={device}, dtype={self.dtype}{state}{durable}"
+
+
+def check_fields(given: Iterable[str], more: Iterable[str] = ()) -> None:
+    """See that these are fields of Config, or among what its caller takes `more`.
+
+    Raises: TypeError naming the first that is not, and what may have been meant.
+    """
+    known = [one.name for one in dataclasses.fields(Config) if one.init]
+    for name in given:
+        if name not in known:
+            raise TypeError(f"Config has no setting {name!r}{meant(name, [*known, *more])}")
 
 
 def _verify(how: object) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class InfinityError(Exception):
     """Any error that Infinity raises by itself (errors of the operating system stay OSError)."""
@@ -33,3 +36,10 @@ class UnsupportedError(InfinityError, RuntimeError):
 
 class RanksError(InfinityError, RuntimeError):
     """The ranks of a run did not do the same at the same time, or some of them are gone."""
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: which of the known ones it may be, or all."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else f". It has {', '.join(names)}"

@@ -109,7 +109,7 @@ def _fill(saved: _Saved, moments: _Moments | None, inventory: Inventory, model: 
             for field, key in (("m", "exp_avg"), ("v", "exp_avg_sq")):
                 values[field] = saved.part(name, moments[key], start, stop)
             optimizer.make_room(engine, parameter)
-            optimizer.state[parameter]["step"] = saved.step(name)
+            optimizer.counts[parameter] = {"step": saved.step(name)}
         engine.write_part(parameter, values)
 
 

@@ -17,7 +17,7 @@ from torch.nn.modules.module import (
 )
 
 from infinity.activation_parts import open_parts
-from infinity.config import Config
+from infinity.config import Config, check_fields
 from infinity.construction import Construction
 from infinity.engine import Engine
 from infinity.errors import ConfigError, UnsupportedError
@@ -76,6 +76,7 @@ class Init:
         """Check the settings."""
         if config is not None and fields:
             raise ConfigError("Init takes a Config or its fields, not both")
+        check_fields(fields, ("config", "process_group", "partition_activations"))
         self.config = config if config is not None else Config(**fields)
         self._process_group = process_group
         self._copies = partition_activations

@@ -119,7 +119,7 @@ class Inventory:
     @property
     def steps(self) -> dict[str, int]:
         """How many updates each parameter has had; one that had none is not there, and has no moments."""
-        state = self.optimizer.state if self.optimizer is not None else {}
+        state = self.optimizer.counts if self.optimizer is not None else {}
         return {self.names[id(one)]: int(kept["step"]) for one, kept in state.items() if kept.get("step")}
 
     # Types and shapes

@@ -35,8 +35,10 @@ from infinity.fetch import Update
 from infinity.gradient import Form, Gradient, applied_message
 from infinity.loss_scale import warn_unscaled
 from infinity.offloaded import OffloadedGradient
+from infinity.optimizer_options import check_group
 from infinity.optimizer_state import check_room, checked_states
-from infinity.ownership import Owning, Place, check_current, engine_for
+from infinity.optimizer_view import ShowingState
+from infinity.ownership import Place, check_current, engine_for
 from infinity.recipes import Recipe
 from infinity.tracked import Tracking
 from infinity.unit import Unit
@@ -45,16 +47,17 @@ MISSED_LIMIT = 100
 """Steps with gradients of zeros that may wait for a record to pass; see [Note: missed steps]."""
 
 
-class OffloadedOptimizer(Owning, Tracking, Optimizer):
+class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[misc]  # state, on demand
     """What all optimizers on parameters built inside `with infinity.Init(...)` share.
 
     params: as every torch Optimizer takes them. defaults: of a param group's options; recipe: what the
     optimizer computes, and keeps. max_norm: clip the global gradient norm, in fp32, inside the update (leave
     it None where you call torch.nn.utils.clip_grad_norm_). update: "forward" or "backward"; see [Note: when
     an update happens]. seed: of the random bits that round the moments of Config(state_dtype="bf16" or
-    "int8"); the same seed, the same bits.
+    "int8"); the same seed, the same bits. `state` shows what lies in records; see ParameterState.
 
-    Raises: ValueError for settings out of range and for parameters that were not built in Init.
+    Raises: ValueError for settings out of range and for parameters that were not built in Init;
+    UnsupportedError for options of torch's that it does not have.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class OffloadedOptimizer(Owning, Tracking, Optimizer):
         budget that works, where the state has to fit host memory and does not.
         """
         check_current(self, "add_param_group()")
+        check_group(type(self).__name__, self.defaults, param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]["params"]
         known = dict(self.mine)
@@ -247,7 +251,7 @@ class OffloadedOptimizer(Owning, Tracking, Optimizer):
 
     def _scalars(self, group: dict[str, Any], parameter: nn.Parameter, clip: float) -> tuple[Any, int]:
         """Count the parameter's step; return its scalars and the key of its random bits."""
-        state = self.state[parameter]
+        state = self.counts.setdefault(parameter, {})
         step = state.get("step", 0) + 1
         scalars = self.recipe.scalars(group, step, clip)
         state["step"] = step
@@ -320,7 +324,7 @@ class OffloadedOptimizer(Owning, Tracking, Optimizer):
         for index, parameter in enumerate(parameters):
             if index in packed["state"]:  # a hook may leave state out
                 values = self.mine[id(parameter)].engine.read(parameter, list(self.recipe.state))
-                step = torch.tensor(float(self.state[parameter]["step"]))
+                step = torch.tensor(float(self.counts[parameter]["step"]))
                 named = dict(zip(self.recipe.state.values(), values, strict=True))
                 packed["state"][index] = {"step": step, **named}
         return packed
@@ -334,6 +338,8 @@ class OffloadedOptimizer(Owning, Tracking, Optimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         by_number = dict(zip(numbers, parameters, strict=False))
+        for group in state_dict["param_groups"]:
+            check_group(type(self).__name__, self.defaults, group)
         states = checked_states(self.recipe, state_dict["state"], by_number)
         steps = {number: {"step": int(state.get("step", 1))} for number, state in states.items()}
         super().load_state_dict({**state_dict, "state": steps})

@@ -1,7 +1,8 @@
 """The optimizers that users name: torch's signatures, and Infinity's own options behind them.
 
 All take max_norm, update and seed as OffloadedOptimizer does, and param groups as torch's. Options that only
-choose among implementations of torch (foreach, fused, capturable, differentiable) are not there.
+choose among implementations of torch (foreach, fused) are taken and change nothing; amsgrad, maximize,
+capturable and differentiable are taken where they are False.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import nn
 from infinity import recipes
 from infinity.engine import Engine
 from infinity.optim import OffloadedOptimizer
+from infinity.optimizer_options import settle
 
 When = Literal["forward", "backward"]
 
@@ -37,12 +39,15 @@ class AdamW(OffloadedOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,  # noqa: FBT001, FBT002 - as torch has it
         *,
         max_norm: float | None = None,
         update: When = "forward",
         seed: int = 0,
+        **options: Any,
     ) -> None:
         """Take the parameters; room for their moments is allocated now."""
+        settle(AdamW, torch.optim.AdamW, {"amsgrad": amsgrad, **options}, params)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, recipes.ADAMW, max_norm=max_norm, update=update, seed=seed)
 
@@ -57,11 +62,14 @@ class Adam(OffloadedOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        amsgrad: bool = False,  # noqa: FBT001, FBT002 - as torch has it
         *,
         max_norm: float | None = None,
         update: When = "forward",
+        **options: Any,
     ) -> None:
         """Take the parameters; room for their moments is allocated now."""
+        settle(Adam, torch.optim.Adam, {"amsgrad": amsgrad, **options}, params)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, recipes.ADAM, max_norm=max_norm, update=update)
 
@@ -86,8 +94,10 @@ class SGD(OffloadedOptimizer):
         *,
         max_norm: float | None = None,
         update: When = "forward",
+        **options: Any,
     ) -> None:
         """Take the parameters; room for their momentum is allocated now."""
+        settle(SGD, torch.optim.SGD, options, params)
         if nesterov and not momentum:
             raise ValueError(f"nesterov=True with momentum={momentum}: Nesterov's momentum is above 0")
         groups = list(params)
@@ -115,8 +125,10 @@ class Adagrad(OffloadedOptimizer):
         *,
         max_norm: float | None = None,
         update: When = "forward",
+        **options: Any,
     ) -> None:
         """Take the parameters; room for their sums is allocated now."""
+        settle(Adagrad, torch.optim.Adagrad, options, params)
         if not initial_accumulator_value >= 0:
             raise ValueError(f"initial_accumulator_value={initial_accumulator_value}: expected at least 0")
         defaults = {"lr": lr, "lr_decay": lr_decay, "eps": eps, "weight_decay": weight_decay}
@@ -149,7 +161,9 @@ class Lion(OffloadedOptimizer):
         *,
         max_norm: float | None = None,
         update: When = "forward",
+        **options: Any,
     ) -> None:
         """Take the parameters; room for their momentum is allocated now."""
+        settle(Lion, None, options, params)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         super().__init__(params, defaults, recipes.LION, max_norm=max_norm, update=update)

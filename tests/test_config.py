@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import infinity
 from infinity import Config, ConfigError
 
 
@@ -76,5 +77,11 @@ def test_a_setting_that_cannot_work_is_refused_by_name(fields, named):
 
 
 def test_an_unknown_setting_is_refused():
-    with pytest.raises(TypeError, match="host_memroy"):
+    with pytest.raises(TypeError, match="no setting 'host_memroy'; did you mean 'host_memory'"):
         Config(host_memroy="1GiB")
+    with pytest.raises(TypeError, match=r"no setting 'gpu'. It has nvme, host_memory, .*wipe"):
+        Config(gpu=1)
+    with pytest.raises(TypeError, match="did you mean 'host_memory'"):
+        infinity.Init(host_mem="1GiB")
+    with pytest.raises(TypeError, match="did you mean 'process_group'"):
+        infinity.Init(process_groups=None)
