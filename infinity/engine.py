@@ -22,7 +22,7 @@ from infinity.arrivals import Arrivals
 from infinity.calls import Entering, Leaving
 from infinity.config import Config
 from infinity.device import Device, choose_cores, open_device
-from infinity.errors import HostMemoryError, UnsupportedError
+from infinity.errors import HostMemoryError
 from infinity.exchange import Exchange
 from infinity.executor import Executor
 from infinity.gradient_store import GradientStore
@@ -36,7 +36,7 @@ from infinity.pins import Pins
 from infinity.queueing import Pass
 from infinity.ranks import open_ranks
 from infinity.record import Record, Traffic
-from infinity.released import CONVERSIONS, not_resident, owner_of, set_owner
+from infinity.released import CONVERSIONS, not_converted, not_resident, owner_of, set_owner
 from infinity.shard import lay_out, share
 from infinity.sizes import format_size
 from infinity.slices import Slices
@@ -257,10 +257,8 @@ class Engine:
             return answer
         name = self.name_of(parameters[0])
         if operation in CONVERSIONS:
-            raise UnsupportedError(
-                f"{name}: a model built in Init stays on {self.config.device!r} in {self.weights.dtype}: "
-                f"{operation}() is refused. Set Config(device=..., dtype=...) instead."
-            )
+            where = f"{self.config.device!r} in {self.weights.dtype}"
+            raise not_converted(name, operation, where)
         raise not_resident(parameters[0], operation, name)
 
     def before_change(self) -> None:

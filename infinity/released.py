@@ -149,6 +149,10 @@ class Released(nn.Parameter):
                 )  # nn.Parameter(p) wants the type back that p has by now
         return answer
 
+    def as_subclass(self, cls: type[torch.Tensor]) -> Any:
+        """As ever, which torch does not ask `__torch_function__` about."""
+        return type(self).__torch_function__(torch.Tensor.as_subclass, (), (self, cls))
+
     def __repr__(self) -> str:  # type: ignore[override]
         """What is known without the values."""
         where = f"shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r}"
@@ -203,6 +207,15 @@ def _wrap(parameter: nn.Parameter, operation: str) -> str:
         return f"To copy a parameter, do so inside {advice.GATHERED}. {advice.SECOND_MODEL}"
     backward = torch.is_grad_enabled() and parameter.requires_grad
     return f"Wrap the code{', and a backward through what it computes,' * backward} in {advice.GATHERED}."
+
+
+def not_converted(name: str, operation: str, where: str) -> UnsupportedError:
+    """Return the error for a conversion of the parameter `name`, or of its model, from `where` it is."""
+    return UnsupportedError(
+        f"{name}: a model built in Init stays on {where}: {operation}() is refused. Set "
+        "Config(device=..., dtype=...) instead; a parameter gives a converted copy inside "
+        "`with infinity.gathered(parameter):`."
+    )
 
 
 def release(parameter: nn.Parameter, placeholder: torch.Tensor) -> None:

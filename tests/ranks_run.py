@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import infinity
 import models
 import parity
+import sweep
 from infinity import reference
 from infinity.engine import engine_of_model
 from infinity.presets import PRESETS, llama
@@ -458,6 +459,8 @@ CASES = {
     "changed by one": changed_by_one,
     "fragments": fragments,
     "seeds": seeds,
+    "sweep": lambda: {"wrong": sweep.sweep(each_once=True)},
+    "whole sweep": lambda: {"wrong": sweep.sweep()},
     "traffic": traffic,
     "nvme traffic": nvme_traffic,
     "memory": memory,

@@ -37,6 +37,7 @@ USES = {
     "asarray": np.asarray,
     "detach": lambda p: p.detach(),
     "clone": lambda p: p.clone(),
+    "as_subclass": lambda p: p.as_subclass(torch.Tensor),
     "T": lambda p: p.T,
     "view": lambda p: p.view(-1),
     "data_ptr": lambda p: p.data_ptr(),
@@ -113,6 +114,25 @@ BY_SHAPE = {
     "reshape_as": lambda p: torch.arange(16).reshape_as(p),
     "expand_as": lambda p: torch.arange(4).expand_as(p),
 }
+
+
+UNASKED = {
+    "torch.tensor": torch.tensor,
+    "torch.Tensor": torch.Tensor,
+    "new_tensor": lambda p: torch.ones(1).new_tensor(p),
+    "set_": lambda p: torch.ones(4, 4).set_(p),
+}
+
+
+@pytest.mark.parametrize("name", UNASKED)
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning")
+def test_where_torch_does_not_ask_the_parameter_there_are_nans_and_no_other_values(name):
+    with infinity.Init(host_memory="16MiB", dtype="fp32"):
+        layer = nn.Linear(4, 4)
+    use = UNASKED[name]
+    assert use(layer.weight).isnan().all()
+    with infinity.gathered(layer):
+        assert not use(layer.weight).isnan().any()
 
 
 def described(answer):

@@ -1,0 +1,31 @@
+"""Every public method of torch.Tensor and the operators, on a parameter that is released, in a forward, in
+`gathered` with and without write: as in torch at three budgets, or an error whose advice works. Faked:
+nothing; sweep.py says how, sweep_calls.py with which arguments.
+"""
+
+import pytest
+import torch
+
+import sweep
+from sweep_calls import LEFT_OUT, methods
+from test_ranks import launch
+
+pytestmark = pytest.mark.disk
+
+
+@pytest.mark.parametrize("budget", sweep.BUDGETS)
+def test_every_method_does_what_it_does_in_torch_or_its_refusal_says_what_works(budget):
+    assert len(methods()) > 600
+    assert sweep.sweep([budget]) == []
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("case", ["sweep", pytest.param("whole sweep", marks=pytest.mark.slow)])
+def test_every_method_does_so_on_two_ranks(case, tmp_path):
+    for answer in launch(tmp_path, 2, [case]):
+        assert answer[case].get("error", "") == ""
+        assert answer[case]["wrong"] == []
+
+
+def test_what_the_sweep_leaves_out_is_what_torch_has():
+    assert [name for name in LEFT_OUT if not hasattr(torch.Tensor, name)] == []
