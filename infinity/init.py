@@ -88,7 +88,9 @@ class Init:
     def __enter__(self) -> Init:  # noqa: PYI034 - Self is of Python 3.11
         """Open the engine and listen to registrations."""
         if Init._active is not None:
-            raise UnsupportedError("Init inside another Init: build the models one after the other")
+            raise UnsupportedError(
+                "Init inside another Init: build models one after the other, and initialize behind the `with`"
+            )
         self._engine = Engine(self.config, self._process_group)
         if self._copies is not None:
             self._partition_activations(self._engine)
