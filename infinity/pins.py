@@ -22,7 +22,7 @@ from infinity.unit import Unit
 logger = logging.getLogger("infinity")
 
 _REVISED_EVERY = 8
-"""Steps. Expectations change slowly; see frequency."""
+"""Steps. Expectations change slowly; but where the pattern has changed each step counts: see frequency."""
 
 
 class Pins:
@@ -54,13 +54,15 @@ class Pins:
         self._steps = 0
 
     def close_step(self) -> None:
-        """Decide anew from time to time, first after the first step: it shows what gradients take."""
+        """Decide anew from time to time, first after the first step: it shows what gradients take. After each
+        step while what is used is changing.
+        """
         self._steps += 1
         gradients = (
             self._kept.peak_nbytes if self._steps == 1 else self._kept.held_nbytes - self._host.held_nbytes
         )
         self._gradient_nbytes = max(self._gradient_nbytes, gradients)
-        if self._steps % _REVISED_EVERY == 1:
+        if self._steps % _REVISED_EVERY == 1 or self._frequencies.unsettled:
             self._revise()
         self._set_targets()
 

@@ -117,7 +117,7 @@ def follow(run, sizes, room, *, every=4, half_life_steps=20.0, horizon_steps=20)
             frequencies.updated(unit)
             done.nbytes += 0 if (unit, "m") in done.placements[-1] else 2 * sizes[unit]
         frequencies.close_step()
-        if number % every == 0:
+        if number % every == 0 or frequencies.unsettled:
             candidates = [
                 Candidate(unit, "m", nbytes, frequencies.fetches(unit), frequencies.updates(unit))
                 for unit, nbytes in enumerate(sizes)

@@ -203,12 +203,12 @@ def test_hot_experts_lie_in_host_memory_and_the_placement_follows_when_others_be
             used = [*hot, rare] if number % 4 == 0 else hot
             step(ours, plain, torch.cat([routed_to(expert)[:3] for expert in used]))
 
-    train(18, hot=[2, 3])
+    train(26, hot=[2, 3])
     before, first = placed(ours[0]), stats(ours[0])
     assert before[2] == before[3] == 1
     assert before[6] == before[7] == 0
     assert max(before[4], before[5]) < 1
-    train(32, hot=[4, 5])
+    train(8, hot=[4, 5])
     after, second = placed(ours[0]), stats(ours[0])
     assert after[4] == after[5] == 1
     assert min(after[2], after[3]) < 1

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infinity import frequency
 from infinity.frequency import Frequencies, SliceCounts
 from infinity.placement import Candidate, Rooms, choose, revise
 from policies import belady, dense, follow, lfu, lru, static, zipf_routing
@@ -41,7 +42,11 @@ def test_what_every_step_does_is_expected_from_the_first_on(uses, steps, half_li
 
 def test_after_its_half_life_a_step_counts_half():
     assert counted(1, 0, half_life_steps=1.0).uses(0) == pytest.approx(0.5 / 1.5)
-    assert counted(*[1] * 500, *[0] * 10, half_life_steps=10.0).uses(0) == pytest.approx(0.5, abs=1e-3)
+    rows = SliceCounts(1, half_life_steps=10.0)
+    for step in range(510):
+        rows.observe(np.zeros(1 if step < 500 else 0, np.int64))
+        rows.close_step()
+    assert rows.frequencies()[0] == pytest.approx(0.5, abs=1e-3)
 
 
 def test_what_is_no_longer_used_is_forgotten():
@@ -65,6 +70,45 @@ def test_units_are_counted_apart():
         frequencies.used(unit)
     frequencies.close_step()
     assert [frequencies.uses(unit) for unit in range(3)] == pytest.approx([1, 0, 2])
+
+
+def unsettled_after(run, units):
+    """Count the uses of a run's steps; return those after which the pattern counts as changed."""
+    frequencies, found = Frequencies(units), []
+    for number, step in enumerate(run, 1):
+        for unit in step:
+            frequencies.used(unit)
+        frequencies.close_step()
+        if frequencies.unsettled:
+            found.append(number)
+    return found, frequencies
+
+
+def test_a_clear_change_is_seen_at_once_and_what_was_expected_before_it_forgotten():
+    found, frequencies = unsettled_after([[0, 1]] * 40 + [[2, 3]] * 6, 8)
+    assert 41 <= found[0] <= 43
+    assert found == list(range(found[0], 47))
+    assert min(map(frequencies.uses, (2, 3))) > 0.6
+    assert max(map(frequencies.uses, (0, 1))) < 0.4
+    assert [frequencies.uses(unit) for unit in range(4, 8)] == [0] * 4
+
+
+def test_after_a_change_every_step_counts_for_a_while_and_then_it_is_settled():
+    found, _ = unsettled_after([[0, 1]] * 40 + [[2, 3]] * 60, 8)
+    assert max(found) < 60
+
+
+def test_what_the_change_does_not_concern_is_expected_as_before():
+    often = [unit for unit in range(8, 16) if unit % 2]
+    run = [[0, 1, *(often if step % 3 else [])] for step in range(60)]
+    run += [[2, 3, *(often if step % 3 else [])] for step in range(6)]
+    found, frequencies = unsettled_after(run, 16)
+    assert found[0] > 60
+    assert [frequencies.uses(unit) for unit in often] == pytest.approx([2 / 3] * 4, abs=0.05)
+
+
+def test_one_unit_that_is_used_twice_is_no_change():
+    assert unsettled_after([[0, 1]] * 40 + [[0, 1, 2]] * 2 + [[0, 1]] * 20, 64)[0] == []
 
 
 @pytest.mark.parametrize("half_life_steps", [0, -1])
@@ -174,6 +218,41 @@ def test_counting_that_never_forgets_falls_behind_the_drift(seed):
 def test_following_the_drift_takes_few_moves(seed):
     followed = follow(*routed(seed), 32)
     assert 0 < followed.moved_nbytes < 0.05 * followed.nbytes
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("before", [20, 37, 60])
+def test_other_experts_that_become_popular_are_kept_8_steps_later(seed, before):
+    random = np.random.default_rng(seed)
+    first, second = random.permutation(32).reshape(4, 8)[:2]
+    run = [
+        sorted({*map(int, first if step < before else second), *np.flatnonzero(random.random(32) < 0.05)})
+        for step in range(before + 20)
+    ]
+    placed = follow(run[: before + 8], [1] * 32, 8, every=8).placements[-1]
+    late = {int(unit) for unit in second} - {unit for unit, _ in placed}
+    assert len(late) <= 1, "who holds its place was used, by chance, as the pattern changed"
+
+
+def stationary(seed):
+    """Skewed routing that stays; and steps drawn from six topics, each with experts of its own."""
+    random = np.random.default_rng(seed)
+    topics = [np.flatnonzero(random.random(UNITS) < 0.3).tolist() for _ in range(6)]
+    chances = [0.4, 0.2, 0.15, 0.1, 0.1, 0.05]
+    return zipf_routing(seed, 200, drift=0), [topics[random.choice(6, p=chances)] for _ in range(200)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("room", [32, 64])
+def test_routing_that_wavers_and_stays_moves_what_it_would_if_no_change_were_looked_for(
+    seed, room, monkeypatch
+):
+    found = []
+    for surprise in (frequency.SURPRISE, float("inf")):
+        monkeypatch.setattr(frequency, "SURPRISE", surprise)
+        runs = stationary(seed)
+        found.append([follow(run, [1] * UNITS, room, every=8).nbytes for run in runs])
+    assert found[0] == found[1]
 
 
 # Against other policies: dense training
