@@ -1,5 +1,5 @@
-"""Models as DeepSpeed's tests build them: weights used and returned elsewhere, outputs of any kind, modules that
-come late, checkpoints before and after the first step. Trusted: plain torch.
+"""Models as DeepSpeed's tests build them: weights used and returned elsewhere, outputs of any kind, modules
+that come late, checkpoints before and after the first step. Trusted: plain torch.
 """
 
 from dataclasses import dataclass

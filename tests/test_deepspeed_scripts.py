@@ -1,5 +1,6 @@
-"""Scripts written for DeepSpeed run with one line changed: `import infinity as deepspeed`. The texts are
-those of DeepSpeed's "Getting Started", and a fine-tuning loop as its users write it; models are small.
+"""Scripts written for DeepSpeed run with one line changed: `import infinity.deepspeed as deepspeed`, or
+`import infinity as deepspeed`. The texts are those of DeepSpeed's "Getting Started", and a fine-tuning loop
+as its users write it; models are small.
 """
 
 import argparse
@@ -62,7 +63,7 @@ for step, batch in enumerate(data_loader):
 """
 
 FINE_TUNING = """
-import infinity as deepspeed
+import infinity.deepspeed as deepspeed
 
 deepspeed.init_distributed()
 parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
