@@ -20,6 +20,7 @@ from rich.table import Table
 
 from infinity import aio, disk, kernels
 from infinity.errors import InfinityError
+from infinity.machine_memory import available_nbytes, total_nbytes
 from infinity.nvme import check_folder
 from infinity.sizes import BLOCK, format_size
 
@@ -263,14 +264,11 @@ def _machine() -> Iterator[Finding]:
         "CPU", f"{_processor()}, {cores} cores; kernels: {kernels.isa()}, {kernels.threads()} threads", slow
     )
     memory = psutil.virtual_memory()
-    found = f"{format_size(memory.total)}, {format_size(memory.available)} available"
-    limit = _container_limit()
-    if limit is not None and limit < memory.total:
+    available = available_nbytes()
+    found = f"{format_size(memory.total)}, {format_size(available)} available"
+    if (limit := total_nbytes()[0]) < memory.total:
         found += f"; this container may use {format_size(limit)}"
-    fix = (
-        "give --host-memory: the default looks at the whole machine" if limit and limit < memory.total else ""
-    )
-    yield Finding("memory", f"{found}; host_memory by default {format_size(memory.available // 2)}", fix)
+    yield Finding("memory", f"{found}; host_memory by default {format_size(available // 2)}")
     yield Finding("torch", f"{torch.__version__}, {torch.get_num_threads()} threads; {_cuda()}")
     yield _fio()
     missing = [name for name in ("transformers", "matplotlib") if importlib.util.find_spec(name) is None]
@@ -297,17 +295,6 @@ def _processor() -> str:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())
-
-
-def _container_limit() -> int | None:
-    """Return the control group's limit of memory, in bytes; None where there is none."""
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(path).read_text().strip()
-        except OSError:
-            continue
-        return int(text) if text.isdigit() else None
-    return None
 
 
 def _cuda() -> str:

@@ -115,6 +115,7 @@ class Durable:
         self._channel: Channel | None = None
         if ranks.size > 1:
             self._channel = ranks.channel()
+            self._channel.tells = False  # one disk may take longer than another
             ranks.closing.append(self._settle_last)
         self.folders: list[RunFolder] = []
         with contextlib.ExitStack() as opened:

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
-import psutil
 import torch
 from torch import nn
 
@@ -28,6 +27,7 @@ from infinity.executor import Executor
 from infinity.gradient_store import GradientStore
 from infinity.hooks import Hooks
 from infinity.lanes import StreamLane
+from infinity.machine_memory import share_of
 from infinity.memory import Budget, Ledger, Pool, divide, least_total, map_large_blocks, reuse_large_blocks
 from infinity.partition import Partition
 from infinity.passes import ReadPass, WritePass
@@ -63,12 +63,8 @@ class Engine:
         """
         self.config = config
         self.ranks = open_ranks(process_group, config.device, config.timeout_s)
-        total = config.host_nbytes
-        if total is None:
-            total = psutil.virtual_memory().available // 2
-        total = self.ranks.least(total // self.ranks.local_size, "divide host_memory")
         self.form = config.form
-        self.budget: Budget = divide(total, form=self.form)
+        self.budget: Budget = divide(share_of(config.host_nbytes, self.ranks), form=self.form)
         self.device = open_device(self.ranks.device)
         cpus = choose_cores(self.device)
         self.timeline = Timeline()

@@ -12,11 +12,11 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 from torch import nn
 
 from infinity.errors import HostMemoryError, UnsupportedError
+from infinity.machine_memory import available_nbytes
 from infinity.sizes import format_size
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Exchange:
 
 def _check_room(module: nn.Module) -> None:
     needed = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-    available = psutil.virtual_memory().available
+    available = available_nbytes()
     if needed > available:
         raise HostMemoryError(
             f"state_dict: plain copies of the parameters take "

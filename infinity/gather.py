@@ -7,13 +7,13 @@ import logging
 import weakref
 from collections.abc import Iterable, Iterator
 
-import psutil
 import torch
 import xxhash
 from torch import nn
 
 from infinity.engine import Engine, engine_of
 from infinity.errors import HostMemoryError, NotResidentError, UnsupportedError
+from infinity.machine_memory import available_nbytes
 from infinity.passes import WritePass
 from infinity.sizes import format_size
 from infinity.tensors import as_bytes
@@ -144,7 +144,7 @@ def _units_of(what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> dict[U
 
 def _check_room(units: dict[Unit, Engine]) -> None:
     needed = sum(unit.resident_nbytes for unit, engine in units.items() if engine.device.is_host)
-    available = psutil.virtual_memory().available
+    available = available_nbytes()
     if needed > available:
         raise HostMemoryError(
             f"gathered: the values take {format_size(needed)}, {format_size(available)} of memory are "

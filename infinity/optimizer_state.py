@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import psutil
 import torch
 
 from infinity.errors import HostMemoryError
+from infinity.machine_memory import available_nbytes
 from infinity.recipes import Recipe
 from infinity.sizes import format_size
 
@@ -19,7 +19,7 @@ def check_room(recipe: Recipe, parameters: Sequence[torch.Tensor]) -> None:
     Raises: HostMemoryError, with the numbers.
     """
     needed = sum(4 * len(recipe.state) * one.numel() for one in parameters)
-    available = psutil.virtual_memory().available
+    available = available_nbytes()
     if needed > available:
         raise HostMemoryError(
             f"optimizer.state_dict: the moments take {format_size(needed)}, {format_size(available)} of "

@@ -15,7 +15,8 @@ build at the same time, any number of engines each, and nobody but its members n
 
 [Note: who is missing]
 Who waits longer than the timeout, or loses a connection, puts down why in the store that the processes met
-through, and looks there for the others: whoever has put down nothing within a few seconds is named.
+through, and looks there for the others: whoever has put down nothing within a few seconds is named. Long
+before that a wait is told of: see waiting.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +40,8 @@ import torch.distributed as dist
 import xxhash
 
 from infinity.errors import ConfigError, RanksError
+from infinity.groups import all_gather, meet, new_group, store
+from infinity.waiting import Waiting
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -69,10 +73,12 @@ class Channel:
         """Connect the ranks under a name, for data over `backend`. Every one of them does so."""
         self.ranks = ranks
         self._timeout_s = timeout_s
-        self._data = self._control = _group(f"{name} {backend}", ranks, backend, timeout_s)
+        self._data = self._control = new_group(f"{name} {backend}", ranks, backend, timeout_s)
         if backend != "gloo":
-            self._control = _group(f"{name} gloo", ranks, "gloo", timeout_s)
+            self._control = new_group(f"{name} gloo", ranks, "gloo", timeout_s)
         self._sequence = 0
+        self.tells = True
+        """Whether who waits long says so; see waiting."""
 
     def agree(self, what: str) -> None:
         """Return when every rank is about to do `what`.
@@ -106,36 +112,39 @@ class Channel:
     def rows(self, mine: torch.Tensor, what: str) -> list[list[Any]]:
         """Return every rank's numbers, of one type, as many on each."""
         rows = torch.empty(self.ranks.size * mine.numel(), dtype=mine.dtype)
-        self._do(what, lambda: _all_gather(rows, mine, self._control))
+        self._do(what, self._control, partial(all_gather, rows, mine))
         whole: list[list[Any]] = rows.view(self.ranks.size, -1).tolist()
         return whole
 
     def gather_bytes(self, rows: torch.Tensor, mine: torch.Tensor, what: str) -> None:
         """Fill `rows` with every rank's bytes, which lie in host memory."""
-        self._do(what, lambda: _all_gather(rows, mine, self._control))
+        self._do(what, self._control, partial(all_gather, rows, mine))
 
     def gather(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> None:
         """Fill `whole` with every rank's `part`, in their order; `part` may be its place in `whole`."""
-        self._do(what, lambda: _all_gather(whole, part, self._over(whole)))
+        self._do(what, self._over(whole), partial(all_gather, whole, part))
 
     def spread(self, values: torch.Tensor, root: int, what: str) -> None:
         """Fill `values`, which are as many on every rank, with those of rank `root`."""
-        group, source = self._over(values), self.ranks.members[root]
-        self._do(what, lambda: dist.broadcast(values, source, group=group))
+        source = self.ranks.members[root]
+        self._do(what, self._over(values), partial(dist.broadcast, values, source))
 
     def _over(self, values: torch.Tensor) -> Any:
         return self._data if values.is_cuda else self._control  # what is in host memory goes over gloo
 
     def exchange(self, received: torch.Tensor, sent: torch.Tensor, what: str) -> None:
         """Send the i-th equal part of `sent` to rank i; `received` gets what came, in the order of ranks."""
-        self._do(what, lambda: dist.all_to_all_single(received, sent, group=self._data))
+        self._do(what, self._data, partial(dist.all_to_all_single, received, sent))
 
-    def _do(self, what: str, collective: Callable[[], object]) -> None:
+    def _do(self, what: str, group: Any, collective: Callable[..., Any]) -> None:
+        on_host = group is self._control and self.tells
         began = time.perf_counter()
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # names that torch 2.13 has changed
-                collective()
+                work = collective(group=group, async_op=on_host)
+            if on_host:
+                self.ranks.waiting.until(work, what)
         except RuntimeError as error:
             raise self.ranks.broken(what, time.perf_counter() - began, self._timeout_s, error) from error
 
@@ -162,6 +171,7 @@ class Ranks:
         self.members, self._backend, self._timeout_s = list(members), backend, timeout_s
         group = "-".join(map(str, members))
         self._key = f"infinity/{group}/{_engines[group]}"
+        self.waiting = Waiting(self._key, rank, self.size, timeout_s)
         self._put_down = False
         self._lost = False
         self._lock = threading.Lock()
@@ -188,12 +198,12 @@ class Ranks:
 
         Raises: RanksError naming those who do not come within the timeout.
         """
-        store, places = _store(), [f"{self._key} here {rank}" for rank in range(self.size)]
-        store.set(places[self.rank], "")
+        meeting, places = store(), [f"{self._key} here {rank}" for rank in range(self.size)]
+        meeting.set(places[self.rank], "")
         with contextlib.suppress(RuntimeError):  # torch's says nothing of ranks
-            store.wait(places, timedelta(seconds=self._timeout_s))
+            meeting.wait(places, timedelta(seconds=self._timeout_s))
             return
-        missing = [one for one, place in zip(self.members, places, strict=True) if not store.check([place])]
+        missing = [one for one, place in zip(self.members, places, strict=True) if not meeting.check([place])]
         absent, group = (", ".join(map(str, some)) for some in (missing, self.members))
         raise RanksError(
             f"rank {absent} of the world did not come to Init within {self._timeout_s:.0f} s, to build with "
@@ -268,7 +278,8 @@ class Ranks:
         Raises: what failed here; where it failed on other ranks, RanksError naming them and their reasons.
         """
         try:
-            yield
+            with self.waiting.alone(what):
+                yield
         except Exception as error:
             if not self._lost:
                 self.each(_in_one_line(error).encode(), what)
@@ -285,7 +296,7 @@ class Ranks:
         with self._lock, contextlib.suppress(Exception):  # the store may have died with its process
             if self.size > 1 and not self._put_down:
                 self._put_down = True
-                _store().set(f"{self._key}/{self.rank}", why[:2000] or "it failed")
+                store().set(f"{self._key}/{self.rank}", why[:2000] or "it failed")
 
     def broken(self, what: str, waited_s: float, timeout_s: float, error: Exception) -> RanksError:
         """Return the error for a collective that failed after `waited_s`."""
@@ -310,12 +321,12 @@ class Ranks:
         others = [rank for rank in range(self.size) if rank != self.rank]
         end_s = time.monotonic() + grace_s
         try:
-            store = _store()
+            meeting = store()
             while len(told) < len(others):
                 for rank in others:
                     key = f"{self._key}/{rank}"
-                    if rank not in told and store.check([key]):
-                        told[rank] = store.get(key).decode(errors="replace")
+                    if rank not in told and meeting.check([key]):
+                        told[rank] = meeting.get(key).decode(errors="replace")
                 if time.monotonic() > end_s:
                     break
                 time.sleep(0.05)
@@ -341,38 +352,6 @@ def _in_one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:1000]
 
 
-def _group(name: str, ranks: Ranks, backend: str, timeout_s: float) -> Any:
-    """Do as dist.new_group, under a name of ours."""
-    c10d: Any = dist.distributed_c10d
-    timeout = timedelta(seconds=timeout_s)
-    group, _ = c10d._new_process_group_helper(  # noqa: SLF001 - new_group takes no name
-        ranks.size, ranks.rank, ranks.members, c10d.Backend(backend), _store(), name, timeout=timeout
-    )
-    numbers = {member: number for number, member in enumerate(ranks.members)}
-    c10d._world.pg_group_ranks[group] = numbers  # noqa: SLF001
-    return group
-
-
-def _all_gather(whole: torch.Tensor, part: torch.Tensor, group: Any) -> None:
-    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    call(whole, part, group=group)
-
-
-def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch offers it to nobody else
-
-
-def _meet(backend: str) -> None:
-    """Connect all processes of torchrun. It keeps its store when it restarts them, with the addresses of
-    those that are gone, so each life has names of its own.
-    """
-    connect: Any = dist.rendezvous  # type: ignore[attr-defined]
-    store, rank, size = next(connect("env://"))
-    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    own = dist.distributed_c10d.PrefixStore(f"infinity/life {life}", store)
-    dist.init_process_group(backend, store=own, rank=rank, world_size=size)
-
-
 def open_ranks(group: Any | DeviceMesh | None, device: str, timeout_s: float) -> Ranks:
     """Return the ranks of `group`, a process group or a DeviceMesh of one dimension; else those of the world.
 
@@ -390,7 +369,7 @@ def open_ranks(group: Any | DeviceMesh | None, device: str, timeout_s: float) ->
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        _meet(backend)
+        meet(backend)
     chosen: Any = group or dist.group.WORLD
     if hasattr(chosen, "get_group"):
         chosen = chosen.get_group()

@@ -13,6 +13,7 @@ import errno
 import json
 import math
 import os
+import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ WIDTHS = {
 
 Bytes = bytes | memoryview
 
+_MORE = "Free space there, or write to another drive"
 _PIECE_NBYTES = 16 << 20
 _HEADER_NBYTES_MOST = 100_000_000
 """As in the library: longer headers are refused there."""
@@ -73,13 +75,34 @@ class Entry:
 
 
 def storage_full(path: Path, needed: int, free: int, number: int = errno.ENOSPC) -> StorageFullError:
-    """Return the error for a file or folder of `needed` bytes where `free` are to be had."""
-    full = StorageFullError(
-        number,
-        f"{path}: {os.strerror(number)}: {format_size(needed)} are needed, {format_size(free)} free, "
-        f"{format_size(max(needed - free, 0))} short. Free space there, or write to another drive.",
-        str(path),
-    )
+    """Return the error for a file or folder of `needed` bytes where `free` are to be had, or another limit
+    than the file system's room is in the way.
+    """
+    why = f"{format_size(needed)} are needed"
+    if number == errno.EFBIG:
+        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        of_process = limit != resource.RLIM_INFINITY and limit < needed
+        what = (
+            f"this process may write files of {format_size(limit)}"
+            if of_process
+            else "the file system's is less"
+        )
+        cure = (
+            "`ulimit -f unlimited` in the shell that starts it"
+            if of_process
+            else "Write to another file system"
+        )
+        why += f" in one file, and {what} (the limit of file sizes; {format_size(free)} are free). {cure}"
+    elif needed > free:
+        why += f", {format_size(free)} free, {format_size(needed - free)} short. {_MORE}"
+    else:
+        limits = (
+            "this user's quota"
+            if number == errno.EDQUOT
+            else "a quota, or what is kept back or promised to others"
+        )
+        why += f", and {limits} does not allow it although {format_size(free)} are free. {_MORE}"
+    full = StorageFullError(number, f"{path}: {os.strerror(number)}: {why}.", str(path))
     full.needed, full.free = needed, free
     return full
 

@@ -1,5 +1,6 @@
 """Cases of ranks_run that need no reference: single layers, and what a rank has of its machine."""
 
+import logging
 import os
 import time
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch.distributed as dist
 
 import infinity
 import models
-from infinity import deepspeed, reference
+from infinity import deepspeed, reference, waiting
 from infinity.engine import engine_of_model
 
 
@@ -35,6 +36,33 @@ def alone():
         return {"slept": True}
     model.state_dict()
     return {"went through": True}
+
+
+def evaluating():
+    """Let rank 0 alone evaluate, while the others wait for it in a barrier, and then come to their own; in
+    between it takes long over what it does alone.
+    """
+    told = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("infinity").addHandler(handler)
+    usual, (waiting.TELLS_S, waiting.LOOKS_S) = (waiting.TELLS_S, waiting.LOOKS_S), (0.2, 0.6)
+    with infinity.Init(nvme=os.environ["RANKS_DISK"], host_memory="2MiB", timeout_s=60):
+        model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(6)])
+    inputs, rank = torch.ones(1, 512, dtype=torch.bfloat16), dist.get_rank()
+    model(inputs).sum().backward()
+    infinity.AdamW(model.parameters()).step()
+    ranks = engine_of_model(model).ranks
+    with ranks.together("writing what takes long"):
+        time.sleep(0 if rank else 1.5)
+    quiet = list(told)
+    dist.barrier()
+    with torch.no_grad():
+        time.sleep(2 * rank)
+        model(inputs)
+    logging.getLogger("infinity").removeHandler(handler)
+    waiting.TELLS_S, waiting.LOOKS_S = usual
+    return {"quiet": quiet, "told": told}
 
 
 def failing():

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity import HostMemoryError, UnsupportedError, exchange
+from infinity import HostMemoryError, UnsupportedError, machine_memory
 from infinity.engine import engine_of
 from parity import build_both, differences, engine_in, halves, optimizers, repeatable, resident, tokens, train
 
@@ -195,7 +195,7 @@ def test_assigning_is_refused(both):
 def test_a_state_dict_that_memory_cannot_hold_is_refused_with_numbers(both, monkeypatch):
     _, ours = both
     memory = namedtuple("memory", "available")  # noqa: PYI024 - psutil's own kind
-    monkeypatch.setattr(exchange.psutil, "virtual_memory", lambda: memory(100))
+    monkeypatch.setattr(machine_memory.psutil, "virtual_memory", lambda: memory(100))
     with pytest.raises(HostMemoryError, match=r"take 32\d B, 100 B of memory"):
         ours.state_dict()
     monkeypatch.undo()

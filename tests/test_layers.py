@@ -125,6 +125,7 @@ LAYERS = [
         "frequency",
         "generators",
         "loss_scale",
+        "machine_memory",
         "optimizer_options",
         "outline",
         "reference_state",
@@ -135,8 +136,8 @@ LAYERS = [
         "trace",
         "tracked",
     },
-    {"ranks"},
-    {"cores", "counts", "errors", "interrupted", "sizes", "zero_memory"},
+    {"ranks", "waiting"},
+    {"cores", "counts", "errors", "groups", "interrupted", "sizes", "zero_memory"},
 ]
 # Packages that import nothing of ours, but for what stands below, and the lowest layer that may import them.
 LEAVES = {"aio": "store", "kernels": "reference", "tiling": "calls"}

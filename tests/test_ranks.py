@@ -48,6 +48,7 @@ EXACT = [
 ]
 FEW = ["llama", "gpt2", "mixtral", "max_norm", "no_sync", "frozen", "nvme", "nvme accumulated", "stage 1"]
 OTHERS = [
+    "evaluating",
     "gathered",
     "edited differently",
     "seeds",
@@ -258,6 +259,16 @@ def test_a_rank_that_waits_in_vain_says_for_what_and_who_is_missing(tmp_path):
     assert "read Linear.weight" in error
     assert "timeout 3 s" in error
     assert "rank 1 did not answer" in error
+
+
+def test_a_rank_that_others_leave_alone_says_so_in_seconds_and_goes_on_when_they_come(answers):
+    """And not where one of them does what it does alone by Infinity's own rules."""
+    waiting, late = answers(2, "evaluating")
+    assert waiting["quiet"] == late["quiet"] == late["told"] == []
+    (told,) = waiting["told"]
+    assert re.match(r"rank 0 of 2 has waited 1 s at assemble 0: rank 1 has not come\. Likely cause: ", told)
+    assert "if rank == 0: model(x)" in told
+    assert "timeout of 60 s" in told
 
 
 def test_a_rank_that_fails_tells_the_others_why(tmp_path):

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import resource
 
 import pytest
 import torch
@@ -181,3 +182,27 @@ def test_every_type_has_the_width_that_torch_gives_it():
 def test_a_tensor_without_a_name_for_its_type_is_refused(tensor):
     with pytest.raises(ValueError, match="x is torch"):
         name_of_dtype(tensor, "x")
+
+
+def test_a_limit_on_file_sizes_is_no_lack_of_space_and_its_cure_works(tmp_path):
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    entries = [Entry("w", "F32", (1 << 14,))]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 15, usual[1]))
+    try:
+        with pytest.raises(
+            StorageFullError, match=r"64\.1 KiB are needed in one file, and .* 32\.0 KiB"
+        ) as told:
+            TensorWriter(tmp_path / "x.safetensors", entries, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert "short" not in str(told.value)
+    assert "`ulimit -f unlimited`" in str(told.value)
+    (tmp_path / "x.safetensors").unlink()
+    TensorWriter(tmp_path / "x.safetensors", entries, {}).close()
+
+
+def test_space_that_is_there_and_may_not_be_used_is_not_called_short(tmp_path):
+    for number, why in ((errno.EDQUOT, "this user's quota"), (errno.ENOSPC, "kept back or promised")):
+        told = str(tensorfile.storage_full(tmp_path, 1 << 20, 1 << 30, number))
+        assert why in told
+        assert "short" not in told
