@@ -47,6 +47,11 @@ RESIZE = (
     "`with infinity.Init(...):`, after the model was built or loaded there."
 )
 REPARAMETRIZE = "Prune and reparametrize modules inside `with infinity.Init(...):`, where it works as ever."
+SHARED = (
+    "Other processes cannot share parameters that were built in Init; share plain copies: "
+    "{name: value.share_memory_() for name, value in model.state_dict().items()}."
+)
+EMPTIED = "Parameters built in Init have their place; give them values by load_state_dict."
 ADAPTERS = "Call peft.get_peft_model inside `with infinity.Init(...):`, where modules can be copied."
 
 
@@ -69,6 +74,8 @@ def _for(frame: FrameType, *, near: bool) -> str | None:
     averages = name == "torch.optim.swa_utils" or (near and _AVERAGE.search(kind) is not None)
     known = {
         AVERAGE: averages,
+        SHARED: function in ("share_memory", "share_memory_"),
+        EMPTIED: function == "to_empty",
         RESIZE: function == "resize_token_embeddings",
         REPARAMETRIZE: name.startswith(_SURGERY),
         ADAPTERS: name.startswith("peft.") and "ModulesToSave" in kind,

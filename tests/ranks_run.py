@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import infinity
 import models
 import parity
+import surgery
 import sweep
 from infinity import reference
 from infinity.engine import engine_of_model
@@ -461,6 +462,7 @@ CASES = {
     "changed by one": changed_by_one,
     "fragments": fragments,
     "seeds": seeds,
+    "surgery": lambda: {"wrong": surgery.on_ranks(os.environ["RANKS_DISK"])},
     "sweep": lambda: {"wrong": sweep.sweep(each_once=True)},
     "whole sweep": lambda: {"wrong": sweep.sweep()},
     "traffic": traffic,
