@@ -335,8 +335,10 @@ class Engine:
         needed = self.kept.held_nbytes + nbytes + gradients
         if needed > self.kept.limit_nbytes:
             least = format_size(self._least_total(self.form.gradient, nbytes))
+            largest = max(self.units, key=lambda unit: unit.resident_nbytes)
             raise HostMemoryError(
-                f"{what}: without an NVMe tier all state stays in host memory: weights "
+                f"{what}: without an NVMe tier all state stays in host memory (its largest unit is "
+                f"{largest.name}): weights "
                 f"{format_size(self.kept.held_nbytes)}, moments "
                 f"{format_size(nbytes)}, gradients {format_size(gradients)}, but "
                 f"host_memory={format_size(self.budget.total_nbytes)} leaves "
@@ -348,7 +350,8 @@ class Engine:
         """Return the host_memory that holds what it holds now, more, and every gradient in `field`."""
         gradients = sum(unit.record.field_nbytes(field) for unit in self.units if unit.trainable)
         largest = max(unit.resident_nbytes for unit in self.units)
-        return least_total(self.kept.held_nbytes + more_nbytes + gradients, largest, self.form)
+        of_rank = least_total(self.kept.held_nbytes + more_nbytes + gradients, largest, self.form)
+        return of_rank * self.ranks.local_size
 
     def held_nbytes(self) -> int:
         """Bytes of host_memory in use now."""

@@ -318,6 +318,24 @@ def test_state_that_does_not_fit_host_memory_is_refused_with_the_least_that_does
         AdamW(model.parameters())
 
 
+@pytest.mark.parametrize("width", [512, 333])
+def test_the_least_host_memory_that_is_named_trains(width):
+    def trained(memory):
+        with Init(host_memory=memory):
+            model = nn.Sequential(nn.Linear(8, width), *[nn.Linear(width, width) for _ in range(8)])
+        optimizer = AdamW(model.parameters())
+        for _ in range(2):
+            model(torch.ones(2, 8).bfloat16()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.raises(
+        HostMemoryError, match=r"largest unit is 1\).*smallest host_memory that works"
+    ) as told:
+        trained(24 << 20 if width == 333 else 40 << 20)
+    trained(re.search(r"host_memory that works is ([\d.]+ MiB)", str(told.value))[1])
+
+
 def test_a_step_inside_gathered_is_refused(folder):
     from infinity import gathered
 
