@@ -337,7 +337,7 @@ def _fill_units(manifest: Manifest, inventory: Inventory, files: Mapping[str, Te
             if field not in unit.record:
                 unit.record.add(field, engine.store)
         sources: dict[tuple[str, str], Source] = {}
-        for start, stop in chunks(unit.record, engine.budget.tile_numel):
+        for start, stop in chunks(unit.record):
             values = buffers(unit.record, fields, stop - start)
             for part in parts(unit.record, start, stop, values):
                 name, kind = names[part.index], KINDS.get(part.field, MASTER)
@@ -346,7 +346,7 @@ def _fill_units(manifest: Manifest, inventory: Inventory, files: Mapping[str, Te
                     if key not in sources:
                         sources[key] = Source(tensors[key], files, part.first)
                     sources[key].read(part.values)
-            job = CopyInPass(unit.record, engine.budget.tile_numel, start, stop, values)
+            job = CopyInPass(unit.record, unit.record.tile_numel, start, stop, values)
             if before is not None:
                 before[0].lane.wait(before[1])
             engine.lane.submit(job, urgent=True)
@@ -359,12 +359,12 @@ def _moments_to_fill(
     unit: Unit, names: Sequence[str | None], manifest: Manifest, inventory: Inventory
 ) -> Sequence[str]:
     """Return the moments to set: all of them if any is in the checkpoint, or in the record."""
-    fields = inventory.fields
+    fields = inventory.fields(unit.record.form)
     saved = manifest.optimizer
     if inventory.optimizer is None or saved is None:
         return ()
     stepped = any(name in saved["steps"] for name in names if name is not None)
-    tiles = range(0, unit.record.shard.numel, inventory.engine.budget.tile_numel)
+    tiles = range(0, unit.record.shard.numel, unit.record.tile_numel)
     written = any(unit.record.written(field, start) for field in fields for start in tiles)
     return fields if stepped or written else ()
 

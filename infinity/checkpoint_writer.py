@@ -139,4 +139,4 @@ def _ranges(inventory: Inventory) -> Iterator[tuple[Engine, Unit, Sequence[str]]
     steps = inventory.steps
     for engine, unit in inventory.units():
         stepped = any(name in steps for name in inventory.names_in(unit) if name is not None)
-        yield engine, unit, ("master", *(inventory.fields if stepped else ()))
+        yield engine, unit, ("master", *(inventory.fields(unit.record.form) if stepped else ()))

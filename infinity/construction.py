@@ -6,7 +6,8 @@ work on views, or come later. What is real is bounded by a window of half the bu
 modules touched longest ago are *evicted*: their masters are split and written. An evicted parameter that is
 touched again (Hugging Face initialises when the whole model stands) becomes real again. So the same random
 numbers are drawn, in the same order and dtype, as without Init. When the `with` ends, everything is evicted,
-and what came without registration (copy.deepcopy) has been found by walking the modules.
+and what came without registration (copy.deepcopy) has been found by walking the modules. Each module's
+parameters are in one record, or in one for each type that they compute in; see asked.
 """
 
 from __future__ import annotations
@@ -21,21 +22,23 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils import _pytree as pytree
 
+from infinity.asked import KEPT, Asked
 from infinity.choice import tile_choice
 from infinity.engine import Engine, engine_of
+from infinity.entry import Entry, computes_in, has_views, other_dtype
 from infinity.errors import UnsupportedError
 from infinity.passes import WritePass
 from infinity.pretrained import Mapped, check_values
 from infinity.record import Record
-from infinity.released import not_resident, placeholder, release, restore, set_owner
+from infinity.released import Released, not_resident, placeholder, release, restore, set_owner
 from infinity.scripting import refuse_script
+from infinity.shard import Format
 from infinity.sizes import format_size
 from infinity.tiling import Whole, assembled, stand_in
 from infinity.unit import Unit
 
 logger = logging.getLogger("infinity")
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _OVERWRITES = frozenset(
     {
         "normal_",
@@ -52,86 +55,60 @@ _OVERWRITES = frozenset(
 """Operations that do not look at what was there: an evicted parameter need not be read for them."""
 
 
-class _Entry:
-    """One parameter under construction."""
-
-    __slots__ = ("dtype", "index", "module", "name", "parameter", "record")
-
-    def __init__(self, parameter: nn.Parameter, module: nn.Module, name: str) -> None:
-        self.parameter = weakref.ref(parameter)
-        self.module = weakref.ref(module)
-        self.name = name
-        self.dtype = parameter.dtype
-        self.record: Record | None = None
-        """Where it was evicted to; None as long as it never was."""
-        self.index = 0
-
-    def take(self, parameter: nn.Parameter) -> None:
-        """Look at what `p.data = ...` made of it: another dtype, or a shape that needs another record."""
-        if parameter.dtype not in _FLOATS:
-            raise UnsupportedError(_other_dtype(f"{type(self.module()).__name__}.{self.name}", parameter))
-        self.dtype = parameter.dtype
-        if self.record is not None and self.record.shard.segments[self.index].shape != tuple(parameter.shape):
-            self.record = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes while real."""
-        parameter = self.parameter()
-        return 0 if parameter is None else parameter.numel() * self.dtype.itemsize
-
-
-def _other_dtype(what: str, parameter: torch.Tensor) -> str:
-    return f"{what} is {parameter.dtype}, which a record with an fp32 master cannot hold"
-
-
-def _shares(tensor: torch.Tensor) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-
-
-_ALONE = _shares(nn.Parameter(torch.zeros(1)))
-
-
-def _has_views(parameter: torch.Tensor | None) -> bool:
-    """Whether other tensors share a real parameter's memory."""
-    return parameter is not None and _shares(parameter) > _ALONE
-
-
 class Construction:
     """The models being built inside one `with`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._entries: dict[int, _Entry] = {}
-        self._real: dict[int, _Entry] = {}  # oldest touch first
+        self._entries: dict[int, Entry] = {}
+        self._real: dict[int, Entry] = {}  # oldest touch first
         self._records: list[Record] = []
         self._mapped: Mapped | None = None
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._window_nbytes = max(engine.budget.total_nbytes // 2, 1)
+        self._asked_of_tiles: torch.dtype | None = None
+        self.asked = Asked(self._converted)
+        """To be entered while models are built."""
 
     # Registration
 
     def registered(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         """A module got a parameter; return what it gets instead, None for nothing else."""
         self._modules[id(module)] = weakref.ref(module)
-        tiled = self._in_tiles(module, name, parameter)
-        if tiled is None and parameter is not None and self._take(module, name, parameter):
-            self._make_room(keep=[module])
+        if parameter is None:
+            return None
+        with self.asked.quiet():
+            self.asked.registered(parameter)
+            asked = self._asked_for(parameter, module._parameters.get(name))
+            self._asked_of_tiles, outer = asked, self._asked_of_tiles
+            try:
+                tiled = self._in_tiles(module, name, parameter)
+            finally:
+                self._asked_of_tiles = outer
+            if tiled is None and self._take(module, name, parameter, asked):
+                self._make_room(keep=[module])
         return tiled
 
-    def _in_tiles(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> Whole | None:
+    def _asked_for(self, parameter: nn.Parameter, before: nn.Parameter | None) -> torch.dtype | None:
+        """Return the type that a parameter, which takes the place of another, is asked for in."""
+        replaced = self._asked_of(before)
+        if before is not None and before.is_meta:
+            return replaced  # its values come from a file, in whatever type they are there
+        return self.asked.of(parameter) or replaced or self._asked_of_tiles
+
+    def _in_tiles(self, module: nn.Module, name: str, parameter: nn.Parameter) -> Whole | None:
         """Return what stands for a weight that is to be built in tiles, which are taken charge of as they are
         made; None for every other parameter.
         """
         config = self._engine.config
         above, reason = config.tile_nbytes, ""
-        if config.tile_above == "auto" and parameter is not None:
+        if config.tile_above == "auto":
             choice = tile_choice(self._engine.budget.total_nbytes, config.device_nbytes)
             above = choice.of_built(parameter.element_size(), self._engine.form.width)
             reason = f" by {choice.reason}"
         if above is None:
             return None
-        if parameter is not None and parameter.is_meta and parameter.nbytes > above:
+        if parameter.is_meta and parameter.nbytes > above:
             raise UnsupportedError(
                 f"{type(module).__name__}.{name} of {format_size(parameter.nbytes)} is built "
                 f"without values, as by from_pretrained, and tile_above={format_size(above)} would cut it. "
@@ -156,25 +133,42 @@ class Construction:
         if tiled is not None:
             child = tiled
         if child is not None:
-            self._sweep(child)
-            self._make_room(keep=[child])
+            with self.asked.quiet():
+                self._sweep(child)
+                self._make_room(keep=[child])
         return tiled
 
     def _sweep(self, module: nn.Module) -> None:
         for part in module.modules():
             for name, parameter in part._parameters.items():
                 if parameter is not None:
-                    self._take(part, name, parameter)
+                    self._take(part, name, parameter, self.asked.of(parameter))
 
-    def _take(self, module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
-        """Take charge of a parameter; False if it is known, or not one that is offloaded."""
+    def _entry(self, parameter: torch.Tensor | None) -> Entry | None:
+        """Return what is known of a parameter."""
         entry = self._entries.get(id(parameter))
-        if (entry is not None and entry.parameter() is parameter) or engine_of(parameter) is not None:
+        return entry if entry is not None and entry.parameter() is parameter else None
+
+    def _asked_of(self, parameter: nn.Parameter | None) -> torch.dtype | None:
+        """Return the type that a parameter, one that is known or has no values yet, was asked for in."""
+        if parameter is None:
+            return None
+        entry = self._entry(parameter)
+        return self.asked.of(parameter) or (entry.asked if entry is not None else None)
+
+    def _take(self, module: nn.Module, name: str, parameter: nn.Parameter, asked: torch.dtype | None) -> bool:
+        """Take charge of a parameter; False if it is known, or not one that is offloaded.
+
+        asked: the type that it is to compute in; None for Config's.
+        """
+        if self._entry(parameter) is not None or engine_of(parameter) is not None:
             return False
         if isinstance(parameter, Whole):
             return False  # its tiles were taken, each by itself
-        if not parameter.is_floating_point():
+        if not (parameter.is_floating_point() or parameter.is_complex()):
             return False  # integers have no gradient: they stay ordinary, like buffers
+        if parameter.is_complex():
+            raise UnsupportedError(other_dtype(module, name, parameter))
         if parameter.is_meta:
             self._mapped = self._mapped or Mapped()
             return False  # its values come with the parameter that replaces it
@@ -187,11 +181,15 @@ class Construction:
             raise UnsupportedError(
                 f"{what} is a {type(parameter).__name__}; only plain nn.Parameter can be offloaded"
             )
-        if parameter.dtype not in _FLOATS:
-            raise UnsupportedError(_other_dtype(what, parameter))
-        entry = self._entries[id(parameter)] = _Entry(parameter, module, name)
+        if parameter.dtype not in KEPT:
+            raise UnsupportedError(other_dtype(module, name, parameter))
+        entry = self._entries[id(parameter)] = Entry(parameter, module, name, asked)
         self._real[id(parameter)] = entry
+        set_owner(parameter, self._engine)
         return True
+
+    def _form(self, asked: torch.dtype | None) -> Format:
+        return self._engine.form_of(asked or self._engine.weights.dtype)
 
     # Eviction and its reverse
 
@@ -212,57 +210,74 @@ class Construction:
             together = (
                 [entry] if module is None else [one for one in self._real.values() if one.module() is module]
             )
-            if not any(_has_views(one.parameter()) for one in together):
+            if not any(has_views(one.parameter()) for one in together):
                 real_nbytes -= sum(one.nbytes for one in together)
                 self._evict(together)
 
-    def _evict(self, entries: Sequence[_Entry]) -> None:
+    def _evict(self, entries: Sequence[Entry]) -> None:
         """Write real parameters of one module to their records, and release them."""
         alive = [(entry, parameter) for entry in entries if (parameter := entry.parameter()) is not None]
         for entry, parameter in alive:
-            entry.take(parameter)
-        fresh = [(entry, parameter) for entry, parameter in alive if entry.record is None]
-        if fresh:
-            module = fresh[0][0].module()
-            name = f"{type(module).__name__} no. {len(self._entries)}"
-            record = self._engine.new_record([parameter for _, parameter in fresh], name)
-            self._records.append(record)
-            for index, (entry, _) in enumerate(fresh):
-                entry.record, entry.index = record, index
+            asked = self._asked_of(parameter)
+            entry.take(parameter, asked, self._form(asked))
+        self._give_records([(entry, parameter) for entry, parameter in alive if entry.record is None])
         values: dict[Record, dict[int, dict[str, torch.Tensor]]] = {}
         for entry, parameter in alive:
             if entry.record is not None:
                 tensor = parameter.detach()
-                as_it_is = tensor.dtype in (torch.float32, self._engine.weights.dtype)
+                as_it_is = tensor.dtype in (torch.float32, computes_in(entry.record))
                 tensor = tensor.cpu() if as_it_is else tensor.cpu().float()
                 part = entry.record.part(entry.index, tensor.contiguous())
                 values.setdefault(entry.record, {})[entry.index] = {"master": part}
         for record, fields in values.items():
-            self._engine.run(WritePass(record, self._engine.budget.tile_numel, fields))
+            self._engine.run(WritePass(record, record.tile_numel, fields))
         for entry, parameter in alive:
             release(parameter, placeholder(parameter.shape, entry.dtype, parameter.device))
-            set_owner(parameter, self._engine)
+            self.asked.note(parameter, entry.asked)
             self._real.pop(id(parameter), None)
         if self._mapped is not None:
             self._mapped.taken(sum(entry.nbytes for entry, _ in alive))
 
+    def _give_records(self, fresh: Sequence[tuple[Entry, nn.Parameter]]) -> None:
+        """Make a record for parameters of one module, or one for each type that they compute in."""
+        by_form: dict[Format, list[tuple[Entry, nn.Parameter]]] = {}
+        for entry, parameter in fresh:
+            by_form.setdefault(self._form(entry.asked), []).append((entry, parameter))
+        for form, together in by_form.items():
+            name = f"{type(together[0][0].module()).__name__} no. {len(self._entries)}"
+            record = self._engine.new_record([parameter for _, parameter in together], name, form)
+            self._records.append(record)
+            for index, (entry, _) in enumerate(together):
+                entry.record, entry.index = record, index
+
     def touch(self, parameters: Sequence[nn.Parameter], operation: str, args: Sequence[Any]) -> object:
         """Make evicted parameters real again: they are used while the model is built."""
+        with self.asked.quiet():
+            self._restore(parameters, operation, args)
+        return None
+
+    def _converted(self, parameter: nn.Parameter) -> None:
+        """A parameter, which may be in a record, was asked for in another type."""
+        if isinstance(parameter, Released):
+            self.touch([parameter], "data", ())
+
+    def _restore(self, parameters: Sequence[nn.Parameter], operation: str, args: Sequence[Any]) -> None:
         for parameter in parameters:
             entry = self._entries.get(id(parameter))
             if entry is None or entry.record is None:
                 raise not_resident(parameter, operation)
+            asked = self._asked_of(parameter)
             values = torch.empty(parameter.shape, dtype=entry.dtype, device=parameter.device)
             if operation not in _OVERWRITES or (args and args[0] is not parameter):
-                computes = entry.dtype == self._engine.weights.dtype
+                computes = entry.dtype == computes_in(entry.record)
                 field, dtype = ("hi", entry.dtype) if computes else ("master", torch.float32)
                 read = self._engine.read_record(entry.record, entry.index, {field: dtype})
                 values.copy_(read[field].view(parameter.shape))
             restore(parameter, values)
+            self.asked.note(parameter, asked)
             self._real[id(parameter)] = entry
         used = [self._entries.get(id(leaf)) for leaf in pytree.tree_leaves((parameters, args))]
         self._make_room(keep=[entry.module() for entry in used if entry is not None])
-        return None
 
     # The end
 
@@ -298,7 +313,7 @@ class Construction:
         self._hand_over(named, found)
 
     def _hand_over(self, named: list[tuple[str, nn.Module]], found: set[int]) -> None:
-        records: dict[Record, list[_Entry]] = {}
+        records: dict[Record, list[Entry]] = {}
         for entry in self._entries.values():
             if entry.record is not None:
                 records.setdefault(entry.record, []).append(entry)
@@ -313,7 +328,7 @@ class Construction:
                     continue
                 if record not in taken:
                     taken[record] = len(units)
-                    record.name = name or type(module).__name__
+                    record.name = self._name(name or type(module).__name__, record)
                     units.append(self._unit(record, records[record], found))
                 if taken[record] not in units_of.setdefault(id(module), []):
                     units_of[id(module)].append(taken[record])
@@ -329,6 +344,9 @@ class Construction:
                     module, self._units(whole, units_of), self._units(module.modules(), units_of)
                 )
 
+    def _name(self, module: str, record: Record) -> str:
+        return module if record.form is self._engine.form else f"{module} ({record.form.dtype})"
+
     def _units(self, modules: Iterable[nn.Module], units_of: dict[int, list[int]]) -> list[Unit]:
         indices = dict.fromkeys(index for part in modules for index in units_of.get(id(part), []))
         return [self._engine.units[index] for index in indices]
@@ -341,7 +359,7 @@ class Construction:
                     record.drop(field)
 
     def _unit(
-        self, record: Record, entries: list[_Entry], found: set[int]
+        self, record: Record, entries: list[Entry], found: set[int]
     ) -> tuple[list[nn.Parameter], Record]:
         """Return a record's parameters in the order of its segments; one that was replaced since leaves a
         hole, never trained.
@@ -352,7 +370,7 @@ class Construction:
             parameter = by_index.get(index)
             if parameter is None or id(parameter) not in found:
                 parameter = nn.Parameter(
-                    placeholder(segment.shape, self._engine.weights.dtype, "cpu"), requires_grad=False
+                    placeholder(segment.shape, computes_in(record), "cpu"), requires_grad=False
                 )
             parameters.append(parameter)
         return parameters, record

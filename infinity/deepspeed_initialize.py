@@ -102,6 +102,10 @@ def _take_in(model: nn.Module, settings: Settings) -> None:
         )
         take_in(model, settings.config)
         return
+    if engine.is_building:
+        raise UnsupportedError(
+            f"{type(model).__name__} is still being built, inside an Init: initialize behind the `with`"
+        )
     wanted, found = settings.config.nvme_folders, engine.config.nvme_folders
     if wanted and wanted != found:
         raise ConfigError(

@@ -179,12 +179,16 @@ class Durable:
     # What the training calls
 
     def open(
-        self, units: Sequence[Unit], lane: StreamLane, flush: Callable[[Unit], None], numel: int
+        self,
+        units: Sequence[Unit],
+        lane: StreamLane,
+        flush: Callable[[Unit], None],
+        cut: tuple[int, str],
     ) -> None:
-        """Commit these units' records from now on; `flush` applies what is pending for one, `numel` is the
-        elements of a tile.
+        """Commit these units' records from now on; `flush` applies what is pending for one, `cut` is the
+        elements of a tile and the name of the format, as the run's Config has them.
         """
-        self._units, self._lane, self._flush, self._tile_numel = units, lane, flush, numel
+        self._units, self._lane, self._flush, self._cut = units, lane, flush, cut
 
     def follow(self, source: Source, step: int, *, resumed: bool) -> None:
         """Begin to commit: after `step` steps."""
@@ -336,7 +340,7 @@ class Durable:
         """Take everything down, once all of it is on NVMe: meanwhile a field may move to host memory."""
         while True:
             with self._lane.lock:
-                passes = self.homes.passes(self._units, self._tile_numel)
+                passes = self.homes.passes(self._units)
                 if not passes:
                     return self._capture(job)
             write_out(self._lane, passes)
@@ -360,8 +364,7 @@ class Durable:
             self.run,
             self._sequence,
             job.step,
-            self._tile_numel,
-            self._units[0].record.form.name if self._units else "fp32",
+            *self._cut,
             len(self.folders),
             tuple(records),
             job.said,

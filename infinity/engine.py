@@ -21,14 +21,15 @@ from infinity.arrivals import Arrivals
 from infinity.calls import Entering, Leaving
 from infinity.config import Config
 from infinity.device import Device, choose_cores, open_device
-from infinity.errors import HostMemoryError
+from infinity.errors import UnsupportedError
 from infinity.exchange import Exchange
 from infinity.executor import Executor
 from infinity.gradient_store import GradientStore
 from infinity.hooks import Hooks
 from infinity.lanes import StreamLane
 from infinity.machine_memory import share_of
-from infinity.memory import Budget, Ledger, Pool, divide, least_total, map_large_blocks, reuse_large_blocks
+from infinity.memory import Budget, Ledger, Pool, divide, map_large_blocks, reuse_large_blocks
+from infinity.needs import least_total_with
 from infinity.partition import Partition
 from infinity.passes import ReadPass, WritePass
 from infinity.paths import of_rank
@@ -37,8 +38,7 @@ from infinity.queueing import Pass
 from infinity.ranks import open_ranks
 from infinity.record import Record, Traffic
 from infinity.released import CONVERSIONS, not_converted, not_resident, owner_of, set_owner
-from infinity.shard import lay_out, share
-from infinity.sizes import format_size
+from infinity.shard import Format, format_beside, lay_out, share
 from infinity.slices import Slices
 from infinity.store import HostStore, Store
 from infinity.strangers import ForeignSteps, Strangers
@@ -116,7 +116,7 @@ class Engine:
             self.partition.reduction.deferred = config.stage == 1
             self.partition.reduction.keeps = lambda unit: self.arrivals.updater(unit) is None
         self.gradients.flush_unit = self.executor.flush
-        self.gradients.least_total = self._least_total
+        self.gradients.least_total = self.least_total
         tier = self.durable or self.nvme_store
         self._finalizer = weakref.finalize(
             self, _close, self.lane, self.partition, self.device, tier, os.getpid()
@@ -127,7 +127,17 @@ class Engine:
         """How weights are kept; its `dtype` is the type that computes."""
         return WEIGHTS[self.form.dtype]
 
+    def form_of(self, dtype: torch.dtype) -> Format:
+        """Return the format of records that compute in `dtype`."""
+        name = next(name for name, one in WEIGHTS.items() if one.dtype == dtype)
+        return self.form if name == self.form.dtype else format_beside(name)
+
     # Building
+
+    @property
+    def is_building(self) -> bool:
+        """Whether its model is not finished."""
+        return self._building is not None
 
     def build_with(self, touch: Touch | None) -> None:
         """Send uses of released parameters to `touch` while a model is built; None when it is."""
@@ -137,23 +147,23 @@ class Engine:
             reuse_large_blocks(self.budget.outgoing_nbytes)
         self._building = touch
 
-    def new_record(self, parameters: Sequence[nn.Parameter], name: str) -> Record:
-        """Make a record with room for the weights of `parameters`.
+    def new_record(self, parameters: Sequence[nn.Parameter], name: str, form: Format) -> Record:
+        """Make a record of this format, with room for the weights of `parameters`.
 
         Raises: aio.StorageFullError or HostMemoryError naming the module, with the numbers.
         """
         shapes = [(str(index), parameter.shape) for index, parameter in enumerate(parameters)]
-        whole = lay_out(shapes, self.form.align_numel, self.ranks.size)
+        whole = lay_out(shapes, form.align_numel, self.ranks.size)
         record = Record(
             share(whole, self.ranks.rank, self.ranks.size),
-            self.budget.tile_numel,
+            self.budget.tile_of(form),
             self.traffic,
             verify=str(self.config.verify),
-            form=self.form,
+            form=form,
             whole=whole,
         )
         record.name = name
-        for field in self.form.weights:
+        for field in form.weights:
             record.add(field, self.store)
         return record
 
@@ -177,14 +187,14 @@ class Engine:
         ahead = self.config.device_nbytes or self.budget.ahead_nbytes
         if whole := self.config.stage < 3:
             ahead = sum(unit.resident_nbytes for unit in self.units)
-        self.executor.open(self.units, self.budget.tile_numel, ahead, whole=whole)
+        self.executor.open(self.units, ahead, whole=whole)
         self.gradients.open(self.budget, self.kept, self.units)
         if self.hooks.boundaries is not None:
             self.hooks.boundaries.tile_numel = self.budget.tile_numel
         if self.nvme_store is not None:
             stores = (self.host_store, self.store)
             frequencies = self.executor.frequencies
-            self.pins = Pins(self.units, frequencies, self.lane, self.kept, stores, self.budget.tile_numel)
+            self.pins = Pins(self.units, frequencies, self.lane, self.kept, stores)
         if self.partition is not None:
             self.hooks.forward_began.append(Strangers(self.keeps).look)
         if self.durable is None:
@@ -195,7 +205,8 @@ class Engine:
             self.hooks.forward_began.append(self.durable.forward_began)
             self.arrivals.before_change = self.durable.before_change
             self.arrivals.before_step = self.durable.before_step
-            self.durable.open(self.units, self.lane, self.executor.flush, self.budget.tile_numel)
+            cut = self.budget.tile_numel, self.form.name
+            self.durable.open(self.units, self.lane, self.executor.flush, cut)
         logger.info("%d units, %s; %s", len(self.units), self.config, self.budget)
 
     def _catch_gradient(self, parameter: nn.Parameter) -> None:
@@ -225,7 +236,14 @@ class Engine:
         return id(parameter) in self._indices
 
     def unit_of(self, parameter: nn.Parameter) -> tuple[Unit, int]:
-        """Return a parameter's unit and its index there."""
+        """Return a parameter's unit and its index there.
+
+        Raises: UnsupportedError while the model is being built.
+        """
+        if self.is_building:
+            raise UnsupportedError(
+                "inside `with infinity.Init(...)` the model is still being built: do this after the `with`"
+            )
         return self._indices[id(parameter)]
 
     def part_numel(self, parameter: nn.Parameter) -> int:
@@ -270,7 +288,7 @@ class Engine:
         """
         unit, index = self.unit_of(parameter)
         self.executor.flush(unit)
-        dtypes = {field: self.weights.dtype if field == "hi" else torch.float32 for field in fields}
+        dtypes = {field: unit.flat.dtype if field == "hi" else torch.float32 for field in fields}
         values = self.read_record(unit.record, index, dtypes)
         return [values[field].view(parameter.shape) for field in fields]
 
@@ -280,7 +298,7 @@ class Engine:
         """Return fields of a parameter, by their types, as one-dimensional CPU tensors."""
         numel = record.shard.segments[index].numel
         into = {field: torch.empty(numel, dtype=dtype) for field, dtype in dtypes.items()}
-        self.run(ReadPass(record, index, self.budget.tile_numel, into))
+        self.run(ReadPass(record, index, record.tile_numel, into))
         if self.partition is None:
             return into
         return {field: self.partition.collect(record, index, part) for field, part in into.items()}
@@ -297,11 +315,11 @@ class Engine:
         self.executor.flush(unit)
         host = {}
         for field, tensor in values.items():
-            own = (field, tensor.dtype) == ("master", self.weights.dtype)
+            own = (field, tensor.dtype) == ("master", unit.flat.dtype)
             host[field] = tensor.detach().to("cpu", None if own else torch.float32).contiguous()
         if "master" in values:
             self.executor.changed(unit)
-        self.run(WritePass(unit.record, self.budget.tile_numel, {index: host}))
+        self.run(WritePass(unit.record, unit.record.tile_numel, {index: host}))
 
     def run(self, job: Pass) -> None:
         """Do a pass now."""
@@ -324,34 +342,10 @@ class Engine:
                 self.durable.step_closed()
         self.executor.begin_step()
 
-    def check_fits(self, what: str, nbytes: int) -> None:
-        """See that `nbytes` more, and a step's gradients, fit where records lie, if that is host memory.
-
-        Raises: HostMemoryError with the smallest host_memory that works.
-        """
-        if self.nvme_store is not None:
-            return
-        gradients = sum(unit.record.field_nbytes(self.form.gradient) for unit in self.units if unit.trainable)
-        needed = self.kept.held_nbytes + nbytes + gradients
-        if needed > self.kept.limit_nbytes:
-            least = format_size(self._least_total(self.form.gradient, nbytes))
-            largest = max(self.units, key=lambda unit: unit.resident_nbytes)
-            raise HostMemoryError(
-                f"{what}: without an NVMe tier all state stays in host memory (its largest unit is "
-                f"{largest.name}): weights "
-                f"{format_size(self.kept.held_nbytes)}, moments "
-                f"{format_size(nbytes)}, gradients {format_size(gradients)}, but "
-                f"host_memory={format_size(self.budget.total_nbytes)} leaves "
-                f"{format_size(self.kept.limit_nbytes)} for them. The smallest host_memory that works is "
-                f"{least}; or give Config a folder on NVMe (nvme=...)."
-            )
-
-    def _least_total(self, field: str, more_nbytes: int = 0) -> int:
-        """Return the host_memory that holds what it holds now, more, and every gradient in `field`."""
-        gradients = sum(unit.record.field_nbytes(field) for unit in self.units if unit.trainable)
-        largest = max(unit.resident_nbytes for unit in self.units)
-        of_rank = least_total(self.kept.held_nbytes + more_nbytes + gradients, largest, self.form)
-        return of_rank * self.ranks.local_size
+    def least_total(self, field: str | None = None, more_nbytes: int = 0) -> int:
+        """Return the host_memory that holds what it holds now, more, and every gradient; see needs."""
+        held_nbytes = self.kept.held_nbytes + more_nbytes
+        return least_total_with(self.units, held_nbytes, field, self.form) * self.ranks.local_size
 
     def held_nbytes(self) -> int:
         """Bytes of host_memory in use now."""

@@ -45,7 +45,6 @@ class Executor:
         self.blocks: Blocks = (
             HostBlocks(lambda: self._ahead.free_nbytes) if device.is_host else DeviceBlocks(device)
         )
-        self._tile_numel = 0
         self._ahead = Ledger(0)
         self.updates_at_fetch = True
         """Whether updates are pending until the next fetch, and not applied in the backward."""
@@ -61,7 +60,7 @@ class Executor:
         self.planned: Callable[[Plan], None] = lambda _: None
         """Sees the plan of the step that begins."""
 
-    def open(self, units: list[Unit], tile_numel: int, ahead_nbytes: int, *, whole: bool = False) -> None:
+    def open(self, units: list[Unit], ahead_nbytes: int, *, whole: bool = False) -> None:
         """Take the units of a finished model, in the order of its modules; a first plan assumes they run in
         that order.
 
@@ -69,7 +68,6 @@ class Executor:
         """
         self._whole = whole
         self.units = units
-        self._tile_numel = tile_numel
         self._ahead = Ledger(ahead_nbytes)
         self.frequencies = Frequencies(len(units))
         order = [unit.index for unit in units]
@@ -238,7 +236,7 @@ class Executor:
         return fetch
 
     def _pass(self, unit: Unit, *, upload: bool = True, resident: bool = False) -> FetchPass:
-        return FetchPass(unit, self._device, self._tile_numel, upload=upload, resident=resident)
+        return FetchPass(unit, self._device, unit.record.tile_numel, upload=upload, resident=resident)
 
     def fetch_owed(self) -> None:
         """Start the fetches that the plan asked for, as far as there is room for what waits."""

@@ -32,11 +32,13 @@ from infinity.hub import (
 from infinity.inventory import Inventory
 from infinity.manifest import MASTER, PLAIN, WIDTHS, CheckpointError, Form, Manifest, Tensor
 from infinity.ranges import CHUNK_NUMEL, copied_out, parts
+from infinity.shard import Format
 from infinity.sharedfolder import shared_folder
 from infinity.sizes import parse_size
 from infinity.streams import Source
 from infinity.tensorfile import TensorReader
 from infinity.tensors import as_bytes, empty
+from infinity.unit import Unit
 from infinity.weights import WEIGHTS
 
 if TYPE_CHECKING:
@@ -52,19 +54,29 @@ class _Saved(NamedTuple):
     form: str
     weights: str  # the record whose weights are of this type
 
-    def field(self, engine: Engine) -> str:
-        """The field to read of the engine's records.
+    def check(self, engine: Engine) -> None:
+        """See that weights of the engine's can be written in this type.
 
-        Raises: ValueError for a type that they do not hold.
+        Raises: ValueError.
         """
-        if engine.form.dtype == self.weights:
-            return "hi"
-        if self.form != "F32":
+        if engine.form.dtype != self.weights and self.form != "F32":
             raise ValueError(
                 f"dtype=torch.{self.name}: the model computes in {engine.weights.dtype}; its weights can be "
                 "written as that, or their masters as torch.float32"
             )
-        return "master"
+
+    def field(self, form: Format) -> str:
+        """The field to read of records of this format."""
+        return "hi" if form.dtype == self.weights else "master"
+
+    def rounded(self, field: str, values: memoryview) -> memoryview:
+        """Return the bytes of a field's values in this type."""
+        if field == "hi" or self.form == "F32" or not values:
+            return values
+        masters = torch.frombuffer(values, dtype=torch.float32)
+        found = torch.empty(len(masters) * WIDTHS[self.form], dtype=torch.uint8)
+        WEIGHTS[self.weights].rounded(len(masters), masters.data_ptr(), found.data_ptr())
+        return as_bytes(found)
 
 
 _DTYPES = {
@@ -87,9 +99,10 @@ def save_pretrained(
     Every rank calls this, with the same folder, on a file system that all ranks share; each writes its part.
 
     model: built in Init; of transformers, its configuration is written too. folder: new, or empty; it appears
-    when everything is in it. dtype: the type that computes (None too), or torch.float32, the
-    masters. max_shard_size: of one file. overwrite: an older export of ours there is replaced, in one step,
-    once the new one is complete; files beside it that are not ours (a tokenizer's) stay.
+    when everything is in it. dtype: the type that computes, or torch.float32, the masters; None: of each
+    weight the type that it computes in. max_shard_size: of one file. overwrite: an older export of ours there
+    is replaced, in one step, once the new one is complete; files beside it that are not ours (a tokenizer's)
+    stay.
 
     Of a model of PEFT the adapters are written, by PEFT, without reading the base; those that were not built
     in Init stay in their type.
@@ -101,13 +114,15 @@ def save_pretrained(
     """
     if is_adapted(model):
         engine = engine_of_model(model)
-        field = _saved(dtype or engine.weights.dtype).field(engine)
-        save_adapters(model, Path(folder), field, overwrite=overwrite)
+        written = _saved(dtype or engine.weights.dtype)
+        written.check(engine)
+        save_adapters(model, Path(folder), written.field(engine.form), overwrite=overwrite)
         return
     check_names(model)
     inventory = Inventory(model, None)
-    saved = _saved(dtype or inventory.engine.weights.dtype)
-    field = saved.field(inventory.engine)
+    whole = _saved(dtype or inventory.engine.weights.dtype)
+    whole.check(inventory.engine)
+    saved = {unit: whole if dtype else _saved(unit.flat.dtype) for _, unit in inventory.units()}
     ranks = inventory.engine.ranks
     forms, names = _forms_of_model(model, inventory, saved)
     with (
@@ -120,8 +135,8 @@ def save_pretrained(
         with ranks.together(f"writing files of {folder}"):
             if ranks.rank:
                 files.join()
-            _write_parts(files, inventory, names, saved, field)
-        _write_converted(files, model, inventory, names, field)
+            _write_parts(files, inventory, names, saved)
+        _write_converted(files, model, inventory, names, saved)
         with ranks.together(f"writing the rest of {folder}"):
             if ranks.rank == 0:
                 _write_plain(files, inventory, forms)
@@ -129,29 +144,34 @@ def save_pretrained(
         total = int(sum(ranks.totals([written_nbytes], "count what was written")))
         if ranks.rank == 0:
             files.finish_all(total, sum(parameter.numel() for parameter in model.parameters()))
-            write_configuration(model, filling, saved.name)
+            write_configuration(model, filling, whole.name)
 
 
 def _write_parts(
-    files: HubWriter, inventory: Inventory, names: Mapping[str, str], saved: _Saved, field: str
+    files: HubWriter, inventory: Inventory, names: Mapping[str, str], saved: Mapping[Unit, _Saved]
 ) -> None:
     """Write what this rank holds of all weights that are in files as they are."""
     direct = {name: of_file for name, of_file in names.items() if of_file not in files.converted}
     wanted = (
-        (engine, unit, (field,))
+        (engine, unit, (saved[unit].field(unit.record.form),))
         for engine, unit in inventory.units()
         if any(name in direct for name in inventory.names_in(unit))
     )
     for unit, chunk in copied_out(wanted):
-        of_unit = inventory.names_in(unit)
+        of_unit, written = inventory.names_in(unit), saved[unit]
         for part in parts(chunk.record, chunk.start, chunk.stop, chunk.values):
             of_file = direct.get(of_unit[part.index] or "")
             if of_file is not None:
-                files.write(of_file, part.first * WIDTHS[saved.form], part.values)
+                values = written.rounded(part.field, part.values)
+                files.write(of_file, part.first * WIDTHS[written.form], values)
 
 
 def _write_converted(
-    files: HubWriter, model: nn.Module, inventory: Inventory, names: Mapping[str, str], field: str
+    files: HubWriter,
+    model: nn.Module,
+    inventory: Inventory,
+    names: Mapping[str, str],
+    saved: Mapping[Unit, _Saved],
 ) -> None:
     """Put together one weight after the other that files have in another form; rank 0 writes it."""
     ranks = inventory.engine.ranks
@@ -160,10 +180,14 @@ def _write_converted(
         engine = engine_of(parameter)
         if of_file not in files.converted or of_file is None or engine is None:
             continue
+        unit = engine.unit_of(parameter)[0]
+        written, field = saved[unit], saved[unit].field(unit.record.form)
         with ranks.together(f"writing {name}"):
             (whole,) = engine.read(parameter, [field])
             if ranks.rank == 0:
-                files.convert(of_file, whole)
+                converted = empty(written.form, tuple(whole.shape))
+                as_bytes(converted)[:] = written.rounded(field, as_bytes(whole))
+                files.convert(of_file, converted)
 
 
 def _write_plain(files: HubWriter, inventory: Inventory, forms: Mapping[str, Form]) -> None:
@@ -192,15 +216,16 @@ def _older(*, overwrite: bool, rescues: bool = False, how: str = "overwrite=True
 
 
 def _forms_of_model(
-    model: nn.Module, inventory: Inventory, saved: _Saved
+    model: nn.Module, inventory: Inventory, saved: Mapping[Unit, _Saved]
 ) -> tuple[dict[str, Form], dict[str, str]]:
     """Return type and shape of all that is written, and each offloaded parameter's name in it."""
     parameters = dict(model.named_parameters())
     names = {name: file_name(model, parameters[name], name) for name in inventory.masters()}
     kept = set(kept_names(model, [*names.values(), *inventory.plain]))
     names = {name: of_file for name, of_file in names.items() if of_file in kept}
+    written = {name: one for unit, one in saved.items() for name in inventory.names_in(unit) if name}
     forms: dict[str, Form] = {
-        of_file: (saved.form, tuple(parameters[name].shape)) for name, of_file in names.items()
+        of_file: (written[name].form, tuple(parameters[name].shape)) for name, of_file in names.items()
     }
     forms.update({name: form for name, form in inventory.plains().items() if name in kept})
     return forms, names
@@ -267,11 +292,7 @@ def _values(tensor: Tensor, readers: Mapping[str, TensorReader], saved: _Saved) 
         numel = min(CHUNK_NUMEL, tensor.numel - start)
         values = torch.empty(numel * width, dtype=torch.uint8)
         source.read(as_bytes(values))
-        if tensor.kind == MASTER:
-            rounded = torch.empty(numel * WIDTHS[saved.form], dtype=torch.uint8)
-            WEIGHTS[saved.weights].rounded(numel, values.data_ptr(), rounded.data_ptr())
-            values = rounded
-        yield as_bytes(values)
+        yield saved.rounded("master", as_bytes(values)) if tensor.kind == MASTER else as_bytes(values)
 
 
 def _hollow_model(manifest: Manifest, checkpoint: Path) -> nn.Module:

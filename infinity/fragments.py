@@ -57,7 +57,7 @@ def field(parameter: nn.Parameter, key: str | None, *, local: bool = False) -> t
     unit, index = engine.unit_of(parameter)
     engine.executor.flush(unit)
     part = torch.empty(engine.part_numel(parameter), dtype=torch.float32)
-    engine.run(ReadPass(unit.record, index, engine.budget.tile_numel, {name: part}))
+    engine.run(ReadPass(unit.record, index, unit.record.tile_numel, {name: part}))
     return part.to(parameter.device)
 
 
@@ -77,11 +77,11 @@ def set_field(parameter: nn.Parameter, key: str | None, value: torch.Tensor, *, 
             "...)`: set it between steps"
         )
     values = {name: _part(engine, parameter, value, local=local)}
-    if engine.form.state_dtype == "int8" and key is not None:  # both moments have one scale's blocks
+    if unit.record.form.state_dtype == "int8" and key is not None:  # both moments have one scale's blocks
         for other in {"m", "v"} - {name}:
             values[other] = torch.empty(engine.part_numel(parameter), dtype=torch.float32)
             engine.executor.flush(unit)
-            engine.run(ReadPass(unit.record, index, engine.budget.tile_numel, {other: values[other]}))
+            engine.run(ReadPass(unit.record, index, unit.record.tile_numel, {other: values[other]}))
     engine.before_change()
     engine.write_part(parameter, values)
 

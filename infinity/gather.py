@@ -181,4 +181,4 @@ def _write_back(engine: Engine, unit: Unit) -> None:
     engine.before_change()
     engine.executor.flush(unit)
     unit.version += 1
-    engine.run(WritePass(unit.record, engine.budget.tile_numel, values, rewrite=True))
+    engine.run(WritePass(unit.record, unit.record.tile_numel, values, rewrite=True))

@@ -40,7 +40,6 @@ class GradientStore:
         self._lane = lane
         self._device = device
         self._spill_store = spill_store
-        self._tile_numel = 0
         self._kept = Ledger(0)
         self._outgoing = Ledger(0)
         self._at_once: dict[int, int] = {}
@@ -70,7 +69,6 @@ class GradientStore:
 
     def open(self, budget: Budget, kept: Ledger, units: Sequence[Unit]) -> None:
         """Set the shares of the budget; the gradients of `units` come only later."""
-        self._tile_numel = budget.tile_numel
         self._kept = kept
         self._outgoing = Ledger(budget.outgoing_nbytes)
         self._at_once = _at_once(units, budget.outgoing_nbytes)
@@ -274,7 +272,7 @@ class GradientStore:
         }
         if target not in unit.record:
             self._make_space(unit, target)
-        job = SpillPass(unit, self._tile_numel, parts, set(carried), source, target)
+        job = SpillPass(unit, unit.record.tile_numel, parts, set(carried), source, target)
         nbytes = sum(part.tensor.nbytes for part in parts.values())
         for index, gradient in (*outgoing.items(), *carried.items()):
             gradient.leaves(Form.SPILLED)
@@ -364,7 +362,7 @@ class GradientStore:
         record = gradient.unit.record
         dtype = torch.float32 if gradient.field == "grad32" else WEIGHTS[record.form.dtype].dtype
         values = torch.empty(record.shard.segments[gradient.index].numel, dtype=dtype)
-        job = ReadPass(record, gradient.index, self._tile_numel, {gradient.field: values})
+        job = ReadPass(record, gradient.index, record.tile_numel, {gradient.field: values})
         self._lane.submit(job, urgent=True)
         self._lane.wait(job)
         return values

@@ -87,12 +87,16 @@ def _check_fits(saved: _Saved, inventory: Inventory) -> tuple[Iterable[str], _Mo
     found = compare(saved.forms(), inventory.masters(), "parameters")
     found += compare(saved.buffers(), plains, "buffers")
     moments = saved.moments() if inventory.optimizer is not None else None
-    if moments is not None and not {"m", "v"} <= set(inventory.fields):
+    if moments is not None and not {"m", "v"} <= set(_state(inventory)):
         kind = type(inventory.optimizer).__name__
         found.append(f"it has Adam's moments, and the optimizer is {kind}; give AdamW or Adam, or None")
     if found:
         raise CheckpointError("\n  ".join([f"{saved.folder} does not fit; nothing was loaded:", *found]))
     return plains, moments
+
+
+def _state(inventory: Inventory) -> Iterable[str]:
+    return inventory.optimizer.recipe.state if inventory.optimizer is not None else ()
 
 
 def _fill(saved: _Saved, moments: _Moments | None, inventory: Inventory, model: nn.Module) -> None:

@@ -104,6 +104,7 @@ class Init:
         self._in_order.enter_context(loading_in_order())
         self._in_order.enter_context(refusing_scripts())
         self._in_order.enter_context(_drawing_as_rank_0(self._engine.ranks))
+        self._in_order.enter_context(construction.asked)
         Init._active = self
         return self
 

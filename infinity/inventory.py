@@ -13,7 +13,7 @@ from infinity.errors import UnsupportedError
 from infinity.manifest import MASTER, Form
 from infinity.optim import OffloadedOptimizer
 from infinity.ownership import check_current
-from infinity.shard import STATE_BLOCK, Segment
+from infinity.shard import STATE_BLOCK, Format, Segment
 from infinity.tensors import name_of_dtype
 from infinity.unit import Unit
 
@@ -137,31 +137,32 @@ class Inventory:
         """Return all other tensors."""
         return {name: (name_of_dtype(one, name), tuple(one.shape)) for name, one in self.plain.items()}
 
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """The record's fields that the optimizer keeps its state in."""
-        return () if self.optimizer is None else self.optimizer.recipe.fields(self.engine.form)
+    def fields(self, form: Format) -> tuple[str, ...]:
+        """Return the fields of a record of this format that the optimizer keeps its state in."""
+        return () if self.optimizer is None else self.optimizer.recipe.fields(form)
 
-    def _types(self) -> dict[str, str]:
-        types = _TYPES[self.engine.form.state_dtype]
-        return {field: types[field] for field in self.fields}
+    def _types(self, unit: Unit) -> dict[str, str]:
+        form = unit.record.form
+        return {field: _TYPES[form.state_dtype][field] for field in self.fields(form)}
 
     def moments(self, names: set[str]) -> dict[tuple[str, str], Form]:
         """Return the moments, by kind and name, that the parameters of these names have once stepped."""
-        types = self._types()
-        shapes = self.masters()
         found: dict[tuple[str, str], Form] = {}
-        for name, (_, shape) in shapes.items():
-            for field, dtype in types.items() if name in names else ():
-                blocks = -(-torch.Size(shape).numel() // STATE_BLOCK)
-                found[KINDS[field], name] = (dtype, (blocks, 2) if field == "scale" else shape)
+        for _, unit in self.units():
+            types = self._types(unit)
+            for parameter, name in zip(unit.parameters, self.names_in(unit), strict=True):
+                if name is None or name not in names:
+                    continue
+                shape, blocks = tuple(parameter.shape), -(-parameter.numel() // STATE_BLOCK)
+                for field, dtype in types.items():
+                    found[KINDS[field], name] = (dtype, (blocks, 2) if field == "scale" else shape)
         return found
 
     def held(self) -> dict[tuple[str, str], tuple[int, int]]:
         """Return which elements [start, stop) this rank has of masters and moments, by kind and name."""
-        types = self._types()
         found: dict[tuple[str, str], tuple[int, int]] = {}
         for _, unit in self.units():
+            types = self._types(unit)
             for segment, name in zip(unit.record.shard.segments, self.names_in(unit), strict=True):
                 if name is not None:
                     for field in ("master", *types):

@@ -120,10 +120,10 @@ class Homes:
         """Return where a field can be read from the drive, and its tiles' hashes."""
         return self._of.get((record, name)) or record.place(name)
 
-    def passes(self, units: Sequence[Unit], tile_numel: int) -> list[KeepPass]:
+    def passes(self, units: Sequence[Unit]) -> list[KeepPass]:
         """Return the passes that write what changed in host memory since it was last written."""
         changed = ((unit.record, self._changed(unit.record)) for unit in units)
-        return [KeepPass(record, homes, tile_numel) for record, homes in changed if homes]
+        return [KeepPass(record, homes, record.tile_numel) for record, homes in changed if homes]
 
     def _changed(self, record: Record) -> dict[str, Home]:
         """Return where the fields of a record that are to be written have their places."""

@@ -191,6 +191,23 @@ class Budget:
         """Bytes of one slot: one tile of a whole record with its gradient."""
         return self.tile_numel * self.slot_nbytes_per_element
 
+    def tile_of(self, form: Format) -> int:
+        """Return the elements of a tile of a record in another format: as many as fit a slot.
+
+        Raises: HostMemoryError with a host_memory that works.
+        """
+        numel = self.tile_numel
+        while numel * form.slot_nbytes > self.slot_nbytes:
+            numel //= 2
+        if numel < form.align_numel:
+            works = 4 * _SLOT_COUNT_GOOD * 2 * self.slot_nbytes
+            raise HostMemoryError(
+                f"host_memory={format_size(self.total_nbytes)} makes slots of "
+                f"{format_size(self.slot_nbytes)}, and a parameter in {form.dtype} moves in blocks of "
+                f"{format_size(form.align_numel * form.slot_nbytes)}. {format_size(works)} works."
+            )
+        return numel
+
     @property
     def kept_nbytes(self) -> int:
         """Bytes left for gradients of this step and for pinned fields."""

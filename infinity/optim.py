@@ -33,6 +33,7 @@ from infinity.engine import Engine
 from infinity.errors import UnsupportedError
 from infinity.fetch import Update
 from infinity.gradient import Form, Gradient, applied_message
+from infinity.joining import check_record
 from infinity.loss_scale import warn_unscaled
 from infinity.offloaded import OffloadedGradient
 from infinity.optimizer_options import check_group
@@ -42,6 +43,7 @@ from infinity.ownership import Place, check_current, engine_for
 from infinity.recipes import Recipe
 from infinity.tracked import Tracking
 from infinity.unit import Unit
+from infinity.weights import WEIGHTS
 
 MISSED_LIMIT = 100
 """Steps with gradients of zeros that may wait for a record to pass; see [Note: missed steps]."""
@@ -105,7 +107,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         try:
             for parameter in group:
                 engine = engine_for(parameter)
-                self._check_record(engine)
+                check_record(self.recipe, engine.unit_of(parameter)[0].record.form, self.update)
                 self.mine[id(parameter)] = Place(engine, len(self.mine), len(self.param_groups) - 1)
             if self._made:
                 self.take(group)
@@ -113,19 +115,6 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
             self.param_groups.pop()
             self.mine = known
             raise
-
-    def _check_record(self, engine: Engine) -> None:
-        form = engine.form
-        if (form.dtype, form.state_dtype) not in self.recipe.kernels:
-            raise UnsupportedError(
-                f"{self.recipe.name} keeps its state in fp32, and the model was built with "
-                f'state_dtype={form.state_dtype!r}, which is for AdamW: Config(state_dtype="fp32")'
-            )
-        if engine.weights.overflows and self.update == "backward":
-            raise UnsupportedError(
-                f'update="backward" with dtype={form.dtype!r}: gradients would be applied before anybody can '
-                'see that they have overflowed. Use update="forward", or dtype="bf16".'
-            )
 
     def _engine(self, unit: Unit) -> Engine:
         return next(self.mine[id(one)].engine for one in unit.parameters if id(one) in self.mine)
@@ -168,10 +157,10 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
     def _warn_of_overflow(self, gradients: list[Gradient]) -> None:
         """Warn, once, where fp16 gradients come without the check that a scaled loss brings."""
         for gradient in gradients:
-            engine = self._engine(gradient.unit)
-            if engine.weights.overflows and not gradient.checked and not self._warned:
+            dtype = gradient.unit.record.form.dtype
+            if WEIGHTS[dtype].overflows and not gradient.checked and not self._warned:
                 self._warned = True
-                warn_unscaled(gradient.unit.name, engine.form.dtype)
+                warn_unscaled(gradient.unit.name, dtype)
 
     def _with_gradient(self) -> list[tuple[dict[str, Any], nn.Parameter, torch.Tensor]]:
         with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked

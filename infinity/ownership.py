@@ -19,6 +19,7 @@ from torch import nn
 
 from infinity.engine import Engine, engine_of
 from infinity.errors import UnsupportedError
+from infinity.joining import check_fits
 from infinity.recipes import Recipe
 
 _CALLER = 5
@@ -28,14 +29,23 @@ _CALLER = 5
 def engine_for(parameter: nn.Parameter) -> Engine:
     """Return the engine of a parameter that an optimizer is given.
 
-    Raises: ValueError for one that was not built in Init.
+    Raises: ValueError for one that was not built in Init; UnsupportedError where its model is being built.
     """
-    engine = engine_of(parameter)
+    engine, what = engine_of(parameter), f"a parameter of shape {tuple(parameter.shape)}"
+    if engine is None and not (parameter.is_floating_point() or parameter.is_complex()):
+        raise ValueError(
+            f"{what} is {parameter.dtype}: it has no gradient, and is not offloaded. Give the optimizer what "
+            "can be trained: [p for p in model.parameters() if p.is_floating_point()]"
+        )
     if engine is None:
         raise ValueError(
-            f"a parameter of shape {tuple(parameter.shape)} was not built inside `with "
-            "infinity.Init(config):`. Build the whole "
+            f"{what} was not built inside `with infinity.Init(config):`. Build the whole "
             "model there, or give ordinary parameters to an optimizer of torch."
+        )
+    if engine.is_building:
+        raise UnsupportedError(
+            "an optimizer inside `with infinity.Init(...)`, where its model is still being built: make the "
+            "optimizer after the `with`"
         )
     return engine
 
@@ -105,7 +115,7 @@ class Owning:
         trained = [one for one in parameters if one.requires_grad]
         for engine in {self.mine[id(one)].engine for one in parameters}:
             ours = [one for one in trained if self.mine[id(one)].engine is engine]
-            engine.check_fits(type(self).__name__, sum(self._missing_nbytes(one) for one in ours))
+            check_fits(engine, type(self).__name__, sum(self._missing_nbytes(one) for one in ours))
         for parameter in trained:
             self._add_fields(parameter)
         if not self._made:
@@ -127,14 +137,13 @@ class Owning:
 
     def _missing(self, parameter: nn.Parameter) -> list[str]:
         """Return the fields of a parameter's state for which its record has no room yet."""
-        engine = self.mine[id(parameter)].engine
-        record = engine.unit_of(parameter)[0].record
-        return [name for name in self.recipe.fields(engine.form) if name not in record]
+        record = self.mine[id(parameter)].engine.unit_of(parameter)[0].record
+        return [name for name in self.recipe.fields(record.form) if name not in record]
 
     def _missing_nbytes(self, parameter: nn.Parameter) -> int:
         engine = self.mine[id(parameter)].engine
-        numel = engine.part_numel(parameter)
-        return sum(engine.form.nbytes(name, numel) for name in self._missing(parameter))
+        form, numel = engine.unit_of(parameter)[0].record.form, engine.part_numel(parameter)
+        return sum(form.nbytes(name, numel) for name in self._missing(parameter))
 
     def _add_fields(self, parameter: nn.Parameter) -> None:
         missing = self._missing(parameter)

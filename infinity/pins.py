@@ -35,7 +35,6 @@ class Pins:
         lane: StreamLane,
         kept: Ledger,
         stores: tuple[HostStore, Store],
-        tile_numel: int,
     ) -> None:
         """Place fields of `units` in the first of `stores` as far as `kept` has room; else in the second."""
         self.revisions = 0
@@ -47,7 +46,6 @@ class Pins:
         self._lane = lane
         self._kept = kept
         self._host, self._nvme = stores
-        self._tile_numel = tile_numel
         self._placement: Placement = MappingProxyType({})
         self._gradient_nbytes = 0
         self._to_host: deque[Move] = deque()
@@ -118,7 +116,7 @@ class Pins:
             if not unit.record.in_host(move.field):
                 continue
             extent = self._nvme.allocate(move.nbytes, f"{unit.name}.{move.field}")
-            job = LeavePass(unit.record, move.field, extent, self._tile_numel)
+            job = LeavePass(unit.record, move.field, extent, unit.record.tile_numel)
             self._lane.submit(job)
             jobs.append((unit, job))
         for unit, job in jobs:

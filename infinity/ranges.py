@@ -28,8 +28,9 @@ CHUNK_NUMEL = 1 << 21
 """Elements that are moved at once: what checkpoints and exports hold in memory is a few of these."""
 
 
-def chunks(record: Record, tile_numel: int) -> Iterator[tuple[int, int]]:
+def chunks(record: Record) -> Iterator[tuple[int, int]]:
     """Cut a unit into element ranges of whole tiles."""
+    tile_numel = record.tile_numel
     return tiles(record.shard.numel, max(tile_numel, CHUNK_NUMEL // tile_numel * tile_numel))
 
 
@@ -153,9 +154,9 @@ def copied_out(
     ahead: tuple[Engine, Unit, CopyOutPass] | None = None
     for engine, unit, fields in wanted:
         engine.executor.flush(unit)
-        for start, stop in chunks(unit.record, engine.budget.tile_numel):
+        for start, stop in chunks(unit.record):
             values = buffers(unit.record, fields, stop - start)
-            job = CopyOutPass(unit.record, engine.budget.tile_numel, start, stop, values)
+            job = CopyOutPass(unit.record, unit.record.tile_numel, start, stop, values)
             engine.lane.submit(job, urgent=True)
             if ahead is not None:
                 ahead[0].lane.wait(ahead[2])

@@ -69,7 +69,8 @@ class Record:
         """
         self.changed_in_host: set[str] = set()
         """Fields in host memory that were changed there since somebody took them out of this set."""
-        self._tile_numel = tile_numel
+        self.tile_numel = tile_numel
+        """Elements of a tile: what passes read, work on and write at once."""
         self._traffic = traffic
         self._hashes_tiles = verify != "off"
         self.samples = verify == "sample"
@@ -174,10 +175,8 @@ class Record:
 
     def _moved(self) -> None:
         self.fields = tuple(name for name in self.form.fields if name in self._extents)
-        several = self.shard.numel > self._tile_numel
-        self.packed = frozenset(
-            name for name in self.fields if several and self.span(name) > self._tile_numel
-        )
+        several = self.shard.numel > self.tile_numel
+        self.packed = frozenset(name for name in self.fields if several and self.span(name) > self.tile_numel)
         self.all_in_host = all(self.in_host(name) for name in self.fields)
         self._whole = None
 
@@ -189,7 +188,7 @@ class Record:
         """Return the span of a field that takes `nbytes`, as a run has left it: before fields were packed,
         each tile had blocks of its own. None where it is of another unit, or another format.
         """
-        for span in (self.form.span(name, self._tile_numel), self._tile_numel):
+        for span in (self.form.span(name, self.tile_numel), self.tile_numel):
             if self.form.stored_nbytes(name, self.shard.numel, span) == nbytes:
                 return span
         return None

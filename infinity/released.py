@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -143,7 +144,7 @@ class Released(nn.Parameter):
         answer = owner.touch(parameters, operation, (*args, *kwargs.values()))
         if answer is None:
             answer = call(func, operation, args, kwargs)
-            if operation == "detach" and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+            if operation == "detach" and _caller().f_code is nn.Parameter.__new__.__code__:
                 answer.__class__ = type(
                     parameters[0]
                 )  # nn.Parameter(p) wants the type back that p has by now
@@ -235,6 +236,14 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device |
     """Return a tensor of `shape` that takes the memory of one element, a NaN."""
     one = torch.full((1,) * len(shape), float("nan"), dtype=dtype, device=device)
     return one.expand(tuple(shape))
+
+
+def _caller() -> FrameType:
+    """Return the frame that called torch, through whatever function modes are entered."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 def _name(func: Callable[..., Any]) -> str:

@@ -192,7 +192,7 @@ def _read_all(engine: Engine) -> None:
     """
     for unit in engine.units:
         samples, unit.record.samples = unit.record.samples, False
-        job = CheckPass(unit.record, engine.budget.tile_numel)
+        job = CheckPass(unit.record, unit.record.tile_numel)
         engine.lane.submit(job)
         try:
             engine.lane.wait(job, finished=True)

@@ -4,6 +4,7 @@ I/O.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -89,6 +90,15 @@ class Format:
 
 
 FP32 = Format("fp32")
+
+
+@functools.cache
+def format_beside(dtype: str) -> Format:
+    """Return the format of parameters that compute in a type of their own, beside those of Config's; its
+    state is fp32.
+    """
+    return Format("fp32", dtype)
+
 
 ALIGN_NUMEL = FP32.align_numel
 """Elements; see Format."""

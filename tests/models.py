@@ -41,6 +41,25 @@ MODELS = {
 }
 
 
+def in_fp32(model):
+    """Give a causal language model a head that was asked for in fp32, and computes in it."""
+    head = model.lm_head
+    model.lm_head = torch.nn.Linear(head.in_features, head.out_features, bias=False, dtype=torch.float32)
+    model.lm_head.register_forward_pre_hook(lambda _, args: (args[0].float(),))
+    return model
+
+
+MODELS["llama with a head in fp32"] = lambda: in_fp32(MODELS["llama"]())
+
+
+def prepared(name, dtype):
+    """Build a model in memory, for the reference."""
+    model = MODELS[name]()
+    if "in fp32" in name:
+        prepare(model.lm_head, torch.float32)
+    return prepare(model, dtype)
+
+
 COMPUTES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -48,7 +67,7 @@ def build(name, seed=0, computes="bf16", **init):
     """Build a model from a seed: in memory, prepared for the reference; given Init's fields, offloaded."""
     torch.manual_seed(seed)
     if not init:
-        return prepare(MODELS[name](), COMPUTES[computes])
+        return prepared(name, COMPUTES[computes])
     with Init(**init):
         return MODELS[name]()
 

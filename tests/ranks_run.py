@@ -82,6 +82,8 @@ def build_reference(name, seed=0, group=None, computes="bf16"):
     model = models.MODELS[name]()
     for parameter in model.parameters():
         parameter.register_hook(lambda grad: mean_over_ranks(grad, group))
+    if "in fp32" in name:
+        prepare(model.lm_head, torch.float32)
     return prepare(model, models.COMPUTES[computes])
 
 
@@ -442,6 +444,8 @@ CASES = {
     "stage 2": lambda: compare("llama", stage=2),
     "stage 2 backward": lambda: compare("llama", options={"update": "backward"}, stage=2, **NVME),
     "fp32": lambda: compare("llama", dtype="fp32", options={"max_norm": 0.5}),
+    "a head in fp32": lambda: compare("llama with a head in fp32", options={"max_norm": 0.5}),
+    "nvme, a head in fp32": lambda: compare("llama with a head in fp32", micro=2, **NVME),
     "nvme fp32": lambda: compare("gpt2", dtype="fp32", micro=2, **NVME),
     "overflow": lambda: overflow(host_memory="64MiB"),
     "overflow on nvme": lambda: overflow(**NVME),

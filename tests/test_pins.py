@@ -62,7 +62,7 @@ class Model:
         self.lane = StreamLane(Pool(TILE * 16, 3), inline=inline)
         self.units = [self.unit(index) for index in range(units)]
         self.frequencies = Frequencies(units)
-        self.pins = Pins(self.units, self.frequencies, self.lane, self.kept, (self.host, self.disk), TILE)
+        self.pins = Pins(self.units, self.frequencies, self.lane, self.kept, (self.host, self.disk))
         self.gradients = []
 
     def unit(self, index):

@@ -40,6 +40,8 @@ EXACT = [
     "stage 2 backward",
     "fp32",
     "nvme fp32",
+    "a head in fp32",
+    "nvme, a head in fp32",
     "overflow",
     "overflow on nvme",
     "deepspeed",
