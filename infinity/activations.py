@@ -285,7 +285,7 @@ class Boundaries:
             if left:
                 self.gradients.let_go(left.pop())
 
-        most = 1 + self.gradients.outgoing_limit_nbytes // max(tensor.nbytes, 1)
+        most = 1 + self.gradients.outgoing.limit_nbytes // max(tensor.nbytes, 1)
         self.gradients.await_buffer(tensor.nbytes, most)
         download = self.device.download(tensor)
         self.gradients.make_room(tensor.nbytes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from mmap import mmap
 from typing import Protocol
 
@@ -10,6 +9,7 @@ import torch
 
 from infinity.buffers import Buffers
 from infinity.device import Device
+from infinity.memory import Ledger
 
 
 class Blocks(Protocol):
@@ -23,11 +23,11 @@ class Blocks(Protocol):
 
 
 class HostBlocks:
-    """Blocks in host memory; what is free of them counts with what `spare_nbytes` says is left of a share."""
+    """Blocks in host memory; those that are free stay as far as a share has room."""
 
-    def __init__(self, spare_nbytes: Callable[[], int]) -> None:
+    def __init__(self, share: Ledger) -> None:
         """Without any."""
-        self.buffers = Buffers(spare_nbytes)
+        self.buffers = Buffers(share)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Borrow a buffer."""

@@ -5,6 +5,10 @@ Units and gradients come and go all the time, in a few sizes. Taken from malloc 
 between what stays (measured: twice the memory) or, mapped and unmapped each time, cost more in page faults
 than copies do (measured: a tenth of a step). So they lie in buffers of exactly their size, page-aligned, so
 that the disk reads into them and writes from them, and reused.
+
+What is lent says by a finalizer that it is back, and weakref's registry of finalizers lives for ever. So the
+finalizer reaches no more than the buffer itself, and all of `Buffers` only weakly; and how many may stay is
+asked of ledgers, which are numbers, not of whoever keeps them. Else what an engine lends would keep it.
 """
 
 from __future__ import annotations
@@ -14,29 +18,36 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from infinity.memory import Arena
+from infinity.memory import Arena, Ledger
 
 
 class Buffers:
     """Buffers, each lent as long as any tensor shares its memory; they come back by themselves.
 
-    spare_nbytes: bytes of free buffers that stay for reuse; beyond that the one that lay idle the longest
-    goes back to the system. Any thread may borrow, and be the last to let go.
+    Any thread may borrow, and be the last to let go. Who still has something that was lent when all else is
+    gone keeps that alone.
     """
 
-    def __init__(self, spare_nbytes: Callable[[], int]) -> None:
-        """Begin without any."""
-        self.spare_nbytes = spare_nbytes
+    def __init__(self, *shares: Ledger) -> None:
+        """Begin without any. Free buffers stay for reuse as far as `shares` have room."""
+        self.shares = shares
         self.made = 0
         """Buffers allocated since the start; in the steady state no more are."""
         self._free: list[Arena] = []  # the longest idle first
         self._there: Counter[int] = Counter()  # buffers, free or lent, by their bytes
         self._lock = threading.RLock()  # a tensor may be collected at any moment, here too
         self._pid = os.getpid()
+
+    @property
+    def spare_nbytes(self) -> int:
+        """Bytes of free buffers that stay; beyond that the one that lay idle the longest goes back to the
+        system.
+        """
+        return sum(share.free_nbytes for share in self.shares)
 
     @property
     def free_nbytes(self) -> int:
@@ -52,7 +63,7 @@ class Buffers:
             arena = self._take(nbytes) or self._make(nbytes)
             memory = (ctypes.c_char * nbytes).from_address(arena.address)
             # torch keeps `memory` until nothing shares the storage; then the buffer is back.
-            weakref.finalize(memory, self._give_back, arena).atexit = False
+            weakref.finalize(memory, _come_back, weakref.ref(self), arena).atexit = False
             return torch.frombuffer(memory, dtype=dtype)
 
     def prepare(self, nbytes: int, count: int) -> bool:
@@ -74,7 +85,7 @@ class Buffers:
 
     def _make(self, nbytes: int) -> Arena:
         self.made += 1
-        self.trim(self.spare_nbytes())
+        self.trim(self.spare_nbytes)
         arena = Arena(nbytes)
         with self._lock:
             self._there[nbytes] += 1
@@ -86,7 +97,7 @@ class Buffers:
             return
         with self._lock:
             self._free.append(arena)
-        self.trim(self.spare_nbytes())
+        self.trim(self.spare_nbytes)
 
     def trim(self, nbytes: int) -> None:
         """Keep free buffers of `nbytes` at most."""
@@ -102,3 +113,10 @@ class Buffers:
 
     def are_dropped(self, arenas: Sequence[Arena]) -> None:
         """Called before buffers go back to the system."""
+
+
+def _come_back(lender: weakref.ref[Buffers], arena: Arena) -> None:
+    """Take a buffer back; where nobody is there to take it, it goes back to the system."""
+    buffers = lender()
+    if buffers is not None:
+        buffers._give_back(arena)  # noqa: SLF001

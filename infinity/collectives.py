@@ -106,8 +106,8 @@ class CollectiveLane:
     def _run(self) -> None:
         try:
             self._device.enter_thread()
-            while (job := self._next()) is not None:
-                self._do(job)
+            while self._turn():
+                pass  # with nothing in this frame: see ending's note
             if self._lane.failure is not None:
                 self._channel.ranks.put_down(_reason(self._lane.failure))
         except BaseException as error:
@@ -126,7 +126,11 @@ class CollectiveLane:
                 self._lane.changed.wait(0.5)
             return None
 
-    def _do(self, job: Collective) -> None:
+    def _turn(self) -> bool:
+        """Run the next collective; False when it is time to stop."""
+        job = self._next()
+        if job is None:
+            return False
         job.ready()
         job.began_s = time.perf_counter()
         self._channel.agree(job.what)
@@ -136,6 +140,7 @@ class CollectiveLane:
         with self._lane.lock:
             job.ended_s = ended_s
             self._lane.changed.notify_all()
+        return True
 
     def close(self) -> None:
         """Stop after the collectives that are queued: other ranks may wait for them. They end soon, as those

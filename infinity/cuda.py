@@ -106,45 +106,56 @@ class TorchStreams:
     def lock(self, address: int, nbytes: int) -> str:
         """See Streams."""
         runtime: Any = torch.cuda.cudart()
-        failures: list[str] = []
-
-        def register() -> None:
-            with torch.cuda.device(self._device):
-                code = int(runtime.cudaHostRegister(address, nbytes, 0))
-            if code:
-                failures.append(f"{runtime.cudaGetErrorString(runtime.cudaError(code))} ({code})")
-
-        # CUDA remembers a failure in the thread that met it, and the next kernel launched there is taken to
-        # have failed; torch has no way to make it forget. So a thread of its own meets it.
-        thread = threading.Thread(target=register, name="infinity-pin")
-        thread.start()
-        thread.join()
-        return failures[0] if failures else ""
+        return self._apart("infinity-pin", lambda: runtime.cudaHostRegister(address, nbytes, 0))
 
     def unlock(self, address: int) -> None:
         """See Streams."""
         runtime: Any = torch.cuda.cudart()
-        thread = threading.Thread(target=runtime.cudaHostUnregister, args=(address,), name="infinity-unpin")
-        thread.start()  # a failure stays there, as in `lock`
+        failure = self._apart("infinity-unpin", lambda: runtime.cudaHostUnregister(address))
+        if failure:
+            logger.debug("unlocking host memory: %s", failure)
+
+    def _apart(self, name: str, call: Callable[[], Any]) -> str:
+        """Call the runtime for this device in a thread of its own; return why that failed.
+
+        CUDA remembers a failure in the thread that met it, and the next kernel launched there is taken to
+        have failed; torch has no way to make it forget. A new thread, on the other hand, is on device 0.
+        """
+        runtime: Any = torch.cuda.cudart()
+        failures: list[str] = []
+
+        def run() -> None:
+            with torch.cuda.device(self._device):
+                code = int(call())
+            if code:
+                failures.append(f"{runtime.cudaGetErrorString(runtime.cudaError(code))} ({code})")
+
+        thread = threading.Thread(target=run, name=name)
+        thread.start()
         thread.join()
+        return failures[0] if failures else ""
 
 
 class HostMemory(Buffers):
     """Host memory that copies need not wait for: what `pin` is told of, and buffers to download into."""
 
     def __init__(self, streams: Streams) -> None:
-        """Open the stream of downloads."""
-        super().__init__(lambda: self._ahead_nbytes + max(SPARE_NBYTES, self.room()))
-        self.room: Callable[[], int] = lambda: 0
-        """Bytes that the budget has left for what is downloaded."""
+        """Open one stream for each direction."""
+        super().__init__()
+        self._closed = False
         self._ahead: dict[int, int] = {}
         self._ahead_nbytes = 0
         self.pageable_reason = ""
         """Why some memory could not be page-locked; empty if all could."""
-        self.down = streams.open()
-        """The stream of downloads."""
+        self.up, self.down = streams.open(), streams.open()
+        """The streams of uploads and of downloads."""
         self._streams = streams
         self._pinned: set[int] = set()
+
+    @property
+    def spare_nbytes(self) -> int:
+        """See Buffers and SPARE_NBYTES; nothing once it is closed."""
+        return 0 if self._closed else self._ahead_nbytes + max(SPARE_NBYTES, super().spare_nbytes)
 
     def pin(self, address: int, nbytes: int) -> None:
         """Page-lock existing memory; the first failure is logged."""
@@ -184,14 +195,19 @@ class HostMemory(Buffers):
     def are_dropped(self, arenas: Sequence[Arena]) -> None:
         """Undo that."""
         pinned = [arena.address for arena in arenas if arena.address in self._pinned]
-        if pinned:
-            self._streams.record(self.down).synchronize()  # one that nobody waited for may still be written
+        if pinned:  # nobody may have waited for a download to one, or for an upload of what was offloaded
+            self.synchronize()
         for address in pinned:
             self.unpin(address)
 
+    def synchronize(self) -> None:
+        """Return when every copy begun so far is over."""
+        for stream in (self.up, self.down):
+            self._streams.record(stream).synchronize()
+
     def close(self) -> None:
         """Undo every `pin`, once nothing is copied any more. Buffers still lent stay readable."""
-        self.spare_nbytes = lambda: 0
+        self._closed = True
         self.trim(0)
         for address in list(self._pinned):
             self.unpin(address)

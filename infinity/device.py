@@ -8,7 +8,8 @@ order is proven with recorded streams (tests/test_device.py), its calls of torch
 Nothing here makes the host wait but a `Transfer` that somebody waits for. Streams wait for each other's
 events:
 allocated   compute -> upload    memory that is given out again may still be read by queued kernels
-arrived     upload -> compute    the first kernel that uses a unit comes behind its last tile
+arrived     upload -> compute    the first kernel that uses a unit comes behind its last tile; where nothing
+                                 was uploaded, another stream that fills it comes behind `allocated`
 leaving     upload -> compute    memory is given back while uploads that nobody used may still write to it
 download    compute -> download  the copy comes behind the kernel that makes the gradient
 An upload waits only for what was queued before it, and so does all the rest: there is no cycle, and a slot
@@ -19,7 +20,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,7 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from infinity import cores, kernels
 from infinity.cuda import Event, HostMemory, Streams, TorchStreams
 from infinity.errors import ConfigError
-from infinity.memory import view
+from infinity.memory import Ledger, view
 from infinity.store import DONE, Transfer
 
 _POLL_S = 0.0002
@@ -109,8 +109,8 @@ class Device(Protocol):
     def download(self, tensor: torch.Tensor) -> Download:
         """Begin to copy `tensor`, as the calling thread's stream leaves it, to host memory."""
 
-    def room_for_downloads(self, room: Callable[[], int]) -> None:
-        """Memory of downloads that are used up may stay for the next ones: `room()` bytes of it."""
+    def room_for_downloads(self, *shares: Ledger) -> None:
+        """Memory of downloads that are used up may stay for the next ones, as far as `shares` have room."""
 
     def prepare(self, nbytes: int, count: int) -> bool:
         """Have memory made for `count` downloads of `nbytes` each; whether there is any for one now. Where
@@ -166,7 +166,7 @@ class CpuDevice:
         """Return `tensor`, made contiguous if it is not."""
         return Download(tensor.contiguous(), DONE)
 
-    def room_for_downloads(self, room: Callable[[], int]) -> None:
+    def room_for_downloads(self, *shares: Ledger) -> None:
         """Nothing is copied."""
 
     def prepare(self, nbytes: int, count: int) -> bool:
@@ -221,7 +221,7 @@ class _Residence:
     stream: Any
     """The one that allocated it."""
     free: Event
-    """compute -> upload"""
+    """compute -> upload, or whatever else fills it"""
     uploaded: Event | None = None
     """upload -> compute: behind the last tile so far."""
 
@@ -235,8 +235,7 @@ class CudaDevice:
         self.is_host = False
         self.memory = HostMemory(streams)
         self._streams = streams
-        self._up = streams.open()
-        self._down = self.memory.down
+        self._up, self._down = self.memory.up, self.memory.down
         self._residences: Any = WeakIdKeyDictionary()  # flat -> _Residence
 
     @property
@@ -276,9 +275,12 @@ class CudaDevice:
             self._streams.wait(stream, self._streams.record(self._up))
             return
         residence: _Residence | None = self._residences.get(flat)
-        if residence is None or residence.uploaded is None:  # a unit without elements
+        if residence is None:
             return
-        self._streams.wait(stream, residence.uploaded)
+        if residence.uploaded is not None:
+            self._streams.wait(stream, residence.uploaded)
+        elif stream != residence.stream:  # a rank whose share is padding: what it gathers comes here
+            self._streams.wait(stream, residence.free)
         if stream != residence.stream:
             self._streams.keep(stream, flat)
 
@@ -309,9 +311,9 @@ class CudaDevice:
         self._streams.keep(self._down, source)
         return Download(host, _Copy(self._streams.record(self._down)))
 
-    def room_for_downloads(self, room: Callable[[], int]) -> None:
+    def room_for_downloads(self, *shares: Ledger) -> None:
         """See Device."""
-        self.memory.room = room
+        self.memory.shares = shares
 
     def prepare(self, nbytes: int, count: int) -> bool:
         """See Device."""
@@ -325,8 +327,7 @@ class CudaDevice:
 
     def synchronize(self) -> None:
         """See Device."""
-        for stream in (self._up, self._down):
-            self._streams.record(stream).synchronize()
+        self.memory.synchronize()
 
     def close(self) -> None:
         """See Device."""

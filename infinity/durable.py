@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -100,8 +101,7 @@ class Durable:
         """Steps that the optimizer has closed, those before a resume counted."""
         self.committed_step: int | None = None
         """The last one on disk, on every rank."""
-        self.source: Source | None = None
-        """None until the run was begun or resumed: see infinity.resume."""
+        self._source: Callable[[], Source | None] = lambda: None
         self.found: tuple[Commit, ...] = ()
         """Commits of an earlier process, the newest first, until one of them is taken up."""
         self._places: dict[str, Extent] = {}
@@ -116,7 +116,7 @@ class Durable:
         if ranks.size > 1:
             self._channel = ranks.channel()
             self._channel.tells = False  # one disk may take longer than another
-            ranks.closing.append(self._settle_last)
+            ranks.closing.append(partial(self._join, _LAST_S))  # not longer: a rank may be gone
         self.folders: list[RunFolder] = []
         with contextlib.ExitStack() as opened:
             with ranks.together("locking the durable run"):
@@ -150,6 +150,11 @@ class Durable:
         for folder in self.folders:
             folder.remove_states(but=self.run)
 
+    @property
+    def source(self) -> Source | None:
+        """What `follow` was given, None before that: see infinity.resume."""
+        return self._source()
+
     # What is there
 
     def _openings(self) -> Iterator[Opening]:
@@ -179,20 +184,17 @@ class Durable:
     # What the training calls
 
     def open(
-        self,
-        units: Sequence[Unit],
-        lane: StreamLane,
-        flush: Callable[[Unit], None],
-        cut: tuple[int, str],
+        self, units: Sequence[Unit], lane: StreamLane, flush: Callable[[Unit], None], cut: tuple[int, str]
     ) -> None:
         """Commit these units' records from now on; `flush` applies what is pending for one, `cut` is the
         elements of a tile and the name of the format, as the run's Config has them.
         """
-        self._units, self._lane, self._flush, self._cut = units, lane, flush, cut
+        self._units, self._lane, self._cut = units, lane, cut
+        self._flush = weakref.WeakMethod(flush)  # a thread of a commit may wait for ever: see ending's note
 
     def follow(self, source: Source, step: int, *, resumed: bool) -> None:
-        """Begin to commit: after `step` steps."""
-        self.source, self.step = source, step
+        """Begin to commit: after `step` steps. `source`, and with it the model, is the caller's to keep."""
+        self._source, self.step = weakref.ref(source), step
         self.committed_step = step if resumed else None
         self.store.step = step
         self.found = ()
@@ -203,8 +205,8 @@ class Durable:
         if job is None or job.captured:
             return
         for unit in self._units:
-            if unit.pending:
-                self._flush(unit)
+            if unit.pending and (flush := self._flush()) is not None:
+                flush(unit)
         self._wait(lambda: job.captured)
 
     def before_step(self) -> None:
@@ -240,8 +242,7 @@ class Durable:
         job = _Job(self.step, *self.source.at_forward(said, begun=begun))
         self._wait_for_last()
         self._job = job
-        if self._thread is not None:
-            self._thread.join()
+        self._join()
         self._thread = threading.Thread(target=self._commit, args=(job,), name="infinity-commit", daemon=True)
         self._thread.start()
 
@@ -375,15 +376,13 @@ class Durable:
 
     # The end
 
-    def _settle_last(self) -> None:
-        """Let the commit under way end, as far as that does not hang on a rank that is gone."""
-        if self._thread is not None:
-            self._thread.join(_LAST_S)
+    def _join(self, timeout_s: float | None = None) -> None:
+        if self._thread is not None and self._thread is not threading.current_thread():  # which may collect
+            self._thread.join(timeout_s)
 
     def close(self) -> None:
         """Let the commit under way end, and let go of the folder; a run without commit leaves nothing."""
-        if self._thread is not None:
-            self._thread.join()
+        self._join()
         with self._changed:
             while self._held:
                 self._changed.wait(0.1)

@@ -8,7 +8,6 @@ gone, so is the engine, its thread, its memory and its files.
 from __future__ import annotations
 
 import logging
-import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
@@ -20,7 +19,9 @@ from infinity.activations import Boundaries
 from infinity.arrivals import Arrivals
 from infinity.calls import Entering, Leaving
 from infinity.config import Config
-from infinity.device import Device, choose_cores, open_device
+from infinity.device import choose_cores, open_device
+from infinity.durable import Source
+from infinity.ending import Ending
 from infinity.errors import UnsupportedError
 from infinity.exchange import Exchange
 from infinity.executor import Executor
@@ -42,7 +43,7 @@ from infinity.shard import Format, format_beside, lay_out, share
 from infinity.slices import Slices
 from infinity.store import HostStore, Store
 from infinity.strangers import ForeignSteps, Strangers
-from infinity.tiers import NvmeTier, open_tier
+from infinity.tiers import open_tier
 from infinity.timeline import Timeline
 from infinity.unit import Unit
 from infinity.weights import WEIGHTS, Weights
@@ -105,6 +106,7 @@ class Engine:
         """What decides which fields are pinned; None without an NVMe tier, and while a model is built."""
         self._indices: dict[int, tuple[Unit, int]] = {}
         self._building: Touch | None = None
+        self._training: Source | None = None
         self.exchange = Exchange(self)
         self.partition: Partition | None = None
         """What several ranks need; None where there is one."""
@@ -117,10 +119,7 @@ class Engine:
             self.partition.reduction.keeps = lambda unit: self.arrivals.updater(unit) is None
         self.gradients.flush_unit = self.executor.flush
         self.gradients.least_total = self.least_total
-        tier = self.durable or self.nvme_store
-        self._finalizer = weakref.finalize(
-            self, _close, self.lane, self.partition, self.device, tier, os.getpid()
-        )
+        self.ending = Ending(self.lane, self.partition, self.device, self.durable or self.nvme_store)
 
     @property
     def weights(self) -> Weights:
@@ -256,6 +255,12 @@ class Engine:
         unit, index = self.unit_of(parameter)
         return unit.shard.segments[index].name
 
+    def follow(self, training: Source, step: int, *, resumed: bool) -> None:
+        """Let a durable run, which does not keep `training`, commit what it takes down."""
+        if self.durable is not None:
+            self._training = training
+            self.durable.follow(training, step, resumed=resumed)
+
     # Uses of released parameters
 
     def touch(self, parameters: Sequence[nn.Parameter], operation: str, args: Sequence[Any]) -> object:
@@ -354,23 +359,7 @@ class Engine:
 
     def close(self) -> None:
         """Stop the lane and give memory and files back. The parameters' values are gone."""
-        self._finalizer()
-
-
-def _close(
-    lane: StreamLane, partition: Partition | None, device: Device, store: NvmeTier | None, pid: int
-) -> None:
-    """End an engine; in a forked child there is no lane and the files are the parent's."""
-    if os.getpid() != pid:
-        return
-    if partition is not None:
-        partition.settle()
-    lane.close()
-    if partition is not None:
-        partition.close()
-    device.close()
-    if store is not None:
-        store.close()
+        self.ending.close()
 
 
 def engine_of(parameter: torch.Tensor) -> Engine | None:

@@ -42,10 +42,8 @@ class Executor:
         self._lane = lane
         self._device = device
         self._timeline = timeline
-        self.blocks: Blocks = (
-            HostBlocks(lambda: self._ahead.free_nbytes) if device.is_host else DeviceBlocks(device)
-        )
         self._ahead = Ledger(0)
+        self.blocks: Blocks = HostBlocks(self._ahead) if device.is_host else DeviceBlocks(device)
         self.updates_at_fetch = True
         """Whether updates are pending until the next fetch, and not applied in the backward."""
         self.frequencies = Frequencies(0)
@@ -68,7 +66,7 @@ class Executor:
         """
         self._whole = whole
         self.units = units
-        self._ahead = Ledger(ahead_nbytes)
+        self._ahead.limit_nbytes = ahead_nbytes
         self.frequencies = Frequencies(len(units))
         order = [unit.index for unit in units]
         guess = [

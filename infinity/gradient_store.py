@@ -41,9 +41,10 @@ class GradientStore:
         self._device = device
         self._spill_store = spill_store
         self._kept = Ledger(0)
-        self._outgoing = Ledger(0)
+        self.outgoing = Ledger(0)
+        """The share of the budget for gradients on their way out."""
         self._at_once: dict[int, int] = {}
-        self.buffers = Buffers(lambda: self._outgoing.free_nbytes)
+        self.buffers = Buffers(self.outgoing)
         self._in_record: defaultdict[Unit, WeakValueDictionary[int, Gradient]]
         self._in_record = defaultdict(WeakValueDictionary)  # those that somebody has
         self._jobs: deque[Pass] = deque()
@@ -70,24 +71,14 @@ class GradientStore:
     def open(self, budget: Budget, kept: Ledger, units: Sequence[Unit]) -> None:
         """Set the shares of the budget; the gradients of `units` come only later."""
         self._kept = kept
-        self._outgoing = Ledger(budget.outgoing_nbytes)
+        self.outgoing.limit_nbytes = budget.outgoing_nbytes
         self._at_once = _at_once(units, budget.outgoing_nbytes)
-        self._device.room_for_downloads(lambda: self._kept.free_nbytes + self._outgoing.free_nbytes)
+        self._device.room_for_downloads(self._kept, self.outgoing)
 
     @property
     def outgoing_nbytes(self) -> int:
         """Bytes of gradients on their way out."""
-        return self._outgoing.held_nbytes
-
-    @property
-    def outgoing_limit_nbytes(self) -> int:
-        """The share of the budget for gradients on their way out."""
-        return self._outgoing.limit_nbytes
-
-    @property
-    def outgoing_free_nbytes(self) -> int:
-        """What is left of that share."""
-        return self._outgoing.free_nbytes
+        return self.outgoing.held_nbytes
 
     def local(self, unit: Unit, index: int) -> Gradient:
         """Return a gradient that other ranks have their part in; `reduced` says what it is."""
@@ -102,7 +93,7 @@ class GradientStore:
 
     def send_anyway(self, nbytes: int) -> None:
         """Count `nbytes` as on their way out."""
-        self._outgoing.reserve_anyway(nbytes)
+        self.outgoing.reserve_anyway(nbytes)
 
     def stall(self, job: Transfer) -> None:
         """Wait for gradients."""
@@ -187,9 +178,9 @@ class GradientStore:
 
     def make_room(self, nbytes: int) -> None:
         """Wait until the outgoing share has room, or nothing is under way that could make any."""
-        while not self._outgoing.try_reserve(nbytes):
+        while not self.outgoing.try_reserve(nbytes):
             if not self._let_one_go():
-                self._outgoing.reserve_anyway(nbytes)  # larger than the share: it counts as the unit in use
+                self.outgoing.reserve_anyway(nbytes)  # larger than the share: it counts as the unit in use
                 return
 
     def await_buffer(self, nbytes: int, most: int) -> None:
@@ -217,7 +208,7 @@ class GradientStore:
 
     def has_room(self, nbytes: int) -> bool:
         """Take `nbytes` of the outgoing share if it has them now."""
-        return self._outgoing.try_reserve(nbytes)
+        return self.outgoing.try_reserve(nbytes)
 
     def sent(self, job: Pass) -> None:
         """Remember a pass that will let go of outgoing gradients."""
@@ -227,7 +218,7 @@ class GradientStore:
 
     def let_go(self, nbytes: int) -> None:
         """Count `nbytes` of outgoing gradients as gone."""
-        self._outgoing.release(nbytes)
+        self.outgoing.release(nbytes)
 
     def settle(self, unit: Unit) -> None:
         """Keep a complete unit's outgoing gradients: in host memory where they fit by now, else in the

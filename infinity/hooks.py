@@ -77,7 +77,7 @@ class Lease:
     """The units that one node of the graph works with."""
 
     task: int  # the graph task
-    node: object
+    node: object  # its mark, see `_mark`
     units: list[Unit] = field(default_factory=list)
 
 
@@ -264,7 +264,7 @@ class Hooks:
 
     def _lend(self, unit: Unit) -> None:
         """Hold `unit` for the node that is running: see [Note: leases]."""
-        task, node = graph_task(), torch._C._current_autograd_node()
+        task, node = graph_task(), _mark(torch._C._current_autograd_node())
         self._note_backward(task)
         lease = self._leases[-1] if self._leases else None
         if lease is None or lease.task != task:
@@ -370,6 +370,13 @@ class Hooks:
 def _differentiable(inputs: Any) -> list[torch.Tensor]:
     leaves = pytree.tree_leaves(inputs)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
+
+def _mark(node: Any) -> object:
+    """Return an object that stands for a node of the graph, and does not hold it: a lease outlives a backward
+    that raised, and what hangs on the graph leads back to here, where Python's collector cannot follow.
+    """
+    return None if node is None else node.metadata.setdefault(_mark, object())
 
 
 def _as_is(value: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, cast
@@ -112,7 +111,7 @@ class Init:
         config, device, hooks = self.config, engine.device.torch_device, engine.hooks
         hooks.parts = open_parts(self._copies, config.device, config.timeout_s, device, hooks.boundaries)
         if hooks.parts is not None:
-            weakref.finalize(engine, hooks.parts.close)
+            engine.ending.first.append(hooks.parts.close)
 
     @property
     def engine(self) -> Engine | None:

@@ -41,7 +41,7 @@ class Reduction:
         self._lane = lane
         self._device = device
         self._gradients = gradients
-        self._buffers = Buffers(lambda: gradients.outgoing_free_nbytes)
+        self._buffers = Buffers(gradients.outgoing)
         self._under_way: deque[tuple[Reducing, int]] = deque()
         self._sums: deque[tuple[Gradient, torch.Tensor, Reducing]] = deque()
 
@@ -117,7 +117,7 @@ class Reduction:
         """Wait for earlier reductions until half of the outgoing share has room, or nothing is under way."""
         while self._under_way and self._under_way[0][0].done:
             self._under_way.popleft()
-        limit = self._gradients.outgoing_limit_nbytes // 2
+        limit = self._gradients.outgoing.limit_nbytes // 2
         while self._under_way and sum(size for _, size in self._under_way) + nbytes > limit:
             job, _ = self._under_way.popleft()
             self._gradients.stall(job)

@@ -47,7 +47,7 @@ def resume(
     if not durable.found:
         if older:
             raise CheckpointError(f"{durable.folders[0].path} holds no committed step")
-        durable.follow(training, 0, resumed=False)
+        engine.follow(training, 0, resumed=False)
         return 0
     with engine.ranks.together("resuming the durable run"):
         commit = _chosen(durable, older=older)
@@ -61,7 +61,7 @@ def resume(
             groups = decode(commit.said["optimizer"]["groups"], _no_tensor)
             optimizer_in(commit.said["optimizer"], groups, training.inventory, optimizer)
             training.restore(commit.said, commit.tensors)
-        durable.follow(training, commit.step, resumed=True)
+        engine.follow(training, commit.step, resumed=True)
     return commit.step
 
 

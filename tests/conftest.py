@@ -6,6 +6,7 @@
 import gc
 import os
 import random
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,16 @@ def unmeasured() -> Iterator[None]:
         patch.setenv("INFINITY_MEASURE", "0")
         patch.setenv("INFINITY_CACHE", cache)
         yield
+
+
+@pytest.fixture(autouse=True)
+def no_race_is_swallowed() -> Iterator[None]:
+    """What recorded streams met in a finalizer fails its test."""
+    yield
+    if "streams" in sys.modules:
+        import streams
+
+        streams.RecordedStreams.raise_unseen()
 
 
 @pytest.fixture

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import threading
 from collections import Counter, deque
 from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
 
 
 class RaceError(AssertionError):
@@ -55,7 +59,13 @@ class Access:
 
 
 class RecordedStreams:
-    """Copies at once; but what an event does not order counts as unordered, and raises."""
+    """Copies at once; but what an event does not order counts as unordered, and raises.
+
+    In a finalizer an error is swallowed. So each is kept as well, but for those that a test expects by
+    `refuses`; a fixture that every test has raises the first.
+    """
+
+    unseen: ClassVar[list] = []  # of all instances
 
     def __init__(self, refusal=""):
         self.refusal = refusal
@@ -109,6 +119,20 @@ class RecordedStreams:
 
     # What tests call
 
+    @classmethod
+    def raise_unseen(cls):
+        """Raise the first race that no test expected since the last call."""
+        unseen, cls.unseen = cls.unseen, []
+        if unseen:
+            raise unseen[0]
+
+    @contextlib.contextmanager
+    def refuses(self, match=None):
+        """A race is met in the `with`."""
+        with pytest.raises(RaceError, match=match) as met:
+            yield
+        self.unseen.remove(met.value)
+
     def kernel(self, reads=(), writes=()):
         """Compute on the current stream."""
         self.on.learn(self.host.known)
@@ -138,7 +162,9 @@ class RecordedStreams:
         for one in self._accesses:
             apart = one.stop <= start or stop <= one.start or not (write or one.write)
             if not apart and actor.known[one.actor] < one.number:
-                raise RaceError(f"{what}, on {actor.name}, not ordered behind: {one.what}, on {one.actor}")
+                error = RaceError(f"{what}, on {actor.name}, not ordered behind: {one.what}, on {one.actor}")
+                self.unseen.append(error)
+                raise error
         actor.known[actor.name] += 1
         self._accesses.append(Access(actor.name, actor.known[actor.name], start, stop, write, what))
 

@@ -432,14 +432,14 @@ def test_updates_that_would_not_fit_their_share_of_the_budget_do_not_wait():
     limit, waited = 1500, []
 
     def prepare(engine):
-        engine.gradients._outgoing.limit_nbytes = limit
-        engine.gradients._outgoing.peak_nbytes = 0
+        engine.gradients.outgoing.limit_nbytes = limit
+        engine.gradients.outgoing.peak_nbytes = 0
 
     different, engine = trained_with_taps(
         lambda engine: waited.append(engine.gradients.outgoing_nbytes), prepare
     )
     assert different == []
-    assert 0 < min(waited) <= engine.gradients._outgoing.peak_nbytes <= limit
+    assert 0 < min(waited) <= engine.gradients.outgoing.peak_nbytes <= limit
     assert engine.gradients.outgoing_nbytes == 0
 
 

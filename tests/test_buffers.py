@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from infinity.buffers import Buffers
+from infinity.memory import Ledger
 
 
 class Noted(Buffers):
     """Notes the addresses of buffers, as a device that page-locks them does."""
 
     def __init__(self, spare_nbytes=1 << 30):
-        super().__init__(lambda: spare_nbytes)
+        super().__init__(Ledger(spare_nbytes))
         self.live, self.dropped = [], []
 
     def was_made(self, arena):
@@ -84,9 +85,10 @@ def test_beyond_what_may_be_spare_the_longest_idle_buffer_goes_back_to_the_syste
 
 
 def test_room_that_shrinks_is_left_at_the_latest_when_a_buffer_is_made():
-    buffers, spare = Buffers(lambda: spare[0]), [1 << 20]
+    share = Ledger(1 << 20)
+    buffers = Buffers(share)
     buffers.lend(1000, torch.float32)
-    spare[0] = -1  # a ledger may be overdrawn
+    share.reserve_anyway((1 << 20) + 1)
     assert buffers.free_nbytes == 4000
     kept = buffers.lend(1001, torch.float32)
     assert buffers.free_nbytes == 0

@@ -49,8 +49,8 @@ def test_a_buffer_is_lent_while_anything_shares_its_memory(device):
     del again
 
 
-def test_free_buffers_stay_within_their_limit_and_the_longest_idle_goes_first(device, streams):
-    device.memory.spare_nbytes = lambda: 40
+def test_free_buffers_stay_within_their_limit_and_the_longest_idle_goes_first(device, streams, monkeypatch):
+    monkeypatch.setattr("infinity.cuda.SPARE_NBYTES", 40)
     first, second = device.to_host(torch.ones(4)), device.to_host(torch.ones(6))
     del first
     assert device.memory.free_nbytes == 16
@@ -62,11 +62,22 @@ def test_free_buffers_stay_within_their_limit_and_the_longest_idle_goes_first(de
     assert sorted(streams.locked.values()) == [4, 24]
 
 
-def test_a_buffer_is_not_unlocked_under_a_download(device, streams):
-    device.memory.spare_nbytes = lambda: 0
+def test_a_buffer_is_not_unlocked_under_a_download(device, streams, monkeypatch):
+    monkeypatch.setattr("infinity.cuda.SPARE_NBYTES", 0)
     download = device.download(torch.ones(3))
     del download  # nobody waited; unlocking is an access that RecordedStreams orders
     assert streams.locked == {}
+
+
+def test_a_buffer_is_not_unlocked_under_an_upload(device, streams, monkeypatch):
+    monkeypatch.setattr("infinity.cuda.SPARE_NBYTES", 0)
+    flat = torch.zeros(3)
+    device.allocated(flat)
+    lent = device.to_host(torch.ones(3))  # an activation, offloaded
+    device.upload(flat, 0, lent.data_ptr(), 3)
+    del lent  # the graph that held it is gone
+    assert streams.locked == {}
+    assert flat.tolist() == [1, 1, 1]
 
 
 # Pinning
@@ -121,6 +132,23 @@ class Runtime:
 
     def cudaGetErrorString(self, code):  # noqa: N802
         return f"error {code}"
+
+
+def test_memory_is_pinned_and_unpinned_on_the_ranks_own_device(monkeypatch):
+    runtime, on = Runtime(0), []
+
+    @contextlib.contextmanager
+    def device(chosen):
+        on.append(chosen.index)
+        yield
+        on.append(len(runtime.calls))
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    streams = TorchStreams(torch.device("cuda:3"))
+    streams.lock(4096, 100)
+    streams.unlock(4096)
+    assert on == [3, 1, 3, 2]  # a new thread would be on device 0
 
 
 @pytest.mark.parametrize(("code", "failure"), [(0, ""), (2, "error 2 (2)")])

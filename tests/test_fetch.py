@@ -51,7 +51,7 @@ class Setup:
         self.steps = [0] * len(NUMELS)
 
     def open(self, *, in_place=False):
-        self.blocks = HostBlocks(lambda: 0)
+        self.blocks = HostBlocks(Ledger(0))
         self.unit.open(self.blocks, self.device.torch_device, in_place=in_place)
         return self
 

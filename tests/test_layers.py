@@ -59,7 +59,7 @@ LAYERS = [
         "tracking",
     },
     {"engine"},
-    {"arrivals", "partition", "strangers"},
+    {"arrivals", "ending", "partition", "strangers"},
     {
         "deepspeed_launch",
         "deepspeed_schedules",

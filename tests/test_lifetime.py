@@ -1,16 +1,29 @@
-"""Trusted: the kernel's lists of file descriptors, threads and mappings. Faked: nothing."""
+"""Trusted: the kernel's lists of file descriptors, threads and mappings, and what Python's collector knows.
+Faked: torch.cuda, on the paths of a device.
+"""
 
 import gc
 import threading
+import time
 import weakref
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import infinity
+from infinity import engine as engine_module
+from infinity.device import CudaDevice
+from infinity.engine import Engine
+from infinity.fetch import FetchPass
+from infinity.memory import Arena
 from parity import engine_in, engines, halves, total
+from reach import reached
+from streams import LateStreams
 
 pytestmark = pytest.mark.disk
 
@@ -104,3 +117,198 @@ def test_a_graph_that_outlives_its_model_still_gives_gradients(folder):
     gc.collect()
     loss.backward()
     assert torch.isfinite(x.grad).all()
+
+
+# Every path, at sizes that take it
+
+WIDTH = 384  # a weight's gradient is lent, and the weight more than a tile
+CYCLES, FIRST = 50, 16  # the first ones: what torch and malloc keep for good
+
+
+class Block(nn.Module):
+    """A large layer and a small one, recomputed in the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x):
+        return x + checkpoint(lambda y: self.norm(self.wide(y)), x, use_reentrant=False)
+
+
+@dataclass
+class Way:
+    """How a model is kept and trained."""
+
+    update: str = "forward"
+    memory: str = "64MiB"
+    nvme: bool = False
+    late: bool = False
+    micro: int = 1
+    init: dict = field(default_factory=dict)
+
+
+WAYS = {
+    "in host memory": Way(),
+    "in host memory, backward": Way("backward"),
+    "pinned": Way(nvme=True),
+    "on disk": Way(nvme=True, memory="1MiB"),
+    "on disk, backward": Way("backward", nvme=True, memory="1MiB"),
+    "spilled": Way(nvme=True, memory="1MiB", micro=2),
+    "int8": Way(nvme=True, memory="2MiB", init={"state_dtype": "int8"}),
+    "activations in host memory": Way(init={"offload_activations": "host"}),
+    "activations on disk": Way("backward", nvme=True, memory="1MiB", init={"offload_activations": "nvme"}),
+    "durable": Way(nvme=True, init={"durable": True}),
+    "durable, on disk, backward": Way("backward", nvme=True, memory="1MiB", init={"durable": True}),
+    "device": Way(late=True),
+    "device, on disk": Way("backward", nvme=True, memory="1MiB", late=True),
+    "device, activations": Way(late=True, init={"offload_activations": "host"}),
+}
+
+
+class PlantedError(Exception):
+    pass
+
+
+def plant(*_):
+    raise PlantedError
+
+
+def fails_in_forward(model, optimizer, x):
+    with pytest.raises(RuntimeError, match="shape"):
+        model(x[:, 1:])
+
+
+def fails_in_the_middle_of_a_forward(model, optimizer, x):
+    hook = model[2].register_forward_pre_hook(plant)
+    with pytest.raises(PlantedError):
+        model(x)
+    hook.remove()
+
+
+def fails_in_backward(model, optimizer, x):
+    model[1].register_full_backward_hook(plant)
+    with pytest.raises(PlantedError):
+        total(model(x)).backward()
+
+
+def fails_in_an_update(model, optimizer, x):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(PlantedError):
+        patch.setattr(FetchPass, "_apply", plant)
+        patch.setattr(FetchPass, "run_in_memory", plant)
+        for _ in range(2):
+            total(model(x)).backward()
+            optimizer.step()
+            engine_in(model).lane.drain()
+
+
+ENDINGS = [
+    lambda model, optimizer, x: None,  # with what the last step has left
+    lambda model, optimizer, x: model.state_dict(),
+    lambda model, optimizer, x: total(model(x)).backward(),  # and gradients are left
+    lambda model, optimizer, x: model(x),
+    fails_in_forward,
+    fails_in_the_middle_of_a_forward,
+    fails_in_backward,
+    fails_in_an_update,
+]
+
+
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch, frozen):
+    way = WAYS[request.param]
+    if way.late:
+        device = torch.device("cpu")
+        monkeypatch.setattr(engine_module, "open_device", lambda _: CudaDevice(device, LateStreams()))
+    return way
+
+
+@pytest.fixture
+def frozen():
+    """The collector looks at what the test has made, and at nothing else: a hundred times faster."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def trained(way, folder, steps=2):
+    init = {"host_memory": way.memory, "nvme": str(folder) if way.nvme else None, **way.init}
+    with infinity.Init(**init):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), nn.Linear(WIDTH, 4))
+    optimizer = infinity.AdamW(model.parameters(), update=way.update)
+    if "durable" in way.init:
+        infinity.resume(model, optimizer)
+    x = torch.ones(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(steps):
+        for _ in range(way.micro):
+            total(model(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer, x
+
+
+def held():
+    """Return all that a forgotten engine would hold, by name: exact counts."""
+    there = handles()
+    arenas = [one.nbytes for one in gc.get_objects() if type(one) is Arena]
+    return (*there, sum(arenas), sum(issubclass(type(one), nn.Parameter) for one in gc.get_objects()))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_model_that_is_dropped_after_whatever_leaves_nothing_behind(way, folder):
+    def cycles(first, last):
+        for cycle in range(first, last):
+            here = folder / str(cycle)
+            here.mkdir()
+            ENDINGS[cycle % len(ENDINGS)](*trained(way, here, steps=cycle % 3))
+            collected(lambda: not [one for one in gc.get_objects() if type(one) is Engine])
+
+    cycles(0, FIRST)
+    before, mapped, rss = held(), mappings(), psutil.Process().memory_info().rss
+    cycles(FIRST, FIRST + CYCLES)
+    assert held() == before, reached()
+    assert abs(mappings() - mapped) < 20
+    assert psutil.Process().memory_info().rss - rss < 32 << 20
+
+
+def collected(over):
+    """Collect until it is over: a pass that is under way keeps what it works with."""
+    for _ in range(20):
+        gc.collect()
+        if over():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_neither_a_thread_nor_a_finalizer_keeps_a_model_that_nobody_has(way, folder):
+    model, optimizer, _ = trained(way, folder)
+    engine = engine_in(model)
+    engine.lane.drain()
+    assert collected(lambda: not reached()), reached()
+    engine = weakref.ref(engine)
+    del model, optimizer, _
+    assert collected(lambda: engine() is None), reached()
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_model_is_freed_however_its_training_ended(ending, folder, frozen):
+    def run():
+        model, optimizer, x = trained(Way(), folder)
+        ending(model, optimizer, x)
+        return weakref.ref(engine_in(model))
+
+    engine = run()
+    assert collected(lambda: engine() is None), reached()
+
+
+def test_a_forward_that_failed_while_a_commit_waits_for_it_keeps_nothing(folder, frozen):
+    def run():
+        model, optimizer, x = trained(WAYS["durable"], folder)
+        fails_in_the_middle_of_a_forward(model, optimizer, x)
+        return weakref.ref(engine_in(model))
+
+    engine = run()
+    assert collected(lambda: engine() is None), reached()

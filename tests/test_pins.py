@@ -74,7 +74,7 @@ class Model:
         values = {"master": torch.full((TILE,), 1.0 + index), "m": torch.zeros(TILE), "v": torch.zeros(TILE)}
         self.lane.submit(WritePass(record, TILE, {0: values}))
         unit = Unit(index, [nn.Parameter(torch.empty(TILE, dtype=torch.bfloat16))], record)
-        unit.open(HostBlocks(lambda: 0), torch.device("cpu"), in_place=True)
+        unit.open(HostBlocks(Ledger(0)), torch.device("cpu"), in_place=True)
         return unit
 
     def update(self, index):

@@ -23,7 +23,7 @@ class Home:
 
     def __init__(self, *, in_place):
         self.host = HostStore(Ledger(1 << 24))
-        self.blocks = HostBlocks(lambda: 1 << 24)
+        self.blocks = HostBlocks(Ledger(1 << 24))
         shard = lay_out([(f"p{index}", shape) for index, shape in enumerate(SHAPES)])
         record = Record(shard, ALIGN_NUMEL, Traffic())
         record.name = "layers.3"
