@@ -82,5 +82,8 @@ def test_surgery_on_two_ranks_is_that_of_torch(tmp_path):
 
 def test_every_method_of_a_module_is_called_or_said_why_not():
     text = Path(surgery.__file__).read_text(encoding="utf-8")
-    names = [name for name in dir(nn.Module) if not name.startswith("_")]
+    torchs = [
+        name for name, one in vars(nn.Module).items() if getattr(one, "__module__", "").startswith("torch.")
+    ]
+    names = [name for name in torchs if not name.startswith("_")]  # transformers puts one of its own there
     assert [name for name in names if f".{name}(" not in text and name not in METHODS] == []
