@@ -31,7 +31,9 @@ class Ending:
         """Called before all else."""
         self._lane, self._partition, self._device, self._store = lane, partition, device, store
         self._pid = os.getpid()
-        weakref.finalize(self, _close, weakref.ref(self))  # for the exit of the interpreter alone
+        # For the exit of the interpreter alone. It keeps the folders of a run: collected in one go with this,
+        # their own finalizers would close them before `close` can remove a run without commit.
+        weakref.finalize(self, _close, weakref.ref(self), getattr(store, "folders", ()))
 
     def close(self) -> None:
         """Stop the lanes and give memory, connections and files back. A forked child has none of them."""
@@ -54,7 +56,7 @@ class Ending:
         self.close()
 
 
-def _close(ending: weakref.ref[Ending]) -> None:
+def _close(ending: weakref.ref[Ending], _folders: object) -> None:
     alive = ending()
     if alive is not None:
         alive.close()
