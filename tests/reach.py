@@ -16,7 +16,7 @@ OURS = (Engine, nn.Module, BaseException)
 
 def _roots():
     for one in list(weakref.finalize._registry.values()):
-        yield f"the finalizer {one.func.__qualname__}", [one.func, one.args, one.kwargs]
+        yield f"the finalizer {getattr(one.func, '__qualname__', one.func)}", [one.func, one.args, one.kwargs]
     here, frames = threading.get_ident(), sys._current_frames()
     for thread in threading.enumerate():
         frame = frames.get(thread.ident)

@@ -43,6 +43,7 @@ def test_where_the_cpu_multiplies_bf16_large_products_are_added_where_the_sums_a
     m, n, products_of_torchs, monkeypatch
 ):
     monkeypatch.setattr(products, "_multiplies_16_bit", lambda: True)
+    monkeypatch.setattr(products, "_has_amx", lambda: False)  # torch is left everything where it has
     left, right, total = torch.randn(40, m).bfloat16().t(), torch.randn(40, n).bfloat16(), torch.ones(m, n)
     with Counted() as counted:
         add_product(total, left, right)
@@ -59,6 +60,7 @@ def test_there_gradients_of_weights_of_few_tokens_are_products_of_ours(
     k, turned, products_of_torchs, monkeypatch
 ):
     monkeypatch.setattr(products, "_multiplies_16_bit", lambda: True)
+    monkeypatch.setattr(products, "_has_amx", lambda: False)  # torch is left everything where it has
     left, right = torch.randn(k, 24).bfloat16(), torch.randn(k, 32).bfloat16()
     left = left.t() if turned else left.t().contiguous()
     with Counted() as counted:
@@ -66,6 +68,20 @@ def test_there_gradients_of_weights_of_few_tokens_are_products_of_ours(
     assert counted.products == products_of_torchs
     exact = left.double() @ right.double()
     assert ((found - exact).abs() <= exact.abs() * 2**-8 + 1e-4).all()
+
+
+def test_where_torch_has_a_matrix_unit_it_makes_every_product(monkeypatch):
+    monkeypatch.setattr(products, "_multiplies_16_bit", lambda: True)
+    monkeypatch.setattr(products, "_has_amx", lambda: True)
+    left, right, total = (
+        torch.randn(40, 16).bfloat16().t(),
+        torch.randn(40, 24).bfloat16(),
+        torch.ones(16, 24),
+    )
+    with Counted() as counted:
+        product(left, right)
+        add_product(total, left, right)
+    assert counted.products == 1 + 3  # FEWEST_ROWS rows at a time
 
 
 @pytest.mark.parametrize("bias", [True, False])
