@@ -113,7 +113,7 @@ class CollectiveLane:
         except BaseException as error:
             self._channel.ranks.put_down(_reason(error))
             logger.debug("%s stops", self._name, exc_info=error)
-            self._lane.break_down(error)
+            self._lane.fail(error, raised=False)
 
     def _next(self) -> Collective | None:
         """Return the next collective; None when it is time to stop."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from infinity.errors import EngineFailedError
+from infinity.failure import without_frames
 from infinity.sizes import BLOCK, round_up
 from infinity.store import DiskStore, Extent, Request, Together, Transfer
 
@@ -264,7 +265,7 @@ class TwinStore:
     def fail(self, error: BaseException) -> None:
         """The commit has failed for good: let nobody wait for it."""
         with self._changed:
-            self._failure = error
+            self._failure = without_frames(error)
             self._changed.notify_all()
 
     def describe(self, extent: Extent) -> tuple[list[object], Runs]:

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 
 from infinity.counts import LaneTimes
 from infinity.errors import EngineFailedError
+from infinity.failure import Failure
 from infinity.memory import Pool, Slot
 from infinity.queueing import Awaited, Pass, Queue
 from infinity.record import Record
@@ -77,8 +78,7 @@ class StreamLane:
         self._reading: deque[_Tile] = deque()
         self._writing: deque[_Tile] = deque()
         self._stopping = False
-        self._failure: BaseException | None = None
-        self._reported = False
+        self._failure = Failure()
         self._thread = threading.Thread(target=self._run, name="infinity-lane", daemon=True)
         self._thread.start()
 
@@ -123,10 +123,11 @@ class StreamLane:
         return self._inline and record not in self._queue.of_record
 
     def fail(self, error: BaseException, *, raised: bool = True) -> None:
-        """Stop, and refuse everything because of `error`, which the caller raises, or else who waits next."""
+        """Stop, and refuse everything because of `error`, which the caller raises; where it does not
+        (`raised`), whoever waits next does.
+        """
         with self.lock:
-            self._failure = self._failure or error
-            self._reported = raised
+            self._failure.note(error, raised=raised)
             self._stopping = True
             self.changed.notify_all()
 
@@ -168,7 +169,7 @@ class StreamLane:
             while not (job.finished if finished else job.processed):
                 self.check_open()
                 self.changed.wait(0.5)
-            self._raise_failure()
+            self._failure.check()
         return time.perf_counter() - started
 
     def drain(self) -> None:
@@ -177,7 +178,7 @@ class StreamLane:
             while self._queue.of_record:
                 self.check_open()
                 self.changed.wait(0.5)
-            self._raise_failure()
+            self._failure.check()
 
     def close(self) -> None:
         """Stop after the transfers in flight; queued passes are dropped. Never raises."""
@@ -189,30 +190,14 @@ class StreamLane:
 
     @property
     def failure(self) -> BaseException | None:
-        """The error that has stopped the lane."""
-        return self._failure
+        """The error that has stopped the lane, or one that stands for it; None while it runs."""
+        return self._failure.cause
 
     def check_open(self) -> None:
         """Raise what made the lane fail; EngineFailedError where it was closed."""
-        self._raise_failure()
+        self._failure.check()
         if self._stopping:
             raise EngineFailedError("the engine was closed; its parameters are gone")
-
-    def _raise_failure(self) -> None:
-        if self._failure is None:
-            return
-        if not self._reported:
-            self._reported = True
-            raise self._failure
-        why = str(self._failure) or type(self._failure).__name__
-        raise EngineFailedError(f"the engine stopped at an earlier error: {why}") from self._failure
-
-    def break_down(self, error: BaseException) -> None:
-        """Stop, from another thread of the engine: whoever waits next raises `error`."""
-        with self.lock:
-            self._failure = self._failure or error
-            self._stopping = True
-            self.changed.notify_all()
 
     # The lane's own thread
 
@@ -225,7 +210,7 @@ class StreamLane:
         except BaseException as error:
             logger.debug("the lane stops", exc_info=error)
             with self.lock:
-                self._failure = self._failure or error  # an earlier one, of another thread, is the cause
+                self._failure.note(error, raised=False)
         self._drain_transfers()
         with self.lock:
             self.changed.notify_all()

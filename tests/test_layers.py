@@ -86,6 +86,7 @@ LAYERS = [
         "demand",
         "device",
         "disk",
+        "failure",
         "generations",
         "memory",
         "nvme",
