@@ -27,6 +27,7 @@ from infinity.choice import tile_choice
 from infinity.engine import Engine, engine_of
 from infinity.entry import Entry, computes_in, has_views, other_dtype
 from infinity.errors import UnsupportedError
+from infinity.overflow import Overflow
 from infinity.passes import WritePass
 from infinity.pretrained import Mapped, check_values
 from infinity.record import Record
@@ -67,6 +68,7 @@ class Construction:
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._window_nbytes = max(engine.budget.total_nbytes // 2, 1)
         self._asked_of_tiles: torch.dtype | None = None
+        self._overflow = Overflow(engine)
         self.asked = Asked(self._converted)
         """To be entered while models are built."""
 
@@ -229,7 +231,7 @@ class Construction:
                 tensor = tensor.cpu() if as_it_is else tensor.cpu().float()
                 part = entry.record.part(entry.index, tensor.contiguous())
                 values.setdefault(entry.record, {})[entry.index] = {"master": part}
-        for record, fields in values.items():
+        for record, fields in () if self._overflow else values.items():
             self._engine.run(WritePass(record, record.tile_numel, fields))
         for entry, parameter in alive:
             release(parameter, placeholder(parameter.shape, entry.dtype, parameter.device))
@@ -247,6 +249,7 @@ class Construction:
             name = f"{type(together[0][0].module()).__name__} no. {len(self._entries)}"
             record = self._engine.new_record([parameter for _, parameter in together], name, form)
             self._records.append(record)
+            self._overflow.give_room(record)
             for index, (entry, _) in enumerate(together):
                 entry.record, entry.index = record, index
 
@@ -268,7 +271,9 @@ class Construction:
                 raise not_resident(parameter, operation)
             asked = self._asked_of(parameter)
             values = torch.empty(parameter.shape, dtype=entry.dtype, device=parameter.device)
-            if operation not in _OVERWRITES or (args and args[0] is not parameter):
+            if self._overflow:
+                values.zero_()
+            elif operation not in _OVERWRITES or (args and args[0] is not parameter):
                 computes = entry.dtype == computes_in(entry.record)
                 field, dtype = ("hi", entry.dtype) if computes else ("master", torch.float32)
                 read = self._engine.read_record(entry.record, entry.index, {field: dtype})
@@ -280,6 +285,10 @@ class Construction:
         self._make_room(keep=[entry.module() for entry in used if entry is not None])
 
     # The end
+
+    def failed(self, error: BaseException) -> None:
+        """The building ended with `error`. Raises: HostMemoryError if memory had ended before."""
+        self._overflow.refuse_half(self._records, error)
 
     def finish(self) -> None:
         """Evict everything, and hand the finished models to the engine."""
@@ -332,8 +341,9 @@ class Construction:
                     units.append(self._unit(record, records[record], found))
                 if taken[record] not in units_of.setdefault(id(module), []):
                     units_of[id(module)].append(taken[record])
-        self._drop_all_but(taken)
         self._name_segments(named, units)
+        self._overflow.refuse(self._records, units)
+        self._drop_all_but(taken)
         self._engine.build_with(None)
         self._engine.open(units)
         for _, module in named:

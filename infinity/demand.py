@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from infinity.errors import ConfigError, HostMemoryError
 from infinity.forecast import Moves, Room
-from infinity.memory import Budget, divide, least_budget
+from infinity.memory import Budget, divide, least_budget, least_that
 from infinity.outline import Act, Outline, trace_of
 from infinity.placement import Candidate, Placement, Rooms, revise
 from infinity.plan import Plan, make_plan
@@ -25,9 +25,6 @@ from infinity.sizes import format_size, round_up
 
 Spills = Mapping[int, tuple[tuple[int, int], ...]]
 """Bytes read and written of a gradient in each micro-batch, by unit; the update reads the last."""
-
-_STEP_NBYTES = 1 << 20
-"""Budgets are searched to the MiB, as memory.least_total does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,16 +200,7 @@ def least_host_nbytes(outline: Outline, setting: Setting) -> int:
 
 
 def _least(sizes: _Sizes) -> int:
-    low, high = 1, 2
-    while not _holds(sizes, high * _STEP_NBYTES):
-        low, high = high, 2 * high
-    while low < high:
-        middle = (low + high) // 2
-        if _holds(sizes, middle * _STEP_NBYTES):
-            high = middle
-        else:
-            low = middle + 1
-    return high * _STEP_NBYTES
+    return least_that(lambda total_nbytes: _holds(sizes, total_nbytes), sizes.form)
 
 
 def _holds(sizes: _Sizes, total_nbytes: int) -> bool:

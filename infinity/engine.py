@@ -147,9 +147,9 @@ class Engine:
         self._building = touch
 
     def new_record(self, parameters: Sequence[nn.Parameter], name: str, form: Format) -> Record:
-        """Make a record of this format, with room for the weights of `parameters`.
+        """Make a record of this format for the weights of `parameters`; `give_room` gives it room for them.
 
-        Raises: aio.StorageFullError or HostMemoryError naming the module, with the numbers.
+        Raises: HostMemoryError where its blocks do not fit the slots.
         """
         shapes = [(str(index), parameter.shape) for index, parameter in enumerate(parameters)]
         whole = lay_out(shapes, form.align_numel, self.ranks.size)
@@ -162,9 +162,15 @@ class Engine:
             whole=whole,
         )
         record.name = name
-        for field in form.weights:
-            record.add(field, self.store)
         return record
+
+    def give_room(self, record: Record) -> None:
+        """Give a record room for its weights.
+
+        Raises: aio.StorageFullError or HostMemoryError naming the module, with the numbers.
+        """
+        for field in record.form.weights:
+            record.add(field, self.store)
 
     def open(self, units: Iterable[tuple[list[nn.Parameter], Record]]) -> None:
         """Take over a finished model: its units, in the order of its modules."""

@@ -146,3 +146,4 @@ class Init:
             raise
         if error is not None:
             engine.close()
+            construction.failed(error)

@@ -15,6 +15,7 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import cffi
@@ -263,15 +264,37 @@ def totals_in_tiles_of(tile_numel: int, form: Format = FP32) -> tuple[int, int |
 
 def least_total(kept_nbytes: int, largest_unit_nbytes: int, form: Format = FP32) -> int:
     """Return the smallest host_memory, in bytes to the MiB, whose kept share is at least `kept_nbytes`."""
-    step = 1 << 20
+    return least_that(lambda total: divide(total, largest_unit_nbytes, form).kept_nbytes >= kept_nbytes, form)
 
-    def holds(steps: int) -> bool:
-        return divide(steps * step, largest_unit_nbytes, form).kept_nbytes >= kept_nbytes
 
-    low, high = 1, 2
-    while not holds(high):
-        low, high = high, 2 * high
+def least_that(works: Callable[[int], bool], form: Format = FP32) -> int:
+    """Return the smallest host_memory, in bytes to the MiB, that `works` is true of. Where it raises
+    HostMemoryError, it is not.
+
+    Of budgets that give tiles of the same size, all larger than one that works do. A budget that gives
+    larger tiles has fewer bytes left than one just below it, and may not work though that does.
+    """
+
+    def does(steps: int) -> bool:
+        try:
+            return works(steps << 20)
+        except HostMemoryError:
+            return False
+
+    tile_numel, low = form.align_numel, 1
+    while True:
+        least, most = totals_in_tiles_of(tile_numel, form)
+        low = max(low, -(-least >> 20)) if tile_numel > form.align_numel else 1
+        if most is None:
+            high = low
+            while not does(high):
+                low, high = high + 1, 2 * high
+            break
+        high = most >> 20
+        if low <= high and does(high):
+            break
+        tile_numel *= 2
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle + 1, high)
-    return high * step
+        low, high = (low, middle) if does(middle) else (middle + 1, high)
+    return high << 20

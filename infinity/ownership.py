@@ -115,7 +115,7 @@ class Owning:
         trained = [one for one in parameters if one.requires_grad]
         for engine in {self.mine[id(one)].engine for one in parameters}:
             ours = [one for one in trained if self.mine[id(one)].engine is engine]
-            check_fits(engine, type(self).__name__, sum(self._missing_nbytes(one) for one in ours))
+            check_fits(engine, type(self).__name__, self._missing_nbytes(ours))
         for parameter in trained:
             self._add_fields(parameter)
         if not self._made:
@@ -140,10 +140,12 @@ class Owning:
         record = self.mine[id(parameter)].engine.unit_of(parameter)[0].record
         return [name for name in self.recipe.fields(record.form) if name not in record]
 
-    def _missing_nbytes(self, parameter: nn.Parameter) -> int:
-        engine = self.mine[id(parameter)].engine
-        form, numel = engine.unit_of(parameter)[0].record.form, engine.part_numel(parameter)
-        return sum(form.nbytes(name, numel) for name in self._missing(parameter))
+    def _missing_nbytes(self, parameters: Sequence[nn.Parameter]) -> int:
+        """Bytes that records have to grow by for all these parameters."""
+        records = [self.mine[id(one)].engine.unit_of(one)[0].record for one in parameters]
+        missing = zip(records, map(self._missing, parameters), strict=True)
+        fields = {(record, name) for record, names in missing for name in names}
+        return sum(record.field_nbytes(name) for record, name in fields)
 
     def _add_fields(self, parameter: nn.Parameter) -> None:
         missing = self._missing(parameter)

@@ -52,6 +52,7 @@ LAYERS = [
         "optim",
         "optimizer_view",
         "optimizers",
+        "overflow",
         "ownership",
         "resume",
         "snapshot",
