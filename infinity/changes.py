@@ -54,14 +54,17 @@ class Changes:
         """
         if not self._views or self.editors:
             return None
-        for index, (parameter, view, version) in enumerate(
-            zip(self._parameters, self._views, self._versions, strict=True)
-        ):
-            other = index in self._digests and self._digests[index] != self._digest(index)
-            if other or parameter._version != version or not parameter.is_set_to(view):
-                self.mark()
-                return self._record.whole.segments[index].name
-        return None
+        index = self._changed()
+        if index is None:
+            return None
+        self.mark()
+        return self._record.whole.segments[index].name
+
+    def _changed(self) -> int | None:
+        for index, parameter in enumerate(self._parameters):
+            if parameter._version != self._versions[index] or not parameter.is_set_to(self._views[index]):
+                return index
+        return next((index for index, one in self._digests.items() if one != self._digest(index)), None)
 
     def check_forms(self) -> None:
         """See that every parameter has the shape and type of its record.

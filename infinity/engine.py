@@ -245,7 +245,7 @@ class Engine:
 
         Raises: UnsupportedError while the model is being built.
         """
-        if self.is_building:
+        if self._building is not None:
             raise UnsupportedError(
                 "inside `with infinity.Init(...)` the model is still being built: do this after the `with`"
             )

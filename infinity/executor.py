@@ -257,7 +257,7 @@ class Executor:
             return
         if self._timeline.recording:
             self._timeline.span("compute", unit.name, unit.attached_s, time.perf_counter())
-        if (name := unit.changes.found()) is not None:
+        if (name := unit.changed()) is not None:
             self._refuse_change(unit, name)
         unit.detach()
         if unit.successors:

@@ -130,7 +130,9 @@ class Owning:
 
     def make_room(self, engine: Engine, parameter: nn.Parameter) -> None:
         """Give the parameter's record its state: zero, at first, whatever an earlier optimizer left."""
-        self._add_fields(parameter)
+        record = engine.unit_of(parameter)[0].record
+        if any(name not in record for name in self.recipe.fields(record.form)):
+            self._add_fields(parameter)
         if id(parameter) not in self._begun:
             self._begun.add(id(parameter))
             self._forget(engine, parameter)

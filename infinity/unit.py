@@ -262,16 +262,25 @@ class Unit:
         """Let the parameters be their values: `aside`, for a use that is no part of a step, as nothing but
         nn.Parameters.
         """
-        kind = nn.Parameter if aside else Attached
         for parameter, values in zip(self.parameters, self._views, strict=True):
-            restore(parameter, values, kind)
+            restore(parameter, values)
         self.changes.begin(self._views)
         self.attached, self.aside = True, aside
+        if not aside:
+            self.guard()
 
     def guard(self) -> None:
         """Have `changes` asked, from now on, before an attached parameter is assigned to."""
         for parameter in self.parameters:
             parameter.__class__ = Attached
+
+    def changed(self) -> str | None:
+        """Return the name of a parameter that changed while it was attached, None if none did, when the last
+        use ends: `guard` is over.
+        """
+        for parameter in self.parameters:
+            parameter.__class__ = nn.Parameter  # each look at an Attached takes torch twice as long
+        return self.changes.found()
 
     def detach(self) -> None:
         """Put the guard on the parameters; the storage stays as it is."""
