@@ -185,11 +185,13 @@ class Hooks:
 
     def _end_frame(self, frame: Frame, output: Any) -> None:
         """End the innermost frame. What a Ctrl-C leaves of it is seen to by `_abandon_frames`."""
-        while frame.units:
-            self._end_use(frame.units.pop(0), frame, output)
-        saving, frame.saving = frame.saving, None
-        if saving is not None:
-            saving.__exit__(None, None, None)
+        try:
+            while frame.units:
+                self._end_use(frame.units.pop(0), frame, output)
+        finally:  # where the engine has failed, too: what stays on torch's stack of hooks keeps the model
+            saving, frame.saving = frame.saving, None
+            if saving is not None:
+                saving.__exit__(None, None, None)
         self._frames.pop()
 
     def _end_use(self, unit: Unit, frame: Frame, output: Any) -> None:
