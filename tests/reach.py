@@ -1,17 +1,22 @@
 """What nothing will ever collect reaches: a running thread, and weakref's registry of finalizers."""
 
 import gc
+import importlib.machinery
 import sys
 import threading
 import types
 import weakref
 
+import pytest
 from torch import nn
 
 from infinity.engine import Engine
 
 OURS = (Engine, nn.Module, BaseException)
 """What they may not reach; see the note in infinity/ending.py."""
+
+BEYOND = (type, types.ModuleType, importlib.machinery.ModuleSpec, pytest.Collector, pytest.Item)
+"""Where the search ends: modules, and pytest, whose reports of failed tests hold those tests' errors."""
 
 
 def _roots():
@@ -26,7 +31,7 @@ def _roots():
 
 
 def _referents(one):
-    if isinstance(one, type | types.ModuleType):
+    if isinstance(one, BEYOND):
         return []
     if isinstance(one, types.FunctionType):  # not its module
         return [one.__closure__, one.__defaults__, one.__kwdefaults__]

@@ -64,7 +64,10 @@ def test_everything_is_given_back_when_model_and_optimizer_are_gone(on_disk, fol
     cycles(6)  # what torch and malloc keep for good
     before, mapped = handles(), mappings()
     cycles(20)
-    assert handles() == before
+    assert collected(lambda: all(now <= was for now, was in zip(handles(), before, strict=True))), (
+        handles(),
+        before,
+    )
     assert abs(mappings() - mapped) < 20
     assert list(folder.iterdir()) == []
 
