@@ -242,7 +242,8 @@ class Reducing(Collective):
         device: Device,
     ) -> None:
         """sent: this rank's gradients of the whole unit, 16-bit or fp32; mean: for this rank's share of the
-        mean, of the same type, in host memory; lend: gives memory beside `sent`, for what comes.
+        mean, of the same type, in host memory; lend: gives memory beside `sent`, for what comes. A
+        gradient keeps this, and so what this keeps; see gradient's note.
         """
         super().__init__(f"reduce {what}", lane)
         self._sent: torch.Tensor | None = sent

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 
@@ -103,15 +104,12 @@ class Reduction:
             self._device.assembled(sent)
         mean = self._buffers.lend(unit.record.shard.numel, dtype)
         what = f"{unit.name} ({', '.join(map(str, grads))} of {len(unit.parameters)}, {str(dtype)[6:]})"
-        lend = self._buffers.lend if self._device.is_host else self._on_device
+        lend = self._buffers.lend if self._device.is_host else partial(_on_device, self._device.torch_device)
         job = Reducing(what, sent, mean, lend, self._lane, self._device)
-        job.over = lambda: self._gradients.let_go(nbytes)
+        job.over = partial(self._gradients.outgoing.release, nbytes)
         self._collectives.submit(job)
         self._under_way.append((job, nbytes))
         return job, mean
-
-    def _on_device(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype, device=self._device.torch_device)
 
     def _make_room(self, nbytes: int) -> None:
         """Wait for earlier reductions until half of the outgoing share has room, or nothing is under way."""
@@ -136,6 +134,10 @@ class Reduction:
             if unit.unreduced:
                 self.reduce(unit)
         self._sum_up(wait=True)
+
+
+def _on_device(device: torch.device, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)
 
 
 def _counts(unit: Unit, gradient: Gradient, _grad: torch.Tensor) -> bool:

@@ -1,7 +1,10 @@
 """Cases of ranks_run that need no reference: single layers, and what a rank has of its machine."""
 
+import contextlib
+import gc
 import logging
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import torch.distributed as dist
 
 import infinity
 import models
+import parity
 from infinity import deepspeed, reference, waiting
 from infinity.engine import engine_of_model
 
@@ -63,6 +67,42 @@ def evaluating():
     logging.getLogger("infinity").removeHandler(handler)
     waiting.TELLS_S, waiting.LOOKS_S = usual
     return {"quiet": quiet, "told": told}
+
+
+def dropped():
+    """Drop models in the middle of whatever; return engines, threads and descriptors left after each."""
+    left = []
+    for cycle in range(8):
+        _train_and_drop(update=("forward", "backward")[cycle % 2], ending=cycle // 2)
+        for _ in range(10):
+            gc.collect()
+            if not parity.engines():
+                break
+            time.sleep(0.05)
+        descriptors = len(list(Path("/proc/self/fd").iterdir()))
+        left.append((len(parity.engines()), threading.active_count(), descriptors))
+        dist.barrier()
+    return {"left": left}
+
+
+def _train_and_drop(update, ending):
+    with infinity.Init(nvme=os.environ["RANKS_DISK"], host_memory="2MiB", timeout_s=60):
+        model = torch.nn.Sequential(
+            torch.nn.Linear(384, 384), torch.nn.LayerNorm(384), torch.nn.Linear(384, 4)
+        )
+    optimizer = infinity.AdamW(model.parameters(), update=update)
+    inputs = torch.ones(8, 384, dtype=torch.bfloat16)
+    for _ in range(2):
+        model(inputs).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if ending == 1:
+        model.state_dict()
+    elif ending == 2:
+        model(inputs).sum().backward()
+    elif ending == 3:
+        with contextlib.suppress(RuntimeError):
+            model(inputs[:, 1:])
 
 
 def failing():

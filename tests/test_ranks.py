@@ -50,6 +50,7 @@ EXACT = [
 ]
 FEW = ["llama", "gpt2", "mixtral", "max_norm", "no_sync", "frozen", "nvme", "nvme accumulated", "stage 1"]
 OTHERS = [
+    "dropped",
     "evaluating",
     "gathered",
     "edited differently",
@@ -261,6 +262,13 @@ def test_a_rank_that_waits_in_vain_says_for_what_and_who_is_missing(tmp_path):
     assert "read Linear.weight" in error
     assert "timeout 3 s" in error
     assert "rank 1 did not answer" in error
+
+
+def test_models_that_are_dropped_leave_no_engine_thread_or_descriptor_on_any_rank(answers):
+    for rank in answers(2, "dropped"):
+        first, *later = rank["left"][1:]  # what gloo and torch open at the first use they keep
+        assert first[0] == 0
+        assert later == [first] * len(later)
 
 
 def test_a_rank_that_others_leave_alone_says_so_in_seconds_and_goes_on_when_they_come(answers):
