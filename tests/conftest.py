@@ -26,6 +26,12 @@ def pytest_report_header() -> str:
     return f"seed: {SEED} (INFINITY_TEST_SEED), files in: {disk()} (INFINITY_TEST_DISK)"
 
 
+def pytest_collection_finish() -> None:
+    """What is imported stays: none of the thousands of collections of garbage looks at it again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def unmeasured() -> Iterator[None]:
     """No test measures a disk, or sees a measurement, that it did not ask for; nor do processes it starts."""

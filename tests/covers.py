@@ -1,0 +1,61 @@
+"""Which combinations of a test's parameters run by default: enough that each pair of values meets."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+Values = Sequence[Any] | Mapping[str, Any]
+"""An axis: its values, or its values by the names that they have in a test's name."""
+
+
+def matrix(*, possible: Callable[..., bool] = lambda **_: True, **axes: Values) -> tuple[str, list[Any]]:
+    """Return parametrize's arguments for every combination of the axes' values.
+
+    A combination that adds no new pair of values is marked slow: most faults that combinations show, two
+    values show (D. R. Kuhn et al., Software fault interactions, IEEE TSE 30(6), 2004). `possible` tells, of
+    one value per axis by the axis's name, whether that combination exists.
+    """
+    named = [_named(values) for values in axes.values()]
+    combinations = [
+        tuple(names)
+        for names in itertools.product(*named)
+        if possible(**{axis: of[name] for axis, of, name in zip(axes, named, names, strict=True)})
+    ]
+    first = _cover(combinations)
+    return ",".join(axes), [
+        pytest.param(
+            *(of[name] for of, name in zip(named, names, strict=True)),
+            id="-".join(names),
+            marks=[] if names in first else [pytest.mark.slow],
+        )
+        for names in combinations
+    ]
+
+
+def _named(values: Values) -> dict[str, Any]:
+    if isinstance(values, Mapping):
+        return dict(values)
+    named = {str(getattr(value, "__name__", value)): value for value in values}
+    if len(named) != len(values):
+        raise ValueError(f"{len(values)} values have {len(named)} names: {list(named)}; give a dict of them")
+    return named
+
+
+def _pairs(names: tuple[str, ...]) -> set[Any]:
+    """Return the pairs of values in a combination; single values where there is one axis."""
+    return set(itertools.combinations(enumerate(names), min(2, len(names))))
+
+
+def _cover(combinations: list[tuple[str, ...]]) -> set[tuple[str, ...]]:
+    """Choose combinations that have every pair that any has: the one with most new pairs, again and again."""
+    missing = set().union(*map(_pairs, combinations))
+    chosen: set[tuple[str, ...]] = set()
+    while missing:
+        best = max(combinations, key=lambda names: len(_pairs(names) & missing))
+        chosen.add(best)
+        missing -= _pairs(best)
+    return chosen

@@ -1,0 +1,45 @@
+"""Trusted: itertools. Faked: nothing."""
+
+import itertools
+
+import pytest
+
+from covers import matrix
+
+
+def by_default(cases):
+    return [case.values for case in cases if not case.marks]
+
+
+def test_every_pair_of_values_meets_by_default_and_every_combination_is_there():
+    axes = {"a": [1, 2, 3], "b": ["x", "y", "z"], "c": [True, False], "d": [0.5, 0.25, 0.125]}
+    names, cases = matrix(**axes)
+    assert names == "a,b,c,d"
+    assert {case.values for case in cases} == set(itertools.product(*axes.values()))
+    chosen = by_default(cases)
+    assert len(chosen) <= 12
+    for one, other in itertools.combinations(range(4), 2):
+        values = list(axes.values())
+        assert {(case[one], case[other]) for case in chosen} == set(
+            itertools.product(values[one], values[other])
+        )
+
+
+def test_every_value_of_a_single_axis_runs_by_default():
+    assert by_default(matrix(a=[1, 2, 3])[1]) == [(1,), (2,), (3,)]
+
+
+def test_combinations_that_do_not_exist_are_not_there_and_their_pairs_not_missed():
+    _, cases = matrix(possible=lambda a, b: a != b, a=[1, 2, 3], b=[1, 2])
+    assert {case.values for case in cases} == {(1, 2), (2, 1), (3, 1), (3, 2)}
+    assert len(by_default(cases)) == 4
+
+
+def test_names_say_which_values_a_case_has():
+    _, cases = matrix(a={"none": None, "some": {"x": 1}}, b=[int, float])
+    assert [case.id for case in cases] == ["none-int", "none-float", "some-int", "some-float"]
+
+
+def test_values_of_the_same_name_are_refused():
+    with pytest.raises(ValueError, match="2 values have 1 names"):
+        matrix(a=[1, "1"])
