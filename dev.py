@@ -241,7 +241,9 @@ def test(rest: list[str], *, everything: bool) -> NoReturn:
     python = set_up("test")
     say_what_is_skipped()
     kinds = "not gpu" if everything else "not gpu and not slow"
-    workers = ["-n", str(min(os.cpu_count() or 1, 4)), "--dist=loadfile"] * (not missing(python, ["xdist"]))
+    # A file's tests share what they set up; tests/durations.csv has the order in which the files begin.
+    parallel = ["-n", str(min(os.cpu_count() or 1, 4)), "--dist=loadfile", "--no-loadscope-reorder"]
+    workers = parallel * (not missing(python, ["xdist"]))
     become(python, str(python), "-m", "pytest", "-m", kinds, *workers, *rest)
 
 

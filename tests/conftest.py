@@ -3,11 +3,14 @@
 `INFINITY_TEST_SEED` sets the seed, `INFINITY_TEST_DISK` the folder below which NVMe files are made.
 """
 
+import csv
 import gc
+import math
 import os
 import random
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +18,8 @@ import hypothesis
 import pytest
 
 SEED = int(os.environ.get("INFINITY_TEST_SEED", "2104"), 0)
+ROOT = Path(__file__).parents[1]
+DURATIONS = ROOT / "tests/durations.csv"
 IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
 
 # Two cores and a busy disk make single examples slow at random: time is pytest-timeout's business.
@@ -24,6 +29,51 @@ hypothesis.settings.load_profile("infinity")
 
 def pytest_report_header() -> str:
     return f"seed: {SEED} (INFINITY_TEST_SEED), files in: {disk()} (INFINITY_TEST_DISK)"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-durations", action="store_true", help=f"write {DURATIONS.name} anew")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files that last longest come first, so that no worker is left alone with one at the end."""
+    lasts = durations()
+    items.sort(key=lambda item: -lasts.get(within_tests(item.path), (math.inf, 0.0))[0])
+
+
+def within_tests(path: str | Path) -> str:
+    return Path(path).absolute().relative_to(DURATIONS.parent).as_posix()
+
+
+def durations() -> dict[str, tuple[float, float]]:
+    """Return the seconds that each file took when last measured: by default, and of its slow tests."""
+    rows = csv.reader(DURATIONS.read_text().splitlines()[1:])
+    return {name: (float(default), float(slow)) for name, default, slow in rows}
+
+
+class Durations:
+    """Adds up what the tests of each file take, and writes it down at the end."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[tuple[str, bool]] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[within_tests(ROOT / report.fspath), "slow" in report.keywords] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        measured = {name for name, _ in self.seconds}
+        table = durations() | {
+            name: (self.seconds[name, False], self.seconds[name, True]) for name in measured
+        }
+        there = set(map(within_tests, DURATIONS.parent.rglob("test_*.py")))
+        rows = sorted((-default, -slow, name) for name, (default, slow) in table.items() if name in there)
+        lines = [f"{name},{-default:.1f},{-slow:.1f}" for default, slow, name in rows]
+        DURATIONS.write_text("\n".join(["file,default_s,slow_s", *lines]) + "\n")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--write-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Durations())
 
 
 def pytest_collection_finish() -> None:
