@@ -161,7 +161,7 @@ class Arrivals:
         self._use_complete()
         for unit in self._units:
             unit.arrived.clear()
-            if unit.outgoing:
+            if self._gradients.outgoing_of(unit):
                 self._gradients.settle(unit)
         for optimizer in list(self.optimizers):
             optimizer.backward_ended()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -13,38 +11,24 @@ from infinity import kernels
 from infinity.device import Device
 from infinity.passes import clear, piece_address
 from infinity.queueing import Pass
-from infinity.recipes import ADAMW, Recipe, Span
+from infinity.recipes import Span
+from infinity.record import Record
 from infinity.shard import pieces, tiles
 from infinity.sizes import round_up
-from infinity.store import DONE, Transfer
-from infinity.unit import Unit
+from infinity.store import Transfer
+from infinity.updates import PendingUpdates, Update
 from infinity.weights import KERNEL_DTYPE, WEIGHTS
 
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What step() decided for one parameter: the step's scalars, and where the gradient is.
+class Target(Protocol):
+    """What a fetch needs of the unit that it is for."""
 
-    tensor: the gradient in host memory, contiguous, 16-bit or fp32, once `arriving` is over. field: else the
-    record's field that holds it. Neither: a gradient of zeros. key: of the random bits that round a 16- or
-    8-bit state; see kernels. missed: scalars and keys of the steps before this one, whose gradients were all
-    zero; see optim. recipe: of the optimizer.
-    """
-
-    scalars: Any
-    tensor: torch.Tensor | None
-    field: str | None
-    key: int = 0
-    arriving: Transfer = DONE
-    missed: tuple[tuple[Any, int], ...] = ()
-    recipe: Recipe = ADAMW
-
-    @property
-    def misses(self) -> float:
-        """Steps with gradients of zeros in a row up to this one; infinity if this one has a gradient."""
-        return math.inf if self.tensor is not None or self.field is not None else 1 + len(self.missed)
+    record: Record
+    base: int
+    flat: torch.Tensor
+    pending: PendingUpdates
 
 
 class FetchPass(Pass):
@@ -55,12 +39,13 @@ class FetchPass(Pass):
     """
 
     def __init__(
-        self, unit: Unit, device: Device, tile_numel: int, *, upload: bool = True, resident: bool = False
+        self, unit: Target, device: Device, tile_numel: int, *, upload: bool = True, resident: bool = False
     ) -> None:
         """Begin with what is pending for `unit`, which is this pass's own as soon as it is taken over."""
         super().__init__(unit.record)
-        self.unit = unit
-        self.pending = unit.pending
+        self.pending: dict[int, Update] = unit.pending
+        self._waiting, self._taken = unit.pending, False
+        self._base = unit.base
         self._flat = unit.flat if upload or resident else None
         self._device = device
         self._tile_numel = tile_numel
@@ -74,12 +59,14 @@ class FetchPass(Pass):
 
     def take_over(self) -> None:
         """From now on the updates are this pass's."""
-        if self.unit.pending is self.pending:
-            self.unit.pending = {}
+        if not self._taken:
+            self.pending, self._taken = self._waiting.take(), True
 
     def hand_back(self) -> None:
         """Leave the updates to another pass."""
-        self.unit.pending = self.pending
+        if self._taken:
+            self._waiting.put_back(self.pending)
+            self.pending, self._taken = self._waiting, False
 
     @property
     def in_memory(self) -> bool:
@@ -99,7 +86,7 @@ class FetchPass(Pass):
     def _is_one_tile(self) -> bool:
         """Whether all parameters are updated in host memory, and nothing says how much to do at once."""
         return (
-            len(self.pending) == len(self.unit.shard.segments)
+            len(self.pending) == len(self.record.whole.segments)
             and self.in_memory
             and self.record.in_one_piece(tuple(self.touched()))
         )
@@ -156,7 +143,7 @@ class FetchPass(Pass):
     def _in_place(self, field: str, start: int) -> int | None:
         if field != "hi" or self._flat is None or not self._device.is_host:
             return None
-        return int(self._flat.data_ptr()) + self._flat.itemsize * (self.unit.base + start)
+        return int(self._flat.data_ptr()) + self._flat.itemsize * (self._base + start)
 
     @property
     def keeps(self) -> object:
@@ -193,7 +180,7 @@ class FetchPass(Pass):
             self._apply(start, stop, at)
         if not self._upload or at["hi"] == flat:
             return None
-        return (self._device.upload(_known(self._flat), self.unit.base + start, at["hi"], stop - start),)
+        return (self._device.upload(_known(self._flat), self._base + start, at["hi"], stop - start),)
 
     def _apply(self, start: int, stop: int, at: dict[str, int]) -> None:
         for piece in pieces(self.record.shard, start, stop):

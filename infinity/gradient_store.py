@@ -47,6 +47,7 @@ class GradientStore:
         self.buffers = Buffers(self.outgoing)
         self._in_record: defaultdict[Unit, WeakValueDictionary[int, Gradient]]
         self._in_record = defaultdict(WeakValueDictionary)  # those that somebody has
+        self._outgoing: defaultdict[Unit, dict[int, Gradient]] = defaultdict(dict)
         self._jobs: deque[Pass] = deque()
         self.stall_s = 0.0
         """Seconds that computing waited for gradients to be written or applied."""
@@ -174,7 +175,7 @@ class GradientStore:
         if gradient.form is not Form.SPILLED:
             gradient.form = Form.OUTGOING
         gradient.tensor = tensor
-        gradient.unit.outgoing[gradient.index] = gradient
+        self._outgoing[gradient.unit][gradient.index] = gradient
 
     def make_room(self, nbytes: int) -> None:
         """Wait until the outgoing share has room, or nothing is under way that could make any."""
@@ -220,26 +221,34 @@ class GradientStore:
         """Count `nbytes` of outgoing gradients as gone."""
         self.outgoing.release(nbytes)
 
+    def outgoing_of(self, unit: Unit) -> dict[int, Gradient]:
+        """Return a unit's gradients, by parameter, that wait for the rest of them to be spilled together."""
+        return dict(self._outgoing.get(unit, {}))
+
+    def take_outgoing(self, unit: Unit) -> dict[int, Gradient]:
+        """Return the same, which wait no more."""
+        return self._outgoing.pop(unit, {})
+
     def settle(self, unit: Unit) -> None:
         """Keep a complete unit's outgoing gradients: in host memory where they fit by now, else in the
         record.
         """
-        for index, gradient in list(unit.outgoing.items()):
+        for index, gradient in self.outgoing_of(unit).items():
             if gradient.form is Form.OUTGOING and gradient.parts is None and gradient.arriving.done:
                 gradient.parts = _measured(_present(gradient.tensor))
             if gradient.form is Form.OUTGOING and gradient.charge(_present(gradient.tensor).nbytes):
                 gradient.form = Form.HOST
-                del unit.outgoing[index]
+                del self._outgoing[unit][index]
                 self.let_go(_present(gradient.tensor).nbytes)
         self.spill(unit)
 
     def spill(self, unit: Unit) -> None:
         """Write a unit's outgoing gradients to its record."""
-        if not unit.outgoing:
+        if not self.outgoing_of(unit):
             return
         if any(update.field for update in unit.pending.values()):
             self.flush_unit(unit)  # what a step has decided reads what is stored now
-        outgoing, unit.outgoing = unit.outgoing, {}
+        outgoing = self.take_outgoing(unit)
         stored = {index: one for index, one in self._in_record[unit].items() if one.form is Form.SPILLED}
         for index, gradient in stored.items():
             if outgoing.get(index, gradient) is not gradient:
@@ -263,7 +272,7 @@ class GradientStore:
         }
         if target not in unit.record:
             self._make_space(unit, target)
-        job = SpillPass(unit, unit.record.tile_numel, parts, set(carried), source, target)
+        job = SpillPass(unit.record, unit.record.tile_numel, parts, set(carried), source, target)
         nbytes = sum(part.tensor.nbytes for part in parts.values())
         for index, gradient in (*outgoing.items(), *carried.items()):
             gradient.leaves(Form.SPILLED)
@@ -322,7 +331,7 @@ class GradientStore:
         if gradient.parts is None:
             gradient.arriving.wait()
             gradient.parts = _measured(_present(gradient.tensor))
-        if gradient.form is Form.SPILLED and gradient.index in gradient.unit.outgoing:
+        if gradient.form is Form.SPILLED and gradient.index in self.outgoing_of(gradient.unit):
             self.spill(gradient.unit)
         job = gradient.job
         if job is not None:
@@ -335,7 +344,7 @@ class GradientStore:
         parameter = gradient.unit.parameters[gradient.index]
         gradient.check("reading a gradient")
         self.settle_ranks(gradient.unit)
-        if gradient.index in gradient.unit.outgoing:
+        if gradient.index in self.outgoing_of(gradient.unit):
             self.spill(gradient.unit)
         if gradient.form is Form.ZERO:
             return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)

@@ -31,7 +31,6 @@ from torch.optim import Optimizer
 from infinity import kernels
 from infinity.engine import Engine
 from infinity.errors import UnsupportedError
-from infinity.fetch import Update
 from infinity.gradient import Form, Gradient, applied_message
 from infinity.joining import check_record
 from infinity.loss_scale import warn_unscaled
@@ -43,6 +42,7 @@ from infinity.ownership import Place, check_current, engine_for
 from infinity.recipes import Recipe
 from infinity.tracked import Tracking
 from infinity.unit import Unit
+from infinity.updates import Update
 from infinity.weights import WEIGHTS
 
 MISSED_LIMIT = 100
@@ -258,16 +258,17 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
 
     def apply(self, unit: Unit) -> bool:
         """Apply a unit's complete gradients, if no further use of it in this backward can bring more."""
-        if unit.forward_uses > 1 or not unit.outgoing:
+        gradients = self._engine(unit).gradients
+        outgoing = gradients.outgoing_of(unit)
+        if unit.forward_uses > 1 or not outgoing:
             return False
         with torch._C.DisableTorchFunctionSubclass():
-            for index, gradient in unit.outgoing.items():
+            for index, gradient in outgoing.items():
                 parameter = unit.parameters[index]
                 theirs = id(parameter) not in self.mine or gradient.form is not Form.OUTGOING
                 if theirs or getattr(parameter.grad, "gradient", None) is not gradient:
                     return False
-        outgoing, unit.outgoing = unit.outgoing, {}
-        self._apply_now(unit, list(outgoing.values()), outgoing=True)
+        self._apply_now(unit, list(gradients.take_outgoing(unit).values()), outgoing=True)
         return True
 
     def backward_ended(self) -> None:

@@ -15,15 +15,12 @@ it as the first one did.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from infinity import kernels
 from infinity.memory import Arena
+from infinity.record import Record
 from infinity.store import Together, Transfer
-
-if TYPE_CHECKING:
-    from infinity.record import Record
-    from infinity.sums import Sums
+from infinity.sums import Sums
 
 
 class _Span:

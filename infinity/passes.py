@@ -17,7 +17,6 @@ from infinity.queueing import Pass
 from infinity.record import Record
 from infinity.shard import Segment, pieces, tiles
 from infinity.store import DONE, Extent, Transfer
-from infinity.unit import Unit
 from infinity.weights import ACCUMULATE, KERNEL_DTYPE, WEIGHTS, WIDEN
 
 
@@ -55,7 +54,7 @@ class SpillPass(Pass):
 
     def __init__(
         self,
-        unit: Unit,
+        record: Record,
         tile_numel: int,
         parts: dict[int, SpillPart],
         carried: set[int],
@@ -63,9 +62,9 @@ class SpillPass(Pass):
         target: str,
     ) -> None:
         """Prepare to write `target`."""
-        super().__init__(unit.record)
-        self._shard = unit.record.shard
-        self._computes = WEIGHTS[unit.record.form.dtype].dtype
+        super().__init__(record)
+        self._shard = record.shard
+        self._computes = WEIGHTS[record.form.dtype].dtype
         self._tile_numel = tile_numel
         self._parts = parts
         self._carried = carried

@@ -359,7 +359,7 @@ class Record:
                     nbytes = self.tile_nbytes(name, min(span, stop - first))
                     address = base + self._cuts.offset(name, first)
                     parts.append(Part(name, first // span, address, nbytes, compared, hashes))
-        return Sums(self, parts, taken=self._hashes_tiles)
+        return Sums(self.form, parts, self.compare, taken=self._hashes_tiles)
 
     def _is_compared(self) -> bool:
         """Whether the next tile that is read is compared."""

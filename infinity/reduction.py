@@ -8,7 +8,7 @@ whole gradients in memory.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -43,6 +43,7 @@ class Reduction:
         self._device = device
         self._gradients = gradients
         self._buffers = Buffers(gradients.outgoing)
+        self._local: defaultdict[Unit, dict[int, tuple[Gradient, torch.Tensor]]] = defaultdict(dict)
         self._under_way: deque[tuple[Reducing, int]] = deque()
         self._sums: deque[tuple[Gradient, torch.Tensor, Reducing]] = deque()
 
@@ -54,7 +55,7 @@ class Reduction:
 
     def add(self, gradient: Gradient, grad: torch.Tensor) -> None:
         """Take a further backward's gradient of this rank."""
-        before = gradient.unit.unreduced.get(gradient.index)
+        before = self._local[gradient.unit].get(gradient.index)
         self._hold(gradient, grad if before is None else total_of(before[1], grad.contiguous()))
 
     def _hold(self, gradient: Gradient, grad: torch.Tensor) -> None:
@@ -66,12 +67,12 @@ class Reduction:
                 "host_memory, where stage=1 and no_sync() keep those of all parameters until the step. Use "
                 "stage=2 or 3 without no_sync(), or give more host_memory."
             )
-        gradient.unit.unreduced[gradient.index] = (gradient, grad)
+        self._local[gradient.unit][gradient.index] = (gradient, grad)
 
     def reduce(self, unit: Unit) -> None:
         """Begin to reduce a unit's local gradients. Every rank does so at the same point of its step."""
-        taken = {index: pair for index, pair in sorted(unit.unreduced.items()) if _counts(unit, *pair)}
-        unit.unreduced = {}
+        local = self._local.pop(unit, {})
+        taken = {index: pair for index, pair in sorted(local.items()) if _counts(unit, *pair)}
         if taken:
             job, mean = self._begin(unit, {index: grad for index, (_, grad) in taken.items()})
             keep = self.keeps(unit)
@@ -131,7 +132,7 @@ class Reduction:
     def settle(self, units: Iterable[Unit]) -> None:
         """Reduce what is local of `units`, and return when everything is where it belongs."""
         for unit in units:
-            if unit.unreduced:
+            if self._local.get(unit):
                 self.reduce(unit)
         self._sum_up(wait=True)
 

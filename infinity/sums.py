@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from infinity import kernels
-
-if TYPE_CHECKING:
-    from infinity.record import Record
+from infinity.shard import Format
 
 
 class Part(NamedTuple):
@@ -30,10 +28,19 @@ class Sums:
     All in one call where it can be, or, by a kernel that works on `fields`, in none: see kernels.
     """
 
-    def __init__(self, record: Record, parts: Sequence[Part], *, taken: bool) -> None:
-        """Prepare to sum up `parts`, or, not `taken`, to note alone which are written."""
-        self._record, self._parts = record, parts
-        of, numel = record.form.nbytes, kernels.STRETCH_NUMEL
+    def __init__(
+        self,
+        form: Format,
+        parts: Sequence[Part],
+        compare: Callable[[str, int, int, int], None],
+        *,
+        taken: bool,
+    ) -> None:
+        """Prepare to sum up `parts`, or, not `taken`, to note alone which are written. compare: the record's,
+        called with field, tile, its bytes and the checksum of what was read.
+        """
+        self._parts, self._compare = parts, compare
+        of, numel = form.nbytes, kernels.STRETCH_NUMEL
         fields = [
             kernels.Field(one.address, one.nbytes, of(one.name, numel), one.compared, one.hashes is not None)
             for one in (parts if taken else ())
@@ -52,7 +59,7 @@ class Sums:
             self.fields.take_before()
         for index, one in enumerate(self._parts):
             if one.compared:
-                self._record.compare(one.name, one.tile, one.nbytes, self.fields.before(index) or 1)
+                self._compare(one.name, one.tile, one.nbytes, self.fields.before(index) or 1)
 
     def keep(self, *, taken: bool = False) -> None:
         """Keep the checksums of what is to be written: from now on it counts as such."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from mmap import mmap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,15 +31,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from infinity.attached import Attached, set_keeper
 from infinity.blocks import Blocks, wrap
 from infinity.changes import Changes
+from infinity.fetch import FetchPass
+from infinity.queueing import Awaited, Pass
 from infinity.record import Record
 from infinity.released import placeholder, release, restore
 from infinity.shard import Shard
+from infinity.updates import PendingUpdates
 from infinity.weights import WEIGHTS
-
-if TYPE_CHECKING:
-    from infinity.fetch import FetchPass, Update
-    from infinity.gradient import Gradient
-    from infinity.queueing import Awaited, Pass
 
 logger = logging.getLogger("infinity")
 
@@ -93,12 +91,8 @@ class Unit:
         applied).
         """
         # The step
-        self.pending: dict[int, Update] = {}
+        self.pending = PendingUpdates()
         """Updates that step() decided, by parameter, to be applied when the record next passes."""
-        self.unreduced: dict[int, tuple[Gradient, torch.Tensor]] = {}
-        """Gradients of this rank alone, whole, with those that stand for them."""
-        self.outgoing: dict[int, Gradient] = {}
-        """Gradients that wait for the rest of the unit's, to be spilled together."""
         self.arrived: set[int] = set()
         """Parameters whose gradient has accumulated since the unit was last complete in this backward."""
         self.backward_holds: list[int] = []

@@ -11,7 +11,7 @@ from infinity import reference
 from infinity.blocks import HostBlocks
 from infinity.device import CpuDevice
 from infinity.errors import CorruptionError
-from infinity.fetch import FetchPass, Update
+from infinity.fetch import FetchPass
 from infinity.kernels import AdamWScalars, state_key
 from infinity.lanes import StreamLane
 from infinity.memory import Ledger, Pool, view
@@ -22,6 +22,7 @@ from infinity.reference_state import widened
 from infinity.shard import Format, lay_out
 from infinity.store import HostStore
 from infinity.unit import Unit
+from infinity.updates import Update
 
 TILE = 4096
 NUMELS = [5000, 3, 9000]  # of tiles 0 and 1; 2; 3 to 5
@@ -70,7 +71,7 @@ class Setup:
         if kind == "spilled":
             self.record.add("grad16", self.disk)
             parts = {index: SpillPart(one) for index, one in gradients.items()}
-            self.run(SpillPass(self.unit, TILE, parts, set(), None, "grad16"))
+            self.run(SpillPass(self.unit.record, TILE, parts, set(), None, "grad16"))
         for index, gradient in gradients.items():
             self.steps[index] += 1
             tensor = gradient if kind in ("bf16", "fp32") else None

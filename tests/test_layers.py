@@ -76,6 +76,7 @@ LAYERS = [
     {"activations", "durable"},
     {"collectives", "gradient_store"},
     {"activation_passes", "fetch", "gradient", "keeping", "ranges"},
+    {"updates"},
     {"passes", "recipes"},
     {"lanes", "unit"},
     {"blocks", "changes", "queueing"},

@@ -58,7 +58,7 @@ class Setup:
     def spill(self, parts, carried=(), source=None, target="grad16"):
         if target not in self.record:
             self.record.add(target, self.disk)
-        self.run(SpillPass(self.unit, TILE, parts, set(carried), source, target))
+        self.run(SpillPass(self.unit.record, TILE, parts, set(carried), source, target))
         if source not in (None, target):
             self.record.drop(source)
         return parts
@@ -300,15 +300,15 @@ def test_a_gradient_on_its_way_to_the_host_is_waited_for(setup):
 
 
 def test_a_spill_touches_gradients_alone(setup):
-    job = SpillPass(setup.unit, TILE, {}, {0}, "grad16", "grad32")
+    job = SpillPass(setup.unit.record, TILE, {}, {0}, "grad16", "grad32")
     assert set(job.touched()) == {"grad16", "grad32"}
-    assert set(SpillPass(setup.unit, TILE, {}, set(), None, "grad16").touched()) == {"grad16"}
+    assert set(SpillPass(setup.unit.record, TILE, {}, set(), None, "grad16").touched()) == {"grad16"}
 
 
 def test_who_spills_gets_the_measured_parts_when_the_tensors_may_go(setup):
     setup.record.add("grad16", setup.disk)
     parts = {1: SpillPart(torch.ones(3, dtype=torch.bfloat16), measure=True)}
-    job, found = SpillPass(setup.unit, TILE, parts, set(), None, "grad16"), []
+    job, found = SpillPass(setup.unit.record, TILE, parts, set(), None, "grad16"), []
     job.on_processed = found.append
     setup.run(job)
     assert found == [parts]

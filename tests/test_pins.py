@@ -11,7 +11,7 @@ from torch import nn
 from fakes import FakeDisk
 from infinity.blocks import HostBlocks
 from infinity.device import CpuDevice
-from infinity.fetch import FetchPass, Update
+from infinity.fetch import FetchPass
 from infinity.frequency import Frequencies
 from infinity.kernels import AdamWScalars
 from infinity.lanes import StreamLane
@@ -22,6 +22,7 @@ from infinity.record import Record, Traffic
 from infinity.shard import lay_out
 from infinity.store import HostStore
 from infinity.unit import Unit
+from infinity.updates import Update
 
 TILE = 2048
 HI = LO = 2 * TILE
