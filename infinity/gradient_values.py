@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 from torch.utils import _pytree as pytree
 
-from infinity.errors import UnsupportedError
+from infinity.errors import NotResidentError, UnsupportedError
+from infinity.gradient import GONE, Gradient
+from infinity.gradient_store import GradientStore
 from infinity.store import DONE
 from infinity.tensors import as_bytes, is_part
-
-if TYPE_CHECKING:
-    from infinity.offloaded import OffloadedGradient
 
 
 class Thin(torch.Tensor):
@@ -24,7 +24,7 @@ class Thin(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
-    def whole(self) -> OffloadedGradient:
+    def whole(self) -> StoredGradient:
         """The gradient that this is, or is a view of."""
         raise NotImplementedError
 
@@ -64,18 +64,45 @@ class Thin(torch.Tensor):
     data_ptr = untyped_storage = storage = share_memory_ = __dlpack__ = _refuse
 
 
+class StoredGradient(Thin):
+    """A thin tensor that stands for all of a stored gradient."""
+
+    gradient: Gradient
+    _store: weakref.ref[GradientStore]  # see gradient's note on what p.grad holds
+
+    @property
+    def store(self) -> GradientStore:
+        """What keeps the gradient.
+
+        Raises: NotResidentError where it is gone with the model.
+        """
+        store = self._store()
+        if store is None:
+            raise NotResidentError(GONE)
+        return store
+
+    @property
+    def whole(self) -> StoredGradient:
+        """Itself."""
+        return self
+
+    def made(self, dense: torch.Tensor) -> torch.Tensor:
+        """See Thin."""
+        return dense
+
+
 class GradientView(Thin):
     """A view of an offloaded gradient: it has the values that this has when it is used, and what changes it
     changes this.
     """
 
-    _of: OffloadedGradient
+    _of: StoredGradient
     _make: Callable[[torch.Tensor], torch.Tensor]
 
     @staticmethod
     def __new__(  # noqa: PYI034 - torch makes it
         cls: type[GradientView],
-        of: OffloadedGradient,
+        of: StoredGradient,
         make: Callable[[torch.Tensor], torch.Tensor],
         like: torch.Tensor,
     ) -> GradientView:
@@ -92,7 +119,7 @@ class GradientView(Thin):
         return tensor
 
     @property
-    def whole(self) -> OffloadedGradient:
+    def whole(self) -> StoredGradient:
         """Of what it is a view."""
         return self._of
 
@@ -189,7 +216,7 @@ def _views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return [view(number, one) for number, one in enumerate(like)]
 
 
-def _dtype(grad: OffloadedGradient, *, changes: bool) -> torch.dtype:
+def _dtype(grad: StoredGradient, *, changes: bool) -> torch.dtype:
     """Return the type in which operations work on a gradient: the parameter's. But what is to be stored of an
     fp16 one times a factor would vanish in that.
     """
@@ -198,7 +225,7 @@ def _dtype(grad: OffloadedGradient, *, changes: bool) -> torch.dtype:
     return torch.float32 if wide else own
 
 
-def store_changed(grad: OffloadedGradient, values: torch.Tensor, operation: str) -> None:
+def store_changed(grad: StoredGradient, values: torch.Tensor, operation: str) -> None:
     """Let `grad` stand for `values`, which `operation` has made of it; of several ranks each stores its part.
 
     Raises: UnsupportedError for another shape or dtype, and, on every rank, where the ranks' values differ.

@@ -13,20 +13,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from infinity.errors import NotResidentError, UnsupportedError
-from infinity.gradient import GONE, Gradient
+from infinity.errors import UnsupportedError
+from infinity.gradient import Gradient
 from infinity.gradient_store import GradientStore
-from infinity.gradient_values import Thin, run_on_values, store_changed
+from infinity.gradient_values import StoredGradient, Thin, run_on_values, store_changed
 from infinity.unit import Unit
 
 
-class OffloadedGradient(Thin):
+class OffloadedGradient(StoredGradient):
     """Stands for a stored gradient: clips, accumulates and zeroes it where it lies. Anything else works on
     its dense values; what changes them, also through a view, is stored anew.
     """
-
-    gradient: Gradient
-    _store: weakref.ref[GradientStore]  # see gradient's note on what p.grad holds
 
     @staticmethod
     def __new__(  # noqa: PYI034 - torch makes it
@@ -38,26 +35,6 @@ class OffloadedGradient(Thin):
         )
         tensor.gradient, tensor._store = gradient, weakref.ref(store)
         return tensor
-
-    @property
-    def store(self) -> GradientStore:
-        """What keeps the gradient.
-
-        Raises: NotResidentError where it is gone with the model.
-        """
-        store = self._store()
-        if store is None:
-            raise NotResidentError(GONE)
-        return store
-
-    @property
-    def whole(self) -> OffloadedGradient:
-        """Itself."""
-        return self
-
-    def made(self, dense: torch.Tensor) -> torch.Tensor:
-        """See Thin."""
-        return dense
 
     def is_of(self, unit: Unit, index: int) -> bool:
         """Whether it stands for this parameter's gradient, and not for another's."""
