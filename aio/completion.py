@@ -3,14 +3,35 @@
 import errno
 import os
 import time
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from infinity.aio.errors import EngineFailedError, ForkedError, IoError, IoTimeoutError, name_of
-from infinity.aio.library import SLICE_MS, WRITE, CData
+from infinity.aio.library import SLICE_MS, WRITE, CData, Library
 
-if TYPE_CHECKING:
-    from infinity.aio.engine import Engine
-    from infinity.aio.files import File
+
+class Submitter(Protocol):
+    """What a completion needs of the engine that it was submitted to."""
+
+    library: Library
+    pid: int
+    hang_s: float
+
+    @property
+    def pointer(self) -> CData:
+        """The C engine."""
+
+    def release(self, key: int) -> None:
+        """Forget a request that is over."""
+
+    def hangs(self, what: str) -> Exception:
+        """Return the error of a request that is not over after `hang_s`."""
+
+
+class Named(Protocol):
+    """The file of a request."""
+
+    path: str
+
 
 LEAST_WAIT_S = 5.0
 """Seconds that anybody waits himself before he says that the disk hangs, whenever the request began."""
@@ -24,7 +45,7 @@ class Completion:
 
     __slots__ = ("_engine", "_file", "_is_over", "_key", "_request", "what")
 
-    def __init__(self, engine: "Engine", key: int, request: CData, file: "File", what: str) -> None:
+    def __init__(self, engine: Submitter, key: int, request: CData, file: Named, what: str) -> None:
         self._engine = engine
         self._key = key
         self._request = request

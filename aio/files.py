@@ -14,7 +14,7 @@ import secrets
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from infinity.aio.errors import IoError, StorageFullError
 from infinity.aio.library import load
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from infinity.aio.engine import Engine
 
 Folder = int | str | os.PathLike[str]
 """A folder: its path, or a descriptor of it."""
@@ -55,6 +54,13 @@ class Descriptor:
         _descriptors.add(self)
 
 
+class Waiter(Protocol):
+    """What a file needs of its engine."""
+
+    def wait_for_file(self, file: "File") -> None:
+        """Return when no request to `file` is under way."""
+
+
 class File:
     """An open file that an engine reads and writes.
 
@@ -64,7 +70,7 @@ class File:
         direct: opened with O_DIRECT, so that address, offset and nbytes must be whole blocks.
     """
 
-    def __init__(self, engine: "Engine", fd: int, path: str, *, direct: bool) -> None:
+    def __init__(self, engine: "Waiter", fd: int, path: str, *, direct: bool) -> None:
         self._engine = engine
         self.descriptor = Descriptor(fd)
         self.path = path

@@ -189,7 +189,7 @@ class Config:
         infinity: Mapping[str, Any] | None = None,
         **values: Any,
     ) -> Config:
-        """Return what a DeepSpeed JSON says of places and precision; infinity.deepspeed_config.read has all.
+        """Return what a DeepSpeed JSON says of places and precision; deepspeed_config.translate has all.
 
         source: the file, or what is in it. strict: refuse keys that are not supported; False warns of them.
         infinity: fields of Config for which DeepSpeed has no words, such as host_memory. values: what "auto"
@@ -197,9 +197,9 @@ class Config:
 
         Raises: ConfigError naming every key that is unknown, not supported, or "auto" without a value.
         """
-        from infinity.deepspeed_config import read  # which needs Config
+        from infinity.deepspeed_config import translate
 
-        return read(source, strict=strict, infinity=infinity, **values).config
+        return translate(source, cls, strict=strict, infinity=infinity, **values).config
 
     def __str__(self) -> str:
         """The settings in one line."""

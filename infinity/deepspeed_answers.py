@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from infinity.deepspeed_calls import COMPILE
-from infinity.deepspeed_config import Settings
+from infinity.deepspeed_launch import Settings
 from infinity.engine import engine_of_model
 from infinity.errors import UnsupportedError
 from infinity.loss_scale import LossScale

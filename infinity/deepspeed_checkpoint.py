@@ -10,7 +10,7 @@ import secrets
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any, Protocol
 
 import torch
 from torch import nn
@@ -18,17 +18,31 @@ from torch import nn
 from infinity.checkpoint import load, save
 from infinity.deepspeed_launch import rank
 from infinity.engine import engine_of_model
+from infinity.loss_scale import LossScale
 from infinity.manifest import CheckpointError
-
-if TYPE_CHECKING:
-    from infinity.deepspeed_engine import DeepSpeedEngine
 
 LATEST = "latest"
 _COUNTS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 
+class Trained(Protocol):
+    """What is saved and loaded of a DeepSpeedEngine."""
+
+    module: nn.Module
+    optimizer: Any
+    lr_scheduler: Any
+    scaling: LossScale | None
+    global_steps: int
+    global_samples: int
+    skipped_steps: int
+    micro_steps: int
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the backwards of a step."""
+
+
 def save_tagged(
-    engine: DeepSpeedEngine,
+    engine: Trained,
     folder: str | os.PathLike[str],
     tag: object,
     client_state: dict[str, Any],
@@ -63,7 +77,7 @@ def save_tagged(
 
 
 def load_tagged(
-    engine: DeepSpeedEngine,
+    engine: Trained,
     folder: str | os.PathLike[str],
     tag: object,
     *,

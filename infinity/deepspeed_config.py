@@ -9,12 +9,11 @@ from __future__ import annotations
 import difflib
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from infinity.config import Config
 from infinity.deepspeed_batches import Batches, batches
 from infinity.deepspeed_keys import (
     ALIASES,
@@ -73,11 +72,14 @@ class Report:
         return "\n".join(str(line) for verdict in Verdict for line in self.of(verdict))
 
 
+C = TypeVar("C")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class Settings(Generic[C]):
     """All that a DeepSpeed file says, in Infinity's terms."""
 
-    config: Config
+    config: C
     optimizer: Chosen | None
     """None: the file names no optimizer."""
     scheduler: tuple[str, Mapping[str, Any]] | None
@@ -104,20 +106,22 @@ class Settings:
     report: Report
 
 
-def read(
+def translate(
     source: str | Path | Mapping[str, Any],
+    config_type: Callable[..., C],
     *,
     strict: bool = True,
     world_size: int = 1,
     infinity: Mapping[str, Any] | None = None,
     **values: Any,
-) -> Settings:
-    """Read DeepSpeed's configuration.
+) -> Settings[C]:
+    """Say DeepSpeed's configuration in Infinity's terms.
 
-    source: a JSON file, or what is in it. strict: refuse what is not supported; False warns of it and goes
-    on without. world_size: ranks. infinity: fields of Config for which DeepSpeed has no words
-    (host_memory=...); a section "infinity" in the file does the same. values: what "auto" stands for, by the
-    key's last name (lr=3e-4) or its whole path; `bf16` for "bf16.enabled".
+    source: a JSON file, or what is in it. config_type: Config, whose fields the file sets.
+    strict: refuse what is not supported; False warns of it and goes on without. world_size: ranks.
+    infinity: fields of Config for which DeepSpeed has no words (host_memory=...); a section "infinity" in the
+    file does the same. values: what "auto" stands for, by the key's last name (lr=3e-4) or its whole path;
+    `bf16` for "bf16.enabled".
 
     Raises: ConfigError naming every unknown key (and what it may have meant), every one that is not supported
     (and the cure), every "auto" without a value, and values of a wrong type.
@@ -140,7 +144,7 @@ def read(
         name = check_schedule(name, schedule)
     steps_per_print, precision = given.get("steps_per_print"), _precision(found)
     return Settings(
-        config=_config(given, infinity or {}, precision),
+        config=config_type(**_fields(given, infinity or {}, precision, config_type)),
         optimizer=chosen(given),
         scheduler=None if name is None else (name, schedule),
         batches=relation,
@@ -352,7 +356,9 @@ def _refuse(lines: Sequence[Line], *, strict: bool) -> None:
 # Infinity's terms
 
 
-def _config(given: Mapping[str, Any], more: Mapping[str, Any], precision: str) -> Config:
+def _fields(
+    given: Mapping[str, Any], more: Mapping[str, Any], precision: str, config_type: Any
+) -> dict[str, Any]:
     folders = [
         given[f"zero_optimization.offload_{part}.nvme_path"]
         for part in ("param", "optimizer")
@@ -369,17 +375,16 @@ def _config(given: Mapping[str, Any], more: Mapping[str, Any], precision: str) -
         {path.split(".", 1)[1]: value for path, value in given.items() if path.startswith("infinity.")}
     )
     ours.update(more)
-    known = [one.name for one in fields(Config) if one.init]
+    known = [one.name for one in fields(config_type) if one.init]
     for name in ours:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             raise ConfigError(f"infinity.{name}: Config has no such field; {near[0] if near else known}?")
-    config = Config(**ours)
-    if config.dtype != precision:
+    if ours["dtype"] != precision:
         raise ConfigError(
             f"infinity.dtype={ours['dtype']!r}, but the file's sections bf16 and fp16 say {precision}"
         )
-    return config
+    return ours
 
 
 _SCALING = {

@@ -27,8 +27,7 @@ from infinity.accumulation import no_sync
 from infinity.deepspeed_answers import Answers
 from infinity.deepspeed_backward import Backwards
 from infinity.deepspeed_calls import ENGINE
-from infinity.deepspeed_config import Settings
-from infinity.deepspeed_launch import local_rank, rank, ranks
+from infinity.deepspeed_launch import Settings, local_rank, rank, ranks
 from infinity.engine import engine_of, engine_of_model
 from infinity.errors import UnsupportedError
 from infinity.optim import OffloadedOptimizer

@@ -20,9 +20,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from infinity import optimizers
-from infinity.deepspeed_config import Settings
 from infinity.deepspeed_engine import DeepSpeedEngine
-from infinity.deepspeed_launch import init_distributed, rank, ranks, settings_of
+from infinity.deepspeed_launch import Settings, init_distributed, rank, ranks, settings_of
 from infinity.deepspeed_optimizers import OPTIONS
 from infinity.deepspeed_schedules import make_schedule
 from infinity.engine import engine_of_model

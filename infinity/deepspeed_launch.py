@@ -14,7 +14,8 @@ import torch
 from torch import distributed
 
 from infinity.config import Config
-from infinity.deepspeed_config import Settings, read
+from infinity.deepspeed_config import Settings as SettingsOf
+from infinity.deepspeed_config import translate
 from infinity.errors import ConfigError
 
 
@@ -72,10 +73,18 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+Settings = SettingsOf[Config]
+
+
+def read(source: str | Path | Mapping[str, Any], **options: Any) -> Settings:
+    """Return all that a DeepSpeed JSON says; see deepspeed_config.translate."""
+    return translate(source, Config, **options)
+
+
 def settings_of(source: str | Path | Mapping[str, Any] | Settings | None, *, strict: bool = True) -> Settings:
     """Read a script's configuration; the device is this rank's GPU where there is one, unless it is named.
 
-    strict: as deepspeed_config.read has it. Under torchrun the process group is made, if there is none.
+    strict: as deepspeed_config.translate has it. Under torchrun the process group is made, if there is none.
 
     Raises: ConfigError, also where `source` was read for another number of ranks.
     """
@@ -86,7 +95,7 @@ def settings_of(source: str | Path | Mapping[str, Any] | Settings | None, *, str
             "no configuration: give initialize(config=...) a DeepSpeed JSON or what is in it, or the script "
             "--deepspeed_config FILE"
         )
-    settings = source if isinstance(source, Settings) else read(source, strict=strict, world_size=ranks())
+    settings = source if isinstance(source, SettingsOf) else read(source, strict=strict, world_size=ranks())
     if settings.batches.ranks != ranks():
         raise ConfigError(
             f"the configuration was read for {settings.batches.ranks} ranks, there are {ranks()}: "

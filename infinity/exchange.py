@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,15 +18,29 @@ from torch import nn
 from infinity.errors import HostMemoryError, UnsupportedError
 from infinity.machine_memory import available_nbytes
 from infinity.sizes import format_size
+from infinity.unit import Unit
 
-if TYPE_CHECKING:
-    from infinity.engine import Engine
+
+class Keeper(Protocol):
+    """What keeps the parameters that are asked for: an engine."""
+
+    def keeps(self, parameter: nn.Parameter) -> bool:
+        """Whether it keeps `parameter`."""
+
+    def unit_of(self, parameter: nn.Parameter) -> tuple[Unit, int]:
+        """Return a parameter's unit and its index there."""
+
+    def read(self, parameter: nn.Parameter, fields: Sequence[str]) -> list[torch.Tensor]:
+        """Return fields of a parameter."""
+
+    def write(self, parameter: nn.Parameter, values: dict[str, torch.Tensor]) -> None:
+        """Set fields of a parameter."""
 
 
 class Exchange:
     """Answers what state_dict and load_state_dict ask of one engine's released parameters."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Keeper) -> None:
         """Serve `engine`, which owns this."""
         self._engine = weakref.ref(engine)
         self._module: weakref.ref[nn.Module] | None = None

@@ -17,8 +17,7 @@ from torch import nn
 
 from infinity import init as plain
 from infinity.config import Config
-from infinity.deepspeed_config import Settings
-from infinity.deepspeed_launch import ranks, settings_of
+from infinity.deepspeed_launch import Settings, ranks, settings_of
 from infinity.engine import Engine, engine_of
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.gather import gathered

@@ -6,8 +6,8 @@ import warnings
 import pytest
 
 from infinity import Config, ConfigError
-from infinity.deepspeed_config import read
 from infinity.deepspeed_keys import KEYS, Verdict
+from infinity.deepspeed_launch import read
 from infinity.deepspeed_optimizers import Chosen
 from infinity.loss_scale import Scaling
 

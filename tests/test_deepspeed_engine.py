@@ -11,8 +11,7 @@ import torch
 import infinity
 import models
 from infinity import ConfigError, UnsupportedError
-from infinity.deepspeed_config import read
-from infinity.deepspeed_launch import settings_of
+from infinity.deepspeed_launch import read, settings_of
 from infinity.manifest import CheckpointError
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.reference import clip_grad_norm_ as reference_clip
