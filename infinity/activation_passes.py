@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from infinity import kernels
+from infinity.budget import SLOT_NBYTES_PER_ELEMENT
 from infinity.device import Device
-from infinity.memory import SLOT_NBYTES_PER_ELEMENT
 from infinity.passes import clear
 from infinity.queueing import Pass
 from infinity.record import Record

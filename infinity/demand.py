@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from infinity.budget import Budget, divide, least_budget, least_that
 from infinity.errors import ConfigError, HostMemoryError
 from infinity.forecast import Moves, Room
-from infinity.memory import Budget, divide, least_budget, least_that
 from infinity.outline import Act, Outline, trace_of
 from infinity.placement import Candidate, Placement, Rooms, revise
 from infinity.plan import Plan, make_plan

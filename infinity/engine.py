@@ -17,6 +17,7 @@ from torch import nn
 
 from infinity.activations import Boundaries
 from infinity.arrivals import Arrivals
+from infinity.budget import Budget, divide
 from infinity.calls import Entering, Leaving
 from infinity.config import Config
 from infinity.device import choose_cores, open_device
@@ -29,7 +30,7 @@ from infinity.gradient_store import GradientStore
 from infinity.hooks import Hooks
 from infinity.lanes import StreamLane
 from infinity.machine_memory import share_of
-from infinity.memory import Budget, Ledger, Pool, divide, map_large_blocks, reuse_large_blocks
+from infinity.memory import Ledger, Pool, map_large_blocks, reuse_large_blocks
 from infinity.needs import least_total_with
 from infinity.partition import Partition
 from infinity.passes import ReadPass, WritePass

@@ -11,12 +11,13 @@ from weakref import WeakValueDictionary
 import torch
 
 from infinity import kernels
+from infinity.budget import Budget
 from infinity.buffers import Buffers
 from infinity.device import Device
 from infinity.errors import HostMemoryError
 from infinity.gradient import Form, Gradient, total_of
 from infinity.lanes import StreamLane
-from infinity.memory import Budget, Ledger
+from infinity.memory import Ledger
 from infinity.passes import ReadPass, SpillPart, SpillPass
 from infinity.queueing import Pass
 from infinity.ranks import ALONE, Ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from infinity.memory import Budget, divide, least_that, least_total
+from infinity.budget import Budget, divide, least_that, least_total
 from infinity.record import Record
 from infinity.shard import Format
 from infinity.unit import Unit

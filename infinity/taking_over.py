@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from infinity.budget import totals_in_tiles_of
 from infinity.commits import Commit, read_slot
 from infinity.errors import ConfigError
 from infinity.manifest import CheckpointError
-from infinity.memory import totals_in_tiles_of
 from infinity.ranks import Ranks
 from infinity.runfolder import RunFolder
 from infinity.shard import Format

@@ -109,6 +109,7 @@ LAYERS = [
     {
         "asked",
         "bound",
+        "budget",
         "choice",
         "config",
         "cursor",

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infinity.budget import divide, least_budget, least_total
 from infinity.errors import HostMemoryError
-from infinity.memory import Arena, Ledger, Pool, divide, least_budget, least_total, view
+from infinity.memory import Arena, Ledger, Pool, view
 from infinity.sizes import BLOCK
 
 
