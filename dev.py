@@ -157,7 +157,9 @@ def borrow(folder: Path, modules: Sequence[str]) -> Path:
         (site_packages / "infinity").unlink(missing_ok=True)
         (site_packages / "infinity").symlink_to(ROOT / "infinity")
         command = python.with_name("infinity")
-        command.write_text(f"#!{python}\nimport sys\nfrom infinity.cli import main\n\nsys.exit(main())\n")
+        command.write_text(
+            f"#!{python}\nimport sys\nfrom infinity.cli.main import main\n\nsys.exit(main())\n"
+        )
         command.chmod(0o755)
     return python
 

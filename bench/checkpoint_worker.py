@@ -17,8 +17,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import infinity
-from infinity.engine import engine_of_model
-from infinity.export import export_checkpoint
+from infinity.checkpoint.export import export_checkpoint
+from infinity.engine.engine import engine_of_model
 
 SAVED, HUB, EXPORTED = "saved", "hub", "exported"
 _TINY: dict[str, Any] = {

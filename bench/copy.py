@@ -37,7 +37,7 @@ from infinity.bench.findings import (
     write,
 )
 from infinity.bench.runs import folder_on
-from infinity.device import open_device
+from infinity.device.device import open_device
 from infinity.errors import UnsupportedError
 from infinity.sizes import format_size
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 from rich.console import Console
 
 from infinity.bench.arguments import size_of
-from infinity.choice import tile_choice
-from infinity.outline import Outline, Part
+from infinity.planning.outline import Outline, Part
+from infinity.planning.tile_size import tile_choice
 from infinity.sizes import format_size
 from infinity.tiling.grid import Grid, cut_to, tiles_of
 

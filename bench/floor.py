@@ -23,12 +23,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
-from infinity import aio, disk
+from infinity import aio
 from infinity.aio.measure import MIXED, READ, WRITE, Stream, move
 from infinity.bench.fio import FILE, Bandwidth, Fio, mean, read_percent
 from infinity.bench.pace import Cores
 from infinity.bench.runs import Measured
 from infinity.sizes import format_size
+from infinity.storage import disk_speed as disk
 
 LEAST_NBYTES = 32 << 20
 """Of the file to measure with: less would measure a drive's own memory."""

@@ -21,7 +21,7 @@ from torch import nn
 
 from infinity import AdamW, Init, stats
 from infinity.bench.tile_worker import status
-from infinity.cli import describe
+from infinity.cli.main import describe
 from infinity.errors import InfinityError
 from infinity.sizes import format_size
 

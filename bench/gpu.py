@@ -28,10 +28,10 @@ import infinity
 from infinity import reference
 from infinity.bench.copy import DOWN, UP, CudaLink, rate
 from infinity.bench.runs import SETTLING, SHAPES, here, machine, save
-from infinity.device import CudaDevice, Device, open_device
-from infinity.engine import engine_of_model
-from infinity.memory import Arena
-from infinity.presets import recompute_blocks
+from infinity.cli.presets import recompute_blocks
+from infinity.device.device import CudaDevice, Device, open_device
+from infinity.engine.engine import engine_of_model
+from infinity.storage.memory import Arena
 
 STEPS = 6
 TILE_NUMEL = 1 << 19

@@ -15,11 +15,11 @@ from infinity.bench.pace import Cores
 from infinity.bench.runs import SHAPES
 from infinity.bench.sketch import outline_of_shape
 from infinity.bench.targets import Target
-from infinity.demand import Setting, demand
 from infinity.errors import ConfigError
-from infinity.forecast import Forecast, forecast
-from infinity.outline import timed
-from infinity.simulated import Disk, Rates
+from infinity.planning.demand import Setting, demand
+from infinity.planning.forecast import Forecast, forecast
+from infinity.planning.outline import timed
+from infinity.planning.simulator import Disk, Rates
 from infinity.sizes import format_size
 
 if TYPE_CHECKING:

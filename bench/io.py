@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from infinity import aio, disk
+from infinity import aio
 from infinity.aio.measure import MIXED, READ, WRITE
 from infinity.bench.arguments import size_of
 from infinity.bench.cells import (
@@ -54,6 +54,7 @@ from infinity.bench.places import check_apart, check_folder, shared
 from infinity.bench.targets import Target
 from infinity.errors import ConfigError
 from infinity.sizes import BLOCK, format_size
+from infinity.storage import disk_speed as disk
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

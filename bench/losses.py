@@ -28,11 +28,11 @@ from torch.optim.lr_scheduler import LambdaLR
 import infinity
 from infinity.bench.places import check_folder
 from infinity.bench.runs import STATE_DTYPES, folder_on, here, machine, save, words
-from infinity.engine import engine_of_model
+from infinity.cli.presets import PRESETS, llama
+from infinity.cli.text import Sampler, Text, default_text
+from infinity.cli.train import learning_rate
+from infinity.engine.engine import engine_of_model
 from infinity.errors import ConfigError
-from infinity.presets import PRESETS, llama
-from infinity.text import Sampler, Text, default_text
-from infinity.train import learning_rate
 
 SMOOTHED = 20
 """Steps in the mean that the picture shows strongly, and that the last losses are compared by."""

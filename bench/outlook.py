@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from infinity.bench.findings import Column, Findings, asked
-from infinity.outline import Outline
+from infinity.bench.planned import Planned
+from infinity.planning.outline import Outline
+from infinity.planning.zero_memory import STAGES, model_states
 from infinity.sizes import format_size
-from infinity.zero_memory import STAGES, model_states
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from infinity.bench.planning import Planned
-
 _DAY_S = 86400.0
-Pairs = Sequence[tuple[Mapping[str, Any], "Planned"]]
+Pairs = Sequence[tuple[Mapping[str, Any], Planned]]
 
 
 def facts(one: Planned, tbw_nbytes: float | None) -> dict[str, Any]:

@@ -19,10 +19,10 @@ from infinity import AdamW, Init, kernels, stats
 from infinity.bench import contestant
 from infinity.bench.contestant import Spec
 from infinity.bench.runs import settings_of
-from infinity.budget import least_budget
-from infinity.counts import LaneTimes
-from infinity.engine import engine_of_model
-from infinity.updates import Update
+from infinity.engine.engine import engine_of_model
+from infinity.lane.counts import LaneTimes
+from infinity.planning.budget import least_budget
+from infinity.records.updates import Update
 
 _SCALARS = kernels.AdamWScalars(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
 _REQUESTS = 8

@@ -19,9 +19,9 @@ from torch import nn
 
 from infinity import kernels
 from infinity.bench.sketch import first_line, from_config, outline_of_model
+from infinity.cli.presets import PRESETS, llama, recompute_blocks
 from infinity.errors import ConfigError
-from infinity.outline import Outline
-from infinity.presets import PRESETS, llama, recompute_blocks
+from infinity.planning.outline import Outline
 
 LAYERS = 2
 """Blocks of the model that is timed."""

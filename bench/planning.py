@@ -14,7 +14,7 @@ import argparse
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,15 @@ from infinity.bench import cuts, hindsight, outlook, pace
 from infinity.bench.arguments import positive, some_size
 from infinity.bench.findings import add_outputs, check_outputs, show, write
 from infinity.bench.places import check_folder
+from infinity.bench.planned import Planned
 from infinity.bench.sketch import outline_of, outline_of_model
-from infinity.demand import Demand, Setting, demand, least_host_nbytes
-from infinity.disk import DiskSpeed, speed_of
+from infinity.cli.presets import PRESETS
 from infinity.errors import ConfigError, HostMemoryError
-from infinity.forecast import Forecast, forecast
-from infinity.outline import Outline, timed
-from infinity.presets import PRESETS
-from infinity.simulated import Disk, Rates
+from infinity.planning.demand import Setting, demand, least_host_nbytes
+from infinity.planning.forecast import forecast
+from infinity.planning.outline import Outline, timed
+from infinity.planning.simulator import Disk, Rates
+from infinity.storage.disk_speed import DiskSpeed, speed_of
 
 HELP = "say whether a model fits, how fast a step will be, and what limits it"
 _SWEPT = (
@@ -47,36 +48,6 @@ _SWEPT = (
     "update",
     "model",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """One model at one setting."""
-
-    outline: Outline
-    setting: Setting
-    tokens: int
-    """Of a micro-batch on one rank."""
-    sequence: int
-    least_host_nbytes: int
-    demand: Demand | None
-    """None where it does not fit; `refusal` says why."""
-    refusal: str
-    forecast: Forecast | None
-    """None where a rate of the disk, or of computing, is not known."""
-    planning_s: float
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Of all ranks together; None without a forecast."""
-        if self.forecast is None:
-            return None
-        return self.setting.ranks * self.setting.micro_batches * self.tokens / self.forecast.seconds
-
-    @property
-    def written_nbytes(self) -> int:
-        """Bytes that a step writes to the NVMe of one machine."""
-        return self.demand.written_nbytes * self.setting.local_ranks if self.demand else 0
 
 
 def plan(

@@ -10,7 +10,7 @@ import torch
 import xxhash
 
 from infinity import kernels
-from infinity.memory import Arena, view
+from infinity.storage.memory import Arena, view
 
 READ, UPDATE, WRITE = 0, 1, 2  # kinds of a stream: as in kernels.h
 BLOCK = kernels.STATE_BLOCK

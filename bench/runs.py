@@ -21,9 +21,9 @@ import psutil
 import torch
 
 from infinity.bench.places import check_folder
+from infinity.cli.interrupted import held_back
+from infinity.cli.presets import PRESETS, VOCABULARY
 from infinity.errors import InfinityError
-from infinity.interrupted import held_back
-from infinity.presets import PRESETS, VOCABULARY
 from infinity.sizes import format_size
 
 HERE = Path(__file__).resolve().parent

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from infinity.bench.runs import SHAPES
+from infinity.cli.presets import PRESETS, VOCABULARY
 from infinity.errors import ConfigError
-from infinity.outline import Outline, Part, Stage, llama
-from infinity.presets import PRESETS, VOCABULARY
+from infinity.planning.outline import Outline, Part, Stage, llama
 
 logger = logging.getLogger("infinity")
 

@@ -26,10 +26,10 @@ from safetensors.torch import load_file
 import infinity
 import models
 import test_imported
-from infinity import atomic
-from infinity.checkpoint import read_manifest
-from infinity.engine import engine_of, engine_of_model
-from infinity.imported import load_deepspeed
+from infinity.checkpoint import atomic
+from infinity.checkpoint.deepspeed_files import load_deepspeed
+from infinity.checkpoint.save_load import read_manifest
+from infinity.engine.engine import engine_of, engine_of_model
 from infinity.reference import rounded
 from infinity.tensors import as_bytes
 

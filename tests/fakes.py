@@ -7,8 +7,8 @@ import random
 import threading
 import time
 
-from infinity.memory import view
-from infinity.store import Extent
+from infinity.storage.memory import view
+from infinity.storage.store import Extent
 
 
 class _Transfer:

@@ -8,10 +8,10 @@ import random
 import torch
 from torch import nn
 
-from infinity.engine import engine_of_model
-from infinity.init import Init
-from infinity.optimizers import AdamW
-from infinity.resume import resume as resumed
+from infinity.checkpoint.resume import resume as resumed
+from infinity.engine.engine import engine_of_model
+from infinity.engine.init import Init
+from infinity.optim.optimizers import AdamW
 
 STEPS = 6
 

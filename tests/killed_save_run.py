@@ -27,9 +27,10 @@ import xxhash
 from torch import nn
 
 import infinity
-from infinity import atomic, ranks
-from infinity.checkpoint import read_manifest
-from infinity.engine import engine_of
+from infinity.checkpoint import atomic
+from infinity.checkpoint.save_load import read_manifest
+from infinity.engine.engine import engine_of
+from infinity.ranks import group as ranks
 from infinity.tensors import as_bytes
 
 HANGS_S = 60

@@ -6,10 +6,10 @@ import torch
 import transformers
 
 from infinity import AdamW, Init
-from infinity.engine import engine_of_model
+from infinity.engine.engine import engine_of_model
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.reference import clip_grad_norm_ as reference_clip
-from infinity.reference_state import widened
+from infinity.reference.moments import widened
 
 SIZES = {
     "vocab_size": 64,

@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 import infinity
 from infinity import reference
-from infinity.engine import Engine, engine_of
+from infinity.engine.engine import Engine, engine_of
 
 LEAST = "1MiB"
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from infinity.frequency import Frequencies
-from infinity.placement import Candidate, Placement, Rooms, revise
+from infinity.planning.frequency import Frequencies
+from infinity.planning.placement import Candidate, Placement, Rooms, revise
 
 
 def zipf_routing(seed, steps, *, layers=4, experts=32, tokens=24, exponent=1.2, drift=0.5):

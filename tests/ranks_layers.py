@@ -14,8 +14,9 @@ import torch.distributed as dist
 import infinity
 import models
 import parity
-from infinity import deepspeed, reference, waiting
-from infinity.engine import engine_of_model
+from infinity import deepspeed, reference
+from infinity.engine.engine import engine_of_model
+from infinity.ranks import waiting
 
 
 def different_ways():

@@ -28,8 +28,8 @@ import parity
 import surgery
 import sweep
 from infinity import reference
-from infinity.engine import engine_of_model
-from infinity.presets import PRESETS, llama
+from infinity.cli.presets import PRESETS, llama
+from infinity.engine.engine import engine_of_model
 from infinity.reference import ReferenceAdamW, prepare
 from ranks_layers import (
     alone,

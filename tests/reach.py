@@ -10,7 +10,7 @@ import weakref
 import pytest
 from torch import nn
 
-from infinity.engine import Engine
+from infinity.engine.engine import Engine
 
 OURS = (Engine, nn.Module, BaseException)
 """What they may not reach; see the note in infinity/ending.py."""

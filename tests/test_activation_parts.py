@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.activation_parts import Parts
+from infinity.activations.partitioned import Parts
 from infinity.errors import RanksError
 
 

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import infinity
 import models
 from infinity import tiling
-from infinity.activations import FIELD
-from infinity.engine import engine_of_model
+from infinity.activations.boundaries import FIELD
+from infinity.engine.engine import engine_of_model
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
 
@@ -77,7 +77,7 @@ def alive(model):
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant", "slices"])
 @pytest.mark.parametrize("name", ["llama", "gpt2-dropout", "mixtral"])
 def test_models_train_with_the_bits_of_activations_left_in_place(folder, name, how, mode, monkeypatch):
-    monkeypatch.setattr("infinity.activations.BLOCK", 64)  # these models are small
+    monkeypatch.setattr("infinity.activations.boundaries.BLOCK", 64)  # these models are small
     init = {"nvme": str(folder), "host_memory": "1MiB", "offload_activations": mode}
     sliced = how == "slices"
     ours, plain = models.both(name, {"lr": 1e-2}, init, checkpoint=None if sliced else how)
@@ -199,7 +199,7 @@ def test_damaged_bytes_are_an_error_that_names_the_boundary(folder):
         transfer = read(request)
         if request.what.startswith("activation 3"):
             transfer.wait()
-            torch.frombuffer(infinity.memory.view(request.address, 8), dtype=torch.uint8).add_(1)
+            torch.frombuffer(infinity.storage.memory.view(request.address, 8), dtype=torch.uint8).add_(1)
         return transfer
 
     engine.nvme_store.read = damaged

@@ -14,7 +14,7 @@ from torch import nn
 import infinity
 import models
 from infinity import HostMemoryError, UnsupportedError, reference
-from infinity.engine import engine_of_model
+from infinity.engine.engine import engine_of_model
 from parity import differences, nothing_waits, same
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from infinity import atomic
-from infinity.atomic import Older, new_folder
+from infinity.checkpoint import atomic
+from infinity.checkpoint.atomic import Older, new_folder
 from infinity.errors import UnsupportedError
 
 ALWAYS = Older("a file", lambda _folder: {"file"}, overwrite=True)

@@ -12,7 +12,7 @@ from torch import nn
 
 import infinity
 from infinity import EngineFailedError, UnsupportedError
-from infinity.changes import Changes
+from infinity.units.changes import Changes
 from parity import differences, resident
 
 X = torch.ones(2, 16, dtype=torch.bfloat16)

@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from infinity import aio, disk
+from infinity import aio
 from infinity.aio.measure import MIXED, READ, WRITE, Stream, move
 from infinity.bench import cells, io, libaio, peers
 from infinity.bench.peers import Fio, Libaio, Ours, Sample, Work
 from infinity.bench.runs import RunError
 from infinity.errors import ConfigError
+from infinity.storage import disk_speed as disk
 from mounts import mounted, root
 
 pytestmark = pytest.mark.disk

@@ -16,12 +16,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from infinity import disk
 from infinity.bench import checkpoints, contestant, memory, rival, runs
 from infinity.bench.runs import OWN, Environment, Model, RunError, measure, settings_of
 from infinity.bench.targets import Target
+from infinity.cli.presets import PRESETS, llama
 from infinity.errors import ConfigError
-from infinity.presets import PRESETS, llama
+from infinity.storage import disk_speed as disk
 from mounts import mounted, root
 
 ROW = memory.Row(

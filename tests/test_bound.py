@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from infinity.bound import Load, bound, disk_limits_s
+from infinity.planning.bottleneck import Load, bound, disk_limits_s
 
 
 @dataclass(frozen=True)

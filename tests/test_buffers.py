@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from infinity.buffers import Buffers
-from infinity.memory import Ledger
+from infinity.device.buffers import Buffers
+from infinity.storage.memory import Ledger
 
 
 class Noted(Buffers):

@@ -13,11 +13,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 import models
-from infinity import AdamW, CorruptionError, Init, UnsupportedError, checkpoint_writer, gathered
+from infinity import AdamW, CorruptionError, Init, UnsupportedError, gathered
 from infinity.aio import StorageFullError
-from infinity.checkpoint import is_checkpoint, load, save
-from infinity.engine import engine_of
-from infinity.manifest import CheckpointError
+from infinity.checkpoint import writer as checkpoint_writer
+from infinity.checkpoint.save_load import is_checkpoint, load, save
+from infinity.engine.engine import engine_of
+from infinity.storage.manifest import CheckpointError
 from parity import differences, repeatable
 
 pytestmark = pytest.mark.disk

@@ -11,8 +11,8 @@ import infinity
 from infinity import tiling
 from infinity.bench import cuts
 from infinity.bench.sketch import outline_of_model
-from infinity.budget import divide
-from infinity.choice import LEAST_NBYTES, tile_choice
+from infinity.planning.budget import divide
+from infinity.planning.tile_size import LEAST_NBYTES, tile_choice
 
 MIB = 1 << 20
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from infinity import cli
 from infinity.aio import EngineUnavailableError
+from infinity.cli import main as cli
+from infinity.cli.text import TextError
 from infinity.errors import ConfigError, EngineFailedError, InfinityError
-from infinity.text import TextError
 
 pytestmark = pytest.mark.disk
 
@@ -201,7 +201,7 @@ def test_doctor_looks_at_every_folder_and_measures_if_asked(
         seen.append((list(names), measure))
         return FakeExamination()
 
-    monkeypatch.setattr("infinity.doctor.examine", examine)
+    monkeypatch.setattr("infinity.cli.doctor.examine", examine)
     assert cli.main(["doctor", *arguments]) == 0
     assert seen == [(folders, measures)]
     assert "fine" in capsys.readouterr().out

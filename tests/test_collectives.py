@@ -5,9 +5,9 @@ import types
 
 import pytest
 
-from infinity.collectives import Collective, CollectiveLane
-from infinity.lanes import StreamLane
-from infinity.memory import Pool
+from infinity.gradients.collectives import Collective, CollectiveLane
+from infinity.lane.lane import StreamLane
+from infinity.storage.memory import Pool
 from infinity.timeline import Timeline
 
 DEVICE = types.SimpleNamespace(enter_thread=lambda: None)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.commits import Commit, FieldAt, PlainTensor, RecordAt, hashes_of, read_slot
-from infinity.manifest import CheckpointError
+from infinity.durable.commit import Commit, FieldAt, PlainTensor, RecordAt, hashes_of, read_slot
+from infinity.storage.manifest import CheckpointError
 
 FIELDS = tuple(
     FieldAt(name, 8192, ([0, 8192], None), ((4096, 0), (8192, 1)), bytes(range(16))) for name in ("hi", "lo")
@@ -51,7 +51,7 @@ def test_every_flipped_bit_is_noticed():
 
 
 def test_a_commit_of_another_version_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr("infinity.commits.VERSION", 3)
+    monkeypatch.setattr("infinity.durable.commit.VERSION", 3)
     data = COMMIT.to_bytes()
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="slot: a commit of version 3; this Infinity reads 2"):

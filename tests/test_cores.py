@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity import cores
-from infinity.cores import Machine, Share, parse_cpus, share
+from infinity.storage import cpu_affinity as cores
+from infinity.storage.cpu_affinity import Machine, Share, parse_cpus, share
 
 
 def two_sockets(cores_each=8, **ranks):

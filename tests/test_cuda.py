@@ -11,8 +11,8 @@ import time
 import pytest
 import torch
 
-from infinity.cuda import TorchStreams
-from infinity.device import CudaDevice
+from infinity.device.device import CudaDevice
+from infinity.device.streams import TorchStreams
 from streams import RecordedStreams
 
 
@@ -50,7 +50,7 @@ def test_a_buffer_is_lent_while_anything_shares_its_memory(device):
 
 
 def test_free_buffers_stay_within_their_limit_and_the_longest_idle_goes_first(device, streams, monkeypatch):
-    monkeypatch.setattr("infinity.cuda.SPARE_NBYTES", 40)
+    monkeypatch.setattr("infinity.device.streams.SPARE_NBYTES", 40)
     first, second = device.to_host(torch.ones(4)), device.to_host(torch.ones(6))
     del first
     assert device.memory.free_nbytes == 16
@@ -63,14 +63,14 @@ def test_free_buffers_stay_within_their_limit_and_the_longest_idle_goes_first(de
 
 
 def test_a_buffer_is_not_unlocked_under_a_download(device, streams, monkeypatch):
-    monkeypatch.setattr("infinity.cuda.SPARE_NBYTES", 0)
+    monkeypatch.setattr("infinity.device.streams.SPARE_NBYTES", 0)
     download = device.download(torch.ones(3))
     del download  # nobody waited; unlocking is an access that RecordedStreams orders
     assert streams.locked == {}
 
 
 def test_a_buffer_is_not_unlocked_under_an_upload(device, streams, monkeypatch):
-    monkeypatch.setattr("infinity.cuda.SPARE_NBYTES", 0)
+    monkeypatch.setattr("infinity.device.streams.SPARE_NBYTES", 0)
     flat = torch.zeros(3)
     device.allocated(flat)
     lent = device.to_host(torch.ones(3))  # an activation, offloaded

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity import cursor as module
-from infinity.cursor import Cursor
-from infinity.plan import Plan, Step
-from infinity.trace import Phase, Use
+from infinity.planning import cursor as module
+from infinity.planning.cursor import Cursor
+from infinity.planning.plan import Plan, Step
+from infinity.planning.trace import Phase, Use
 
 
 def use(text):

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import infinity
-from infinity import UnsupportedError, deepspeed_backward
+from infinity import UnsupportedError
+from infinity.deepspeed import backward as deepspeed_backward
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.tiling import tile_sequence
 

@@ -6,10 +6,10 @@ import warnings
 import pytest
 
 from infinity import Config, ConfigError
-from infinity.deepspeed_keys import KEYS, Verdict
-from infinity.deepspeed_launch import read
-from infinity.deepspeed_optimizers import Chosen
-from infinity.loss_scale import Scaling
+from infinity.config.deepspeed_keys import KEYS, Verdict
+from infinity.config.deepspeed_optimizers import Chosen
+from infinity.config.loss_scale import Scaling
+from infinity.deepspeed.launch import read
 
 BF16 = {"bf16": {"enabled": True}}
 GETTING_STARTED = {

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import infinity
 from infinity import ConfigError, NotResidentError, UnsupportedError, deepspeed
-from infinity.engine import engine_of
+from infinity.engine.engine import engine_of
 from infinity.reference import ReferenceAdamW, prepare
 
 pytestmark = pytest.mark.usefixtures("repeatable")

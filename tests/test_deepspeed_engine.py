@@ -11,10 +11,10 @@ import torch
 import infinity
 import models
 from infinity import ConfigError, UnsupportedError
-from infinity.deepspeed_launch import read, settings_of
-from infinity.manifest import CheckpointError
+from infinity.deepspeed.launch import read, settings_of
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.reference import clip_grad_norm_ as reference_clip
+from infinity.storage.manifest import CheckpointError
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
 

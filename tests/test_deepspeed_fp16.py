@@ -10,7 +10,7 @@ import torch
 import infinity
 import models
 from infinity import ConfigError, reference
-from infinity.loss_scale import Scaling
+from infinity.config.loss_scale import Scaling
 from infinity.reference import ReferenceAdamW, prepare
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import pytest
 
-from infinity.deepspeed_keys import KEYS, Verdict, alike, asks, find, is_section
-from infinity.deepspeed_values import TYPES, switched
+from infinity.config.deepspeed_keys import KEYS, Verdict, alike, asks, find, is_section
+from infinity.config.deepspeed_values import TYPES, switched
 
 CLASSES = {
     "runtime.precision_config.DeepSpeedBF16Config": "bf16",

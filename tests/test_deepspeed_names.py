@@ -15,6 +15,8 @@ import infinity
 from infinity import ConfigError, UnsupportedError, deepspeed
 from infinity.deepspeed import comm as dist
 from infinity.deepspeed.accelerator import get_accelerator
+from infinity.deepspeed.calls import COMPILE, ENGINE, PACKAGE
+from infinity.deepspeed.schedules import make_schedule
 from infinity.deepspeed.utils import (
     RepeatingLoader,
     safe_get_full_fp32_param,
@@ -31,8 +33,6 @@ from infinity.deepspeed.utils import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
-from infinity.deepspeed_calls import COMPILE, ENGINE, PACKAGE
-from infinity.deepspeed_schedules import make_schedule
 from infinity.reference import ReferenceAdamW, prepare
 
 pytestmark = pytest.mark.usefixtures("repeatable")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from infinity import ConfigError
-from infinity.deepspeed_schedules import make_schedule
+from infinity.deepspeed.schedules import make_schedule
 
 TABLE = {
     "warm-up, log": (

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 
-from infinity.device import CpuDevice, CudaDevice, open_device
+from infinity.device.device import CpuDevice, CudaDevice, open_device
 from infinity.errors import ConfigError
 from streams import RaceError, RecordedStreams
 

@@ -9,9 +9,10 @@ import time
 
 import pytest
 
-from infinity import aio, disk
+from infinity import aio
 from infinity.aio.measure import MIXED
 from infinity.errors import UnsupportedError
+from infinity.storage import disk_speed as disk
 
 pytestmark = pytest.mark.disk
 

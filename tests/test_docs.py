@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import infinity
-import infinity.tensorfile
+import infinity.checkpoint.safetensors_file
 import models
 from infinity import aio
-from infinity.cli import main
+from infinity.cli.main import main
 
 DOCS = Path(__file__).parents[1] / "docs"
 SECTIONS = re.findall(r"^## (.+)\n((?:(?!^## ).*\n)*)", (DOCS / "errors.md").read_text(), re.MULTILINE)

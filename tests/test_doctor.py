@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from infinity import cli, disk, doctor
+from infinity.cli import doctor
+from infinity.cli import main as cli
+from infinity.storage import disk_speed as disk
 
 pytestmark = pytest.mark.disk
 

@@ -15,8 +15,8 @@ import trials
 from children import Child
 from conftest import SEED
 from infinity import snapshot
-from infinity.commits import read_slot
-from infinity.runfolder import RunFolder
+from infinity.durable.commit import read_slot
+from infinity.durable.folder import RunFolder
 
 pytestmark = [pytest.mark.disk, pytest.mark.multi, pytest.mark.timeout(240)]
 RANKS = 2

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 import infinity
-from infinity import HostMemoryError, UnsupportedError, machine_memory
-from infinity.engine import engine_of
+from infinity import HostMemoryError, UnsupportedError
+from infinity.engine.engine import engine_of
+from infinity.ranks import machine_memory
 from parity import build_both, differences, engine_in, halves, optimizers, repeatable, resident, tokens, train
 
 

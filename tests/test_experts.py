@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 import models
-from infinity import AdamW, Init, optim, stats
-from infinity.engine import engine_of_model
-from infinity.record import Record
+from infinity import AdamW, Init, stats
+from infinity.engine.engine import engine_of_model
+from infinity.optim import base as optim
+from infinity.records.record import Record
 from infinity.reference import ReferenceAdamW, prepare
 
 pytestmark = pytest.mark.disk

@@ -13,11 +13,12 @@ from torch import nn
 
 import models
 from children import ended
-from infinity import AdamW, CorruptionError, Init, UnsupportedError, gathered, hub
-from infinity.checkpoint import save
-from infinity.engine import engine_of
-from infinity.export import add_arguments, export_checkpoint, run, save_pretrained
-from infinity.manifest import CheckpointError
+from infinity import AdamW, CorruptionError, Init, UnsupportedError, gathered
+from infinity.checkpoint import hub
+from infinity.checkpoint.export import add_arguments, export_checkpoint, run, save_pretrained
+from infinity.checkpoint.save_load import save
+from infinity.engine.engine import engine_of
+from infinity.storage.manifest import CheckpointError
 from killed_save_run import Doom
 from parity import differences
 

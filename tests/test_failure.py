@@ -3,7 +3,7 @@ import traceback
 import pytest
 
 from infinity.errors import EngineFailedError
-from infinity.failure import Failure, without_frames
+from infinity.storage.failure import Failure, without_frames
 
 
 class TwoArgumentsError(Exception):

@@ -97,7 +97,7 @@ def test_every_bit_of_a_records_fields_is_watched(folder):
         sides, runs = durable.store.describe(extent)
         ((_, side),) = runs
         offset, nbytes = sides[side]
-        arena = infinity.memory.Arena(nbytes)
+        arena = infinity.storage.memory.Arena(nbytes)
         for bit in rng.sample(range(8 * nbytes), 32):
             _flip(path, offset + bit // 8, 1 << bit % 8)
             record.read(field, 0, numel, arena.address, arena).wait()

@@ -8,21 +8,21 @@ from torch import nn
 
 from fakes import FakeDisk
 from infinity import reference
-from infinity.blocks import HostBlocks
-from infinity.device import CpuDevice
+from infinity.device.blocks import HostBlocks
+from infinity.device.device import CpuDevice
 from infinity.errors import CorruptionError
-from infinity.fetch import FetchPass
 from infinity.kernels import AdamWScalars, state_key
-from infinity.lanes import StreamLane
-from infinity.memory import Ledger, Pool, view
-from infinity.passes import ReadPass, SpillPart, SpillPass, WritePass
-from infinity.record import Record, Traffic
+from infinity.lane.fetch import FetchPass
+from infinity.lane.lane import StreamLane
+from infinity.lane.passes import ReadPass, SpillPart, SpillPass, WritePass
+from infinity.planning.layout import Format, lay_out
+from infinity.records.record import Record, Traffic
+from infinity.records.updates import Update
 from infinity.reference import ReferenceAdamW
-from infinity.reference_state import widened
-from infinity.shard import Format, lay_out
-from infinity.store import HostStore
-from infinity.unit import Unit
-from infinity.updates import Update
+from infinity.reference.moments import widened
+from infinity.storage.memory import Ledger, Pool, view
+from infinity.storage.store import HostStore
+from infinity.units.unit import Unit
 
 TILE = 4096
 NUMELS = [5000, 3, 9000]  # of tiles 0 and 1; 2; 3 to 5

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity import forecast as forecasts
-from infinity.bound import Load, disk_limits_s
-from infinity.demand import Setting, demand
-from infinity.forecast import Forecast, Moves, Room, forecast, predict_step
-from infinity.outline import Outline, Part, Stage, llama, timed, trace_of
-from infinity.plan import Plan, make_plan
-from infinity.simulated import Disk, Rates
+from infinity.planning import forecast as forecasts
+from infinity.planning.bottleneck import Load, disk_limits_s
+from infinity.planning.demand import Setting, demand
+from infinity.planning.forecast import Forecast, Moves, Room, forecast, predict_step
+from infinity.planning.outline import Outline, Part, Stage, llama, timed, trace_of
+from infinity.planning.plan import Plan, make_plan
+from infinity.planning.simulator import Disk, Rates
 
 DISK = Disk(read=10.0, write=10.0, mixed=10.0)
 ROOM = Room(tile_numel=1, slots=100, window_nbytes=0, outgoing_nbytes=1000, update="backward")

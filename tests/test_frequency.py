@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity import frequency
-from infinity.frequency import Frequencies, SliceCounts
-from infinity.placement import Candidate, Rooms, choose, revise
+from infinity.planning import frequency
+from infinity.planning.frequency import Frequencies, SliceCounts
+from infinity.planning.placement import Candidate, Rooms, choose, revise
 from policies import belady, dense, follow, lfu, lru, static, zipf_routing
 
 # Units

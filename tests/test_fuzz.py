@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 
 import fragile
 import infinity
-from infinity import Config, ConfigError, InfinityError, commits, manifest
-from infinity.commits import read_slot
-from infinity.manifest import CheckpointError, Manifest
-from infinity.tensorfile import TensorFileError, TensorReader
+from infinity import Config, ConfigError, InfinityError
+from infinity.checkpoint.safetensors_file import TensorFileError, TensorReader
+from infinity.durable import commit as commits
+from infinity.durable.commit import read_slot
+from infinity.storage import manifest
+from infinity.storage.manifest import CheckpointError, Manifest
 from test_commits import COMMIT
 from test_deepspeed_config import BF16, FINE_TUNE
 from test_tensorfile import TENSORS, written

@@ -6,7 +6,7 @@ from torch import nn
 
 import infinity
 from infinity import NotResidentError, UnsupportedError
-from infinity.engine import engine_of
+from infinity.engine.engine import engine_of
 from parity import (
     build_both,
     differences,

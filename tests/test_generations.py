@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from fakes import FakeDisk
 from infinity.errors import EngineFailedError
-from infinity.generations import TwinStore, among, put
-from infinity.memory import Arena, view
 from infinity.sizes import BLOCK
-from infinity.store import Request
+from infinity.storage.generations import TwinStore, among, put
+from infinity.storage.memory import Arena, view
+from infinity.storage.store import Request
 
 BLOCKS = 12
 RANGES = st.tuples(st.integers(0, BLOCKS - 1), st.integers(1, BLOCKS), st.integers(0, 1))

@@ -12,11 +12,11 @@ import transformers
 import models
 from infinity import AdamW, Init
 from infinity.bench.gpu import profiled
-from infinity.cuda import TorchStreams
-from infinity.device import CudaDevice, open_device
-from infinity.engine import engine_of_model
-from infinity.memory import Arena, view
+from infinity.device.device import CudaDevice, open_device
+from infinity.device.streams import TorchStreams
+from infinity.engine.engine import engine_of_model
 from infinity.reference import ReferenceAdamW, prepare
+from infinity.storage.memory import Arena, view
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,7 +14,7 @@ from torch import nn
 
 import infinity
 from infinity import UnsupportedError
-from infinity.gradient import Form
+from infinity.gradients.gradient import Form
 from parity import build_both, differences, engine_in, gradients, optimizers, repeatable
 
 

@@ -24,8 +24,8 @@ import trials
 from children import ended
 from infinity import ConfigError
 from infinity.aio import IoError, StorageFullError
-from infinity.generations import TwinStore
-from infinity.runfolder import RunFolder
+from infinity.durable.folder import RunFolder
+from infinity.storage.generations import TwinStore
 from mounts import device, ground, mounted, root, run
 from seccomp_run import refuse
 from trials import NAMED

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from infinity import AdamW, Init
-from infinity.engine import engine_of
-from infinity.imported import load_deepspeed
-from infinity.manifest import CheckpointError
+from infinity.checkpoint.deepspeed_files import load_deepspeed
+from infinity.engine.engine import engine_of
+from infinity.storage.manifest import CheckpointError
 from parity import differences
 
 pytestmark = pytest.mark.disk

@@ -16,8 +16,8 @@ from torch import nn
 
 import infinity
 from infinity import ConfigError, UnsupportedError, reference
-from infinity.budget import least_budget
-from infinity.engine import engine_of
+from infinity.engine.engine import engine_of
+from infinity.planning.budget import least_budget
 from parity import (
     differences,
     engine_in,

@@ -10,11 +10,11 @@ from torch import nn
 
 import infinity
 import models
-from infinity import unit as unit_module
-from infinity.changes import Changes
-from infinity.queueing import Pass, Queue
+from infinity.lane.queue import Pass, Queue
 from infinity.reference import prepare
-from infinity.unit import Unit
+from infinity.units import unit as unit_module
+from infinity.units.changes import Changes
+from infinity.units.unit import Unit
 from parity import repeatable
 
 pytestmark = pytest.mark.disk

@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from infinity import kernels, reference, reference_steps
+from infinity import kernels, reference
+from infinity.reference import steps as reference_steps
 from kernel_cases import (  # noqa: F401  (fixtures)
     addresses,
     bits,

@@ -11,7 +11,8 @@ import math
 import pytest
 import torch
 
-from infinity import kernels, reference_state
+from infinity import kernels
+from infinity.reference import moments as reference_state
 
 SIGMAS = 5
 

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from infinity import kernels, reference, reference_state, shard
+from infinity import kernels, reference
 from infinity.kernels import operations
+from infinity.planning import layout as shard
+from infinity.reference import moments as reference_state
 from kernel_cases import (  # noqa: F401  (fixtures)
     addresses,
     bits,

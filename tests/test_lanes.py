@@ -7,12 +7,12 @@ import torch
 
 from fakes import FakeDisk
 from infinity.errors import CorruptionError, EngineFailedError
-from infinity.lanes import Pass, StreamLane
-from infinity.memory import Ledger, Pool
-from infinity.passes import LeavePass, ReadPass, WritePass
-from infinity.record import Record, Traffic
-from infinity.shard import ALIGN_NUMEL, lay_out, tiles
-from infinity.store import HostStore
+from infinity.lane.lane import Pass, StreamLane
+from infinity.lane.passes import LeavePass, ReadPass, WritePass
+from infinity.planning.layout import ALIGN_NUMEL, lay_out, tiles
+from infinity.records.record import Record, Traffic
+from infinity.storage.memory import Ledger, Pool
+from infinity.storage.store import HostStore
 
 TILE = ALIGN_NUMEL
 

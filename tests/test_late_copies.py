@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import models
-from infinity import engine as engine_module
-from infinity.device import CudaDevice
-from infinity.engine import engine_of_model
-from infinity.lanes import StreamLane
+from infinity.device.device import CudaDevice
+from infinity.engine import engine as engine_module
+from infinity.engine.engine import engine_of_model
+from infinity.lane.lane import StreamLane
 from streams import LateStreams
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
@@ -54,7 +54,7 @@ def test_nothing_is_read_or_used_again_before_its_copy_is_over(
 def test_downloads_allocate_nothing_in_the_steady_state_however_slow_the_updates_get(
     folder, late, monkeypatch, memory, update
 ):
-    monkeypatch.setattr("infinity.cuda.SPARE_NBYTES", 0)
+    monkeypatch.setattr("infinity.device.streams.SPARE_NBYTES", 0)
     (model, optimizer, _), _ = both(folder, memory, update)
     models.train(model, optimizer, 2)
     memory = engine_of_model(model).device.memory

@@ -1,10 +1,14 @@
-"""Imports go one way. Trusted: the text of the files, read with ast; nothing is imported.
+"""Imports go one way. Trusted: the text of the files, read with ast.
 
-A module may import its own layer and those below it. A new module of `infinity` goes into the table.
+A file may import its own package and those above it in the table below, for types alone, too, and within a
+function, too; and no two files, of one package either, may reach each other.
 """
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,277 +16,180 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "infinity"
 
-LAYERS = [
-    {
-        "__main__",
-        "bench",
-        "cli",
-        "doctor",
-        "going_on",
-        "picture",
-        "presets",
-        "recording",
-        "report",
-        "run_folder",
-        "scaling",
-        "text",
-        "train",
-    },
-    {"deepspeed"},  # DeepSpeed's names, of all below
-    {"__init__"},  # what users import: everything below
-    {"deepspeed_checkpoint", "deepspeed_engine", "deepspeed_initialize", "trainer_callback"},
-    {"trainer_ranks", "zero"},
-    {  # what they are made of
-        "accumulation",
-        "adapters",
-        "checkpoint",
-        "checkpoint_writer",
-        "construction",
-        "deepspeed_answers",
-        "deepspeed_backward",
-        "elementwise",
-        "entry",
-        "export",
-        "fragments",
-        "gather",
-        "imported",
-        "init",
-        "inventory",
-        "joining",
-        "optim",
-        "optimizer_view",
-        "optimizers",
-        "overflow",
-        "ownership",
-        "resume",
-        "snapshot",
-        "stats",
-        "tracking",
-    },
-    {"engine"},
-    {"arrivals", "ending", "partition", "strangers"},
-    {
-        "deepspeed_launch",
-        "deepspeed_schedules",
-        "exchange",
-        "hooks",
-        "hub",
-        "offloaded",
-        "optimizer_state",
-        "slices",
-    },
-    {"calls"},
-    {"activation_parts", "executor", "gradient_values", "needs", "pins", "reduction", "tiers"},
-    {"activations", "durable"},
-    {"collectives", "gradient_store"},
-    {"gradient", "keeping", "ranges"},
-    {"unit"},
-    {"activation_passes", "fetch"},
-    {"updates"},
-    {"passes", "recipes"},
-    {"lanes"},
-    {"blocks", "changes", "queueing"},
-    {"packing"},
-    {"record"},
-    {"sums", "weights"},
-    {
-        "atomic",
-        "buffers",
-        "cuda",
-        "demand",
-        "device",
-        "disk",
-        "failure",
-        "generations",
-        "memory",
-        "nvme",
-        "sharedfolder",
-        "paths",
-        "runfolder",
-        "store",
-        "streams",
-        "stripes",
-        "taking_over",
-        "tensorfile",
-    },
-    {"commits"},
-    {
-        "asked",
-        "bound",
-        "budget",
-        "choice",
-        "config",
-        "cursor",
-        "deepspeed_batches",
-        "deepspeed_calls",
-        "deepspeed_config",
-        "deepspeed_keys",
-        "deepspeed_optimizers",
-        "deepspeed_schedule_keys",
-        "deepspeed_values",
-        "forecast",
-        "manifest",
-        "placement",
-        "plan",
-        "pretrained",
-        "reference",
-        "reference_steps",
-        "released",
-        "simulated",
-    },
-    {
-        "advice",
-        "attached",
-        "frequency",
-        "generators",
-        "loss_scale",
-        "machine_memory",
-        "optimizer_options",
-        "outline",
-        "reference_state",
-        "scripting",
-        "shard",
-        "tensors",
-        "timeline",
-        "trace",
-        "tracked",
-    },
-    {"ranks", "waiting"},
-    {"cores", "counts", "errors", "groups", "interrupted", "sizes", "zero_memory"},
-]
-# Packages that import nothing of ours, but for what stands below, and the lowest layer that may import them.
-LEAVES = {"aio": "store", "kernels": "reference", "tiling": "calls"}
-BELOW = {("tiling", "kernels")}
-# Modules that decide and compute, and never touch torch or the machine: they run anywhere, in milliseconds.
-PURE = {
-    "bound",
-    "choice",
-    "commits",
+PACKAGES = [
+    "",  # errors, sizes, tensors, timeline: what anything may use
+    "aio",
+    "kernels",
+    "tiling",
+    "planning",
     "config",
-    "cursor",
-    "deepspeed_batches",
-    "deepspeed_calls",
-    "deepspeed_config",
-    "deepspeed_keys",
-    "deepspeed_optimizers",
-    "deepspeed_schedule_keys",
-    "deepspeed_values",
-    "demand",
-    "errors",
-    "forecast",
-    "frequency",
-    "loss_scale",
-    "manifest",
-    "outline",
-    "placement",
-    "plan",
-    "shard",
-    "simulated",
-    "sizes",
-    "trace",
-    "zero_memory",
+    "reference",
+    "ranks",
+    "storage",
+    "records",
+    "device",
+    "lane",
+    "units",
+    "gradients",
+    "activations",
+    "durable",
+    "autograd",
+    "engine",
+    "optim",
+    "checkpoint",
+    "huggingface",
+    "deepspeed",
+    "cli",
+    "bench",
+]
+"""From the ground up. What each is for stands in its docstring."""
+ALONE = {"aio": set(), "kernels": set(), "tiling": {"kernels"}}
+"""Packages that import nothing of ours but these: each would be of use without the rest."""
+TOP = {"infinity", "infinity.__main__"}
+"""What users import and run: they may import anything, and nothing but measurements imports them."""
+PURE = ("infinity.planning.", "infinity.errors", "infinity.sizes")
+"""What decides and computes, and never touches torch or the machine: it runs anywhere, in milliseconds."""
+IMPURE = {
+    "cffi",
+    "io",
+    "mmap",
+    "numpy",
+    "os",
+    "psutil",
+    "shutil",
+    "socket",
+    "subprocess",
+    "tempfile",
+    "torch",
 }
-IMPURE = {"aio", "io", "kernels", "mmap", "os", "shutil", "socket", "subprocess", "tempfile", "torch"}
-
-LEVEL = {module: level for level, layer in enumerate(LAYERS) for module in layer}
 
 
-def files() -> list[tuple[str, Path]]:
-    """Every Python file of the package, with the module or subpackage it belongs to."""
-    here = [(path.stem, path) for path in PACKAGE.glob("*.py")]
-    below = [
-        (folder.name, path)
-        for folder in PACKAGE.iterdir()
-        if folder.is_dir()
-        for path in folder.glob("**/*.py")
-    ]
-    return sorted(here + below)
+@cache
+def files() -> dict[str, Path]:
+    """Return the Python files of the package by their modules' names; links to folders are followed."""
+    folders = [PACKAGE, *(one for one in PACKAGE.iterdir() if one.is_dir())]
+    paths = {path for folder in folders for path in folder.glob("**/*.py" if folder != PACKAGE else "*.py")}
+    named = {tuple(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
+    return {".".join(parts).removesuffix(".__init__"): path for parts, path in sorted(named.items())}
 
 
-def imported(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield (line, dotted name in parts) of all that a file imports, at its top or within a function.
+def package(module: str) -> str:
+    """Return the package that a module belongs to."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and (PACKAGE / parts[1]).is_dir() else ""
 
-    What stands under `if TYPE_CHECKING:` names types and imports nothing.
-    """
-    package = list(path.relative_to(ROOT).with_suffix("").parts[:-1])
-    tree = ast.parse(path.read_text(), str(path))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            node.body = []
+
+@cache
+def imported(module: str) -> tuple[tuple[int, str], ...]:
+    """Return (line, dotted name) of all that a module imports."""
+    return tuple(_imports(ast.parse(files()[module].read_text(), module)))
+
+
+def _imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name.split(".")) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            origin = base + (node.module.split(".") if node.module else [])
-            yield from ((node.lineno, [*origin, alias.name]) for alias in node.names)
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield node.lineno, whole if whole in files() else node.module
 
 
-def target(name: list[str], modules: set[str]) -> str | None:
-    """Name the module of ours that an import reaches, if any: `infinity` itself is `__init__`."""
-    if name[0] != "infinity":
+def ours(module: str) -> set[str]:
+    """Return the modules of ours that a module imports."""
+    return {name for _, name in imported(module) if name in files()} - {module}
+
+
+def complaint(one: str, other: str) -> str | None:
+    """Say why a file of package `one` may not import one of `other`, or nothing."""
+    if one == other:
         return None
-    return name[1] if len(name) > 1 and name[1] in modules else "__init__"
+    if one in ALONE:
+        return None if other in ALONE[one] else f"{one} imports nothing of {other or 'ours'}"
+    return f"{other} is above {one}" if PACKAGES.index(other) > PACKAGES.index(one) else None
 
 
-def complaint(module: str, other: str) -> str | None:
-    """Say why `module` may not import `other`, or nothing."""
-    if module == other or (module, other) in BELOW:
-        return None
-    if module in LEAVES:
-        return f"{module} is a leaf: it does not import {other}"
-    if other in LEAVES:
-        lowest = LEAVES[other]
-        return f"{other} is for {lowest} and above" if LEVEL[module] > LEVEL[lowest] else None
-    return f"{other} is above {module}" if LEVEL[module] > LEVEL[other] else None
+def test_every_package_is_in_the_table_and_says_what_it_is_for() -> None:
+    assert {package(module) for module in files()} == set(PACKAGES)
+    for name in PACKAGES[1:]:
+        text = (PACKAGE / name / "__init__.py").read_text()
+        assert ast.get_docstring(ast.parse(text)), name
 
 
-def test_every_module_has_a_layer() -> None:
-    unknown = {module for module, _ in files()} - LEVEL.keys() - LEAVES.keys()
-    assert unknown == set(), "put these into the table LAYERS (or LEAVES) above"
-
-
-def test_imports_go_down_the_layers() -> None:
-    modules = {module for module, _ in files()}
-    wrong = []
-    for module, path in files():
-        for line, name in imported(path):
-            other = target(name, modules)
-            if (
-                other
-                and {module, other} <= LEVEL.keys() | LEAVES.keys()
-                and (why := complaint(module, other))
-            ):
-                wrong.append(f"{path.relative_to(ROOT)}:{line}: {'.'.join(name)}: {why}")
-    assert wrong == []
-
-
-def test_what_decides_touches_neither_torch_nor_the_machine() -> None:
+def test_imports_go_down_the_packages() -> None:
     wrong = [
-        f"{path.relative_to(ROOT)}:{line}: {'.'.join(name)}"
-        for module, path in files()
-        if module in PURE
-        for line, name in imported(path)
-        if IMPURE & {name[0], name[1] if name[0] == "infinity" else ""}
+        f"{module}:{line}: {name}: {why}"
+        for module in files()
+        if module not in TOP
+        for line, name in imported(module)
+        if name in files()
+        and (why := complaint(package(module), package(name) if name not in TOP else "bench"))
     ]
     assert wrong == []
+
+
+def test_no_two_files_reach_each_other() -> None:
+    """Type-only imports count: who reads one file of a circle has to read them all."""
+    left = {module: ours(module) for module in files() if module not in TOP}
+    while free := [module for module, needs in left.items() if not needs & left.keys()]:
+        for module in free:
+            del left[module]
+    assert left == {}
+
+
+def test_what_decides_touches_neither_torch_nor_the_machine_nor_does_anything_that_it_imports() -> None:
+    seen: set[str] = set()
+    waiting = [module for module in files() if module.startswith(PURE)]
+    wrong = []
+    while waiting:
+        module = waiting.pop()
+        if module not in seen:
+            seen.add(module)
+            waiting += ours(module)
+            wrong += [f"{module}: {name}" for _, name in imported(module) if name.split(".")[0] in IMPURE]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("module", ["infinity", "infinity.planning.plan", "infinity.planning.forecast"])
+def test_planning_loads_neither_torch_nor_cffi(module: str) -> None:
+    code = f"import sys, {module}; print(sorted({{'torch', 'cffi'}} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_names_that_come_when_they_are_used_are_those_that_type_checkers_see() -> None:
+    import infinity
+
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = {
+        alias.asname: f"{node.module}.{alias.name}"
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    zero = seen.pop("zero")
+    assert seen == {name: f"{module}.{name}" for name, module in infinity._MODULE_OF.items()}
+    assert infinity.zero.__name__ == zero
+    assert {*infinity.__all__, "TrainerCallback"} == {*seen, "zero"}
+    assert set(infinity.__all__) <= set(dir(infinity))
+    with pytest.raises(AttributeError, match="no attribute 'AdamWW'"):
+        infinity.AdamWW  # noqa: B018
 
 
 @pytest.mark.parametrize(
-    ("module", "other", "allowed"),
+    ("one", "other", "allowed"),
     [
         ("cli", "engine", True),
         ("engine", "cli", False),
-        ("engine", "__init__", False),
-        ("store", "aio", True),
-        ("plan", "aio", False),
-        ("shard", "kernels", False),
-        ("optim", "kernels", True),
-        ("aio", "errors", False),
+        ("storage", "aio", True),
+        ("aio", "planning", False),
+        ("aio", "", False),
         ("tiling", "kernels", True),
         ("tiling", "aio", False),
-        ("plan", "trace", True),
+        ("planning", "", True),
+        ("planning", "storage", False),
     ],
 )
-def test_the_table_reads_as_meant(module: str, other: str, *, allowed: bool) -> None:
-    assert (complaint(module, other) is None) is allowed
+def test_the_table_reads_as_meant(one: str, other: str, *, allowed: bool) -> None:
+    assert (complaint(one, other) is None) is allowed

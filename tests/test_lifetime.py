@@ -16,11 +16,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from infinity import engine as engine_module
-from infinity.device import CudaDevice
-from infinity.engine import Engine
-from infinity.fetch import FetchPass
-from infinity.memory import Arena
+from infinity.device.device import CudaDevice
+from infinity.engine import engine as engine_module
+from infinity.engine.engine import Engine
+from infinity.lane.fetch import FetchPass
+from infinity.storage.memory import Arena
 from parity import engine_in, engines, halves, total
 from reach import reached
 from streams import LateStreams

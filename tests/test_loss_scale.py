@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.loss_scale import LossScale, Scaling
+from infinity.config.loss_scale import LossScale, Scaling
 
 
 class AsDeepSpeedHasIt:

@@ -4,7 +4,7 @@ import pytest
 
 from infinity.bench import losses
 from infinity.bench.losses import Recipe, last, smooth
-from infinity.text import Text
+from infinity.cli.text import Text
 
 TINY = Recipe(
     preset="1m",

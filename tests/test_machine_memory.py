@@ -5,8 +5,9 @@ import re
 import pytest
 from torch import nn
 
-from infinity import HostMemoryError, Init, machine_memory
-from infinity.doctor import examine
+from infinity import HostMemoryError, Init
+from infinity.cli.doctor import examine
+from infinity.ranks import machine_memory
 
 
 def limited(monkeypatch, folder, version, limit, used, cache):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.manifest import (
+from infinity.storage.manifest import (
     MASTER,
     RANGE_NBYTES,
     CheckpointError,

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.budget import divide, least_budget, least_total
 from infinity.errors import HostMemoryError
-from infinity.memory import Arena, Ledger, Pool, view
+from infinity.planning.budget import divide, least_budget, least_total
 from infinity.sizes import BLOCK
+from infinity.storage.memory import Arena, Ledger, Pool, view
 
 
 @given(st.integers(least_budget(), 1 << 42), st.integers(0, 1 << 34))

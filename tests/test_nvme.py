@@ -10,11 +10,12 @@ import sys
 
 import pytest
 
-from infinity import ConfigError, aio, disk
+from infinity import ConfigError, aio
 from infinity.aio import faults
-from infinity.memory import Arena, view
-from infinity.nvme import NvmeStore, check_folder
-from infinity.store import Request
+from infinity.storage import disk_speed as disk
+from infinity.storage.memory import Arena, view
+from infinity.storage.nvme import NvmeStore, check_folder
+from infinity.storage.store import Request
 
 pytestmark = pytest.mark.disk
 

@@ -11,9 +11,9 @@ from torch import nn
 import models
 from fakes import _Transfer
 from infinity import AdamW, Init, UnsupportedError
-from infinity.engine import engine_of_model
+from infinity.engine.engine import engine_of_model
 from infinity.errors import HostMemoryError
-from infinity.offloaded import OffloadedGradient
+from infinity.gradients.grad_tensor import OffloadedGradient
 from infinity.reference import ReferenceAdamW, prepare
 
 pytestmark = pytest.mark.disk

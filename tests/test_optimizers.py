@@ -8,8 +8,9 @@ import transformers
 
 import infinity
 import models
-from infinity import UnsupportedError, reference, reference_steps
-from infinity.engine import engine_of_model
+from infinity import UnsupportedError, reference
+from infinity.engine.engine import engine_of_model
+from infinity.reference import steps as reference_steps
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from infinity import presets
-from infinity.outline import Act, Outline, Part, Stage, llama, timed, trace_of
-from infinity.presets import PRESETS
+from infinity.cli import presets
+from infinity.cli.presets import PRESETS
+from infinity.planning.outline import Act, Outline, Part, Stage, llama, timed, trace_of
 
 TINY = presets.Preset(layers=2, hidden=8, intermediate=24, heads=2)
 

@@ -6,10 +6,10 @@ import pytest
 
 from infinity.bench import outlook, planning, sketch
 from infinity.bench.outlook import decimal_size, duration, figure, short_count
-from infinity.demand import Setting
-from infinity.outline import Outline, Part, Stage
-from infinity.simulated import Disk, Rates
-from infinity.zero_memory import STAGES, model_states
+from infinity.planning.demand import Setting
+from infinity.planning.outline import Outline, Part, Stage
+from infinity.planning.simulator import Disk, Rates
+from infinity.planning.zero_memory import STAGES, model_states
 
 RATES = Rates(Disk(2e9, 1e9, 1.5e9), update=1e9, checked=1e10, copied=1e10)
 

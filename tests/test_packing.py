@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from fakes import FakeDisk
+from infinity.checkpoint.ranges import CopyInPass, CopyOutPass, buffers
 from infinity.errors import CorruptionError
-from infinity.lanes import StreamLane
-from infinity.memory import Ledger, Pool
-from infinity.passes import LeavePass, ReadPass, WritePass
-from infinity.ranges import CopyInPass, CopyOutPass, buffers
-from infinity.record import Record, Traffic
-from infinity.shard import Format, lay_out
+from infinity.lane.lane import StreamLane
+from infinity.lane.passes import LeavePass, ReadPass, WritePass
+from infinity.planning.layout import Format, lay_out
+from infinity.records.record import Record, Traffic
 from infinity.sizes import BLOCK
-from infinity.store import HostStore
+from infinity.storage.memory import Ledger, Pool
+from infinity.storage.store import HostStore
 
 TILE = 4096
 NUMELS = [40 * TILE, 1000, 30 * TILE - 1000]  # tiles 0 to 39; 40; 41 to 70, of spans of 32 tiles

@@ -8,15 +8,15 @@ import torch
 from torch import nn
 
 from fakes import FakeDisk
-from infinity.lanes import StreamLane
-from infinity.memory import Ledger, Pool
-from infinity.passes import LeavePass, ReadPass, SpillPart, SpillPass, WritePass
-from infinity.record import Record, Traffic
+from infinity.lane.lane import StreamLane
+from infinity.lane.passes import LeavePass, ReadPass, SpillPart, SpillPass, WritePass
+from infinity.planning.layout import Format, lay_out
+from infinity.records.record import Record, Traffic
 from infinity.reference import rounded
-from infinity.reference_state import M_CODES, V_CODES, decode, encode_at_random
-from infinity.shard import Format, lay_out
-from infinity.store import HostStore
-from infinity.unit import Unit
+from infinity.reference.moments import M_CODES, V_CODES, decode, encode_at_random
+from infinity.storage.memory import Ledger, Pool
+from infinity.storage.store import HostStore
+from infinity.units.unit import Unit
 
 TILE = 4096
 NUMELS = [5000, 3, 9000]  # of tiles 0 and 1; 2; 3 to 5

@@ -5,7 +5,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.paths import assign, node_of, of_rank
+from infinity.storage.paths import assign, node_of, of_rank
 
 NODES = st.lists(st.sampled_from([None, 0, 1]), min_size=1, max_size=8)
 HOMES = st.lists(st.sampled_from([None, 0, 1]), min_size=1, max_size=8)

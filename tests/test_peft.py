@@ -6,7 +6,7 @@ import transformers
 
 import infinity
 import models
-from infinity.engine import engine_of_model
+from infinity.engine.engine import engine_of_model
 from infinity.reference import ReferenceAdamW, prepare, rounded
 from test_trainer import HELD, ROWS, logged
 
@@ -183,7 +183,7 @@ def trainer_of(model, place, **options):
         "use_cpu": True,
         **options,
     }
-    ours = any(infinity.engine.engine_of(one) for one in model.parameters())
+    ours = any(infinity.engine.engine.engine_of(one) for one in model.parameters())
     return transformers.Trainer(
         model,
         transformers.TrainingArguments(str(place), **options),

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity import picture
-from infinity.picture import BARS_SHOWN, Story, figure, page, save, thin
+from infinity.cli import picture
+from infinity.cli.picture import BARS_SHOWN, Story, figure, page, save, thin
 from infinity.timeline import Timeline
 
 pytest.importorskip("matplotlib")

@@ -9,20 +9,20 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fakes import FakeDisk
-from infinity.blocks import HostBlocks
-from infinity.device import CpuDevice
-from infinity.fetch import FetchPass
-from infinity.frequency import Frequencies
+from infinity.device.blocks import HostBlocks
+from infinity.device.device import CpuDevice
 from infinity.kernels import AdamWScalars
-from infinity.lanes import StreamLane
-from infinity.memory import Ledger, Pool
-from infinity.passes import ReadPass, WritePass
-from infinity.pins import Pins
-from infinity.record import Record, Traffic
-from infinity.shard import lay_out
-from infinity.store import HostStore
-from infinity.unit import Unit
-from infinity.updates import Update
+from infinity.lane.fetch import FetchPass
+from infinity.lane.lane import StreamLane
+from infinity.lane.passes import ReadPass, WritePass
+from infinity.planning.frequency import Frequencies
+from infinity.planning.layout import lay_out
+from infinity.records.record import Record, Traffic
+from infinity.records.updates import Update
+from infinity.storage.memory import Ledger, Pool
+from infinity.storage.store import HostStore
+from infinity.units.pinning import Pins
+from infinity.units.unit import Unit
 
 TILE = 2048
 HI = LO = 2 * TILE

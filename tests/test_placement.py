@@ -7,15 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.placement import (
-    HORIZON_STEPS,
-    Candidate,
-    Rooms,
-    choose,
-    place,
-    revise,
-    spread,
-)
+from infinity.planning.placement import HORIZON_STEPS, Candidate, Rooms, choose, place, revise, spread
 
 DENSITY = {"hi": 3, "lo": 2, "m": 2, "v": 2}
 UNIT = {"hi": 20, "lo": 20, "m": 40, "v": 40}

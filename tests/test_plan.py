@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.plan import Plan, make_plan
-from infinity.trace import Phase, Use
+from infinity.planning.plan import Plan, make_plan
+from infinity.planning.trace import Phase, Use
 from policies import fewest_read, in_order_read
 
 F, B = Phase.FORWARD, Phase.BACKWARD

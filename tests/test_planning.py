@@ -13,11 +13,11 @@ from torch import nn
 
 from infinity.bench import hindsight, pace, planning, sketch
 from infinity.bench.runs import SHAPES
-from infinity.demand import Setting
+from infinity.cli.presets import PRESETS, llama
 from infinity.errors import ConfigError
-from infinity.outline import trace_of
-from infinity.presets import PRESETS, llama
-from infinity.simulated import Disk, Rates
+from infinity.planning.demand import Setting
+from infinity.planning.outline import trace_of
+from infinity.planning.simulator import Disk, Rates
 
 RATES = ["--nvme-read", "2", "--nvme-write", "1", "--nvme-mixed", "1.5", "--compute", "1"]
 KERNELS = Rates(Disk(1.0, 1.0, 1.0), update=1e9, checked=1e10, copied=1e10)

@@ -11,9 +11,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 import models
-from infinity import AdamW, Init, UnsupportedError, pretrained, reference
-from infinity.engine import engine_of, engine_of_model
-from infinity.pretrained import Mapped, loading_in_order
+from infinity import AdamW, Init, UnsupportedError, reference
+from infinity.engine import pretrained
+from infinity.engine.engine import engine_of, engine_of_model
+from infinity.engine.pretrained import Mapped, loading_in_order
 from parity import differences, repeatable
 
 pytestmark = pytest.mark.disk

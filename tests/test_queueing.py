@@ -6,7 +6,7 @@ import weakref
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.queueing import THERE, Pass, Queue
+from infinity.lane.queue import THERE, Pass, Queue
 
 
 class Walk(Pass):

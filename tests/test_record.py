@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from fakes import FakeDisk
 from infinity.errors import CorruptionError, HostMemoryError
-from infinity.memory import Arena, Ledger, view
-from infinity.record import Record, Traffic
-from infinity.shard import Format, Shard, lay_out, tiles
+from infinity.planning.layout import Format, Shard, lay_out, tiles
+from infinity.records.record import Record, Traffic
 from infinity.sizes import BLOCK
-from infinity.store import HostStore
+from infinity.storage.memory import Arena, Ledger, view
+from infinity.storage.store import HostStore
 
 FORMS = {name: Format(name) for name in ("fp32", "bf16", "int8")}
 TILE = 4096  # elements: whole blocks in any format

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from infinity import AdamW, Init, recording
-from infinity.engine import engine_of_model
+from infinity import AdamW, Init
+from infinity.cli import recording
+from infinity.cli.recording import Recording, memory_of
+from infinity.engine.engine import engine_of_model
+from infinity.engine.stats import Stats
 from infinity.errors import ConfigError
-from infinity.recording import Recording, memory_of
-from infinity.stats import Stats
 from infinity.timeline import Timeline
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from infinity import reference, reference_state
+from infinity import reference
+from infinity.reference import moments as reference_state
 
 STATE_DTYPES = ("fp32", "bf16", "int8")
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from infinity.report import Progress, Run, Step, StepLog, _seconds, plot_loss, typical
-from infinity.stats import Stats
+from infinity.cli.report import Progress, Run, Step, StepLog, _seconds, plot_loss, typical
+from infinity.engine.stats import Stats
 
 
 def test_the_first_steps_and_every_nth_are_logged(tmp_path):

@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 import infinity
 import models
 from fakes import _Transfer
-from infinity.engine import engine_of_model
-from infinity.executor import Executor
-from infinity.placement import Move
+from infinity.engine.engine import engine_of_model
+from infinity.planning.placement import Move
 from infinity.reference import ReferenceAdamW, prepare
-from infinity.unit import Unit
+from infinity.units.residency import Executor
+from infinity.units.unit import Unit
 from parity import build_both, differences, halves, optimizers, repeatable
 
 pytestmark = pytest.mark.disk

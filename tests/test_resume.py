@@ -12,16 +12,10 @@ import torch
 import fragile
 import infinity
 from fragile import STEPS, Run, same
-from infinity import (
-    AdamW,
-    CheckpointError,
-    ConfigError,
-    CorruptionError,
-    UnsupportedError,
-    keeping,
-)
-from infinity.engine import engine_of_model
-from infinity.shard import Format
+from infinity import AdamW, CheckpointError, ConfigError, CorruptionError, UnsupportedError
+from infinity.durable import homes as keeping
+from infinity.engine.engine import engine_of_model
+from infinity.planning.layout import Format
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable"), pytest.mark.timeout(120)]
 

@@ -12,7 +12,7 @@ import pytest
 
 from children import Child
 from infinity import ConfigError, aio
-from infinity.runfolder import RUN, RunFolder
+from infinity.durable.folder import RUN, RunFolder
 
 pytestmark = pytest.mark.disk
 root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")

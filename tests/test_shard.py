@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.shard import ALIGN_NUMEL, STATE_BLOCK, Format, Segment, Shard, lay_out, pieces, share, tiles
+from infinity.planning.layout import (
+    ALIGN_NUMEL,
+    STATE_BLOCK,
+    Format,
+    Segment,
+    Shard,
+    lay_out,
+    pieces,
+    share,
+    tiles,
+)
 from infinity.sizes import BLOCK
 
 shapes = st.lists(st.lists(st.integers(0, 70), max_size=3).map(tuple), min_size=1, max_size=6)

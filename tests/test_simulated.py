@@ -2,7 +2,7 @@
 
 import pytest
 
-from infinity.simulated import Clock, Disk, Lane, Pass, Rates
+from infinity.planning.simulator import Clock, Disk, Lane, Pass, Rates
 
 DISK = Disk(read=10.0, write=5.0, mixed=8.0)
 

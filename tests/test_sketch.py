@@ -5,8 +5,8 @@ import json
 import pytest
 from rich.console import Console
 
-from infinity import cli
 from infinity.bench import hindsight, sketch
+from infinity.cli import main as cli
 from infinity.errors import ConfigError
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}

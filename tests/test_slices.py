@@ -8,8 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 import models
 from infinity import AdamW, Init
-from infinity.engine import engine_of_model
-from infinity.slices import Slices
+from infinity.autograd.slices import Slices
+from infinity.engine.engine import engine_of_model
 
 BF16 = torch.bfloat16
 

@@ -5,8 +5,8 @@ import torch
 
 import models
 from infinity import AdamW, ConfigError, Init, stats
-from infinity.engine import engine_of_model
-from infinity.reference_state import STATE_BLOCK
+from infinity.engine.engine import engine_of_model
+from infinity.reference.moments import STATE_BLOCK
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
 

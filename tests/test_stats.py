@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from infinity import AdamW, Init, stats
-from infinity.bound import Load
-from infinity.engine import engine_of_model
-from infinity.stats import SliceStats, Stats, UnitStats, predicted_step_s
+from infinity.engine.engine import engine_of_model
+from infinity.engine.stats import SliceStats, Stats, UnitStats, predicted_step_s
+from infinity.planning.bottleneck import Load
 from parity import nothing_waits
 
 GROWING = {

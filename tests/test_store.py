@@ -3,8 +3,8 @@
 import pytest
 
 from infinity import HostMemoryError
-from infinity.memory import Ledger, view
-from infinity.store import HostStore
+from infinity.storage.memory import Ledger, view
+from infinity.storage.store import HostStore
 
 
 def test_extents_are_whole_blocks_of_memory_of_their_own():

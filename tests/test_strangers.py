@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from infinity import Init, stats
-from infinity.engine import engine_of_model
-from infinity.strangers import ForeignSteps, Strangers
+from infinity.autograd.foreign import ForeignSteps, Strangers
+from infinity.engine.engine import engine_of_model
 
 
 @pytest.fixture

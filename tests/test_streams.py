@@ -8,11 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity import manifest, streams
+from infinity.checkpoint import hashed_stream as streams
+from infinity.checkpoint.hashed_stream import Sink, Source
+from infinity.checkpoint.safetensors_file import Entry, TensorReader, TensorWriter
 from infinity.errors import CorruptionError
-from infinity.manifest import MASTER, Tensor
-from infinity.streams import Sink, Source
-from infinity.tensorfile import Entry, TensorReader, TensorWriter
+from infinity.storage import manifest
+from infinity.storage.manifest import MASTER, Tensor
 from infinity.tensors import as_bytes
 
 NUMEL = 100

@@ -11,13 +11,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from infinity import ConfigError, aio, disk
+from infinity import ConfigError, aio
 from infinity.aio import faults
-from infinity.memory import Arena, view
-from infinity.nvme import NvmeStore
-from infinity.store import Request
-from infinity.stripes import STRIPE_NBYTES as STRIPE
-from infinity.stripes import StripedStore, open_nvme
+from infinity.storage import disk_speed as disk
+from infinity.storage.memory import Arena, view
+from infinity.storage.nvme import NvmeStore
+from infinity.storage.store import Request
+from infinity.storage.stripes import STRIPE_NBYTES as STRIPE
+from infinity.storage.stripes import StripedStore, open_nvme
 
 pytestmark = pytest.mark.disk
 

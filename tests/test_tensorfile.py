@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from infinity import tensorfile
 from infinity.aio import StorageFullError
-from infinity.tensorfile import Entry, TensorFileError, TensorReader, TensorWriter
+from infinity.checkpoint import safetensors_file as tensorfile
+from infinity.checkpoint.safetensors_file import Entry, TensorFileError, TensorReader, TensorWriter
 from infinity.tensors import DTYPES, as_bytes, empty, name_of_dtype
 
 TENSORS = {

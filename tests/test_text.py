@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infinity.text import Sampler, Text, TextError, default_text
+from infinity.cli.text import Sampler, Text, TextError, default_text
 
 
 def batches(text, count=3, **settings):

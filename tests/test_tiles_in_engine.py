@@ -11,7 +11,7 @@ from torch import nn
 import infinity
 import models
 from infinity import tiling
-from infinity.engine import engine_of_model
+from infinity.engine.engine import engine_of_model
 from infinity.reference import ReferenceAdamW, prepare
 from parity import repeatable
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from infinity import cli
-from infinity import train as module
-from infinity.disk import DiskSpeed
-from infinity.interrupted import Interrupted
-from infinity.presets import PRESETS, llama, recompute_blocks
-from infinity.train import Settings, disk_speed, learning_rate, train
+from infinity.cli import main as cli
+from infinity.cli import train as module
+from infinity.cli.interrupted import Interrupted
+from infinity.cli.presets import PRESETS, llama, recompute_blocks
+from infinity.cli.train import Settings, disk_speed, learning_rate, train
+from infinity.storage.disk_speed import DiskSpeed
 
 pytestmark = pytest.mark.disk
 

@@ -15,10 +15,10 @@ import infinity
 import models
 from allocations import Allocations
 from infinity import ConfigError, UnsupportedError
-from infinity.engine import engine_of_model
-from infinity.manifest import CheckpointError
+from infinity.engine.engine import engine_of_model
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.reference import clip_grad_norm_ as reference_clip
+from infinity.storage.manifest import CheckpointError
 
 pytestmark = [
     pytest.mark.disk,
@@ -72,7 +72,7 @@ def build(name, folder=None, seed=0, dtype="bf16"):
 
 def trainer_of(model, folder, **options):
     """Return a Trainer of an offloaded model, or of a prepared one."""
-    ours = any(infinity.engine.engine_of(parameter) for parameter in model.parameters())
+    ours = any(infinity.engine.engine.engine_of(parameter) for parameter in model.parameters())
     options = {
         "max_steps": 6,
         "per_device_train_batch_size": 2,

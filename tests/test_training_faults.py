@@ -20,7 +20,7 @@ import models
 from infinity import AdamW, CorruptionError, EngineFailedError, Init
 from infinity.aio import IoError, StorageFullError
 from infinity.aio.faults import inject
-from infinity.engine import engine_of_model
+from infinity.engine.engine import engine_of_model
 
 pytestmark = [pytest.mark.disk, pytest.mark.timeout(120)]
 

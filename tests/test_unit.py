@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.blocks import HostBlocks
+from infinity.device.blocks import HostBlocks
 from infinity.errors import NotResidentError
-from infinity.memory import Ledger, view
-from infinity.record import Record, Traffic
-from infinity.shard import ALIGN_NUMEL, lay_out
-from infinity.store import HostStore
-from infinity.unit import Unit
+from infinity.planning.layout import ALIGN_NUMEL, lay_out
+from infinity.records.record import Record, Traffic
+from infinity.storage.memory import Ledger, view
+from infinity.storage.store import HostStore
+from infinity.units.unit import Unit
 
 SHAPES = [(3, 4), (5,)]
 CPU = torch.device("cpu")

@@ -14,8 +14,8 @@ import transformers
 import infinity
 import models
 from infinity import UnsupportedError, reference, stats
-from infinity.engine import engine_of_model
-from infinity.shard import Format
+from infinity.engine.engine import engine_of_model
+from infinity.planning.layout import Format
 from scaling import Beside
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]

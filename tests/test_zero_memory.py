@@ -2,7 +2,7 @@
 
 import pytest
 
-from infinity.zero_memory import model_states
+from infinity.planning.zero_memory import model_states
 
 
 def test_the_figures_of_the_paper():

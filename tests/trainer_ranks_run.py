@@ -38,7 +38,7 @@ def build(name="llama", seed=0, **init):
 
 def trainer_of(model, place, **options):
     """Return a Trainer of an offloaded model, or of the reference."""
-    ours = infinity.engine.engine_of(next(model.parameters())) is not None
+    ours = infinity.engine.engine.engine_of(next(model.parameters())) is not None
     args = transformers.TrainingArguments(str(FOLDER / place), **{**OPTIONS, **options})
     if not ours:
         model._is_accelerate_prepared = True

@@ -25,11 +25,12 @@ import xxhash
 import fragile
 import infinity
 from children import Child, ended
-from infinity import CheckpointError, CorruptionError, EngineFailedError, HostMemoryError, nvme
+from infinity import CheckpointError, CorruptionError, EngineFailedError, HostMemoryError
 from infinity import aio as product_aio
 from infinity.aio import faults
-from infinity.nvme import NvmeStore
-from infinity.runfolder import RunFolder
+from infinity.durable.folder import RunFolder
+from infinity.storage import nvme
+from infinity.storage.nvme import NvmeStore
 from infinity.tensors import as_bytes
 
 STEPS = 6
@@ -132,7 +133,7 @@ def together(folder, ranks, before=lambda _rank: None, steps=STEPS, **settings):
             os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(ranks))
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where torch tells of each connection that is lost
-            infinity.ranks._GRACE_S = 0.3  # one of the others was killed, and will not answer
+            infinity.ranks.group._GRACE_S = 0.3  # one of the others was killed, and will not answer
             before(number)
             train(say, folder, steps, timeout_s=20, **settings)
 

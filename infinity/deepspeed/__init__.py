@@ -8,10 +8,10 @@ from typing import Any
 
 from infinity.deepspeed import accelerator, comm, utils, zero
 from infinity.deepspeed.accelerator import get_accelerator
-from infinity.deepspeed_calls import missing
-from infinity.deepspeed_engine import DeepSpeedEngine
-from infinity.deepspeed_initialize import initialize
-from infinity.deepspeed_launch import add_config_arguments, init_distributed
+from infinity.deepspeed.calls import missing
+from infinity.deepspeed.engine import DeepSpeedEngine
+from infinity.deepspeed.initialize import initialize
+from infinity.deepspeed.launch import add_config_arguments, init_distributed
 from infinity.errors import ConfigError as DeepSpeedConfigError
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import torch
 
-from infinity.deepspeed_launch import local_rank
+from infinity.deepspeed.launch import local_rank
 
 
 class Accelerator:

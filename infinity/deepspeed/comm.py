@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import distributed
 
-from infinity.deepspeed_launch import init_distributed, local_rank
+from infinity.deepspeed.launch import init_distributed, local_rank
 
 
 def get_local_rank() -> int:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity import fragments
-from infinity.deepspeed_calls import missing
-from infinity.deepspeed_launch import rank
+from infinity.deepspeed import fragments
+from infinity.deepspeed.calls import missing
+from infinity.deepspeed.launch import rank
 
 logger = logging.getLogger("infinity")
 
@@ -108,7 +108,7 @@ def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[Any]) ->
 unset_z3_leaf_modules = set_z3_leaf_modules
 
 
-def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:  # noqa: FBT001 - as DeepSpeed has it
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     """Change nothing; see set_z3_leaf_modules."""
 
 

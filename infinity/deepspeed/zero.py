@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import nn
 
-from infinity.deepspeed_calls import missing
-from infinity.zero import GatheredParameters, Init
+from infinity.deepspeed.calls import missing
+from infinity.deepspeed.zero_init import GatheredParameters, Init
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

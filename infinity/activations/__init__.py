@@ -1,0 +1,1 @@
+"""Saved inputs of checkpoints, offloaded, or in parts over ranks."""

@@ -1,0 +1,103 @@
+"""The passes of what checkpoints save: to a record of its own, and back. See activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from infinity import kernels
+from infinity.device.device import Device
+from infinity.lane.passes import clear
+from infinity.lane.queue import Pass
+from infinity.planning.budget import SLOT_NBYTES_PER_ELEMENT
+from infinity.planning.layout import tiles
+from infinity.records.record import Record
+from infinity.storage.store import Transfer
+
+FIELD = "activation"
+ELEMENT_NBYTES = 2
+"""Of FIELD, whatever the tensor's dtype."""
+
+
+class SavePass(Pass):
+    """Write a tensor in host memory, dense, to a record."""
+
+    def __init__(
+        self,
+        record: Record,
+        tensor: torch.Tensor,
+        arriving: Transfer,
+        tile_numel: int,
+        over: Callable[[], None],
+    ) -> None:
+        """arriving: of `tensor`, which may be read when this is over. over: called when it has been read."""
+        super().__init__(record)
+        self._tensor: torch.Tensor | None = tensor
+        self._arriving = arriving
+        self._wide = tile_numel * SLOT_NBYTES_PER_ELEMENT // ELEMENT_NBYTES
+        self._over = over
+
+    def tiles(self) -> Iterator[tuple[int, int]]:
+        """As much as a slot holds at once."""
+        return tiles(self.record.shard.numel, self._wide)
+
+    def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
+        """Writes alone."""
+        return (), (FIELD,)
+
+    def process(self, start: int, stop: int, at: dict[str, int]) -> None:
+        """Copy the tensor's bytes; the last block is filled with zeros."""
+        self._arriving.wait()
+        if self._tensor is None:
+            raise AssertionError("a boundary was written twice")
+        first = start * ELEMENT_NBYTES
+        nbytes = min(stop * ELEMENT_NBYTES, self._tensor.nbytes) - first
+        if nbytes < (stop - start) * ELEMENT_NBYTES:
+            clear(self.record, at, FIELD, stop - start)
+        kernels.copy(nbytes, at[FIELD], self._tensor.data_ptr() + first)
+
+    def done_processing(self) -> None:
+        """Let go of the tensor."""
+        self._tensor = None
+        self._over()
+
+
+class LoadPass(Pass):
+    """Read a record to `flat`, 16-bit elements where the device computes."""
+
+    def __init__(self, record: Record, device: Device, flat: torch.Tensor, tile_numel: int) -> None:
+        """`flat` holds whole blocks."""
+        super().__init__(record)
+        self._device = device
+        self._flat: torch.Tensor | None = flat
+        self._wide = tile_numel * SLOT_NBYTES_PER_ELEMENT // ELEMENT_NBYTES
+        self.on_finished.append(self._let_go)
+
+    def tiles(self) -> Iterator[tuple[int, int]]:
+        """As much as a slot holds at once."""
+        return tiles(self.record.shard.numel, self._wide)
+
+    def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
+        """Reads alone."""
+        return (FIELD,), ()
+
+    def place(self, field: str, start: int) -> int | None:
+        """On the CPU it is read straight to where it is used."""
+        if self._flat is None or not self._device.is_host:
+            return None
+        return int(self._flat.data_ptr()) + start * ELEMENT_NBYTES
+
+    @property
+    def keeps(self) -> object:
+        """The memory it is read to."""
+        return self._flat
+
+    def process(self, start: int, stop: int, at: dict[str, int]) -> Sequence[Transfer] | None:
+        """Upload, unless it is there."""
+        if self._flat is None or self._device.is_host:
+            return None
+        return (self._device.upload(self._flat, start, at[FIELD], stop - start),)
+
+    def _let_go(self) -> None:
+        self._flat = None

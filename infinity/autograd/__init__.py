@@ -1,0 +1,1 @@
+"""What torch calls: module hooks, saved-tensor hooks, gradient hooks."""

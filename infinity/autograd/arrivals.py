@@ -1,0 +1,175 @@
+"""Gradients as autograd accumulates them: taken over, reduced over the ranks, then kept or applied."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from infinity.autograd.hooks import Hooks, graph_task
+from infinity.errors import UnsupportedError
+from infinity.gradients.grad_tensor import OffloadedGradient
+from infinity.gradients.gradient import Gradient, applied_message
+from infinity.gradients.reduction import Reduction
+from infinity.gradients.store import GradientStore
+from infinity.gradients.values import plain
+from infinity.lane.lane import StreamLane
+from infinity.units.unit import Unit
+
+
+class Updater(Protocol):
+    """An optimizer that may apply gradients in the backward."""
+
+    update: str
+    """"backward": it applies a unit's gradients as soon as they are complete."""
+
+    def takes(self, unit: Unit) -> bool:
+        """Whether it has parameters of this unit."""
+
+    def applied(self, unit: Unit, index: int) -> bool:
+        """Whether it has applied one since the last step."""
+
+    def apply(self, unit: Unit) -> bool:
+        """Apply a unit's complete gradients; False if that has to wait for the end of the backward."""
+
+    def backward_ended(self) -> None:
+        """Apply what had to wait for the end of the backward."""
+
+
+def _nothing() -> None:
+    return None
+
+
+class Arrivals:
+    """Takes every gradient of one engine's units. Called from the thread that computes."""
+
+    def __init__(self, units: list[Unit], hooks: Hooks, gradients: GradientStore, lane: StreamLane) -> None:
+        """Take those of `units`, a list that the engine fills, from autograd to `gradients`."""
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Who takes parameters of the engine; see `join`."""
+        self._takers: dict[Unit, list[weakref.ref[Updater]]] = {}
+        self.reduction: Reduction | None = None
+        """Sums gradients over the ranks; None with one rank."""
+        self._units = units
+        self._hooks = hooks
+        self._gradients = gradients
+        self._lane = lane
+        self._complete: list[tuple[Unit, Updater]] = []
+        self.before_change: Callable[[], None] = _nothing
+        """Called before records are changed in a backward; a durable run's."""
+        self.before_step: Callable[[], None] = _nothing
+        """Called before a step is decided; a durable run's."""
+        gradients.use_complete = self._use_complete
+        hooks.backward_ended.append(self._backward_ended)
+
+    def join(self, optimizer: Any) -> None:
+        """Note that an optimizer has taken parameters of the engine, which does not keep it alive."""
+        self.optimizers.add(optimizer)
+        self._takers.clear()
+
+    def leave(self, optimizer: Any) -> None:
+        """Note that an optimizer has lost its parameters to a later one."""
+        self.optimizers.discard(optimizer)
+        self._takers.clear()
+
+    def accumulated(self, parameter: torch.Tensor, unit: Unit, index: int) -> None:
+        """Take over a parameter's gradient, as soon as autograd has accumulated it."""
+        grad = parameter.grad
+        if grad is None:
+            return
+        updater = self.updater(unit)
+        if updater is not None:
+            self.before_change()
+        if not isinstance(grad, OffloadedGradient):
+            if grad.layout != torch.strided:
+                name = unit.shard.segments[index].name
+                raise UnsupportedError(f"{name}: sparse gradients are not supported; use sparse=False")
+            if updater is not None and updater.applied(unit, index):
+                raise UnsupportedError(applied_message(unit, "a second backward before step()"))
+            grad = self._received(parameter, plain(grad))
+            gradient = self._arrived(unit, index, grad, keep=updater is None)
+            parameter.grad = OffloadedGradient(unit.parameters[index], gradient, self._gradients)
+        if self._hooks.accumulated(unit, index):
+            if self.reduction is not None and not (self.reduction.deferred and updater is None):
+                self.reduction.reduce(unit)
+            if updater is not None and self._may_wait(unit):
+                self._complete.append((unit, updater))
+            else:
+                self._use_gradients(unit, updater)
+            self._hooks.end_unit(unit)
+
+    def _received(self, parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        if self._gradients.received is None:
+            return grad
+        parameter.grad = None  # should it be refused
+        return self._gradients.received(grad)
+
+    def assigned(self, unit: Unit, index: int, grad: torch.Tensor) -> Gradient:
+        """Take a gradient that the user made, and nobody else holds; with several ranks it is this rank's."""
+        gradient = self._arrived(unit, index, grad, keep=True)
+        unit.parameters[index].grad = OffloadedGradient(unit.parameters[index], gradient, self._gradients)
+        if self.reduction is not None:
+            self.reduction.settle([unit])
+        self._gradients.settle(unit)
+        return gradient
+
+    def _arrived(self, unit: Unit, index: int, grad: torch.Tensor, *, keep: bool) -> Gradient:
+        if self.reduction is None:
+            return self._gradients.arrive(unit, index, grad, keep=keep)
+        return self.reduction.arrive(unit, index, grad)
+
+    def _may_wait(self, unit: Unit) -> bool:
+        """Whether to apply a unit's gradients is mere computing, and no further use of it can bring more.
+
+        With several ranks never: where records lie may differ among them, what is fetched when may not.
+        """
+        if self.reduction is not None:
+            return False
+        return unit.forward_uses <= 1 and unit.record.all_in_host and self._lane.runs_here(unit.record)
+
+    def _use_gradients(self, unit: Unit, updater: Updater | None) -> None:
+        if updater is None or not updater.apply(unit):
+            self._gradients.settle(unit)
+
+    def _use_complete(self) -> bool:
+        """Apply the gradients that waited for others; False if there are none. All at once takes less time:
+        after each of its operations torch's threads look for work for a while, on the cores the update needs.
+        """
+        found = bool(self._complete)
+        while self._complete:
+            self._use_gradients(*self._complete[-1])
+            self._complete.pop()
+        return found
+
+    def updater(self, unit: Unit) -> Updater | None:
+        """Return the optimizer that applies this unit's gradients in the backward, as soon as they are
+        complete.
+        """
+        if unit not in self._takers:
+            self._takers[unit] = [weakref.ref(one) for one in self.optimizers if one.takes(unit)]
+        for taker in self._takers[unit]:
+            optimizer = taker()
+            if optimizer is not None and optimizer.update == "backward":
+                return optimizer
+        return None
+
+    def _backward_ended(self) -> None:
+        if self.reduction is not None and not self.reduction.deferred:
+            self.reduction.settle(self._units)
+        self._use_complete()
+        for unit in self._units:
+            unit.arrived.clear()
+            if self._gradients.outgoing_of(unit):
+                self._gradients.settle(unit)
+        for optimizer in list(self.optimizers):
+            optimizer.backward_ended()
+
+    def finish_backward(self) -> None:
+        """Settle what a backward that raised has left behind. Called before a step is decided."""
+        if graph_task() == -1:
+            self._hooks.end_backward()
+            if self.reduction is not None:
+                self.reduction.settle(self._units)
+        self.before_step()

@@ -1,0 +1,389 @@
+"""What a forward and a backward do with units: module hooks, saved-tensor hooks, and leases that end when
+gradients have come.
+
+[Note: what autograd sees]
+A module's units are held during its forward. What autograd saves of a weight is packed as (unit, alias) and
+unpacked by fetching the unit again, so a released weight costs nothing between its forward and its backward.
+Inside a checkpoint autograd saves nothing in the forward; what the recomputation saves in the backward is the
+real storage, so units used there are held until their gradients have accumulated. In all that, nothing relies
+on the model's structure.
+
+[Note: graph tasks]
+Reentrant checkpoints run a backward inside a backward, each a graph task with a higher id. A hold begun by a
+recomputation in task p ends when the unit's gradients accumulate in p itself (non-reentrant) or in the task
+started right under p (reentrant).
+
+[Note: leases]
+A node of the graph may have saved several weights, and unpacks them one by one. So what it unpacks is leased
+until another node of the same graph task unpacks something, or the task is over. A node that starts a
+backward of its own keeps its lease meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils import _pytree as pytree
+
+from infinity.activations.boundaries import Boundaries, Boundary
+from infinity.activations.partitioned import Part, Parts
+from infinity.autograd.module_calls import differentiates, refuse, refuse_transform, runs_in_itself
+from infinity.planning.trace import Phase
+from infinity.tiling import Tile, runs_in_slices
+from infinity.units.residency import Executor
+from infinity.units.unit import Unit
+
+logger = logging.getLogger("infinity")
+
+
+def graph_task() -> int:
+    """Return the id of the backward that is running on this thread, -1 outside any."""
+    return int(torch._C._current_graph_task_id())
+
+
+@dataclass(slots=True, eq=False)
+class Frame:
+    """One module's forward that is under way."""
+
+    module: int  # id()
+    task: int  # the graph task it runs in, -1 for an ordinary forward
+    inputs: Any  # those whose gradients end the holds on frozen units; None where no hold outlives the frame
+    saving: torch.autograd.graph.saved_tensors_hooks | None
+    keeps: bool  # the backward needs what a recomputation here saves of the weights
+    counts: bool  # each use in it brings a gradient
+    slices: bool  # for autograd, all uses within it are one
+    units: list[Unit] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Packed:
+    """What autograd keeps of a weight."""
+
+    unit: Unit
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # elements
+    version: int
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """The units that one node of the graph works with."""
+
+    task: int  # the graph task
+    node: object  # its mark, see `_mark`
+    units: list[Unit] = field(default_factory=list)
+
+
+class Hooks:
+    """Follows forwards and backwards of one engine's modules. One instance per engine, used by one thread at
+    a time.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        """Follow nothing yet."""
+        self._executor = executor
+        self._frames: list[Frame] = []
+        self.by_storage: dict[int, Unit] = {}
+        """Units by the key of the storage they are resident in: so a weight is known that autograd saves."""
+        self._tasks: list[int] = []
+        self._leases: list[Lease] = []
+        self._counting = False
+        self._held: set[Unit] = set()
+        self.boundaries: Boundaries | None = None
+        """What offloads the inputs of checkpoints; None where they stay."""
+        self.parts: Parts | None = None
+        """What divides them among ranks first; None where each keeps its own."""
+        self.backward_ended: list[Any] = []
+        """Callables run when the outermost backward is over."""
+        self.forward_began: list[Any] = []
+        """Called with a module whose forward begins that a backward may follow."""
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward or backward is under way: a released parameter may be fetched on demand."""
+        return bool(self._frames) or graph_task() != -1
+
+    # Forward
+
+    def enter(
+        self, module: nn.Module, units: Iterable[Unit], inputs: Any = (), *, saves: bool = True
+    ) -> None:
+        """Begin a module's forward; without `saves` the graph that is built takes no hooks."""
+        task = graph_task()
+        if task == -1 and self._tasks:
+            self.end_backward()  # the last one ended with an exception
+        if id(module) in [frame.module for frame in self._frames] and not runs_in_itself(module):
+            self._abandon_frames()
+        if not self._frames:
+            refuse(module)
+            self._counting = task == -1 and torch.is_grad_enabled()
+            for call in self.forward_began if self._counting else ():
+                call(module)
+        watched = saving = None
+        if torch.is_grad_enabled() and saves:
+            pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            if task != -1 or (pair is not None and _of_checkpoint(pair[0])):
+                watched = inputs
+            elif pair is None or getattr(pair[0], "infinity", None) is not self:
+                saving = self._packing(*((_as_is, _as_is) if pair is None else pair))
+        outer = self._frames[-1] if self._frames else None
+        counts = task == -1 and self._counting and (outer is None or (outer.counts and not outer.slices))
+        keeps = not isinstance(module, Tile)
+        frame = Frame(id(module), task, watched, saving, keeps, counts, runs_in_slices(module))
+        self._frames.append(frame)
+        if task != -1:
+            self._note_backward(task)
+        for unit in units:
+            self._hold(unit, frame)
+
+    def _hold(self, unit: Unit, frame: Frame) -> None:
+        self._executor.hold(unit, Phase.FORWARD if frame.task == -1 else Phase.BACKWARD)
+        frame.units.append(unit)
+        if frame.counts:
+            unit.forward_uses += 1
+        if frame.inputs is not None and not unit.trainable:
+            self._watch(unit, _differentiable(frame.inputs))
+
+    def _packing(self, pack: Any, unpack: Any) -> torch.autograd.graph.saved_tensors_hooks:
+        """Pack weights from here on; what is no weight goes to the pair that was there before."""
+
+        def ours(tensor: torch.Tensor) -> Any:
+            return self._pack(tensor, pack)
+
+        ours.infinity = self  # type: ignore[attr-defined]
+        pair = torch.autograd.graph.saved_tensors_hooks(ours, lambda packed: self._unpack(packed, unpack))
+        pair.__enter__()
+        return pair
+
+    def leave(self, module: nn.Module, output: Any) -> None:
+        """End a module's forward, also one that raised; units it used are released, or held as the backward
+        needs.
+
+        Raises: UnsupportedError naming a parameter that was changed.
+        """
+        while self._frames:
+            ours = self._frames[-1].module == id(module)
+            self._end_frame(self._frames[-1], output if ours else None)
+            if ours:
+                break
+        self._executor.raise_refused()
+
+    def _abandon_frames(self) -> None:
+        """End what a forward left behind that was interrupted (KeyboardInterrupt runs no hooks)."""
+        while self._frames:
+            frame = self._frames[-1]
+            while frame.units:
+                self._executor.drop(frame.units.pop())
+            self._end_frame(frame, None)
+
+    def _end_frame(self, frame: Frame, output: Any) -> None:
+        """End the innermost frame. What a Ctrl-C leaves of it is seen to by `_abandon_frames`."""
+        try:
+            while frame.units:
+                self._end_use(frame.units.pop(0), frame, output)
+        finally:  # where the engine has failed, too: what stays on torch's stack of hooks keeps the model
+            saving, frame.saving = frame.saving, None
+            if saving is not None:
+                saving.__exit__(None, None, None)
+        self._frames.pop()
+
+    def _end_use(self, unit: Unit, frame: Frame, output: Any) -> None:
+        if frame.task != -1 and frame.keeps and torch.is_grad_enabled():
+            self._hold_for_backward(unit, frame.task, output)
+        elif len(self._frames) > 1 and self._aliased(unit, output):
+            self._frames[-2].units.append(unit)
+        else:
+            self._executor.drop(unit)
+
+    def _aliased(self, unit: Unit, output: Any) -> bool:
+        """Whether a module returned (a view of) its own weights, which its parent then uses."""
+        key = unit.storage_key
+        leaves = (output,) if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
+        return any(
+            isinstance(leaf, torch.Tensor)
+            and leaf.layout == torch.strided
+            and leaf.untyped_storage()._cdata == key
+            for leaf in leaves
+        )
+
+    def touch(self, unit: Unit) -> bool:
+        """Make a unit resident until the module, or the node of a backward, that runs ends; False outside
+        both.
+        """
+        if self._frames:
+            if differentiates():
+                refuse_transform([unit])
+            with temporarily_clear_interpreter_stack():
+                self._hold(unit, self._frames[-1])
+        elif graph_task() != -1:
+            self._lend(unit)
+        else:
+            return False
+        return True
+
+    # Backward
+
+    def _pack(self, tensor: torch.Tensor, otherwise: Any) -> Any:
+        unit = (
+            self.by_storage.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
+        )
+        if unit is None or tensor.dtype != unit.flat.dtype:
+            boundaries = self.parts or self.boundaries
+            if otherwise is _as_is and boundaries is not None and boundaries.takes(tensor):
+                return boundaries.save(tensor)
+            return otherwise(tensor)
+        return Packed(unit, tensor.shape, tensor.stride(), int(tensor.storage_offset()), unit.version)
+
+    def _unpack(self, packed: Any, otherwise: Any) -> torch.Tensor:
+        if isinstance(packed, (Boundary, Part)):
+            return packed.take()
+        if not isinstance(packed, Packed):
+            tensor: torch.Tensor = otherwise(packed)
+            return tensor
+        unit = packed.unit
+        if packed.version != unit.version:
+            raise RuntimeError(
+                f"{unit.name}: its parameters were changed (by optimizer.step(), gathered(write=True) or "
+                "load_state_dict) after the forward whose backward is running. "
+                "Run forward and backward again after a step; "
+                'with retain_graph, call step() after the last backward (and not update="backward").'
+            )
+        if graph_task() == -1 or torch.is_grad_enabled():
+            # Looked at outside a backward, or by create_graph=True, whose graph outlives this node.
+            self._executor.hold_aside(unit)
+            copy = unit.flat.as_strided(packed.shape, packed.stride, packed.offset).clone()
+            self._executor.drop(unit)
+            return copy
+        self._lend(unit)
+        return unit.flat.as_strided(packed.shape, packed.stride, packed.offset)
+
+    def _lend(self, unit: Unit) -> None:
+        """Hold `unit` for the node that is running: see [Note: leases]."""
+        task, node = graph_task(), _mark(torch._C._current_autograd_node())
+        self._note_backward(task)
+        lease = self._leases[-1] if self._leases else None
+        if lease is None or lease.task != task:
+            lease = Lease(task, node)
+            self._leases.append(lease)
+        elif lease.node is not node:
+            ended, lease.units = lease.units, [one for one in lease.units if one is unit]
+            lease.node = node
+            for one in ended:
+                if one is not unit:
+                    self._executor.drop(one)
+        if unit not in lease.units:
+            self._executor.hold(unit, Phase.BACKWARD)
+            lease.units.append(unit)
+
+    def _end_leases(self, since: int) -> None:
+        """End the leases of graph tasks from `since` on."""
+        while self._leases and self._leases[-1].task >= since:
+            for unit in self._leases.pop().units:
+                self._executor.drop(unit)
+
+    def _hold_for_backward(self, unit: Unit, task: int, output: Any) -> None:
+        """Keep the frame's hold until the backward is through with what the recomputation saved."""
+        if not unit.trainable:
+            leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+            if leaves and not any(leaf.requires_grad for leaf in leaves):
+                self._executor.drop(unit)  # nothing goes back through it
+                return
+        unit.backward_holds.append(task)
+        self._held.add(unit)
+
+    def _watch(self, unit: Unit, inputs: list[torch.Tensor]) -> None:
+        """End one hold on a frozen unit when the gradients of all these inputs are there: it has no other
+        sign of being done.
+        """
+        count = missing = len(inputs)  # the hook may not know the inputs: they would hold each other for ever
+
+        def arrived(_grad: torch.Tensor) -> None:
+            nonlocal missing
+            missing -= 1
+            if not missing:
+                missing = count
+                self._note_backward(graph_task())
+                if unit.backward_holds and unit.backward_holds[-1] >= self._outer_task:
+                    unit.backward_holds.pop()
+                    self._executor.drop(unit)
+
+        for one in inputs:
+            one.register_hook(arrived)
+
+    def accumulated(self, unit: Unit, index: int) -> bool:
+        """Note that a parameter's gradient has accumulated; True when the unit's have all, and `end_unit` is
+        due.
+        """
+        self._note_backward(graph_task())
+        unit.arrived.add(index)
+        return unit.complete
+
+    def end_unit(self, unit: Unit) -> None:
+        """End the holds that waited for a unit's gradients: see [Note: graph tasks]."""
+        unit.arrived.clear()
+        parent = self._outer_task
+        self._end_holds(unit, parent)
+        if self._leases and self._leases[-1].task >= parent and unit in self._leases[-1].units:
+            self._leases[-1].units.remove(unit)
+            self._executor.drop(unit)
+
+    @property
+    def _outer_task(self) -> int:
+        """The graph task around the one that runs; that one itself if it is the outermost."""
+        return self._tasks[-2] if len(self._tasks) > 1 else self._tasks[-1]
+
+    def _end_holds(self, unit: Unit, since: int) -> None:
+        """End the holds on `unit` that began in graph task `since` or later."""
+        ending = [task for task in unit.backward_holds if task >= since]
+        unit.backward_holds = [task for task in unit.backward_holds if task < since]
+        if not unit.backward_holds:
+            self._held.discard(unit)
+        for _ in ending:
+            self._executor.drop(unit)
+
+    def _note_backward(self, task: int) -> None:
+        """Keep the stack of running graph tasks; the first event of a backward asks to be told of its end."""
+        if not self._tasks:
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        while self._tasks and self._tasks[-1] > task:
+            self._end_leases(self._tasks.pop())
+        if not self._tasks or self._tasks[-1] < task:
+            self._tasks.append(task)
+
+    def end_backward(self) -> None:
+        """End every hold of the backward that is over (or died), and tell those who wait for it."""
+        self._tasks.clear()
+        self._end_leases(-1)
+        for unit in list(self._held):
+            self._end_holds(unit, -1)
+            unit.arrived.clear()
+        for call in self.backward_ended:
+            call()
+        self._executor.raise_refused()
+
+
+def _differentiable(inputs: Any) -> list[torch.Tensor]:
+    leaves = pytree.tree_leaves(inputs)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
+
+def _mark(node: Any) -> object:
+    """Return an object that stands for a node of the graph, and does not hold it: a lease outlives a backward
+    that raised, and what hangs on the graph leads back to here, where Python's collector cannot follow.
+    """
+    return None if node is None else node.metadata.setdefault(_mark, object())
+
+
+def _as_is(value: Any) -> Any:
+    return value
+
+
+def _of_checkpoint(pack: Any) -> bool:
+    return getattr(pack, "__module__", "") == "torch.utils.checkpoint"

@@ -1,0 +1,170 @@
+"""How torch calls modules: the hooks that follow a forward, and the callers that would go around them.
+
+Torch's hooks are objects here, not functions: what torch.save and copy.deepcopy meet
+first in a module, and refuse by name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils import _pytree as pytree
+
+from infinity.errors import NotResidentError, UnsupportedError
+from infinity.tiling import postpones, runs_in_slices
+from infinity.units import advice
+from infinity.units.unit import Unit
+
+
+class Follower(Protocol):
+    """Whoever follows forwards: infinity.autograd.hooks.Hooks."""
+
+    def enter(self, module: nn.Module, units: list[Unit], inputs: Any, *, saves: bool = True) -> None:
+        """Begin a module's forward; without `saves` the graph that is built takes no hooks."""
+
+    def leave(self, module: nn.Module, output: Any) -> None:
+        """End a module's forward, also one that raised."""
+
+
+class _Hook:
+    """What the hooks have in common: they stay with their module."""
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Refuse to be pickled or copied with the module."""
+        instead = (
+            advice.for_caller()
+            or f"Save model.state_dict(), which holds plain tensors. {advice.SECOND_MODEL}"
+        )
+        raise NotResidentError(
+            "a model built in Init cannot be pickled or copied: its parameters are in host memory or on "
+            f"NVMe. {instead}"
+        )
+
+    @property
+    def __name__(self) -> str:
+        """None; but TorchScript, which compiles a module's hooks by their names, is refused by its own."""
+        if str(sys._getframe(1).f_globals.get("__name__", "")).startswith("torch.jit."):
+            raise UnsupportedError(advice.export("torch.jit.script"))
+        raise AttributeError("a hook of Infinity has no __name__")
+
+
+class Entering(_Hook):
+    """The hook that begins a module's forward; it keeps `owner`, the engine, alive."""
+
+    def __init__(
+        self,
+        owner: object,
+        hooks: Follower,
+        units: list[Unit],
+        below: list[Unit],
+        watch: Callable[[Any, Any], object] | None = None,
+    ) -> None:
+        """Fetch `units`, and where one call is many of each child, all `below`; show `watch` the arguments,
+        positional and by name.
+        """
+        self._owner, self._hooks, self._watch = owner, hooks, watch
+        self._units, self._below = units, below
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """As torch calls it."""
+        units = self._below if runs_in_slices(module) else self._units
+        units = [] if postpones(module, kwargs) else units
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            self._hooks.enter(module, units, (args, kwargs))
+        else:
+            self._enter_transformed(module, units, (args, kwargs))
+        if self._watch is not None:
+            self._watch(args, kwargs)
+
+    def _enter_transformed(self, module: nn.Module, units: list[Unit], inputs: Any) -> None:
+        """Begin a forward under a transform of torch.func, in which every tensor that is made is wrapped."""
+        recorded = differentiates()
+        if recorded:
+            used = {id(parameter) for parameter in module.parameters()}  # functional_call puts others there
+            units = [unit for unit in units if any(id(parameter) in used for parameter in unit.parameters)]
+            refuse_transform(units)
+        with temporarily_clear_interpreter_stack():
+            self._hooks.enter(module, units, inputs, saves=not recorded)
+
+
+class Leaving(_Hook):
+    """The hook that ends a module's forward."""
+
+    def __init__(self, hooks: Follower) -> None:
+        """Release what `Entering` fetched."""
+        self._hooks = hooks
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """As torch calls it."""
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            self._hooks.leave(module, output)
+        else:
+            with temporarily_clear_interpreter_stack():
+                self._hooks.leave(module, pytree.tree_map_only(torch.Tensor, _unwrapped, output))
+
+
+def refuse(module: nn.Module) -> None:
+    """Refuse what would run around the hooks."""
+    if getattr(module, "_is_replica", False):
+        raise UnsupportedError(
+            "nn.DataParallel copies parameters that are not resident. "
+            "Use torchrun with one process per device."
+        )
+    if torch._C._get_tracing_state() is not None:
+        raise UnsupportedError(advice.for_caller() or advice.export("torch.jit.trace"))
+    if (
+        torch.compiler.is_compiling()
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or _inside_compile()
+    ):
+        raise UnsupportedError(
+            advice.for_caller()
+            or "torch.compile cannot trace fetching and releasing parameters. Run the model without it."
+        )
+
+
+def differentiates() -> bool:
+    """Whether torch.func.grad, vjp, jacrev or hessian is under way, whose graph takes no hooks."""
+    levels: Any = torch._C._functorch.get_interpreter_stack()  # None outside of torch.func
+    return levels is not None and any(
+        level.key() == torch._C._functorch.TransformType.Grad for level in levels
+    )
+
+
+def refuse_transform(units: Iterable[Unit]) -> None:
+    """Refuse to bring weights that a transform needs again when they are gone."""
+    for unit in units:
+        if not unit.attached:
+            raise UnsupportedError(
+                f"{unit.name}: torch.func.grad, vjp, jacrev and hessian use weights when the forward that "
+                "fetches and releases them is over. Call them inside "
+                "`with torch.no_grad(), infinity.gathered(model):`, or give torch.func.functional_call plain "
+                "tensors for all parameters, as model.state_dict() has them."
+            )
+
+
+def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def _inside_compile() -> bool:
+    callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()
+    return callback not in (None, False)
+
+
+def runs_in_itself(module: nn.Module) -> bool:
+    """Whether a forward of `module` is under way further up the stack than the one that begins."""
+    calls = 0
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and calls < 2:
+        calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return calls == 2

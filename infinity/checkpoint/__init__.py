@@ -1,0 +1,1 @@
+"""What users keep: save, load, export, resume, snapshot."""

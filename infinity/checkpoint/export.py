@@ -1,0 +1,343 @@
+"""Weights for everybody else: Hugging Face's files, out of a model or out of a checkpoint. `infinity export`.
+
+Streamed: one chunk is in memory, and of weights that files have in another form (see hub) one tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from infinity.checkpoint.atomic import Older, check_replaceable, new_folder
+from infinity.checkpoint.hashed_stream import Source
+from infinity.checkpoint.hub import (
+    EXPORT,
+    HubWriter,
+    check_names,
+    exported_files,
+    file_name,
+    kept_names,
+    write_configuration,
+)
+from infinity.checkpoint.inventory import Inventory
+from infinity.checkpoint.peft import is_adapted, save_adapters
+from infinity.checkpoint.ranges import CHUNK_NUMEL, copied_out, parts
+from infinity.checkpoint.safetensors_file import TensorReader
+from infinity.checkpoint.save_load import open_files, read_manifest
+from infinity.checkpoint.sharedfolder import shared_folder
+from infinity.engine.engine import Engine, engine_of, engine_of_model
+from infinity.errors import UnsupportedError
+from infinity.planning.layout import Format
+from infinity.records.weights import WEIGHTS
+from infinity.sizes import parse_size
+from infinity.storage.manifest import MASTER, PLAIN, WIDTHS, CheckpointError, Form, Manifest, Tensor
+from infinity.tensors import as_bytes, empty
+from infinity.units.unit import Unit
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+HELP = "Hugging Face's files from a checkpoint, for from_pretrained and all else that reads them"
+
+
+class _Saved(NamedTuple):
+    """A type in which weights may be written."""
+
+    name: str
+    form: str
+    weights: str  # the record whose weights are of this type
+
+    def check(self, engine: Engine) -> None:
+        """See that weights of the engine's can be written in this type.
+
+        Raises: ValueError.
+        """
+        if engine.form.dtype != self.weights and self.form != "F32":
+            raise ValueError(
+                f"dtype=torch.{self.name}: the model computes in {engine.weights.dtype}; its weights can be "
+                "written as that, or their masters as torch.float32"
+            )
+
+    def field(self, form: Format) -> str:
+        """The field to read of records of this format."""
+        return "hi" if form.dtype == self.weights else "master"
+
+    def rounded(self, field: str, values: memoryview) -> memoryview:
+        """Return the bytes of a field's values in this type."""
+        if field == "hi" or self.form == "F32" or not values:
+            return values
+        masters = torch.frombuffer(values, dtype=torch.float32)
+        found = torch.empty(len(masters) * WIDTHS[self.form], dtype=torch.uint8)
+        WEIGHTS[self.weights].rounded(len(masters), masters.data_ptr(), found.data_ptr())
+        return as_bytes(found)
+
+
+_DTYPES = {
+    torch.bfloat16: _Saved("bfloat16", "BF16", "bf16"),
+    torch.float16: _Saved("float16", "F16", "fp16"),
+    torch.float32: _Saved("float32", "F32", "fp32"),
+}
+
+
+def save_pretrained(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Write a model as Hugging Face's safetensors files, streamed, for `from_pretrained` without Infinity.
+
+    Every rank calls this, with the same folder, on a file system that all ranks share; each writes its part.
+
+    model: built in Init; of transformers, its configuration is written too. folder: new, or empty; it appears
+    when everything is in it. dtype: the type that computes, or torch.float32, the masters; None: of each
+    weight the type that it computes in. max_shard_size: of one file. overwrite: an older export of ours there
+    is replaced, in one step, once the new one is complete; files beside it that are not ours (a tokenizer's)
+    stay.
+
+    Of a model of PEFT the adapters are written, by PEFT, without reading the base; those that were not built
+    in Init stay in their type.
+
+    Raises: FileExistsError for a folder that is not to be replaced, once all is written to a new one beside
+    it, as by `save`; StorageFullError; ValueError for a dtype that is none of these and for a model that was
+    not built in Init; UnsupportedError for one whose state_dict has other names than its parameters;
+    ConfigError and RanksError as `save`.
+    """
+    if is_adapted(model):
+        engine = engine_of_model(model)
+        written = _saved(dtype or engine.weights.dtype)
+        written.check(engine)
+        save_adapters(model, Path(folder), written.field(engine.form), overwrite=overwrite)
+        return
+    check_names(model)
+    inventory = Inventory(model, None)
+    whole = _saved(dtype or inventory.engine.weights.dtype)
+    whole.check(inventory.engine)
+    saved = {unit: whole if dtype else _saved(unit.flat.dtype) for _, unit in inventory.units()}
+    ranks = inventory.engine.ranks
+    forms, names = _forms_of_model(model, inventory, saved)
+    with (
+        shared_folder(ranks, Path(folder), _older(overwrite=overwrite, rescues=True)) as filling,
+        contextlib.closing(HubWriter(filling, model, forms, _nbytes(max_shard_size))) as files,
+    ):
+        with ranks.together(f"making files of {folder}"):
+            if ranks.rank == 0:
+                files.create()
+        with ranks.together(f"writing files of {folder}"):
+            if ranks.rank:
+                files.join()
+            _write_parts(files, inventory, names, saved)
+        _write_converted(files, model, inventory, names, saved)
+        with ranks.together(f"writing the rest of {folder}"):
+            if ranks.rank == 0:
+                _write_plain(files, inventory, forms)
+            written_nbytes = files.finish()
+        total = int(sum(ranks.totals([written_nbytes], "count what was written")))
+        if ranks.rank == 0:
+            files.finish_all(total, sum(parameter.numel() for parameter in model.parameters()))
+            write_configuration(model, filling, whole.name)
+
+
+def _write_parts(
+    files: HubWriter, inventory: Inventory, names: Mapping[str, str], saved: Mapping[Unit, _Saved]
+) -> None:
+    """Write what this rank holds of all weights that are in files as they are."""
+    direct = {name: of_file for name, of_file in names.items() if of_file not in files.converted}
+    wanted = (
+        (engine, unit, (saved[unit].field(unit.record.form),))
+        for engine, unit in inventory.units()
+        if any(name in direct for name in inventory.names_in(unit))
+    )
+    for unit, chunk in copied_out(wanted):
+        of_unit, written = inventory.names_in(unit), saved[unit]
+        for part in parts(chunk.record, chunk.start, chunk.stop, chunk.values):
+            of_file = direct.get(of_unit[part.index] or "")
+            if of_file is not None:
+                values = written.rounded(part.field, part.values)
+                files.write(of_file, part.first * WIDTHS[written.form], values)
+
+
+def _write_converted(
+    files: HubWriter,
+    model: nn.Module,
+    inventory: Inventory,
+    names: Mapping[str, str],
+    saved: Mapping[Unit, _Saved],
+) -> None:
+    """Put together one weight after the other that files have in another form; rank 0 writes it."""
+    ranks = inventory.engine.ranks
+    for name, parameter in model.named_parameters():
+        of_file = names.get(name)
+        engine = engine_of(parameter)
+        if of_file not in files.converted or of_file is None or engine is None:
+            continue
+        unit = engine.unit_of(parameter)[0]
+        written, field = saved[unit], saved[unit].field(unit.record.form)
+        with ranks.together(f"writing {name}"):
+            (whole,) = engine.read(parameter, [field])
+            if ranks.rank == 0:
+                converted = empty(written.form, tuple(whole.shape))
+                as_bytes(converted)[:] = written.rounded(field, as_bytes(whole))
+                files.convert(of_file, converted)
+
+
+def _write_plain(files: HubWriter, inventory: Inventory, forms: Mapping[str, Form]) -> None:
+    """Write buffers and ordinary parameters."""
+    for name, tensor in inventory.plain.items():
+        if name in files.converted:
+            files.convert(name, tensor.detach().cpu())
+        elif name in forms:
+            files.write(name, 0, as_bytes(tensor))
+
+
+def _saved(dtype: torch.dtype) -> _Saved:
+    saved = _DTYPES.get(dtype)
+    if saved is None:
+        known = ", ".join(map(str, _DTYPES))
+        raise ValueError(f"dtype={dtype}: weights can be written as {known}")
+    return saved
+
+
+def _nbytes(max_shard_size: int | str) -> int:
+    return parse_size(max_shard_size, "max_shard_size")
+
+
+def _older(*, overwrite: bool, rescues: bool = False, how: str = "overwrite=True") -> Older:
+    return Older(EXPORT, exported_files, overwrite, how, rescues)
+
+
+def _forms_of_model(
+    model: nn.Module, inventory: Inventory, saved: Mapping[Unit, _Saved]
+) -> tuple[dict[str, Form], dict[str, str]]:
+    """Return type and shape of all that is written, and each offloaded parameter's name in it."""
+    parameters = dict(model.named_parameters())
+    names = {name: file_name(model, parameters[name], name) for name in inventory.masters()}
+    kept = set(kept_names(model, [*names.values(), *inventory.plain]))
+    names = {name: of_file for name, of_file in names.items() if of_file in kept}
+    written = {name: one for unit, one in saved.items() for name in inventory.names_in(unit) if name}
+    forms: dict[str, Form] = {
+        of_file: (written[name].form, tuple(parameters[name].shape)) for name, of_file in names.items()
+    }
+    forms.update({name: form for name, form in inventory.plains().items() if name in kept})
+    return forms, names
+
+
+def export_checkpoint(
+    checkpoint: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    *,
+    overwrite: bool = False,
+    how: str = "overwrite=True",
+) -> None:
+    """Write the weights of a checkpoint as `save_pretrained` does; the model is not built, its values are not
+    in memory. dtype: torch.bfloat16 (None too) or torch.float16, to which masters are rounded as they are in
+    training, or torch.float32. how: what errors say of `overwrite`.
+
+    Raises: FileExistsError for a folder that is not to be replaced, before anything is read; CheckpointError
+    for a folder that is no checkpoint, or one of a model that is not of transformers; CorruptionError; else
+    as save_pretrained.
+    """
+    saved = _saved(dtype or torch.bfloat16)
+    older = _older(overwrite=overwrite, how=how)
+    check_replaceable(Path(folder), older)
+    manifest = read_manifest(Path(checkpoint))
+    model = _hollow_model(manifest, Path(checkpoint))
+    tensors = {one.name: one for one in manifest.tensors if one.kind in (MASTER, PLAIN)}
+    parameters = dict(model.named_parameters())
+    names = {
+        file_name(model, parameters[name], name) if name in parameters else name: name for name in tensors
+    }
+    forms = {
+        of_file: (saved.form if tensors[name].kind == MASTER else tensors[name].dtype, tensors[name].shape)
+        for of_file, name in names.items()
+        if of_file in kept_names(model, list(names))
+    }
+    with new_folder(Path(folder), older) as filling, contextlib.ExitStack() as stack:
+        readers = open_files(manifest, Path(checkpoint), stack)
+        files = stack.enter_context(
+            contextlib.closing(HubWriter(filling, model, forms, _nbytes(max_shard_size)))
+        )
+        files.create()
+        for of_file, form in forms.items():
+            whole = empty(*form) if of_file in files.converted else None
+            at = 0
+            for values in _values(tensors[names[of_file]], readers, saved):
+                if whole is None:
+                    files.write(of_file, at, values)
+                else:
+                    as_bytes(whole)[at : at + len(values)] = values
+                at += len(values)
+            if whole is not None:
+                files.convert(of_file, whole)
+        files.finish_all(files.finish(), sum(one.numel for one in tensors.values() if one.kind == MASTER))
+        write_configuration(model, filling, saved.name)
+
+
+def _values(tensor: Tensor, readers: Mapping[str, TensorReader], saved: _Saved) -> Iterator[memoryview]:
+    """Return a tensor's bytes in chunks, masters in the type that is to be written."""
+    source = Source(tensor, readers)
+    width = WIDTHS[tensor.dtype]
+    for start in range(0, tensor.numel, CHUNK_NUMEL):
+        numel = min(CHUNK_NUMEL, tensor.numel - start)
+        values = torch.empty(numel * width, dtype=torch.uint8)
+        source.read(as_bytes(values))
+        yield saved.rounded("master", as_bytes(values)) if tensor.kind == MASTER else as_bytes(values)
+
+
+def _hollow_model(manifest: Manifest, checkpoint: Path) -> nn.Module:
+    """Return the model that a checkpoint is of, without values."""
+    if manifest.model is None:
+        raise CheckpointError(
+            f"{checkpoint} is of a model without a configuration of transformers. Build the model in Init, "
+            "load the checkpoint and call infinity.save_pretrained."
+        )
+    try:
+        import transformers
+    except ImportError as error:
+        raise UnsupportedError("transformers is not installed; `pip install transformers`") from error
+    name, config = manifest.model["class"], dict(manifest.model["config"])
+    kind: Any = getattr(transformers, name, None)
+    if kind is None:
+        raise CheckpointError(f"{checkpoint}: transformers {transformers.__version__} has no model {name!r}")
+    with torch.device("meta"):
+        model: Any = kind(kind.config_class.from_dict(config))
+    generation = manifest.model["generation_config"]
+    if generation is not None:
+        model.generation_config = transformers.GenerationConfig.from_dict(dict(generation))
+    return model  # type: ignore[no-any-return]
+
+
+# infinity export
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `infinity export` takes."""
+    parser.add_argument("checkpoint", type=Path, help="a folder that infinity.save has written")
+    parser.add_argument("folder", type=Path, help="a new one, for the files")
+    parser.add_argument("--dtype", choices=[one.name for one in _DTYPES.values()], default="bfloat16")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: 5GB)")
+    overwrite = "replace an older export in FOLDER; files beside it stay"
+    parser.add_argument("--overwrite", action="store_true", help=overwrite)
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Do what `infinity export` was asked for; return the exit code."""
+    dtype = next(dtype for dtype, one in _DTYPES.items() if one.name == options.dtype)
+    with console.status(f"Writing {options.folder}"):
+        size, overwrite = options.max_shard_size, options.overwrite
+        export_checkpoint(
+            options.checkpoint, options.folder, dtype, size, overwrite=overwrite, how="--overwrite"
+        )
+    console.print(f"{options.folder}: {options.dtype} weights for from_pretrained")
+    return 0

@@ -1,0 +1,256 @@
+"""A model's weights in Hugging Face's files: shards of safetensors, an index and the configuration.
+
+[Note: names in files]
+Some models keep their weights otherwise than their files do: Mixtral's experts are one tensor in the model
+and one each in the files. transformers can turn values back; it is asked with tensors without memory first,
+to learn what comes of which, and then with one weight at a time. Where files need several weights of the
+model for one of theirs, the model's own names are written, which from_pretrained takes as well.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.checkpoint.safetensors_file import (
+    Entry,
+    TensorFileError,
+    TensorJoiner,
+    TensorReader,
+    TensorWriter,
+)
+from infinity.errors import UnsupportedError
+from infinity.storage.manifest import Form
+from infinity.tensors import DTYPES, as_bytes, name_of_dtype
+
+logger = logging.getLogger("infinity")
+
+_INDEX = "model.safetensors.index.json"
+MARK = {"written_by": "infinity"}
+"""In the metadata of weights that were written here: such a folder may be replaced by another."""
+EXPORT = "an export of infinity.save_pretrained"
+_WEIGHTS = re.compile(r"(.*/)?(model(-\d{5}-of-\d{5})?|adapter_model)\.safetensors")
+_BESIDE = re.compile(
+    r"model\.safetensors\.index\.json|(generation_)?config\.json|(.*/)?(adapter_config\.json|README\.md)"
+)
+"""What is written beside weights; README.md by PEFT, which keeps what stands in one."""
+
+
+def check_names(model: nn.Module) -> None:
+    """Refuse a module whose state_dict is not what its parameters are: nobody else could use its files.
+
+    Raises: UnsupportedError naming it.
+    """
+    for name, module in model.named_modules():
+        for hook in module._state_dict_hooks.values():  # noqa: SLF001 - torch has no public name for it
+            if getattr(hook, "__module__", "") != "infinity.engine.state_dict":
+                raise UnsupportedError(
+                    f"{name or type(model).__name__} ({type(module).__name__}) gives its state_dict other "
+                    f"names or values than its parameters have ({getattr(hook, '__qualname__', hook)}), so "
+                    "they cannot be streamed to files. Call model.save_pretrained(folder), which holds all "
+                    "of them in memory."
+                )
+
+
+def is_hub_model(model: nn.Module) -> bool:
+    """Whether a model has a configuration of transformers."""
+    return hasattr(getattr(model, "config", None), "save_pretrained")
+
+
+def stored_names(model: nn.Module, forms: Mapping[str, Form]) -> dict[str, dict[str, Form]]:
+    """Return what each tensor of a model is in files, {its name: {name in files: type and shape}}.
+
+    See [Note: names in files].
+    """
+    own = {name: {name: form} for name, form in forms.items()}
+    if not is_hub_model(model):
+        return own
+    alone = {name: _forms(_reverted(model, _hollow({name: form}))) for name, form in forms.items()}
+    together = _forms(_reverted(model, _hollow(forms)))
+    joined = [(name, form) for of_one in alone.values() for name, form in of_one.items()]
+    if len(joined) == len(together) and dict(joined) == together:
+        return alone
+    logger.warning(
+        "%s: its files take several weights of the model in one; weights are written under the model's own "
+        "names, which transformers' from_pretrained reads as well",
+        type(model).__name__,
+    )
+    return own
+
+
+def _hollow(forms: Mapping[str, Form]) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.empty(shape, dtype=DTYPES[dtype], device="meta") for name, (dtype, shape) in forms.items()
+    }
+
+
+def _forms(tensors: Mapping[str, torch.Tensor]) -> dict[str, Form]:
+    return {name: (name_of_dtype(one, name), tuple(one.shape)) for name, one in tensors.items()}
+
+
+def _reverted(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors of a model as its files have them."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # before 5.0 models and files were the same
+        return tensors
+    return dict(revert_weight_conversion(model, tensors))
+
+
+def exported_files(folder: Path) -> set[str] | None:
+    """Return the files of an export of ours; None for any other folder, one of other weights among them."""
+    files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+    weights = [name for name in files if _WEIGHTS.fullmatch(name)]
+    try:
+        for name in weights:
+            with TensorReader(folder / name) as reader:
+                if not MARK.items() <= reader.metadata.items():
+                    return None
+    except (OSError, TensorFileError):
+        return None
+    adapters = any(name.endswith("adapter_model.safetensors") for name in weights)
+    beside = [
+        name for name in files if _BESIDE.fullmatch(name) and (adapters or not name.endswith("README.md"))
+    ]
+    return {*weights, *beside} if weights else None
+
+
+class HubWriter:
+    """The files of a model that is being written, by one process or by several."""
+
+    def __init__(
+        self, folder: Path, model: nn.Module, forms: Mapping[str, Form], max_shard_nbytes: int
+    ) -> None:
+        """Lay out the shards; forms: of the model's tensors, by name."""
+        self._folder = folder
+        self._model = model
+        self._stored = stored_names(model, forms)
+        self.converted = {name for name, form in forms.items() if list(self._stored[name].values()) != [form]}
+        """Tensors that files have in another form."""
+        self._entries = [
+            Entry(name, dtype, shape)
+            for of_one in self._stored.values()
+            for name, (dtype, shape) in of_one.items()
+        ]
+        self._shards = _cut(self._entries, max_shard_nbytes)
+        self._writer_of: dict[str, TensorWriter] = {}
+
+    def create(self) -> None:
+        """Create all shards. One process does."""
+        self._open(TensorWriter)
+
+    def join(self) -> None:
+        """Open the shards that another process has created."""
+        self._open(TensorJoiner)
+
+    def _open(self, make: Callable[[Path, Sequence[Entry], Mapping[str, str]], TensorWriter]) -> None:
+        for number, shard in enumerate(self._shards, 1):
+            several = f"model-{number:05}-of-{len(self._shards):05}.safetensors"
+            path = self._folder / (several if len(self._shards) > 1 else "model.safetensors")
+            writer = make(path, shard, {"format": "pt", **MARK})
+            self._writer_of.update(dict.fromkeys((entry.name for entry in shard), writer))
+
+    def write(self, name: str, at: int, values: memoryview) -> None:
+        """Write a part of a tensor that is not `converted`, from its byte `at` on."""
+        (stored,) = self._stored[name]
+        self._writer_of[stored].write(stored, at, values)
+
+    def convert(self, name: str, whole: torch.Tensor) -> None:
+        """Write all of a tensor, in the form that files have."""
+        for key, tensor in _reverted(self._model, {name: whole}).items():
+            self._writer_of[key].write(key, 0, as_bytes(tensor))
+
+    def finish(self) -> int:
+        """Bring what this process has written to the disk; return how many bytes of tensors that was."""
+        writers = dict.fromkeys(self._writer_of.values())
+        for writer in writers:
+            writer.finish()
+        return sum(writer.written_nbytes for writer in writers)
+
+    def finish_all(self, written_nbytes: int, parameters: int) -> None:
+        """See that all is written, and write the index, if there are several shards.
+
+        written_nbytes: by all processes; parameters: elements of all parameters.
+
+        Raises: TensorFileError if anything is missing.
+        """
+        total_nbytes = sum(entry.nbytes for entry in self._entries)
+        if written_nbytes != total_nbytes:
+            raise TensorFileError(
+                f"{self._folder}: {written_nbytes} bytes of tensors were written, expected {total_nbytes}"
+            )
+        if len(self._shards) < 2:
+            return
+        index = {
+            "metadata": {"total_parameters": parameters, "total_size": total_nbytes},
+            "weight_map": {name: writer.path.name for name, writer in self._writer_of.items()},
+        }
+        (self._folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+    def close(self) -> None:
+        """Close the files."""
+        for writer in self._writer_of.values():
+            writer.close()
+
+
+def _cut(entries: Iterable[Entry], most_nbytes: int) -> list[list[Entry]]:
+    """Cut tensors into shards of at most so many bytes; a larger tensor has one of its own."""
+    shards: list[list[Entry]] = [[]]
+    nbytes = 0
+    for entry in entries:
+        nbytes += entry.nbytes
+        if shards[-1] and nbytes > most_nbytes:
+            shards.append([])
+            nbytes = entry.nbytes
+        shards[-1].append(entry)
+    return shards
+
+
+def write_configuration(model: nn.Module, folder: Path, dtype: str) -> None:
+    """Write a model's configuration, and that of its generation, saying weights are `dtype` ("bfloat16")."""
+    if not is_hub_model(model):
+        return
+    config: Any = copy.deepcopy(model.config)
+    config.dtype = dtype
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    generation: Any = getattr(model, "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(folder)
+
+
+def configuration(model: nn.Module) -> dict[str, Any] | None:
+    """Return class and configuration of a model of transformers as plain values, None for any other."""
+    if not is_hub_model(model):
+        return None
+    config, generation = model.config, getattr(model, "generation_config", None)
+    return {
+        "class": type(model).__name__,
+        "config": json.loads(config.to_json_string(use_diff=False)),  # type: ignore[union-attr, operator]
+        "generation_config": None
+        if generation is None
+        else json.loads(generation.to_json_string(use_diff=False)),
+    }
+
+
+def kept_names(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Return those of `names` that belong into files."""
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    return [name for name in names if name not in ignored]
+
+
+def file_name(model: nn.Module, parameter: nn.Parameter, name: str) -> str:
+    """Return the name under which files have a parameter that the model has several times."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    if name not in tied:
+        return name
+    same = (one for one, other in model.named_parameters(remove_duplicate=False) if other is parameter)
+    return next((one for one in same if one not in tied), name)

@@ -1,0 +1,178 @@
+"""What a model and its optimizer consist of, as logical tensors: what a checkpoint has to hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.engine.engine import Engine, engine_of, engine_of_model
+from infinity.errors import UnsupportedError
+from infinity.optim.base import OffloadedOptimizer
+from infinity.optim.ownership import check_current
+from infinity.planning.layout import STATE_BLOCK, Format, Segment
+from infinity.storage.manifest import MASTER, Form
+from infinity.tensors import name_of_dtype
+from infinity.units.unit import Unit
+
+REPLACED = "(replaced)"
+"""The name of a parameter that is in no model any more; see init."""
+
+KINDS = {"m": "exp_avg", "v": "exp_avg_sq", "scale": "exp_avg_scale"}
+"""A record's fields for an optimizer's state, by the names under which they are saved, those of Adam's."""
+
+_TYPES = {
+    "fp32": {"m": "F32", "v": "F32"},
+    "bf16": {"m": "BF16", "v": "BF16"},
+    "int8": {"m": "U8", "v": "U8", "scale": "F32"},
+}
+
+
+class Inventory:
+    """The offloaded parameters of a model by unit, its other tensors by name, and what an optimizer keeps."""
+
+    def __init__(self, model: nn.Module, optimizer: OffloadedOptimizer | None) -> None:
+        """Look at a model built in Init.
+
+        Raises: ValueError for a model that was not, and for parameters of `optimizer` that are not in it;
+        UnsupportedError for what cannot be saved by name; TypeError for another kind of optimizer.
+        """
+        if optimizer is not None and not isinstance(optimizer, OffloadedOptimizer):
+            raise TypeError(
+                f"expected an optimizer of infinity (AdamW, ...), or None, got {type(optimizer).__name__}; "
+                "save an optimizer of torch by its state_dict()"
+            )
+        self.optimizer = optimizer
+        self.engine = engine_of_model(model)
+        self.names: dict[int, str] = {}
+        """Of offloaded parameters, by their id."""
+        self.plain: dict[str, torch.Tensor] = {}
+        """Persistent buffers and ordinary parameters."""
+        self._engines: dict[Unit, Engine] = {}
+        for name, parameter in model.named_parameters():
+            engine = engine_of(parameter)
+            if engine is None:
+                self.plain[name] = parameter
+            else:
+                self.names[id(parameter)] = name
+                self._engines[engine.unit_of(parameter)[0]] = engine
+        self._take_buffers(model)
+        self._check_units()
+        self._check_optimizer()
+
+    def _take_buffers(self, model: nn.Module) -> None:
+        known = {id(tensor) for tensor in self.plain.values()}
+        for prefix, module in model.named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                raise UnsupportedError(
+                    f"{prefix or type(module).__name__} has extra state of its own (get_extra_state); "
+                    "give it to save as extra=, and set it after load"
+                )
+            fleeting = module._non_persistent_buffers_set  # noqa: SLF001 - torch has no public name for it
+            for name, buffer in module.named_buffers(recurse=False):
+                if name in fleeting or id(buffer) in known:
+                    continue
+                known.add(id(buffer))
+                self.plain[f"{prefix}.{name}" if prefix else name] = buffer
+
+    def _check_units(self) -> None:
+        for unit in self._engines:
+            for segment, parameter in zip(unit.shard.segments, unit.parameters, strict=True):
+                if id(parameter) not in self.names and segment.name != REPLACED:
+                    raise UnsupportedError(
+                        f"{unit.name} has a parameter, {segment.name}, that is not in the model given; save "
+                        "and load the whole model"
+                    )
+
+    def _check_optimizer(self) -> None:
+        if self.optimizer is not None:
+            check_current(self.optimizer, "saving, or loading, the state")
+        for group in self.groups:
+            for parameter in group["params"]:
+                if id(parameter) not in self.names:
+                    shape = tuple(parameter.shape)
+                    raise ValueError(
+                        f"the optimizer has a parameter of shape {shape} that is not in the model"
+                    )
+
+    def units(self) -> Iterator[tuple[Engine, Unit]]:
+        """Return the units with the engine that keeps each, in the order of the model."""
+        for unit, engine in self._engines.items():
+            yield engine, unit
+
+    def names_in(self, unit: Unit) -> list[str | None]:
+        """Return the names of a unit's parameters; None for one that is in no model any more."""
+        return [self.names.get(id(parameter)) for parameter in unit.parameters]
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's param groups."""
+        return self.optimizer.param_groups if self.optimizer is not None else []
+
+    @property
+    def group_names(self) -> list[list[str]]:
+        """Names of the parameters in each param group."""
+        return [[self.names[id(one)] for one in group["params"]] for group in self.groups]
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """How many updates each parameter has had; one that had none is not there, and has no moments."""
+        state = self.optimizer.counts if self.optimizer is not None else {}
+        return {self.names[id(one)]: int(kept["step"]) for one, kept in state.items() if kept.get("step")}
+
+    # Types and shapes
+
+    def masters(self) -> dict[str, Form]:
+        """Return the masters of all offloaded parameters."""
+        return {
+            name: ("F32", tuple(parameter.shape))
+            for _, unit in self.units()
+            for parameter, name in zip(unit.parameters, self.names_in(unit), strict=True)
+            if name is not None
+        }
+
+    def plains(self) -> dict[str, Form]:
+        """Return all other tensors."""
+        return {name: (name_of_dtype(one, name), tuple(one.shape)) for name, one in self.plain.items()}
+
+    def fields(self, form: Format) -> tuple[str, ...]:
+        """Return the fields of a record of this format that the optimizer keeps its state in."""
+        return () if self.optimizer is None else self.optimizer.recipe.fields(form)
+
+    def _types(self, unit: Unit) -> dict[str, str]:
+        form = unit.record.form
+        return {field: _TYPES[form.state_dtype][field] for field in self.fields(form)}
+
+    def moments(self, names: set[str]) -> dict[tuple[str, str], Form]:
+        """Return the moments, by kind and name, that the parameters of these names have once stepped."""
+        found: dict[tuple[str, str], Form] = {}
+        for _, unit in self.units():
+            types = self._types(unit)
+            for parameter, name in zip(unit.parameters, self.names_in(unit), strict=True):
+                if name is None or name not in names:
+                    continue
+                shape, blocks = tuple(parameter.shape), -(-parameter.numel() // STATE_BLOCK)
+                for field, dtype in types.items():
+                    found[KINDS[field], name] = (dtype, (blocks, 2) if field == "scale" else shape)
+        return found
+
+    def held(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """Return which elements [start, stop) this rank has of masters and moments, by kind and name."""
+        found: dict[tuple[str, str], tuple[int, int]] = {}
+        for _, unit in self.units():
+            types = self._types(unit)
+            for segment, name in zip(unit.record.shard.segments, self.names_in(unit), strict=True):
+                if name is not None:
+                    for field in ("master", *types):
+                        found[KINDS.get(field, MASTER), name] = range_of(field, segment)
+        return found
+
+
+def range_of(field: str, segment: Segment) -> tuple[int, int]:
+    """Return the elements [start, stop) of a field's tensor that belong to a rank's part of a parameter."""
+    start, stop = segment.first, segment.first + segment.numel
+    if field == "scale":  # two for each block
+        return 2 * (start // STATE_BLOCK), 2 * -(-stop // STATE_BLOCK) if segment.numel else 0
+    return start, stop

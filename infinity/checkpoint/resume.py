@@ -1,0 +1,204 @@
+"""Go on after a kill at the last committed step: `resume`; and commit one now: `commit`."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from infinity.checkpoint.inventory import Inventory
+from infinity.checkpoint.save_load import optimizer_in
+from infinity.checkpoint.training_state import Training
+from infinity.durable.commit import Commit, RecordAt, hashes_of
+from infinity.durable.committer import Durable
+from infinity.durable.homes import CheckPass
+from infinity.engine.engine import Engine, engine_of_model
+from infinity.errors import ConfigError, UnsupportedError
+from infinity.optim.base import OffloadedOptimizer
+from infinity.storage.manifest import CheckpointError, compare_groups, decode, readable
+from infinity.units.unit import Unit
+
+
+def resume(
+    model: nn.Module, optimizer: OffloadedOptimizer, *, older: bool = False, check: bool = False
+) -> int:
+    """Begin a durable run, or go on with the one in its folder; return the steps that are done, 0 for a new
+    one.
+
+    model, optimizer: built as in the run that is to go on, in Init with Config(durable=...), and not yet
+    trained; what is tracked has been given to optimizer.track. Weights, moments, param groups, buffers, what
+    is tracked and the generators of torch, Python and numpy become those of the last committed step, so that
+    what follows equals, bit for bit, a run that was never interrupted. Records are not read for that: each is
+    compared with its hash when it is first used.
+
+    older: go on with the generation before the last, all of which is read and compared first: a way out where
+    the last one is damaged, as long as no later step has overwritten the older one. check: read and compare
+    all of the last one first.
+
+    Every rank calls this, and goes on with its own records, generators and what it tracks, at the last step
+    that all ranks have committed. They have to be as many as the run had.
+
+    Raises: ConfigError without `durable`; CheckpointError naming what does not fit, before anything changes;
+    CorruptionError naming unit, field, file and offset; RanksError where another rank failed.
+    """
+    engine = engine_of_model(model)
+    durable = _of(engine)
+    if durable.source is not None:
+        raise UnsupportedError("resume: this run has begun already. Build model and optimizer anew.")
+    training = Training(Inventory(model, optimizer), model)
+    if not durable.found:
+        if older:
+            raise CheckpointError(f"{durable.folders[0].path} holds no committed step")
+        engine.follow(training, 0, resumed=False)
+        return 0
+    with engine.ranks.together("resuming the durable run"):
+        commit = _chosen(durable, older=older)
+        _restore_records(engine, durable, commit, training)
+        if older or check:
+            with engine.ranks.together("comparing everything with its hashes"):
+                _read_all(engine)
+        if older:
+            durable.forget_newest()
+        with readable(_named(commit, durable)):
+            groups = decode(commit.said["optimizer"]["groups"], _no_tensor)
+            optimizer_in(commit.said["optimizer"], groups, training.inventory, optimizer)
+            training.restore(commit.said, commit.tensors)
+        engine.follow(training, commit.step, resumed=True)
+    return commit.step
+
+
+def commit(model: nn.Module) -> int:
+    """Commit the last step of a durable run now, and return its number when it is on disk.
+
+    A step is committed by itself behind the forward that follows it. So call this where none does: at the end
+    of a training, or before the process is given up on purpose.
+
+    Raises: ConfigError without `durable`; what made the commit fail.
+    """
+    durable = durable_of(model)
+    durable.commit_now()
+    return durable.step
+
+
+def durable_of(model: nn.Module) -> Durable:
+    """Return what commits the steps of a model.
+
+    Raises: ConfigError where nothing does.
+    """
+    return _of(engine_of_model(model))
+
+
+def _of(engine: Engine) -> Durable:
+    if engine.durable is None:
+        raise ConfigError(
+            "the model was built without durable=True, so no step is committed. Give Init Config(nvme=..., "
+            "durable=True); for checkpoints there are infinity.save and load."
+        )
+    return engine.durable
+
+
+def _chosen(durable: Durable, *, older: bool) -> Commit:
+    if older and len(durable.found) < 2:
+        raise CheckpointError(
+            f"{durable.folders[0].path} holds one commit, step {durable.found[0].step}, and none before it"
+        )
+    return durable.found[1 if older else 0]
+
+
+def _check_fits(commit: Commit, training: Training, durable: Durable) -> None:
+    """See that all of the commit has its place, and the other way round.
+
+    Raises: CheckpointError.
+    """
+    engine, said = training.inventory.engine, commit.said
+    found = []
+    if len(commit.records) != len(engine.units):
+        found.append(f"{len(commit.records)} units in the commit, {len(engine.units)} in the model")
+    for unit, at in zip(engine.units, commit.records, strict=False):
+        ours = tuple((one.name, one.shape) for one in unit.shard.segments)
+        if (at.name, at.segments) != (unit.name, ours):
+            theirs = ", ".join(f"{name} {list(shape)}" for name, shape in at.segments)
+            found.append(
+                f"{at.name} of {theirs} in the commit, {unit.name} of "
+                f"{', '.join(f'{name} {list(shape)}' for name, shape in ours)} in the model"
+            )
+            break
+    saved = said.get("optimizer") or {"groups": []}
+    kinds = (said.get("optimizer") or {}).get("kind", "AdamW"), training.optimizer.recipe.name
+    if kinds[0] != kinds[1]:
+        found.append(f"the state of infinity.{kinds[0]} in the commit, of {kinds[1]} here")
+    found += compare_groups(
+        [group["parameters"] for group in saved["groups"]], training.inventory.group_names
+    )
+    for what, theirs_, ours_ in (
+        ("tracked", set(said.get("tracked", ())), set(training.tracked)),
+        (
+            "buffers and ordinary parameters",
+            {key.removeprefix("plain.") for key in commit.tensors if key.startswith("plain.")},
+            set(training.plain()),
+        ),
+    ):
+        if theirs_ != ours_:
+            found.append(
+                f"{what}: only in the commit {', '.join(sorted(theirs_ - ours_)) or 'none'}, only here "
+                f"{', '.join(sorted(ours_ - theirs_)) or 'none'}"
+            )
+    for name, tensor in training.plain().items():
+        at_ = commit.tensors.get(f"plain.{name}")
+        if at_ is not None and at_.shape != tuple(tensor.shape):
+            found.append(f"{name}: {list(at_.shape)} in the commit, {list(tensor.shape)} in the model")
+    if found:
+        where = f"the run in {durable.folders[0].path}, committed at step {commit.step}, does not fit"
+        raise CheckpointError("\n  ".join([f"{where}; nothing was changed:", *found]))
+
+
+def _named(commit: Commit, durable: Durable) -> str:
+    return f"the commit of step {commit.step} in {durable.folders[0].path}"
+
+
+def _restore_records(engine: Engine, durable: Durable, commit: Commit, training: Training) -> None:
+    """Let all records be what was committed of them.
+
+    Raises: CheckpointError, before anything changes.
+    """
+    durable.store.step = commit.step
+    with readable(_named(commit, durable)):
+        _check_fits(commit, training, durable)
+        for unit, at in zip(engine.units, commit.records, strict=True):
+            engine.executor.changed(unit)
+            _restore(engine, durable, unit, at)
+    durable.store.complete(f"resuming from {durable.folders[0].path}")
+    training.optimizer.begin(one for unit in engine.units for one in unit.parameters)
+
+
+def _restore(engine: Engine, durable: Durable, unit: Unit, at: RecordAt) -> None:
+    """Let a unit's record be what was committed of it."""
+    record = unit.record
+    there = {one.name for one in at.fields}
+    for one in at.fields:
+        span = record.span_of(one.name, one.nbytes) if one.name in record.form.fields else None
+        if span is None:
+            raise CheckpointError(f"{unit.name}.{one.name}: {one.nbytes} B in the commit, which do not fit")
+        hashes = hashes_of(one.hashes, -(-record.shard.numel // span), f"{unit.name}.{one.name}")
+        record.restore(one.name, durable.extent_of(one), hashes, span)
+    for name in record.form.moments:
+        if name in record and name not in there:
+            record.drop(name)
+            record.add(name, engine.store)
+
+
+def _read_all(engine: Engine) -> None:
+    """Read and compare everything.
+
+    Raises: CorruptionError.
+    """
+    for unit in engine.units:
+        samples, unit.record.samples = unit.record.samples, False
+        job = CheckPass(unit.record, unit.record.tile_numel)
+        engine.lane.submit(job)
+        try:
+            engine.lane.wait(job, finished=True)
+        finally:
+            unit.record.samples = samples
+
+
+def _no_tensor(key: str) -> None:
+    raise CheckpointError(f"the commit names a tensor, {key}, among the options of param groups")

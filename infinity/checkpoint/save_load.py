@@ -1,0 +1,386 @@
+"""Save and load a training: weights, moments, and where it stood. Streamed, hashed, atomic, never unpickled.
+
+[Note: what lies where]
+manifest.json          everything that is no array, and what the files hold; see manifest
+weights-*.safetensors  fp32 masters, buffers and ordinary parameters, by their names in the model: any reader
+                       of safetensors can read them, torch.distributed.checkpoint too. Of several ranks each
+                       has files of its own, and of most tensors a flat part, "NAME[START:STOP]"
+moments-*.safetensors  "exp_avg.NAME", "exp_avg_sq.NAME" in the type in which they are kept; 8-bit ones have
+                       "exp_avg_scale.NAME", two fp32 scales for each 256 elements. The one state of SGD and
+                       Lion is there as exp_avg, that of Adagrad as exp_avg_sq
+extra-*.safetensors    tensors among what the user gave
+
+Each rank writes and reads what it holds, its units one after the other in chunks, which is all that is in
+memory. Rank 0 writes the manifest when everything that it names is on the disk. Updates that were decided
+and wait are applied first, as for any reader. Gradients are not saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from infinity.checkpoint import generators
+from infinity.checkpoint.atomic import Older
+from infinity.checkpoint.hashed_stream import Source
+from infinity.checkpoint.hub import configuration
+from infinity.checkpoint.inventory import KINDS, Inventory
+from infinity.checkpoint.ranges import CopyInPass, buffers, chunks, parts
+from infinity.checkpoint.safetensors_file import TensorReader
+from infinity.checkpoint.sharedfolder import shared_folder
+from infinity.checkpoint.writer import CheckpointWriter
+from infinity.engine.engine import Engine
+from infinity.errors import UnsupportedError
+from infinity.optim.base import OffloadedOptimizer
+from infinity.storage.manifest import (
+    MASTER,
+    NAME,
+    PLAIN,
+    CheckpointError,
+    Manifest,
+    Share,
+    Tensor,
+    compare,
+    compare_groups,
+    decode,
+    encode,
+    joined,
+    names_of,
+    readable,
+)
+from infinity.tensors import as_bytes, empty, name_of_dtype
+from infinity.units.unit import Unit
+
+CHECKPOINT = "a checkpoint of infinity.save"
+
+
+class Stateful(Protocol):
+    """A learning rate scheduler, as torch's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take them."""
+
+
+# Saving
+
+
+def save(
+    model: nn.Module,
+    optimizer: OffloadedOptimizer | None,
+    folder: str | os.PathLike[str],
+    *,
+    scheduler: Stateful | None = None,
+    extra: Any = None,
+    overwrite: bool = False,
+) -> None:
+    """Save a training to a new folder: all of it, or, after an error or a kill, nothing.
+
+    Every rank calls this, with the same folder, on a file system that all ranks share.
+
+    model: built in Init. optimizer: its optimizer; None saves weights and buffers alone. scheduler: its
+    state_dict has to be plain. extra: plain values and tensors of your own, such as the position in the data;
+    load returns them; each rank's are kept. overwrite: an older checkpoint there is replaced, in one step,
+    once the new one is complete; files beside it that are not ours stay. The generators of torch, Python and
+    numpy are saved as well. Gradients are not.
+
+    Raises: FileExistsError for a folder that is not to be replaced, once all is saved in a new one beside it
+    (FOLDER-2, ...; the error's filename2): no training is lost by that; StorageFullError with the numbers;
+    CheckpointError naming a value that is not plain; ValueError for a model that was not built in Init;
+    ConfigError where the ranks share no such folder; RanksError where another rank failed, with its reason.
+    """
+    inventory = Inventory(model, optimizer)
+    ranks = inventory.engine.ranks
+    kept: dict[str, torch.Tensor] = {}
+    of_rank = f"extra.{ranks.rank}." if ranks.rank else "extra."
+
+    def keep(value: Any, what: str) -> str | None:
+        if not isinstance(value, torch.Tensor):
+            return None
+        name_of_dtype(value, what)
+        key = f"{of_rank}{len(kept)}"
+        kept[key] = value.detach()
+        return key
+
+    with ranks.together(f"saving to {folder}"):
+        optimizer_and_lines = {
+            "optimizer": optimizer_out(inventory, keep),
+            "scheduler": encode(
+                scheduler.state_dict() if scheduler else None, "scheduler.state_dict()", keep
+            ),
+        }
+        if ranks.rank:
+            kept.clear()  # they are rank 0's; extra is everybody's own
+        own = encode(extra, "extra", keep)
+    older = Older(CHECKPOINT, checkpoint_files, overwrite, rescues=True)
+    with shared_folder(ranks, Path(folder), older) as filling:
+        with contextlib.ExitStack() as stack:
+            with ranks.together(f"making files of {folder}"):
+                files = stack.enter_context(contextlib.closing(CheckpointWriter(filling, inventory, kept)))
+            with ranks.together(f"writing files of {folder}"):
+                files.write_units(inventory)
+                files.write_plain(inventory.plain, kept)
+                share = Share(files.pieces(), files.files(), generators.capture(), own)
+        shares = ranks.each(share.to_json(), f"say what files of {folder} hold")
+        if ranks.rank == 0:
+            said = {**optimizer_and_lines, "model": configuration(model)}
+            manifest = joined([Share.from_json(text) for text in shares], said)
+            (filling / NAME).write_text(manifest.to_json())
+
+
+def optimizer_out(inventory: Inventory, keep: Any) -> dict[str, Any] | None:
+    """Return an optimizer's groups, steps and seed, in the form of manifest.encode."""
+    if inventory.optimizer is None:
+        return None
+    groups = [
+        {
+            "parameters": names,
+            "options": encode(
+                {key: value for key, value in group.items() if key != "params"}, f"param group {number}", keep
+            ),
+        }
+        for number, (names, group) in enumerate(zip(inventory.group_names, inventory.groups, strict=True))
+    ]
+    return {
+        "kind": inventory.optimizer.recipe.name,
+        "state_dtype": inventory.engine.form.state_dtype,
+        "seed": inventory.optimizer.seed,
+        "steps": inventory.steps,
+        "groups": groups,
+    }
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is a checkpoint of ours."""
+    return checkpoint_files(folder) is not None
+
+
+def checkpoint_files(folder: Path) -> set[str] | None:
+    """Return the files of a checkpoint of ours; None for any other folder."""
+    try:
+        return {NAME, *read_manifest(folder).files}
+    except (OSError, CheckpointError):
+        return None
+
+
+# Loading
+
+
+def load(
+    model: nn.Module,
+    optimizer: OffloadedOptimizer | None,
+    folder: str | os.PathLike[str],
+    *,
+    scheduler: Stateful | None = None,
+) -> Any:
+    """Load what `save` has saved into a model, optimizer and scheduler of the same kind; return `extra`.
+
+    Budgets, tiers and `update` may be others than they were. With an optimizer the random number generators
+    are set as well, and the training goes on as if it had never stopped; with None weights and buffers alone
+    are loaded. Every rank calls this; there may be any number of them. As many as have saved get back each
+    its own generators and `extra`; of another number all get rank 0's `extra`, and those beyond the number
+    that has saved begin generators of their own.
+
+    Raises: CheckpointError naming everything that does not fit, before anything is changed; CorruptionError
+    naming file and tensor where a hash does not fit; FileNotFoundError.
+    """
+    folder = Path(folder)
+    inventory = Inventory(model, optimizer)
+    ranks = inventory.engine.ranks
+    with ranks.together(f"loading {folder}"), contextlib.ExitStack() as stack:
+        with ranks.together(f"comparing {folder} with the model"):
+            manifest = read_manifest(folder)
+            with readable(f"{folder / NAME}"):
+                _check_fits(manifest, inventory, scheduler, folder)
+                files = open_files(manifest, folder, stack)
+
+        def tensor_of(key: str) -> torch.Tensor:
+            return _read_whole(manifest.by_kind()["extra", key], files)
+
+        of_rank = manifest.of_rank(ranks.rank) if ranks.size == 1 + len(manifest.further) else None
+        with readable(f"{folder / NAME}"):
+            extra = decode(of_rank["extra"] if of_rank else manifest.extra, tensor_of)
+            lines = decode(manifest.scheduler, tensor_of)
+            groups = decode((manifest.optimizer or {}).get("groups", []), tensor_of)
+        _begin_moments(manifest, inventory)
+        _fill_units(manifest, inventory, files)
+        with torch.no_grad():
+            for name, tensor in inventory.plain.items():
+                tensor.copy_(_read_whole(manifest.by_kind()[PLAIN, name], files))
+    if optimizer is not None and manifest.optimizer is not None:
+        with readable(f"{folder / NAME}"):
+            optimizer_in(manifest.optimizer, groups, inventory, optimizer)
+            if scheduler is not None:
+                scheduler.load_state_dict(lines)
+        saved = manifest.of_rank(ranks.rank)
+        with readable(f"the generators' states in {folder / NAME}"):
+            if saved is not None:
+                generators.restore(saved["rng"])
+            else:
+                generators.begin(manifest.rng, ranks.rank)
+    return extra
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return a checkpoint's manifest.
+
+    Raises: CheckpointError naming the file; FileNotFoundError.
+    """
+    path = folder / NAME
+    try:
+        return Manifest.from_json(path.read_bytes())
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _check_fits(manifest: Manifest, inventory: Inventory, scheduler: Stateful | None, folder: Path) -> None:
+    """See that everything in the checkpoint has its place, and the other way round."""
+    tensors = manifest.tensors
+    found = compare(names_of(tensors, MASTER), inventory.masters(), "parameters")
+    found += compare(names_of(tensors, PLAIN), inventory.plains(), "buffers and ordinary parameters")
+    if inventory.optimizer is not None:
+        found += _optimizer_complaints(manifest, inventory)
+        if scheduler is not None and manifest.scheduler is None:
+            found.append("no scheduler was saved")
+    elif scheduler is not None:
+        found.append("a scheduler is loaded with its optimizer, not without")
+    if found:
+        raise CheckpointError("\n  ".join([f"{folder} does not fit; nothing was loaded:", *found]))
+    for _, unit in inventory.units():
+        if unit.users:
+            raise UnsupportedError(f"{unit.name}: load inside a forward or `with infinity.gathered(...)`")
+
+
+def _optimizer_complaints(manifest: Manifest, inventory: Inventory) -> list[str]:
+    saved = manifest.optimizer
+    if saved is None:
+        return ["it was saved without an optimizer: load it with optimizer=None"]
+    kind, ours = saved.get("kind", "AdamW"), type(inventory.optimizer).__name__
+    if inventory.optimizer is not None and kind != inventory.optimizer.recipe.name:
+        return [f"it has the state of infinity.{kind}, and the optimizer is {ours}; make that, or give None"]
+    state_dtype = inventory.engine.form.state_dtype
+    if saved["state_dtype"] != state_dtype:
+        cure = f"build the model with Config(state_dtype={saved['state_dtype']!r})"
+        return [f"its moments are {saved['state_dtype']}, those of this model {state_dtype}; {cure}"]
+    names = [name for group in saved["groups"] for name in group["parameters"]]
+    found = compare_groups([group["parameters"] for group in saved["groups"]], inventory.group_names)
+    stray = [name for name in saved["steps"] if name not in names]
+    if stray:
+        found.append(f"steps of parameters that are in no group: {', '.join(stray)}")
+    for kind in KINDS.values():
+        expected = {
+            name: form for (of, name), form in inventory.moments(set(saved["steps"])).items() if of == kind
+        }
+        found += compare(names_of(manifest.tensors, kind), expected, kind)
+    return found
+
+
+def open_files(manifest: Manifest, folder: Path, stack: contextlib.ExitStack) -> dict[str, TensorReader]:
+    """Open the files, and see that each holds what the manifest says."""
+    files = {
+        name: stack.enter_context(TensorReader(folder / name))
+        for name in dict.fromkeys(piece.file for one in manifest.tensors for piece in one.pieces)
+    }
+    for name, reader in files.items():
+        if reader.nbytes != manifest.files.get(name):
+            raise CheckpointError(
+                f"{reader.path}: {reader.nbytes} bytes, {manifest.files.get(name)} when it was saved"
+            )
+    for tensor in manifest.tensors:
+        for piece in tensor.pieces:
+            entry = files[piece.file].entries.get(piece.key)
+            if entry is None or (entry.dtype, entry.numel) != (tensor.dtype, piece.stop - piece.start):
+                raise CheckpointError(
+                    f"{folder / piece.file}: expected {piece.stop - piece.start} elements of {tensor.dtype} "
+                    f"as {piece.key}, found {entry}"
+                )
+    return files
+
+
+def _read_whole(tensor: Tensor, files: Mapping[str, TensorReader]) -> torch.Tensor:
+    values = empty(tensor.dtype, tensor.shape)
+    Source(tensor, files).read(as_bytes(values))
+    return values
+
+
+def _begin_moments(manifest: Manifest, inventory: Inventory) -> None:
+    """Let the optimizer begin with every parameter that has moments, also one that is frozen for now: it
+    would begin, with moments of zero, when that is thawed.
+    """
+    if inventory.optimizer is None or manifest.optimizer is None:
+        return
+    for group in inventory.groups:
+        for parameter in group["params"]:
+            if inventory.names[id(parameter)] in manifest.optimizer["steps"]:
+                inventory.optimizer.make_room(inventory.engine, parameter)
+
+
+def _fill_units(manifest: Manifest, inventory: Inventory, files: Mapping[str, TensorReader]) -> None:
+    """Stream masters and moments into the records; what has no moments in the checkpoint gets none."""
+    tensors = manifest.by_kind()
+    before: tuple[Engine, CopyInPass] | None = None
+    for engine, unit in inventory.units():
+        engine.before_change()
+        engine.executor.flush(unit)
+        engine.executor.changed(unit)
+        names = inventory.names_in(unit)
+        fields = ("master", *_moments_to_fill(unit, names, manifest, inventory))
+        for field in fields[1:]:
+            if field not in unit.record:
+                unit.record.add(field, engine.store)
+        sources: dict[tuple[str, str], Source] = {}
+        for start, stop in chunks(unit.record):
+            values = buffers(unit.record, fields, stop - start)
+            for part in parts(unit.record, start, stop, values):
+                name, kind = names[part.index], KINDS.get(part.field, MASTER)
+                if name is not None and (kind, name) in tensors:
+                    key = kind, name
+                    if key not in sources:
+                        sources[key] = Source(tensors[key], files, part.first)
+                    sources[key].read(part.values)
+            job = CopyInPass(unit.record, unit.record.tile_numel, start, stop, values)
+            if before is not None:
+                before[0].lane.wait(before[1])
+            engine.lane.submit(job, urgent=True)
+            before = engine, job
+    if before is not None:
+        before[0].lane.wait(before[1])
+
+
+def _moments_to_fill(
+    unit: Unit, names: Sequence[str | None], manifest: Manifest, inventory: Inventory
+) -> Sequence[str]:
+    """Return the moments to set: all of them if any is in the checkpoint, or in the record."""
+    fields = inventory.fields(unit.record.form)
+    saved = manifest.optimizer
+    if inventory.optimizer is None or saved is None:
+        return ()
+    stepped = any(name in saved["steps"] for name in names if name is not None)
+    tiles = range(0, unit.record.shard.numel, unit.record.tile_numel)
+    written = any(unit.record.written(field, start) for field in fields for start in tiles)
+    return fields if stepped or written else ()
+
+
+def optimizer_in(
+    saved: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    inventory: Inventory,
+    optimizer: OffloadedOptimizer,
+) -> None:
+    """Set step counts, groups' options and the seed of rounding from what `optimizer_out` has returned."""
+    optimizer.seed = saved["seed"]
+    for group, found in zip(optimizer.param_groups, groups, strict=True):
+        group.update(found["options"])
+        for parameter in group["params"]:
+            optimizer.counts.pop(parameter, None)
+            step = saved["steps"].get(inventory.names[id(parameter)])
+            if step is not None:
+                optimizer.counts[parameter] = {"step": int(step)}

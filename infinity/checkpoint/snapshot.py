@@ -1,0 +1,235 @@
+"""A copy of a durable run's last step, in a folder of its own, while the training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import nn
+
+from infinity.checkpoint.atomic import Older, new_folder
+from infinity.checkpoint.resume import durable_of
+from infinity.checkpoint.sharedfolder import shared_folder
+from infinity.durable.commit import Commit
+from infinity.durable.committer import Durable
+from infinity.durable.folder import RUN, run_files, state_name
+from infinity.errors import UnsupportedError
+
+_FICLONE = 0x40049409  # linux/fs.h
+_NO_CLONE = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.ENOSYS)
+_COPIED_NBYTES = 4 << 20
+_KIND = "an older snapshot, or a run that no process has open"
+
+
+class Snapshot:
+    """A snapshot that is being taken.
+
+    Attributes:
+        folder: where it will be.
+        step: the committed step that it holds.
+        cloned: whether the file system shared the blocks, which takes no time and no space.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        """Begin with nothing copied."""
+        self.folder, self.step, self.cloned = folder, step, False
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when the folder is there, and on disk.
+
+        Raises: what went wrong; then there is no folder.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+def snapshot(model: nn.Module, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Snapshot:
+    """Copy the last step of a durable run to a new folder, from which it can be resumed as from its own.
+
+    The step is committed first. Then the files share their blocks where the file system can (reflink: xfs,
+    btrfs); elsewhere a thread copies what the commit names, at twice its space since the copy is a run like
+    any other. While it copies, training goes on, but no further step is committed: what is copied is the last
+    commit. The folder appears when all is on disk, or not at all. To resume: nvme=FOLDER; for a striped run
+    nvme=[FOLDER/path0, FOLDER/path1, ...]. overwrite: an older snapshot there, or a run that no process
+    has open, is replaced, in one step, once the new one is complete.
+
+    Every rank calls this, with the same folder, on a file system that all ranks share. Of several ranks each
+    copies its own files, at the same step, before this returns: the ranks commit together, so none trains on
+    while another copies. As many ranks resume from it as the run has.
+
+    Raises: FileExistsError for a folder that is not to be replaced; ConfigError without `durable`, or where
+    the ranks share no such folder; UnsupportedError for ranks whose own state is striped; OSError; RanksError
+    where another rank failed.
+    """
+    durable = durable_of(model)
+    at = Path(folder).absolute()
+    older = Older(_KIND, run_files, overwrite)
+    if durable.ranks.size > 1:
+        return _of_ranks(durable, at, older)
+    filling = contextlib.ExitStack()
+    commit = durable.hold()
+    taken = Snapshot(at, commit.step)
+    try:
+        place = filling.enter_context(new_folder(at, older))
+        copying = _Copying(durable, commit, place)
+        taken.cloned = copying.cloned
+    except BaseException as error:
+        durable.let_go()
+        filling.__exit__(type(error), error, None)
+        raise
+
+    def copy() -> None:
+        error: BaseException | None = None
+        try:
+            with filling:
+                copying.finish()
+        except BaseException as raised:  # noqa: BLE001 - `wait` raises it
+            error = raised
+        finally:
+            durable.let_go()
+        taken._error = error  # noqa: SLF001 - it is ours
+
+    taken._thread = threading.Thread(target=copy, name="infinity-snapshot")  # noqa: SLF001
+    taken._thread.start()  # noqa: SLF001
+    if taken.cloned:
+        taken.wait()
+    return taken
+
+
+def _of_ranks(durable: Durable, at: Path, older: Older) -> Snapshot:
+    """Copy every rank's files, all at the same step."""
+    ranks = durable.ranks
+    with ranks.together(f"looking at what a snapshot in {at} holds"):
+        if (count := len(durable.folders)) > 1:
+            raise UnsupportedError(
+                f"snapshot: rank {ranks.rank} of {ranks.size} has its state in {count} folders, which "
+                "only one rank's snapshot can hold. Give nvme as many folders as a machine has ranks, or "
+                "fewer; or use infinity.save."
+            )
+    try:
+        with ranks.together(f"committing the step that a snapshot in {at} holds"):
+            commit = durable.hold()
+        taken = Snapshot(at, commit.step)
+        with shared_folder(ranks, at, older) as place, ranks.together(f"copying to {at}"):
+            copying = _Copying(durable, commit, place)
+            taken.cloned = copying.cloned
+            copying.finish()
+    finally:
+        durable.let_go()
+    return taken
+
+
+class _Copying:
+    """The copy of one rank's files: begun, and cloned where the file system can."""
+
+    def __init__(self, durable: Durable, commit: Commit, place: Path) -> None:
+        self._commit, self._place = commit, place
+        self._files: list[tuple[int, int]] = []
+        try:
+            for pair in _files(durable, commit, place):
+                self._files.append(pair)
+            self.cloned = all(_clone(source, target) for source, target in self._files)
+        except BaseException:
+            self._close()
+            raise
+
+    def finish(self) -> None:
+        """Copy what is not cloned, and return when all is on disk."""
+        try:
+            for path, (source, target) in enumerate(self._files):
+                if not self.cloned:
+                    _copy(source, target, sorted(set(_ranges(self._commit, path))))
+                os.fsync(target)
+            _write_commit(self._place, self._commit)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        for pair in self._files:
+            for fd in pair:
+                os.close(fd)
+
+
+def _place(folder: Path, commit: Commit, path: int) -> Path:
+    above = folder if commit.paths == 1 else folder / f"path{path}"
+    return above / RUN / f"rank{commit.rank}"
+
+
+def _files(durable: Durable, commit: Commit, folder: Path) -> Iterator[tuple[int, int]]:
+    """Create the copies' files; yield descriptors of each file and of its copy."""
+    for path, source in enumerate(durable.nvme.descriptors()):
+        place = _place(folder, commit, path)
+        for one in reversed([place, *place.parents]):
+            if one.is_relative_to(folder) and one != folder:
+                one.mkdir(mode=0o700, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        target = os.open(place / state_name(commit.run, path), flags, 0o600)
+        yield os.open(f"/proc/self/fd/{source}", os.O_RDONLY | os.O_CLOEXEC), target
+
+
+def _clone(source: int, target: int) -> bool:
+    """Let a file share all blocks of another; False where the file system cannot."""
+    try:
+        fcntl.ioctl(target, _FICLONE, source)
+    except OSError as error:
+        if error.errno not in _NO_CLONE:
+            raise
+        return False
+    return True
+
+
+def _copy(source: int, target: int, ranges: list[tuple[int, int]]) -> None:
+    """Copy byte ranges, past the page cache as far as it goes, to a file with room for all."""
+    os.posix_fallocate(target, 0, os.fstat(source).st_size)
+    for start, stop in ranges:
+        for at in range(start, stop, _COPIED_NBYTES):
+            data = os.pread(source, min(_COPIED_NBYTES, stop - at), at)
+            os.pwrite(target, data, at)
+            os.posix_fadvise(source, at, len(data), os.POSIX_FADV_DONTNEED)
+
+
+def _ranges(commit: Commit, path: int) -> Iterator[tuple[int, int]]:
+    """Yield the byte ranges of one path's file that hold what a commit names."""
+    for record in commit.records:
+        for field in record.fields:
+            for side in {side for _, side in field.runs}:
+                place = field.sides[side]
+                if place is None:
+                    continue
+                part = place if commit.paths == 1 else place[1].get(str(path))
+                if part is not None:
+                    yield part[0], part[0] + part[1]
+
+
+def _write_commit(folder: Path, commit: Commit) -> None:
+    """Write the commit, and which run further folders belong to."""
+    first = _place(folder, commit, 0)
+    for path in range(commit.paths):
+        name = f"commit-{commit.sequence % 2}" if path == 0 else "part-of"
+        data = commit.to_bytes() if path == 0 else f"{commit.run} {first}\n".encode()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        place = _place(folder, commit, path)
+        fd = os.open(place / name, flags, 0o600)
+        with open(fd, "wb") as file:  # noqa: PTH123 - a descriptor
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        for one in [place, *place.parents]:
+            if one.is_relative_to(folder):
+                descriptor = os.open(one, os.O_RDONLY | os.O_DIRECTORY)
+                os.fsync(descriptor)
+                os.close(descriptor)

@@ -1,0 +1,130 @@
+"""What belongs to a step beside its records: taken down while the step is the present, put back on resume.
+
+[Note: when what is taken down]
+The data's position is what step() has trained on: taken down in step(), before the loop reads on. All else
+that is tracked, and the options of param groups, may still change behind step() (a scheduler's step), and is
+taken down when the next forward of the training begins. Generators are taken down at both moments: the first
+is put back by resume, so that what the loop draws before its next forward (a new epoch's order) is drawn
+again; the second when that forward begins, so that the model draws the same however the loop got there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.checkpoint import generators
+from infinity.checkpoint.inventory import Inventory
+from infinity.checkpoint.save_load import optimizer_out
+from infinity.durable.commit import PlainTensor
+from infinity.errors import UnsupportedError
+from infinity.storage.manifest import decode, encode
+from infinity.tensors import as_bytes, empty, name_of_dtype
+from infinity.units.tracking import Stateful
+
+
+class Training:
+    """One model and optimizer in training: what a durable run takes down of it; see durable.Source."""
+
+    def __init__(self, inventory: Inventory, model: nn.Module) -> None:
+        """Know where the model's buffers and ordinary parameters are."""
+        if inventory.optimizer is None:
+            raise UnsupportedError("a durable run is resumed with its optimizer")
+        self.inventory, self.optimizer = inventory, inventory.optimizer
+        self._plain: list[tuple[str, nn.Module, str]] = []
+        self._rng_forward: Mapping[str, Any] | None = None
+        for prefix, module in model.named_modules():
+            for name in (*module._parameters, *module._buffers):  # noqa: SLF001 - an assignment replaces them
+                full = f"{prefix}.{name}" if prefix else name
+                if full in inventory.plain:
+                    self._plain.append((full, module, name))
+
+    @property
+    def tracked(self) -> Mapping[str, Stateful]:
+        """What the user tracks, by name."""
+        return self.optimizer.tracked
+
+    def plain(self) -> dict[str, torch.Tensor]:
+        """Return the model's buffers and ordinary parameters, as they are now."""
+        return {name: getattr(module, of) for name, module, of in self._plain}
+
+    def at_step(self) -> Mapping[str, Any]:
+        """See durable.Source."""
+        engine = self.inventory.engine
+        if any(one is not self.optimizer for one in engine.optimizers):
+            raise UnsupportedError(
+                "durable: a second optimizer has parameters of this model, and a commit holds one. Give all "
+                "of them to one AdamW, in param groups."
+            )
+        tensors: dict[str, torch.Tensor] = {}
+        loader = self._encoded("loader", tensors) if "loader" in self.tracked else None
+        return {"rng": generators.capture(), "loader": loader, "tensors": tensors}
+
+    def at_forward(
+        self, said: Mapping[str, Any], *, begun: bool
+    ) -> tuple[dict[str, Any], dict[str, PlainTensor]]:
+        """See durable.Source."""
+        tensors: dict[str, torch.Tensor] = dict(said["tensors"])
+        tracked = {name: self._encoded(name, tensors) for name in self.tracked if name != "loader"}
+        if "loader" in self.tracked:
+            tracked["loader"] = said["loader"]
+        everything = {
+            "rng": said["rng"],
+            "rng_forward": generators.capture() if begun else None,
+            "tracked": tracked,
+            "optimizer": optimizer_out(self.inventory, _none),
+        }
+        values = {f"tracked.{key}": _taken(one, key) for key, one in tensors.items()}
+        values.update({f"plain.{name}": _taken(one, name) for name, one in self.plain().items()})
+        return everything, values
+
+    def succeed(self, earlier: Any, later: Any) -> None:
+        """See durable.Source. Commits hold the later one's state, and all that the earlier one tracked."""
+        if earlier is self.optimizer:
+            later.tracked = {**earlier.tracked, **later.tracked}
+            self.optimizer = self.inventory.optimizer = later
+
+    def _encoded(self, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+        def keep(value: Any, what: str) -> str | None:
+            if not isinstance(value, torch.Tensor):
+                return None
+            name_of_dtype(value, what)
+            key = f"{name}.{len(tensors)}"
+            tensors[key] = value.detach().clone()
+            return key
+
+        return encode(self.tracked[name].state_dict(), f"{name}.state_dict()", keep)
+
+    def restore(self, said: Mapping[str, Any], tensors: Mapping[str, PlainTensor]) -> None:
+        """Put back what was taken down, generators as they were in step()."""
+        with torch.no_grad():
+            for name, tensor in self.plain().items():
+                tensor.copy_(_given(tensors[f"plain.{name}"]))
+        for name, one in self.tracked.items():
+            one.load_state_dict(decode(said["tracked"][name], lambda key: _given(tensors[f"tracked.{key}"])))
+        generators.restore(said["rng"])
+        self._rng_forward = said["rng_forward"]
+
+    def restore_at_forward(self) -> None:
+        """See durable.Source and [Note: when what is taken down]."""
+        if self._rng_forward is not None:
+            generators.restore(self._rng_forward)
+            self._rng_forward = None
+
+
+def _none(_value: Any, _what: str) -> None:
+    return None
+
+
+def _taken(tensor: torch.Tensor, what: str) -> PlainTensor:
+    plain = tensor.detach().to("cpu").contiguous()
+    return PlainTensor(name_of_dtype(plain, what), tuple(plain.shape), bytes(as_bytes(plain)))
+
+
+def _given(plain: PlainTensor) -> torch.Tensor:
+    tensor = empty(plain.dtype, plain.shape)
+    as_bytes(tensor)[:] = plain.values
+    return tensor

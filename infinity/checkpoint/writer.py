@@ -1,0 +1,142 @@
+"""The files that one rank writes of a checkpoint."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from infinity.checkpoint.hashed_stream import Sink
+from infinity.checkpoint.inventory import KINDS, Inventory
+from infinity.checkpoint.ranges import copied_out, parts
+from infinity.checkpoint.safetensors_file import Entry, TensorWriter, storage_full
+from infinity.engine.engine import Engine
+from infinity.storage.manifest import MASTER, PLAIN, Form, Piece
+from infinity.tensors import as_bytes, name_of_dtype
+from infinity.units.unit import Unit
+
+FILE_NBYTES = 4 << 30
+"""A file of a checkpoint takes about as much, or one tensor."""
+
+_PREFIXES = {MASTER: "weights", PLAIN: "weights", "extra": "extra"}
+"""Of files, by the kind of tensors in them; all others are moments."""
+
+
+class CheckpointWriter:
+    """The files that one rank writes of a checkpoint."""
+
+    def __init__(self, folder: Path, inventory: Inventory, kept: Mapping[str, torch.Tensor]) -> None:
+        """Create all files of this rank, so that a full disk is known before anything is written.
+
+        kept: tensors of this rank alone. Buffers and ordinary parameters, which all ranks have, are rank 0's.
+        """
+        self._rank, self._ranks = inventory.engine.ranks.rank, inventory.engine.ranks.size
+        self._forms: dict[tuple[str, str], Form] = {
+            **{(MASTER, name): form for name, form in inventory.masters().items()},
+            **{(PLAIN, name): form for name, form in inventory.plains().items()},
+            **inventory.moments(set(inventory.steps)),
+            **{("extra", key): (name_of_dtype(one, key), tuple(one.shape)) for key, one in kept.items()},
+        }
+        self._held = inventory.held()
+        self._sinks: dict[tuple[str, str], Sink] = {}
+        self._writers: list[TensorWriter] = []
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for kind, name in self._forms:
+            start, stop = self._range(kind, name)
+            if start < stop or (self._rank == 0 and not self._numel(kind, name)):
+                groups.setdefault(_PREFIXES.get(kind, "moments"), []).append((kind, name))
+        there = os.statvfs(folder)
+        free = there.f_bavail * there.f_frsize
+        needed = sum(self._entry(*key).nbytes for keys in groups.values() for key in keys)
+        if needed > free:
+            raise storage_full(folder, needed, free)
+        try:
+            for prefix, of_group in groups.items():
+                for number, together in enumerate(self._cut(of_group), 1):
+                    rank = f"rank{self._rank:05}-" if self._ranks > 1 else ""
+                    self._open(folder / f"{prefix}-{rank}{number:05}.safetensors", together)
+        except BaseException:
+            self.close()
+            raise
+
+    def _numel(self, kind: str, name: str) -> int:
+        return math.prod(self._forms[kind, name][1])
+
+    def _range(self, kind: str, name: str) -> tuple[int, int]:
+        """Return which elements of a tensor this rank writes."""
+        alone = kind == "extra" or (kind == PLAIN and self._rank == 0)
+        return (0, self._numel(kind, name)) if alone else self._held.get((kind, name), (0, 0))
+
+    def _entry(self, kind: str, name: str) -> Entry:
+        """Return this rank's piece of a tensor as a file has it: by the tensor's name if it is all of it."""
+        dtype, shape = self._forms[kind, name]
+        start, stop = self._range(kind, name)
+        key = name if kind in _PREFIXES else f"{kind}.{name}"
+        if stop - start == self._numel(kind, name):
+            return Entry(key, dtype, shape)
+        return Entry(f"{key}[{start}:{stop}]", dtype, (stop - start,))
+
+    def _cut(self, keys: Sequence[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
+        """Cut tensors into files."""
+        together: list[tuple[str, str]] = []
+        nbytes = 0
+        for key in keys:
+            nbytes += self._entry(*key).nbytes
+            if together and nbytes > FILE_NBYTES:
+                yield together
+                together, nbytes = [], self._entry(*key).nbytes
+            together.append(key)
+        yield together
+
+    def _open(self, path: Path, keys: Sequence[tuple[str, str]]) -> None:
+        entries = [self._entry(*key) for key in keys]
+        writer = TensorWriter(path, entries, {"format": "pt"})
+        self._writers.append(writer)
+        for key, entry in zip(keys, entries, strict=True):
+            self._sinks[key] = Sink(writer, entry.name)
+
+    def write_units(self, inventory: Inventory) -> None:
+        """Write masters and moments, chunk by chunk."""
+        for unit, chunk in copied_out(_ranges(inventory)):
+            names = inventory.names_in(unit)
+            for part in parts(chunk.record, chunk.start, chunk.stop, chunk.values):
+                name = names[part.index]
+                kind = KINDS.get(part.field, MASTER)
+                if name is not None and (kind, name) in self._sinks:
+                    self._sinks[kind, name].write(part.values)
+
+    def write_plain(self, tensors: Mapping[str, torch.Tensor], kept: Mapping[str, torch.Tensor]) -> None:
+        """Write what lies in ordinary memory, as far as it is this rank's."""
+        for kind, of_kind in ((PLAIN, tensors), ("extra", kept)):
+            for name, tensor in of_kind.items():
+                if (kind, name) in self._sinks:
+                    self._sinks[kind, name].write(as_bytes(tensor))
+
+    def pieces(self) -> dict[tuple[str, str], tuple[Form, Piece | None]]:
+        """Return every tensor's form, and this rank's piece, now that all is written."""
+        for writer in self._writers:
+            writer.check_whole()
+        return {
+            key: (form, self._sinks[key].finish(*self._range(*key)) if key in self._sinks else None)
+            for key, form in self._forms.items()
+        }
+
+    def files(self) -> dict[str, int]:
+        """Return the bytes of each file."""
+        return {writer.path.name: writer.nbytes for writer in self._writers}
+
+    def close(self) -> None:
+        """Close the files."""
+        for writer in self._writers:
+            writer.close()
+
+
+def _ranges(inventory: Inventory) -> Iterator[tuple[Engine, Unit, Sequence[str]]]:
+    """Return the units, each with the fields of it that are saved."""
+    steps = inventory.steps
+    for engine, unit in inventory.units():
+        stepped = any(name in steps for name in inventory.names_in(unit) if name is not None)
+        yield engine, unit, ("master", *(inventory.fields(unit.record.form) if stepped else ()))

@@ -1,0 +1,323 @@
+"""The command line: `infinity train`, `doctor`, `export`, `bench` and `plan`.
+
+Exit codes: 0 done; 1 an error, told in one paragraph on stderr, or (`doctor`, `plan`) an answer that is no; 2
+arguments that cannot be parsed, told by argparse; 130 Ctrl-C; 143 SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from rich.console import Console
+
+from infinity import aio
+from infinity.cli.interrupted import Interrupted
+from infinity.cli.presets import PRESETS
+from infinity.cli.train import Settings, train
+from infinity.errors import ConfigError, InfinityError
+from infinity.sizes import parse_size
+
+_ENGINES = ("io_uring", "threads", "buffered")
+_DEFAULT = Settings()
+_BENCHES = {
+    "io": "read, write and mixed bandwidth and latency of a folder's disk, by engine, block size and depth",
+    "adam": "parameters per second of the update's kernels beside the memory's speed and torch's",
+    "step": "whole training steps beside their floor, DeepSpeed and plain PyTorch",
+    "tiles": "peak memory and time of operators in tiles, beside the whole ones and DeepSpeed's",
+    "copy": "copies between host and CUDA device, both ways at once and beside NVMe",
+}
+"""Each is a module of infinity.bench."""
+_EXPORT = "Hugging Face's files from a checkpoint, for from_pretrained and all else that reads them"
+_PLAN = "will a model fit, how fast will it train, what limits it: without training it"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line asks for, and return the exit code."""
+    parser = _parser()
+    try:
+        options = parser.parse_args(arguments)  # imports what the command needs, for seconds
+    except KeyboardInterrupt:
+        return 130
+    try:
+        code: int = options.run(options)
+    except Interrupted as interrupted:
+        return interrupted.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except (InfinityError, OSError) as error:
+        if getattr(options, "traceback", False):
+            raise
+        name = " ".join(("infinity", options.command, *filter(None, [getattr(options, "bench", None)])))
+        sys.stderr.write(f"{name}: {describe(error)}\n")
+        return 1
+    return code
+
+
+def describe(error: BaseException) -> str:
+    """Put an error in one paragraph: its message, the notes it got on its way, and what caused it, unless the
+    message has told that already.
+    """
+    message = str(error) or type(error).__name__
+    if type(error).__str__ is OSError.__str__ and isinstance(error, OSError) and error.filename is not None:
+        message = f"{error.filename}: {error.strerror}"
+    parts = [message, *getattr(error, "__notes__", ())]
+    if isinstance(error, InfinityError) and error.__cause__ is not None:
+        cause = describe(error.__cause__)
+        if cause.splitlines()[0] not in message:
+            parts.append(f"cause: {cause}")
+    return "\n  ".join(parts)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that asks `module` for its arguments, if one is named, once its command is chosen.
+
+    The module has HELP, add_arguments(parser) and run(options, console), which returns the exit code.
+    """
+
+    def __init__(self, *, module: str | None = None, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._module = module
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self._module is not None:
+            module, self._module = importlib.import_module(self._module), None
+            self.description = module.HELP
+            module.add_arguments(self)
+            self.add_argument("--traceback", action="store_true", help="show where an error came from")
+            self.set_defaults(run=lambda options: _measure(module.run, options))
+        return super().parse_known_args(args, namespace)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="infinity",
+        description="Train models larger than GPU and host memory, by streaming their state from NVMe.",
+    )
+    parser.add_argument("--version", action="version", version=f"infinity {_version()}")
+    parser.set_defaults(run=_helping(parser))
+    commands = parser.add_subparsers(dest="command", metavar="train | doctor | export | bench | plan")
+    _add_train(
+        commands.add_parser("train", help="train a byte-level language model on a text file or folder")
+    )
+    doctor = commands.add_parser("doctor", help="say what this machine offers, and what to fix")
+    nvme = "a folder to look at; may be repeated (default: this one)"
+    doctor.add_argument("--nvme", metavar="DIR", action="append", help=nvme)
+    measure = "measure the disks anew, in some seconds each, and keep the result for training"
+    doctor.add_argument("--measure", action="store_true", help=measure)
+    doctor.set_defaults(run=_doctor)
+    commands.add_parser("export", help=_EXPORT, module="infinity.checkpoint.export")
+    bench = commands.add_parser("bench", help="measure the disk, the kernels, whole steps, copies")
+    bench.set_defaults(run=_helping(bench))
+    benches = bench.add_subparsers(dest="bench", metavar=" | ".join(_BENCHES))
+    for name, summary in _BENCHES.items():
+        benches.add_parser(name, help=summary, module=f"infinity.bench.{name}")
+    commands.add_parser("plan", help=_PLAN, module="infinity.bench.planning")
+    return parser
+
+
+def _helping(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+    def run(_: argparse.Namespace) -> int:
+        parser.print_help()
+        return 0
+
+    return run
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser.add_argument)
+    _add_recipe(parser.add_argument)
+    _add_run(parser.add_argument)
+    parser.set_defaults(run=_train)
+
+
+def _add_model(add: Callable[..., object]) -> None:
+    presets = ", ".join(f"{name} ({preset.parameters / 1e6:,.0f} M)" for name, preset in PRESETS.items())
+    preset = _DEFAULT.preset
+    add("--preset", choices=PRESETS, default=preset, metavar="NAME", help=f"a Llama: {presets}; {preset}")
+    text = "a text file or folder (default: the sources of Python's standard library)"
+    add("--text", metavar="PATH", help=text)
+    nvme = (
+        "folder for the state (default: the run's own); its files have no name and vanish by themselves; "
+        "repeated, the state is striped over all of them"
+    )
+    add("--nvme", metavar="DIR", action="append", help=nvme)
+    add("--no-nvme", dest="in_host_memory", action="store_true", help="keep all state in host memory")
+    budget = 'hard budget, like "512MiB" (default: half of what is available)'
+    add("--host-memory", type=_size, metavar="SIZE", help=budget)
+    add("--device", default=_DEFAULT.device, help='where the model computes, "cpu" or "cuda" (cpu)')
+    add("--aio", choices=_ENGINES, help="the I/O engine (default: the best that works)")
+    computes = "what computes; fp16 with a loss scale that follows the gradients (bf16)"
+    add("--dtype", choices=("bf16", "fp16", "fp32"), default=_DEFAULT.dtype, help=computes)
+    state = "how moments are stored: exactly, or in fewer bytes (fp32)"
+    add("--state-dtype", choices=("fp32", "bf16", "int8"), default=_DEFAULT.state_dtype, help=state)
+
+
+def _add_recipe(add: Callable[..., object]) -> None:
+    def number(flag: str, kind: Callable[[str], object], what: str) -> None:
+        default = getattr(_DEFAULT, flag[2:].replace("-", "_"))
+        add(flag, type=kind, default=default, metavar="N", help=f"{what} ({default})")
+
+    number("--steps", _at_least(1), "updates of the weights")
+    number("--batch", _at_least(1), "sequences per forward, or micro-batch")
+    number("--sequence", _at_least(2), "bytes per sequence")
+    micro_batches = "micro-batches per forward, block by block, so that parameters are fetched once for all"
+    number("--micro-batches", _at_least(1), micro_batches)
+    number("--accumulate", _at_least(1), "forwards and backwards per step")
+    number("--lr", _not_negative, "the highest learning rate")
+    number("--weight-decay", _not_negative, "decoupled, as AdamW has it")
+    number("--warmup", _at_least(0), "steps in which the rate rises, before it falls along a cosine")
+    number("--seed", _at_least(0), "of weights and text")
+    checkpointing = "recompute activations in the backward (on)"
+    add("--checkpointing", action=argparse.BooleanOptionalAction, default=True, help=checkpointing)
+    offload = "keep the blocks' inputs there until the backward: within --host-memory, or on NVMe (neither)"
+    add("--offload-activations", choices=("host", "nvme"), help=offload)
+    add("--max-norm", type=_norm, metavar="X", help="clip the gradients' norm (none)")
+    update = "when updates are applied (auto: in the backward, unless gradients are clipped or accumulated)"
+    add("--update", choices=("auto", "forward", "backward"), default="auto", help=update)
+
+
+def _add_run(add: Callable[..., object]) -> None:
+    durable = "commit every so many steps, to go on from after a kill (twice the space)"
+    add("--durable", metavar="STEPS", type=_at_least(1), nargs="?", const=1, default=0, help=durable)
+    add("--resume", action="store_true", help="go on with the durable run in --nvme, or begin one")
+    add("--out", metavar="DIR", help="a new folder for log and picture (default: runs/<time>)")
+    add("--log-every", type=_at_least(1), default=1, metavar="N", help="steps per line of the log (1)")
+    timeline = "write a trace of the lanes there, for ui.perfetto.dev: a new file, *.json"
+    add("--timeline", metavar="FILE", help=timeline)
+    report = "write a picture of the run there, lanes, memory and bytes: a new file, *.html or *.png"
+    add("--report", metavar="FILE", help=report)
+    add("--plain", action="store_true", help="the same in memory, by the reference recipe: for comparison")
+    add("--traceback", action="store_true", help="show where an error came from")
+
+
+def _train(options: argparse.Namespace) -> int:
+    settings = Settings(**{name: getattr(options, name) for name in Settings.__dataclass_fields__})
+    _check(settings)
+    try:
+        train(settings, Console())
+    except aio.EngineUnavailableError as error:
+        if settings.aio is not None:
+            error.strerror = f"{error.strerror}; or leave --aio out"
+        raise
+    return 0
+
+
+def _check(settings: Settings) -> None:
+    """Refuse what excludes each other, and paths that lead nowhere, before anything is built.
+
+    Raises: ConfigError naming the options.
+    """
+    backward, tiles = settings.update == "backward", settings.micro_batches > 1
+    fp16 = settings.dtype == "fp16"
+    nvme, offload = settings.nvme is not None, settings.offload_activations
+    excluded = {
+        "--update backward excludes --max-norm: the norm is known only after the backward.": backward
+        and settings.max_norm is not None,
+        "--update backward excludes --accumulate: a second backward would come after the update.": backward
+        and settings.accumulate > 1,
+        "--dtype fp16 excludes --update backward, which would apply what overflowed.": fp16 and backward,
+        "--dtype fp16 excludes --plain: torch's GradScaler refuses gradients of fp16.": fp16
+        and settings.plain,
+        f"--dtype {settings.dtype} excludes --state-dtype {settings.state_dtype}: only bf16 goes with it.": (
+            settings.dtype != "bf16" and settings.state_dtype != "fp32"
+        ),
+        "--micro-batches excludes --no-checkpointing: each block is recomputed in the backward.": tiles
+        and not settings.checkpointing,
+        "--offload-activations excludes --no-checkpointing: what a block saves within itself stays.": (
+            offload is not None and not settings.checkpointing
+        ),
+        "--offload-activations nvme excludes --no-nvme.": offload == "nvme" and settings.in_host_memory,
+        "--no-nvme excludes --nvme.": settings.in_host_memory and nvme,
+        "--durable needs --nvme DIR, a folder to find the run in again, and excludes --plain.": bool(
+            settings.durable
+        )
+        and (not nvme or settings.plain),
+        "--resume goes on with a durable run, and needs --durable.": settings.resume and not settings.durable,
+    }
+    for why, so in excluded.items():
+        if so:
+            raise ConfigError(f"{why} Leave one out.")
+    for what in ("timeline", "report"):
+        if settings.plain and getattr(settings, what) is not None:
+            raise ConfigError(f"--plain excludes --{what}: without an engine there are no lanes to show")
+    if settings.text is not None and not Path(settings.text).exists():
+        raise ConfigError(
+            f"--text {settings.text}: there is no such file or folder. Name a text file, or a folder of them."
+        )
+    if settings.out is not None and Path(settings.out).exists() and not Path(settings.out).is_dir():
+        raise ConfigError(f"--out {settings.out}: that is a file. Name a new folder for the run.")
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from infinity.cli.doctor import examine
+
+    examination = examine(options.nvme or ["."], measure=options.measure)
+    Console().print(examination.table())
+    return 0 if examination.healthy and examination.complete else 1
+
+
+def _measure(run: Callable[[argparse.Namespace, Console], int], options: argparse.Namespace) -> int:
+    """Run a measurement; SIGTERM ends it as Ctrl-C does, so that its files and processes go with it."""
+
+    def stop(number: int, _: FrameType | None) -> NoReturn:
+        raise Interrupted(number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        return run(options, Console())
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _version() -> str:
+    try:
+        return version("zero-infinity")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+# What arguments may be
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, at least {least}")
+        return number
+
+    return parse
+
+
+def _not_negative(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and number >= 0):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number, at least 0")
+    return number
+
+
+def _norm(text: str) -> float | None:
+    return None if text == "none" else _not_negative(text) or None
+
+
+def _size(text: str) -> str:
+    try:
+        parse_size(text, "host_memory")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text

@@ -1,0 +1,368 @@
+"""What a run shows and leaves behind: a line per step, a progress bar, a curve, and a closing table."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.markup import escape
+from rich.table import Table
+from tqdm import tqdm
+
+from infinity.engine.engine import Engine
+from infinity.engine.stats import Stats, predicted_step_s
+from infinity.planning.bottleneck import UNMEASURED, Bound, Load, Speed, bound
+from infinity.planning.layout import Format
+from infinity.sizes import format_size
+
+SMOOTHED = 10
+"""Steps in the mean that the picture shows."""
+LISTED_S = 0.05
+RECENT = 20
+"""Steps that the progress line judges by."""
+_STALLS = {
+    "read": "waiting for reads",
+    "slot": "waiting for slots to read through",
+    "update": "waiting for updates",
+    "gradients": "waiting for gradients to leave",
+}
+_LANE = {"read_wait": "reads awaited", "write_wait": "writes awaited", "inline": "in other threads"}
+
+
+def state_nbytes(form: Format) -> int:
+    """Return the bytes of state per parameter: those of the record's fields, scales of blocks left out."""
+    return sum(form.nbytes(field, 1) for field in form.fields if field != "scale")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step as the log has it. The fields' names are the log's keys."""
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float | None
+    """None where nothing made it known."""
+    seconds: float
+    tokens_per_second: float
+    nvme_read_nbytes: int
+    nvme_written_nbytes: int
+    rss_nbytes: int
+    """Resident memory of the process, imports included."""
+    budget_held_nbytes: int
+    """Bytes of host_memory in use."""
+    stall_s: float = 0.0
+    """Seconds in which computing waited."""
+
+    @property
+    def nvme_nbytes(self) -> int:
+        """Bytes moved in either direction."""
+        return self.nvme_read_nbytes + self.nvme_written_nbytes
+
+
+class Meter:
+    """The process as the kernel sees it: memory above a baseline, bytes read and written."""
+
+    def __init__(self) -> None:
+        """Take the baseline, after the imports."""
+        self._process = psutil.Process()
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+        self.baseline_nbytes = self.rss_nbytes()
+        self.counts_io = self._io() is not None
+
+    def rss_nbytes(self) -> int:
+        """Resident memory now."""
+        return int(self._process.memory_info().rss)
+
+    def peak_nbytes(self) -> int:
+        """The most resident memory since the meter was made, above the baseline."""
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return max(0, int(line.split()[1]) * 1024 - self.baseline_nbytes)
+        return max(0, self.rss_nbytes() - self.baseline_nbytes)
+
+    def io_nbytes(self, stats: Stats | None) -> tuple[int, int]:
+        """Bytes (read from, written to) devices; the engine's own count where the kernel shows none."""
+        counted = self._io()
+        if counted is not None:
+            return counted
+        return (stats.nvme_read_nbytes, stats.nvme_written_nbytes) if stats is not None else (0, 0)
+
+    @staticmethod
+    def _io() -> tuple[int, int] | None:
+        try:
+            lines = Path("/proc/self/io").read_text().splitlines()
+        except OSError:
+            return None
+        counts = {key: int(value) for key, _, value in (line.partition(": ") for line in lines)}
+        return counts["read_bytes"], counts["write_bytes"]
+
+
+class StepLog:
+    """A file of JSON lines, one per logged step, each written out at once."""
+
+    def __init__(self, path: Path, every: int = 1) -> None:
+        """Create the file.
+
+        Raises: FileExistsError where there is one.
+        """
+        self._file = path.open("x", encoding="utf-8", buffering=1)
+        self._every = every
+
+    def write(self, step: Step) -> None:
+        """Add a step; a number that is not finite becomes null, as JSON has no other word for it."""
+        if step.step % self._every and step.step != 1:
+            return
+        self._file.write(json.dumps({key: _finite(value) for key, value in asdict(step).items()}) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Progress:
+    """A bar on a terminal; elsewhere about twenty plain lines."""
+
+    def __init__(self, steps: int, budget_nbytes: int | None, baseline_nbytes: int) -> None:
+        """Show nothing done of `steps`."""
+        tqdm.monitor_interval = 0  # its thread would outlive the run
+        self._steps = steps
+        self._budget = "" if budget_nbytes is None else f", budget {format_size(budget_nbytes)}"
+        self._baseline_nbytes = baseline_nbytes
+        terminal = sys.stderr.isatty()
+        self._bar: Any = tqdm(total=steps, unit="step", dynamic_ncols=True, leave=True) if terminal else None
+
+    def show(self, step: Step, bound: Bound | None) -> None:
+        """Show a step that is done, and what bounds the run."""
+        memory = format_size(max(0, step.rss_nbytes - self._baseline_nbytes))
+        speed = (
+            f"{step.tokens_per_second:.0f} tokens/s, NVMe {step.nvme_nbytes / step.seconds / 1e9:.2f} GB/s"
+        )
+        against = "" if bound is None else f", {bound}"
+        text = f"loss {step.loss:.3f}, {speed}{against}, memory {memory}{self._budget}"
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update()
+        elif step.step in (1, self._steps) or step.step % max(1, self._steps // 20) == 0:
+            sys.stderr.write(f"step {step.step}/{self._steps}: {text}\n")
+            sys.stderr.flush()
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def plot_loss(path: Path, steps: Sequence[Step], title: str) -> str | None:
+    """Draw the loss over the steps as a PNG; where that cannot be done, return why and what to do."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return "no picture of the loss: matplotlib is not installed (pip install matplotlib)"
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    numbers, losses = [step.step for step in steps], [step.loss for step in steps]
+    axes.plot(numbers, losses, marker="." if len(steps) < 80 else "", alpha=0.4, label="each step")
+    axes.plot(numbers, _smooth(losses), label=f"mean of the last {SMOOTHED}")
+    axes.legend()
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", title=title)
+    axes.grid(visible=True, alpha=0.3)
+    figure.savefig(path, dpi=120)
+    return None
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Return, for each value, the mean of it and the up to SMOOTHED - 1 before it."""
+    return [statistics.fmean(values[max(0, at - SMOOTHED + 1) : at + 1]) for at in range(len(values))]
+
+
+@dataclass(slots=True)
+class Run:
+    """All that the closing table is made of."""
+
+    name: str
+    parameters: int
+    state_nbytes: int = 12
+    """Bytes of state per parameter."""
+    steps: list[Step] = field(default_factory=list)
+    peak_nbytes: int = 0
+    """Memory above the imports."""
+    counts_io: bool = True
+    before: Stats | None = None
+    """Of the engine, when training began; None without one."""
+    after: Stats | None = None
+    speed: Speed | None = None
+    """The disk's, if it was measured."""
+    of_ranks: list[dict[str, float]] = field(default_factory=list)
+    """What each of several ranks says of itself, as `figures` returns it."""
+
+    @property
+    def steady(self) -> list[Step]:
+        """The steps without the first: the order is still being learnt then, and no moments are there yet."""
+        return self.steps[1:] or self.steps
+
+    def bound(self, last: int | None = None) -> Bound | None:
+        """What the steady steps (or the `last` of them) are up against; None without an engine, or a step."""
+        if self.before is None or not self.steps:
+            return None
+        return bound(typical(self.steady[-last:] if last else self.steady), self.speed)
+
+    def predict(self, engine: Engine, after: Stats) -> None:
+        """Take the last snapshot, and put into it what a step should have taken, if the disk is known."""
+        self.after = after
+        if self.before is None or self.speed is None or not self.steps:
+            return
+        load, done = typical(self.steady), after.since(self.before)
+        self.after = replace(after, predicted_step_s=predicted_step_s(engine, load, done, self.speed))
+
+    def table(self) -> Table:
+        """What was done, at what cost."""
+        table = Table(title=f"Infinity: {self.name}", show_header=False, title_justify="left")
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column()
+        for name, value in self.rows():
+            table.add_row(name, escape(value))
+        return table
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return what the table says, as (what, value)."""
+        return [*self._model(), *self._time(), *self._bound(), *self._engine(), *self._ranks()]
+
+    def figures(self, peak_nbytes: int) -> dict[str, float]:
+        """Return what this rank tells the one that draws the table."""
+        median = statistics.median
+        return {
+            "peak_nbytes": peak_nbytes,
+            "read_nbytes": median(step.nvme_read_nbytes for step in self.steady),
+            "written_nbytes": median(step.nvme_written_nbytes for step in self.steady),
+            "stall_s": median(step.stall_s for step in self.steady),
+        }
+
+    def _ranks(self) -> list[tuple[str, str]]:
+        rows = [(f"rank {rank}", _of_rank(one)) for rank, one in enumerate(self.of_ranks)]
+        if self.before is not None and self.after is not None and self.after.ranks > 1 and self.steps:
+            moved = self.after.since(self.before).exchanged_nbytes
+            per_step = {kind: nbytes / len(self.steps) / 1e6 for kind, nbytes in moved.items()}
+            said = f"units {per_step['gather']:,.1f} MB, gradients {per_step['reduce']:,.1f} MB"
+            rows.append(("exchanged by ranks per step", said))
+        return rows
+
+    def _model(self) -> list[tuple[str, str]]:
+        state = self.parameters * self.state_nbytes
+        used = f"{format_size(self.peak_nbytes)}, {self.peak_nbytes / state:.0%} of the state"
+        if self.after is not None:
+            used += f" (host_memory {format_size(self.after.budget_nbytes)})"
+        return [
+            ("parameters", f"{self.parameters / 1e6:,.1f} M"),
+            (
+                "state",
+                f"{format_size(state)}: weights, masters and moments, {self.state_nbytes} B per parameter",
+            ),
+            ("peak memory used", used),
+        ]
+
+    def _time(self) -> list[tuple[str, str]]:
+        if not self.steps:
+            return [("steps", "none")]
+        seconds = sum(step.seconds for step in self.steps)
+        median = statistics.median(step.seconds for step in self.steady)
+        speed = statistics.median(step.tokens_per_second for step in self.steady)
+        last = [step.loss for step in self.steps[-max(1, len(self.steps) // 10) :]]
+        loss = (
+            f"{self.steps[0].loss:.3f} at first, {statistics.fmean(last):.3f} at last (mean of {len(last)})"
+        )
+        return [
+            ("loss", loss),
+            ("steps", f"{len(self.steps)} in {seconds:.1f} s; median {median:.2f} s, {speed:.0f} tokens/s"),
+        ]
+
+    def _bound(self) -> list[tuple[str, str]]:
+        found = self.bound()
+        if found is None:
+            return []
+        load = typical(self.steady)
+        if not found.limit:
+            return [("bound", f"{found}; {UNMEASURED}" if load.nbytes else str(found))]
+        floor_s = found.floor_share * load.seconds
+        disk_s = found.disk_share * load.seconds
+        parts = f"computing {load.compute_s:.2f} s, the disk {disk_s:.2f} s at its {found.limit} limit"
+        floor = f"{floor_s:.2f} s ({parts}); the median step takes {load.seconds:.2f} s"
+        return [("bound", str(found)), ("floor of a step", floor), *self._predicted(load)]
+
+    def _predicted(self, load: Load) -> list[tuple[str, str]]:
+        """Compare what the plan promises with what the median step took."""
+        predicted_s = None if self.after is None else self.after.predicted_step_s
+        if not predicted_s:
+            return []
+        took = f"{load.seconds:.2f} s ({load.seconds / predicted_s - 1:+.0%})"
+        return [("predicted step", f"{predicted_s:.2f} s by its plan; the median step takes {took}")]
+
+    def _engine(self) -> list[tuple[str, str]]:
+        if self.before is None or self.after is None:
+            return []
+        after, done = self.after, self.after.since(self.before)
+        rows = [("I/O engine", after.io_engine), ("state on NVMe now", format_size(after.nvme_nbytes))]
+        rows.append(("state in host memory now", format_size(after.host_nbytes)))
+        if self.steps:
+            rows += self._traffic()
+            computing = sum(step.seconds for step in self.steps) - done.stall_s
+            rows.append(("main thread", _seconds({"computing": computing, **done.stalls_s}, _STALLS)))
+        rows.append(("record lane", _seconds(done.lane_s, _LANE)))
+        counts = f"{done.hits:,} hits, {done.misses:,} misses, {done.divergences:,} out of the plan's order"
+        rows.append(("uses of units", f"{counts}; {after.plans:,} plans"))
+        often = done.frequency.values()
+        if self.steps and often:
+            rows.append(
+                ("uses per step", f"{min(often):.1f} to {max(often):.1f} of each of {len(often):,} units")
+            )
+        return rows
+
+    def _traffic(self) -> list[tuple[str, str]]:
+        held = self.parameters / (self.after.ranks if self.after is not None else 1)
+        read = statistics.median(step.nvme_read_nbytes for step in self.steady) / held
+        written = statistics.median(step.nvme_written_nbytes for step in self.steady) / held
+        rate = statistics.median(step.nvme_nbytes / step.seconds for step in self.steady) / 1e9
+        source = "/proc/self/io" if self.counts_io else "the engine's own count"
+        moved = f"{read + written:.1f} (read {read:.1f}, written {written:.1f}; median, by {source})"
+        return [("NVMe bytes per parameter, step", moved), ("NVMe throughput", f"{rate:.2f} GB/s, median")]
+
+
+def _of_rank(figures: Mapping[str, float]) -> str:
+    read, written = (figures[name] / 1e6 for name in ("read_nbytes", "written_nbytes"))
+    peak = format_size(int(figures["peak_nbytes"]))
+    moved = f"a step reads {read:,.1f} MB, writes {written:,.1f} MB, waits {figures['stall_s']:.2f} s"
+    return f"peak memory {peak}; {moved} (medians)"
+
+
+def typical(steps: Sequence[Step]) -> Load:
+    """Return the medians of some steps."""
+    median = statistics.median
+    return Load(
+        seconds=median(step.seconds for step in steps),
+        stall_s=median(step.stall_s for step in steps),
+        read_nbytes=median(step.nvme_read_nbytes for step in steps),
+        written_nbytes=median(step.nvme_written_nbytes for step in steps),
+    )
+
+
+def _seconds(spent: Mapping[str, float], names: Mapping[str, str]) -> str:
+    """List seconds, under better names where there are any; what rounds to none is left out."""
+    listed = [
+        f"{names.get(name, name)} {seconds:.1f} s" for name, seconds in spent.items() if seconds >= LISTED_S
+    ]
+    return ", ".join(listed) or f"less than {LISTED_S} s"

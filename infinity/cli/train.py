@@ -1,0 +1,392 @@
+"""`infinity train`: a byte-level language model of any size on any text, by a plain PyTorch loop.
+
+The loop is the one that users write: Init around the model, AdamW, a scheduler of torch. With `plain`, the
+same model, text and recipe run in memory, by infinity.reference: losses are the same, bit for bit, at the
+same number of torch threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from infinity import reference, tiling
+from infinity.checkpoint.resume import commit
+from infinity.cli.going_on import go_on, outset
+from infinity.cli.interrupted import interruptible
+from infinity.cli.presets import PRESETS, llama, recompute_blocks
+from infinity.cli.recording import Recording
+from infinity.cli.report import RECENT, Meter, Progress, Run, Step, StepLog, plot_loss, state_nbytes
+from infinity.cli.run_folder import LOG, PICTURE, errors_named, folder_beside, run_folder
+from infinity.cli.scaling import LossScaling
+from infinity.cli.text import Sampler, Text, default_text
+from infinity.config.settings import Config
+from infinity.engine.engine import Engine, engine_of_model
+from infinity.engine.init import Init
+from infinity.engine.stats import stats
+from infinity.errors import ConfigError, InfinityError
+from infinity.optim.optimizers import AdamW
+from infinity.planning.layout import Format
+from infinity.ranks.group import ALONE
+from infinity.records.weights import WEIGHTS
+from infinity.sizes import format_size
+from infinity.storage.disk_speed import DiskSpeed, measured
+
+LAST_FACTOR = 0.1
+"""What is left of the learning rate at the last step."""
+
+
+class DivergedError(InfinityError, ArithmeticError):
+    """The loss is no longer a number: further steps could not bring it back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What `infinity train` was asked for."""
+
+    preset: str = "25m"
+    text: str | None = None
+    """A file or folder; None: the standard library's sources."""
+    nvme: Sequence[str] | None = None
+    """Folders; None: the run's own."""
+    in_host_memory: bool = False
+    """No NVMe tier at all."""
+    host_memory: str | None = None
+    device: str = "cpu"
+    aio: str | None = None
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """What computes; in fp16 the loss is scaled."""
+    state_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
+    """How moments are stored."""
+    durable: int = 0
+    """Steps from one commit to the next; 0 for none."""
+    resume: bool = False
+    """Go on with the durable run in `nvme`, where there is one."""
+    steps: int = 100
+    batch: int = 1
+    """Sequences in one micro-batch."""
+    micro_batches: int = 1
+    """In one forward, block by block; see infinity.tiling."""
+    sequence: int = 256
+    """Bytes of text in one sequence."""
+    checkpointing: bool = True
+    offload_activations: str | None = None
+    """Where the blocks' inputs wait for the backward; see Config."""
+    accumulate: int = 1
+    """Backwards per step."""
+    lr: float = 3e-4
+    weight_decay: float = 0.1
+    warmup: int = 10
+    """Steps in which the learning rate rises."""
+    max_norm: float | None = None
+    update: Literal["auto", "forward", "backward"] = "auto"
+    seed: int = 0
+    out: str | None = None
+    log_every: int = 1
+    timeline: str | None = None
+    """A new file for a trace of the lanes."""
+    report: str | None = None
+    """A new file for a picture of the run."""
+    plain: bool = False
+
+    @property
+    def updates_in(self) -> Literal["forward", "backward"]:
+        """Return "forward" or "backward"; "auto" is the backward wherever no gradient has to be kept."""
+        if self.update == "auto":
+            kept = self.max_norm is not None or self.accumulate > 1 or self.dtype == "fp16"
+            return "forward" if kept else "backward"
+        return self.update
+
+
+def learning_rate(step: int, warmup: int, steps: int) -> float:
+    """Return the learning rate's factor at a step, from 0: linear up to 1, then a cosine to LAST_FACTOR."""
+    if step < warmup:
+        return (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return LAST_FACTOR + (1 - LAST_FACTOR) * (1 + math.cos(math.pi * done)) / 2
+
+
+def train(settings: Settings, console: Console) -> None:
+    """Train as asked, show it on `console`, and leave log and picture in the run's folder.
+
+    Raises: Interrupted after a signal, once all is closed and reported; else InfinityError or OSError.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError("infinity train needs transformers: pip install 'zero-infinity[train]'")
+    rank, ranks = (int(os.environ.get(name, usual)) for name, usual in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    if ranks > 1 and settings.plain:
+        raise ConfigError("--plain trains in one process. Leave torchrun out, or --plain.")
+    recording = Recording(None, None) if rank else Recording(settings.timeline, settings.report)
+    with interruptible() as check:
+        text = default_text() if settings.text is None else Text(settings.text)
+        shape = {"batch": settings.batch, "sequence": settings.sequence, "seed": settings.seed}
+        sampler = Sampler(text, **shape, rank=rank, ranks=ranks)
+        from transformers import LlamaForCausalLM  # noqa: F401 (its imports are no part of what training takes)
+
+        meter = Meter()
+        if rank:
+            _train_beside(settings, sampler, folder_beside(settings.out), meter, recording, check)
+            return
+        with run_folder(settings.out) as folder:
+            _train(settings, console, text, sampler, folder, meter, recording, check)
+
+
+def _train_beside(
+    settings: Settings,
+    sampler: Sampler,
+    folder: Path,
+    meter: Meter,
+    recording: Recording,
+    check: Callable[[], None],
+) -> None:
+    """Train as a further rank: rank 0 shows and logs what all do."""
+    model, optimizer = build(settings, folder)
+    run = Run(settings.preset, 1)
+    engine = engine_of_model(model)
+    try:
+        for step in steps(settings, model, optimizer, sampler, meter, recording):
+            run.steps.append(step)
+            check()
+            _check_finite(step)
+        _figures(engine, run, meter)
+    finally:
+        with contextlib.suppress(InfinityError, OSError):
+            engine.close()
+
+
+def _figures(engine: Engine, run: Run, meter: Meter) -> list[dict[str, float]]:
+    """Return what each of several ranks says of itself; nothing with one. Every rank calls it."""
+    if engine.ranks.size == 1:
+        return []
+    mine = json.dumps(run.figures(meter.peak_nbytes())).encode()
+    return [json.loads(said) for said in engine.ranks.each(mine, "closing figures")]
+
+
+def _train(
+    settings: Settings,
+    console: Console,
+    text: Text,
+    sampler: Sampler,
+    folder: Path,
+    meter: Meter,
+    recording: Recording,
+    check: Callable[[], None],
+) -> None:
+    """Build, train, and report what was done, however it ended."""
+    model, optimizer = build(settings, folder)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    run = Run(settings.preset, count, state_nbytes(Format(settings.state_dtype, settings.dtype)))
+    run.counts_io = meter.counts_io
+    log = StepLog(folder / LOG, settings.log_every)
+    try:
+        if not settings.plain:
+            run.before = stats(model)
+            run.speed = disk_speed(_folders(settings, folder), settings.aio)
+            recording.start(engine_of_model(model))
+        _introduce(console, settings, run, text, folder)
+        if settings.resume:
+            console.print(outset(model), markup=False, highlight=False, soft_wrap=True)
+        budget = None if run.before is None else run.before.budget_nbytes
+        with closing(Progress(settings.steps, budget, meter.baseline_nbytes)) as progress:
+            for step in steps(settings, model, optimizer, sampler, meter, recording):
+                run.steps.append(step)
+                with errors_named(folder / LOG):
+                    log.write(step)
+                progress.show(step, run.bound(RECENT))
+                check()
+                _check_finite(step)
+        if not settings.plain:
+            run.of_ranks = _figures(engine_of_model(model), run, meter)
+            run.predict(engine_of_model(model), stats(model))
+    finally:
+        with contextlib.suppress(OSError):  # each line was written at once: what failed then has been raised
+            log.close()
+        if not settings.plain and run.after is None:
+            run.after = stats(model)
+        run.peak_nbytes = meter.peak_nbytes()
+        if not settings.plain:
+            with contextlib.suppress(InfinityError, OSError):  # what matters has been raised by the step
+                engine_of_model(model).close()
+        _conclude(console, settings, run, folder, recording)
+
+
+def _folders(settings: Settings, folder: Path) -> list[str]:
+    """Return the folders of the NVMe tier; none without it."""
+    return [] if settings.in_host_memory else list(settings.nvme or [str(folder)])
+
+
+def disk_speed(folders: Sequence[str], engine: str | None) -> DiskSpeed | None:
+    """Return what folders move together, a filesystem counted once; None if not all are measured."""
+    apart = {os.stat(folder).st_dev: folder for folder in folders}
+    speeds = [measured(folder, engine) for folder in apart.values()]
+    known = [speed for speed in speeds if speed is not None and min(speed.read, speed.write, speed.mixed) > 0]
+    if not known or len(known) < len(speeds):
+        return None
+    rates = {name: sum(getattr(speed, name) for speed in known) for name in ("read", "write", "mixed")}
+    return replace(known[0], **rates)
+
+
+def _check_finite(step: Step) -> None:
+    if not math.isfinite(step.loss):
+        raise DivergedError(
+            f"the loss of step {step.step} is {step.loss}. Likely cause: a learning rate that is too high; "
+            "try a smaller --lr, a longer --warmup or --max-norm 1"
+        )
+
+
+def _check_device(name: str) -> None:
+    device = torch.device(name)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ConfigError(
+            f"device={name!r}: torch {torch.__version__} sees {count} CUDA devices; try --device cpu"
+        )
+
+
+def build(settings: Settings, folder: Path) -> tuple[nn.Module, Any]:
+    """Return the model and its optimizer: offloaded, or, if plain, in memory."""
+    torch.manual_seed(settings.seed)
+    preset = PRESETS[settings.preset]
+    rates: dict[str, Any] = {name: getattr(settings, name) for name in ("lr", "weight_decay", "max_norm")}
+    if settings.dtype == "fp16":
+        rates["max_norm"] = None  # gradients are clipped once their scale is taken away
+    model: Any
+    optimizer: Any
+    stored: dict[str, Any] = {} if settings.state_dtype == "fp32" else {"state_dtype": settings.state_dtype}
+    config = Config(
+        nvme=_folders(settings, folder) or None,
+        host_memory=settings.host_memory,
+        device=settings.device,
+        aio=settings.aio,
+        dtype=settings.dtype,
+        offload_activations=settings.offload_activations,
+        durable=f"every {settings.durable} steps" if settings.durable else False,
+        **stored,
+    )
+    _check_device(config.device)
+    if settings.plain:
+        whole = llama(preset, settings.sequence).to(settings.device)
+        model = reference.prepare(whole, WEIGHTS[settings.dtype].dtype)
+        optimizer = reference.ReferenceAdamW(model.parameters(), **rates, **stored)
+    else:
+        with Init(config):
+            model = llama(preset, settings.sequence)
+        optimizer = AdamW(model.parameters(), update=settings.updates_in, **rates)
+    model.train()
+    if settings.micro_batches > 1:
+        tiling.tile_batch_(model, settings.batch)
+        tiling.tile_loss_(model)
+    elif settings.checkpointing:
+        recompute_blocks(model)
+    return model, optimizer
+
+
+def steps(
+    settings: Settings, model: nn.Module, optimizer: Any, sampler: Sampler, meter: Meter, recording: Recording
+) -> Iterator[Step]:
+    """Train step by step, and yield what each was like."""
+    schedule = LambdaLR(optimizer, lambda step: learning_rate(step, settings.warmup, settings.steps))
+    scaling = LossScaling(settings.dtype, settings.device)
+    first = 0
+    if settings.durable:
+        tracked = {"scheduler": schedule, "loader": sampler, **scaling.tracked}
+        first = go_on(model, optimizer, tracked, resuming=settings.resume)
+    batches = iter(sampler)
+    ranks = ALONE if settings.plain else engine_of_model(model).ranks
+    tokens = settings.batch * settings.micro_batches * settings.sequence * settings.accumulate * ranks.size
+    now = None if settings.plain else stats(model)
+    io = meter.io_nbytes(now)
+    recording.mark(time.perf_counter(), now, meter.rss_nbytes() - meter.baseline_nbytes)
+    for number in range(first + 1, settings.steps + 1):
+        began = time.perf_counter()
+        lr = optimizer.param_groups[0]["lr"]
+        loss = _accumulate(model, batches, settings, recording, scaling)
+        with recording.phase("step"):
+            norm = scaling.step(model, optimizer, schedule, settings.max_norm)
+            optimizer.zero_grad()
+        value = ranks.totals([float(loss)], "mean loss")[0] / ranks.size
+        seconds = time.perf_counter() - began
+        before, now = now, None if settings.plain else stats(model)
+        io_before, io = io, meter.io_nbytes(now)
+        rss_nbytes = meter.rss_nbytes()
+        recording.mark(began + seconds, now, rss_nbytes - meter.baseline_nbytes)
+        yield Step(
+            step=number,
+            loss=value,
+            lr=lr,
+            grad_norm=norm,
+            seconds=seconds,
+            tokens_per_second=tokens / seconds,
+            nvme_read_nbytes=io[0] - io_before[0],
+            nvme_written_nbytes=io[1] - io_before[1],
+            rss_nbytes=rss_nbytes,
+            budget_held_nbytes=0 if now is None else now.budget_held_nbytes,
+            stall_s=0.0 if now is None or before is None else now.stall_s - before.stall_s,
+        )
+    if settings.durable:
+        commit(model)
+
+
+def _accumulate(
+    model: nn.Module,
+    batches: Iterator[Tensor],
+    settings: Settings,
+    recording: Recording,
+    scaling: LossScaling,
+) -> Tensor:
+    """Go forward and backward over the batches of one step; return their mean loss."""
+    total = torch.zeros((), device=settings.device)
+    for _ in range(settings.accumulate):
+        ids = torch.cat([next(batches) for _ in range(settings.micro_batches)]).to(settings.device)
+        with recording.phase("forward"):
+            loss = model(input_ids=ids, labels=ids).loss / settings.accumulate
+        with recording.phase("backward"):
+            scaling.scaled(loss).backward()
+        total += loss.detach()
+    return total
+
+
+def _introduce(console: Console, settings: Settings, run: Run, text: Text, folder: Path) -> None:
+    where = "in memory, the reference recipe"
+    if run.before is not None:
+        folders = _folders(settings, folder)
+        tier = f"NVMe {', '.join(folders)}" if folders else "host memory alone"
+        where = f"{tier} ({run.before.io_engine}), host_memory {format_size(run.before.budget_nbytes)}"
+    state = format_size(run.state_nbytes * run.parameters)
+    tiles = [settings.micro_batches] if settings.micro_batches > 1 else []
+    batches = " x ".join(map(str, [settings.accumulate, *tiles, settings.batch]))
+    console.print(
+        f"{run.name}: {run.parameters / 1e6:,.1f} M parameters, {state} of state; {where}\n"
+        f"text: {text.path}, {text.files:,} files, {format_size(text.nbytes)}; "
+        f"{settings.steps} steps of {batches} x {settings.sequence} bytes",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _conclude(console: Console, settings: Settings, run: Run, folder: Path, recording: Recording) -> None:
+    if not run.steps:
+        return
+    console.print(run.table())
+    how = "in memory" if run.after is None else f"host_memory {format_size(run.after.budget_nbytes)}"
+    title = f"{settings.preset}: {run.parameters / 1e6:,.1f} M parameters, {how}"
+    with errors_named(folder / PICTURE):
+        missing = plot_loss(folder / PICTURE, run.steps, title)
+    written = [f"log: {folder / LOG}", missing or f"loss: {folder / PICTURE}"]
+    written += recording.write(f"{title}; {run.bound() or ''}", run.rows())
+    console.print("\n".join(written), markup=False, highlight=False, soft_wrap=True)

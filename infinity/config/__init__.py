@@ -1,0 +1,1 @@
+"""What a training is told: Config, and DeepSpeed's JSON in its terms."""

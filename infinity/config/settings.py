@@ -1,0 +1,256 @@
+"""What a run may use: paths, budgets, precision. Checked once, here; trusted everywhere else."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import posixpath
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from infinity.errors import ConfigError, meant
+from infinity.planning.layout import Format
+from infinity.sizes import format_size, parse_size
+
+_DTYPES = {
+    name: ours
+    for ours, names in {
+        "bf16": ("bf16", "bfloat16"),
+        "fp16": ("fp16", "float16", "half"),
+        "fp32": ("fp32", "float32", "float"),
+    }.items()
+    for one in names
+    for name in (one, f"torch.{one}")
+}
+_STATE_DTYPES = ("fp32", "bf16", "int8")
+_OFFLOADS = (None, "host", "nvme")
+VERIFY = ("always", "sample", "off")
+_EVERY = re.compile(r"every (?:(\d{1,9}) steps|step)")
+_AIO = (None, "io_uring", "threads", "buffered")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The settings of one `Init`: what it may use, never how it should go about it.
+
+    nvme: a folder on the NVMe device, or a list of folders on as many devices: records are then striped over
+        them in proportion to their measured bandwidth. None for no NVMe tier (all state stays in host
+        memory).
+    host_memory: bytes, or text like "4GiB": a hard budget for what Infinity keeps in host memory (pools,
+        gradients, pinned state), on this machine: its ranks divide it. The units in use, activations and the
+        model's buffers come on top, as in plain training. None: half of the memory that is available when
+        `Init` is entered.
+    device: where the model computes, "cpu" or "cuda" (one device).
+    device_memory: bytes, or text like "4GiB": what may be used on the device to keep parameters resident.
+        Only for a device with memory of its own: with "cpu", `host_memory` says it all.
+    dtype: the type that computes: "bf16"; "fp16", whose gradients need a scaled loss (torch.amp.GradScaler,
+        or "fp16" in infinity.initialize's configuration); or "fp32". All have fp32 masters. A parameter that
+        is asked for in another of these, as by nn.Linear(4, 4, dtype=torch.float32) or layer.float() inside
+        Init, computes in that, with fp32 state.
+    state_dtype: how the optimizer's moments are stored: "fp32" (exact), "bf16" (rounded stochastically) or
+        "int8" (block-wise), with 26, 18 and 14 bytes of traffic per parameter and step. The last two go with
+        dtype="bf16".
+    tile_above: bytes, or text like "256MiB": every nn.Linear, nn.Embedding and Hugging Face Conv1D with a
+        larger weight is built in tiles of at most that, each fetched, used and released on its own; see
+        infinity.tiling. "auto": where the budgets ask for it; see choice. None: layers stay whole.
+    stage: what the ranks of a run partition among them, as ZeRO counts: 1 the masters and the optimizer's
+        state, 2 gradients as well, 3 parameters as well. With 1 and 2 the 16-bit parameters, with 1 also
+        their gradients, stay whole on the device of every rank.
+    timeout_s: seconds that a rank waits for the others before it gives up, and says who is missing.
+    offload_activations: where the inputs of checkpointed blocks wait for the backward (those of
+        torch.utils.checkpoint, and of tiling's slices): "host" is within host_memory as far as that has room,
+        else on NVMe; "nvme" is there alone. None: on the device, beside host_memory.
+    aio: the I/O engine, "io_uring", "threads" or "buffered"; None picks the best that works (and honours
+    INFINITY_AIO).
+    verify: what is read back is compared with the hash of what was written: "always" (or True), "sample"
+        (one tile in 16; each once in 16 reads), or "off" (or False: nothing is hashed).
+    durable: commit steps to a folder of their own under `nvme`, from which infinity.resume goes on after the
+        process was killed: True for every step, or "every 10 steps". Takes twice the space.
+    wipe: with `durable`, remove the run that is in the folder and begin anew: its files' names and blocks are
+        given back before Init goes on. What the blocks held is not overwritten; a disk that must not keep it
+        needs encryption (dm-crypt) or discard.
+
+    Raises: ConfigError, naming the field, what it holds and what it may hold.
+    """
+
+    nvme: str | Sequence[str] | None = None
+    host_memory: int | str | None = None
+    device: str = "cpu"
+    device_memory: int | str | None = None
+    dtype: object = "bf16"
+    state_dtype: str = "fp32"
+    tile_above: int | str | None = None
+    stage: int = 3
+    timeout_s: float = 600.0
+    offload_activations: str | None = None
+    aio: str | None = None
+    verify: bool | str = "always"
+    durable: bool | str = False
+    wipe: bool = False
+    durable_steps: int = field(init=False)
+    """Steps from one commit to the next; 0 without `durable`."""
+    host_nbytes: int | None = field(init=False)
+    """`host_memory` in bytes, or None."""
+    device_nbytes: int | None = field(init=False)
+    """`device_memory` in bytes, or None."""
+    tile_nbytes: int | None = field(init=False)
+    """`tile_above` in bytes; None for None and "auto"."""
+    nvme_folders: tuple[str, ...] = field(init=False)
+    """The folders of `nvme`; none without an NVMe tier."""
+
+    def __new__(cls, *_args: Any, **fields: Any) -> Config:  # noqa: PYI034 - Self is of Python 3.11
+        """Refuse fields that are not known, before they are set."""
+        check_fields(fields)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        """Check every field, and derive what is written in more than one way."""
+        object.__setattr__(self, "nvme_folders", self._folders())
+        object.__setattr__(self, "host_nbytes", _nbytes("host_memory", self.host_memory))
+        object.__setattr__(self, "device_nbytes", _nbytes("device_memory", self.device_memory))
+        tile_above = None if self.tile_above == "auto" else self.tile_above
+        object.__setattr__(self, "tile_nbytes", _nbytes("tile_above", tile_above))
+        object.__setattr__(self, "verify", _verify(self.verify))
+        object.__setattr__(self, "durable_steps", _durable_steps(self.durable))
+        self._check_choices()
+        self._check_tiers()
+        self._check_device()
+
+    @property
+    def form(self) -> Format:
+        """The fields of a record."""
+        return Format(self.state_dtype, str(self.dtype))
+
+    def _check_choices(self) -> None:
+        if _DTYPES.get(str(self.dtype)) is None:
+            raise ConfigError(f'dtype={self.dtype!r}: expected "bf16", "fp16" or "fp32", or torch\'s names')
+        object.__setattr__(self, "dtype", _DTYPES[str(self.dtype)])
+        choices: dict[str, tuple[Any, ...]] = {
+            "state_dtype": _STATE_DTYPES,
+            "stage": (1, 2, 3),
+            "offload_activations": _OFFLOADS,
+            "aio": _AIO,
+        }
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                expected = ", ".join(map(repr, known))
+                raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {expected}")
+        if self.dtype != "bf16" and self.state_dtype != "fp32":
+            raise ConfigError(
+                f"state_dtype={self.state_dtype!r} with dtype={self.dtype!r}: moments in fewer bytes go with "
+                'dtype="bf16"; leave one of the two out'
+            )
+        if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < math.inf:
+            raise ConfigError(f"timeout_s={self.timeout_s!r}: expected a number of seconds above 0")
+
+    def _check_tiers(self) -> None:
+        if self.offload_activations == "nvme" and not self.nvme_folders:
+            raise ConfigError('offload_activations="nvme" needs a folder on NVMe (nvme=...)')
+        if self.durable_steps and not self.nvme_folders:
+            raise ConfigError(f"durable={self.durable!r} needs a folder on NVMe (nvme=...)")
+        if self.wipe and not self.durable_steps:
+            raise ConfigError("wipe=True removes a durable run: it needs durable=True")
+
+    def _check_device(self) -> None:
+        if str(self.device).split(":")[0] not in ("cpu", "cuda"):
+            raise ConfigError(f'device={self.device!r}: expected "cpu", "cuda" or "cuda:N"')
+        object.__setattr__(self, "device", str(self.device))
+        if self.device.startswith("cpu") and self.device_memory is not None:
+            raise ConfigError(
+                f"device_memory={self.device_memory!r}: with device={self.device!r} that is host memory; "
+                "set host_memory alone"
+            )
+
+    def _folders(self) -> tuple[str, ...]:
+        if self.nvme is None:
+            return ()
+        one = isinstance(self.nvme, str) or not isinstance(self.nvme, Sequence)
+        folders = (str(self.nvme),) if one else tuple(map(str, self.nvme))
+        if not all(folders) or not folders:
+            raise ConfigError(
+                f"nvme={self.nvme!r}: expected a folder, a list of folders, or None for no NVMe tier"
+            )
+        # As text only: links that lead to one folder are found when the store is opened.
+        places = [posixpath.normpath(folder) for folder in folders]
+        for folder, place in zip(folders, places, strict=True):
+            if places.count(place) > 1:
+                raise ConfigError(f"nvme={self.nvme!r}: {folder!r} is named twice; name each folder once")
+        return folders
+
+    @classmethod
+    def from_deepspeed(
+        cls,
+        source: str | Path | Mapping[str, Any],
+        strict: bool = True,
+        *,
+        infinity: Mapping[str, Any] | None = None,
+        **values: Any,
+    ) -> Config:
+        """Return what a DeepSpeed JSON says of places and precision; deepspeed_config.translate has all.
+
+        source: the file, or what is in it. strict: refuse keys that are not supported; False warns of them.
+        infinity: fields of Config for which DeepSpeed has no words, such as host_memory. values: what "auto"
+        stands for: from_deepspeed("ds.json", lr=3e-4, train_micro_batch_size_per_gpu=4).
+
+        Raises: ConfigError naming every key that is unknown, not supported, or "auto" without a value.
+        """
+        from infinity.config.deepspeed_json import translate
+
+        return translate(source, cls, strict=strict, infinity=infinity, **values).config
+
+    def __str__(self) -> str:
+        """The settings in one line."""
+        host = "half of what is available" if self.host_nbytes is None else format_size(self.host_nbytes)
+        device = self.device
+        if self.device_nbytes is not None:
+            device += f" ({format_size(self.device_nbytes)})"
+        nvme = ", ".join(self.nvme_folders) or None
+        state = "" if self.state_dtype == "fp32" else f", state_dtype={self.state_dtype}"
+        durable = f", durable={self.durable!r}" if self.durable_steps else ""
+        return f"nvme={nvme}, host_memory={host}, device={device}, dtype={self.dtype}{state}{durable}"
+
+
+def check_fields(given: Iterable[str], more: Iterable[str] = ()) -> None:
+    """See that these are fields of Config, or among what its caller takes `more`.
+
+    Raises: TypeError naming the first that is not, and what may have been meant.
+    """
+    known = [one.name for one in dataclasses.fields(Config) if one.init]
+    for name in given:
+        if name not in known:
+            raise TypeError(f"Config has no setting {name!r}{meant(name, [*known, *more])}")
+
+
+def _verify(how: object) -> str:
+    found = {True: "always", False: "off"}.get(how, how) if isinstance(how, bool) else how
+    if found not in VERIFY:
+        raise ConfigError(f"verify={how!r}: expected one of {', '.join(map(repr, VERIFY))}")
+    return str(found)
+
+
+def _durable_steps(how: object) -> int:
+    if isinstance(how, bool):
+        return int(how)
+    match = _EVERY.fullmatch(how) if isinstance(how, str) else None
+    if match is None or int(match[1] or 1) == 0:
+        raise ConfigError(f'durable={how!r}: expected True, False, or text like "every 10 steps"')
+    return int(match[1] or 1)
+
+
+def _nbytes(name: str, size: int | str | None) -> int | None:
+    """Return a budget in bytes.
+
+    Raises: ConfigError naming it.
+    """
+    if size is None:
+        return None
+    try:
+        nbytes = parse_size(size, name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if nbytes == 0:
+        raise ConfigError(f"{name}=0: nothing works in no memory; give at least a few MiB, or leave it out")
+    return nbytes

@@ -1,0 +1,153 @@
+"""What DeepSpeed's engine and modules have and ours do not, and what to do instead. A table; pure."""
+
+from __future__ import annotations
+
+_REPORT = "print(engine.settings.report): what became of every key of the configuration"
+_GROUPS = "ranks share data alone here; torch.distributed has rank and world size"
+COMPILE = "torch.compile cannot follow fetching and releasing; leave it out"
+_GONE = "off, or not supported, as print(engine.settings.report) says; leave it out"
+_REDUCING = "gradients are summed as they come, in fp32; engine.no_sync() postpones that"
+
+_SETTINGS = """
+aio_config amp_enabled amp_params bf16_master_weights_and_gradients bf16_optimizer_states
+checkpoint_serialization_enabled checkpoint_tag_validation_enabled checkpoint_tag_validation_fail
+checkpoint_writer_enabled communication_data_type cpuadam_cores_perc dataloader_drop_last dump_state
+dynamic_loss_scale_args fp16_auto_cast fp16_master_weights_and_gradients get_data_types graph_harvesting
+gradient_predivide_factor initial_dynamic_scale is_sanity_checks_enabled load_universal_checkpoint
+log_level memory_breakdown mics_shard_size optimizer_legacy_fusion optimizer_name optimizer_params
+postscale_gradients scheduler_name scheduler_params sparse_gradients_enabled steps_per_print super_offload
+swap_tensor_config tensor_parallel_config torch_autocast_dtype torch_autocast_enabled
+torch_autocast_lower_precision_safe_modules use_node_local_storage zenflow_config
+zero_allgather_bucket_size zero_allgather_partitions zero_allgather_sequential
+zero_allow_untested_optimizer zero_contiguous_gradients zero_cpu_offload zero_elastic_checkpoint
+zero_force_ds_cpu_optimizer zero_gather_16bit_weights_on_model_save zero_grad_hooks
+zero_hpz_partition_size zero_ignore_unused_parameters zero_legacy_stage1 zero_load_from_fp32_weights
+zero_log_trace_cache_warnings zero_max_live_parameters zero_max_reuse_distance
+zero_model_persistence_threshold zero_module_granularity_threshold zero_multi_rank_bucket_allreduce
+zero_nvme_offload_optimizer zero_offload_optimizer zero_offload_param zero_overlap_comm
+zero_param_persistence_threshold zero_partial_offload zero_prefetch_bucket_size zero_quantized_gradients
+zero_quantized_nontrainable_weights zero_quantized_weights zero_reduce_bucket_size zero_reduce_scatter
+zero_round_robin_gradients zero_save_muon_momentum_buffer_in_memory zero_sub_group_size
+zero_use_cpu_optimizer zeropp_loco_param
+"""
+_FEATURES = """
+autotp_size autotuning_enabled autotuning_end_profile_step autotuning_metric autotuning_metric_path
+autotuning_model_info_path autotuning_profile_model_info autotuning_start_profile_step
+curriculum_enabled_legacy curriculum_learning_config curriculum_learning_enabled curriculum_params_legacy
+data_efficiency_config data_efficiency_enabled data_sampling_config data_sampling_enabled
+eigenvalue_enabled eigenvalue_gas_boundary_resolution eigenvalue_layer_name eigenvalue_layer_num
+eigenvalue_max_iter eigenvalue_stability eigenvalue_tol eigenvalue_verbose elasticity_enabled
+flops_profiler_detailed flops_profiler_enabled flops_profiler_module_depth flops_profiler_output_file
+flops_profiler_profile_step flops_profiler_recompute_fwd_factor flops_profiler_top_modules get_pld_theta
+is_elastic_model_parallel_supported pld_enabled pld_gamma pld_params pld_theta quantize_training
+random_ltd_config random_ltd_enabled random_ltd_initialize set_custom_curriculum_learning_schedule
+set_data_post_process_func
+"""
+_COMPILING = """
+compile_autosp compile_autotp compile_zero_optimization_stage get_autosp_backend get_autotp_backend
+get_compile_time get_deepcompile_backend get_deepspeed_compile_backend is_compiled is_deepcompile_active
+is_deepcompile_enabled register_compile_pass uses_parallelization_pass_only
+"""
+_SUMMING = """
+all_gather_scalar allreduce_and_copy allreduce_bucket allreduce_no_retain buffered_allreduce_fallback
+coalesce_grad_reduction sparse_all_gather sparse_allreduce sparse_allreduce_bucket
+sparse_allreduce_no_retain
+"""
+_PARALLEL = """
+get_model_parallel_rank get_sequence_parallel_group get_tensor_parallel_rank
+is_first_weights_partition_group
+"""
+
+ENGINE: dict[str, str] = {
+    **dict.fromkeys(_SETTINGS.split(), _REPORT),
+    **dict.fromkeys(_FEATURES.split(), _GONE),
+    **dict.fromkeys(_COMPILING.split(), COMPILE),
+    **dict.fromkeys(_SUMMING.split(), _REDUCING),
+    **dict.fromkeys(_PARALLEL.split(), _GROUPS),
+    "clip_fp32_gradients": "step() clips, as gradient_clipping says",
+    "deepspeed_io": "initialize(training_data=...), or a torch DataLoader with a DistributedSampler",
+    "get_wall_clock_timers": '"wall_clock_breakdown": true logs seconds; infinity.stats(engine.module)',
+    "is_iterable_style_dataset": "isinstance(data, torch.utils.data.IterableDataset)",
+    "is_map_style_dataset": "hasattr(data, '__getitem__')",
+    "load_moe_state_dict": "engine.load_checkpoint loads experts as all else",
+    "load_module_state_dict": "engine.module.load_state_dict(state_dict)",
+    "print_forward_breakdown": '"wall_clock_breakdown": true logs seconds; infinity.stats(engine.module)',
+}
+"""Public names of DeepSpeedEngine (0.19)."""
+
+_INIT = "zero.Init builds models that are never held as a whole"
+_WHERE = "infinity.stats(model) says where parameters are"
+_LARGE = "a layer larger than the device: Config(tile_above=...)"
+PACKAGE: dict[str, str] = {
+    "DeepSpeedConfig": "infinity.config.deepspeed_json.read(file)",
+    "DeepSpeedDataLoader": "initialize(training_data=...), or a torch DataLoader",
+    "DeepSpeedHybridEngine": "model.generate works as it is",
+    "DeepSpeedInferenceConfig": "model.generate works as it is, on a model built in Init",
+    "DeepSpeedTransformerConfig": "torch's and transformers' own layers",
+    "DeepSpeedTransformerLayer": "torch's and transformers' own layers",
+    "InferenceEngine": "model.generate works as it is, on a model built in Init",
+    "LayerSpec": "a model larger than the device needs no pipeline here",
+    "OnDevice": _INIT,
+    "PipelineEngine": "a model larger than the device needs no pipeline here",
+    "PipelineModule": "a model larger than the device needs no pipeline here",
+    "add_tuning_arguments": '"scheduler" in the configuration',
+    "checkpointing": "torch.utils.checkpoint, or model.gradient_checkpointing_enable()",
+    "domino": _LARGE,
+    "default_inference_config": "model.generate works as it is, on a model built in Init",
+    "init_inference": "model.generate works as it is, on a model built in Init",
+    "module_inject": "torch's and transformers' own layers",
+    "moe": "transformers' experts work as they are: those that are not used are not fetched",
+    "ops": '"optimizer" in the configuration, or infinity.AdamW, Adam, SGD, Adagrad, Lion',
+    "pipe": "a model larger than the device needs no pipeline here",
+    "replace_transformer_layer": "torch's and transformers' own layers",
+    "revert_transformer_layer": "torch's and transformers' own layers",
+    "runtime": "what scripts need of it is in infinity.deepspeed and infinity.deepspeed.zero",
+    "set_autotp_mode": _LARGE,
+    "set_optimizer_flags": '"optimizer" in the configuration',
+    "tp_model_init": _LARGE,
+    **dict.fromkeys(("zero.DeepSpeedTensorOverride", "zero.DeepSpeedZeRoOffload", "zero.MiCS_Init"), _INIT),
+    **dict.fromkeys(("zero.TiledLinear", "zero.TiledLinearReturnBias"), _LARGE),
+    **dict.fromkeys(("zero.ZeroParamStatus", "zero.ZeroParamType"), _WHERE),
+    "zero.unwrap_model_for_generation": "engine.module.generate works as it is",
+    "utils.OnDevice": _INIT,
+    "utils.get_caller_func": "sys._getframe",
+    "utils.get_numactl_cmd": "`infinity doctor` says what a machine has; torchrun starts ranks",
+    "utils.groups": _GROUPS,
+    "utils.instrument_w_nvtx": "torch.cuda.nvtx.range",
+    "utils.log_dist_once": "utils.log_dist",
+    "utils.set_log_level_from_string": 'logging.getLogger("infinity").setLevel(level)',
+    **dict.fromkeys(
+        (
+            "utils.fragment_address",
+            "utils.get_full_hp_grad",
+            "utils.get_full_hp_param",
+            "utils.get_hp_fragment_mapping",
+            "utils.lazy_init_hp_params_optimizer_state",
+            "utils.link_hp_params",
+            "utils.map_to_flat_opt_states",
+            "utils.set_full_hp_grad",
+            "utils.set_full_hp_param",
+            "utils.tensor_fragment",
+        ),
+        "utils.safe_get_full_fp32_param and its kin",
+    ),
+    **dict.fromkeys(
+        (
+            "utils.get_z3_leaf_modules",
+            "utils.set_z3_leaf_modules_by_name",
+            "utils.set_z3_leaf_modules_by_suffix",
+            "utils.z3_leaf_module",
+            "utils.z3_leaf_parameter",
+        ),
+        "what a module uses is fetched when it is used; leave it out",
+    ),
+}
+"""Public names of the package."""
+
+
+def missing(module: str, name: str) -> str:
+    """Return what to say of a name that a module of infinity.deepspeed does not have."""
+    path = name if module == "" else f"{module}.{name}"
+    instead = PACKAGE.get(path)
+    where = f"infinity.deepspeed{'.' if module else ''}{module}"
+    return f"{where} has no {name!r}" + (f"; instead: {instead}" if instead else "")

@@ -1,0 +1,220 @@
+"""infinity.initialize: from a DeepSpeed script's arguments to an engine.
+
+[Note: when updates happen]
+In the backward, where nothing needs the norm of all gradients first: gradient_clipping 0,
+bf16.check_grad_overflow false (or fp32), and one backward per step. Else with the next forward. A script sees
+no difference.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from infinity.config.deepspeed_optimizers import OPTIONS
+from infinity.deepspeed.engine import DeepSpeedEngine
+from infinity.deepspeed.launch import Settings, init_distributed, rank, ranks, settings_of
+from infinity.deepspeed.schedules import make_schedule
+from infinity.deepspeed.zero_init import take_in
+from infinity.engine.engine import engine_of_model
+from infinity.errors import ConfigError, UnsupportedError
+from infinity.optim import optimizers
+from infinity.optim.base import OffloadedOptimizer
+from infinity.units.released import expect_optimizers_of_torch
+
+logger = logging.getLogger("infinity")
+
+_NOT_OURS = ("amsgrad", "maximize")
+
+Source = str | Path | Mapping[str, Any] | Settings
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: LRScheduler | Callable[[Optimizer], Any] | None = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+    config: Source | None = None,
+    mesh_param: Any = None,
+    config_params: Source | None = None,
+    *,
+    strict: bool = True,
+) -> tuple[DeepSpeedEngine, OffloadedOptimizer | None, DataLoader[Any] | None, Any]:
+    """Return (engine, optimizer, data loader, learning rate scheduler), as deepspeed.initialize does.
+
+    model: built in infinity.zero.Init or infinity.Init, and so never held as a whole; one that was built
+    without is taken in now. config: DeepSpeed's JSON, what is in it, or what deepspeed_config.read has made
+    of it (config_params and args.deepspeed_config are other ways to give it). optimizer: one of infinity's,
+    one of torch (AdamW, Adam, SGD, Adagrad) that has not stepped yet (ours with its groups takes its place;
+    over a model built in infinity.Init none can be made), or a function of the parameters that returns one;
+    None for the configuration's. model_parameters: parameters or groups, for that; None for all.
+    lr_scheduler: a scheduler of that optimizer, or a function that makes one; None for the configuration's.
+    training_data: gives the data loader, collate_fn its collation. strict: refuse keys of the configuration
+    that are not supported; False warns of them, and goes on without.
+
+    Raises: ConfigError; UnsupportedError; what infinity.Init and the optimizer raise.
+    """
+    if model is None:
+        raise ValueError("initialize(model=...): no model was given")
+    if mpu is not None or mesh_param is not None:
+        raise UnsupportedError(
+            "mpu and mesh_param: tensor, pipeline and sequence parallelism are not supported"
+        )
+    if dist_init_required:
+        init_distributed(distributed_port=distributed_port)
+    given = [
+        one for one in (config, config_params, getattr(args, "deepspeed_config", None)) if one is not None
+    ]
+    if len(given) > 1 and any(one != given[0] for one in given):
+        raise ConfigError("config, config_params and args.deepspeed_config name different ones; give one")
+    settings = settings_of(given[0] if given else None, strict=strict)
+    if settings.dump:
+        logger.info("%s", settings.report)
+    _take_in(model, settings)
+    ours, replaced = _optimizer(model, optimizer, model_parameters, settings)
+    scheduler = _scheduler(lr_scheduler, ours, replaced, settings)
+    loader = _loader(training_data, collate_fn, settings)
+    return DeepSpeedEngine(model, ours, scheduler, settings, loader), ours, loader, scheduler
+
+
+def _take_in(model: nn.Module, settings: Settings) -> None:
+    try:
+        engine = engine_of_model(model)
+    except ValueError:
+        logger.info(
+            "%s was built in memory and is taken in; inside `with infinity.zero.Init(...)` it is never held",
+            type(model).__name__,
+        )
+        take_in(model, settings.config)
+        return
+    if engine.is_building:
+        raise UnsupportedError(
+            f"{type(model).__name__} is still being built, inside an Init: initialize behind the `with`"
+        )
+    wanted, found = settings.config.nvme_folders, engine.config.nvme_folders
+    if wanted and wanted != found:
+        raise ConfigError(
+            f"the model was built in Init with nvme={found or None}, the configuration says {wanted}; give "
+            "Init the same one"
+        )
+
+
+def _optimizer(
+    model: nn.Module,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None,
+    parameters: Iterable[Any] | None,
+    settings: Settings,
+) -> tuple[OffloadedOptimizer | None, Optimizer | None]:
+    """Return the optimizer, and the one of torch that it replaces."""
+    chosen = list(model.parameters() if parameters is None else parameters)
+    if optimizer is None:
+        if settings.optimizer is None:
+            return None, None
+        kind = getattr(optimizers, settings.optimizer.kind)
+        return kind(chosen, **settings.optimizer.options, update=_update(settings)), None
+    if not isinstance(optimizer, Optimizer):
+        expect_optimizers_of_torch(engine_of_model(model))
+        optimizer = optimizer(chosen)
+    if isinstance(optimizer, OffloadedOptimizer):
+        if optimizer.max_norm is not None and settings.gradient_clipping:
+            raise ConfigError(
+                f"{type(optimizer).__name__} has max_norm={optimizer.max_norm}, the configuration "
+                f"gradient_clipping={settings.gradient_clipping} (1.0 unless it says so); use one of the two"
+            )
+        return optimizer, None
+    return _in_place_of(optimizer)(_groups(optimizer), update=_update(settings)), optimizer
+
+
+def _update(settings: Settings) -> Literal["forward", "backward"]:
+    """Choose; see [Note: when updates happen]."""
+    one = settings.batches.steps == 1 and settings.managed_accumulation
+    early = one and not settings.gradient_clipping and not settings.check_overflow
+    return "backward" if early else "forward"
+
+
+def _in_place_of(optimizer: Optimizer) -> Any:
+    """Return our class for one of torch's."""
+    kind = type(optimizer)
+    if kind is torch.optim.Adam and not any(group["weight_decay"] for group in optimizer.param_groups):
+        return optimizers.AdamW  # the same, and there for every type of state
+    for ours in (optimizers.AdamW, optimizers.Adam, optimizers.SGD, optimizers.Adagrad):
+        if kind is getattr(torch.optim, ours.__name__):
+            return ours
+    raise UnsupportedError(
+        f"{kind.__module__}.{kind.__name__}: ours take the place of torch's AdamW, Adam, SGD and Adagrad; "
+        "give one of these, or one of infinity's"
+    )
+
+
+def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the param groups of an optimizer of torch, for ours."""
+    kind = type(optimizer)
+    if any(state.get("step", 1) for state in optimizer.state.values()):  # Adagrad's begins with 0
+        raise UnsupportedError(f"{kind.__name__} has stepped already; initialize before the first step")
+    for group in optimizer.param_groups:
+        for name in _NOT_OURS:
+            if group.get(name):
+                raise UnsupportedError(f"{kind.__name__}({name}=True) is not supported")
+    kept = ("params", "initial_lr", *OPTIONS[kind.__name__], "initial_accumulator_value")
+    groups = [{name: group[name] for name in kept if name in group} for group in optimizer.param_groups]
+    for group in groups:
+        group["lr"] = float(group["lr"])
+    return groups
+
+
+def _scheduler(
+    scheduler: Any, optimizer: OffloadedOptimizer | None, replaced: Optimizer | None, settings: Settings
+) -> Any:
+    if scheduler is None:
+        if settings.scheduler is None or optimizer is None:
+            return None
+        return make_schedule(*settings.scheduler, optimizer)
+    if not hasattr(scheduler, "step"):
+        return scheduler(optimizer)
+    of = getattr(scheduler, "optimizer", optimizer)
+    if of is replaced and optimizer is not None and replaced is not None:
+        scheduler.optimizer = optimizer
+        _Steady(optimizer)  # torch's schedulers mark the optimizer that they are made for
+    elif of is not optimizer:
+        raise ConfigError(
+            f"{type(scheduler).__name__} belongs to another optimizer than initialize was given"
+        )
+    return scheduler
+
+
+class _Steady(LRScheduler):
+    def get_lr(self) -> list[float | torch.Tensor]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+def _loader(
+    data: Dataset[Any] | None, collate_fn: Callable[[Any], Any] | None, settings: Settings
+) -> DataLoader[Any] | None:
+    if data is None:
+        return None
+    if settings.batches.micro is None:
+        raise ConfigError("training_data needs train_batch_size or train_micro_batch_size_per_gpu")
+    sampler: DistributedSampler[Any] | None = None
+    if not isinstance(data, IterableDataset):
+        sampler = DistributedSampler(cast("Any", data), num_replicas=ranks(), rank=rank())
+    return DataLoader(
+        data,
+        settings.batches.micro,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        drop_last=settings.drop_last,
+    )

@@ -1,0 +1,1 @@
+"""Where units compute: CPU or CUDA, its streams and its buffers."""

@@ -1,0 +1,1 @@
+"""Where all is wired together: Init, a model's construction, gathered, stats."""

@@ -1,0 +1,405 @@
+"""The models being built inside one `with infinity.Init(...)`.
+
+[Note: modules under construction]
+Parameters stay real, in the dtype they are drawn in, while their module is being built: initialisation may
+work on views, or come later. What is real is bounded by a window of half the budget; when it is full, the
+modules touched longest ago are *evicted*: their masters are split and written. An evicted parameter that is
+touched again (Hugging Face initialises when the whole model stands) becomes real again. So the same random
+numbers are drawn, in the same order and dtype, as without Init. When the `with` ends, everything is evicted,
+and what came without registration (copy.deepcopy) has been found by walking the modules. Each module's
+parameters are in one record, or in one for each type that they compute in; see asked.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Container, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+from torch.utils import _pytree as pytree
+
+from infinity.engine.asked import KEPT, Asked
+from infinity.engine.engine import Engine, engine_of
+from infinity.engine.entry import Entry, computes_in, has_views, other_dtype
+from infinity.engine.overflow import Overflow
+from infinity.engine.pretrained import Mapped, check_values
+from infinity.engine.scripting import refuse_script
+from infinity.errors import UnsupportedError
+from infinity.lane.passes import WritePass
+from infinity.planning.layout import Format
+from infinity.planning.tile_size import tile_choice
+from infinity.records.record import Record
+from infinity.sizes import format_size
+from infinity.tiling import Whole, assembled, stand_in
+from infinity.units.released import Released, not_resident, placeholder, release, restore, set_owner
+from infinity.units.unit import Unit
+
+logger = logging.getLogger("infinity")
+
+_OVERWRITES = frozenset(
+    {
+        "normal_",
+        "uniform_",
+        "zero_",
+        "fill_",
+        "copy_",
+        "constant_",
+        "kaiming_uniform_",
+        "kaiming_normal_",
+        "xavier_uniform_",
+    }
+)
+"""Operations that do not look at what was there: an evicted parameter need not be read for them."""
+
+
+class Construction:
+    """The models being built inside one `with`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._entries: dict[int, Entry] = {}
+        self._real: dict[int, Entry] = {}  # oldest touch first
+        self._records: list[Record] = []
+        self._mapped: Mapped | None = None
+        self._modules: dict[int, weakref.ref[nn.Module]] = {}
+        self._window_nbytes = max(engine.budget.total_nbytes // 2, 1)
+        self._asked_of_tiles: torch.dtype | None = None
+        self._overflow = Overflow(engine)
+        self.asked = Asked(self._converted)
+        """To be entered while models are built."""
+
+    # Registration
+
+    def registered(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        """A module got a parameter; return what it gets instead, None for nothing else."""
+        self._modules[id(module)] = weakref.ref(module)
+        if parameter is None:
+            return None
+        with self.asked.quiet():
+            self.asked.registered(parameter)
+            asked = self._asked_for(parameter, module._parameters.get(name))
+            self._asked_of_tiles, outer = asked, self._asked_of_tiles
+            try:
+                tiled = self._in_tiles(module, name, parameter)
+            finally:
+                self._asked_of_tiles = outer
+            if tiled is None and self._take(module, name, parameter, asked):
+                self._make_room(keep=[module])
+        return tiled
+
+    def _asked_for(self, parameter: nn.Parameter, before: nn.Parameter | None) -> torch.dtype | None:
+        """Return the type that a parameter, which takes the place of another, is asked for in."""
+        replaced = self._asked_of(before)
+        if before is not None and before.is_meta:
+            return replaced  # its values come from a file, in whatever type they are there
+        return self.asked.of(parameter) or replaced or self._asked_of_tiles
+
+    def _in_tiles(self, module: nn.Module, name: str, parameter: nn.Parameter) -> Whole | None:
+        """Return what stands for a weight that is to be built in tiles, which are taken charge of as they are
+        made; None for every other parameter.
+        """
+        config = self._engine.config
+        above, reason = config.tile_nbytes, ""
+        if config.tile_above == "auto":
+            choice = tile_choice(self._engine.budget.total_nbytes, config.device_nbytes)
+            above = choice.of_built(parameter.element_size(), self._engine.form.width)
+            reason = f" by {choice.reason}"
+        if above is None:
+            return None
+        if parameter.is_meta and parameter.nbytes > above:
+            raise UnsupportedError(
+                f"{type(module).__name__}.{name} of {format_size(parameter.nbytes)} is built "
+                f"without values, as by from_pretrained, and tile_above={format_size(above)} would cut it. "
+                "Build the model from its config and load the weights with load_state_dict, or leave "
+                "tile_above out."
+            )
+        whole = stand_in(module, name, parameter, above)
+        if whole is not None:
+            kind, shape = type(module).__name__, " x ".join(map(str, whole.shape))
+            logger.info("a %s of %s is built in %d tiles%s", kind, shape, len(whole.grid), reason)
+        return whole
+
+    def adopted(self, module: nn.Module, name: str, child: nn.Module | None) -> nn.Module | None:
+        """A module got a child, perhaps a copy whose parameters were never registered; return the tiled one
+        that takes its place, None for nothing else.
+        """
+        self._modules[id(module)] = weakref.ref(module)
+        if isinstance(child, torch.jit.ScriptModule):
+            refuse_script(child)
+            return None
+        tiled = assembled(child)
+        if tiled is not None:
+            child = tiled
+        if child is not None:
+            with self.asked.quiet():
+                self._sweep(child)
+                self._make_room(keep=[child])
+        return tiled
+
+    def _sweep(self, module: nn.Module) -> None:
+        for part in module.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is not None:
+                    self._take(part, name, parameter, self.asked.of(parameter))
+
+    def _entry(self, parameter: torch.Tensor | None) -> Entry | None:
+        """Return what is known of a parameter."""
+        entry = self._entries.get(id(parameter))
+        return entry if entry is not None and entry.parameter() is parameter else None
+
+    def _asked_of(self, parameter: nn.Parameter | None) -> torch.dtype | None:
+        """Return the type that a parameter, one that is known or has no values yet, was asked for in."""
+        if parameter is None:
+            return None
+        entry = self._entry(parameter)
+        return self.asked.of(parameter) or (entry.asked if entry is not None else None)
+
+    def _take(self, module: nn.Module, name: str, parameter: nn.Parameter, asked: torch.dtype | None) -> bool:
+        """Take charge of a parameter; False if it is known, or not one that is offloaded.
+
+        asked: the type that it is to compute in; None for Config's.
+        """
+        if self._entry(parameter) is not None or engine_of(parameter) is not None:
+            return False
+        if isinstance(parameter, Whole):
+            return False  # its tiles were taken, each by itself
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            return False  # integers have no gradient: they stay ordinary, like buffers
+        if parameter.is_complex():
+            raise UnsupportedError(other_dtype(module, name, parameter))
+        if parameter.is_meta:
+            self._mapped = self._mapped or Mapped()
+            return False  # its values come with the parameter that replaces it
+        what = f"{type(module).__name__}.{name}"
+        if isinstance(parameter, UninitializedParameter):
+            raise UnsupportedError(
+                f"{what} is a lazy parameter, whose shape is not known in Init. Give the module its shapes."
+            )
+        if type(parameter) is not nn.Parameter:
+            raise UnsupportedError(
+                f"{what} is a {type(parameter).__name__}; only plain nn.Parameter can be offloaded"
+            )
+        if parameter.dtype not in KEPT:
+            raise UnsupportedError(other_dtype(module, name, parameter))
+        entry = self._entries[id(parameter)] = Entry(parameter, module, name, asked)
+        self._real[id(parameter)] = entry
+        set_owner(parameter, self._engine)
+        return True
+
+    def _form(self, asked: torch.dtype | None) -> Format:
+        return self._engine.form_of(asked or self._engine.weights.dtype)
+
+    # Eviction and its reverse
+
+    def _make_room(self, keep: Iterable[nn.Module | None]) -> None:
+        """Evict the modules touched longest ago until what is real fits the window.
+
+        Never a part of `keep`, nor what others hold a view of (`w = p.data`): they may yet write to it.
+        """
+        self._real = {key: entry for key, entry in self._real.items() if entry.parameter() is not None}
+        real_nbytes = sum(entry.nbytes for entry in self._real.values())
+        kept = {id(part) for module in keep if module is not None for part in module.modules()}
+        for entry in list(self._real.values()):
+            if real_nbytes <= self._window_nbytes:
+                return
+            parameter, module = entry.parameter(), entry.module()
+            if parameter is None or id(parameter) not in self._real or id(module) in kept:
+                continue
+            together = (
+                [entry] if module is None else [one for one in self._real.values() if one.module() is module]
+            )
+            if not any(has_views(one.parameter()) for one in together):
+                real_nbytes -= sum(one.nbytes for one in together)
+                self._evict(together)
+
+    def _evict(self, entries: Sequence[Entry]) -> None:
+        """Write real parameters of one module to their records, and release them."""
+        alive = [(entry, parameter) for entry in entries if (parameter := entry.parameter()) is not None]
+        for entry, parameter in alive:
+            asked = self._asked_of(parameter)
+            entry.take(parameter, asked, self._form(asked))
+        self._give_records([(entry, parameter) for entry, parameter in alive if entry.record is None])
+        values: dict[Record, dict[int, dict[str, torch.Tensor]]] = {}
+        for entry, parameter in alive:
+            if entry.record is not None:
+                tensor = parameter.detach()
+                as_it_is = tensor.dtype in (torch.float32, computes_in(entry.record))
+                tensor = tensor.cpu() if as_it_is else tensor.cpu().float()
+                part = entry.record.part(entry.index, tensor.contiguous())
+                values.setdefault(entry.record, {})[entry.index] = {"master": part}
+        for record, fields in () if self._overflow else values.items():
+            self._engine.run(WritePass(record, record.tile_numel, fields))
+        for entry, parameter in alive:
+            release(parameter, placeholder(parameter.shape, entry.dtype, parameter.device))
+            self.asked.note(parameter, entry.asked)
+            self._real.pop(id(parameter), None)
+        if self._mapped is not None:
+            self._mapped.taken(sum(entry.nbytes for entry, _ in alive))
+
+    def _give_records(self, fresh: Sequence[tuple[Entry, nn.Parameter]]) -> None:
+        """Make a record for parameters of one module, or one for each type that they compute in."""
+        by_form: dict[Format, list[tuple[Entry, nn.Parameter]]] = {}
+        for entry, parameter in fresh:
+            by_form.setdefault(self._form(entry.asked), []).append((entry, parameter))
+        for form, together in by_form.items():
+            name = f"{type(together[0][0].module()).__name__} no. {len(self._entries)}"
+            record = self._engine.new_record([parameter for _, parameter in together], name, form)
+            self._records.append(record)
+            self._overflow.give_room(record)
+            for index, (entry, _) in enumerate(together):
+                entry.record, entry.index = record, index
+
+    def touch(self, parameters: Sequence[nn.Parameter], operation: str, args: Sequence[Any]) -> object:
+        """Make evicted parameters real again: they are used while the model is built."""
+        with self.asked.quiet():
+            self._restore(parameters, operation, args)
+        return None
+
+    def _converted(self, parameter: nn.Parameter) -> None:
+        """A parameter, which may be in a record, was asked for in another type."""
+        if isinstance(parameter, Released):
+            self.touch([parameter], "data", ())
+
+    def _restore(self, parameters: Sequence[nn.Parameter], operation: str, args: Sequence[Any]) -> None:
+        for parameter in parameters:
+            entry = self._entries.get(id(parameter))
+            if entry is None or entry.record is None:
+                raise not_resident(parameter, operation)
+            asked = self._asked_of(parameter)
+            values = torch.empty(parameter.shape, dtype=entry.dtype, device=parameter.device)
+            if self._overflow:
+                values.zero_()
+            elif operation not in _OVERWRITES or (args and args[0] is not parameter):
+                computes = entry.dtype == computes_in(entry.record)
+                field, dtype = ("hi", entry.dtype) if computes else ("master", torch.float32)
+                read = self._engine.read_record(entry.record, entry.index, {field: dtype})
+                values.copy_(read[field].view(parameter.shape))
+            restore(parameter, values)
+            self.asked.note(parameter, asked)
+            self._real[id(parameter)] = entry
+        used = [self._entries.get(id(leaf)) for leaf in pytree.tree_leaves((parameters, args))]
+        self._make_room(keep=[entry.module() for entry in used if entry is not None])
+
+    # The end
+
+    def failed(self, error: BaseException) -> None:
+        """The building ended with `error`. Raises: HostMemoryError if memory had ended before."""
+        self._overflow.refuse_half(self._records, error)
+
+    def finish(self) -> None:
+        """Evict everything, and hand the finished models to the engine."""
+        modules = [module for reference in self._modules.values() if (module := reference()) is not None]
+        children = {id(child) for module in modules for child in module.children()}
+        roots = [module for module in modules if id(module) not in children]
+        for root in roots:
+            if isinstance(root._parameters.get("weight"), Whole):
+                raise UnsupportedError(
+                    f"{type(root).__name__}: a layer to be tiled is nobody's child; put it into a module "
+                    "(nn.Sequential), inside Init, or leave tile_above out"
+                )
+            self._sweep(root)
+        named = list(_named_modules(roots))
+        check_values(named)
+        found = {
+            id(parameter)
+            for _, module in named
+            for parameter in module._parameters.values()
+            if parameter is not None
+        }
+        for _, module in named:
+            real = [
+                self._real[id(one)]
+                for one in module._parameters.values()
+                if one is not None and id(one) in self._real
+            ]
+            if real:
+                self._evict(real)
+        self._real.clear()
+        self._hand_over(named, found)
+
+    def _hand_over(self, named: list[tuple[str, nn.Module]], found: set[int]) -> None:
+        records: dict[Record, list[Entry]] = {}
+        for entry in self._entries.values():
+            if entry.record is not None:
+                records.setdefault(entry.record, []).append(entry)
+        units: list[tuple[list[nn.Parameter], Record]] = []
+        units_of: dict[int, list[int]] = {}
+        taken: dict[Record, int] = {}
+        for name, module in named:
+            for parameter in module._parameters.values():
+                known = self._entries.get(id(parameter)) if parameter is not None else None
+                record = known.record if known is not None and known.parameter() is parameter else None
+                if record is None:
+                    continue
+                if record not in taken:
+                    taken[record] = len(units)
+                    record.name = self._name(name or type(module).__name__, record)
+                    units.append(self._unit(record, records[record], found))
+                if taken[record] not in units_of.setdefault(id(module), []):
+                    units_of[id(module)].append(taken[record])
+        self._name_segments(named, units)
+        self._overflow.refuse(self._records, units)
+        self._drop_all_but(taken)
+        self._engine.build_with(None)
+        self._engine.open(units)
+        for _, module in named:
+            if any(True for _ in module.parameters()):
+                # MultiheadAttention uses its child's weight itself, and its fast path only if it is there.
+                whole = module.modules() if isinstance(module, nn.MultiheadAttention) else (module,)
+                self._engine.hook(
+                    module, self._units(whole, units_of), self._units(module.modules(), units_of)
+                )
+
+    def _name(self, module: str, record: Record) -> str:
+        return module if record.form is self._engine.form else f"{module} ({record.form.dtype})"
+
+    def _units(self, modules: Iterable[nn.Module], units_of: dict[int, list[int]]) -> list[Unit]:
+        indices = dict.fromkeys(index for part in modules for index in units_of.get(id(part), []))
+        return [self._engine.units[index] for index in indices]
+
+    def _drop_all_but(self, taken: Container[Record]) -> None:
+        """Give back the records of parameters that are in no model."""
+        for record in self._records:
+            if record not in taken:
+                for field in record.form.weights:
+                    record.drop(field)
+
+    def _unit(
+        self, record: Record, entries: list[Entry], found: set[int]
+    ) -> tuple[list[nn.Parameter], Record]:
+        """Return a record's parameters in the order of its segments; one that was replaced since leaves a
+        hole, never trained.
+        """
+        by_index = {entry.index: entry.parameter() for entry in entries}
+        parameters: list[nn.Parameter] = []
+        for index, segment in enumerate(record.shard.segments):
+            parameter = by_index.get(index)
+            if parameter is None or id(parameter) not in found:
+                parameter = nn.Parameter(
+                    placeholder(segment.shape, computes_in(record), "cpu"), requires_grad=False
+                )
+            parameters.append(parameter)
+        return parameters, record
+
+    @staticmethod
+    def _name_segments(
+        named: list[tuple[str, nn.Module]], units: list[tuple[list[nn.Parameter], Record]]
+    ) -> None:
+        names: dict[int, str] = {}
+        for prefix, module in named:
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    names.setdefault(id(parameter), f"{prefix}.{name}" if prefix else name)
+        for parameters, record in units:
+            record.rename([names.get(id(parameter), "(replaced)") for parameter in parameters])
+
+
+def _named_modules(roots: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Return all modules with their names; the names of several models begin with the model's class."""
+    for number, root in enumerate(roots):
+        prefix = f"{type(root).__name__}{number}" if len(roots) > 1 else ""
+        yield from root.named_modules(prefix=prefix)

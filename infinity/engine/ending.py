@@ -1,0 +1,62 @@
+"""The end of an engine: what it gives back when nobody has it any more.
+
+[Note: what lives for ever]
+A thread that runs, and weakref's registry of finalizers, are never collected, nor is anything they reach. Of
+an engine they may reach what they work with, and no more: never the engine itself, a model, or an error,
+whose traceback has the frames, and so the variables, of whoever trains. The threads wait with nothing in
+their hands. The end of an engine needs nearly all of it; so it is no finalizer but a `__del__`, which no
+registry holds, and which the garbage collector calls while all that it reaches is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+
+from infinity.device.device import Device
+from infinity.durable.tiers import NvmeTier
+from infinity.engine.partition import Partition
+from infinity.lane.lane import StreamLane
+
+
+class Ending:
+    """Ends an engine, once: at `close`, when it is collected itself, or when the interpreter exits."""
+
+    def __init__(
+        self, lane: StreamLane, partition: Partition | None, device: Device, store: NvmeTier | None
+    ) -> None:
+        """Be in charge of these."""
+        self.first: list[Callable[[], None]] = []
+        """Called before all else."""
+        self._lane, self._partition, self._device, self._store = lane, partition, device, store
+        self._pid = os.getpid()
+        # For the exit of the interpreter alone. It keeps the folders of a run: collected in one go with this,
+        # their own finalizers would close them before `close` can remove a run without commit.
+        weakref.finalize(self, _close, weakref.ref(self), getattr(store, "folders", ()))
+
+    def close(self) -> None:
+        """Stop the lanes and give memory, connections and files back. A forked child has none of them."""
+        pid, self._pid = self._pid, 0
+        if os.getpid() != pid:
+            return
+        for call in self.first:
+            call()
+        if self._partition is not None:
+            self._partition.settle()
+        self._lane.close()
+        if self._partition is not None:
+            self._partition.close()
+        self._device.close()
+        if self._store is not None:
+            self._store.close()
+
+    def __del__(self) -> None:
+        """Nobody has the engine any more."""
+        self.close()
+
+
+def _close(ending: weakref.ref[Ending], _folders: object) -> None:
+    alive = ending()
+    if alive is not None:
+        alive.close()

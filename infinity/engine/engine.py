@@ -1,0 +1,387 @@
+"""The engine of one `Init`: owns the budget, the stores, the lane and the units, and lets modules, autograd
+and the optimizer meet.
+
+Nobody holds it but the hooks on the model's modules, the optimizer, and whoever asked: when the model is
+gone, so is the engine, its thread, its memory and its files.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from infinity.activations.boundaries import Boundaries
+from infinity.autograd.arrivals import Arrivals
+from infinity.autograd.foreign import ForeignSteps, Strangers
+from infinity.autograd.hooks import Hooks
+from infinity.autograd.module_calls import Entering, Leaving
+from infinity.autograd.slices import Slices
+from infinity.config.settings import Config
+from infinity.device.device import choose_cores, open_device
+from infinity.durable.committer import Source
+from infinity.durable.tiers import open_tier
+from infinity.engine.ending import Ending
+from infinity.engine.needs import least_total_with
+from infinity.engine.partition import Partition
+from infinity.engine.state_dict import Exchange
+from infinity.errors import UnsupportedError
+from infinity.gradients.store import GradientStore
+from infinity.lane.lane import StreamLane
+from infinity.lane.passes import ReadPass, WritePass
+from infinity.lane.queue import Pass
+from infinity.planning.budget import Budget, divide
+from infinity.planning.layout import Format, format_beside, lay_out, share
+from infinity.ranks.group import open_ranks
+from infinity.ranks.machine_memory import share_of
+from infinity.records.record import Record, Traffic
+from infinity.records.weights import WEIGHTS, Weights
+from infinity.storage.memory import Ledger, Pool, map_large_blocks, reuse_large_blocks
+from infinity.storage.paths import of_rank
+from infinity.storage.store import HostStore, Store
+from infinity.timeline import Timeline
+from infinity.units.pinning import Pins
+from infinity.units.released import CONVERSIONS, not_converted, not_resident, owner_of, set_owner
+from infinity.units.residency import Executor
+from infinity.units.unit import Unit
+
+logger = logging.getLogger("infinity")
+
+Touch = Callable[[Sequence[nn.Parameter], str, Sequence[Any]], object]
+
+
+class Engine:
+    """See the module's docstring."""
+
+    def __init__(self, config: Config, process_group: Any = None) -> None:
+        """Check the configuration against the machine, meet the other ranks, open the stores and start the
+        lanes.
+
+        Raises: ConfigError, HostMemoryError, RanksError, or an OSError naming the path.
+        """
+        self.config = config
+        self.ranks = open_ranks(process_group, config.device, config.timeout_s)
+        self.form = config.form
+        self.budget: Budget = divide(share_of(config.host_nbytes, self.ranks), form=self.form)
+        self.device = open_device(self.ranks.device)
+        cpus = choose_cores(self.device)
+        self.timeline = Timeline()
+        self.traffic = Traffic()
+        self.kept = Ledger(self.budget.kept_nbytes)
+        self.host_store = HostStore(self.kept, self.device)
+        folders, sharers = of_rank(config.nvme_folders, self.ranks.local_rank, self.ranks.local_size)
+        self.durable, self.nvme_store = open_tier(
+            config, folders, sharers, self.ranks, self.budget.tile_numel
+        )
+        spill_store: Store = self.nvme_store or self.host_store
+        self.store: Store = self.durable.store if self.durable else spill_store
+        pool = Pool(self.budget.slot_nbytes, self.budget.slots)
+        self.device.pin(pool.address, pool.nbytes)
+        if self.nvme_store is not None:
+            self.nvme_store.keep(pool, self.host_store)
+        self.lane = StreamLane(pool, inline=self.device.is_host, timeline=self.timeline, cpus=cpus)
+        self.executor = Executor(self.lane, self.device, self.timeline)
+        self.gradients = GradientStore(self.lane, self.device, spill_store, self.timeline)
+        self.hooks = Hooks(self.executor)
+        if config.offload_activations is not None:
+            self.hooks.boundaries = Boundaries(
+                config.offload_activations,
+                self.lane,
+                self.device,
+                self.gradients,
+                self.kept,
+                self.nvme_store,
+                self.traffic,
+                verify=str(config.verify),
+            )
+            self.hooks.backward_ended.append(self.hooks.boundaries.backward_ended)
+        self.slices = Slices()
+        self.units: list[Unit] = []
+        self.arrivals = Arrivals(self.units, self.hooks, self.gradients, self.lane)
+        self.optimizers = self.arrivals.optimizers
+        self.pins: Pins | None = None
+        """What decides which fields are pinned; None without an NVMe tier, and while a model is built."""
+        self._indices: dict[int, tuple[Unit, int]] = {}
+        self._building: Touch | None = None
+        self._training: Source | None = None
+        self.exchange = Exchange(self)
+        self.partition: Partition | None = None
+        """What several ranks need; None where there is one."""
+        if self.ranks.size > 1:
+            self.partition = Partition(
+                self.ranks, self.lane, self.device, self.timeline, self.executor, self.gradients
+            )
+            self.arrivals.reduction = self.partition.reduction
+            self.partition.reduction.deferred = config.stage == 1
+            self.partition.reduction.keeps = lambda unit: self.arrivals.updater(unit) is None
+        self.gradients.flush_unit = self.executor.flush
+        self.gradients.least_total = self.least_total
+        self.ending = Ending(self.lane, self.partition, self.device, self.durable or self.nvme_store)
+
+    @property
+    def weights(self) -> Weights:
+        """How weights are kept; its `dtype` is the type that computes."""
+        return WEIGHTS[self.form.dtype]
+
+    def form_of(self, dtype: torch.dtype) -> Format:
+        """Return the format of records that compute in `dtype`."""
+        name = next(name for name, one in WEIGHTS.items() if one.dtype == dtype)
+        return self.form if name == self.form.dtype else format_beside(name)
+
+    # Building
+
+    @property
+    def is_building(self) -> bool:
+        """Whether its model is not finished."""
+        return self._building is not None
+
+    def build_with(self, touch: Touch | None) -> None:
+        """Send uses of released parameters to `touch` while a model is built; None when it is."""
+        if touch is not None:
+            map_large_blocks()
+        else:
+            reuse_large_blocks(self.budget.outgoing_nbytes)
+        self._building = touch
+
+    def new_record(self, parameters: Sequence[nn.Parameter], name: str, form: Format) -> Record:
+        """Make a record of this format for the weights of `parameters`; `give_room` gives it room for them.
+
+        Raises: HostMemoryError where its blocks do not fit the slots.
+        """
+        shapes = [(str(index), parameter.shape) for index, parameter in enumerate(parameters)]
+        whole = lay_out(shapes, form.align_numel, self.ranks.size)
+        record = Record(
+            share(whole, self.ranks.rank, self.ranks.size),
+            self.budget.tile_of(form),
+            self.traffic,
+            verify=str(self.config.verify),
+            form=form,
+            whole=whole,
+        )
+        record.name = name
+        return record
+
+    def give_room(self, record: Record) -> None:
+        """Give a record room for its weights.
+
+        Raises: aio.StorageFullError or HostMemoryError naming the module, with the numbers.
+        """
+        for field in record.form.weights:
+            record.add(field, self.store)
+
+    def open(self, units: Iterable[tuple[list[nn.Parameter], Record]]) -> None:
+        """Take over a finished model: its units, in the order of its modules."""
+        self.lane.drain()
+        for parameters, record in units:
+            base = self.ranks.rank * record.shard.numel
+            unit = Unit(len(self.units), parameters, record, base)
+            in_place = self.device.is_host and self.ranks.size == 1
+            unit.open(self.executor.blocks, self.device.torch_device, in_place=in_place)
+            unit.by_storage = self.hooks.by_storage
+            self.units.append(unit)
+            for index, parameter in enumerate(parameters):
+                set_owner(parameter, self)
+                self._indices[id(parameter)] = (unit, index)
+                self._catch_gradient(parameter)
+        largest = max((unit.resident_nbytes for unit in self.units), default=0)
+        self.budget = divide(self.budget.total_nbytes, largest, self.form)
+        self.kept.limit_nbytes = self.budget.kept_nbytes
+        ahead = self.config.device_nbytes or self.budget.ahead_nbytes
+        if whole := self.config.stage < 3:
+            ahead = sum(unit.resident_nbytes for unit in self.units)
+        self.executor.open(self.units, ahead, whole=whole)
+        self.gradients.open(self.budget, self.kept, self.units)
+        if self.hooks.boundaries is not None:
+            self.hooks.boundaries.tile_numel = self.budget.tile_numel
+        if self.nvme_store is not None:
+            stores = (self.host_store, self.store)
+            frequencies = self.executor.frequencies
+            self.pins = Pins(self.units, frequencies, self.lane, self.kept, stores)
+        if self.partition is not None:
+            self.hooks.forward_began.append(Strangers(self.keeps).look)
+        if self.durable is None:
+            steps = ForeignSteps(self.close_step, self._all_frozen)
+            self.hooks.backward_ended.append(steps.backward_ended)
+            self.hooks.forward_began.append(steps.forward_began)
+        else:
+            self.hooks.forward_began.append(self.durable.forward_began)
+            self.arrivals.before_change = self.durable.before_change
+            self.arrivals.before_step = self.durable.before_step
+            cut = self.budget.tile_numel, self.form.name
+            self.durable.open(self.units, self.lane, self.executor.flush, cut)
+        logger.info("%d units, %s; %s", len(self.units), self.config, self.budget)
+
+    def _catch_gradient(self, parameter: nn.Parameter) -> None:
+        engine = weakref.ref(self)  # and no unit: torch would keep it, and its parameters, for ever
+
+        def caught(parameter: torch.Tensor) -> None:
+            alive = engine()
+            if alive is not None:
+                alive.arrivals.accumulated(parameter, *alive.unit_of(cast("nn.Parameter", parameter)))
+
+        required = parameter.requires_grad
+        parameter.requires_grad = True  # torch refuses the hook on what is frozen for now
+        parameter.register_post_accumulate_grad_hook(caught)
+        parameter.requires_grad = required
+
+    def hook(self, module: nn.Module, units: list[Unit], below: list[Unit]) -> None:
+        """Follow a module's forward, which uses `units`, its state_dict and load_state_dict; `below` are the
+        units of all modules in it.
+        """
+        entering = Entering(self, self.hooks, units, below, self.slices.watch(module, self.keeps))
+        module.register_forward_pre_hook(entering, prepend=True, with_kwargs=True)
+        module.register_forward_hook(Leaving(self.hooks), with_kwargs=True, always_call=True)
+        self.exchange.hook(module)
+
+    def keeps(self, parameter: nn.Parameter) -> bool:
+        """Whether this engine keeps `parameter`."""
+        return id(parameter) in self._indices
+
+    def unit_of(self, parameter: nn.Parameter) -> tuple[Unit, int]:
+        """Return a parameter's unit and its index there.
+
+        Raises: UnsupportedError while the model is being built.
+        """
+        if self._building is not None:
+            raise UnsupportedError(
+                "inside `with infinity.Init(...)` the model is still being built: do this after the `with`"
+            )
+        return self._indices[id(parameter)]
+
+    def part_numel(self, parameter: nn.Parameter) -> int:
+        """Return how many of a parameter's elements this rank holds."""
+        unit, index = self.unit_of(parameter)
+        return unit.record.shard.segments[index].numel
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """Return a parameter's name in the model."""
+        unit, index = self.unit_of(parameter)
+        return unit.shard.segments[index].name
+
+    def follow(self, training: Source, step: int, *, resumed: bool) -> None:
+        """Let a durable run, which does not keep `training`, commit what it takes down."""
+        if self.durable is not None:
+            self._training = training
+            self.durable.follow(training, step, resumed=resumed)
+
+    # Uses of released parameters
+
+    def touch(self, parameters: Sequence[nn.Parameter], operation: str, args: Sequence[Any]) -> object:
+        """See released.Owner."""
+        if self._building is not None:
+            return self._building(parameters, operation, args)
+        if self.hooks.in_forward:
+            for parameter in parameters:
+                self.hooks.touch(self.unit_of(parameter)[0])
+            return None
+        answer = self.exchange.answer(parameters[0], operation, args)
+        if answer is not None:
+            return answer
+        name = self.name_of(parameters[0])
+        if operation in CONVERSIONS:
+            where = f"{self.config.device!r} in {self.weights.dtype}"
+            raise not_converted(name, operation, where)
+        raise not_resident(parameters[0], operation, name)
+
+    def before_change(self) -> None:
+        """Called before records are changed: a durable run first takes down the step that they belong to."""
+        if self.durable is not None:
+            self.durable.before_change()
+
+    # Reading and writing parameters
+
+    def read(self, parameter: nn.Parameter, fields: Sequence[str]) -> list[torch.Tensor]:
+        """Return fields ("hi", "master", "m", "v") of a parameter as new CPU tensors in its shape, updates
+        applied.
+        """
+        unit, index = self.unit_of(parameter)
+        self.executor.flush(unit)
+        dtypes = {field: unit.flat.dtype if field == "hi" else torch.float32 for field in fields}
+        values = self.read_record(unit.record, index, dtypes)
+        return [values[field].view(parameter.shape) for field in fields]
+
+    def read_record(
+        self, record: Record, index: int, dtypes: dict[str, torch.dtype]
+    ) -> dict[str, torch.Tensor]:
+        """Return fields of a parameter, by their types, as one-dimensional CPU tensors."""
+        numel = record.shard.segments[index].numel
+        into = {field: torch.empty(numel, dtype=dtype) for field, dtype in dtypes.items()}
+        self.run(ReadPass(record, index, record.tile_numel, into))
+        if self.partition is None:
+            return into
+        return {field: self.partition.collect(record, index, part) for field, part in into.items()}
+
+    def write(self, parameter: nn.Parameter, values: dict[str, torch.Tensor]) -> None:
+        """Set fields ("master", "m", "v") of a parameter, after the updates that are pending."""
+        self.before_change()
+        unit, index = self.unit_of(parameter)
+        self.write_part(parameter, {field: unit.record.part(index, one) for field, one in values.items()})
+
+    def write_part(self, parameter: nn.Parameter, values: dict[str, torch.Tensor]) -> None:
+        """Set fields of this rank's part of a parameter; see `write`."""
+        unit, index = self.unit_of(parameter)
+        self.executor.flush(unit)
+        host = {}
+        for field, tensor in values.items():
+            own = (field, tensor.dtype) == ("master", unit.flat.dtype)
+            host[field] = tensor.detach().to("cpu", None if own else torch.float32).contiguous()
+        if "master" in values:
+            self.executor.changed(unit)
+        self.run(WritePass(unit.record, unit.record.tile_numel, {index: host}))
+
+    def run(self, job: Pass) -> None:
+        """Do a pass now."""
+        self.lane.submit(job, urgent=True)
+        self.lane.wait(job)
+
+    # Steps
+
+    def _all_frozen(self) -> bool:
+        return not self.optimizers and not any(unit.trainable for unit in self.units)
+
+    def close_step(self) -> None:
+        """The optimizer has decided a step."""
+        self.executor.updates_at_fetch = any(optimizer.update == "forward" for optimizer in self.optimizers)
+        if self.executor.close_step():
+            self.slices.close_step()
+            if self.pins is not None:
+                self.pins.close_step()
+            if self.durable is not None:
+                self.durable.step_closed()
+        self.executor.begin_step()
+
+    def least_total(self, field: str | None = None, more_nbytes: int = 0) -> int:
+        """Return the host_memory that holds what it holds now, more, and every gradient; see needs."""
+        held_nbytes = self.kept.held_nbytes + more_nbytes
+        return least_total_with(self.units, held_nbytes, field, self.form) * self.ranks.local_size
+
+    def held_nbytes(self) -> int:
+        """Bytes of host_memory in use now."""
+        slots = self.budget.slots * self.budget.slot_nbytes
+        return slots + self.kept.held_nbytes + self.executor.ahead_nbytes + self.gradients.outgoing_nbytes
+
+    def close(self) -> None:
+        """Stop the lane and give memory and files back. The parameters' values are gone."""
+        self.ending.close()
+
+
+def engine_of(parameter: torch.Tensor) -> Engine | None:
+    """Return the engine that keeps `parameter`, None for an ordinary one."""
+    owner = owner_of(parameter)
+    return owner if isinstance(owner, Engine) else None
+
+
+def engine_of_model(model: nn.Module) -> Engine:
+    """Return the engine that keeps a model's parameters.
+
+    Raises: ValueError for a model that was not built in Init.
+    """
+    for parameter in model.parameters():
+        engine = engine_of(parameter)
+        if engine is not None:
+            return engine
+    raise ValueError(f"{type(model).__name__} has no parameter built inside `with infinity.Init(config):`")

@@ -1,0 +1,184 @@
+"""Full, ordinary access to parameters for the length of a `with`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Iterable, Iterator
+
+import torch
+import xxhash
+from torch import nn
+
+from infinity.engine.engine import Engine, engine_of
+from infinity.errors import HostMemoryError, NotResidentError, UnsupportedError
+from infinity.lane.passes import WritePass
+from infinity.ranks.machine_memory import available_nbytes
+from infinity.sizes import format_size
+from infinity.tensors import as_bytes
+from infinity.units.unit import Unit, saved_itself
+
+logger = logging.getLogger("infinity")
+
+_warned: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+@contextlib.contextmanager
+def gathered(
+    what: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
+) -> Iterator[None]:
+    """Give full, ordinary access to parameters inside the `with`; with `write`, changes are kept, masters
+    included.
+
+    what: a module, whose ordinary parameters stay as they are, a parameter, or several. Elements that are
+    changed get masters equal to their new 16-bit values; the others keep theirs. Keep no views of the values
+    beyond the `with`: clone what you need. A forked child does not inherit the values.
+
+    Inside a `with` without `write`, and in a forward or backward, any change is an error: in place, through
+    `.data`, or of a NumPy array that shares the memory.
+
+    Raises: HostMemoryError, with the numbers, where the values do not fit memory; ValueError for parameters
+    that are not ours; UnsupportedError, and nothing is written, where parameters were changed without
+    `write`, or have other shapes or types than before; RanksError where that happened on another rank.
+    """
+    units = _units_of(what)
+    _check_room(units)
+    held: list[Unit] = []
+    try:
+        for unit, engine in units.items():
+            _hold(engine, unit, write=write)
+            held.append(unit)
+        shares = {unit: _shares(unit) for unit in units}
+        yield
+        for ranks in dict.fromkeys(engine.ranks for engine in units.values()):
+            with ranks.together("gathered"):
+                (_check_forms if write else _refuse_changes)(units)
+        if write:
+            for unit, engine in units.items():
+                _write_back(engine, unit)
+                unit.changes.mark()
+        for unit in units:
+            if _shares(unit) > shares[unit] and unit.users == 1:
+                raise NotResidentError(
+                    f"{unit.name}: a tensor that shares memory with its parameters outlives "
+                    "`with infinity.gathered(...)`, where "
+                    "that memory is given back. Keep a copy instead, p.detach().clone(); where a graph holds "
+                    "it, run its backward inside, too, or make none: torch.no_grad()."
+                )
+        _warn_of_graphs(units)
+    finally:
+        for unit in held:
+            unit.changes.editors += not write  # what was changed here has been told by now
+            units[unit].executor.drop(unit)
+            unit.changes.editors -= 1
+
+
+def _hold(engine: Engine, unit: Unit, *, write: bool) -> None:
+    """Attach a unit to its values, and, without `write`, remember what they are.
+
+    Raises: UnsupportedError, with `write`, where a forward or backward uses the unit.
+    """
+    if write and unit.attached and not unit.aside:
+        raise UnsupportedError(
+            f"{unit.name}: gathered(..., write=True) inside a forward that uses it, or its backward. "
+            "Change parameters between steps, or open it around the call of the model."
+        )
+    engine.executor.hold_aside(unit)
+    unit.changes.editors += write
+    if write and engine.ranks.size == 1:  # several are told together, at the end
+        unit.guard()
+    unit.changes.watch_all()
+
+
+def _refuse_changes(units: Iterable[Unit]) -> None:
+    changed = [name for unit in units if unit.users == 1 and (name := unit.changes.found())]
+    if changed:
+        raise UnsupportedError(
+            f"{changed[0]} was changed inside `with infinity.gathered(...)`, and the change is lost: "
+            "use gathered(..., write=True)"
+        )
+
+
+def _check_forms(units: Iterable[Unit]) -> None:
+    """See that every parameter still has the shape and type of its record."""
+    for unit in units:
+        unit.changes.check_forms()
+
+
+def _warn_of_graphs(units: dict[Unit, Engine]) -> None:
+    """Tell, once, of graphs whose backward fails after the `with`."""
+    for unit, engine in units.items():
+        if unit.users > 1 or engine in _warned:
+            continue
+        held = [
+            one.name for p, one in zip(unit.parameters, unit.shard.segments, strict=True) if saved_itself(p)
+        ]
+        if held:
+            _warned.add(engine)
+            logger.warning(
+                "%s: a graph made inside `with infinity.gathered(...)` outlives it. Its backward has to run "
+                'inside, too; after it torch says that "one of the variables [...] has been modified". '
+                "Where no backward follows, make no graph: torch.no_grad().",
+                held[0],
+            )
+
+
+def _units_of(what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> dict[Unit, Engine]:
+    if isinstance(what, nn.Module):
+        parameters = list(what.parameters())
+        parameters = [one for one in parameters if engine_of(one) is not None] or parameters
+    else:
+        parameters = [what] if isinstance(what, nn.Parameter) else list(what)
+    units: dict[Unit, Engine] = {}
+    for parameter in parameters:
+        engine = engine_of(parameter)
+        if engine is None:
+            shape = tuple(parameter.shape)
+            raise ValueError(
+                f"gathered: a parameter of shape {shape} was not built inside `with infinity.Init(...)`"
+            )
+        units[engine.unit_of(parameter)[0]] = engine
+    return units
+
+
+def _check_room(units: dict[Unit, Engine]) -> None:
+    needed = sum(unit.resident_nbytes for unit, engine in units.items() if engine.device.is_host)
+    available = available_nbytes()
+    if needed > available:
+        raise HostMemoryError(
+            f"gathered: the values take {format_size(needed)}, {format_size(available)} of memory are "
+            "available. Gather fewer parameters at a time."
+        )
+
+
+def _check_same(engine: Engine, unit: Unit, whole: list[torch.Tensor]) -> None:
+    """See that every rank writes the same.
+
+    Raises: UnsupportedError, on every rank.
+    """
+    digest = xxhash.xxh3_64()
+    for one in whole:
+        digest.update(as_bytes(one))
+    if not engine.ranks.same(digest.intdigest() >> 1, f"write {unit.name}"):
+        raise UnsupportedError(
+            f"{unit.name}: inside `with infinity.gathered(..., write=True)` the ranks have made different "
+            "values of it; nothing is written. Let every rank do the same (torch.distributed.broadcast what "
+            "one of them draws)."
+        )
+
+
+def _shares(unit: Unit) -> int:
+    """Return how many tensors share the unit's storage."""
+    return int(torch._C._storage_Use_Count(unit.storage_key))
+
+
+def _write_back(engine: Engine, unit: Unit) -> None:
+    whole = [parameter.detach().to("cpu").contiguous() for parameter in unit.parameters]
+    if engine.ranks.size > 1:
+        _check_same(engine, unit, whole)
+    values = {index: {"master": unit.record.part(index, one)} for index, one in enumerate(whole)}
+    engine.before_change()
+    engine.executor.flush(unit)
+    unit.version += 1
+    engine.run(WritePass(unit.record, unit.record.tile_numel, values, rewrite=True))

@@ -1,0 +1,149 @@
+"""Init: build any model without ever holding it; how, says construction."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, cast
+
+import torch
+import xxhash
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from infinity.activations.partitioned import open_parts
+from infinity.config.settings import Config, check_fields
+from infinity.engine.construction import Construction
+from infinity.engine.engine import Engine
+from infinity.engine.pretrained import loading_in_order
+from infinity.engine.scripting import refusing_scripts
+from infinity.errors import ConfigError, UnsupportedError
+from infinity.ranks.group import Ranks
+from infinity.tensors import as_bytes
+
+
+@contextlib.contextmanager
+def _drawing_as_rank_0(ranks: Ranks) -> Iterator[None]:
+    """Give every rank the random numbers of rank 0 (torch's, of the CPU), then its own again."""
+    own = torch.get_rng_state()
+    state = bytes(as_bytes(own))
+    if ranks.same(xxhash.xxh3_64_intdigest(state) >> 1, "compare seeds"):
+        yield
+        return
+    torch.set_rng_state(torch.frombuffer(bytearray(ranks.first(state, "compare seeds")), dtype=torch.uint8))
+    try:
+        yield
+    finally:
+        if ranks.rank:
+            torch.set_rng_state(own)
+
+
+class Init:
+    """Build the models inside the `with` partitioned and placed: the whole never exists in host memory.
+
+    config: a Config, or its fields as keywords: Init(nvme="/local_nvme", host_memory="4GiB").
+    process_group: the ranks that share the model, as a group of torch.distributed or a DeviceMesh of one
+    dimension; None: all ranks of the run. Each of them builds the same model, from the random numbers of
+    rank 0, whatever its own seed; after the `with` it goes on with its own.
+    partition_activations: the ranks that compute on copies of the same activations, as those of tensor
+    parallelism do (a group or a DeviceMesh likewise): each keeps a part of what a checkpointed block saves,
+    and they gather it when the backward takes it.
+
+    ::
+
+        with infinity.Init(config):
+            model = LlamaForCausalLM(llama_config)  # or LlamaForCausalLM.from_pretrained(folder)
+
+    Raises: ConfigError, HostMemoryError, or an OSError naming the path, on entering; on an error inside the
+    `with`, what was written is given back.
+    """
+
+    _active: Init | None = None
+
+    def __init__(
+        self,
+        config: Config | None = None,
+        *,
+        process_group: Any = None,
+        partition_activations: Any = None,
+        **fields: Any,
+    ) -> None:
+        """Check the settings."""
+        if config is not None and fields:
+            raise ConfigError("Init takes a Config or its fields, not both")
+        check_fields(fields, ("config", "process_group", "partition_activations"))
+        self.config = config if config is not None else Config(**fields)
+        self._process_group = process_group
+        self._copies = partition_activations
+        self._engine: Engine | None = None
+        self._construction: Construction | None = None
+        self._hooks: list[Any] = []
+        self._in_order = contextlib.ExitStack()
+
+    def __enter__(self) -> Init:  # noqa: PYI034 - Self is of Python 3.11
+        """Open the engine and listen to registrations."""
+        if Init._active is not None:
+            raise UnsupportedError(
+                "Init inside another Init: build models one after the other, and initialize behind the `with`"
+            )
+        self._engine = Engine(self.config, self._process_group)
+        if self._copies is not None:
+            self._partition_activations(self._engine)
+        construction = self._construction = Construction(self._engine)
+        self._engine.build_with(construction.touch)
+        self._hooks = [
+            # A hook may return what is registered instead, whatever torch's annotation says.
+            register_module_parameter_registration_hook(cast("Any", construction.registered)),
+            register_module_module_registration_hook(cast("Any", construction.adopted)),
+        ]
+        self._in_order.enter_context(loading_in_order())
+        self._in_order.enter_context(refusing_scripts())
+        self._in_order.enter_context(_drawing_as_rank_0(self._engine.ranks))
+        self._in_order.enter_context(construction.asked)
+        Init._active = self
+        return self
+
+    def _partition_activations(self, engine: Engine) -> None:
+        config, device, hooks = self.config, engine.device.torch_device, engine.hooks
+        hooks.parts = open_parts(self._copies, config.device, config.timeout_s, device, hooks.boundaries)
+        if hooks.parts is not None:
+            engine.ending.first.append(hooks.parts.close)
+
+    @property
+    def engine(self) -> Engine | None:
+        """What will keep the models; None outside the `with`."""
+        return self._engine
+
+    def take_in(self, model: nn.Module) -> None:
+        """Take charge of a model that was built before, in memory. Inside the `with`."""
+        if self._construction is None:
+            raise UnsupportedError("take_in outside of `with infinity.Init(...) as init:`")
+        if self.config.tile_nbytes is not None:
+            raise UnsupportedError("tile_above: layers that exist are not cut; build the model inside Init")
+        self._construction.adopted(model, "", None)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Hand the finished models over; after an error give everything back."""
+        Init._active = None
+        self._in_order.close()
+        for hook in self._hooks:
+            hook.remove()
+        engine, construction = self._engine, self._construction
+        self._engine = self._construction = None
+        if engine is None or construction is None:
+            return
+        try:
+            if error is None:
+                construction.finish()
+        except BaseException:
+            engine.close()
+            raise
+        if error is not None:
+            engine.close()
+            construction.failed(error)

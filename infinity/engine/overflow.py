@@ -1,0 +1,89 @@
+"""A model that host memory does not hold, found while it is built: the rest of it is counted, not kept.
+
+The first record that does not fit says where memory ended, and not how much would do: that is known when the
+model is built to its end. So building goes on; records get no memory, values are dropped and read as zeros.
+Then the model is refused with the smallest host_memory that works.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from torch import nn
+
+from infinity.engine.engine import Engine
+from infinity.engine.needs import least_total_to_build
+from infinity.errors import HostMemoryError
+from infinity.records.record import Record
+from infinity.sizes import format_size
+
+logger = logging.getLogger("infinity")
+
+
+class Overflow:
+    """Gives records their memory until there is none left."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._first: Record | None = None
+        self._held_nbytes = 0
+
+    def __bool__(self) -> bool:
+        """Whether a record did not fit: from then on values are not kept."""
+        return self._first is not None
+
+    def give_room(self, record: Record) -> None:
+        """Give a record memory for its weights, if there is any."""
+        if self._first is not None:
+            return
+        try:
+            self._engine.give_room(record)
+        except HostMemoryError:
+            self._first, self._held_nbytes = record, self._engine.kept.held_nbytes
+            logger.info("host memory is full at %s; what the rest of the model needs is counted", record.name)
+
+    def refuse(self, built: Sequence[Record], units: Sequence[tuple[Sequence[nn.Parameter], Record]]) -> None:
+        """Refuse a finished model if it does not fit. built: all records, those of replaced parameters too;
+        units: what the model keeps of them.
+
+        Raises: HostMemoryError with the smallest host_memory that works.
+        """
+        if self._first is None:
+            return
+        trained = [(record, any(one.requires_grad for one in parameters)) for parameters, record in units]
+        frozen = [(record, False) for record, _ in trained]
+        raise HostMemoryError(
+            f"{self._where(self._first)}. The smallest host_memory that works is "
+            f"{self._least(built, trained)} with AdamW ({self._least(built, frozen)} without an optimizer); "
+            "or give Config a folder on NVMe (nvme=...)."
+        )
+
+    def refuse_half(self, built: Sequence[Record], error: BaseException) -> None:
+        """Refuse a model whose building ended with `error`, which zeros in place of values may have caused.
+
+        Raises: HostMemoryError with a host_memory below which nothing works.
+        """
+        if self._first is None or not isinstance(error, Exception):
+            return
+        raise HostMemoryError(
+            f"{self._where(self._first)}. Building went on, to count what the model needs, without keeping "
+            f"its values, and failed (the error above): it needs {self._least(built, ())} or more. Give "
+            "Config a larger host_memory, or a folder on NVMe (nvme=...)."
+        ) from error
+
+    def _where(self, first: Record) -> str:
+        names = [one.name for one in first.shard.segments]
+        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+        nbytes = sum(map(first.field_nbytes, first.form.weights))
+        return (
+            f"{first.name}: {', '.join(names[:2])}{more}, {format_size(nbytes)}, do not fit host memory: "
+            "without an NVMe tier all state stays there, and "
+            f"host_memory={format_size(self._engine.budget.total_nbytes)} leaves "
+            f"{format_size(self._engine.kept.limit_nbytes)} for it, of which "
+            f"{format_size(self._held_nbytes)} were taken"
+        )
+
+    def _least(self, built: Sequence[Record], model: Sequence[tuple[Record, bool]]) -> str:
+        engine = self._engine
+        return format_size(least_total_to_build(built, model, engine.form) * engine.ranks.local_size)

@@ -1,0 +1,97 @@
+"""What an engine has beside its own lane where its state is partitioned over ranks (ZeRO)."""
+
+from __future__ import annotations
+
+import torch
+import xxhash
+
+from infinity.device.device import Device
+from infinity.gradients.collectives import Collecting, CollectiveLane, Gathering
+from infinity.gradients.reduction import Reduction
+from infinity.gradients.store import GradientStore
+from infinity.lane.lane import StreamLane
+from infinity.lane.queue import Pass
+from infinity.planning.layout import share
+from infinity.planning.plan import Plan
+from infinity.ranks.group import Ranks
+from infinity.records.record import Record
+from infinity.timeline import Timeline
+from infinity.units.residency import Executor
+from infinity.units.unit import Unit
+
+
+class Partition:
+    """Assembles units from the ranks' shares, and reduces their gradients, each on a lane of its own."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        lane: StreamLane,
+        device: Device,
+        timeline: Timeline,
+        executor: Executor,
+        gradients: GradientStore,
+    ) -> None:
+        """Open two channels. Every rank does so."""
+        self.ranks = ranks
+        self.gathers = CollectiveLane("gather", ranks.channel(), lane, device, timeline)
+        self.reduces = CollectiveLane("reduce", ranks.channel(), lane, device, timeline)
+        self.reduction = Reduction(self.reduces, lane, device, gradients)
+        self._lane = lane
+        self._device = device
+        self._executor = executor
+        self._digest: tuple[Plan | None, int] = None, 0
+        executor.assemble = self._assemble
+        executor.planned = self._check
+        gradients.ranks = ranks
+        gradients.add_local = self.reduction.add
+        gradients.settle_ranks = lambda unit: self.reduction.settle([unit])
+        gradients.collect = lambda unit, index, part: self.collect(unit.record, index, part)
+
+    def _assemble(self, unit: Unit, job: Pass) -> Gathering:
+        gathering = Gathering(unit, job, self._lane, self._device)
+        self.gathers.submit(gathering)
+        return gathering
+
+    def collect(self, record: Record, index: int, part: torch.Tensor) -> torch.Tensor:
+        """Return a parameter's values from the ranks' parts of them. Every rank calls it."""
+        numels = [
+            share(record.whole, rank, self.ranks.size).segments[index].numel
+            for rank in range(self.ranks.size)
+        ]
+        name = f"{record.name}.{record.whole.segments[index].name}"
+        job = Collecting(name, part, numels, self._lane)
+        self.gathers.submit(job)
+        self._lane.wait(job)
+        return job.whole
+
+    def _check(self, plan: Plan) -> None:
+        """See that the ranks have the same plan for the step that begins.
+
+        Raises: RanksError naming the first use that differs, and what each rank has there.
+        """
+        if self._digest[0] is not plan:
+            self._digest = plan, xxhash.xxh3_64_intdigest(str(plan).encode()) >> 1
+        if self.ranks.same(self._digest[1], "compare plans"):
+            return
+        names = self._executor.units
+        uses = [f"{one.use.phase.name.lower()} {names[one.use.unit].name}" for one in plan.steps]
+        longest = max(-self.ranks.least(-len(uses), "compare plans"), 1)
+        for place in range(longest):
+            use = uses[place] if place < len(uses) else "nothing more"
+            self.ranks.agree(f"use {place + 1} of a step, {use}")
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes exchanged, by kind of collective; see Stats."""
+        counted = self.gathers.nbytes + self.reduces.nbytes
+        return {kind: counted[kind] for kind in ("gather", "reduce", "read")}
+
+    def settle(self) -> None:
+        """End the lanes of collectives; what they need of the engine has to be there still."""
+        for lane in (self.gathers, self.reduces):
+            lane.close()
+
+    def close(self) -> None:
+        """End the connections."""
+        self.ranks.close()

@@ -1,0 +1,329 @@
+"""What an engine did and where everything is: a frozen snapshot, cheap enough to take every step."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from html import escape
+from typing import Any
+
+from torch import nn
+
+from infinity.engine.engine import Engine, engine_of_model
+from infinity.lane.counts import Counts
+from infinity.planning.bottleneck import Load, Speed
+from infinity.planning.forecast import Moves, Room, predict_step
+from infinity.planning.simulator import Rates
+from infinity.planning.trace import Phase
+from infinity.sizes import format_size
+from infinity.units.unit import Unit
+
+_WIDTH = 100
+"""Characters of a value in a summary."""
+
+_TOTAL = {"total": True}
+"""Marks a field that grows from the start on: `since` takes away what an earlier snapshot had."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitStats:
+    """One unit: where its record lies and how often it was used."""
+
+    name: str
+    numel: int
+    """Elements, padding included."""
+    tiers: tuple[tuple[str, str], ...]
+    """(field, tier) of its record, now."""
+    uses: int = field(metadata=_TOTAL)
+    fetches_per_step: float = 0.0
+    """Uses expected per step that find the unit gone since its use before; see frequency."""
+    updates_per_step: float = 0.0
+    """Updates expected per step."""
+
+
+@dataclass(frozen=True, slots=True)
+class SliceStats:
+    """One parameter of which a step may touch a part: rows of an nn.Embedding, experts of a 3-D parameter.
+    It is fetched whole. What is not known for sure is left out: see slices.
+    """
+
+    name: str
+    slices: int
+    touched_fraction: float
+    """The share of the slices that a step is expected to touch."""
+    would_save_nbytes: float
+    """NVMe bytes per step that fetching and updating touched slices alone would save, with the record's
+    fields where they lie now.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """A snapshot of one engine. Uses, bytes moved and seconds count from when the model was built, or, in
+    what `since` returns, from the earlier snapshot; all else holds now. Printed, and in a notebook, it is a
+    summary of about ten lines; its attributes, and `dataclasses.asdict`, have all of it.
+    """
+
+    parameters: int
+    """Elements, of all parameters of the engine."""
+    nvme_nbytes: int
+    """Bytes of records on NVMe now."""
+    host_nbytes: int
+    """Bytes of records in host memory now."""
+    budget_nbytes: int
+    """host_memory."""
+    budget_held_nbytes: int
+    """Bytes of the budget in use now: slots, what waits, gradients, pinned fields."""
+    io_engine: str
+    """The I/O engine, or "none" without an NVMe tier."""
+    plan: str
+    """The schedule of a step, as text."""
+    units: tuple[UnitStats, ...] = field(metadata=_TOTAL)
+    read_nbytes: dict[tuple[str, str], int] = field(metadata=_TOTAL)
+    """Bytes read, by (tier, field)."""
+    written_nbytes: dict[tuple[str, str], int] = field(metadata=_TOTAL)
+    """Bytes written, by (tier, field)."""
+    steps: int = field(metadata=_TOTAL)
+    plans: int = field(metadata=_TOTAL)
+    """Schedules made: a guess at first, one from the first step, and one whenever steps had changed."""
+    uses: int = field(metadata=_TOTAL)
+    hits: int = field(metadata=_TOTAL)
+    """Uses that found the unit resident, or on its way."""
+    misses: int = field(metadata=_TOTAL)
+    divergences: int = field(metadata=_TOTAL)
+    """Uses that were not the next one of the plan."""
+    stalls_s: dict[str, float] = field(metadata=_TOTAL)
+    """Seconds that computing waited, by cause: for a "read" of a unit, for a free "slot" to read it through,
+    for its "update", for "gradients" to leave.
+    """
+    lane_s: dict[str, float] = field(metadata=_TOTAL)
+    """Seconds of the record lane's thread: "read_wait", "work", "write_wait", "idle"; and "inline", of other
+    threads that worked on records in host memory.
+    """
+    passes: dict[str, int] = field(metadata=_TOTAL)
+    """Walks over records, by kind."""
+    rank: int = 0
+    ranks: int = 1
+    """How many divide the state, and which of them this is. Bytes and seconds are of this rank alone."""
+    exchanged_nbytes: dict[str, int] = field(default_factory=dict, metadata=_TOTAL)
+    """Bytes that the ranks exchanged, of what was exchanged as a whole: units to "gather", gradients to
+    "reduce", parameters to "read" by state_dict and the like.
+    """
+    slices: tuple[SliceStats, ...] = ()
+    placement_revisions: int = field(default=0, metadata=_TOTAL)
+    """How often it was decided anew which fields lie in host memory, and something moved."""
+    placement_reason: str = ""
+    """Of the last such decision, also of one to leave all as it is."""
+    predicted_step_s: float | None = None
+    """What a step takes by its plan and what was measured; None where that is not known: see predicted."""
+
+    @property
+    def nvme_read_nbytes(self) -> int:
+        """Bytes read from NVMe."""
+        return sum(nbytes for (tier, _), nbytes in self.read_nbytes.items() if tier == "nvme")
+
+    @property
+    def nvme_written_nbytes(self) -> int:
+        """Bytes written to NVMe."""
+        return sum(nbytes for (tier, _), nbytes in self.written_nbytes.items() if tier == "nvme")
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds that computing waited, for whatever."""
+        return sum(self.stalls_s.values())
+
+    @property
+    def frequency(self) -> dict[str, float]:
+        """Uses per step, by unit; uses, where no step has ended."""
+        return {unit.name: unit.uses / max(1, self.steps) for unit in self.units}
+
+    def since(self, earlier: Stats) -> Stats:
+        """Return what happened between an earlier snapshot of the same engine and this one."""
+        difference: Stats = _since(self, earlier)
+        return difference
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return the summary that is printed, as (what, value): as many rows for a model of any size."""
+        moved = f"read {format_size(self.nvme_read_nbytes)}, written {format_size(self.nvme_written_nbytes)}"
+        if self.steps and self.parameters:
+            share = self.parameters / self.ranks * self.steps
+            moved += (
+                f"; {(self.nvme_read_nbytes + self.nvme_written_nbytes) / share:.1f} B per parameter and step"
+            )
+        held = f"{format_size(self.budget_nbytes)}, {format_size(self.budget_held_nbytes)} of it in use now"
+        where = f"{format_size(self.nvme_nbytes)} on NVMe (I/O engine: {self.io_engine}), "
+        uses = f"{self.hits:,} hits, {self.misses:,} misses, {self.divergences:,} out of the plan's order"
+        rows = [
+            ("steps", f"{self.steps:,}" + (f", rank {self.rank} of {self.ranks}" if self.ranks > 1 else "")),
+            ("parameters", f"{self.parameters:,} in {len(self.units):,} units"),
+            ("state now", f"{where}{format_size(self.host_nbytes)} in host memory"),
+            ("host_memory", held),
+            ("NVMe moved", moved),
+            ("computing waited", f"{self.stall_s:.1f} s: {_seconds(self.stalls_s)}"),
+            ("record lane", _seconds(self.lane_s)),
+            ("uses of units", f"{uses}; plans: {self.plans:,}"),
+            (
+                "placement",
+                f"{self.placement_revisions:,} revisions; {self.placement_reason or 'none decided'}",
+            ),
+        ]
+        if self.ranks > 1:
+            exchanged = (f"{kind} {format_size(nbytes)}" for kind, nbytes in self.exchanged_nbytes.items())
+            rows.append(("ranks exchanged", ", ".join(exchanged)))
+        if self.predicted_step_s is not None:
+            rows.append(("predicted step", f"{self.predicted_step_s:.2f} s"))
+        rows.append(("more", ".units, .slices, .frequency, .plan, .since(earlier); dataclasses.asdict(...)"))
+        return [(what, textwrap.shorten(value, _WIDTH, placeholder=" ...")) for what, value in rows]
+
+    def __repr__(self) -> str:
+        rows = self.rows()
+        width = max(len(what) for what, _ in rows)
+        return "\n".join(f"{what:{width}}  {value}" for what, value in rows)
+
+    def _repr_html_(self) -> str:
+        """Return the summary as a table, for a notebook."""
+        cells = (f"<tr><th>{escape(what)}</th><td>{escape(value)}</td></tr>" for what, value in self.rows())
+        return f"<table>{''.join(cells)}</table>"
+
+
+def _seconds(spent: Mapping[str, float]) -> str:
+    """Name what seconds went into, most first."""
+    by_length = sorted(spent.items(), key=lambda one: -one[1])
+    return ", ".join(f"{name.replace('_', ' ')} {seconds:.1f} s" for name, seconds in by_length)
+
+
+def _since(later: Any, earlier: Any) -> Any:
+    """Take an earlier total away from a later one: numbers, or dicts, tuples and dataclasses of them."""
+    if isinstance(later, dict):
+        return {key: value - earlier.get(key, 0) for key, value in later.items()}
+    if isinstance(later, tuple):
+        return tuple(_since(*pair) for pair in zip(later, earlier, strict=True))
+    if isinstance(later, Stats | UnitStats):
+        totals = [one.name for one in fields(later) if one.metadata.get("total")]
+        return replace(
+            later, **{name: _since(getattr(later, name), getattr(earlier, name)) for name in totals}
+        )
+    return later - earlier
+
+
+def _unit_stats(engine: Engine) -> Iterator[UnitStats]:
+    frequencies = engine.executor.frequencies
+    for unit in engine.units:
+        yield UnitStats(
+            unit.name,
+            unit.shard.numel,
+            unit.record.tiers(),
+            unit.uses,
+            frequencies.fetches(unit.index),
+            frequencies.updates(unit.index),
+        )
+
+
+def _slice_stats(engine: Engine) -> Iterator[SliceStats]:
+    for unit in engine.units:
+        for parameter, segment in zip(unit.parameters, unit.shard.segments, strict=True):
+            counts = engine.slices.counted(parameter)
+            if counts is not None:
+                saved = counts.would_save(_moved_nbytes(engine, unit, segment.numel))
+                yield SliceStats(segment.name, segment.shape[0], counts.touched_fraction, saved)
+
+
+def _moved_nbytes(engine: Engine, unit: Unit, numel: int) -> float:
+    """NVMe bytes that a step is expected to move of `numel` elements of a unit: see placement."""
+    fetches = engine.executor.frequencies.fetches(unit.index)
+    updates = engine.executor.frequencies.updates(unit.index)
+    record = unit.record
+    reads = {"hi": fetches - (updates if "hi" in record.form.derived else 0)}
+    return sum(
+        record.form.nbytes(name, numel) * (reads.get(name, updates) + updates)
+        for name, tier in record.tiers()
+        if tier == "nvme" and name in record.fields
+    )
+
+
+def predicted_step_s(engine: Engine, load: Load, done: Stats, speed: Speed) -> float | None:
+    """Return what a typical step should take: the engine's plan, walked on a simulated machine; see forecast.
+
+    load: of such a step, for the seconds that it computes. done: what `since` tells of several of them, for
+    the rate of the updates. speed: of the disk. None without a plan.
+    """
+    plan, steps = engine.executor.cursor.plan, max(1, done.steps)
+    if plan is None or not plan.steps:
+        return None
+    # a backward computes two gradients where a forward computes one output
+    shares = [
+        engine.units[one.use.unit].shard.numel * (2 if one.use.phase is Phase.BACKWARD else 1)
+        for one in plan.steps
+    ]
+    seconds = [load.compute_s * share / sum(shares) for share in shares]
+    worked_s = (done.lane_s["work"] + done.lane_s["inline"]) / steps
+    updated = sum(unit.record.shard.numel for unit in engine.units if unit.trainable)
+    rates = Rates(speed, update=updated / worked_s if worked_s > 0 else math.inf, shared=False)
+    budget, host = engine.budget, engine.device.is_host
+    room = Room(
+        budget.tile_numel,
+        budget.slots,
+        engine.config.device_nbytes or budget.ahead_nbytes,
+        budget.outgoing_nbytes,
+        on_host=host,
+        update="forward" if engine.executor.updates_at_fetch else "backward",
+    )
+    return predict_step(plan, seconds, [_moves(unit) for unit in engine.units], room, rates).seconds
+
+
+def _moves(unit: Unit) -> Moves:
+    stored = {
+        name: unit.record.field_nbytes(name)
+        for name, tier in unit.record.tiers()
+        if tier == "nvme" and name in unit.record.fields
+    }
+    hi_nbytes = stored.pop("hi", 0)
+    return Moves(
+        unit.record.shard.numel,
+        hi_nbytes,
+        sum(stored.values()),
+        unit.window_nbytes,
+        in_place=unit.in_place,
+        trainable=unit.trainable,
+        width=unit.record.form.width,
+        derived=bool(unit.record.form.derived),
+        state_fields=len(stored),
+    )
+
+
+def stats(model: nn.Module) -> Stats:
+    """Return what the engine of `model` did so far and where its state is.
+
+    Raises: ValueError for a model that was not built in Init.
+    """
+    engine = engine_of_model(model)
+    counts: Counts = engine.executor.counts
+    return Stats(
+        parameters=sum(segment.numel for unit in engine.units for segment in unit.shard.segments),
+        nvme_nbytes=sum(unit.record.nbytes("nvme") for unit in engine.units),
+        host_nbytes=sum(unit.record.nbytes("host") for unit in engine.units),
+        budget_nbytes=engine.budget.total_nbytes,
+        budget_held_nbytes=engine.held_nbytes(),
+        io_engine=engine.nvme_store.kind if engine.nvme_store else "none",
+        plan=str(engine.executor.cursor.plan or ""),
+        units=tuple(_unit_stats(engine)),
+        read_nbytes=dict(engine.traffic.read),
+        written_nbytes=dict(engine.traffic.written),
+        steps=counts.steps,
+        plans=counts.plans,
+        uses=counts.uses,
+        hits=counts.hits,
+        misses=counts.misses,
+        divergences=counts.divergences,
+        stalls_s={**counts.stalls_s, "gradients": engine.gradients.stall_s},
+        lane_s={name.removesuffix("_s"): spent for name, spent in asdict(engine.lane.times).items()},
+        passes=dict(engine.lane.passes),
+        rank=engine.ranks.rank,
+        ranks=engine.ranks.size,
+        exchanged_nbytes=engine.partition.nbytes if engine.partition is not None else {},
+        slices=tuple(_slice_stats(engine)),
+        placement_revisions=engine.pins.revisions if engine.pins is not None else 0,
+        placement_reason=engine.pins.reason if engine.pins is not None else "",
+    )

@@ -1,0 +1,1 @@
+"""From autograd's gradient to a stored, reduced and measured one."""

@@ -1,0 +1,285 @@
+"""The lanes on which ranks exchange what they hold: units are assembled, gradients summed.
+
+A collective is queued by the thread that computes, in the order that all ranks share, and runs on a thread
+of its own as soon as what it needs is there: so units of later uses are assembled, and gradients summed,
+while computing goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from infinity.device.device import Device
+from infinity.lane.lane import StreamLane
+from infinity.lane.queue import Pass
+from infinity.ranks.group import Channel
+from infinity.records.weights import ACCUMULATE, NARROW, WIDEN
+from infinity.timeline import Timeline
+from infinity.units.unit import Unit
+
+logger = logging.getLogger("infinity")
+
+_CLOSE_S = 30.0
+
+
+class Collective(ABC):
+    """One collective, queued; a Transfer, too, for those who wait for what it brings."""
+
+    kind = ""
+    """What its bytes count as: "gather", "reduce" or "read"."""
+
+    def __init__(self, what: str, lane: StreamLane) -> None:
+        """Name what every rank does at once. `lane`: its lock guards this, and its failure ends the wait."""
+        self.what = what
+        self.began_s = 0.0
+        self.ended_s: float | None = None
+        self.nbytes = 0
+        """Bytes of what is exchanged, whole."""
+        self._lane = lane
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over."""
+        return self.ended_s is not None
+
+    @property
+    def processed(self) -> bool:
+        """The same."""
+        return self.done
+
+    @property
+    def finished(self) -> bool:
+        """The same."""
+        return self.done
+
+    @property
+    def starved_s(self) -> float:
+        """See Pass."""
+        return 0.0
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when it is over; raise what made the engine fail."""
+        self._lane.wait(self)
+
+    def ready(self) -> None:  # noqa: B027 - most have what they need when they are queued
+        """Return when what this rank gives is there. Called on the lane's thread."""
+
+    @abstractmethod
+    def run(self, channel: Channel) -> None:
+        """Move the bytes. Called on the lane's thread."""
+
+
+class CollectiveLane:
+    """Runs collectives in the order in which they come, on a thread of its own."""
+
+    def __init__(
+        self, name: str, channel: Channel, lane: StreamLane, device: Device, timeline: Timeline
+    ) -> None:
+        """Start the thread; `lane` is told of failures, and its failure is this one's."""
+        self.nbytes: Counter[str] = Counter()
+        """Bytes exchanged, or about to be, by kind of collective."""
+        self._name = name
+        self._device = device
+        self._channel = channel
+        self._lane = lane
+        self._timeline = timeline
+        self._queue: deque[Collective] = deque()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=f"infinity-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Collective) -> None:
+        """Queue a collective. Every rank does so, in the same order."""
+        with self._lane.lock:
+            self._queue.append(job)
+            self.nbytes[job.kind] += job.nbytes
+            self._lane.changed.notify_all()
+
+    def _run(self) -> None:
+        try:
+            self._device.enter_thread()
+            while self._turn():
+                pass  # with nothing in this frame: see ending's note
+            if self._lane.failure is not None:
+                self._channel.ranks.put_down(_reason(self._lane.failure))
+        except BaseException as error:
+            self._channel.ranks.put_down(_reason(error))
+            logger.debug("%s stops", self._name, exc_info=error)
+            self._lane.fail(error, raised=False)
+
+    def _next(self) -> Collective | None:
+        """Return the next collective; None when it is time to stop."""
+        with self._lane.lock:
+            while self._lane.failure is None:
+                if self._queue:
+                    return self._queue.popleft()
+                if self._stopping:
+                    return None
+                self._lane.changed.wait(0.5)
+            return None
+
+    def _turn(self) -> bool:
+        """Run the next collective; False when it is time to stop."""
+        job = self._next()
+        if job is None:
+            return False
+        job.ready()
+        job.began_s = time.perf_counter()
+        self._channel.agree(job.what)
+        job.run(self._channel)
+        ended_s = time.perf_counter()
+        self._timeline.span(self._name, job.what, job.began_s, ended_s, job.nbytes)
+        with self._lane.lock:
+            job.ended_s = ended_s
+            self._lane.changed.notify_all()
+        return True
+
+    def close(self) -> None:
+        """Stop after the collectives that are queued: other ranks may wait for them. They end soon, as those
+        come to them too, or their ends of the connections close. A thread left in one would take the
+        interpreter down with it at its exit.
+        """
+        with self._lane.lock:
+            self._stopping = True
+            self._lane.changed.notify_all()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_S)
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+class Gathering(Collective):
+    """A unit is assembled from every rank's share, as soon as this rank's has been fetched."""
+
+    kind = "gather"
+
+    def __init__(self, unit: Unit, local: Pass, lane: StreamLane, device: Device) -> None:
+        """Assemble `unit` in the memory it has now, into which `local` brings this rank's share."""
+        super().__init__(f"assemble {unit.name}", lane)
+        self.local = local
+        self._flat: torch.Tensor | None = unit.flat
+        self._part = unit.part_of_rank
+        self._device = device
+        self.nbytes = unit.flat.nbytes
+
+    @property
+    def finished(self) -> bool:
+        """Whether it is over, and the fetch's writes as well."""
+        return self.processed and self.local.finished
+
+    @property
+    def starved_s(self) -> float:
+        """See Pass."""
+        return self.local.starved_s
+
+    def ready(self) -> None:
+        """Wait for the fetch."""
+        self._lane.wait(self.local)
+
+    def run(self, channel: Channel) -> None:
+        """All-gather, in place."""
+        flat, self._flat = self._flat, None
+        if flat is not None and flat.numel():
+            self._device.arrived(flat)
+            channel.gather(flat, self._part, self.what)
+            self._device.assembled(flat)
+        self._part = torch.empty(0)
+
+
+class Collecting(Collective):
+    """The ranks' parts of one tensor in host memory are put together, on every rank."""
+
+    kind = "read"
+
+    def __init__(self, what: str, part: torch.Tensor, numels: Sequence[int], lane: StreamLane) -> None:
+        """part: this rank's, one-dimensional; numels: elements of every rank's part."""
+        super().__init__(f"read {what}", lane)
+        self._part, self._numels = part, numels
+        self.nbytes = len(numels) * max(numels) * part.element_size()
+        self.whole = part
+        """All of it, when it is over."""
+
+    def run(self, channel: Channel) -> None:
+        """All-gather, each part as long as the longest."""
+        most = max(self._numels)
+        padded = self._part.new_empty(most)
+        padded[: len(self._part)] = self._part
+        rows = padded.new_empty(len(self._numels) * most)
+        if most:
+            channel.gather(rows, padded, self.what)
+        self.whole = torch.cat(
+            [row[:numel] for row, numel in zip(rows.view(len(self._numels), -1), self._numels, strict=True)]
+        )
+
+
+class Reducing(Collective):
+    """A unit's gradients: every rank gets the mean over all ranks of the elements that it holds.
+
+    The ranks exchange what they have in its own type, and each sums what it gets in fp32, in the order of
+    ranks, divides once, and rounds once: so the bits depend on the number of ranks alone, not on the library
+    or the network.
+    """
+
+    kind = "reduce"
+
+    def __init__(
+        self,
+        what: str,
+        sent: torch.Tensor,
+        mean: torch.Tensor,
+        lend: Callable[[int, torch.dtype], torch.Tensor],
+        lane: StreamLane,
+        device: Device,
+    ) -> None:
+        """sent: this rank's gradients of the whole unit, 16-bit or fp32; mean: for this rank's share of the
+        mean, of the same type, in host memory; lend: gives memory beside `sent`, for what comes. A
+        gradient keeps this, and so what this keeps; see gradient's note.
+        """
+        super().__init__(f"reduce {what}", lane)
+        self._sent: torch.Tensor | None = sent
+        self._mean, self._lend = mean, lend
+        self._device = device
+        self.over: Callable[[], None] = lambda: None
+        """Called when the memory that it works in is free."""
+        self.nbytes = sent.nbytes
+
+    def run(self, channel: Channel) -> None:
+        """All-to-all, and the sum."""
+        if self._sent is not None and self._sent.numel():
+            self._device.arrived(self._sent)
+            received = self._lend(self._sent.numel(), self._sent.dtype)
+            channel.exchange(received, self._sent, self.what)
+            self._device.leaving(self._sent)
+            self._sent = None
+            _mean_of_ranks(received.view(channel.ranks.size, -1), self._mean)
+        self._sent, self._mean = None, torch.empty(0)
+        self.over()
+
+
+def _mean_of_ranks(rows: torch.Tensor, mean: torch.Tensor) -> None:
+    """Put the mean of `rows`, summed in fp32 from the first to the last, into `mean`, of their type."""
+    if rows.is_cuda:
+        sum_of_rows = rows[0].float()
+        for row in rows[1:]:
+            sum_of_rows += row
+        mean.copy_(sum_of_rows / len(rows))  # waits for this thread's stream alone
+        return
+    numel = mean.numel()
+    total = mean if mean.dtype == torch.float32 else torch.empty(numel, dtype=torch.float32)
+    WIDEN[rows.dtype](numel, rows[0].data_ptr(), total.data_ptr())
+    for row in rows[1:]:
+        ACCUMULATE[rows.dtype](numel, total.data_ptr(), row.data_ptr())
+    values = total.numpy()
+    np.divide(values, np.float32(len(rows)), out=values)
+    if total is not mean:
+        NARROW[mean.dtype](numel, total.data_ptr(), mean.data_ptr())

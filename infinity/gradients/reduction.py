@@ -1,0 +1,164 @@
+"""Gradients of several ranks: from the moment a rank has its own until each rank has its share of the mean.
+
+A unit's gradients are reduced together, when the last of them has accumulated. Until then they are *local*:
+whole, and this rank's alone. Where reducing is deferred (ZeRO stage 1, `no_sync`), they stay so, and further
+backwards add to them in fp32, until the step: one reduction for any number of backwards, for the price of
+whole gradients in memory.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+
+from infinity import kernels
+from infinity.device.buffers import Buffers
+from infinity.device.device import Device
+from infinity.errors import HostMemoryError
+from infinity.gradients.collectives import CollectiveLane, Reducing
+from infinity.gradients.gradient import Form, Gradient, total_of
+from infinity.gradients.store import GradientStore
+from infinity.lane.lane import StreamLane
+from infinity.records.weights import WIDEN
+from infinity.sizes import format_size
+from infinity.units.unit import Unit
+
+
+class Reduction:
+    """Owns local gradients, and what is on its way between the ranks. Used by the thread that computes."""
+
+    def __init__(
+        self, collectives: CollectiveLane, lane: StreamLane, device: Device, gradients: GradientStore
+    ) -> None:
+        """Reduce by `collectives`, into `gradients`."""
+        self.deferred = False
+        """Whether gradients stay local until the step."""
+        self.keeps: Callable[[Unit], bool] = lambda _: True
+        """Whether a unit's gradients are kept until the step; set by the engine."""
+        self._collectives = collectives
+        self._lane = lane
+        self._device = device
+        self._gradients = gradients
+        self._buffers = Buffers(gradients.outgoing)
+        self._local: defaultdict[Unit, dict[int, tuple[Gradient, torch.Tensor]]] = defaultdict(dict)
+        self._under_way: deque[tuple[Reducing, int]] = deque()
+        self._sums: deque[tuple[Gradient, torch.Tensor, Reducing]] = deque()
+
+    def arrive(self, unit: Unit, index: int, grad: torch.Tensor) -> Gradient:
+        """Take a gradient of this rank that starts anew."""
+        gradient = self._gradients.local(unit, index)
+        self._hold(gradient, grad)
+        return gradient
+
+    def add(self, gradient: Gradient, grad: torch.Tensor) -> None:
+        """Take a further backward's gradient of this rank."""
+        before = self._local[gradient.unit].get(gradient.index)
+        self._hold(gradient, grad if before is None else total_of(before[1], grad.contiguous()))
+
+    def _hold(self, gradient: Gradient, grad: torch.Tensor) -> None:
+        grad = grad.contiguous()
+        stays = self.deferred and gradient.form is Form.LOCAL and self._device.is_host
+        if stays and not gradient.charge(grad.nbytes):
+            raise HostMemoryError(
+                f"{gradient.unit.name}: {format_size(grad.nbytes)} of whole gradients do not fit "
+                "host_memory, where stage=1 and no_sync() keep those of all parameters until the step. Use "
+                "stage=2 or 3 without no_sync(), or give more host_memory."
+            )
+        self._local[gradient.unit][gradient.index] = (gradient, grad)
+
+    def reduce(self, unit: Unit) -> None:
+        """Begin to reduce a unit's local gradients. Every rank does so at the same point of its step."""
+        local = self._local.pop(unit, {})
+        taken = {index: pair for index, pair in sorted(local.items()) if _counts(unit, *pair)}
+        if taken:
+            job, mean = self._begin(unit, {index: grad for index, (_, grad) in taken.items()})
+            keep = self.keeps(unit)
+            for index, (gradient, _) in taken.items():
+                segment = unit.record.shard.segments[index]
+                self._deliver(gradient, mean[segment.start : segment.stop], job, keep=keep)
+        self._sum_up()
+
+    def _deliver(self, gradient: Gradient, mean: torch.Tensor, job: Reducing, *, keep: bool) -> None:
+        if gradient.form is Form.LOCAL:
+            gradient.charge(0)
+            self._gradients.reduced(gradient, mean, job, keep=keep)
+        else:
+            self._sums.append((gradient, mean, job))
+
+    def _begin(self, unit: Unit, grads: dict[int, torch.Tensor]) -> tuple[Reducing, torch.Tensor]:
+        wide = any(grad.dtype == torch.float32 for grad in grads.values())
+        dtype = torch.float32 if wide else unit.flat.dtype
+        nbytes = 2 * unit.shard.numel * dtype.itemsize
+        self._make_room(nbytes)
+        if self._device.is_host:
+            sent = self._buffers.lend(unit.shard.numel, dtype)
+            _pack(unit, grads, sent)
+        else:
+            sent = torch.zeros(unit.shard.numel, dtype=dtype, device=self._device.torch_device)
+            self._device.allocated(sent)
+            for index, grad in grads.items():
+                segment = unit.shard.segments[index]
+                sent[segment.start : segment.stop].copy_(grad.view(-1))
+            self._device.assembled(sent)
+        mean = self._buffers.lend(unit.record.shard.numel, dtype)
+        what = f"{unit.name} ({', '.join(map(str, grads))} of {len(unit.parameters)}, {str(dtype)[6:]})"
+        lend = self._buffers.lend if self._device.is_host else partial(_on_device, self._device.torch_device)
+        job = Reducing(what, sent, mean, lend, self._lane, self._device)
+        job.over = partial(self._gradients.outgoing.release, nbytes)
+        self._collectives.submit(job)
+        self._under_way.append((job, nbytes))
+        return job, mean
+
+    def _make_room(self, nbytes: int) -> None:
+        """Wait for earlier reductions until half of the outgoing share has room, or nothing is under way."""
+        while self._under_way and self._under_way[0][0].done:
+            self._under_way.popleft()
+        limit = self._gradients.outgoing.limit_nbytes // 2
+        while self._under_way and sum(size for _, size in self._under_way) + nbytes > limit:
+            job, _ = self._under_way.popleft()
+            self._gradients.stall(job)
+        self._gradients.send_anyway(nbytes)
+
+    def _sum_up(self, *, wait: bool = False) -> None:
+        """Add the means of further backwards to those of earlier ones, in order, as far as they are there."""
+        while self._sums and (wait or self._sums[0][2].done):
+            gradient, mean, job = self._sums.popleft()
+            self._gradients.stall(job)
+            self._gradients.add_mean(gradient, mean)
+
+    def settle(self, units: Iterable[Unit]) -> None:
+        """Reduce what is local of `units`, and return when everything is where it belongs."""
+        for unit in units:
+            if self._local.get(unit):
+                self.reduce(unit)
+        self._sum_up(wait=True)
+
+
+def _on_device(device: torch.device, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+def _counts(unit: Unit, gradient: Gradient, _grad: torch.Tensor) -> bool:
+    """Whether anybody still has the gradient: zero_grad() may have dropped it meanwhile."""
+    owner = unit.parameters[gradient.index].grad
+    return getattr(owner, "gradient", None) is gradient
+
+
+def _pack(unit: Unit, grads: dict[int, torch.Tensor], sent: torch.Tensor) -> None:
+    """Lay gradients out as the unit is, zeros where there is none."""
+    end = 0
+    for index, segment in enumerate(unit.shard.segments):
+        grad = grads.get(index)
+        if grad is None:
+            continue
+        sent[end : segment.start].zero_()
+        to = sent.data_ptr() + segment.start * sent.element_size()
+        if grad.dtype == sent.dtype:
+            kernels.copy(grad.nbytes, to, grad.data_ptr())
+        else:
+            WIDEN[grad.dtype](segment.numel, grad.data_ptr(), to)
+        end = segment.stop
+    sent[end:].zero_()

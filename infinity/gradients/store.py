@@ -1,0 +1,393 @@
+"""The owner of stored gradients: takes them as they accumulate, keeps them, spills them, sums them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from weakref import WeakValueDictionary
+
+import torch
+
+from infinity import kernels
+from infinity.device.buffers import Buffers
+from infinity.device.device import Device
+from infinity.errors import HostMemoryError
+from infinity.gradients.gradient import Form, Gradient, total_of
+from infinity.lane.lane import StreamLane
+from infinity.lane.passes import ReadPass, SpillPart, SpillPass
+from infinity.lane.queue import Pass
+from infinity.planning.budget import Budget
+from infinity.ranks.group import ALONE, Ranks
+from infinity.records.weights import KERNEL_DTYPE, WEIGHTS
+from infinity.sizes import format_size
+from infinity.storage.memory import Ledger
+from infinity.storage.store import DONE, Store, Transfer
+from infinity.tensors import is_part
+from infinity.timeline import Timeline
+from infinity.units.unit import Unit
+
+_OWN_NBYTES = 1 << 18
+"""Bytes. Smaller gradients stay where torch has put them."""
+
+
+class GradientStore:
+    """Takes gradients as they accumulate and keeps them until they are used or dropped."""
+
+    def __init__(self, lane: StreamLane, device: Device, spill_store: Store, timeline: Timeline) -> None:
+        """Keep gradients through `lane`; what does not fit goes to `spill_store`."""
+        self._timeline = timeline
+        self._lane = lane
+        self._device = device
+        self._spill_store = spill_store
+        self._kept = Ledger(0)
+        self.outgoing = Ledger(0)
+        """The share of the budget for gradients on their way out."""
+        self._at_once: dict[int, int] = {}
+        self.buffers = Buffers(self.outgoing)
+        self._in_record: defaultdict[Unit, WeakValueDictionary[int, Gradient]]
+        self._in_record = defaultdict(WeakValueDictionary)  # those that somebody has
+        self._outgoing: defaultdict[Unit, dict[int, Gradient]] = defaultdict(dict)
+        self._jobs: deque[Pass] = deque()
+        self.stall_s = 0.0
+        """Seconds that computing waited for gradients to be written or applied."""
+        self.least_total: Callable[[str], int] = lambda _: 0
+        """The host_memory, in bytes, that holds all gradients in a field as well; set by the engine."""
+        self.ranks: Ranks = ALONE
+        self.received: Callable[[torch.Tensor], torch.Tensor] | None = None
+        """Says what a gradient counts as that a backward brings; a DeepSpeedEngine's."""
+        self.add_local: Callable[[Gradient, torch.Tensor], None] | None = None
+        """Takes a further gradient of this rank, where there are several; set by the engine, as all below."""
+        self.settle_ranks: Callable[[Unit], None] = lambda _: None
+        """Has the ranks sum a unit's gradients, if they have not yet."""
+        self.collect: Callable[[Unit, int, torch.Tensor], torch.Tensor] = lambda _unit, _index, part: part
+        """Puts the ranks' parts of a parameter's gradient together."""
+        self.use_complete: Callable[[], bool] = lambda: False
+        """Applies gradients that wait, complete, in the outgoing share; False if there are none. Set by the
+        engine.
+        """
+        self.flush_unit: Callable[[Unit], None] = lambda _: None
+        """Applies a unit's pending update before its gradient changes; set by the executor."""
+
+    def open(self, budget: Budget, kept: Ledger, units: Sequence[Unit]) -> None:
+        """Set the shares of the budget; the gradients of `units` come only later."""
+        self._kept = kept
+        self.outgoing.limit_nbytes = budget.outgoing_nbytes
+        self._at_once = _at_once(units, budget.outgoing_nbytes)
+        self._device.room_for_downloads(self._kept, self.outgoing)
+
+    @property
+    def outgoing_nbytes(self) -> int:
+        """Bytes of gradients on their way out."""
+        return self.outgoing.held_nbytes
+
+    def local(self, unit: Unit, index: int) -> Gradient:
+        """Return a gradient that other ranks have their part in; `reduced` says what it is."""
+        gradient = Gradient(unit, index, self._kept)
+        gradient.form = Form.LOCAL
+        return gradient
+
+    def reduced(self, gradient: Gradient, mean: torch.Tensor, arriving: Transfer, *, keep: bool) -> None:
+        """Give a local gradient this rank's part of the mean, which may be read when `arriving` is over."""
+        gradient.arriving = arriving
+        self._place(gradient, mean, keep=keep)
+
+    def send_anyway(self, nbytes: int) -> None:
+        """Count `nbytes` as on their way out."""
+        self.outgoing.reserve_anyway(nbytes)
+
+    def stall(self, job: Transfer) -> None:
+        """Wait for gradients."""
+        if job.done:
+            return
+        began = time.perf_counter()
+        job.wait()
+        ended = time.perf_counter()
+        self.stall_s += ended - began
+        self._timeline.span("stall", "gradients", began, ended)
+
+    def arrive(self, unit: Unit, index: int, grad: torch.Tensor, *, keep: bool) -> Gradient:
+        """Take a gradient that starts anew. With `keep` False it stays on its way, to be applied when the
+        unit is complete.
+        """
+        gradient = Gradient(unit, index, self._kept)
+        self.await_buffer(grad.nbytes, self._at_once.get(grad.nbytes, 1))
+        download = self._device.download(grad)
+        gradient.arriving, tensor = download.transfer, download.tensor
+        if keep and download.done:  # and in the cache
+            gradient.parts = _measured(tensor)
+        if keep or not unit.record.all_in_host or is_part(tensor):
+            tensor = self._own(tensor)
+        self._place(gradient, tensor, keep=keep)
+        return gradient
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy in memory of ours of a large gradient of the CPU's: it stays for a while; see
+        buffers. Of one that is part of something larger, too: all of that would stay.
+        """
+        if not self._device.is_host:
+            return tensor
+        if tensor.nbytes < _OWN_NBYTES:
+            return tensor.clone() if is_part(tensor) else tensor
+        own = self.buffers.lend(tensor.numel(), tensor.dtype).view(tensor.shape)
+        kernels.copy(tensor.nbytes, own.data_ptr(), tensor.data_ptr())
+        return own
+
+    def add(self, gradient: Gradient, grad: torch.Tensor) -> None:
+        """Add a further backward's gradient to the stored one, in fp32."""
+        gradient.check("a second backward before step()")
+        if self.add_local is not None:
+            self.add_local(gradient, grad)
+        else:
+            self.await_buffer(grad.nbytes, 1)
+            self.add_mean(gradient, self._device.to_host(grad))
+
+    def add_mean(self, gradient: Gradient, tensor: torch.Tensor) -> None:
+        """Add what a further backward brought to the stored gradient."""
+        unit = gradient.unit
+        gradient.arriving.wait()
+        gradient.arriving = DONE
+        if gradient.index in unit.pending:
+            self.flush_unit(unit)
+        if gradient.form is Form.OUTGOING:
+            self.spill(unit)
+        if gradient.form is Form.SPILLED:
+            gradient.parts = SpillPart(tensor, add=True)
+            self._send(gradient, tensor)
+        elif gradient.form is Form.ZERO:
+            gradient.parts = _measured(tensor)
+            self._place(gradient, tensor, keep=True)
+        else:
+            total = total_of(_present(gradient.tensor), tensor)
+            gradient.parts = _measured(total)
+            self._place(gradient, total, keep=True)
+
+    def _place(self, gradient: Gradient, tensor: torch.Tensor, *, keep: bool) -> None:
+        if keep and gradient.charge(tensor.nbytes):
+            gradient.form, gradient.tensor = Form.HOST, tensor
+            return
+        gradient.charge(0)
+        self._send(gradient, tensor)
+
+    def _send(self, gradient: Gradient, tensor: torch.Tensor) -> None:
+        """Let a gradient wait for the rest of its unit; a spilled one is added to what is stored."""
+        self.make_room(tensor.nbytes)
+        if gradient.form is not Form.SPILLED:
+            gradient.form = Form.OUTGOING
+        gradient.tensor = tensor
+        self._outgoing[gradient.unit][gradient.index] = gradient
+
+    def make_room(self, nbytes: int) -> None:
+        """Wait until the outgoing share has room, or nothing is under way that could make any."""
+        while not self.outgoing.try_reserve(nbytes):
+            if not self._let_one_go():
+                self.outgoing.reserve_anyway(nbytes)  # larger than the share: it counts as the unit in use
+                return
+
+    def await_buffer(self, nbytes: int, most: int) -> None:
+        """Wait until there is memory for a download of `nbytes`, with `most` of them under way at once, or
+        nothing is under way that could free any. So how many are ever made does not depend on who is faster.
+        """
+        while nbytes and not self._device.prepare(nbytes, most):
+            if not self._let_one_go():
+                return  # those in use stay: gradients that are kept, or the rest of this unit's
+
+    def _let_one_go(self) -> bool:
+        """Wait for a pass that uses outgoing gradients up; False if none is under way."""
+        if self.use_complete():
+            return True
+        while self._jobs and self._jobs[0].processed:
+            self._jobs.popleft()
+        if not self._jobs:
+            return False
+        began = time.perf_counter()
+        self._lane.wait(self._jobs.popleft())
+        ended = time.perf_counter()
+        self.stall_s += ended - began
+        self._timeline.span("stall", "gradients", began, ended)
+        return True
+
+    def has_room(self, nbytes: int) -> bool:
+        """Take `nbytes` of the outgoing share if it has them now."""
+        return self.outgoing.try_reserve(nbytes)
+
+    def sent(self, job: Pass) -> None:
+        """Remember a pass that will let go of outgoing gradients."""
+        while self._jobs and self._jobs[0].processed:
+            self._jobs.popleft()
+        self._jobs.append(job)
+
+    def let_go(self, nbytes: int) -> None:
+        """Count `nbytes` of outgoing gradients as gone."""
+        self.outgoing.release(nbytes)
+
+    def outgoing_of(self, unit: Unit) -> dict[int, Gradient]:
+        """Return a unit's gradients, by parameter, that wait for the rest of them to be spilled together."""
+        return dict(self._outgoing.get(unit, {}))
+
+    def take_outgoing(self, unit: Unit) -> dict[int, Gradient]:
+        """Return the same, which wait no more."""
+        return self._outgoing.pop(unit, {})
+
+    def settle(self, unit: Unit) -> None:
+        """Keep a complete unit's outgoing gradients: in host memory where they fit by now, else in the
+        record.
+        """
+        for index, gradient in self.outgoing_of(unit).items():
+            if gradient.form is Form.OUTGOING and gradient.parts is None and gradient.arriving.done:
+                gradient.parts = _measured(_present(gradient.tensor))
+            if gradient.form is Form.OUTGOING and gradient.charge(_present(gradient.tensor).nbytes):
+                gradient.form = Form.HOST
+                del self._outgoing[unit][index]
+                self.let_go(_present(gradient.tensor).nbytes)
+        self.spill(unit)
+
+    def spill(self, unit: Unit) -> None:
+        """Write a unit's outgoing gradients to its record."""
+        if not self.outgoing_of(unit):
+            return
+        if any(update.field for update in unit.pending.values()):
+            self.flush_unit(unit)  # what a step has decided reads what is stored now
+        outgoing = self.take_outgoing(unit)
+        stored = {index: one for index, one in self._in_record[unit].items() if one.form is Form.SPILLED}
+        for index, gradient in stored.items():
+            if outgoing.get(index, gradient) is not gradient:
+                self._take_out(gradient)
+        adds = {index for index, gradient in outgoing.items() if gradient.form is Form.SPILLED}
+        carried = {index: gradient for index, gradient in stored.items() if index not in outgoing}
+        wide = bool(adds) or any(
+            _present(gradient.tensor).dtype == torch.float32 for gradient in outgoing.values()
+        )
+        survivors = [*carried.values(), *(outgoing[index] for index in adds)]
+        source = survivors[0].field if survivors else None
+        target = "grad32" if wide or source == "grad32" else "grad16"
+        parts = {
+            index: SpillPart(
+                _present(gradient.tensor),
+                add=index in adds,
+                measure=index in adds or gradient.parts is None,
+                arriving=gradient.arriving,
+            )
+            for index, gradient in outgoing.items()
+        }
+        if target not in unit.record:
+            self._make_space(unit, target)
+        job = SpillPass(unit.record, unit.record.tile_numel, parts, set(carried), source, target)
+        nbytes = sum(part.tensor.nbytes for part in parts.values())
+        for index, gradient in (*outgoing.items(), *carried.items()):
+            gradient.leaves(Form.SPILLED)
+            self._in_record[unit][index], gradient.field = gradient, target
+            if index in parts and parts[index].measure:
+                gradient.measured_by(parts[index], job)
+        job.on_processed = lambda parts: self._spilled(parts, nbytes)
+        try:
+            self._lane.submit(job)
+        except BaseException as error:  # interrupted: nobody else has these gradients
+            self._lane.fail(error)
+            raise
+        self.sent(job)
+
+    def _take_out(self, gradient: Gradient) -> None:
+        """Bring a gradient whose place a later one takes to memory: no p.grad holds it, but somebody does."""
+        values = self._read(gradient)
+        gradient.leaves(Form.HOST)
+        gradient.tensor = values
+        gradient.charge(values.nbytes)  # where that does not fit it is as a copy that the user made
+
+    def _make_space(self, unit: Unit, field: str) -> None:
+        """Give the record of `unit` a field for its gradients.
+
+        Raises: HostMemoryError, with the host_memory that would do, where records lie in host memory.
+        """
+        try:
+            unit.record.add(field, self._spill_store)
+        except HostMemoryError as error:
+            raise HostMemoryError(
+                f"{error} With the gradients of the whole model, as this step makes them, "
+                f"host_memory={format_size(self.least_total(field))} would do."
+            ) from None
+
+    def _spilled(self, parts: dict[int, SpillPart], nbytes: int) -> None:
+        for part in parts.values():
+            part.tensor = part.tensor.new_empty(0)
+        self.let_go(nbytes)
+
+    def square_sums(self, gradients: Sequence[Gradient]) -> list[float]:
+        """Return the fp64 sum of each stored gradient's squares, over all ranks; see `square_sum`."""
+        return self.ranks.totals([self.square_sum(gradient) for gradient in gradients], "norms")
+
+    def square_sum_of_all(self, gradients: Iterable[Gradient]) -> float:
+        """Return the fp64 sum of the squares of all these, over all ranks."""
+        return self.ranks.totals([sum(map(self.square_sum, gradients), 0.0)], "norm")[0]
+
+    def square_sum(self, gradient: Gradient) -> float:
+        """Return the fp64 sum of the squares of what this rank has of a stored gradient, clipping not
+        applied; waits for a pass that is computing it.
+        """
+        gradient.check("clipping, or reading a gradient,")
+        self.settle_ranks(gradient.unit)
+        if gradient.form is Form.ZERO:
+            return 0.0
+        if gradient.parts is None:
+            gradient.arriving.wait()
+            gradient.parts = _measured(_present(gradient.tensor))
+        if gradient.form is Form.SPILLED and gradient.index in self.outgoing_of(gradient.unit):
+            self.spill(gradient.unit)
+        job = gradient.job
+        if job is not None:
+            self._lane.wait(job)
+        self._lane.check_open()  # a pass that failed is forgotten too
+        return gradient.parts.square_sum if gradient.parts.finite else math.nan
+
+    def dense(self, gradient: Gradient, dtype: torch.dtype) -> torch.Tensor:
+        """Return the gradient as a new tensor, clipping applied, in the parameter's shape and device."""
+        parameter = gradient.unit.parameters[gradient.index]
+        gradient.check("reading a gradient")
+        self.settle_ranks(gradient.unit)
+        if gradient.index in self.outgoing_of(gradient.unit):
+            self.spill(gradient.unit)
+        if gradient.form is Form.ZERO:
+            return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+        if gradient.form is Form.SPILLED:
+            values = self._read(gradient)
+        else:
+            gradient.arriving.wait()
+            values = _present(gradient.tensor)
+        values = self.collect(gradient.unit, gradient.index, values)
+        scaled = values.float().mul(float(gradient.scale)).to(dtype)
+        return scaled.view(parameter.shape).to(parameter.device)
+
+    def _read(self, gradient: Gradient) -> torch.Tensor:
+        """Return what this rank has of a spilled gradient."""
+        record = gradient.unit.record
+        dtype = torch.float32 if gradient.field == "grad32" else WEIGHTS[record.form.dtype].dtype
+        values = torch.empty(record.shard.segments[gradient.index].numel, dtype=dtype)
+        job = ReadPass(record, gradient.index, record.tile_numel, {gradient.field: values})
+        self._lane.submit(job, urgent=True)
+        self._lane.wait(job)
+        return values
+
+
+def _at_once(units: Sequence[Unit], outgoing_nbytes: int) -> dict[int, int]:
+    """Return, by their bytes, how many gradients may be on their way at once: those of one unit, and of as
+    many more as the outgoing share holds.
+    """
+    sizes = [
+        Counter(segment.numel * unit.flat.dtype.itemsize for segment in unit.shard.segments) for unit in units
+    ]
+    largest = max((sum(size * count for size, count in one.items()) for one in sizes), default=0)
+    rounds = 1 + outgoing_nbytes // max(largest, 1)
+    total = sum(sizes, Counter[int]())
+    return {size: min(total[size], rounds * max(one[size] for one in sizes)) for size in total}
+
+
+def _present(tensor: torch.Tensor | None) -> torch.Tensor:
+    if tensor is None:
+        raise AssertionError("expected a gradient in host memory, got none")
+    return tensor
+
+
+def _measured(tensor: torch.Tensor) -> SpillPart:
+    square_sum, finite = kernels.sum_squares(tensor.numel(), tensor.data_ptr(), KERNEL_DTYPE[tensor.dtype])
+    return SpillPart(tensor.new_empty(0), square_sum=square_sum, finite=finite)

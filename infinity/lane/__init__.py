@@ -1,0 +1,1 @@
+"""The thread that walks over records, and the passes that it runs."""

@@ -1,0 +1,378 @@
+"""The lane that moves records: one thread that keeps reads, work on what was read, and writes going at the
+same time.
+
+[Note: how the lane makes progress]
+A *pass* walks over the tiles of one record: each tile is read, worked on, and (if the pass changes it)
+written back. A field in host memory is worked on where it lies, one on NVMe in memory that the pass has for
+it, or else in a slot. Tiles of the queued passes are admitted in order as long as slots are free, so the
+reads of the next passes overlap the work on this one, and writes overlap both: slots bound what is in flight.
+A slot belongs to exactly one tile from the beginning of its read to the end of its write, and every tile with
+a slot finishes by itself: nothing it waits for needs another slot, a lock, or the thread that computes. So
+the lane cannot deadlock, with any number of slots from one up.
+
+Two passes over one record never overlap: a pass is admitted only when it is the oldest unfinished one of its
+record. What somebody waits for goes first, in the queue and at the disk.
+
+[Note: passes without transfers]
+Where all that a pass needs lies in host memory and the CPU computes, whoever submits it runs it: another
+thread would only take turns with it on the same cores, and a step would be longer by all that it does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from infinity.errors import EngineFailedError
+from infinity.lane.counts import LaneTimes
+from infinity.lane.queue import Awaited, Pass, Queue
+from infinity.records.record import Record
+from infinity.storage.failure import Failure
+from infinity.storage.memory import Pool, Slot
+from infinity.storage.store import Transfer
+from infinity.timeline import Timeline
+
+logger = logging.getLogger("infinity")
+
+
+@dataclass(slots=True)
+class _Tile:
+    """One tile under way: the memory it is in, and the transfers that fill or empty it."""
+
+    owner: Pass
+    start: int
+    stop: int
+    slot: Slot | None
+    at: dict[str, int]
+    reads: Sequence[str]
+    """Fields read from NVMe."""
+    writes: Sequence[str]
+    """Fields to write to NVMe."""
+    changes: Sequence[str]
+    """Fields that change where they lie."""
+    transfers: list[Transfer]
+
+
+class StreamLane:
+    """Runs passes on a thread of its own; see [Note: how the lane makes progress]."""
+
+    def __init__(
+        self, pool: Pool, *, inline: bool = False, timeline: Timeline | None = None, cpus: Sequence[int] = ()
+    ) -> None:
+        """Start it, on `cpus` if any; it owns `pool`; `inline`: see [Note: passes without transfers]."""
+        self.lock = threading.RLock()  # entered as a lock, in C; a Ctrl-C in Condition's own methods keeps it
+        """Guards all units' state."""
+        self.changed = threading.Condition(self.lock)
+        """Notified when a pass is processed or finished, and when the lane fails."""
+        self.times = LaneTimes()
+        self.passes: Counter[str] = Counter()
+        self._pool = pool
+        self._inline, self._cpus = inline, cpus
+        self._timeline = timeline or Timeline()
+        self._queue = Queue()
+        self._reading: deque[_Tile] = deque()
+        self._writing: deque[_Tile] = deque()
+        self._stopping = False
+        self._failure = Failure()
+        self._thread = threading.Thread(target=self._run, name="infinity-lane", daemon=True)
+        self._thread.start()
+
+    # What other threads call
+
+    def submit(self, job: Pass, *, urgent: bool = False) -> None:
+        """Queue a pass; `urgent` puts it, and older passes over the same record, in front. Or run it: see
+        [Note: passes without transfers].
+        """
+        job.urgent = urgent
+        if self._queued(job):
+            return
+        try:
+            self._queue.here.append(job)
+            job.take_over()
+            self._run_here(job)
+        except BaseException as error:  # a record half changed is not to be trained on
+            self.fail(error)
+            raise
+        finally:
+            self._queue.here.remove(job)
+
+    def _queued(self, job: Pass) -> bool:
+        """Queue a pass, altogether or, at a Ctrl-C, not at all; False for one to be run here."""
+        with self.lock:
+            self.check_open()
+            self.passes[type(job).__name__] += 1
+            if job.in_memory and self.runs_here(job.record):
+                return False
+            try:
+                self._queue.add(job)
+                job.take_over()
+            except BaseException:
+                self._queue.forget(job)
+                job.hand_back()
+                raise
+            self.changed.notify_all()
+            return True
+
+    def runs_here(self, record: Record) -> bool:
+        """Whether who submits a pass over `record` that needs no transfers will run it."""
+        return self._inline and record not in self._queue.of_record
+
+    def fail(self, error: BaseException, *, raised: bool = True) -> None:
+        """Stop, and refuse everything because of `error`, which the caller raises; where it does not
+        (`raised`), whoever waits next does.
+        """
+        with self.lock:
+            self._failure.note(error, raised=raised)
+            self._stopping = True
+            self.changed.notify_all()
+
+    def _run_here(self, job: Pass) -> None:
+        """Do a pass over fields in host memory."""
+        began = time.perf_counter()
+        job.run_in_memory()
+        ended = time.perf_counter()
+        self.times.inline_s += ended - began
+        self._timeline.span("work", f"{type(job).__name__} {job.record.name}", began, ended)
+        with self.lock:
+            job.done_processing()
+            job.processed = True
+            job.finish()
+            self.changed.notify_all()
+
+    def unfinished(self, record: Record) -> list[Pass]:
+        """Return the passes over a record that are not over, writes included. Asked under the lock."""
+        return self._queue.unfinished(record)
+
+    def settled(self, record: Record) -> bool:
+        """Whether every pass over a record has been worked on, writes apart."""
+        with self.lock:
+            self.check_open()
+            return all(job.processed for job in self._queue.of_record.get(record, ()))
+
+    def promote(self, record: Record) -> None:
+        """Put the queued passes over `record` in front."""
+        with self.lock:
+            self._queue.promote(record)
+
+    def wait(self, job: Awaited, *, finished: bool = False) -> float:
+        """Return when `job` is processed (or finished); the seconds that took.
+
+        Raises: what made the lane fail; EngineFailedError where the lane was closed before.
+        """
+        started = time.perf_counter()
+        with self.lock:
+            while not (job.finished if finished else job.processed):
+                self.check_open()
+                self.changed.wait(0.5)
+            self._failure.check()
+        return time.perf_counter() - started
+
+    def drain(self) -> None:
+        """Return when every queued pass is finished. Raises as `wait` does."""
+        with self.lock:
+            while self._queue.of_record:
+                self.check_open()
+                self.changed.wait(0.5)
+            self._failure.check()
+
+    def close(self) -> None:
+        """Stop after the transfers in flight; queued passes are dropped. Never raises."""
+        with self.lock:
+            self._stopping = True
+            self.changed.notify_all()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error that has stopped the lane, or one that stands for it; None while it runs."""
+        return self._failure.cause
+
+    def check_open(self) -> None:
+        """Raise what made the lane fail; EngineFailedError where it was closed."""
+        self._failure.check()
+        if self._stopping:
+            raise EngineFailedError("the engine was closed; its parameters are gone")
+
+    # The lane's own thread
+
+    def _run(self) -> None:
+        try:
+            if self._cpus:
+                os.sched_setaffinity(0, self._cpus)  # of this thread alone
+            while self._turn():
+                pass
+        except BaseException as error:
+            logger.debug("the lane stops", exc_info=error)
+            with self.lock:
+                self._failure.note(error, raised=False)
+        self._drain_transfers()
+        with self.lock:
+            self.changed.notify_all()
+
+    def _turn(self) -> bool:
+        """Make the next bit of progress; False when it is time to stop."""
+        if self._stopping:
+            return False
+        self._reap(block=False)
+        self._admit()
+        if self._reading:
+            self._work(self._reading.popleft())
+        elif self._writing:
+            self._reap(block=True)
+        else:
+            started = time.perf_counter()
+            with self.lock:
+                if not self._stopping and self._queue.admissible() is None:
+                    self.changed.wait(1.0)
+            self.times.idle_s += time.perf_counter() - started
+        return True
+
+    def _admit(self) -> None:
+        """Begin the reads of the next tiles, as far as slots go."""
+        while self._pool.free:
+            with self.lock:
+                job = self._queue.admissible()
+                if job is None:
+                    return
+                tile, last = self._next_range(job)
+                if last:
+                    self._queue.waiting.popleft()
+                if tile is None:
+                    self._processed(job)
+                    continue
+                if job.urgent and not job.unprocessed:
+                    job.starved_s += self._pool.lacked_s(job.asked_s)
+                job.open_tiles += 1
+                job.unprocessed += 1
+            self._reading.append(self._begin(job, *tile))
+
+    @staticmethod
+    def _next_range(job: Pass) -> tuple[tuple[int, int] | None, bool]:
+        """Return the pass's next tile, None if it has none, and whether it is the last."""
+        if job.ranges is None:
+            job.ranges = job.tiles()
+            job.ahead = next(job.ranges, None)
+        tile, job.ahead = job.ahead, next(job.ranges, None)
+        return tile, job.ahead is None
+
+    def _begin(self, job: Pass, start: int, stop: int) -> _Tile:
+        """Find memory for the fields of a tile, and begin to read those on NVMe."""
+        record = job.record
+        reads, writes = job.fields(start, stop)
+        at: dict[str, int] = {}
+        slotted: list[str] = []
+        for name in dict.fromkeys((*reads, *writes)):
+            address = self._address(job, name, start)
+            if address is None:
+                slotted.append(name)
+            else:
+                at[name] = address
+        reads = job.ordered(name for name in reads if not record.in_host(name))
+        stored = job.ordered(name for name in writes if not record.in_host(name) and name not in job.adopts)
+        slot = self._pool.lease() if slotted or reads or stored else None
+        if slot is not None:
+            address = slot.address
+            for name in slotted:
+                at[name] = address
+                address += record.tile_nbytes(name, stop - start)
+        owner = (slot, job.keeps)
+        last = reads[-1] if reads else None
+        transfers = [job.read(name, start, stop, at[name], owner, more=name is not last) for name in reads]
+        changes = [name for name in writes if name not in stored]
+        return _Tile(job, start, stop, slot, at, reads, stored, changes, transfers)
+
+    @staticmethod
+    def _address(job: Pass, name: str, start: int) -> int | None:
+        """Return where a field of a tile is worked on; None for a slot."""
+        if name in job.adopts:
+            return job.record.target_address(name, start)
+        address = job.record.address(name, start)
+        return job.place(name, start) if address is None else address
+
+    def _work(self, tile: _Tile) -> None:
+        """Wait for a tile's reads, check them, do its work, and begin its writes."""
+        record, job = tile.owner.record, tile.owner
+        began = time.perf_counter()
+        for transfer in tile.transfers:
+            transfer.wait()
+        read = time.perf_counter()
+        self._note(tile, "read", tile.reads)
+        more = job.work(tile.start, tile.stop, tile.at, tile.reads, tile.writes)
+        owner, last = (tile.slot, job.keeps), tile.writes[-1] if tile.writes else None
+        tile.transfers = [
+            job.write(name, tile.start, tile.stop, tile.at[name], owner, more=name is not last)
+            for name in tile.writes
+        ]
+        tile.transfers += more or ()
+        for name in tile.changes:
+            job.note_written(name, tile.start, tile.stop)
+        if job.unprocessed == 1 and job.ahead is None:
+            tile.transfers += job.settle()
+        ended = time.perf_counter()
+        self.times.read_wait_s += read - began
+        self.times.work_s += ended - read
+        self._timeline.span("work", f"{type(job).__name__} {record.name}", read, ended)
+        with self.lock:
+            job.unprocessed -= 1
+            if not job.unprocessed:
+                job.asked_s = ended
+            if not job.unprocessed and job.ahead is None:
+                self._processed(job)
+        self._writing.append(tile)
+
+    def _note(self, tile: _Tile, lane: str, names: Sequence[str]) -> None:
+        """Put a tile's transfers, now over, into the timeline."""
+        if not self._timeline.recording:
+            return
+        record = tile.owner.record
+        for name, transfer in zip(names, tile.transfers, strict=False):
+            nbytes = record.tile_nbytes(name, tile.stop - tile.start)
+            ended_s = transfer.ended_s
+            if ended_s is not None:
+                self._timeline.span(lane, f"{record.name}.{name}", transfer.began_s, ended_s, nbytes)
+
+    def _reap(self, *, block: bool) -> None:
+        """Give back the slots of tiles whose writes are over; with `block`, wait for the oldest."""
+        while self._writing and (block or all(transfer.done for transfer in self._writing[0].transfers)):
+            tile = self._writing.popleft()
+            started = time.perf_counter()
+            for transfer in tile.transfers:
+                transfer.wait()
+            if block:
+                self.times.write_wait_s += time.perf_counter() - started
+            block = False
+            self._note(tile, "write", tile.writes)
+            if tile.slot is not None:
+                self._pool.give_back(tile.slot)
+            with self.lock:
+                tile.owner.open_tiles -= 1
+                self._finish_if_over(tile.owner)
+
+    def _processed(self, job: Pass) -> None:
+        for name in job.adopts:
+            job.record.adopt(name)
+        job.done_processing()
+        job.processed = True  # last: others look at it without the lock, and count on the rest
+        self._finish_if_over(job)
+        self.changed.notify_all()
+
+    def _finish_if_over(self, job: Pass) -> None:
+        if job.processed and not job.open_tiles and not job.finished:
+            self._queue.retire(job)
+            job.finish()
+            self.changed.notify_all()
+
+    def _drain_transfers(self) -> None:
+        """Wait for what is in flight, so that slots may be freed; the error that counts came before."""
+        for tile in (*self._reading, *self._writing):
+            for transfer in tile.transfers:
+                try:
+                    transfer.wait()
+                except Exception as error:  # noqa: BLE001
+                    logger.debug("after the lane stopped: %s", error)

@@ -1,0 +1,316 @@
+"""The walks over records beside fetching: spilling gradients, reading and writing single parameters, leaving
+host memory.
+
+Each says which fields of a tile it reads and writes and what it does in between; the lane does the rest.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from infinity import kernels
+from infinity.lane.queue import Pass
+from infinity.planning.layout import Segment, pieces, tiles
+from infinity.records.record import Record
+from infinity.records.weights import ACCUMULATE, KERNEL_DTYPE, WEIGHTS, WIDEN
+from infinity.storage.store import DONE, Extent, Transfer
+
+
+def piece_address(record: Record, base: int, element: int, start: int, field: str) -> int:
+    """Return the address of `element` of a field whose tile, from element `start` on, lies at `base`."""
+    return base + record.form.nbytes(field, element - start)
+
+
+def clear(record: Record, at: dict[str, int], name: str, numel: int) -> None:
+    """Make a field of a tile of `numel` elements zero."""
+    ctypes.memset(at[name], 0, record.form.nbytes(name, numel))
+
+
+@dataclass(slots=True)
+class SpillPart:
+    """One parameter's new gradient for a spill: added to what is stored, or stored instead of it.
+
+    measure: sum its squares on the way. arriving: of `tensor`, which may be read when this is over.
+    """
+
+    tensor: torch.Tensor
+    add: bool = False
+    measure: bool = False
+    arriving: Transfer = DONE
+    square_sum: float = 0.0
+    finite: bool = True
+
+
+class SpillPass(Pass):
+    """Write gradients to the record, beside or on top of those that are there.
+
+    parts: new gradients by parameter. carried: parameters whose stored gradient must survive. source: the
+    field that holds it, None if there is none. target: the field to write; fp32 as soon as anything is added.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        tile_numel: int,
+        parts: dict[int, SpillPart],
+        carried: set[int],
+        source: str | None,
+        target: str,
+    ) -> None:
+        """Prepare to write `target`."""
+        super().__init__(record)
+        self._shard = record.shard
+        self._computes = WEIGHTS[record.form.dtype].dtype
+        self._tile_numel = tile_numel
+        self._parts = parts
+        self._carried = carried
+        self._source = source
+        self._target = target
+        self.on_processed: Callable[[dict[int, SpillPart]], None] | None = None
+
+    def touched(self) -> Iterable[str]:
+        """Gradients alone."""
+        return [self._target, *([self._source] if self._source else [])]
+
+    def tiles(self) -> Iterator[tuple[int, int]]:
+        """Every tile."""
+        return tiles(self._shard.numel, self._tile_numel)
+
+    def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
+        """The stored gradients, if any count, and the new ones."""
+        return ((self._source,) if self._source else ()), (self._target,)
+
+    def process(self, start: int, stop: int, at: dict[str, int]) -> None:
+        """Write each parameter's piece: stored, new, or their fp32 sum."""
+        target = at[self._target]
+        if self._source is None:
+            clear(self.record, at, self._target, stop - start)
+        for piece in pieces(self._shard, start, stop):
+            part = self._parts.get(piece.index)
+            to = piece_address(self.record, target, piece.start, start, self._target)
+            if (
+                self._source
+                and (piece.index in self._carried or (part and part.add))
+                and self._source != self._target
+            ):
+                stored = piece_address(self.record, at[self._source], piece.start, start, self._source)
+                WIDEN[self._computes](piece.numel, stored, to)
+            if part is None:
+                continue
+            part.arriving.wait()
+            of_part = part.tensor.dtype
+            new = part.tensor.data_ptr() + piece.within * of_part.itemsize
+            if part.add:
+                ACCUMULATE[of_part](piece.numel, to, new)
+            elif self._target == "grad32":
+                WIDEN[of_part](piece.numel, new, to)
+            else:
+                kernels.copy(piece.numel * of_part.itemsize, to, new)
+            if part.measure:
+                dtype = torch.float32 if self._target == "grad32" else self._computes
+                square_sum, finite = kernels.sum_squares(piece.numel, to, KERNEL_DTYPE[dtype])
+                part.square_sum += square_sum
+                part.finite &= finite
+
+    def done_processing(self) -> None:
+        """Let go of the tensors."""
+        parts, self._parts = self._parts, {}
+        if self.on_processed:
+            self.on_processed(parts)
+
+
+def _tiles_of(segment: Segment, numel: int, tile_numel: int) -> Iterator[tuple[int, int]]:
+    """Return the whole tiles that hold any of `segment`."""
+    for start, stop in tiles(numel, tile_numel):
+        if segment.numel and start < segment.stop and segment.start < stop:
+            yield start, stop
+
+
+class ReadPass(Pass):
+    """Copy fields of one parameter into tensors: "hi", of the type that computes; "m", "v" and "master" in
+    fp32, in whatever fields they are kept.
+    """
+
+    def __init__(self, record: Record, index: int, tile_numel: int, into: dict[str, torch.Tensor]) -> None:
+        """Prepare to fill the contiguous host tensors `into`, each with as many elements as the parameter."""
+        super().__init__(record)
+        self._index = index
+        self._segment = record.shard.segments[index]
+        self._tile_numel = tile_numel
+        self._into = into
+        names: list[str] = []
+        for name in into:
+            names += record.form.master if name == "master" else [name]
+            names += record.form.moments if name in ("m", "v") else []
+        self._names = tuple(dict.fromkeys(names))
+
+    def tiles(self) -> Iterator[tuple[int, int]]:
+        """Tiles with a part of the parameter."""
+        return _tiles_of(self._segment, self.record.shard.numel, self._tile_numel)
+
+    def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
+        """What was ever written of the fields asked for; the rest counts as zero."""
+        return tuple(name for name in self._names if self.record.written(name, start)), ()
+
+    def process(self, start: int, stop: int, at: dict[str, int]) -> None:
+        """Copy, join or widen."""
+        for piece in pieces(self.record.shard, start, stop):
+            if piece.index != self._index:
+                continue
+            to = {
+                name: tensor.data_ptr() + piece.within * tensor.element_size()
+                for name, tensor in self._into.items()
+            }
+            here = {name: piece_address(self.record, at[name], piece.start, start, name) for name in at}
+            if "master" in to:
+                WEIGHTS[self.record.form.dtype].read_master(piece.numel, here, to["master"])
+            for name in ("hi", "grad16", "grad32"):
+                if name in to:
+                    _copy_or_clear(piece.numel * self._into[name].element_size(), to[name], here.get(name))
+            self._moments(piece.numel, to, here)
+
+    def _moments(self, numel: int, to: dict[str, int], here: dict[str, int]) -> None:
+        form = self.record.form.state_dtype
+        asked = [name for name in ("m", "v") if name in to]
+        if form == "int8" and asked and "m" in here:
+            unasked = torch.empty(numel, dtype=torch.float32)
+            m, v = (to.get(name, unasked.data_ptr()) for name in ("m", "v"))
+            kernels.dequantize(numel, here["m"], here["v"], here["scale"], m, v)
+            return
+        for name in asked:
+            if form == "bf16" and name in here:
+                kernels.widen(numel, here[name], to[name])
+            else:
+                _copy_or_clear(4 * numel, to[name], here.get(name))
+
+
+def _copy_or_clear(nbytes: int, to: int, address: int | None) -> None:
+    """Copy what there is; what was never written is zero."""
+    if address is None:
+        ctypes.memset(to, 0, nbytes)
+    else:
+        kernels.copy(nbytes, to, address)
+
+
+class WritePass(Pass):
+    """Set parameters from tensors: values of the master, in fp32 or in the type that computes, or of the
+    moments "m" and "v".
+
+    values: by parameter and field, contiguous host tensors; the field "master" becomes the record's weights.
+    With `rewrite`, masters in the type that computes change only the elements whose value differs (the others
+    keep their remainder).
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        tile_numel: int,
+        values: dict[int, dict[str, torch.Tensor]],
+        *,
+        rewrite: bool = False,
+    ) -> None:
+        """Prepare to write `values`."""
+        super().__init__(record)
+        self._tile_numel = tile_numel
+        self._values = values
+        self._rewrite = rewrite
+        names = {name for fields in values.values() for name in fields}
+        if record.form.state_dtype == "int8" and ("m" in names) != ("v" in names):
+            raise ValueError(f"{record.name}: 8-bit moments are set together, got {sorted(names)}")
+        wanted = [name for name in record.form.moments if name in names or (name == "scale" and "m" in names)]
+        self._names = (*wanted, *(record.form.weights if "master" in names else ()))
+
+    def tiles(self) -> Iterator[tuple[int, int]]:
+        """Tiles with a part of any of the parameters."""
+        for start, stop in tiles(self.record.shard.numel, self._tile_numel):
+            if any(piece.index in self._values for piece in pieces(self.record.shard, start, stop)):
+                yield start, stop
+
+    def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
+        """Read what is there, unless every parameter in the tile is replaced."""
+        parts = list(pieces(self.record.shard, start, stop))
+        if not self._rewrite and all(
+            set(self._values.get(part.index, ())) >= self._fields_set() for part in parts
+        ):
+            return (), self._names
+        return tuple(name for name in self._names if self.record.written(name, start)), self._names
+
+    def _fields_set(self) -> set[str]:
+        given = {**dict.fromkeys(self.record.form.weights, "master"), "scale": "m"}
+        return {given.get(name, name) for name in self._names}
+
+    def process(self, start: int, stop: int, at: dict[str, int]) -> None:
+        """Split, rewrite or copy each parameter's piece."""
+        reads, _ = self.fields(start, stop)
+        for name in self._names:
+            if name not in reads:
+                clear(self.record, at, name, stop - start)
+        for piece in pieces(self.record.shard, start, stop):
+            values = self._values.get(piece.index, {})
+            new = {
+                name: tensor.data_ptr() + piece.within * tensor.element_size()
+                for name, tensor in values.items()
+            }
+            here = {name: piece_address(self.record, at[name], piece.start, start, name) for name in at}
+            if "master" in new:
+                self._write_master(piece.numel, new["master"], values["master"].dtype, here)
+            self._write_moments(piece.numel, new, here)
+
+    def _write_master(self, numel: int, new: int, dtype: torch.dtype, here: dict[str, int]) -> None:
+        weights = WEIGHTS[self.record.form.dtype]
+        if self._rewrite and dtype == weights.dtype:
+            weights.rewrite(numel, new, here)
+        elif dtype == torch.float32:
+            weights.write_master(numel, new, here)
+        else:
+            weights.take(numel, new, here)
+
+    def _write_moments(self, numel: int, new: dict[str, int], here: dict[str, int]) -> None:
+        form = self.record.form.state_dtype
+        if form == "int8" and "m" in new:
+            kernels.quantize(numel, new["m"], new["v"], here["m"], here["v"], here["scale"])
+            return
+        for name in ("m", "v"):
+            if name not in new:
+                continue
+            if form == "bf16":
+                kernels.narrow(numel, new[name], here[name])
+            else:
+                kernels.copy(4 * numel, here[name], new[name])
+
+    def done_processing(self) -> None:
+        """Let go of the tensors."""
+        self._values = {}
+
+
+class LeavePass(Pass):
+    """Write one field from host memory to an extent on NVMe, then let it lie there."""
+
+    def __init__(self, record: Record, name: str, to: Extent, tile_numel: int) -> None:
+        """Prepare to move the field `name`."""
+        super().__init__(record)
+        self._name, self._to, self._tile_numel = name, to, tile_numel
+        self._hashes = record.new_hashes(name)
+        self.on_finished.append(self._switch)
+
+    def tiles(self) -> Iterator[tuple[int, int]]:
+        """Every tile that was ever written."""
+        for start, stop in tiles(self.record.shard.numel, self._tile_numel):
+            if self.record.written(self._name, start):
+                yield start, stop
+
+    def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
+        """The field, where it lies."""
+        return (self._name,), ()
+
+    def process(self, start: int, stop: int, at: dict[str, int]) -> Sequence[Transfer]:
+        """Begin to write it."""
+        keeps = self.record.memory(self._name)
+        return (self.record.write_to(self._to, self._hashes, self._name, start, stop, at[self._name], keeps),)
+
+    def _switch(self) -> None:
+        self.record.move(self._name, self._to, self._hashes)

@@ -1,0 +1,1 @@
+"""torch Optimizers over offloaded parameters."""

@@ -1,0 +1,341 @@
+"""Optimizers over offloaded parameters: ordinary torch Optimizers whose arithmetic happens where the records
+pass. What each computes is its recipe; see recipes and optimizers.
+
+[Note: when an update happens]
+update="forward": step() decides (norm, clip factor, this step's scalars) and returns; a unit's update is
+applied when its record next passes through memory, which is the next forward's fetch. Whoever reads a
+parameter goes through the same fetch, so it sees the updated value. update="backward": the update is applied
+in the backward, as soon as a unit's gradients are complete, and no gradient is kept; that excludes clipping
+(the norm is not known yet) and a second backward before step(). Units in host memory need no transfers that
+could go on meanwhile: their gradients wait in the outgoing share, and are applied when it is full, or the
+backward ends.
+
+[Note: missed steps]
+A gradient of zeros still decays weights and moments. An expert that no token was routed to has such gradients
+where zero_grad(set_to_none=False) made them. Moving its record for that would cost what routing was to save:
+so these updates wait, and are replayed one by one, element for element the same, when the record next passes.
+At most MISSED_LIMIT wait; then the record is fetched for their sake.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from infinity import kernels
+from infinity.config.loss_scale import warn_unscaled
+from infinity.engine.engine import Engine
+from infinity.errors import UnsupportedError
+from infinity.gradients.grad_tensor import OffloadedGradient
+from infinity.gradients.gradient import Form, Gradient, applied_message
+from infinity.optim.joining import check_record
+from infinity.optim.optimizer_state import check_room, checked_states
+from infinity.optim.optimizer_view import ShowingState
+from infinity.optim.ownership import Place, check_current, engine_for
+from infinity.records.update_rules import Recipe
+from infinity.records.updates import Update
+from infinity.records.weights import WEIGHTS
+from infinity.units.optimizer_options import check_group
+from infinity.units.tracking import Tracking
+from infinity.units.unit import Unit
+
+MISSED_LIMIT = 100
+"""Steps with gradients of zeros that may wait for a record to pass; see [Note: missed steps]."""
+
+
+class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[misc]  # state, on demand
+    """What all optimizers on parameters built inside `with infinity.Init(...)` share.
+
+    params: as every torch Optimizer takes them. defaults: of a param group's options; recipe: what the
+    optimizer computes, and keeps. max_norm: clip the global gradient norm, in fp32, inside the update (leave
+    it None where you call torch.nn.utils.clip_grad_norm_). update: "forward" or "backward"; see [Note: when
+    an update happens]. seed: of the random bits that round the moments of Config(state_dtype="bf16" or
+    "int8"); the same seed, the same bits. `state` shows what lies in records; see ParameterState.
+
+    Raises: ValueError for settings out of range and for parameters that were not built in Init;
+    UnsupportedError for options of torch's that it does not have.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        recipe: Recipe,
+        *,
+        max_norm: float | None = None,
+        update: Literal["forward", "backward"] = "forward",
+        seed: int = 0,
+    ) -> None:
+        """Take the parameters; room for their state is allocated now."""
+        if update not in ("forward", "backward"):
+            raise ValueError(f'update={update!r}: expected "forward" or "backward"')
+        if max_norm is not None and not max_norm > 0:
+            raise ValueError(f"max_norm={max_norm}: expected a number above 0, or None")
+        if max_norm is not None and update == "backward":
+            raise ValueError('max_norm needs the norm of all gradients before an update: update="forward"')
+        recipe.scalars(defaults, 1, 1.0)  # its checks are ours
+        self.recipe = recipe
+        self.max_norm = max_norm
+        self.update = update
+        self.seed = seed
+        self.grad_norm: float | None = None
+        """The global gradient norm of the last step, where max_norm made it known."""
+        self._decided: set[Unit] = set()
+        self._warned = False
+        self.own_nothing()
+        super().__init__(params, defaults)
+        self.take([one for group in self.param_groups for one in group["params"]])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take further parameters; room for their state is allocated now.
+
+        Raises: ValueError for a parameter that was not built in Init, or belongs to another optimizer;
+        UnsupportedError for a record that this optimizer cannot update; HostMemoryError, with the smallest
+        budget that works, where the state has to fit host memory and does not.
+        """
+        check_current(self, "add_param_group()")
+        check_group(type(self).__name__, self.defaults, param_group)
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]["params"]
+        known = dict(self.mine)
+        try:
+            for parameter in group:
+                engine = engine_for(parameter)
+                check_record(self.recipe, engine.unit_of(parameter)[0].record.form, self.update)
+                self.mine[id(parameter)] = Place(engine, len(self.mine), len(self.param_groups) - 1)
+            if self._made:
+                self.take(group)
+        except BaseException:
+            self.param_groups.pop()
+            self.mine = known
+            raise
+
+    def _engine(self, unit: Unit) -> Engine:
+        return next(self.mine[id(one)].engine for one in unit.parameters if id(one) in self.mine)
+
+    # A step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Decide the updates of every parameter that has a gradient; see [Note: when an update happens].
+
+        Raises: UnsupportedError where gradients were clipped by hand although max_norm is set, and where a
+        later optimizer has taken the parameters over.
+        """
+        check_current(self, "step()")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for engine in self._engines.values():
+            engine.arrivals.finish_backward()
+        taken = [(group, one, self._gradient(one, grad)) for group, one, grad in self._with_gradient()]
+        torch.autograd.graph.increment_version([one for _, one, _ in taken])  # graphs with old values end
+        taken = [
+            (group, parameter, gradient)
+            for group, parameter, gradient in taken
+            if gradient.form is not Form.APPLIED
+        ]
+        self._warn_of_overflow([gradient for _, _, gradient in taken])
+        factor = self._clip_factor([gradient for _, _, gradient in taken])
+        self._make_way([gradient for _, _, gradient in taken])
+        for group, parameter, gradient in taken:
+            self._decide(group, parameter, gradient, factor)
+        for unit in {gradient.unit for _, _, gradient in taken if gradient.form is not Form.ZERO}:
+            self._engine(unit).executor.frequencies.updated(unit.index)
+        self._applied.clear()
+        for engine in self._engines.values():
+            engine.close_step()
+        return loss
+
+    def _warn_of_overflow(self, gradients: list[Gradient]) -> None:
+        """Warn, once, where fp16 gradients come without the check that a scaled loss brings."""
+        for gradient in gradients:
+            dtype = gradient.unit.record.form.dtype
+            if WEIGHTS[dtype].overflows and not gradient.checked and not self._warned:
+                self._warned = True
+                warn_unscaled(gradient.unit.name, dtype)
+
+    def _with_gradient(self) -> list[tuple[dict[str, Any], nn.Parameter, torch.Tensor]]:
+        with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked
+            return [
+                (group, parameter, grad)
+                for group in self.param_groups
+                for parameter in group["params"]
+                if (grad := parameter.grad) is not None
+            ]
+
+    def _gradient(self, parameter: nn.Parameter, grad: torch.Tensor) -> Gradient:
+        """Return the stored gradient behind `p.grad`; a plain tensor that the user put there is taken in
+        first.
+        """
+        engine = self.mine[id(parameter)].engine
+        unit, index = engine.unit_of(parameter)
+        if isinstance(grad, OffloadedGradient) and grad.is_of(unit, index):
+            return grad.gradient
+        if grad.layout != torch.strided:
+            raise UnsupportedError(f"{engine.name_of(parameter)}: sparse gradients are not supported")
+        return engine.arrivals.assigned(unit, index, grad.detach().clone())
+
+    def _clip_factor(self, gradients: list[Gradient]) -> np.float32:
+        """Return the fp32 factor that brings the global norm to max_norm (1 without one): the recipe of
+        DESIGN 3.
+        """
+        if self.max_norm is None:
+            return np.float32(1)
+        clipped = next((gradient for gradient in gradients if gradient.scale != 1), None)
+        if clipped is not None:
+            raise UnsupportedError(
+                f"{clipped.unit.name}: gradients were scaled (clip_grad_norm_, GradScaler) although "
+                f"{type(self).__name__} has max_norm={self.max_norm}; leave max_norm out, and clip by "
+                "clip_grad_norm_"
+            )
+        total = sum(
+            engine.gradients.square_sum_of_all(one for one in gradients if self._engine(one.unit) is engine)
+            for engine in self._engines.values()
+        )
+        norm = np.float32(math.sqrt(total))
+        self.grad_norm = float(norm)
+        return np.float32(np.minimum(np.float32(1), np.float32(self.max_norm) / (norm + np.float32(1e-6))))
+
+    def _make_way(self, gradients: list[Gradient]) -> None:
+        """Apply what earlier steps decided for units unused since; but see [Note: missed steps]."""
+        busy = {gradient.unit for gradient in gradients if gradient.form is not Form.ZERO}
+        decided, self._decided = self._decided, set()
+        for unit in decided:
+            if not unit.pending:
+                continue
+            if unit not in busy and all(one.misses < MISSED_LIMIT for one in unit.pending.values()):
+                self._decided.add(unit)
+            else:
+                self._engine(unit).executor.flush(unit)
+
+    def _decide(
+        self, group: dict[str, Any], parameter: nn.Parameter, gradient: Gradient, factor: np.float32
+    ) -> None:
+        """Put one parameter's update among what is pending for its unit."""
+        unit, engine = gradient.unit, self.mine[id(parameter)].engine
+        if unit.users:
+            raise UnsupportedError(f"{unit.name}: step() inside a forward or `with infinity.gathered(...)`")
+        self.make_room(engine, parameter)
+        before = unit.pending.get(gradient.index)
+        scalars, key = self._scalars(group, parameter, float(np.float32(gradient.scale * factor)))
+        missed = () if before is None else (*before.missed, (before.scalars, before.key))
+        unit.pending[gradient.index] = self._update(gradient, scalars, key, missed)
+        self._decided.add(unit)
+        unit.version += 1
+
+    def _update(
+        self, gradient: Gradient, scalars: Any, key: int, missed: tuple[tuple[Any, int], ...] = ()
+    ) -> Update:
+        field = gradient.field if gradient.form is Form.SPILLED else None
+        tensor = gradient.tensor if field is None else None
+        return Update(scalars, tensor, field, key, gradient.arriving, missed, self.recipe)
+
+    def _scalars(self, group: dict[str, Any], parameter: nn.Parameter, clip: float) -> tuple[Any, int]:
+        """Count the parameter's step; return its scalars and the key of its random bits."""
+        state = self.counts.setdefault(parameter, {})
+        step = state.get("step", 0) + 1
+        scalars = self.recipe.scalars(group, step, clip)
+        state["step"] = step
+        return scalars, kernels.state_key(self.seed, self.mine[id(parameter)].position, step)
+
+    # Updating in the backward: engine.Updater
+
+    def takes(self, unit: Unit) -> bool:
+        """Whether parameters of this unit are its own."""
+        return any(id(parameter) in self.mine for parameter in unit.parameters)
+
+    def applied(self, unit: Unit, index: int) -> bool:
+        """Whether this parameter's gradient has been applied since the last step()."""
+        return id(unit.parameters[index]) in self._applied
+
+    def apply(self, unit: Unit) -> bool:
+        """Apply a unit's complete gradients, if no further use of it in this backward can bring more."""
+        gradients = self._engine(unit).gradients
+        outgoing = gradients.outgoing_of(unit)
+        if unit.forward_uses > 1 or not outgoing:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, gradient in outgoing.items():
+                parameter = unit.parameters[index]
+                theirs = id(parameter) not in self.mine or gradient.form is not Form.OUTGOING
+                if theirs or getattr(parameter.grad, "gradient", None) is not gradient:
+                    return False
+        self._apply_now(unit, list(gradients.take_outgoing(unit).values()), outgoing=True)
+        return True
+
+    def backward_ended(self) -> None:
+        """Apply the gradients of units that were used more than once, and of those that got only some."""
+        if self.update != "backward":
+            return
+        waiting: dict[Unit, list[Gradient]] = {}
+        for _, parameter, grad in self._with_gradient():
+            gradient = self._gradient(parameter, grad)
+            if gradient.form in (Form.HOST, Form.SPILLED):
+                waiting.setdefault(gradient.unit, []).append(gradient)
+        for unit, gradients in waiting.items():
+            self._apply_now(unit, gradients, outgoing=False)
+
+    def _apply_now(self, unit: Unit, gradients: list[Gradient], *, outgoing: bool) -> None:
+        engine, nbytes = self._engine(unit), 0
+        for gradient in gradients:
+            if gradient.scale != 1:
+                raise UnsupportedError(applied_message(unit, "clipping"))
+            parameter = unit.parameters[gradient.index]
+            self.make_room(engine, parameter)
+            group = self.param_groups[self.mine[id(parameter)].group]
+            unit.pending[gradient.index] = self._update(gradient, *self._scalars(group, parameter, 1.0))
+            nbytes += gradient.tensor.nbytes if outgoing and gradient.tensor is not None else 0
+            gradient.leaves(Form.APPLIED)
+            gradient.charge(0)
+            self._applied.add(id(parameter))
+        unit.version += 1
+        job = engine.executor.apply(unit, lambda: engine.gradients.let_go(nbytes))
+        engine.gradients.sent(job)
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return groups, step counts and state, as torch.optim would: plain CPU tensors under its names.
+
+        Raises: HostMemoryError, with the numbers, where they do not fit the machine's memory.
+        """
+        check_current(self, "state_dict()")
+        packed: dict[str, Any] = super().state_dict()
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        check_room(self.recipe, [one for index, one in enumerate(parameters) if index in packed["state"]])
+        for index, parameter in enumerate(parameters):
+            if index in packed["state"]:  # a hook may leave state out
+                values = self.mine[id(parameter)].engine.read(parameter, list(self.recipe.state))
+                step = torch.tensor(float(self.counts[parameter]["step"]))
+                named = dict(zip(self.recipe.state.values(), values, strict=True))
+                packed["state"][index] = {"step": step, **named}
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take groups, step counts and state from what `state_dict` returned here or in torch's optimizer.
+
+        Raises: ValueError where groups or shapes do not match; nothing is changed then.
+        """
+        check_current(self, "load_state_dict()")
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        by_number = dict(zip(numbers, parameters, strict=False))
+        for group in state_dict["param_groups"]:
+            check_group(type(self).__name__, self.defaults, group)
+        states = checked_states(self.recipe, state_dict["state"], by_number)
+        steps = {number: {"step": int(state.get("step", 1))} for number, state in states.items()}
+        super().load_state_dict({**state_dict, "state": steps})
+        for number, state in states.items():
+            parameter = by_number[number]
+            engine = self.mine[id(parameter)].engine
+            self.make_room(engine, parameter)
+            if self.recipe.state:
+                engine.write(parameter, {field: state[key] for field, key in self.recipe.state.items()})

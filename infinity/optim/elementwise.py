@@ -1,0 +1,188 @@
+"""Any elementwise optimizer of torch over offloaded parameters: torch's own step, on parts of a parameter.
+
+[Note: what is elementwise]
+An optimizer whose step treats every element by itself gives the same bits whether it is given a parameter
+whole or in parts. That is tried before it is taken: three steps of random values, whole and cut. Of its
+state, a count of steps and at most two tensors of the parameter's shape have a place in a record; what keeps
+other numbers (NAdam, ASGD), more tensors, or sums over rows (Adafactor, Muon) is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.optim import Optimizer
+
+from infinity.errors import UnsupportedError
+from infinity.optim.base import OffloadedOptimizer
+from infinity.records.update_rules import Kernel, Recipe, Span
+from infinity.records.weights import KERNEL_DTYPE, WEIGHTS, WIDEN, Weights
+from infinity.storage.memory import view
+
+CHUNK_NUMEL = 1 << 18
+"""Elements of a step: their master, gradient and state are in memory in fp32."""
+
+_FIELDS = ("m", "v")
+_PROBED_NUMEL, _CUT = 1000, 307
+_TYPES = {name: dtype for dtype, name in KERNEL_DTYPE.items()}
+
+
+class Elementwise(OffloadedOptimizer):
+    """Steps of an optimizer class of torch.optim that this package has no kernel for: slower, and exact.
+
+    kind: the class, such as torch.optim.RMSprop; options: its own. Masters, state and arithmetic are fp32;
+    the bits are those of kind(..., foreach=False) in memory, on fp32 parameters with the same gradients.
+    params, max_norm, update: as OffloadedOptimizer.
+
+        optimizer = infinity.Elementwise(torch.optim.RMSprop, model.parameters(), lr=1e-3, momentum=0.9)
+
+    Raises: UnsupportedError for a class that is not elementwise, or whose state finds no place; see [Note:
+    what is elementwise]. What `kind` itself raises for its options.
+    """
+
+    def __init__(
+        self,
+        kind: type[Optimizer],
+        params: Iterable[Any],
+        *,
+        max_norm: float | None = None,
+        update: Literal["forward", "backward"] = "forward",
+        **options: Any,
+    ) -> None:
+        """Try the class, and take the parameters; room for their state is allocated now."""
+        chosen = _Kind(kind, options)
+        super().__init__(params, chosen.defaults, chosen.recipe(), max_norm=max_norm, update=update)
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What one step of one parameter gets."""
+
+    options: Mapping[str, Any]
+    step: int
+    clip: float
+
+
+class _Kind:
+    """One class of optimizers, and what is known of it."""
+
+    def __init__(self, kind: type[Optimizer], options: Mapping[str, Any]) -> None:
+        """Try it with these options.
+
+        Raises: see Elementwise.
+        """
+        self._kind, self._options = kind, options
+        made = kind([torch.nn.Parameter(torch.zeros(1))], **options)
+        plain = {"foreach": False, "fused": False}
+        self.defaults = {name: plain.get(name, value) for name, value in made.defaults.items()}
+        self._count: Callable[[int], Any] | None = None
+        """Makes the count of steps that its state holds."""
+        self._state = self._try(self.defaults)
+        self._tried = {self._key(self.defaults)}
+
+    def recipe(self) -> Recipe:
+        """Return what OffloadedOptimizer needs to know."""
+        state = dict(zip(_FIELDS, self._state, strict=False))
+        kernels = {(dtype, "fp32"): self._on(weights) for dtype, weights in WEIGHTS.items()}
+        return Recipe(f"Elementwise({self._kind.__name__})", state, self._scalars, kernels)
+
+    @staticmethod
+    def _key(options: Mapping[str, Any]) -> str:
+        return repr(sorted((name, one) for name, one in options.items() if name != "lr"))
+
+    def _scalars(self, group: Mapping[str, Any], step: int, clip: float) -> _Given:
+        options = {name: group[name] for name in self.defaults}
+        key = self._key(options)
+        if key not in self._tried:
+            state = self._try(options)
+            if state != self._state:
+                raise ValueError(
+                    f"{self._kind.__name__} began with the state {self._state}, and needs {state} with "
+                    "options that were changed since: give them when it is made"
+                )
+            self._tried.add(key)
+        return _Given(options, step, clip)
+
+    # Its steps
+
+    def _step(
+        self, values: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], options: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Make one step in place; return the state."""
+        parameter = torch.nn.Parameter(values)
+        optimizer = self._kind([parameter], **self._options)
+        optimizer.param_groups[0].update(options)
+        if state:
+            optimizer.state[parameter] = state
+        parameter.grad = grad
+        optimizer.step()
+        return dict(optimizer.state[parameter])
+
+    def _on(self, weights: Weights) -> Kernel:
+        def step(span: Span, given: _Given) -> None:
+            for start in range(0, span.n, CHUNK_NUMEL):
+                self._step_part(weights, span, given, start, min(CHUNK_NUMEL, span.n - start))
+
+        return step
+
+    def _step_part(self, weights: Weights, span: Span, given: _Given, start: int, n: int) -> None:
+        width = {"hi": weights.dtype.itemsize, "lo": 2}
+        at = {name: one + width.get(name, 4) * start for name, one in span.at.items()}
+        dtype = _TYPES[span.dtype]
+        master, grad = torch.empty(n), torch.empty(n)
+        weights.read_master(n, at, master.data_ptr())
+        WIDEN[dtype](n, span.grad + dtype.itemsize * start, grad.data_ptr())
+        stored = {
+            name: torch.frombuffer(view(at[field], 4 * n), dtype=torch.float32)
+            for field, name in zip(_FIELDS, self._state, strict=False)
+        }
+        state: dict[str, Any] = {}
+        if given.step > 1:
+            state = {name: one.clone() for name, one in stored.items()}
+            if self._count is not None:
+                state["step"] = self._count(given.step - 1)
+        state = self._step(master, grad.mul_(given.clip), state, given.options)
+        weights.write_master(n, master.data_ptr(), at)
+        for name, one in stored.items():
+            one.copy_(state[name])
+
+    # Trying it
+
+    def _try(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the names of its state; see [Note: what is elementwise]."""
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randn((4, _PROBED_NUMEL), generator=generator)
+        name = self._kind.__name__
+        try:
+            whole, state = self._run(drawn, options)
+            parts = [self._run(drawn[:, :_CUT], options)[0], self._run(drawn[:, _CUT:], options)[0]]
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise UnsupportedError(f"{name} cannot step flat parts of a parameter: {error}") from error
+        if not torch.equal(whole, torch.cat(parts)):
+            raise UnsupportedError(
+                f"{name} is not elementwise: parts of a parameter step otherwise than all of it"
+            )
+        tensors = tuple(key for key, one in state.items() if getattr(one, "shape", ()) == whole.shape)
+        others = sorted(set(state) - {*tensors, "step"} - {key for key, one in state.items() if one is None})
+        if others or len(tensors) > len(_FIELDS):
+            raise UnsupportedError(
+                f"{name} keeps {', '.join([*tensors, *others])}: a record has room for a count of steps and "
+                f"for {len(_FIELDS)} tensors"
+            )
+        if "step" in state:
+            self._count = _as_tensor if isinstance(state["step"], torch.Tensor) else int
+        return tensors
+
+    def _run(self, drawn: torch.Tensor, options: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
+        values, *grads = (one.clone() for one in drawn)
+        state: dict[str, Any] = {}
+        for grad in grads:
+            state = self._step(values, grad, state, options)
+        return values, state
+
+
+def _as_tensor(step: int) -> torch.Tensor:
+    return torch.tensor(float(step))

@@ -1,0 +1,169 @@
+"""The optimizers that users name: torch's signatures, and Infinity's own options behind them.
+
+All take max_norm, update and seed as OffloadedOptimizer does, and param groups as torch's. Options that only
+choose among implementations of torch (foreach, fused) are taken and change nothing; amsgrad, maximize,
+capturable and differentiable are taken where they are False.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from infinity.engine.engine import Engine
+from infinity.optim.base import OffloadedOptimizer
+from infinity.records import update_rules as recipes
+from infinity.units.optimizer_options import settle
+
+When = Literal["forward", "backward"]
+
+
+class AdamW(OffloadedOptimizer):
+    """AdamW with decoupled weight decay, on parameters built inside `with infinity.Init(...)`.
+
+    params, lr, betas, eps, weight_decay: as torch.optim.AdamW, per group too. max_norm: clip the global
+    gradient norm, in fp32, inside the update (leave it None where you call torch.nn.utils.clip_grad_norm_).
+    update: "forward" or "backward"; see [Note: when an update happens] in optim. seed: of the random bits
+    that round the moments of Config(state_dtype="bf16" or "int8"); the same seed, the same bits.
+
+    Raises: ValueError for settings out of range and for parameters that were not built in Init.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,  # noqa: FBT001, FBT002 - as torch has it
+        *,
+        max_norm: float | None = None,
+        update: When = "forward",
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        """Take the parameters; room for their moments is allocated now."""
+        settle(AdamW, torch.optim.AdamW, {"amsgrad": amsgrad, **options}, params)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, recipes.ADAMW, max_norm=max_norm, update=update, seed=seed)
+
+
+class Adam(OffloadedOptimizer):
+    """Adam, whose weight decay is part of the gradient (L2), as torch.optim.Adam; else as AdamW here."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,  # noqa: FBT001, FBT002 - as torch has it
+        *,
+        max_norm: float | None = None,
+        update: When = "forward",
+        **options: Any,
+    ) -> None:
+        """Take the parameters; room for their moments is allocated now."""
+        settle(Adam, torch.optim.Adam, {"amsgrad": amsgrad, **options}, params)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, recipes.ADAM, max_norm=max_norm, update=update)
+
+
+class SGD(OffloadedOptimizer):
+    """Stochastic gradient descent, with momentum or without, as torch.optim.SGD.
+
+    Without momentum in any of the groups that it begins with, it keeps no state at all; then none can be
+    given a momentum later.
+
+    Raises: ValueError as AdamW, and for a dampening without momentum, or with Nesterov's.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,  # noqa: FBT001, FBT002 - as torch has it
+        *,
+        max_norm: float | None = None,
+        update: When = "forward",
+        **options: Any,
+    ) -> None:
+        """Take the parameters; room for their momentum is allocated now."""
+        settle(SGD, torch.optim.SGD, options, params)
+        if nesterov and not momentum:
+            raise ValueError(f"nesterov=True with momentum={momentum}: Nesterov's momentum is above 0")
+        groups = list(params)
+        momenta = [group.get("momentum", momentum) for group in groups if isinstance(group, dict)]
+        recipe = recipes.MOMENTUM if any(momenta or [momentum]) else recipes.SGD
+        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening}
+        defaults |= {"weight_decay": weight_decay, "nesterov": nesterov}
+        super().__init__(groups, defaults, recipe, max_norm=max_norm, update=update)
+
+
+class Adagrad(OffloadedOptimizer):
+    """Adagrad, as torch.optim.Adagrad: one state, the sum of squared gradients.
+
+    Raises: ValueError as AdamW.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        *,
+        max_norm: float | None = None,
+        update: When = "forward",
+        **options: Any,
+    ) -> None:
+        """Take the parameters; room for their sums is allocated now."""
+        settle(Adagrad, torch.optim.Adagrad, options, params)
+        if not initial_accumulator_value >= 0:
+            raise ValueError(f"initial_accumulator_value={initial_accumulator_value}: expected at least 0")
+        defaults = {"lr": lr, "lr_decay": lr_decay, "eps": eps, "weight_decay": weight_decay}
+        defaults["initial_accumulator_value"] = initial_accumulator_value
+        super().__init__(params, defaults, recipes.ADAGRAD, max_norm=max_norm, update=update)
+
+    def make_room(self, engine: Engine, parameter: nn.Parameter) -> None:
+        """Give the parameter's record its sum, with its initial value."""
+        begins = id(parameter) not in self._begun
+        super().make_room(engine, parameter)
+        first = self.param_groups[self.mine[id(parameter)].group]["initial_accumulator_value"]
+        if begins and first:
+            engine.write(parameter, {"v": torch.full(parameter.shape, float(first))})
+
+
+class Lion(OffloadedOptimizer):
+    """Lion: each weight moves by lr, whichever way its momentum points (Chen et al., arXiv 2302.06675).
+
+    lr, betas, weight_decay (decoupled): as the authors' own.
+
+    Raises: ValueError as AdamW.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        max_norm: float | None = None,
+        update: When = "forward",
+        **options: Any,
+    ) -> None:
+        """Take the parameters; room for their momentum is allocated now."""
+        settle(Lion, None, options, params)
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(params, defaults, recipes.LION, max_norm=max_norm, update=update)

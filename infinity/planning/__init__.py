@@ -1,0 +1,1 @@
+"""Decides, in pure Python: layouts, budgets, plans, placement, forecasts. Imports neither torch nor cffi."""

@@ -1,0 +1,152 @@
+"""The budget of host memory that Infinity may take, and how it is divided.
+
+[Note: four shares of one budget]
+host_memory is divided once. *Slots* are allocated at start-up and hold what is in flight between storage and
+the rest. What is fetched *ahead* waits, resident, for its use. *Outgoing* gradients wait to be written or
+applied. What is left is *kept*: gradients of this step, and fields of records pinned in host memory. Each
+share is a ledger: a request that does not fit is answered "no" (and the caller spills, or waits), never
+granted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from infinity.errors import HostMemoryError
+from infinity.planning.layout import FP32, Format
+from infinity.sizes import format_size
+
+SLOT_NBYTES_PER_ELEMENT = 16
+"""Bytes: hi 2, lo 2, m 4, v 4, and a gradient of 2 or 4: one tile of a whole record. Of other records, see
+shard.Format.
+"""
+
+_SLOT_NUMEL_MOST = 1 << 19
+_SLOT_COUNT, _SLOT_COUNT_GOOD = 12, 8
+"""So many keep a disk busy; of larger tiles, each of which takes time of its own, fewer do."""
+_SLOT_COUNT_LEAST = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How one host_memory is divided, in bytes: see [Note: four shares of one budget]."""
+
+    total_nbytes: int
+    tile_numel: int
+    slots: int
+    ahead_nbytes: int
+    outgoing_nbytes: int
+    slot_nbytes_per_element: int = SLOT_NBYTES_PER_ELEMENT
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes of one slot: one tile of a whole record with its gradient."""
+        return self.tile_numel * self.slot_nbytes_per_element
+
+    def tile_of(self, form: Format) -> int:
+        """Return the elements of a tile of a record in another format: as many as fit a slot.
+
+        Raises: HostMemoryError with a host_memory that works.
+        """
+        numel = self.tile_numel
+        while numel * form.slot_nbytes > self.slot_nbytes:
+            numel //= 2
+        if numel < form.align_numel:
+            works = 4 * _SLOT_COUNT_GOOD * 2 * self.slot_nbytes
+            raise HostMemoryError(
+                f"host_memory={format_size(self.total_nbytes)} makes slots of "
+                f"{format_size(self.slot_nbytes)}, and a parameter in {form.dtype} moves in blocks of "
+                f"{format_size(form.align_numel * form.slot_nbytes)}. {format_size(works)} works."
+            )
+        return numel
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes left for gradients of this step and for pinned fields."""
+        return self.total_nbytes - self.slots * self.slot_nbytes - self.ahead_nbytes - self.outgoing_nbytes
+
+    def __str__(self) -> str:
+        """The shares in one line."""
+        shares = (
+            ("ahead", self.ahead_nbytes),
+            ("outgoing", self.outgoing_nbytes),
+            ("kept", self.kept_nbytes),
+        )
+        slots = f"{self.slots} slots of {format_size(self.slot_nbytes)}"
+        return ", ".join([slots, *(f"{name} {format_size(nbytes)}" for name, nbytes in shares)])
+
+
+def least_budget(form: Format = FP32) -> int:
+    """Bytes: the smallest host_memory that moves records at all, one tile of one block at a time."""
+    return _SLOT_COUNT_LEAST * form.align_numel * form.slot_nbytes
+
+
+def divide(total_nbytes: int, largest_unit_nbytes: int = 0, form: Format = FP32) -> Budget:
+    """Divide a host_memory of `total_nbytes` for a model whose largest resident unit takes
+    `largest_unit_nbytes`, in tiles that suit its records.
+
+    A quarter at most is for slots; what is fetched ahead gets an eighth, or more where two of the largest
+    units need more (up to a third); gradients on their way out an eighth.
+
+    Raises: HostMemoryError with the smallest budget that works.
+    """
+    least_nbytes, slot_nbytes = least_budget(form), form.slot_nbytes
+    if total_nbytes < least_nbytes:
+        raise HostMemoryError(
+            f"host_memory={format_size(total_nbytes)} cannot work: moving records needs at least "
+            f"{format_size(least_nbytes)} ({_SLOT_COUNT_LEAST} transfers of one block). Give more; a few "
+            "hundred MiB is fast."
+        )
+    tile_numel = _SLOT_NUMEL_MOST
+    while tile_numel > form.align_numel and tile_numel * slot_nbytes * _SLOT_COUNT_GOOD > total_nbytes // 4:
+        tile_numel //= 2
+    slots = max(_SLOT_COUNT_LEAST, min(_SLOT_COUNT, total_nbytes // 4 // (tile_numel * slot_nbytes)))
+    rest = total_nbytes - slots * tile_numel * slot_nbytes
+    ahead = min(rest // 2, max(total_nbytes // 8, min(2 * largest_unit_nbytes, total_nbytes // 3)))
+    outgoing = min(rest - ahead, total_nbytes // 8)
+    return Budget(total_nbytes, tile_numel, slots, ahead, outgoing, slot_nbytes)
+
+
+def totals_in_tiles_of(tile_numel: int, form: Format = FP32) -> tuple[int, int | None]:
+    """Return the least and the largest host_memory, in bytes, that gives such tiles; None: any."""
+    least = 4 * _SLOT_COUNT_GOOD * tile_numel * form.slot_nbytes
+    return least, None if tile_numel == _SLOT_NUMEL_MOST else 2 * least - 1
+
+
+def least_total(kept_nbytes: int, largest_unit_nbytes: int, form: Format = FP32) -> int:
+    """Return the smallest host_memory, in bytes to the MiB, whose kept share is at least `kept_nbytes`."""
+    return least_that(lambda total: divide(total, largest_unit_nbytes, form).kept_nbytes >= kept_nbytes, form)
+
+
+def least_that(works: Callable[[int], bool], form: Format = FP32) -> int:
+    """Return the smallest host_memory, in bytes to the MiB, that `works` is true of. Where it raises
+    HostMemoryError, it is not.
+
+    Of budgets that give tiles of the same size, all larger than one that works do. A budget that gives
+    larger tiles has fewer bytes left than one just below it, and may not work though that does.
+    """
+
+    def does(steps: int) -> bool:
+        try:
+            return works(steps << 20)
+        except HostMemoryError:
+            return False
+
+    tile_numel, low = form.align_numel, 1
+    while True:
+        least, most = totals_in_tiles_of(tile_numel, form)
+        low = max(low, -(-least >> 20)) if tile_numel > form.align_numel else 1
+        if most is None:
+            high = low
+            while not does(high):
+                low, high = high + 1, 2 * high
+            break
+        high = most >> 20
+        if low <= high and does(high):
+            break
+        tile_numel *= 2
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if does(middle) else (middle + 1, high)
+    return high << 20

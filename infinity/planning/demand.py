@@ -1,0 +1,385 @@
+"""What training a model takes of memory and NVMe, and what a step moves: decided by the functions that decide
+it in training. Pure: no torch, no I/O.
+
+[Note: the order of decisions]
+As in a run: the budget is divided for the largest unit, a first plan says what is fetched how often, that and
+what gradients take says which fields are pinned, and what is pinned changes the plan once more. A run revises
+its choice later, if uses turn out otherwise.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from infinity.errors import ConfigError, HostMemoryError
+from infinity.planning.budget import Budget, divide, least_budget, least_that
+from infinity.planning.forecast import Moves, Room
+from infinity.planning.layout import Format, lay_out
+from infinity.planning.outline import Act, Outline, trace_of
+from infinity.planning.placement import Candidate, Placement, Rooms, revise
+from infinity.planning.plan import Plan, make_plan
+from infinity.sizes import format_size, round_up
+
+Spills = Mapping[int, tuple[tuple[int, int], ...]]
+"""Bytes read and written of a gradient in each micro-batch, by unit; the update reads the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a plan is for: see Config and AdamW."""
+
+    host_nbytes: int
+    """Of each rank."""
+    nvme: bool = True
+    device_nbytes: int | None = None
+    """Of each rank; None where the CPU computes."""
+    state_dtype: str = "fp32"
+    dtype: str = "bf16"
+    update: str = "forward"
+    micro_batches: int = 1
+    ranks: int = 1
+    local_ranks: int = 1
+    """That share one machine: its NVMe, and its memory."""
+
+    def __post_init__(self) -> None:
+        """Check what no engine would take.
+
+        Raises: ConfigError.
+        """
+        for name in ("micro_batches", "ranks", "local_ranks", "host_nbytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: expected at least 1")
+        if self.ranks % self.local_ranks:
+            raise ConfigError(
+                f"{self.ranks} ranks, {self.local_ranks} on each machine: expected a whole number of machines"
+            )
+        if self.update not in ("forward", "backward"):
+            raise ConfigError(f'update={self.update!r}: expected "forward" or "backward"')
+        if self.update == "backward" and self.micro_batches > 1:
+            raise ConfigError(
+                f'{self.micro_batches} micro-batches need update="forward": with "backward" the second '
+                "would come after the update"
+            )
+        if self.state_dtype not in ("fp32", "bf16", "int8"):
+            raise ConfigError(f'state_dtype={self.state_dtype!r}: expected "fp32", "bf16" or "int8"')
+        if self.dtype not in ("bf16", "fp16", "fp32"):
+            raise ConfigError(f'dtype={self.dtype!r}: expected "bf16", "fp16" or "fp32"')
+        if self.dtype == "fp16" and self.update == "backward":
+            raise ConfigError('update="backward" with fp16 would apply overflows: update="forward"')
+        if self.dtype != "bf16" and self.state_dtype != "fp32":
+            raise ConfigError(f'state_dtype={self.state_dtype!r} goes with dtype="bf16", not {self.dtype!r}')
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What one rank needs and does."""
+
+    setting: Setting
+    budget: Budget
+    plan: Plan
+    placement: Placement
+    """What is pinned in host memory; all of it without an NVMe tier."""
+    units: tuple[Moves, ...]
+    moved: Mapping[tuple[str, str], int]
+    """Bytes of NVMe in a step, by field and direction ("read", "written")."""
+    nvme_nbytes: int
+    """The most that is ever on NVMe: in the first step, before anything is pinned."""
+    pinned_nbytes: int
+    kept_gradients_nbytes: int
+    in_use_nbytes: int
+    """Units in use at once, with their gradients: not counted in host_memory."""
+    uses: int
+
+    @property
+    def read_nbytes(self) -> int:
+        """Bytes read in a step."""
+        return sum(nbytes for (_, way), nbytes in self.moved.items() if way == "read")
+
+    @property
+    def written_nbytes(self) -> int:
+        """Bytes written in a step."""
+        return sum(nbytes for (_, way), nbytes in self.moved.items() if way == "written")
+
+    @property
+    def room(self) -> Room:
+        """What the forecast of a step has to keep to."""
+        budget, setting = self.budget, self.setting
+        window = budget.ahead_nbytes if setting.device_nbytes is None else setting.device_nbytes
+        on_host = setting.device_nbytes is None
+        return Room(budget.tile_numel, budget.slots, window, budget.outgoing_nbytes, on_host, setting.update)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Bytes of a model's units on one rank."""
+
+    form: Format
+    numels: tuple[int, ...]
+    """Elements of this rank's share of each unit, padded."""
+    resident: tuple[int, ...]
+    """Bytes of whole units while resident."""
+    gradient_numels: tuple[int, ...]
+    """Elements of this rank's share of gradients; 0 of what is frozen."""
+    gradients: tuple[int, ...]
+    """Bytes of these at the end of a step, as kept in host memory."""
+
+    def field(self, unit: int, name: str, tile_numel: int) -> int:
+        """Bytes of a field in its extent."""
+        return self.form.stored_nbytes(name, self.numels[unit], self.form.span(name, tile_numel))
+
+    def fields(self, names: Sequence[str], tile_numel: int) -> int:
+        """Bytes of some fields of all units."""
+        return sum(self.field(unit, name, tile_numel) for unit in range(len(self.numels)) for name in names)
+
+
+def _sizes(outline: Outline, setting: Setting) -> _Sizes:
+    form = Format(setting.state_dtype, setting.dtype)
+    align, wide = form.align_numel, 4 if setting.micro_batches > 1 else form.width
+    numels = tuple(-(-part.numel // setting.ranks) if part.trainable else 0 for part in outline.parts)
+    wholes = [lay_out([("", shape) for shape in part.shapes], align).numel for part in outline.parts]
+    return _Sizes(
+        form,
+        tuple(round_up(-(-whole // setting.ranks), align) for whole in wholes),
+        tuple(form.width * whole for whole in wholes),
+        numels,
+        tuple(wide * numel for numel in numels),
+    )
+
+
+def demand(outline: Outline, setting: Setting) -> Demand:
+    """Decide what a run would decide: see [Note: the order of decisions].
+
+    Raises: HostMemoryError, with the smallest host_memory that works, where this one does not.
+    """
+    sizes = _sizes(outline, setting)
+    budget = divide(setting.host_nbytes, max(sizes.resident), sizes.form)
+    if not setting.nvme and not _holds(sizes, setting.host_nbytes):
+        raise HostMemoryError(
+            f"{outline.name}: without an NVMe tier all state stays in host memory, and "
+            f"host_memory={format_size(setting.host_nbytes)} does not hold it. The smallest that works is "
+            f"{format_size(_least(sizes))}; or plan with NVMe."
+        )
+    window = budget.ahead_nbytes if setting.device_nbytes is None else setting.device_nbytes
+    script = outline.script(micro_batches=setting.micro_batches)
+    trace = trace_of(script)
+    once = make_plan(trace_of(outline.script()), sizes.resident, window, hides=sizes.resident)
+    placement = _place(sizes, setting, budget, _fetches(once, len(sizes.numels)))
+    kept_nbytes = sum(sizes.field(*key, budget.tile_numel) for key in placement)
+    stored = setting.nvme and setting.update == "forward"
+    spills = _spills(script, sizes, budget.kept_nbytes - kept_nbytes) if stored else {}
+    in_first = _spills(script, sizes, budget.kept_nbytes) if stored else {}
+    fetched = _fetched_sizes(sizes, setting, placement)
+    plan = make_plan(trace, fetched, window, hides=sizes.resident)
+    return Demand(
+        setting=setting,
+        budget=budget,
+        plan=plan,
+        placement=placement,
+        units=tuple(_moves(outline, sizes, setting, budget, placement, spills)),
+        moved=_moved(outline, sizes, setting, budget, placement, spills, plan),
+        nvme_nbytes=_stored(sizes, setting, budget, in_first),
+        pinned_nbytes=kept_nbytes,
+        kept_gradients_nbytes=_kept_gradients(sizes, setting, spills),
+        in_use_nbytes=_in_use(outline, sizes),
+        uses=len(trace),
+    )
+
+
+# The smallest budgets
+
+
+def least_host_nbytes(outline: Outline, setting: Setting) -> int:
+    """Return the smallest host_memory, in bytes, that Init and AdamW accept: with NVMe what moves records at
+    all, without it (to the MiB) what holds all state and a step's gradients.
+    """
+    sizes = _sizes(outline, setting)
+    return least_budget(sizes.form) if setting.nvme else _least(sizes)
+
+
+def _least(sizes: _Sizes) -> int:
+    return least_that(lambda total_nbytes: _holds(sizes, total_nbytes), sizes.form)
+
+
+def _holds(sizes: _Sizes, total_nbytes: int) -> bool:
+    """Whether a host_memory holds a model without NVMe: its weights while it is built, and then everything,
+    as joining.check_fits adds it up.
+    """
+    if total_nbytes < least_budget(sizes.form):
+        return False
+    building = divide(total_nbytes, form=sizes.form)
+    weights = sizes.fields(sizes.form.weights, building.tile_numel)
+    training = divide(total_nbytes, max(sizes.resident), sizes.form)
+    moments = sizes.fields(sizes.form.moments, building.tile_numel)
+    needed = weights + moments + sum(sizes.gradients)
+    return weights <= building.kept_nbytes and needed <= training.kept_nbytes
+
+
+# What is pinned
+
+
+def _fetches(plan: Plan, units: int) -> list[int]:
+    """Count, per unit, the uses in a step that find it gone since its use before."""
+    counts = [0] * units
+    kept: set[int] = set()
+    for step in plan.steps:
+        unit = step.use.unit
+        counts[unit] += unit not in kept
+        (kept.add if step.keep else kept.discard)(unit)
+    return counts
+
+
+def _place(sizes: _Sizes, setting: Setting, budget: Budget, once: Sequence[int]) -> Placement:
+    """Return what `pins` would put into host memory after the first step; once: fetches of each unit in one
+    micro-batch, which is all that the engine plans for before it has seen a step.
+    """
+    if not setting.nvme:
+        keys = [(unit, name) for unit in range(len(sizes.numels)) for name in sizes.form.fields]
+        return MappingProxyType(dict.fromkeys(keys, "host"))
+    candidates = []
+    for unit, count in enumerate(once):
+        updates = float(sizes.gradients[unit] > 0)
+        for name in sizes.form.fields if updates else sizes.form.weights:
+            nbytes = sizes.field(unit, name, budget.tile_numel)
+            fetches = count * setting.micro_batches - (updates if name in sizes.form.derived else 0)
+            reads = fetches if name == "hi" else updates
+            candidates.append(Candidate(unit, name, nbytes, reads, updates))
+    kept = budget.kept_nbytes
+    gradients = 0 if setting.update == "backward" else min(kept, sum(sizes.gradients))
+    return revise({}, candidates, Rooms(0, kept, gradients)).placement
+
+
+def _spills(script: Sequence[Act], sizes: _Sizes, room_nbytes: int) -> Spills:
+    """Return what each micro-batch reads and writes of the gradients that find no room in host memory, in the
+    order in which they come: in the type that computes at first, and of 32 bits from the second on, by which
+    some have to go that had room.
+    """
+    found: dict[int, tuple[tuple[int, int], ...]] = {}
+    came: Counter[int] = Counter()
+    held: Counter[int] = Counter()
+    for act in script:
+        if act.verb != "gradient":
+            continue
+        unit = act.unit
+        came[unit] += 1
+        width = min(sizes.form.width * came[unit], 4)
+        more = width * sizes.gradient_numels[unit] - held[unit]
+        if unit not in found and more <= room_nbytes:
+            room_nbytes -= more
+            held[unit] += more
+            continue
+        room_nbytes += held.pop(unit, 0)
+        before = found.get(unit, ((0, 0),) * (came[unit] - 1))
+        stored = before[-1][1] if before else 0
+        found[unit] = (*before, (stored, width * sizes.numels[unit]))
+    return found
+
+
+def _fetched_sizes(sizes: _Sizes, setting: Setting, placement: Placement) -> list[int]:
+    """Return what `executor` plans with: nothing for a unit that is where it computes, and its update too."""
+    fields = sizes.form.fields
+    backward = setting.update == "backward"
+
+    def never_fetched(unit: int) -> bool:
+        return _in_place(unit, setting, placement) and (
+            backward or all((unit, name) in placement for name in fields)
+        )
+
+    return [0 if never_fetched(unit) else nbytes for unit, nbytes in enumerate(sizes.resident)]
+
+
+def _in_place(unit: int, setting: Setting, placement: Placement) -> bool:
+    return setting.device_nbytes is None and setting.ranks == 1 and (unit, "hi") in placement
+
+
+# What is moved, and what is stored
+
+
+def _moves(
+    outline: Outline,
+    sizes: _Sizes,
+    setting: Setting,
+    budget: Budget,
+    placement: Placement,
+    spills: Spills,
+) -> Iterator[Moves]:
+    for unit, part in enumerate(outline.parts):
+        away = {
+            name: sizes.field(unit, name, budget.tile_numel)
+            for name in sizes.form.fields
+            if (unit, name) not in placement and (part.trainable or name in sizes.form.weights)
+        }
+        of_gradient = spills.get(unit, ())
+        in_place = _in_place(unit, setting, placement)
+        yield Moves(
+            numel=sizes.numels[unit],
+            hi_nbytes=away.get("hi", 0),
+            state_nbytes=sum(away.values()) - away.get("hi", 0),
+            state_fields=len(away.keys() - {"hi"}),
+            waiting_nbytes=0 if in_place else sizes.resident[unit],
+            gathered_nbytes=sizes.resident[unit] * (setting.ranks - 1) // setting.ranks,
+            in_place=in_place,
+            trainable=part.trainable,
+            width=sizes.form.width,
+            derived=bool(sizes.form.derived),
+            spills=of_gradient,
+            spilled_nbytes=of_gradient[-1][1] if of_gradient else 0,
+        )
+
+
+def _moved(
+    outline: Outline,
+    sizes: _Sizes,
+    setting: Setting,
+    budget: Budget,
+    placement: Placement,
+    spills: Spills,
+    plan: Plan,
+) -> Mapping[tuple[str, str], int]:
+    """Return a step's NVMe bytes by field and direction. `hi` is read as often as its unit is fetched, and
+    once more where the update cannot start from what is resident.
+    """
+    moved: Counter[tuple[str, str]] = Counter()
+    resident = setting.device_nbytes is None
+    used_last = {step.use.unit: step.use.phase.value for step in plan.steps}
+    for unit, fetches in enumerate(_fetches(plan, len(sizes.numels))):
+        trainable = outline.parts[unit].trainable
+        again = setting.update == "backward" and trainable and not (resident and used_last.get(unit) == "B")
+        for name in sizes.form.fields:
+            if (unit, name) in placement or not (trainable or name == "hi"):
+                continue
+            nbytes = sizes.field(unit, name, budget.tile_numel)
+            anew = trainable and name in sizes.form.derived
+            moved[name, "read"] += nbytes * (fetches + again - anew if name == "hi" else 1)
+            moved[name, "written"] += nbytes if trainable else 0
+        if of_gradient := spills.get(unit):
+            moved["grad", "read"] += sum(read for read, _ in of_gradient) + of_gradient[-1][1]
+            moved["grad", "written"] += sum(written for _, written in of_gradient)
+    return MappingProxyType(dict(moved))
+
+
+def _stored(sizes: _Sizes, setting: Setting, budget: Budget, spills: Spills) -> int:
+    if not setting.nvme:
+        return 0
+    wide = 4 if setting.micro_batches > 1 else sizes.form.width
+    return sizes.fields(sizes.form.fields, budget.tile_numel) + sum(
+        wide * sizes.numels[unit] for unit in spills
+    )
+
+
+def _kept_gradients(sizes: _Sizes, setting: Setting, spills: Spills) -> int:
+    if setting.update == "backward":
+        return 0
+    return sum(nbytes for unit, nbytes in enumerate(sizes.gradients) if unit not in spills)
+
+
+def _in_use(outline: Outline, sizes: _Sizes) -> int:
+    """Return the bytes of whole units, weights and gradients, that one stage holds at once."""
+    return max(
+        sum(2 * sizes.resident[unit] for unit in stage.units)
+        if stage.recomputed
+        else max(2 * sizes.resident[unit] for unit in stage.units)
+        for stage in outline.stages
+    )

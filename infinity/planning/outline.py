@@ -1,0 +1,165 @@
+"""A model without its numbers: shapes of its units, and the order in which a step uses them. Pure: no torch,
+no I/O.
+
+[Note: a step as a script]
+A forward uses unit after unit. Blocks whose activations are recomputed use theirs again, in the same order,
+in the backward, and hold them until the gradients come, last unit first. What lies outside such blocks is
+used once more where its gradient needs the weight: an embedding's does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from infinity.planning.trace import Phase, Trace, Use
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One unit: a module's own parameters."""
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    looked_up: bool = False
+    """Whether rows are looked up, as in nn.Embedding: no arithmetic, and its gradient needs no weight."""
+    attention: int = 0
+    """Width of the attention that runs right before it; 0 for none."""
+    trainable: bool = True
+
+    @property
+    def numel(self) -> int:
+        """Elements of its parameters."""
+        return sum(map(math.prod, self.shapes))
+
+    def flops(self, tokens: int, sequence: int) -> float:
+        """Operations of its forward for `tokens` tokens in sequences of `sequence`; attention is causal."""
+        matrices = sum(math.prod(shape) for shape in self.shapes if len(shape) > 1)
+        return 2.0 * tokens * (0 if self.looked_up else matrices + self.attention * sequence)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Units that run one after the other, by index, in this order."""
+
+    units: tuple[int, ...]
+    recomputed: bool = False
+    """Whether the backward recomputes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """One line of the script of a step.
+
+    "use": the unit has to be there. "compute": `amount` of work, operations or seconds. "release": nobody
+    needs the unit any more. "gradient": the same, and its gradient has come.
+    """
+
+    verb: Literal["use", "compute", "release", "gradient"]
+    unit: int
+    phase: Phase = Phase.FORWARD
+    amount: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A model: its units in the order of its modules, and its stages in the order of the forward."""
+
+    name: str
+    parts: tuple[Part, ...]
+    stages: tuple[Stage, ...]
+
+    def __post_init__(self) -> None:
+        """Check that every unit exists.
+
+        Raises: ValueError naming what does not, and for a model without parameters.
+        """
+        used = {unit for stage in self.stages for unit in stage.units}
+        if not used or not self.parts:
+            raise ValueError(f"{self.name}: no parameter is used by any module: there is nothing to plan")
+        if strange := sorted(used - set(range(len(self.parts)))):
+            raise ValueError(f"{self.name}: stages use {strange}, and there are {len(self.parts)} units")
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all parameters."""
+        return sum(part.numel for part in self.parts)
+
+    def script(self, tokens: int = 1, sequence: int = 1, micro_batches: int = 1) -> tuple[Act, ...]:
+        """Return the acts of a step, with operations as amounts: see [Note: a step as a script].
+
+        tokens: of one micro-batch.
+        """
+        flops = [part.flops(tokens, sequence) for part in self.parts]
+        once = [*self._forward(flops), *self._backward(flops)]
+        return tuple(once * micro_batches)
+
+    def _forward(self, flops: Sequence[float]) -> Iterator[Act]:
+        for stage in self.stages:
+            for unit in stage.units:
+                yield Act("use", unit)
+                yield Act("compute", unit, amount=flops[unit])
+                yield Act("release", unit)
+
+    def _backward(self, flops: Sequence[float]) -> Iterator[Act]:
+        back = Phase.BACKWARD
+        left = [0] * len(self.parts)  # a gradient is complete after the last of its uses
+        for stage in self.stages:
+            for unit in stage.units:
+                left[unit] += 1
+        for stage in reversed(self.stages):
+            if stage.recomputed:
+                for unit in stage.units:
+                    yield Act("use", unit, back)
+                    yield Act("compute", unit, back, flops[unit])
+            for unit in reversed(stage.units):
+                part = self.parts[unit]
+                if not stage.recomputed and not part.looked_up:
+                    yield Act("use", unit, back)
+                yield Act("compute", unit, back, flops[unit] * (2 if part.trainable else 1))
+                left[unit] -= 1
+                yield Act("release" if left[unit] or not part.trainable else "gradient", unit, back)
+
+
+def trace_of(script: Sequence[Act]) -> Trace:
+    """Return the uses of a script."""
+    return tuple(Use(act.phase, act.unit) for act in script if act.verb == "use")
+
+
+def timed(script: Sequence[Act], seconds: float) -> tuple[Act, ...]:
+    """Return a script whose computing takes `seconds` in all, in the proportions of its amounts.
+
+    Raises: ValueError for a script without any operations, which has no proportions.
+    """
+    total = sum(act.amount for act in script)
+    if total <= 0:
+        raise ValueError("a step without a single operation: how long it takes cannot be divided among units")
+    return tuple(
+        Act(act.verb, act.unit, act.phase, act.amount * seconds / total) if act.amount else act
+        for act in script
+    )
+
+
+def llama(name: str, layers: int, hidden: int, intermediate: int, vocabulary: int) -> Outline:
+    """Return the outline of a LlamaForCausalLM of transformers, embeddings not tied, blocks recomputed."""
+    parts = [Part("model.embed_tokens", ((vocabulary, hidden),), looked_up=True)]
+    stages = [Stage((0,))]
+    wide, narrow = (intermediate, hidden), (hidden, intermediate)
+    block = (
+        *((f"self_attn.{letter}_proj", (hidden, hidden)) for letter in "qkvo"),
+        *(("mlp.gate_proj", wide), ("mlp.up_proj", wide), ("mlp.down_proj", narrow)),
+        *(("input_layernorm", (hidden,)), ("post_attention_layernorm", (hidden,))),
+    )
+    for layer in range(layers):
+        first = len(parts)
+        parts += [
+            Part(f"model.layers.{layer}.{part}", (shape,), attention=hidden if "o_proj" in part else 0)
+            for part, shape in block
+        ]
+        order = (7, 0, 1, 2, 3, 8, 4, 5, 6)  # norms are registered last, and run before what they scale
+        stages.append(Stage(tuple(first + one for one in order), recomputed=True))
+    parts += [Part("model.norm", ((hidden,),)), Part("lm_head", ((vocabulary, hidden),))]
+    stages.append(Stage((len(parts) - 2, len(parts) - 1)))
+    return Outline(name, tuple(parts), tuple(stages))

@@ -1,0 +1,264 @@
+"""A machine that only keeps time: a disk, a link, cores, and the lane that moves records. Pure: no torch, no
+I/O.
+
+[Note: servers]
+Reads, writes, the lane's work, collectives and computing are *servers*, each serving one demand after the
+other at a speed that depends on who else is busy: a disk that reads and writes at once does the mix, half
+each; cores that compute and update at once do either at some share of its speed. What the lane does for each
+request of a tile ("asking": Python, and waking the disk's thread) is a server of its own: it disturbs
+computing otherwise than updates do. Time jumps to whatever ends next.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from infinity.planning.bottleneck import Speed
+
+SERVERS = ("read", "write", "asking", "work", "link", "compute")
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """What a disk does, in bytes per second: a bound.Speed."""
+
+    read: float
+    write: float
+    mixed: float
+    """Both at once, together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the machine does per second, for one rank; infinity where something costs nothing."""
+
+    disk: Speed
+    update: float = math.inf
+    """Elements that the update's kernel steps."""
+    checked: float = math.inf
+    """Bytes that are hashed, after a read and before a write."""
+    copied: float = math.inf
+    """Bytes that are copied from one place in memory, or on the device, to another."""
+    link: float = math.inf
+    """Bytes of collectives that a rank receives."""
+    shared: bool = True
+    """Whether the lane's work takes the cores that compute."""
+    computing: float = 0.5
+    """How fast these then compute, of what they do undisturbed: less than half where threads spin while they
+    wait for each other, as torch's do."""
+    working: float = 0.5
+    """How fast the lane then works."""
+    request_s: float = 0.0
+    """Seconds of the lane for each request of a tile, whatever its bytes."""
+    asking: float = 0.5
+    """How fast that goes while others compute."""
+    computing_asked: float = 0.5
+    """How fast these then compute."""
+    use_s: float = 0.0
+    """Seconds of the thread that computes for each use of a unit that is moved: hooks and gradients."""
+
+
+class Clock:
+    """The time, and what the servers have to do; see [Note: servers]."""
+
+    def __init__(self, rates: Rates) -> None:
+        """At 0 s, with nothing to do."""
+        self.now = 0.0
+        self.busy_s: dict[str, float] = dict.fromkeys(SERVERS, 0.0)
+        """Seconds in which each server was busy."""
+        self._rates, self._disk = rates, rates.disk
+        self._queues: dict[str, deque[tuple[float, Callable[[], None]]]] = {name: deque() for name in SERVERS}
+        self._left = dict.fromkeys(SERVERS, 0.0)
+        """Of the demand that is served."""
+
+    def serve(self, server: str, amount: float, then: Callable[[], None], *, urgent: bool = False) -> None:
+        """Ask a server for `amount` (bytes, or seconds of "work" and "compute"), and call `then` when that is
+        done; urgent: right behind what is being served.
+        """
+        queue = self._queues[server]
+        if not queue:
+            self._left[server] = amount
+        queue.insert(1 if urgent else len(queue), (amount, then))
+
+    def advance(self) -> bool:
+        """Go to the next moment at which something ends; False if nothing is under way."""
+        speeds = self._speeds()
+        if not speeds:
+            return False
+        ends = {name: self._left[name] / speed for name, speed in speeds.items()}
+        first = min(ends, key=ends.__getitem__)
+        passed = ends[first]
+        self.now += passed
+        for name, speed in speeds.items():
+            self._left[name] -= speed * passed
+            self.busy_s[name] += passed
+        queue = self._queues[first]
+        _, then = queue.popleft()
+        if queue:
+            self._left[first] = queue[0][0]
+        then()
+        return True
+
+    def _speeds(self) -> dict[str, float]:
+        busy = {name: 1.0 for name, queue in self._queues.items() if queue}
+        if "read" in busy and "write" in busy:
+            busy["read"] = busy["write"] = self._disk.mixed / 2
+        elif "read" in busy:
+            busy["read"] = self._disk.read
+        elif "write" in busy:
+            busy["write"] = self._disk.write
+        if "link" in busy:
+            busy["link"] = self._rates.link
+        if self._rates.shared and "work" in busy and "compute" in busy:
+            busy["work"], busy["compute"] = self._rates.working, self._rates.computing
+        elif self._rates.shared and "asking" in busy and "compute" in busy:
+            busy["asking"], busy["compute"] = self._rates.asking, self._rates.computing_asked
+        return busy
+
+
+@dataclass(slots=True, eq=False)
+class Pass:
+    """One walk over a unit's record, tile by tile: see queueing."""
+
+    unit: int
+    tiles: int
+    """Not yet admitted."""
+    read_nbytes: float
+    """Of each tile, as the two below."""
+    work_s: float
+    written_nbytes: float
+    asked_s: float = 0.0
+    """Of the lane's time, for the requests of a tile."""
+    urgent: bool = False
+    unworked: int = 0
+    """Tiles admitted and not yet worked on."""
+    unwritten: int = 0
+    processed: bool = False
+    on_processed: list[Callable[[], object]] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Tile:
+    owner: Pass
+    read: bool = False
+    written: bool = False
+
+
+class Lane:
+    """The lane of lanes.py with the same turns, on a simulated clock."""
+
+    def __init__(self, clock: Clock, slots: int) -> None:
+        """Idle, with all its slots free."""
+        self._clock = clock
+        self._free = slots
+        self._waiting: deque[Pass] = deque()
+        self._of_unit: dict[int, deque[Pass]] = {}
+        self._reading: deque[_Tile] = deque()
+        self._writing: deque[_Tile] = deque()
+        self._awaited: _Tile | None = None
+        """What the lane's thread waits for, or works on; None while it is idle."""
+
+    def submit(self, job: Pass, *, urgent: bool = False) -> None:
+        """Queue a pass, an urgent one in front."""
+        self._of_unit.setdefault(job.unit, deque()).append(job)
+        self._waiting.append(job)
+        job.unworked = job.unwritten = job.tiles
+        if urgent:
+            self.promote(job.unit)
+        self._turn()
+
+    def promote(self, unit: int) -> None:
+        """Put the queued passes over a unit in front."""
+        first = [job for job in self._of_unit.get(unit, ()) if job in self._waiting]
+        for job in first:
+            job.urgent = True
+            self._waiting.remove(job)
+        self._waiting.extendleft(reversed(first))
+
+    def settled(self, unit: int) -> bool:
+        """Whether every pass over a unit was worked on."""
+        return all(job.processed for job in self._of_unit.get(unit, ()))
+
+    def busy(self, unit: int) -> bool:
+        """Whether a pass over a unit is unfinished."""
+        return unit in self._of_unit
+
+    def _turn(self) -> None:
+        """Do what the lane's thread does until it has to wait: reap, admit, and work on the oldest tile."""
+        while self._awaited is None:
+            while self._writing and self._writing[0].written:
+                self._over(self._writing.popleft())
+            self._admit()
+            if self._reading:
+                self._awaited = self._reading.popleft()
+                if self._awaited.read:
+                    self._work(self._awaited)
+            elif self._writing:
+                self._awaited = self._writing[0]
+            else:
+                return
+
+    def _admit(self) -> None:
+        while self._free and self._waiting:
+            job = self._waiting[0]
+            if self._of_unit[job.unit][0] is not job:
+                return
+            job.tiles -= 1
+            if not job.tiles:
+                self._waiting.popleft()
+            self._free -= 1
+            tile = _Tile(job)
+            self._reading.append(tile)
+            if job.read_nbytes:
+                self._clock.serve("read", job.read_nbytes, partial(self._was_read, tile), urgent=job.urgent)
+            else:
+                tile.read = True
+
+    def _was_read(self, tile: _Tile) -> None:
+        tile.read = True
+        if tile is self._awaited:
+            self._work(tile)
+
+    def _work(self, tile: _Tile) -> None:
+        def asked() -> None:
+            self._clock.serve("work", tile.owner.work_s, partial(self._worked, tile))
+
+        if tile.owner.asked_s:
+            self._clock.serve("asking", tile.owner.asked_s, asked)
+        else:
+            asked()
+
+    def _worked(self, tile: _Tile) -> None:
+        job = tile.owner
+        self._writing.append(tile)
+        if job.written_nbytes:
+            self._clock.serve("write", job.written_nbytes, partial(self._was_written, tile))
+        else:
+            tile.written = True
+        job.unworked -= 1
+        if not job.unworked:
+            job.processed = True
+            for call in job.on_processed:
+                call()
+        self._awaited = None
+        self._turn()
+
+    def _was_written(self, tile: _Tile) -> None:
+        tile.written = True
+        if tile is self._awaited:
+            self._awaited = None
+            self._turn()
+
+    def _over(self, tile: _Tile) -> None:
+        job = tile.owner
+        self._free += 1
+        job.unwritten -= 1
+        if not job.unwritten:
+            jobs = self._of_unit[job.unit]
+            jobs.remove(job)
+            if not jobs:
+                del self._of_unit[job.unit]

@@ -1,0 +1,379 @@
+"""The processes that train one model together, and what they say to each other. Over torch.distributed.
+
+[Note: one order]
+A collective is right only if every rank calls the same one at the same time. So each *channel* has groups of
+its own and is used by one thread, and what is sent through it is decided by the thread that computes, whose
+steps are the same on every rank. Before anything moves, the ranks compare what they are about to move: ranks
+that disagree (their models took different ways through their forward) get an error that names both, where
+plain collectives would hang, or mix two weights of one size.
+
+[Note: names]
+Ranks meet under names of their own: the members of their group, and how many engines these have had. Torch
+would name a group after how many others each process knows, and after one row of a mesh has built two engines
+and another row one, the ranks of a column would wait for each other under different names. So disjoint groups
+build at the same time, any number of engines each, and nobody but its members need know of a group.
+
+[Note: who is missing]
+Who waits longer than the timeout, or loses a connection, puts down why in the store that the processes met
+through, and looks there for the others: whoever has put down nothing within a few seconds is named. Long
+before that a wait is told of: see waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import socket
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from infinity.errors import ConfigError, RanksError
+from infinity.ranks.groups import all_gather, meet, new_group, store
+from infinity.ranks.waiting import Waiting
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+logger = logging.getLogger("infinity")
+
+
+class _Rank(logging.Filter):
+    """Puts this process's rank into every record, as `rank`."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        return True
+
+
+logger.addFilter(_Rank())
+
+_TEXT_NBYTES = 256
+_GRACE_S = 5.0
+"""Seconds in which ranks that wait, too, find out what happened."""
+_engines: Counter[str] = Counter()
+"""How many groups of the same members this process has met, by their name; see [Note: names]."""
+
+
+class Channel:
+    """Collectives in one order, for one thread; see [Note: one order]."""
+
+    def __init__(self, ranks: Ranks, name: str, backend: str, timeout_s: float) -> None:
+        """Connect the ranks under a name, for data over `backend`. Every one of them does so."""
+        self.ranks = ranks
+        self._timeout_s = timeout_s
+        self._data = self._control = new_group(f"{name} {backend}", ranks, backend, timeout_s)
+        if backend != "gloo":
+            self._control = new_group(f"{name} gloo", ranks, "gloo", timeout_s)
+        self._sequence = 0
+        self.tells = True
+        """Whether who waits long says so; see waiting."""
+
+    def agree(self, what: str) -> None:
+        """Return when every rank is about to do `what`.
+
+        Raises: RanksError, naming what each is about to do, where they differ.
+        """
+        self._sequence += 1
+        mine = [self._sequence, xxhash.xxh3_64_intdigest(what.encode()) >> 1]
+        if any(other != mine for other in self.rows(torch.tensor(mine, dtype=torch.int64), what)):
+            raise self._different(what)
+
+    def _different(self, what: str) -> RanksError:
+        text = what.encode()[:_TEXT_NBYTES].ljust(_TEXT_NBYTES)
+        rows = self.rows(torch.frombuffer(bytearray(text), dtype=torch.uint8), what)
+        doing = "; ".join(f"rank {rank}: {bytes(row).decode().strip()}" for rank, row in enumerate(rows))
+        return RanksError(
+            f"the ranks are about to do different things: {doing}. Likely cause: their forwards take "
+            "different ways through the model (experts or branches chosen by the data, a loop that is longer "
+            "on one rank, state_dict() or an evaluation on one rank alone). Let every rank run the same "
+            "modules in the same order."
+        )
+
+    def numbers(self, values: Sequence[float], what: str) -> list[list[float]]:
+        """Return every rank's fp64 values, which are as many on each."""
+        return self.rows(torch.tensor(values, dtype=torch.float64), what)
+
+    def integers(self, values: Sequence[int], what: str) -> list[list[int]]:
+        """Return every rank's integers of 63 bits, which are as many on each."""
+        return self.rows(torch.tensor(values, dtype=torch.int64), what)
+
+    def rows(self, mine: torch.Tensor, what: str) -> list[list[Any]]:
+        """Return every rank's numbers, of one type, as many on each."""
+        rows = torch.empty(self.ranks.size * mine.numel(), dtype=mine.dtype)
+        self._do(what, self._control, partial(all_gather, rows, mine))
+        whole: list[list[Any]] = rows.view(self.ranks.size, -1).tolist()
+        return whole
+
+    def gather_bytes(self, rows: torch.Tensor, mine: torch.Tensor, what: str) -> None:
+        """Fill `rows` with every rank's bytes, which lie in host memory."""
+        self._do(what, self._control, partial(all_gather, rows, mine))
+
+    def gather(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> None:
+        """Fill `whole` with every rank's `part`, in their order; `part` may be its place in `whole`."""
+        self._do(what, self._over(whole), partial(all_gather, whole, part))
+
+    def spread(self, values: torch.Tensor, root: int, what: str) -> None:
+        """Fill `values`, which are as many on every rank, with those of rank `root`."""
+        source = self.ranks.members[root]
+        self._do(what, self._over(values), partial(dist.broadcast, values, source))
+
+    def _over(self, values: torch.Tensor) -> Any:
+        return self._data if values.is_cuda else self._control  # what is in host memory goes over gloo
+
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, what: str) -> None:
+        """Send the i-th equal part of `sent` to rank i; `received` gets what came, in the order of ranks."""
+        self._do(what, self._data, partial(dist.all_to_all_single, received, sent))
+
+    def _do(self, what: str, group: Any, collective: Callable[..., Any]) -> None:
+        on_host = group is self._control and self.tells
+        began = time.perf_counter()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # names that torch 2.13 has changed
+                work = collective(group=group, async_op=on_host)
+            if on_host:
+                self.ranks.waiting.until(work, what)
+        except RuntimeError as error:
+            raise self.ranks.broken(what, time.perf_counter() - began, self._timeout_s, error) from error
+
+    def close(self) -> None:
+        """Give the connections back."""
+        with contextlib.suppress(Exception):  # the world may be gone
+            for group in {id(one): one for one in (self._data, self._control)}.values():
+                dist.destroy_process_group(group)
+
+
+class Ranks:
+    """The ranks of one engine. With one rank nothing is connected, and every answer is its own."""
+
+    def __init__(
+        self, members: Sequence[int], rank: int, backend: str, timeout_s: float, device: str = "cpu"
+    ) -> None:
+        """Connect `members`, ranks of the world, of which this process is the one at `rank`.
+
+        Raises: RanksError naming those who do not come.
+        """
+        self.rank, self.size = rank, len(members)
+        self.device = device
+        """Where this rank computes."""
+        self.members, self._backend, self._timeout_s = list(members), backend, timeout_s
+        group = "-".join(map(str, members))
+        self._key = f"infinity/{group}/{_engines[group]}"
+        self.waiting = Waiting(self._key, rank, self.size, timeout_s)
+        self._put_down = False
+        self._lost = False
+        self._lock = threading.Lock()
+        self._channels: list[Channel] = []
+        self.closing: list[Callable[[], object]] = []
+        """Called before the connections are given back: to let what uses them end."""
+        self._control: Channel | None = None
+        if self.size > 1:
+            _engines[group] += 1
+            self._await_all()
+            self._control = self.channel()
+        near = self._neighbours()
+        self.local_rank, self.local_size = near.index(rank), len(near)  # on this machine
+
+    def channel(self) -> Channel:
+        """Open a further channel. Every rank does so, in the same order."""
+        name = f"{self._key} channel {len(self._channels)}"
+        channel = Channel(self, name, self._backend, self._timeout_s)
+        self._channels.append(channel)
+        return channel
+
+    def _await_all(self) -> None:
+        """Return when every rank is here.
+
+        Raises: RanksError naming those who do not come within the timeout.
+        """
+        meeting, places = store(), [f"{self._key} here {rank}" for rank in range(self.size)]
+        meeting.set(places[self.rank], "")
+        with contextlib.suppress(RuntimeError):  # torch's says nothing of ranks
+            meeting.wait(places, timedelta(seconds=self._timeout_s))
+            return
+        missing = [one for one, place in zip(self.members, places, strict=True) if not meeting.check([place])]
+        absent, group = (", ".join(map(str, some)) for some in (missing, self.members))
+        raise RanksError(
+            f"rank {absent} of the world did not come to Init within {self._timeout_s:.0f} s, to build with "
+            f"ranks {group}. Likely cause: it has ended, or builds with another process_group first. Every "
+            "rank of a group builds in it, those of several groups in the same order; "
+            "Config(timeout_s=...) sets how long a rank waits."
+        )
+
+    def _neighbours(self) -> list[int]:
+        if self._control is None:
+            return [self.rank]
+        here = xxhash.xxh3_64_intdigest(socket.gethostname().encode()) >> 1
+        rows = self._control.integers([here], "meeting")
+        return [rank for rank, row in enumerate(rows) if row == [here]]
+
+    # For the thread that computes
+
+    def agree(self, what: str) -> None:
+        """See Channel."""
+        if self._control is not None:
+            self._control.agree(what)
+
+    def totals(self, values: Sequence[float], what: str) -> list[float]:
+        """Return the sums over all ranks, in fp64 and in the order of ranks."""
+        if self._control is None:
+            return list(values)
+        return [sum(column) for column in zip(*self._control.numbers(values, what), strict=True)]
+
+    def least(self, value: int, what: str) -> int:
+        """Return the smallest of the ranks' integers."""
+        if self._control is None:
+            return value
+        return min(row[0] for row in self._control.integers([value], what))
+
+    def same(self, digest: int, what: str) -> bool:
+        """Whether every rank has the same digest, an integer of 63 bits."""
+        if self._control is None:
+            return True
+        return all(row == [digest] for row in self._control.integers([digest], what))
+
+    def first(self, values: bytes, what: str) -> bytes:
+        """Return rank 0's bytes, which are as many on every rank."""
+        if self._control is None:
+            return values
+        return bytes(self._control.rows(torch.frombuffer(bytearray(values), dtype=torch.uint8), what)[0])
+
+    def spread(self, values: torch.Tensor, root: int, what: str) -> None:
+        """See Channel."""
+        if self._control is not None:
+            self._control.spread(values, root, what)
+
+    def each(self, said: bytes, what: str) -> list[bytes]:
+        """Return what every rank says, in the order of ranks: bytes, of any number."""
+        if self._control is None:
+            return [said]
+        self._control.agree(what)
+        sizes = [row[0] for row in self._control.integers([len(said)], what)]
+        most = max(sizes)
+        if not most:
+            return [b""] * self.size
+        padded = torch.frombuffer(bytearray(said.ljust(most)), dtype=torch.uint8)
+        rows = torch.empty(self.size * most, dtype=torch.uint8)
+        self._control.gather_bytes(rows, padded, what)
+        whole = memoryview(rows.numpy())  # type: ignore[arg-type]
+        return [bytes(whole[rank * most : rank * most + size]) for rank, size in enumerate(sizes)]
+
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Do something that may fail on one rank alone, and that nobody goes on from unless all have done it:
+        the ranks meet at the end of the `with`.
+
+        Raises: what failed here; where it failed on other ranks, RanksError naming them and their reasons.
+        """
+        try:
+            with self.waiting.alone(what):
+                yield
+        except Exception as error:
+            if not self._lost:
+                self.each(_in_one_line(error).encode(), what)
+            raise
+        failed = {rank: why.decode() for rank, why in enumerate(self.each(b"", what)) if why}
+        if failed:
+            reasons = "; ".join(f"rank {rank}: {why}" for rank, why in failed.items())
+            raise RanksError(f"rank {self.rank} of {self.size}: {what} failed elsewhere: {reasons}")
+
+    # When it breaks; see [Note: who is missing]
+
+    def put_down(self, why: str) -> None:
+        """Tell the others, should they come to ask, why this rank does not go on."""
+        with self._lock, contextlib.suppress(Exception):  # the store may have died with its process
+            if self.size > 1 and not self._put_down:
+                self._put_down = True
+                store().set(f"{self._key}/{self.rank}", why[:2000] or "it failed")
+
+    def broken(self, what: str, waited_s: float, timeout_s: float, error: Exception) -> RanksError:
+        """Return the error for a collective that failed after `waited_s`."""
+        self._lost = True
+        self.put_down(f"it waited for the others, at {what}")
+        told, missing = self._ask(_GRACE_S)
+        lines = [f"rank {rank}: {why}" for rank, why in told.items()]
+        if missing:
+            names = ", ".join(map(str, missing))
+            lines.append(f"rank {names} did not answer within {_GRACE_S:.0f} s: killed, hung, or far behind")
+        reason = re.sub(r"^\[[^]]*\] ", "", str(error).strip()).split("\n")[0].split(". ")[0]
+        return RanksError(
+            f"rank {self.rank} of {self.size}: {what} failed after {waited_s:.1f} s (timeout "
+            f"{timeout_s:.0f} s; {reason or type(error).__name__}). "
+            f"{'; '.join(lines)}. Look at the output of the ranks named, then start again from the last "
+            "checkpoint; Config(timeout_s=...) sets how long a rank waits."
+        )
+
+    def _ask(self, grace_s: float) -> tuple[dict[int, str], list[int]]:
+        """Return what the other ranks have put down, and those who have put down nothing."""
+        told: dict[int, str] = {}
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        end_s = time.monotonic() + grace_s
+        try:
+            meeting = store()
+            while len(told) < len(others):
+                for rank in others:
+                    key = f"{self._key}/{rank}"
+                    if rank not in told and meeting.check([key]):
+                        told[rank] = meeting.get(key).decode(errors="replace")
+                if time.monotonic() > end_s:
+                    break
+                time.sleep(0.05)
+        except Exception as error:
+            logger.debug("asking the other ranks", exc_info=error)
+        return told, [rank for rank in others if rank not in told]
+
+    def close(self) -> None:
+        """Give the connections back."""
+        for settle in self.closing:
+            settle()
+        self.closing.clear()
+        for channel in self._channels:
+            channel.close()
+        self._channels.clear()
+
+
+ALONE = Ranks([0], 0, "gloo", 0)
+"""One rank."""
+
+
+def _in_one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:1000]
+
+
+def open_ranks(group: Any | DeviceMesh | None, device: str, timeout_s: float) -> Ranks:
+    """Return the ranks of `group`, a process group or a DeviceMesh of one dimension; else those of the world.
+
+    Under torchrun, where nobody has called torch.distributed.init_process_group yet, this does, with gloo for
+    the CPU and NCCL for CUDA.
+
+    Raises: ConfigError for a group that this process is not in, or a mesh of several dimensions.
+    """
+    backend = "nccl" if device.startswith("cuda") else "gloo"
+    if not dist.is_available() or not (dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1):
+        if group is not None:
+            raise ConfigError("a process group needs torch.distributed.init_process_group() first")
+        return Ranks([0], 0, backend, timeout_s, device)
+    if device == "cuda" and "LOCAL_RANK" in os.environ:
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        meet(backend)
+    chosen: Any = group or dist.group.WORLD
+    if hasattr(chosen, "get_group"):
+        chosen = chosen.get_group()
+    members = sorted(dist.get_process_group_ranks(chosen))
+    if dist.get_rank() not in members:
+        raise ConfigError(f"rank {dist.get_rank()} is not in the process group of ranks {members}")
+    return Ranks(members, members.index(dist.get_rank()), backend, timeout_s, device)

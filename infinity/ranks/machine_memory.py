@@ -1,0 +1,88 @@
+"""How much memory this machine has for us: its own, or less, where a control group (a container) says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from infinity.errors import HostMemoryError
+from infinity.ranks.group import Ranks
+from infinity.sizes import format_size
+
+_ROOT = Path("/sys/fs/cgroup")
+_OWN = Path("/proc/self/cgroup")
+# By version: the folder under the root, the files of limit and use, and the page cache among that use.
+_V2 = ("", "memory.max", "memory.current", "inactive_file")
+_V1 = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def total_nbytes() -> tuple[int, str]:
+    """Return the bytes that processes here may use, and what says so."""
+    total, why = int(psutil.virtual_memory().total), "this machine has"
+    for folder, limit, _ in _groups():
+        if limit < total:
+            total, why = limit, f"the control group {folder} has on this machine"
+    return total, why
+
+
+def available_nbytes() -> int:
+    """Return the bytes that may still be taken."""
+    left = (max(0, limit - used) for _, limit, used in _groups())
+    return min(int(psutil.virtual_memory().available), *left, 1 << 62)
+
+
+def share_of(host_nbytes: int | None, ranks: Ranks) -> int:
+    """Return a rank's share of a machine's host_memory, None for half of what is available: the least of all.
+
+    Raises: HostMemoryError, on every rank RanksError, where a machine has less.
+    """
+    with ranks.together("comparing host_memory with the machine's"):
+        if host_nbytes is not None:
+            check_holds(host_nbytes)
+    nbytes = available_nbytes() // 2 if host_nbytes is None else host_nbytes
+    return ranks.least(nbytes // ranks.local_size, "divide host_memory")
+
+
+def check_holds(host_nbytes: int) -> None:
+    """See that a host_memory can be kept by this machine, whose ranks divide it.
+
+    Raises: HostMemoryError with both numbers, and what to set.
+    """
+    total, why = total_nbytes()
+    if host_nbytes > total:
+        available = available_nbytes()
+        raise HostMemoryError(
+            f"host_memory={format_size(host_nbytes)} is more than {why}: {format_size(total)}. Set at most "
+            f"what is available now, host_memory={available} ({format_size(available)}, for all ranks of the "
+            "machine together), or leave it out for half of that."
+        )
+
+
+def _groups() -> Iterator[tuple[Path, int, int]]:
+    """Yield the control groups of this process that limit memory: folder, limit, and what cannot be freed."""
+    try:
+        lines = _OWN.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, own = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        below, limit, use, cache = _V1 if controllers else _V2
+        root = _ROOT / below
+        folder = root / own.lstrip("/")
+        for one in (folder, *folder.parents):
+            found = _numbers(one, limit, use, cache) if one.is_relative_to(root) else None
+            if found is not None:
+                yield one, *found
+
+
+def _numbers(folder: Path, limit: str, use: str, cache: str) -> tuple[int, int] | None:
+    try:
+        most, used = (folder / limit).read_text().strip(), int((folder / use).read_text())
+        rows = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return (int(most), used - int(rows.get(cache, 0))) if most.isdigit() else None
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,200 @@
+"""The optimizers' steps: which state each keeps in a record, which scalars, and which kernel, by record.
+
+[Note: masters that are not split]
+Of AdamW there is a kernel for each record. The others' work on split masters: of another record, a part that
+fits the caches is split, stepped, and joined again, which loses no bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from infinity import kernels
+from infinity.planning.layout import Format
+
+CHUNK_NUMEL = 1 << 15
+"""Elements that are split, stepped and joined at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A part of one parameter that makes a step: where its fields and its gradient are."""
+
+    n: int
+    at: Mapping[str, int]
+    grad: int
+    dtype: kernels.AnyGradientDtype
+    """Of the gradient."""
+    key: int = 0
+    """Of the random bits that round a 16- or 8-bit state; see kernels."""
+    first: int = 0
+    """The parameter's element with which it begins."""
+    sums: kernels.Checksums | None = None
+    """To be taken on the way, by a kernel that does so; see Recipe."""
+
+
+Kernel = Callable[[Span, Any], None]
+"""Makes a step, by its scalars."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What an optimizer is made of.
+
+    state: a record's fields that it keeps, by names of torch.optim's state, all fp32 but where a kernel says
+    otherwise. scalars: what a kernel gets, from a param group, this step's count and the factor on the
+    gradient; it raises ValueError for options out of range. kernels: by the types that compute and that keep
+    the state, as Format has them.
+    """
+
+    name: str
+    state: Mapping[str, str]
+    scalars: Callable[[Mapping[str, Any], int, float], Any]
+    kernels: Mapping[tuple[str, str], Kernel]
+    summing: frozenset[tuple[str, str]] = frozenset()
+    """For which of these records the kernel takes checksums on its way."""
+
+    def fields(self, form: Format) -> tuple[str, ...]:
+        """Return the fields of a record that this optimizer needs: scales go with the moments they belong
+        to.
+        """
+        return tuple(name for name in form.moments if name in self.state or (name == "scale" and self.state))
+
+
+def _adam_scalars(group: Mapping[str, Any], step: int, clip: float) -> kernels.AdamWScalars:
+    beta1, beta2 = group["betas"]
+    return kernels.AdamWScalars(
+        float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], step, clip
+    )
+
+
+def _sgd_scalars(group: Mapping[str, Any], step: int, clip: float) -> kernels.SGDScalars:
+    lr, momentum = float(group["lr"]), group["momentum"]
+    dampening, nesterov = group["dampening"], group["nesterov"]
+    return kernels.SGDScalars(lr, momentum, group["weight_decay"], step, dampening, nesterov, clip)
+
+
+def _plain_sgd_scalars(group: Mapping[str, Any], step: int, clip: float) -> kernels.SGDScalars:
+    if group["momentum"]:
+        raise ValueError(
+            f"momentum={group['momentum']}: this SGD began without momentum, and keeps none. Give it one "
+            "when it is made."
+        )
+    return _sgd_scalars(group, step, clip)
+
+
+def _adagrad_scalars(group: Mapping[str, Any], step: int, clip: float) -> kernels.AdagradScalars:
+    return kernels.AdagradScalars(
+        float(group["lr"]), group["eps"], group["weight_decay"], step, group["lr_decay"], clip
+    )
+
+
+def _lion_scalars(group: Mapping[str, Any], _step: int, clip: float) -> kernels.LionScalars:
+    beta1, beta2 = group["betas"]
+    return kernels.LionScalars(float(group["lr"]), beta1, beta2, group["weight_decay"], clip)
+
+
+def _fields(*names: str) -> Callable[[Any], Callable[[Span, Any], None]]:
+    """Return what turns a kernel over addresses of these fields into a Kernel."""
+
+    def of(call: Any) -> Kernel:
+        def step(span: Span, scalars: Any) -> None:
+            call(span.n, *(span.at[name] for name in names), span.grad, span.dtype, scalars, span.sums)
+
+        return step
+
+    return of
+
+
+def _rounding(*names: str) -> Callable[[Any], Callable[[Span, Any], None]]:
+    """The same, of a kernel that also rounds at random."""
+
+    def of(call: Any) -> Kernel:
+        def step(span: Span, scalars: Any) -> None:
+            fields = (span.at[name] for name in names)
+            call(span.n, *fields, span.grad, span.dtype, scalars, span.key, span.first, span.sums)
+
+        return step
+
+    return of
+
+
+def _on_every_record(step: Kernel) -> dict[tuple[str, str], Kernel]:
+    """See [Note: masters that are not split]."""
+
+    def on_fp32(span: Span, scalars: Any) -> None:
+        _through_split(step, span, scalars, "hi")
+
+    def on_fp16(span: Span, scalars: Any) -> None:
+        _through_split(step, span, scalars, "master")
+        kernels.narrow_f16(span.n, span.at["master"], span.at["hi"])
+
+    return {("bf16", "fp32"): step, ("fp16", "fp32"): on_fp16, ("fp32", "fp32"): on_fp32}
+
+
+def _through_split(step: Kernel, span: Span, scalars: Any, field: str) -> None:
+    halves = torch.empty((2, min(span.n, CHUNK_NUMEL)), dtype=torch.int16)
+    hi, lo = (half.data_ptr() for half in halves)
+    width = 4 if span.dtype == "f32" else 2
+    for start in range(0, span.n, CHUNK_NUMEL):
+        n, master = min(CHUNK_NUMEL, span.n - start), span.at[field] + 4 * start
+        at = {name: span.at[name] + 4 * start for name in ("m", "v") if name in span.at}
+        kernels.split(n, master, hi, lo)
+        part = replace(span, n=n, at={**at, "hi": hi, "lo": lo}, grad=span.grad + width * start)
+        step(part, scalars)
+        kernels.join(n, hi, lo, master)
+
+
+def _without_momentum(span: Span, scalars: Any) -> None:
+    """Step by the gradient alone: the kernel's momentum, that of a first step, is written and not kept."""
+    momentum = torch.empty(min(span.n, CHUNK_NUMEL))
+    width = 4 if span.dtype == "f32" else 2
+    for start in range(0, span.n, CHUNK_NUMEL):
+        n = min(CHUNK_NUMEL, span.n - start)
+        hi, lo = (span.at[name] + 2 * start for name in ("hi", "lo"))
+        grad = span.grad + width * start
+        kernels.sgd(n, hi, lo, momentum.data_ptr(), grad, span.dtype, replace(scalars, step=1))
+
+
+_SPLIT = _fields("hi", "lo", "m", "v")
+_MOMENTUM = _fields("hi", "lo", "m")
+_ADAMW_KERNELS = {
+    ("bf16", "fp32"): _SPLIT(kernels.adamw),
+    ("bf16", "bf16"): _rounding("hi", "lo", "m", "v")(kernels.adamw_bf16),
+    ("bf16", "int8"): _rounding("hi", "lo", "m", "v", "scale")(kernels.adamw_int8),
+    ("fp16", "fp32"): _fields("hi", "master", "m", "v")(kernels.adamw_fp16),
+    ("fp32", "fp32"): _fields("hi", "m", "v")(kernels.adamw_fp32),
+}
+
+_SPLIT_ALONE = frozenset({("bf16", "fp32")})
+
+ADAMW = Recipe(
+    "AdamW",
+    {"m": "exp_avg", "v": "exp_avg_sq"},
+    _adam_scalars,
+    _ADAMW_KERNELS,
+    frozenset(_ADAMW_KERNELS),
+)
+ADAM = Recipe("Adam", ADAMW.state, _adam_scalars, _on_every_record(_SPLIT(kernels.adam)), _SPLIT_ALONE)
+SGD = Recipe("SGD", {}, _plain_sgd_scalars, _on_every_record(_without_momentum))
+MOMENTUM = Recipe(
+    "SGD",
+    {"m": "momentum_buffer"},
+    _sgd_scalars,
+    _on_every_record(_MOMENTUM(kernels.sgd)),
+    _SPLIT_ALONE,
+)
+ADAGRAD = Recipe(
+    "Adagrad",
+    {"v": "sum"},
+    _adagrad_scalars,
+    _on_every_record(_fields("hi", "lo", "v")(kernels.adagrad)),
+    _SPLIT_ALONE,
+)
+LION = Recipe(
+    "Lion", {"m": "exp_avg"}, _lion_scalars, _on_every_record(_MOMENTUM(kernels.lion)), _SPLIT_ALONE
+)

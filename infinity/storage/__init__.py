@@ -1,0 +1,1 @@
+"""Extents of bytes, on NVMe and in host memory."""

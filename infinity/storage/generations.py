@@ -1,0 +1,303 @@
+"""Two generations of everything that is stored: the last one committed stays whole while the next is written.
+
+[Note: sides]
+An extent here is a *twin*: two extents of the same size, its *sides*. A byte range is written to the side
+that no commit names, and read from the side written last. A commit names, for each range, the side that holds
+it (Twin.live, at that moment); so whatever happens before the next commit is on disk, what the last one names
+is untouched. Between the moment in which a commit takes down the sides and the moment in which it is on disk
+both sides of a range may be named: who wants to write it then waits. Ranges are what records write, whole
+tiles; where a twin's tiles are all on one side, which is the rule, two numbers say so.
+
+A twin that is given back keeps what commits name of it, and so may serve another field at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from infinity.errors import EngineFailedError
+from infinity.sizes import BLOCK, round_up
+from infinity.storage.failure import without_frames
+from infinity.storage.store import DiskStore, Extent, Request, Together, Transfer
+
+Runs = tuple[tuple[int, int], ...]
+"""Which side holds what: (stop, side) of consecutive byte ranges, the first from 0 on."""
+
+
+def put(runs: Runs, start: int, stop: int, side: int) -> Runs:
+    """Return `runs` with bytes [start, stop) on `side`; neighbours on one side are one range."""
+    nbytes, last_side = runs[-1]
+    begun = 0 if len(runs) == 1 else runs[0][0]
+    if start == begun and len(runs) <= 2 and last_side != side:  # from the front on, which is the rule
+        return ((stop, side), (nbytes, last_side)) if stop < nbytes else ((nbytes, side),)
+    new: list[tuple[int, int]] = []
+    at, last = 0, -1
+    for end, where in runs:
+        for over, there in ((min(end, start), where), (min(end, stop), side), (end, where)):
+            if over > at:
+                if there == last:
+                    new.pop()
+                new.append((over, there))
+                at, last = over, there
+    return tuple(new)
+
+
+def side_of(runs: Runs, start: int, stop: int) -> int | None:
+    """Return the side that holds all of bytes [start, stop); None where both hold parts."""
+    for end, side in runs:
+        if start < end:
+            return side if stop <= end else None
+    return None
+
+
+def among(runs: Runs, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (start, stop, side) of the ranges that bytes [start, stop) consist of."""
+    for at, end, side in _ranges(runs):
+        if at < stop and start < end:
+            yield max(at, start), min(end, stop), side
+
+
+def _ranges(runs: Runs) -> Iterator[tuple[int, int, int]]:
+    at = 0
+    for stop, side in runs:
+        yield at, stop, side
+        at = stop
+
+
+class DurableStore(DiskStore, Protocol):
+    """Storage whose extents can be named in a commit, and found again by another process."""
+
+    def describe(self, extent: Extent) -> object:
+        """Return where an extent lies, as plain values."""
+
+    def claim(self, place: object, nbytes: int, what: str) -> Extent:
+        """Return the extent that `describe` has described."""
+
+
+class Twin:
+    """Two extents of one size; see [Note: sides]."""
+
+    __slots__ = ("committed", "committing", "live", "nbytes", "sides")
+
+    def __init__(self, nbytes: int, sides: list[Extent | None]) -> None:
+        """Nothing is written yet, and nothing named."""
+        self.nbytes = nbytes
+        self.sides = sides
+        """None for one that gets its room when it is first written."""
+        self.live: Runs = ((nbytes, 0),)
+        self.committed: Runs | None = None
+        """What the last commit on disk names; None for nothing."""
+        self.committing: Runs | None = None
+        """What the commit on its way to the disk names."""
+
+    def free_side(self, start: int, stop: int) -> int | None:
+        """Return the side to write bytes [start, stop) to; None where there is none for all of them."""
+        live = side_of(self.live, start, stop)
+        old = -1 if self.committed is None else side_of(self.committed, start, stop)
+        new = -1 if self.committing is None else side_of(self.committing, start, stop)
+        if live is None or old is None or new is None:
+            return None
+        if live not in (old, new):
+            return live
+        return None if 1 - live in (old, new) else 1 - live
+
+    def free_sides(self, start: int, stop: int) -> Iterator[tuple[int, int, int | None]]:
+        """Yield (start, stop, side to write) for bytes [start, stop); None where both sides are named."""
+        for at, end, live in among(self.live, start, stop):
+            for first, last, old in among(self.committed or ((self.nbytes, -1),), at, end):
+                for begin, over, new in among(self.committing or ((self.nbytes, -1),), first, last):
+                    named = {old, new} - {-1}
+                    free = next((side for side in (live, 1 - live) if side not in named), None)
+                    yield begin, over, free
+
+
+class TwinStore:
+    """Twins over another store; to records, a store like any other. See [Note: sides]."""
+
+    tier = "nvme"
+
+    def __init__(self, store: DurableStore, *, lazy: bool = False) -> None:
+        """Keep two generations in `store`. lazy: twins get room only as they are written, since what a model
+        is built with will be replaced by what an earlier run has committed.
+        """
+        self.store = store
+        self.lazy = lazy
+        self.step = 0
+        """Of the last commit."""
+        self._twins: dict[int, Twin] = {}
+        self._free: dict[int, list[int]] = {}
+        self._next = 0
+        self._changed = threading.Condition()
+        self._failure: BaseException | None = None
+
+    # Room
+
+    def allocate(self, nbytes: int, what: str) -> Extent:
+        """Return a twin as one extent.
+
+        Raises: aio.StorageFullError naming `what`.
+        """
+        nbytes = round_up(max(nbytes, 1), BLOCK)
+        free = self._free.get(nbytes)
+        if free:
+            return Extent(self, free.pop(), nbytes)
+        sides: list[Extent | None] = [None, None]
+        if not self.lazy:
+            first = self.store.allocate(nbytes, what)
+            try:
+                sides = [first, self.store.allocate(nbytes, f"{what} (its second generation)")]
+            except BaseException:
+                self.store.free(first)
+                raise
+        return self._add(Twin(nbytes, sides))
+
+    def _add(self, twin: Twin) -> Extent:
+        self._twins[self._next] = twin
+        self._next += 1
+        return Extent(self, self._next - 1, twin.nbytes)
+
+    def free(self, extent: Extent) -> None:
+        """Give a twin back; while the model is built (`lazy`), its room too."""
+        twin = self._twins[extent.offset]
+        if self.lazy:
+            del self._twins[extent.offset]
+            for side in twin.sides:
+                if side is not None:
+                    self.store.free(side)
+        else:
+            self._free.setdefault(extent.nbytes, []).append(extent.offset)
+
+    # Transfers
+
+    def read(self, request: Request) -> Transfer:
+        """Begin to read what was written last; see DiskStore."""
+        twin, stop = self._twins[request.extent.offset], request.start + request.nbytes
+        side = side_of(twin.live, request.start, stop)
+        if side is not None:
+            parts = [(request.start, stop, side)]
+        else:
+            parts = list(among(twin.live, request.start, stop))
+        return self._together(self.store.read, request, twin, parts)
+
+    def write(self, request: Request) -> Transfer:
+        """Begin to write to the side that no commit names, after that is known; see DiskStore.
+
+        Raises: aio.StorageFullError; EngineFailedError where the commit that is waited for has failed.
+        """
+        twin, start, stop = self._twins[request.extent.offset], request.start, request.start + request.nbytes
+        with self._changed:
+            parts = self._free_parts(twin, start, stop)
+            for at, end, side in parts:
+                if twin.sides[side] is None:
+                    twin.sides[side] = self.store.allocate(twin.nbytes, request.what)
+                twin.live = put(twin.live, at, end, side)
+        return self._together(self.store.write, request, twin, parts)
+
+    def _free_parts(self, twin: Twin, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """Return (start, stop, side to write) of what a range consists of, once no commit names them; under
+        the lock.
+        """
+        while True:
+            free = twin.free_side(start, stop)
+            if free is not None:
+                return [(start, stop, free)]
+            parts = list(twin.free_sides(start, stop))
+            sure = [(at, end, side) for at, end, side in parts if side is not None]
+            if len(sure) == len(parts):
+                return sure
+            if self._failure is not None:
+                raise EngineFailedError("a step could not be committed") from self._failure
+            self._changed.wait(0.5)
+
+    def _together(
+        self,
+        begin: Callable[[Request], Transfer],
+        request: Request,
+        twin: Twin,
+        parts: list[tuple[int, int, int]],
+    ) -> Transfer:
+        """Begin the transfers of one request, side by side."""
+        whole = twin.sides[parts[0][2]] if len(parts) == 1 else None
+        if whole is not None:
+            return begin(Request(whole, *request[1:]))
+        begun: list[Transfer] = []
+        try:
+            for at, end, side in _joined(parts):
+                extent = twin.sides[side]
+                if extent is None:  # a record asks for what it has written
+                    raise EngineFailedError(f"{request.what}: bytes {at} to {end} were never written")  # noqa: TRY301
+                address = request.address + at - request.start
+                piece = request._replace(extent=extent, start=at, address=address, nbytes=end - at)
+                begun.append(begin(piece))
+        except Exception:
+            Together.settle(begun)
+            raise
+        return begun[0] if len(begun) == 1 else Together(begun)
+
+    def where(self, extent: Extent, start: int) -> str:
+        """Name a place for an error message, with its generation where that is known."""
+        twin = self._twins[extent.offset]
+        _, _, side = next(among(twin.live, start, start + 1))
+        at = twin.sides[side]
+        old = next(among(twin.committed, start, start + 1))[2] if twin.committed else None
+        age = f"committed with step {self.step}" if side == old else f"written since step {self.step}"
+        return "nowhere" if at is None else f"{self.store.where(at, start)}, {age}"
+
+    # Commits
+
+    def begin_commit(self, named: list[Extent]) -> None:
+        """Take down the sides that a commit will name: those of `named` as they are now."""
+        numbers = {extent.offset for extent in named}
+        with self._changed:
+            for number, twin in self._twins.items():
+                twin.committing = twin.live if number in numbers else None
+
+    def end_commit(self, step: int) -> None:
+        """The commit is on disk: what the one before it named, and this one does not, is free."""
+        with self._changed:
+            self.step = step
+            for twin in self._twins.values():
+                twin.committed, twin.committing = twin.committing, None
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """The commit has failed for good: let nobody wait for it."""
+        with self._changed:
+            self._failure = without_frames(error)
+            self._changed.notify_all()
+
+    def describe(self, extent: Extent) -> tuple[list[object], Runs]:
+        """Return where the two sides of a twin lie, as plain values, and which is live where."""
+        twin = self._twins[extent.offset]
+        return [None if side is None else self.store.describe(side) for side in twin.sides], twin.live
+
+    def complete(self, what: str) -> None:
+        """Give every twin the room it lacks, and each one made from now on both sides at once.
+
+        Raises: aio.StorageFullError naming `what`.
+        """
+        self.lazy = False
+        for twin in self._twins.values():
+            twin.sides = [side or self.store.allocate(twin.nbytes, what) for side in twin.sides]
+
+    def take_over(self, nbytes: int, sides: list[Extent | None], live: Runs) -> Extent:
+        """Return the twin that an earlier process has committed."""
+        twin = Twin(nbytes, sides)
+        twin.live = twin.committed = live
+        return self._add(twin)
+
+
+def _joined(parts: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Yield neighbours on one side as one."""
+    before: tuple[int, int, int] | None = None
+    for at, end, side in parts:
+        if before is not None and before[2] == side:
+            before = before[0], end, side
+            continue
+        if before is not None:
+            yield before
+        before = at, end, side
+    if before is not None:
+        yield before

@@ -1,0 +1,272 @@
+"""Extents on NVMe: one file in a folder, nameless unless it is to be found again, grown in large steps."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+
+from infinity import aio
+from infinity.aio.engine import HANG_S
+from infinity.errors import ConfigError
+from infinity.sizes import BLOCK, format_size, round_up
+from infinity.storage.disk_speed import speed_of
+from infinity.storage.memory import Arena, Pool
+from infinity.storage.store import Extent, Request
+
+_GROW_NBYTES = 256 << 20
+
+
+class FreeExtents:
+    """Extents given back, reused by exact size: a run has few sizes, so the gaps are few."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._offsets: dict[int, list[int]] = {}
+
+    def take(self, nbytes: int) -> int | None:
+        """Return the offset of one of `nbytes`, if there is one."""
+        offsets = self._offsets.get(nbytes)
+        return offsets.pop() if offsets else None
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """Take one back."""
+        self._offsets.setdefault(nbytes, []).append(offset)
+
+
+_hung: list[object] = []
+
+Opening = Callable[[aio.Engine], aio.File]
+"""Opens the file of a store with its engine."""
+
+
+class NvmeStore:
+    """One file in a folder, grown in large steps as extents are allocated.
+
+    Nameless, so that its space returns the instant the process ends, however it ends, and two runs on one
+    folder cannot meet; or, for a durable run, the one that `opening` opens.
+    """
+
+    tier = "nvme"
+
+    def __init__(
+        self,
+        folder: str,
+        engine_kind: str | None,
+        request_nbytes: int = 1 << 30,
+        sharers: int = 1,
+        opening: Opening | None = None,
+    ) -> None:
+        """Check `folder`, pick the I/O engine with a real request there, and open the file.
+
+        How much the engine keeps in flight comes from the disk's speed (see disk.speed_of): the same in bytes
+        where no request is larger than `request_nbytes`; `sharers` ranks on one disk divide it.
+
+        Raises: ConfigError for a folder that cannot be used; aio.EngineUnavailableError for a forced engine
+        that fails.
+        """
+        self.folder = folder
+        check_folder(folder)
+        self.speed = speed_of(folder, engine_kind)
+        depth = min(self.speed.depth * max(1, self.speed.piece_nbytes // request_nbytes), 256)
+        depth = -(-depth // sharers)
+        self.engine = aio.open_engine(
+            folder, engine_kind, depth=depth, threads=depth, piece_nbytes=self.speed.piece_nbytes
+        )
+        try:
+            self._file = opening(self.engine) if opening else self.engine.open_nameless(folder)
+        except BaseException:
+            self.engine.close()
+            raise
+        self.allocated_nbytes = self._file.nbytes // BLOCK * BLOCK
+        self._end = 0
+        self._free = FreeExtents()
+        self.engine.hang_s = _hang_s()
+        self._keeps: tuple[object, ...] = ()
+        self._claimed: list[tuple[int, int]] = []
+        self._gaps: list[tuple[int, int]] = []
+
+    @property
+    def hung(self) -> bool:
+        """Whether the disk has stopped to answer."""
+        return self.engine.hung
+
+    @property
+    def kind(self) -> str:
+        """The kind of I/O engine."""
+        return self.engine.kind
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Where the file is."""
+        return (self.folder,)
+
+    def allocate(self, nbytes: int, what: str) -> Extent:
+        """Return an extent, growing the file if needed.
+
+        Raises: aio.StorageFullError naming `what`, with the bytes needed and free.
+        """
+        nbytes = round_up(max(nbytes, 1), BLOCK)
+        offset = self._free.take(nbytes)
+        if offset is None:
+            offset = self._in_gap(nbytes)
+        if offset is None:
+            if self._end + nbytes > self.allocated_nbytes:
+                self._grow(self._end + nbytes - self.allocated_nbytes, what)
+            offset = self._end
+            self._end += nbytes
+        return Extent(self, offset, nbytes)
+
+    def _in_gap(self, nbytes: int) -> int | None:
+        """Return the offset of `nbytes` between what was claimed, the first there are."""
+        for index, (offset, stop) in enumerate(self._gaps):
+            if stop - offset >= nbytes:
+                self._gaps[index] = offset + nbytes, stop
+                return offset
+        return None
+
+    def describe(self, extent: Extent) -> object:
+        """Return where an extent lies, as plain values."""
+        return [extent.offset, extent.nbytes]
+
+    def claim(self, place: object, nbytes: int, what: str) -> Extent:
+        """Return the extent that `describe` has described, in the file of an earlier process; before any is
+        allocated.
+
+        Raises: ValueError for one that is not in the file, or not by itself.
+        """
+        if not (isinstance(place, list) and len(place) == 2 and all(type(one) is int for one in place)):
+            raise ValueError(f"{what}: {place!r} is no place in a file")
+        offset, size = place
+        if size != nbytes or size <= 0 or offset < 0 or offset % BLOCK or size % BLOCK:
+            raise ValueError(f"{what}: {size} B at byte {offset} of {self._file.path}, expected {nbytes} B")
+        if offset + size > self._file.nbytes:
+            raise ValueError(
+                f"{what}: bytes {offset} to {offset + size} of {self._file.path}, which ends at "
+                f"{self._file.nbytes}: it was cut"
+            )
+        self._claimed.append((offset, offset + size))
+        return Extent(self, offset, size)
+
+    def open_gaps(self) -> None:
+        """All is claimed that there is: what lies between may be allocated.
+
+        Raises: ValueError where claims overlap.
+        """
+        end = 0
+        for start, stop in sorted(set(self._claimed)):
+            if start < end:
+                raise ValueError(f"{self._file.path}: two extents share byte {start}")
+            if start > end:
+                self._gaps.append((end, start))
+            end = stop
+        self._end, self._claimed = end, []
+
+    def descriptors(self) -> list[int]:
+        """Return the descriptor of each file, of the one file here."""
+        return [self._file.fd]
+
+    def keep(self, pool: Pool | Arena, *others: object) -> None:
+        """Let the engine register the pool that transfers go through; hold it, and `others`, for ever if the
+        disk hangs: it may yet write there.
+        """
+        self.engine.register(pool.address, pool.nbytes, pool)
+        self._keeps = pool, *others
+
+    def sync(self) -> None:
+        """Bring to the drive what was written.
+
+        Raises: aio.IoError, for good.
+        """
+        self._file.sync()
+
+    def _grow(self, least_nbytes: int, what: str) -> None:
+        for nbytes in (max(least_nbytes, _GROW_NBYTES), least_nbytes):
+            try:
+                self._file.allocate(self.allocated_nbytes, nbytes)
+            except aio.StorageFullError as error:
+                if nbytes == least_nbytes:
+                    raise _named(error, what, self.allocated_nbytes) from None
+            else:
+                self.allocated_nbytes += nbytes
+                return
+
+    def free(self, extent: Extent) -> None:
+        """Give an extent back."""
+        self._free.give(extent.offset, extent.nbytes)
+
+    def read(self, request: Request) -> aio.Completion:
+        """Begin a read; see DiskStore."""
+        return self._begin(self.engine.read, request, aio.Priority.NORMAL)
+
+    def write(self, request: Request) -> aio.Completion:
+        """Begin a write, behind reads if it is not urgent; see DiskStore."""
+        return self._begin(self.engine.write, request, aio.Priority.BEHIND)
+
+    def _begin(
+        self, transfer: Callable[..., aio.Completion], request: Request, priority: aio.Priority
+    ) -> aio.Completion:
+        return transfer(
+            self._file,
+            request.extent.offset + request.start,
+            request.address,
+            request.nbytes,
+            what=request.what,
+            owner=request.owner,
+            priority=aio.Priority.URGENT if request.urgent else priority,
+            more=request.more,
+        )
+
+    def where(self, extent: Extent, start: int) -> str:
+        """Name a place for an error message."""
+        return f"{self._file.path} at byte {extent.offset + start}"
+
+    def close(self) -> None:
+        """Wait for what is in flight and give the space back; after a hang, wait for nothing."""
+        if self.hung:
+            _hung.append((self._file, *self._keeps))
+        else:
+            self.engine.drain()
+            self._file.close()
+        self.engine.close()
+
+
+def _hang_s() -> float:
+    """Return after how many seconds without an answer the disk counts as hung."""
+    text = os.environ.get("INFINITY_IO_TIMEOUT")
+    try:
+        seconds = float(text) if text else HANG_S
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise ConfigError(f"INFINITY_IO_TIMEOUT={text!r}: expected seconds, above 0")
+    return seconds
+
+
+def _named(error: aio.StorageFullError, what: str, allocated_nbytes: int) -> aio.StorageFullError:
+    """Return `error` with what the space was for, and how much there is so far."""
+    text = f"{error.strerror}\n  for: {what}; {format_size(allocated_nbytes)} are allocated so far"
+    named = aio.StorageFullError(error.errno, text, error.filename)
+    named.needed, named.free = error.needed, error.free
+    return named
+
+
+def check_folder(folder: str) -> None:
+    """See that `folder` is a folder this process may write in.
+
+    Raises: ConfigError with what is wrong and what to do.
+    """
+    try:
+        status = os.stat(folder)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"nvme={folder!r}: there is no such folder. Create it (mkdir -p) on the NVMe device."
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"nvme={folder!r}: {error.strerror}") from error
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"nvme={folder!r} is a file; expected a folder on the NVMe device")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"nvme={folder!r}: user {os.geteuid()} may not write there. Choose another folder, or chown it."
+        )

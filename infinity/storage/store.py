@@ -1,0 +1,229 @@
+"""Extents: where bytes lie, on NVMe or in host memory."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from mmap import mmap
+from typing import NamedTuple, Protocol
+
+from infinity import aio, kernels
+from infinity.errors import HostMemoryError
+from infinity.sizes import BLOCK, format_size, round_up
+from infinity.storage.memory import Arena, Ledger
+
+
+class Transfer(Protocol):
+    """One transfer between storage and memory that may still be under way."""
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+
+    @property
+    def began_s(self) -> float:
+        """When it began, by time.perf_counter."""
+
+    @property
+    def ended_s(self) -> float | None:
+        """When it was over; None while it is not."""
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when the bytes are where they belong; raise what went wrong."""
+
+
+class _Done:
+    """A transfer that was over before it was asked about."""
+
+    done = True
+    began_s = 0.0
+    ended_s: float | None = 0.0
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return at once."""
+
+
+DONE = _Done()
+
+
+class Together:
+    """Transfers that are one to who waits; over when all of them are."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: Sequence[Transfer]) -> None:
+        """Combine one or more."""
+        self._parts = parts
+
+    @property
+    def done(self) -> bool:
+        """Whether all parts are over, well or badly."""
+        return all(part.done for part in self._parts)
+
+    @property
+    def began_s(self) -> float:
+        """When the first part was accepted, by the clock of `time.perf_counter`."""
+        return min(part.began_s for part in self._parts)
+
+    @property
+    def ended_s(self) -> float | None:
+        """When the last part was over, on the same clock; None while one is not."""
+        ends = [part.ended_s for part in self._parts]
+        over = [end for end in ends if end is not None]
+        return max(over) if len(over) == len(ends) else None
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until all parts are over, and only then say what went wrong: the memory may be used again.
+
+        Raises: the error of the first part that failed, as its path reported it; aio.IoTimeoutError while a
+        part is still in flight.
+        """
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        first: Exception | None = None
+        for part in self._parts:
+            try:
+                part.wait(None if end_s is None else max(0.0, end_s - time.monotonic()))
+            except aio.IoTimeoutError:
+                raise
+            except (OSError, RuntimeError) as error:
+                first = first or error
+        if first is not None:
+            raise first
+
+    @staticmethod
+    def settle(begun: Sequence[Transfer]) -> None:
+        """Wait for what was begun before another part was refused: its memory may not be freed till then."""
+        with contextlib.suppress(OSError, RuntimeError):
+            Together(begun).wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """One aligned byte range of one store."""
+
+    store: Store
+    offset: int  # bytes from the start of the store
+    nbytes: int
+
+
+class Request(NamedTuple):
+    """What a transfer is to move between an extent on storage and memory."""
+
+    extent: Extent
+    start: int
+    """Bytes from the start of the extent."""
+    address: int
+    """Of the memory."""
+    nbytes: int
+    what: str
+    """Names the bytes in errors."""
+    owner: object
+    """What keeps the memory alive."""
+    urgent: bool = False
+    """Somebody waits: it goes first."""
+    more: bool = False
+    """Others follow at once, the last without this: it need not begin before. See aio.Engine.read."""
+
+
+class DiskStore(Protocol):
+    """Storage whose extents are read into memory and written from it."""
+
+    tier: str
+
+    def allocate(self, nbytes: int, what: str) -> Extent:
+        """Return a new extent of `nbytes`, rounded up to whole blocks; `what` names its owner in errors."""
+
+    def free(self, extent: Extent) -> None:
+        """Give an extent back."""
+
+    def read(self, request: Request) -> Transfer:
+        """Begin to copy bytes of an extent to memory."""
+
+    def write(self, request: Request) -> Transfer:
+        """Begin to copy memory to bytes of an extent."""
+
+    def where(self, extent: Extent, start: int) -> str:
+        """Name byte `start` of `extent` for an error message."""
+
+
+class PageLocker(Protocol):
+    """What page-locks host memory: a device, which copies faster from it then."""
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Lock existing memory."""
+
+    def unpin(self, address: int) -> None:
+        """Undo that, before the memory is given back."""
+
+
+class HostStore:
+    """Extents in host memory, used where they lie, and charged to a ledger."""
+
+    tier = "host"
+
+    def __init__(self, ledger: Ledger, locker: PageLocker | None = None) -> None:
+        """Open an empty store that may hold what `ledger` allows; `locker`, the device that copies from it,
+        may page-lock it.
+        """
+        self.ledger = ledger
+        self._locker = locker
+        self._arenas: dict[int, Arena] = {}
+        self.held_nbytes = 0
+        """Bytes of its extents."""
+
+    def allocate(self, nbytes: int, what: str) -> Extent:
+        """Return an extent in memory of its own.
+
+        Raises: HostMemoryError naming `what`, with the numbers, where the ledger has no room.
+        """
+        nbytes = round_up(max(nbytes, 1), BLOCK)
+        if not self.ledger.try_reserve(nbytes):
+            raise HostMemoryError(
+                f"{what}: {format_size(nbytes)} do not fit host memory, which holds "
+                f"{format_size(self.ledger.held_nbytes)} of "
+                f"{format_size(self.ledger.limit_nbytes)}. Give Config a larger host_memory, or a folder on "
+                "NVMe (nvme=...)."
+            )
+        return self._extent(nbytes)
+
+    def allocate_promised(self, nbytes: int) -> Extent:
+        """Return an extent for bytes that were set aside in the ledger, and are free by now."""
+        self.ledger.set_aside(-nbytes)
+        self.ledger.reserve_anyway(nbytes)
+        return self._extent(nbytes)
+
+    def _extent(self, nbytes: int) -> Extent:
+        arena = Arena(max(nbytes, BLOCK))  # parameters may be empty
+        self._arenas[arena.address] = arena
+        self.held_nbytes += nbytes
+        if self._locker is not None:
+            self._locker.pin(arena.address, nbytes)
+        return Extent(self, arena.address, nbytes)
+
+    def free(self, extent: Extent) -> None:
+        """Give an extent's memory back to the system."""
+        self._forget(extent)
+        self.ledger.release(extent.nbytes)
+
+    def memory(self, extent: Extent) -> mmap:
+        """Return an extent's memory as an object that keeps it alive."""
+        return self._arenas[extent.offset].map
+
+    def replace(self, extent: Extent) -> Extent:
+        """Return a copy of an extent, which is given up without being freed: others hold its memory."""
+        new = self._extent(extent.nbytes)
+        kernels.copy(extent.nbytes, new.offset, extent.offset)
+        self._forget(extent)
+        return new
+
+    def _forget(self, extent: Extent) -> None:
+        if self._locker is not None:
+            self._locker.unpin(extent.offset)
+        del self._arenas[extent.offset]
+        self.held_nbytes -= extent.nbytes
+
+
+Store = DiskStore | HostStore
+"""Where extents lie: a field on disk is moved by transfers, one in host memory is used in place."""

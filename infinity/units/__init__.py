@@ -1,0 +1,1 @@
+"""Parameters in and out of residence."""

@@ -1,0 +1,153 @@
+"""What works instead: the advice for calls that meet parameters whose values are elsewhere, by who calls.
+
+An error that says "wrap it in gathered" to an optimizer, an average or an exporter sends its reader in a
+circle. So the stack is asked, when such an error is made and only then, who it was that wanted the values.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from types import FrameType
+from typing import Any, TypeGuard
+
+from torch.optim import Optimizer
+
+from infinity.units.optimizer_options import DECOUPLED, IMPLEMENTATION, MISSING
+from infinity.units.tracking import Tracking
+
+_ELEMENTWISE = frozenset({"Adadelta", "Adamax", "RAdam", "RMSprop", "Rprop"})
+"""Classes of torch.optim that infinity.Elementwise takes."""
+_OURS = ("AdamW", "Adam", "SGD", "Adagrad", "Lion")
+_AVERAGE = re.compile(r"EMA|Ema(?![a-z])|Averag")
+_NEAR = 20
+"""Frames in which a class whose name speaks of an average is taken for the one that wants the values."""
+_EXPORTERS = ("torch.jit.", "torch.export.", "torch._export.", "torch.onnx.")
+_SURGERY = ("torch.nn.utils.prune", "torch.nn.utils.parametri", "torch.nn.utils.weight_norm")
+
+ADDING = inspect.unwrap(Optimizer.add_param_group).__code__
+"""What runs when an optimizer looks at the parameters that it is given."""
+
+GATHERED = "`with infinity.gathered(module_or_parameters):` (write=True to change the values)"
+SECOND_MODEL = (
+    "For a second model build one inside `with infinity.Init(...):`, where copies work, too, or outside, in "
+    "memory, and call its load_state_dict(model.state_dict())."
+)
+AVERAGE = (
+    "An average of the weights is made inside `with infinity.Init(...):`, beside its model, and updated "
+    "inside `with infinity.gathered(model), infinity.gathered(average, write=True):`, with "
+    'Init(dtype="fp32"). Of '
+    "16-bit weights keep it in plain tensors: `average = {name: value.float() for name, value in "
+    "model.state_dict().items()}`, then `average[name].lerp_(value.float(), 1 - decay)`."
+)
+RESIZE = (
+    "Shapes are settled when Init ends: call model.resize_token_embeddings(...) inside "
+    "`with infinity.Init(...):`, after the model was built or loaded there."
+)
+REPARAMETRIZE = "Prune and reparametrize modules inside `with infinity.Init(...):`, where it works as ever."
+SHARED = (
+    "Other processes cannot share parameters that were built in Init; share plain copies: "
+    "{name: value.share_memory_() for name, value in model.state_dict().items()}."
+)
+EMPTIED = "Parameters built in Init have their place; give them values by load_state_dict."
+ADAPTERS = "Call peft.get_peft_model inside `with infinity.Init(...):`, where modules can be copied."
+
+
+def for_caller() -> str | None:
+    """Return what to do instead of what is under way further up the stack; None for callers that are not
+    known.
+    """
+    found = (_for(frame, near=depth < _NEAR) for depth, frame in enumerate(_stack()))
+    return next((text for text in found if text is not None), None)
+
+
+def _for(frame: FrameType, *, near: bool) -> str | None:
+    """Return what to do instead of what one frame does."""
+    name, itself = str(frame.f_globals.get("__name__", "")), frame.f_locals.get("self")
+    if is_foreign(itself):
+        return in_place_of(itself)
+    if name.startswith(_EXPORTERS):
+        return export(".".join(name.replace("._", ".").split(".")[: 3 if "jit" in name else 2]))
+    kind, function = type(itself).__name__, frame.f_code.co_name
+    averages = name == "torch.optim.swa_utils" or (near and _AVERAGE.search(kind) is not None)
+    known = {
+        AVERAGE: averages,
+        SHARED: function in ("share_memory", "share_memory_"),
+        EMPTIED: function == "to_empty",
+        RESIZE: function == "resize_token_embeddings",
+        REPARAMETRIZE: name.startswith(_SURGERY),
+        ADAPTERS: name.startswith("peft.") and "ModulesToSave" in kind,
+    }
+    return next((text for text, applies in known.items() if applies), None)
+
+
+def export(what: str) -> str:
+    """Say how a model comes to be scripted, traced or exported."""
+    return (
+        f"{what} cannot follow how parameters are fetched and released. Build the model once more as an "
+        f"ordinary one, outside Init, call its load_state_dict(model.state_dict()), and give that to {what}."
+    )
+
+
+def in_place_of(optimizer: Optimizer) -> str:
+    """Say which of ours takes the place of an optimizer, with the options that it was given."""
+    kind = type(optimizer)
+    name = kind.__name__
+    options, dropped = _options(optimizer)
+    if name == "Adam" and optimizer.defaults.get(DECOUPLED):
+        name = "AdamW"
+    given = "".join(f", {key}={value!r}" for key, value in options.items())
+    if name in _OURS:
+        call = f"infinity.{name}(params{given})"
+    elif name in _ELEMENTWISE:
+        call = f"infinity.Elementwise(torch.optim.{name}, params{given})"
+    else:
+        return (
+            f"{kind.__module__}.{name} cannot step parameters that were built in Init. "
+            f"infinity.{', '.join(_OURS)} can, and infinity.Elementwise({name}, params, ...) where it treats "
+            "every element by itself; or give it those parameters alone that were not built there."
+        )
+    refused = "".join(f" Leave out {key}=True, which it does not have." for key in dropped)
+    trainer = (
+        f" For the Trainer: optimizer_cls_and_kwargs=(infinity.{name}, {options!r})."
+        if name in _OURS and _in_trainer()
+        else ""
+    )
+    return (
+        f"{kind.__module__}.{name} cannot step parameters that were built in Init: use `{call}`, with the "
+        f"same param groups.{refused}{trainer}"
+    )
+
+
+def _options(optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
+    """Return what was given beside the defaults of its class, and names of those that ours do not have."""
+    known: Mapping[str, Any] = inspect.signature(type(optimizer).__init__).parameters
+    given = {
+        name: value
+        for name, value in optimizer.defaults.items()
+        if name in known and name not in {*IMPLEMENTATION, DECOUPLED} and known[name].default != value
+    }
+    taken = {name: value for name, value in given.items() if name not in MISSING}
+    return taken, sorted(set(given) & MISSING)
+
+
+def is_foreign(one: object) -> TypeGuard[Optimizer]:
+    """Whether it is an optimizer, and none of ours."""
+    return isinstance(one, Optimizer) and not isinstance(one, Tracking)
+
+
+def _in_trainer() -> bool:
+    return any(
+        any(base.__module__ == "transformers.trainer" for base in type(one).__mro__)
+        for frame in _stack()
+        if (one := frame.f_locals.get("self")) is not None
+    )
+
+
+def _stack() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

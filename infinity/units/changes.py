@@ -1,0 +1,127 @@
+"""What becomes of a unit's parameters while they are attached: whether they changed, and whether they may."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import xxhash
+from torch import nn
+
+from infinity.errors import UnsupportedError
+from infinity.records.record import Record
+from infinity.tensors import as_bytes
+
+COMPARED_EVERY = 64
+"""Uses from one comparison of a unit's whole content to the next. Where few tokens are computed, a use reads
+the weights about as fast as two digests do: this takes 1/32 of its time at most, and less of a step's.
+"""
+
+
+class Changes:
+    """Finds changes that would be lost, and refuses those that cannot be kept; see
+    [Note: changes that would be lost] in attached.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], record: Record) -> None:
+        """Of parameters that lie in `record`, and are not attached."""
+        self.editors = 0
+        """How many `gathered(..., write=True)` are under way: changes are kept. Counted by gather."""
+        self._parameters = parameters
+        self._record = record
+        self._views: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._digests: dict[int, int] = {}
+
+    def begin(self, views: list[torch.Tensor]) -> None:
+        """The parameters are attached to `views`."""
+        self._views = views
+        self._versions = [parameter._version for parameter in self._parameters]
+
+    def end(self) -> None:
+        """The parameters are released."""
+        self._views = []
+        self._digests = {}
+
+    def mark(self) -> None:
+        """Take the present values for those that the parameters were attached with."""
+        self._versions = [parameter._version for parameter in self._parameters]
+        self._digests = {index: self._digest(index) for index in self._digests}
+
+    def found(self) -> str | None:
+        """Return the name of a parameter changed since it was attached, or since this was asked; None if none
+        was, or changes are kept.
+        """
+        if not self._views or self.editors:
+            return None
+        index = self._changed()
+        if index is None:
+            return None
+        self.mark()
+        return self._record.whole.segments[index].name
+
+    def _changed(self) -> int | None:
+        for index, parameter in enumerate(self._parameters):
+            if parameter._version != self._versions[index] or not parameter.is_set_to(self._views[index]):
+                return index
+        return next((index for index, one in self._digests.items() if one != self._digest(index)), None)
+
+    def check_forms(self) -> None:
+        """See that every parameter has the shape and type of its record.
+
+        Raises: UnsupportedError.
+        """
+        for index, parameter in enumerate(self._parameters):
+            self._check_form(index, parameter)
+
+    def watch_all(self) -> None:
+        """Compare the content of all parameters when they are released."""
+        for parameter in self._parameters:
+            self.watch(parameter)
+
+    def sample(self, uses: int) -> None:
+        """Compare the content in the first of the unit's `uses`, and now and then: what changes weights past
+        all that torch shows, as the `.data` of a view does, does so in every step.
+        """
+        if uses % COMPARED_EVERY == 1:
+            self.watch_all()
+
+    def watch(self, parameter: nn.Parameter) -> None:
+        """See attached.Keeper."""
+        index = self._index(parameter)
+        if self._views and not self.editors and index not in self._digests:
+            self._digests[index] = self._digest(index)
+
+    def assign(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
+        """See attached.Keeper."""
+        index = self._index(parameter)
+        if not self.editors:
+            raise UnsupportedError(would_be_lost(self._record.whole.segments[index].name))
+        self._check_form(index, values)
+
+    def _index(self, parameter: nn.Parameter) -> int:
+        return next(index for index, one in enumerate(self._parameters) if one is parameter)
+
+    def _digest(self, index: int) -> int:
+        return xxhash.xxh3_64_intdigest(as_bytes(self._views[index]))
+
+    def _check_form(self, index: int, values: torch.Tensor) -> None:
+        segment, dtype = self._record.whole.segments[index], self._views[index].dtype
+        if (values.shape, values.dtype) != (segment.shape, dtype):
+            raise UnsupportedError(
+                f"{segment.name} would become {values.dtype} of shape {tuple(values.shape)}; its record, "
+                f"with master and moments, is for {dtype} of shape {segment.shape}. Nothing is written. "
+                "Parameters built in Init keep their shapes and types. To resize "
+                "(model.resize_token_embeddings, pruning), call infinity.save_pretrained(model, folder), "
+                "and inside a new `with infinity.Init(...):` model = Model.from_pretrained(folder) and the "
+                "call that resizes."
+            )
+
+
+def would_be_lost(name: str) -> str:
+    """Return what to tell whoever changed the parameter `name` where changes are not kept."""
+    return (
+        f"{name} was changed in place, through .data or as a NumPy array, inside a forward or backward; the "
+        "change would be lost. Change parameters between steps, inside `with infinity.gathered(module, "
+        "write=True):`, or run this very call of the model inside it: what the forward changes is kept then."
+    )

@@ -1,0 +1,313 @@
+"""A unit at run time: the parameters that are fetched, used and released together.
+
+[Note: the forms of a parameter]
+master   fp32, never stored as such            the optimizer's truth = join(hi, lo)
+hi, lo   bf16 + 16 bits, flat, in the record   what a step computes with is hi
+flat     bf16, on the device                   hi, while the unit is resident; one torch storage
+view     bf16, a parameter's shape             into flat; `parameter.data` while the unit is attached
+Where fp16 or fp32 computes, hi, flat and view are that; see weights.
+
+Where the CPU computes and `hi` is pinned, flat is that very memory: nothing is copied, and the update changes
+the weights where they are used.
+
+[Note: abandoned storage]
+Reusing a storage while anyone still has a view of it would change their values: a module may cache
+`self.weight.t()`, return its weight, or keep it in a graph of its own. So a release counts who shares the
+storage. If anybody but the unit does, they keep it, with the values it has, and the unit goes on in other
+memory. That costs memory, never a wrong value.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from mmap import mmap
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from infinity.device.blocks import Blocks, wrap
+from infinity.lane.fetch import FetchPass
+from infinity.lane.queue import Awaited, Pass
+from infinity.planning.layout import Shard
+from infinity.records.record import Record
+from infinity.records.updates import PendingUpdates
+from infinity.records.weights import WEIGHTS
+from infinity.units.attached import Attached, set_keeper
+from infinity.units.changes import Changes
+from infinity.units.released import placeholder, release, restore
+
+logger = logging.getLogger("infinity")
+
+
+class Unit:
+    """The state of one unit. Owned by the executor; guarded by the lane's lock where the lane reads it."""
+
+    def __init__(self, index: int, parameters: list[nn.Parameter], record: Record, base: int = 0) -> None:
+        """Describe `parameters`, which lie in `record` and are not resident.
+
+        base: the unit's element at which the record, a rank's share of the unit, begins.
+        """
+        self.index = index
+        self.parameters = parameters
+        self.record = record
+        self.base = base
+        self.flat = torch.empty(0, dtype=WEIGHTS[record.form.dtype].dtype)
+        """`hi` in the memory that computes, while the unit is resident; else without elements."""
+        self.storage_key = int(self.flat.untyped_storage()._cdata)
+        """Identifies the storage: any tensor that shares it shows the same number."""
+        self.by_storage: dict[int, Unit] = {}
+        """Where the unit enters its storage's key, for who meets a tensor and asks whose it is."""
+        self._blocks: Blocks
+        self._memory: mmap | None = None
+        """The pinned memory that `flat` lies in; None where it is a block."""
+        self._in_place = False
+        self._views: list[torch.Tensor] = []
+        self._placeholders: list[torch.Tensor] = []
+        self._own_shares = 0
+        self._abandoned: list[StorageWeakRef] = []
+        self.changes = Changes(parameters, record)
+        # Residence
+        self.fetch: Awaited | None = None
+        """What makes, or made, the unit resident; None while it is not."""
+        self.users = 0
+        """Frames and backward leases that need the unit attached."""
+        self.lent: Pass | None = None
+        """The pass that works on the storage of a unit nobody uses, and releases it afterwards."""
+        self.successors: list[FetchPass] = []
+        """Passes that begin as soon as its last user lets go; the first is lent the storage."""
+        self.attached = self.aside = False
+        """Whether the parameters are their real values, else they are released; and whether they are so for a
+        use that is no part of a step.
+        """
+        self.waiting: int | None = None
+        """Bytes charged for being resident ahead of a use; None where it is not."""
+        self.attached_s = 0.0
+        """When it was attached, by time.perf_counter."""
+        self.version = 0
+        """Counts the changes of the values that the user can see (an update counts at step(), not when it is
+        applied).
+        """
+        # The step
+        self.pending = PendingUpdates()
+        """Updates that step() decided, by parameter, to be applied when the record next passes."""
+        self.arrived: set[int] = set()
+        """Parameters whose gradient has accumulated since the unit was last complete in this backward."""
+        self.backward_holds: list[int] = []
+        """For each hold that lasts until the gradients accumulate: the graph task in which it began."""
+        self.forward_uses = 0
+        """Uses in forwards since the last step."""
+        self.uses = 0
+        """Uses since the model was built."""
+
+    @property
+    def name(self) -> str:
+        """The module's name, as in `model.named_modules()`."""
+        return self.record.name
+
+    @property
+    def shard(self) -> Shard:
+        """How the parameters lie in `flat`."""
+        return self.record.whole
+
+    @property
+    def part_of_rank(self) -> torch.Tensor:
+        """This rank's share of `flat`."""
+        return self.flat[self.base : self.base + self.record.shard.numel]
+
+    @property
+    def resident_nbytes(self) -> int:
+        """Bytes on the device while resident."""
+        return self.record.form.width * self.shard.numel
+
+    @property
+    def fetch_processed(self) -> bool:
+        """Whether the values have arrived."""
+        fetch = self.fetch  # read once: the lane may take it away
+        return fetch is not None and fetch.processed
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any parameter will get a gradient."""
+        return any(parameter.requires_grad for parameter in self.parameters)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every trainable parameter's gradient has arrived."""
+        return all(
+            index in self.arrived
+            for index, parameter in enumerate(self.parameters)
+            if parameter.requires_grad
+        )
+
+    def open(self, blocks: Blocks, device: torch.device, *, in_place: bool) -> None:
+        """Release the parameters; from now on the unit becomes resident in `blocks`, or, if `in_place` and
+        `hi` lies in host memory, right there.
+        """
+        self._blocks = blocks
+        self._in_place = in_place
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self._placeholders = [
+                placeholder(segment.shape, self.flat.dtype, device) for segment in self.shard.segments
+            ]
+        for parameter, stand_in in zip(self.parameters, self._placeholders, strict=True):
+            release(parameter, stand_in)
+            set_keeper(parameter, self.changes)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the unit is always where it computes: being resident takes no memory and no transfer."""
+        return self._in_place and self.record.in_host("hi")
+
+    @property
+    def window_nbytes(self) -> int:
+        """Bytes that being resident takes beyond what is pinned."""
+        return 0 if self.in_place else self.resident_nbytes
+
+    def allocate(self) -> None:
+        """Give the unit memory: with its values, if `in_place`, else undefined."""
+        memory = self.record.memory("hi") if self._in_place else None
+        if memory is None:
+            self._bind(self._blocks.take(self.shard.numel, self.flat.dtype), None)
+        elif memory is not self._memory:
+            self._bind(wrap(memory, self.shard.numel, self.flat.dtype), memory)
+
+    def make_private(self) -> None:
+        """Move a resident unit to memory of its own, where changes are no changes of the record."""
+        if self._memory is not None:
+            flat = self._blocks.take(self.shard.numel, self.flat.dtype)
+            flat.copy_(self.flat)
+            if self._pinned and self._is_shared():
+                self.record.leave("hi")
+            self._bind(flat, None)
+
+    def part(self) -> None:
+        """Go on in a copy where others share the unit's memory, which is about to change; see
+        [Note: abandoned storage].
+        """
+        if not self._is_shared():
+            return
+        if self._pinned:
+            self.record.leave("hi")
+            self.allocate()
+        else:
+            flat = self._blocks.take(self.shard.numel, self.flat.dtype)
+            flat.copy_(self.flat)
+            self._blocks.leaving(self.flat)
+            self._bind(flat, None)
+
+    @property
+    def _pinned(self) -> bool:
+        """Whether `hi` lies in the memory that the unit is resident in."""
+        return self._memory is not None and self.record.memory("hi") is self._memory
+
+    @property
+    def resident_in_place(self) -> bool:
+        """Whether changing the parameters, which are attached, would change the record."""
+        return self.attached and self._memory is not None
+
+    def _is_shared(self) -> bool:
+        if self.shares() == self._own_shares:
+            return False
+        logger.info(
+            "%s: a view of its parameters outlives their use; it keeps their present values and their memory",
+            self.name,
+        )
+        self._abandoned.append(StorageWeakRef(self.flat.untyped_storage()))
+        return True
+
+    def _bind(self, flat: torch.Tensor, memory: mmap | None) -> None:
+        self.unbind()
+        self.flat, self._memory = flat, memory
+        self.storage_key = int(flat.untyped_storage()._cdata)
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self._views = [flat[one.start : one.stop].view(one.shape) for one in self.shard.segments]
+        self._own_shares = self.shares()
+        self.by_storage[self.storage_key] = self
+
+    def unbind(self) -> None:
+        """Let go of the memory."""
+        self.by_storage.pop(self.storage_key, None)
+        self.flat = torch.empty(0, dtype=self.flat.dtype)
+        self.storage_key = int(self.flat.untyped_storage()._cdata)
+        self._memory = None
+        self._views = []
+
+    def deallocate(self) -> None:
+        """Let go of the unit's memory, unless `hi` lies in it; others who share it keep it, see
+        [Note: abandoned storage].
+        """
+        shared = self._is_shared()
+        if self._pinned and not shared:
+            return
+        if self._pinned:
+            self.record.leave("hi")
+        elif self._memory is None:
+            self._blocks.leaving(self.flat)
+        self.unbind()
+
+    def shares(self) -> int:
+        """Return how many tensors share the unit's storage."""
+        return int(torch._C._storage_Use_Count(self.storage_key))
+
+    def attach(self, *, aside: bool = False) -> None:
+        """Let the parameters be their values: `aside`, for a use that is no part of a step, as nothing but
+        nn.Parameters.
+        """
+        for parameter, values in zip(self.parameters, self._views, strict=True):
+            restore(parameter, values)
+        self.changes.begin(self._views)
+        self.attached, self.aside = True, aside
+        if not aside:
+            self.guard()
+
+    def guard(self) -> None:
+        """Have `changes` asked, from now on, before an attached parameter is assigned to."""
+        for parameter in self.parameters:
+            parameter.__class__ = Attached
+
+    def changed(self) -> str | None:
+        """Return the name of a parameter that changed while it was attached, None if none did, when the last
+        use ends: `guard` is over.
+        """
+        for parameter in self.parameters:
+            parameter.__class__ = nn.Parameter  # each look at an Attached takes torch twice as long
+        return self.changes.found()
+
+    def detach(self) -> None:
+        """Put the guard on the parameters; the storage stays as it is."""
+        saved = [parameter for parameter in self.parameters if saved_itself(parameter)]
+        self.attached = self.aside = False  # first: whoever is interrupted here attaches all of them again
+        self.changes.end()
+        for parameter, stand_in in zip(self.parameters, self._placeholders, strict=True):
+            release(parameter, stand_in)
+        if self._abandoned:
+            self._abandoned = [storage for storage in self._abandoned if not storage.expired()]
+        if saved and self.shares() == self._own_shares and not self._abandoned:
+            torch.autograd.graph.increment_version(saved)
+
+    def __repr__(self) -> str:
+        """Name and state."""
+        state = "attached" if self.attached else "resident" if self.fetch else "released"
+        uses = f"{self.users} users, {len(self.pending)} pending"
+        return f"<Unit {self.name}, {self.shard.numel} elements, {state}, {uses}>"
+
+
+def saved_itself(parameter: nn.Parameter) -> bool:
+    """Whether a graph holds the parameter itself, which it reads again, and not a view of its values."""
+    holders: Callable[[], int] = parameter._use_count  # type: ignore[attr-defined]
+    if holders() == 1 or torch.is_inference_mode_enabled():
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    if not parameter.requires_grad:
+        return True
+    if torch.is_grad_enabled():
+        leads: Any = parameter.view_as(parameter).grad_fn  # as torch.autograd.graph.get_gradient_edge does
+    else:
+        with torch.enable_grad():
+            leads = parameter.view_as(parameter).grad_fn
+    node = leads.next_functions[0][0]
+    return holders() > 1 + (node is not None)
