@@ -53,7 +53,6 @@ IMPURE = {
     "cffi",
     "io",
     "mmap",
-    "numpy",
     "os",
     "psutil",
     "shutil",
