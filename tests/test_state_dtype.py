@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import models
+from covers import matrix
 from infinity import AdamW, ConfigError, Init, stats
 from infinity.engine import engine_of_model
 from infinity.reference_state import STATE_BLOCK
@@ -14,10 +15,14 @@ SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
 LEAST = {"bf16": "128KiB", "int8": "256KiB"}
 
 
-@pytest.mark.parametrize("update", ["forward", "backward"])
-@pytest.mark.parametrize("memory", ["least", "1MiB", "64MiB"])
-@pytest.mark.parametrize("state_dtype", ["bf16", "int8"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    *matrix(
+        update=["forward", "backward"],
+        memory=["least", "1MiB", "64MiB"],
+        state_dtype=["bf16", "int8"],
+        name=["llama", "gpt2", "mixtral"],
+    )
+)
 def test_training_equals_the_reference_at_any_budget(folder, name, state_dtype, memory, update):
     budget = LEAST[state_dtype] if memory == "least" else memory
     init = {"nvme": folder, "host_memory": budget, "state_dtype": state_dtype}

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import models
+from covers import matrix
 from infinity import stats
 
 pytestmark = [
@@ -28,9 +29,13 @@ def compare(name, optimizer, init, *, steps=10, checkpoint=None, update="forward
     return ours[0]
 
 
-@pytest.mark.parametrize("checkpoint", [None, "reentrant", "non-reentrant"])
-@pytest.mark.parametrize("memory", ["128KiB", "1MiB", "64MiB"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    *matrix(
+        checkpoint=[None, "reentrant", "non-reentrant"],
+        memory=["128KiB", "1MiB", "64MiB"],
+        name=["llama", "gpt2", "mixtral"],
+    )
+)
 def test_ten_steps_with_clipping_decay_and_schedule_equal_training_in_memory(
     folder, name, memory, checkpoint
 ):
@@ -46,9 +51,13 @@ def test_every_io_engine_gives_the_same_bits(folder, name, aio):
     assert stats(model).io_engine == aio
 
 
-@pytest.mark.parametrize("memory", ["128KiB", "64MiB"])
-@pytest.mark.parametrize("checkpoint", [None, "reentrant", "non-reentrant"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    *matrix(
+        memory=["128KiB", "64MiB"],
+        checkpoint=[None, "reentrant", "non-reentrant"],
+        name=["llama", "gpt2", "mixtral"],
+    )
+)
 def test_updating_in_the_backward_gives_the_same_bits(folder, name, checkpoint, memory):
     compare(name, SETTINGS, {"nvme": folder, "host_memory": memory}, checkpoint=checkpoint, update="backward")
 
