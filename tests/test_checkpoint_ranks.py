@@ -155,7 +155,8 @@ def test_everybody_elses_files_of_three_ranks_hold_every_value(folder):
     check_exports(answers(3, folder, "3/exports/llama/fp32")["3/exports/llama/fp32"])
 
 
-@pytest.mark.parametrize("theirs", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("theirs", [1, 3])
 def test_a_checkpoint_of_deepspeed_is_read_by_any_number_of_ranks(folder, classes, theirs):
     masters, m, v = test_imported.write(folder / "ds", theirs, classes)
     expected = {f"master.{name}": one for name, one in masters.items()}
@@ -213,6 +214,7 @@ def losses(folder, rank):
     return dict(json.loads(line) for line in (folder / f"{rank}.losses").read_text().splitlines())
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_by_the_others(folder):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

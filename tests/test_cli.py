@@ -276,7 +276,9 @@ def test_ctrl_c_while_a_command_is_imported_is_no_error(fake):
     assert cli.main(["bench", "io"]) == 130
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_a_measurement_and_what_it_holds_is_given_back(fake, number, code):
     closed = []
 

@@ -20,13 +20,8 @@ SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
 
 
 def compare(name, optimizer, init, *, steps=10, checkpoint=None, update="forward", accumulate=1, clip=None):
-    ours, plain = models.both(name, optimizer, init, checkpoint=checkpoint, update=update)
-    losses = [
-        models.train(model, opt, steps, accumulate, clip, schedule) for model, opt, schedule in (ours, plain)
-    ]
-    assert losses[0] == losses[1]
-    models.assert_same_state(ours[0], ours[1], plain[0], plain[1])
-    return ours[0]
+    ways = {"checkpoint": checkpoint, "update": update, "accumulate": accumulate, "clip": clip}
+    return models.compare(name, optimizer, init, steps=steps, scheduled=True, **ways)[0]
 
 
 @pytest.mark.parametrize(
