@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import transformers
 
@@ -121,15 +123,61 @@ def assert_same_state(model, optimizer, plain, reference):
 
 def both(name, optimizer, init, *, checkpoint=None, update="forward"):
     """Return (model, optimizer, schedule) offloaded, and the same in memory."""
-    made = []
-    for fields in (init, {}):
-        model = build(name, computes=init.get("dtype", "bf16"), **fields)
-        if checkpoint is not None:
-            checkpointed(model, checkpoint == "reentrant")
-        else:
-            model.train()
-        kind = AdamW if fields else ReferenceAdamW
-        extra = {"update": update} if fields else {"state_dtype": init.get("state_dtype", "fp32")}
-        made.append((model, kind(model.parameters(), **optimizer, **extra)))
-    schedules = [torch.optim.lr_scheduler.LinearLR(one, 0.1, 1.0, 5) for _, one in made]
-    return (*made[0], schedules[0]), (*made[1], schedules[1])
+    return offloaded(name, optimizer, init, checkpoint, update), in_memory(name, optimizer, init, checkpoint)
+
+
+def offloaded(name, optimizer, init, checkpoint=None, update="forward"):
+    model = _ready(build(name, **init), checkpoint)
+    return _scheduled(model, AdamW(model.parameters(), **optimizer, update=update))
+
+
+def in_memory(name, optimizer, init, checkpoint=None):
+    """Of Init's fields only those count that say what is computed."""
+    model = _ready(build(name, computes=init.get("dtype", "bf16")), checkpoint)
+    state_dtype = init.get("state_dtype", "fp32")
+    return _scheduled(model, ReferenceAdamW(model.parameters(), **optimizer, state_dtype=state_dtype))
+
+
+def _ready(model, checkpoint):
+    if checkpoint is None:
+        return model.train()
+    checkpointed(model, checkpoint == "reentrant")
+    return model
+
+
+def _scheduled(model, optimizer):
+    return model, optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 5)
+
+
+@functools.cache
+def _trained_in_memory(name, optimizer, init, checkpoint, steps, accumulate, clip, scheduled):
+    model, recipe, schedule = in_memory(name, dict(optimizer), dict(init), checkpoint)
+    losses = train(model, recipe, steps, accumulate, clip, schedule if scheduled else None)
+    return losses, model, recipe
+
+
+def compare(
+    name,
+    optimizer,
+    init,
+    *,
+    steps,
+    checkpoint=None,
+    update="forward",
+    accumulate=1,
+    clip=None,
+    scheduled=False,
+):
+    """Train offloaded, and hold losses and final state against those in memory; return (model, optimizer).
+
+    The training in memory, of a model without dropout, depends on what is computed alone, not on where what
+    lies: it is done once for all budgets.
+    """
+    computed = tuple((field, init[field]) for field in ("dtype", "state_dtype") if field in init)
+    expected, plain, recipe = _trained_in_memory(
+        name, tuple(sorted(optimizer.items())), computed, checkpoint, steps, accumulate, clip, scheduled
+    )
+    model, ours, schedule = offloaded(name, optimizer, init, checkpoint, update)
+    assert train(model, ours, steps, accumulate, clip, schedule if scheduled else None) == expected
+    assert_same_state(model, ours, plain, recipe)
+    return model, ours

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 import models
+from covers import matrix
 from infinity import tiling
 from infinity.activations.boundaries import FIELD
 from infinity.engine.engine import engine_of_model
@@ -73,9 +74,13 @@ def alive(model):
     return engine.nvme_store._end - free, engine.gradients.outgoing_nbytes
 
 
-@pytest.mark.parametrize("mode", ["host", "nvme"])
-@pytest.mark.parametrize("how", ["reentrant", "non-reentrant", "slices"])
-@pytest.mark.parametrize("name", ["llama", "gpt2-dropout", "mixtral"])
+@pytest.mark.parametrize(
+    *matrix(
+        mode=["host", "nvme"],
+        how=["reentrant", "non-reentrant", "slices"],
+        name=["llama", "gpt2-dropout", "mixtral"],
+    )
+)
 def test_models_train_with_the_bits_of_activations_left_in_place(folder, name, how, mode, monkeypatch):
     monkeypatch.setattr("infinity.activations.boundaries.BLOCK", 64)  # these models are small
     init = {"nvme": str(folder), "host_memory": "1MiB", "offload_activations": mode}

@@ -67,6 +67,7 @@ def test_the_first_step_of_a_turn_and_the_first_turn_do_not_count():
 
 
 @pytest.mark.disk
+@pytest.mark.slow
 def test_real_contestants_train_the_same_whether_they_take_turns_or_not(tmp_path):
     model = Model("1m", 16, 8, turn=4)
 

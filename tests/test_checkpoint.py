@@ -312,6 +312,7 @@ def test_a_checkpoint_is_replaced_only_when_asked_and_nothing_else_ever(folder):
     assert (folder / "other" / "thesis.txt").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_a_training_is_not_lost_with_the_process_where_its_folder_is_taken(folder):
     """A script that ends with the error finds what it trained where the error says."""
     for name in ("saved", "above"):

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 import test_imported
+from conftest import disk
 
 pytestmark = [pytest.mark.disk, pytest.mark.multi, pytest.mark.timeout(900)]
 classes = test_imported.classes
@@ -53,17 +55,28 @@ def answers(ranks, folder, *cases):
     return {case: [of_rank[case] for of_rank in found if case in of_rank] for case in cases}
 
 
-@pytest.mark.parametrize(
-    ("name", "state_dtype"), [("llama", "fp32"), ("llama", "int8"), ("mixtral", "bf16"), ("gpt2", "fp32")]
-)
-def test_saved_on_4_loaded_on_2_saved_loaded_on_1_and_saved_and_loaded_on_3(folder, name, state_dtype):
-    cases = [
-        f"4/first/{name}/{state_dtype}",
-        f"2/again/{name}/{state_dtype}/0/stage2/forward",
-        f"1/again/{name}/{state_dtype}/1/disk/backward",
-        f"3/again/{name}/{state_dtype}/2/stage1/forward",
+def moves(start, name, state_dtype):
+    """Return the cases that take a checkpoint of `start` ranks to other numbers of ranks."""
+    others = [ranks for ranks in (2, 1, 3) if ranks != start]
+    ways = ["stage2/forward", "disk/backward", "stage1/forward"]
+    return [
+        f"{start}/first/{name}/{state_dtype}",
+        *(
+            f"{ranks}/again/{name}/{state_dtype}/{number}/{way}"
+            for number, (ranks, way) in enumerate(zip(others, ways, strict=False))
+        ),
     ]
-    found = answers(4, folder, *cases)
+
+
+@pytest.fixture(scope="module")
+def by_default(tmp_path_factory):
+    """Return what the ranks of one launch answer in every case that needs none of its own."""
+    cases = [*moves(3, "llama", "int8"), "2/goes_on/gpt2-dropout", "2/exports/mixtral/bf16", "3/fails"]
+    with tempfile.TemporaryDirectory(prefix="infinity-", dir=disk()) as folder:
+        return answers(3, Path(folder), *cases)
+
+
+def check_moves(found, cases):
     expected = found[cases[0]][0]["state"]
     assert all(hashes != [] for hashes in expected["stored"].values())
     for case in cases:
@@ -75,17 +88,37 @@ def test_saved_on_4_loaded_on_2_saved_loaded_on_1_and_saved_and_loaded_on_3(fold
     assert any(none for _, _, none in of_parts), "no rank was without a parameter"
 
 
-def test_the_same_ranks_go_on_bit_for_bit_each_with_its_own_dropout(folder):
-    found = answers(3, folder, "3/goes_on/gpt2-dropout")
-    for of_case in found.values():
-        for answer in of_case:
-            assert answer["losses"] == answer["expected"]
-            assert answer["same"]
-        assert len({json.dumps(answer["losses"]) for answer in of_case}) == len(of_case)
+def test_saved_on_3_loaded_on_2_saved_and_loaded_on_1(by_default):
+    check_moves(by_default, moves(3, "llama", "int8"))
 
 
-def test_a_rank_that_fails_is_named_and_the_last_checkpoint_stays(folder):
-    (found,) = answers(3, folder, "3/fails").values()
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "state_dtype"), [("llama", "fp32"), ("llama", "int8"), ("mixtral", "bf16"), ("gpt2", "fp32")]
+)
+def test_saved_on_4_loaded_on_2_saved_loaded_on_1_and_saved_and_loaded_on_3(folder, name, state_dtype):
+    cases = moves(4, name, state_dtype)
+    check_moves(answers(4, folder, *cases), cases)
+
+
+def check_dropout(of_case):
+    for answer in of_case:
+        assert answer["losses"] == answer["expected"]
+        assert answer["same"]
+    assert len({json.dumps(answer["losses"]) for answer in of_case}) == len(of_case)
+
+
+def test_the_same_ranks_go_on_bit_for_bit_each_with_its_own_dropout(by_default):
+    check_dropout(by_default["2/goes_on/gpt2-dropout"])
+
+
+@pytest.mark.slow
+def test_three_ranks_go_on_so_too(folder):
+    check_dropout(answers(3, folder, "3/goes_on/gpt2-dropout")["3/goes_on/gpt2-dropout"])
+
+
+def test_a_rank_that_fails_is_named_and_the_last_checkpoint_stays(by_default):
+    found = by_default["3/fails"]
     for number, answer in enumerate(found):
         raised = answer["raised"]
         for failing, why in (
@@ -106,15 +139,23 @@ def test_a_rank_that_fails_is_named_and_the_last_checkpoint_stays(folder):
     assert found[0]["raised"]["left"] == ["fails"]
 
 
-@pytest.mark.parametrize("case", ["3/exports/llama/fp32", "2/exports/mixtral/bf16"])
-def test_everybody_elses_files_hold_every_value(folder, case):
-    (found,) = answers(int(case[0]), folder, case).values()
-    for answer in found:
+def check_exports(of_case):
+    for answer in of_case:
         assert answer.pop("parts")[1], "no parameter was in parts"
         assert answer.pop("state")
         assert not any(answer.values()), answer
 
 
+def test_everybody_elses_files_hold_every_value(by_default):
+    check_exports(by_default["2/exports/mixtral/bf16"])
+
+
+@pytest.mark.slow
+def test_everybody_elses_files_of_three_ranks_hold_every_value(folder):
+    check_exports(answers(3, folder, "3/exports/llama/fp32")["3/exports/llama/fp32"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("theirs", [1, 3])
 def test_a_checkpoint_of_deepspeed_is_read_by_any_number_of_ranks(folder, classes, theirs):
     masters, m, v = test_imported.write(folder / "ds", theirs, classes)
@@ -126,6 +167,7 @@ def test_a_checkpoint_of_deepspeed_is_read_by_any_number_of_ranks(folder, classe
     assert [one["different"] for one in found] == [[], []]
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_of_a_save_a_rank_is_named_and_the_last_checkpoint_goes_on(folder, seed):
     """Two attempts count the calls; then a rank dies at a random one of each kind and rank."""
     done = subprocess.run(
@@ -172,6 +214,7 @@ def losses(folder, rank):
     return dict(json.loads(line) for line in (folder / f"{rank}.losses").read_text().splitlines())
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_by_the_others(folder):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -192,6 +235,7 @@ def test_a_killed_rank_is_named_by_the_others(folder):
         assert set(losses(folder, rank)) == {0, 1, 2}
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_from_the_last_save_and_the_losses_go_on_bit_for_bit(folder):
     shown = {}
     for name, kill in (("whole", -1), ("killed", 4)):

@@ -234,7 +234,7 @@ def test_bench_alone_prints_what_there_is(capsys):
 def test_no_measurement_is_imported_before_it_is_asked_for():
     code = """if True:
         import sys
-        from infinity import cli
+        from infinity.cli import main as cli
         cli.main(["bench"])
         sys.exit(any(name.startswith("infinity.bench.") for name in sys.modules))"""
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, check=False)
@@ -276,7 +276,9 @@ def test_ctrl_c_while_a_command_is_imported_is_no_error(fake):
     assert cli.main(["bench", "io"]) == 130
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_a_measurement_and_what_it_holds_is_given_back(fake, number, code):
     closed = []
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import infinity
+from covers import matrix
 from infinity import UnsupportedError
 from infinity.deepspeed import backward as deepspeed_backward
 from infinity.reference import ReferenceAdamW, prepare
@@ -108,9 +109,7 @@ def trained(precision, accumulate, clip, how, steps=4):
     return engine
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("clip", [0.0, 0.05])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(*matrix(accumulate=[1, 2], clip=[0.0, 0.05], precision=list(PRECISIONS)))
 def test_every_backward_makes_the_updates_of_the_engines_own(precision, clip, accumulate):
     expected = trained(precision, accumulate, clip, by_engine)
     scaled = "fp16" in precision

@@ -56,17 +56,17 @@ def moved(engine):
     ("mib", "changes"),
     [
         (4, {"update": "backward"}),
-        (4, {"update": "forward"}),
-        (24, {"update": "backward"}),
+        pytest.param(4, {"update": "forward"}, marks=pytest.mark.slow),
+        pytest.param(24, {"update": "backward"}, marks=pytest.mark.slow),
         (24, {"update": "forward"}),
         (1, {"update": "forward", "micro_batches": 2}),
-        (24, {"update": "forward", "micro_batches": 2}),
-        (24, {"update": "forward", "micro_batches": 3}),
+        pytest.param(24, {"update": "forward", "micro_batches": 2}, marks=pytest.mark.slow),
+        pytest.param(24, {"update": "forward", "micro_batches": 3}, marks=pytest.mark.slow),
         (16, {"update": "backward", "state_dtype": "int8"}),
-        (256, {"update": "backward"}),
+        pytest.param(256, {"update": "backward"}, marks=pytest.mark.slow),
         (24, {"update": "backward", "dtype": "fp32"}),
         (24, {"update": "forward", "dtype": "fp16"}),
-        (1, {"update": "forward", "micro_batches": 2, "dtype": "fp32"}),
+        pytest.param(1, {"update": "forward", "micro_batches": 2, "dtype": "fp32"}, marks=pytest.mark.slow),
     ],
 )
 def test_the_engine_moves_what_was_planned(mib, changes, folder):

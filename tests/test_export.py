@@ -13,6 +13,7 @@ from torch import nn
 
 import models
 from children import ended
+from covers import matrix
 from infinity import AdamW, CorruptionError, Init, UnsupportedError, gathered
 from infinity.checkpoint import hub
 from infinity.checkpoint.export import add_arguments, export_checkpoint, run, save_pretrained
@@ -53,9 +54,7 @@ def export(source, model, folder, dtype, size):
     return folder / "out"
 
 
-@pytest.mark.parametrize("source", ["model", "checkpoint"])
-@pytest.mark.parametrize("size", ["5GB", "60kB"])
-@pytest.mark.parametrize("dtype", FIELDS)
+@pytest.mark.parametrize(*matrix(source=["model", "checkpoint"], size=["5GB", "60kB"], dtype=list(FIELDS)))
 def test_plain_from_pretrained_loads_every_value(trained, folder, source, size, dtype):
     out = export(source, trained, folder, dtype, size)
     loaded, found = type(trained).from_pretrained(out, output_loading_info=True)

@@ -235,6 +235,8 @@ def frozen():
     gc.freeze()
     yield
     gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 def trained(way, folder, steps=2):

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import models
+from covers import matrix
 from infinity import AdamW, Init, UnsupportedError, reference
 from infinity.engine import pretrained
 from infinity.engine.engine import engine_of, engine_of_model
@@ -37,10 +38,14 @@ def masters(model):
     return {name: engine_of(one).read(one, ["master"])[0] for name, one in model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
-@pytest.mark.parametrize("of_files", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("asked", [{}, {"dtype": torch.bfloat16}, {"dtype": torch.float32}], ids=str)
-@pytest.mark.parametrize("nvme", [False, True])
+@pytest.mark.parametrize(
+    *matrix(
+        name=["llama", "gpt2", "mixtral"],
+        of_files=[torch.bfloat16, torch.float32],
+        asked=[{}, {"dtype": torch.bfloat16}, {"dtype": torch.float32}],
+        nvme=[False, True],
+    )
+)
 def test_weights_are_those_that_plain_from_pretrained_gives(folder, name, of_files, asked, nvme):
     path = saved(name, folder, of_files)
     plain = transformers.AutoModelForCausalLM.from_pretrained(path, **asked)

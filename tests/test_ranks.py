@@ -52,6 +52,7 @@ FEW = ["llama", "gpt2", "mixtral", "max_norm", "no_sync", "frozen", "nvme", "nvm
 OTHERS = [
     "dropped",
     "evaluating",
+    "alone",
     "gathered",
     "edited differently",
     "seeds",
@@ -61,9 +62,28 @@ OTHERS = [
     "node",
     "partitioned",
     "partitioned nvme",
+    "fragments",
+    "changed by one",
+    "surgery",
+    "sweep",
+    "gathered differently",
+    "different ways",
+    "failing",
 ]
 JOINED = ["joined llama", "joined gpt2", "joined mixtral", "joined frozen"]
 CASES = {2: [*EXACT[:-1], *OTHERS, *JOINED], 3: [*FEW, *JOINED], 4: [*FEW, "mesh", "grid", *JOINED]}
+BY_DEFAULT = {
+    *("mixtral", "no_sync", "frozen", "nvme accumulated", "stage 1", "stage 2 backward", "a head in fp32"),
+    *("edited", "overflow on nvme", "deepspeed", "mesh", "joined llama", *OTHERS),
+}
+"""Of those on two ranks: every mechanism once; each launch of more ranks, and the other cases, are slow."""
+
+
+def of(ranks, case):
+    """Return a case on so many ranks as a parameter."""
+    by_default = ranks == 2 and case in BY_DEFAULT
+    return pytest.param(ranks, case, id=f"{ranks}-{case}", marks=[] if by_default else [pytest.mark.slow])
+
 
 pytestmark = [pytest.mark.multi, pytest.mark.disk]
 
@@ -95,19 +115,22 @@ def answers(tmp_path_factory):
     """Return a function that says what each of so many ranks answers in a case."""
 
     @functools.cache
-    def all_of(ranks):
-        return launch(tmp_path_factory.mktemp("ranks"), ranks, CASES[ranks])
+    def all_of(ranks, *, by_default):
+        cases = [one for one in CASES[ranks] if by_default is (ranks == 2 and one in BY_DEFAULT)]
+        return launch(tmp_path_factory.mktemp("ranks"), ranks, cases)
 
-    def answer(ranks, case):
-        given = [one.get(case, {"error": "an earlier case ended the run"}) for one in all_of(ranks)]
-        assert [one.get("trace") or one["error"] for one in given if "error" in one] == []
+    def answer(ranks, case, *, fails=False):
+        answers = all_of(ranks, by_default=ranks == 2 and case in BY_DEFAULT)
+        given = [one.get(case, {"error": "an earlier case ended the run"}) for one in answers]
+        wrong = [one.get("trace") or one["error"] for one in given if "error" in one]
+        assert fails or wrong == []
         return given
 
     return answer
 
 
 @pytest.mark.parametrize(
-    ("ranks", "case"), [(ranks, one) for ranks in CASES for one in CASES[ranks] if one in EXACT]
+    ("ranks", "case"), [of(ranks, one) for ranks in CASES for one in CASES[ranks] if one in EXACT]
 )
 def test_ranks_train_bit_for_bit_as_plain_data_parallelism(answers, ranks, case):
     given = answers(ranks, case)
@@ -120,14 +143,15 @@ def test_ranks_train_bit_for_bit_as_plain_data_parallelism(answers, ranks, case)
         assert any(one["spilled"] > 0 for one in given)
 
 
+@pytest.mark.slow
 def test_a_rank_of_a_group_that_does_not_come_to_init_is_named(answers):
     given = answers(4, "grid")
     assert "rank 1 of the world did not come to Init within 1 s" in given[0]["absent"]
 
 
-@pytest.mark.parametrize("case", ["overflow", "overflow on nvme"])
-def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(answers, case):
-    assert [one["scales"] for one in answers(2, case)] == [[256.0, 128.0, 128.0, 256.0]] * 2
+@pytest.mark.parametrize(("ranks", "case"), [of(2, "overflow"), of(2, "overflow on nvme")])
+def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(answers, ranks, case):
+    assert [one["scales"] for one in answers(ranks, case)] == [[256.0, 128.0, 128.0, 256.0]] * 2
 
 
 def test_deepspeeds_engine_counts_and_deals_for_all_ranks(answers):
@@ -157,8 +181,7 @@ def test_a_ranks_disk_moves_the_bytes_of_its_own_share(answers):
         assert one["pinned"] < 0.1
 
 
-@pytest.mark.parametrize("case", JOINED)
-@pytest.mark.parametrize("ranks", CASES)
+@pytest.mark.parametrize(("ranks", "case"), [of(ranks, case) for ranks in CASES for case in JOINED])
 def test_ranks_train_the_weights_of_one_rank_with_their_batches_as_one(answers, ranks, case):
     """In fp32, to a thousandth of a learning rate in three steps: only the order of summation differs."""
     assert all(one["apart"] < 1e-3 for one in answers(ranks, case))
@@ -199,22 +222,13 @@ def test_ranks_that_change_a_gradient_differently_are_refused_and_broadcasting_w
         assert one["values"] == [1.0, 3.0]
 
 
-def test_ranks_that_write_different_values_are_refused(tmp_path):
-    for one in launch(tmp_path, 2, ["gathered differently"]):
-        assert "the ranks have made different values" in one["gathered differently"]["error"]
+def test_ranks_that_write_different_values_are_refused(answers):
+    for one in answers(2, "gathered differently", fails=True):
+        assert "the ranks have made different values" in one["error"]
 
 
-@pytest.fixture(scope="module")
-def of_deepspeed(tmp_path_factory):
-    """Return what two ranks say of DeepSpeed's calls, by case."""
-    given = launch(tmp_path_factory.mktemp("ranks"), 2, ["fragments", "changed by one"])
-    return {case: [one[case] for one in given] for case in given[0]}
-
-
-def test_what_deepspeeds_modifier_rank_changes_is_every_ranks_and_what_others_do_is_refused_on_all(
-    of_deepspeed,
-):
-    one, other = (given["found"] for given in of_deepspeed["changed by one"])
+def test_what_deepspeeds_modifier_rank_changes_is_every_ranks_and_what_others_do_is_refused_on_all(answers):
+    one, other = (given["found"] for given in answers(2, "changed by one"))
     assert [step["values"] for step in one] == [step["values"] for step in other]
     assert [step["values"] for step in one] == [[[3.0], [3.0]]] + [[[4.0], [4.0]]] * 4
     assert all(step["prompt"] for step in one + other)
@@ -227,9 +241,8 @@ def test_what_deepspeeds_modifier_rank_changes_is_every_ranks_and_what_others_do
     assert "0.weight was changed" in other[4]["said"]
 
 
-def test_user_backward_and_deepspeeds_fragments_are_those_of_all_ranks(of_deepspeed):
-    ranks = of_deepspeed["fragments"]
-    assert [one.get("trace") for one in ranks] == [None, None]
+def test_user_backward_and_deepspeeds_fragments_are_those_of_all_ranks(answers):
+    ranks = answers(2, "fragments")
     assert all(one["same"] and one["whole"] for one in ranks), "loss.backward() is engine.backward(loss)"
     for number, whole in enumerate(ranks[0]["of"]):
         parts = [one["own"][number] for one in ranks]
@@ -247,18 +260,18 @@ def test_a_model_is_drawn_as_rank_0_draws_it_and_each_rank_goes_on_with_its_own_
     assert given[1]["its own afterwards"] == given[1]["expected afterwards"]
 
 
-def test_ranks_that_take_different_ways_are_told_which(tmp_path):
-    for one in launch(tmp_path, 2, ["different ways"]):
-        error = one["different ways"]["error"]
+def test_ranks_that_take_different_ways_are_told_which(answers):
+    for one in answers(2, "different ways", fails=True):
+        error = one["error"]
         assert "rank 0: " in error
         assert "rank 1: " in error
         assert "do different things" in error
 
 
-def test_a_rank_that_waits_in_vain_says_for_what_and_who_is_missing(tmp_path):
-    """A whole process group that ends is not needed: rank 1 sleeps longer than the timeout."""
-    waiting, _ = launch(tmp_path, 2, ["alone"])
-    error = waiting["alone"]["error"]
+def test_a_rank_that_waits_in_vain_says_for_what_and_who_is_missing(answers):
+    """A whole process group that ends is not needed: rank 1 sleeps until rank 0 has said it."""
+    waiting, _ = answers(2, "alone", fails=True)
+    error = waiting["error"]
     assert "read Linear.weight" in error
     assert "timeout 3 s" in error
     assert "rank 1 did not answer" in error
@@ -281,11 +294,26 @@ def test_a_rank_that_others_leave_alone_says_so_in_seconds_and_goes_on_when_they
     assert "timeout of 60 s" in told
 
 
-def test_a_rank_that_fails_tells_the_others_why(tmp_path):
-    given = launch(tmp_path, 2, ["failing"])
-    assert "rank 1: " in given[0]["failing"]["error"]
-    assert "planted" in given[0]["failing"]["error"]
-    assert "planted" in given[1]["failing"]["error"]
+def test_a_rank_that_fails_tells_the_others_why(answers):
+    given = answers(2, "failing", fails=True)
+    assert "rank 1: " in given[0]["error"]
+    assert "planted" in given[0]["error"]
+    assert "planted" in given[1]["error"]
+
+
+def test_surgery_on_two_ranks_is_that_of_torch(answers):
+    assert [one["wrong"] for one in answers(2, "surgery")] == [[], []]
+
+
+def test_every_method_of_a_tensor_does_on_two_ranks_what_it_does_in_torch_or_its_refusal_says_what_works(
+    answers,
+):
+    assert [one["wrong"] for one in answers(2, "sweep")] == [[], []]
+
+
+@pytest.mark.slow
+def test_every_method_does_so_at_every_budget(tmp_path):
+    assert [one["whole sweep"]["wrong"] for one in launch(tmp_path, 2, ["whole sweep"])] == [[], []]
 
 
 def test_the_command_trains_on_two_ranks_with_one_log_as_on_one_with_twice_the_batch(tmp_path):

@@ -42,6 +42,7 @@ def train(model, optimizer, steps):
     return losses
 
 
+@pytest.mark.slow
 def test_all_three_reach_nearly_the_same_loss():
     last = {}
     for state_dtype in STATE_DTYPES:

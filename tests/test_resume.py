@@ -11,6 +11,7 @@ import torch
 
 import fragile
 import infinity
+from covers import matrix
 from fragile import STEPS, Run, same
 from infinity import AdamW, CheckpointError, ConfigError, CorruptionError, UnsupportedError
 from infinity.durable import homes as keeping
@@ -35,10 +36,9 @@ def uninterrupted(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("host_memory", HOSTS)
-@pytest.mark.parametrize("state_dtype", ["fp32", "int8"])
-@pytest.mark.parametrize("stop", range(1, STEPS))
+@pytest.mark.parametrize(
+    *matrix(update=UPDATES, host_memory=HOSTS, state_dtype=["fp32", "int8"], stop=range(1, STEPS))
+)
 def test_what_follows_a_resume_equals_a_run_never_interrupted(
     folder, uninterrupted, update, host_memory, state_dtype, stop
 ):

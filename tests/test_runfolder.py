@@ -71,7 +71,7 @@ def test_a_forked_child_does_not_keep_the_lock(folder, run):
 
 
 def test_another_process_is_refused(folder, run):
-    code = f"from infinity.runfolder import RunFolder; RunFolder({str(folder)!r})"
+    code = f"from infinity.durable.folder import RunFolder; RunFolder({str(folder)!r})"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "under way in another process" in ended.stderr
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import models
+from covers import matrix
 from infinity import AdamW, ConfigError, Init, stats
 from infinity.engine.engine import engine_of_model
 from infinity.reference.moments import STATE_BLOCK
@@ -14,24 +15,24 @@ SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
 LEAST = {"bf16": "128KiB", "int8": "256KiB"}
 
 
-@pytest.mark.parametrize("update", ["forward", "backward"])
-@pytest.mark.parametrize("memory", ["least", "1MiB", "64MiB"])
-@pytest.mark.parametrize("state_dtype", ["bf16", "int8"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    *matrix(
+        update=["forward", "backward"],
+        memory=["least", "1MiB", "64MiB"],
+        state_dtype=["bf16", "int8"],
+        name=["llama", "gpt2", "mixtral"],
+    )
+)
 def test_training_equals_the_reference_at_any_budget(folder, name, state_dtype, memory, update):
     budget = LEAST[state_dtype] if memory == "least" else memory
     init = {"nvme": folder, "host_memory": budget, "state_dtype": state_dtype}
-    ours, plain = models.both(name, SETTINGS, init, update=update)
-    assert models.train(*ours[:2], 6) == models.train(*plain[:2], 6)
-    models.assert_same_state(ours[0], ours[1], plain[0], plain[1])
+    models.compare(name, SETTINGS, init, steps=6, update=update)
 
 
 @pytest.mark.parametrize("state_dtype", ["bf16", "int8"])
 def test_clipping_and_accumulation_change_nothing_about_that(folder, state_dtype):
     init = {"nvme": folder, "host_memory": "1MiB", "state_dtype": state_dtype}
-    ours, plain = models.both("llama", {**SETTINGS, "max_norm": 0.5}, init)
-    assert models.train(*ours[:2], 4, accumulate=2) == models.train(*plain[:2], 4, accumulate=2)
-    models.assert_same_state(ours[0], ours[1], plain[0], plain[1])
+    models.compare("llama", {**SETTINGS, "max_norm": 0.5}, init, steps=4, accumulate=2)
 
 
 def test_another_seed_rounds_otherwise(folder):

@@ -12,7 +12,6 @@ import surgery
 from infinity import InfinityError
 from parity import repeatable
 from surgery import EQUAL, GATHERED, REFUSED, x
-from test_ranks import launch
 
 pytestmark = pytest.mark.disk
 
@@ -72,12 +71,6 @@ def test_what_cannot_be_done_to_a_model_says_what_can(name, pair):
         ours(x()).float().sum().backward()
         optimizer.step()
     advised(ours)
-
-
-@pytest.mark.multi
-def test_surgery_on_two_ranks_is_that_of_torch(tmp_path):
-    for answer in launch(tmp_path, 2, ["surgery"]):
-        assert answer["surgery"] == {"wrong": [], "took_s": answer["surgery"]["took_s"]}
 
 
 def test_every_method_of_a_module_is_called_or_said_why_not():

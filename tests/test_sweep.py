@@ -8,7 +8,6 @@ import torch
 
 import sweep
 from sweep_calls import LEFT_OUT, methods
-from test_ranks import launch
 
 pytestmark = pytest.mark.disk
 
@@ -17,14 +16,6 @@ pytestmark = pytest.mark.disk
 def test_every_method_does_what_it_does_in_torch_or_its_refusal_says_what_works(budget):
     assert len(methods()) > 600
     assert sweep.sweep([budget]) == []
-
-
-@pytest.mark.multi
-@pytest.mark.parametrize("case", ["sweep", pytest.param("whole sweep", marks=pytest.mark.slow)])
-def test_every_method_does_so_on_two_ranks(case, tmp_path):
-    for answer in launch(tmp_path, 2, [case]):
-        assert answer[case].get("error", "") == ""
-        assert answer[case]["wrong"] == []
 
 
 def test_what_the_sweep_leaves_out_is_what_torch_has():

@@ -10,6 +10,7 @@ from torch import nn
 
 import infinity
 import models
+from covers import matrix
 from infinity import tiling
 from infinity.engine.engine import engine_of_model
 from infinity.reference import ReferenceAdamW, prepare
@@ -57,9 +58,13 @@ def test_tiles_are_built_with_the_values_and_names_of_the_whole(folder, name):
     assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
 
 
-@pytest.mark.parametrize("checkpoint", [None, "reentrant", "non-reentrant"])
-@pytest.mark.parametrize("update", ["forward", "backward"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    *matrix(
+        checkpoint=[None, "reentrant", "non-reentrant"],
+        update=["forward", "backward"],
+        name=["llama", "gpt2", "mixtral"],
+    )
+)
 def test_a_model_in_tiles_trains_as_in_memory(folder, name, update, checkpoint):
     ours, plain = pair(name, folder, checkpoint=checkpoint, update=update)
     assert models.train(*ours, 4) == models.train(*plain, 4)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from covers import matrix
 from infinity import tiling
 from infinity.tiling import mapped
 from infinity.tiling.lending import Lending
@@ -40,9 +41,9 @@ def with_gradients(operation, *inputs):
     return [found.detach(), *torch.autograd.grad(found, inputs, upstream, allow_unused=True)]
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("rows", [ROWS, 3])
+@pytest.mark.parametrize(
+    *matrix(name=list(OPERATIONS), dtype=[torch.bfloat16, torch.float16, torch.float32], rows=[ROWS, 3])
+)
 def test_lent_memory_changes_no_bits_dtype_or_order(name, dtype, rows):
     inputs = [torch.randn(rows, COLUMNS).to(dtype) for _ in range(2)]
     expected = with_gradients(OPERATIONS[name], *inputs)

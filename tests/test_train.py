@@ -71,14 +71,16 @@ def test_three_steps_leave_three_lines_a_picture_and_a_table(folder, capsys, mon
 @pytest.mark.parametrize(
     "recipe",
     [
-        pytest.param({}, id="update in the backward"),
-        pytest.param({"max_norm": 0.5}, id="clipped"),
+        pytest.param({}, id="update in the backward", marks=pytest.mark.slow),
+        pytest.param({"max_norm": 0.5}, id="clipped", marks=pytest.mark.slow),
         pytest.param({"max_norm": 0.5, "accumulate": 2, "batch": 2}, id="clipped and accumulated"),
         pytest.param({"checkpointing": False, "update": "forward"}, id="not checkpointed"),
         pytest.param({"micro_batches": 3, "batch": 2}, id="in micro-batches"),
         pytest.param({"offload_activations": "nvme"}, id="activations on NVMe"),
-        pytest.param({"micro_batches": 2, "accumulate": 2, "max_norm": 0.5}, id="in both ways"),
-        pytest.param({"dtype": "fp32"}, id="in fp32"),
+        pytest.param(
+            {"micro_batches": 2, "accumulate": 2, "max_norm": 0.5}, id="in both ways", marks=pytest.mark.slow
+        ),
+        pytest.param({"dtype": "fp32"}, id="in fp32", marks=pytest.mark.slow),
         pytest.param({"dtype": "fp32", "max_norm": 0.5, "accumulate": 2}, id="in fp32, clipped"),
     ],
 )
@@ -147,6 +149,7 @@ def logged(path: Path) -> dict[int, float]:
     return {step["step"]: step["loss"] for step in map(json.loads, lines)}
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_by_resume_with_the_losses_of_one_that_never_stopped(folder, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     whole = folder / "whole"

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import models
+from covers import matrix
 from infinity import stats
 
 pytestmark = [
@@ -19,18 +20,17 @@ SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
 
 
 def compare(name, optimizer, init, *, steps=10, checkpoint=None, update="forward", accumulate=1, clip=None):
-    ours, plain = models.both(name, optimizer, init, checkpoint=checkpoint, update=update)
-    losses = [
-        models.train(model, opt, steps, accumulate, clip, schedule) for model, opt, schedule in (ours, plain)
-    ]
-    assert losses[0] == losses[1]
-    models.assert_same_state(ours[0], ours[1], plain[0], plain[1])
-    return ours[0]
+    ways = {"checkpoint": checkpoint, "update": update, "accumulate": accumulate, "clip": clip}
+    return models.compare(name, optimizer, init, steps=steps, scheduled=True, **ways)[0]
 
 
-@pytest.mark.parametrize("checkpoint", [None, "reentrant", "non-reentrant"])
-@pytest.mark.parametrize("memory", ["128KiB", "1MiB", "64MiB"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    *matrix(
+        checkpoint=[None, "reentrant", "non-reentrant"],
+        memory=["128KiB", "1MiB", "64MiB"],
+        name=["llama", "gpt2", "mixtral"],
+    )
+)
 def test_ten_steps_with_clipping_decay_and_schedule_equal_training_in_memory(
     folder, name, memory, checkpoint
 ):
@@ -46,9 +46,13 @@ def test_every_io_engine_gives_the_same_bits(folder, name, aio):
     assert stats(model).io_engine == aio
 
 
-@pytest.mark.parametrize("memory", ["128KiB", "64MiB"])
-@pytest.mark.parametrize("checkpoint", [None, "reentrant", "non-reentrant"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    *matrix(
+        memory=["128KiB", "64MiB"],
+        checkpoint=[None, "reentrant", "non-reentrant"],
+        name=["llama", "gpt2", "mixtral"],
+    )
+)
 def test_updating_in_the_backward_gives_the_same_bits(folder, name, checkpoint, memory):
     compare(name, SETTINGS, {"nvme": folder, "host_memory": memory}, checkpoint=checkpoint, update="backward")
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import models
+from covers import matrix
 from infinity import AdamW, CorruptionError, EngineFailedError, Init
 from infinity.aio import IoError, StorageFullError
 from infinity.aio.faults import inject
@@ -50,10 +51,12 @@ def test_records_go_through_registered_memory(folder):
     assert count.registered > count.pieces / 2
 
 
-@pytest.mark.parametrize("kind", ["io_uring", "threads"])
-@pytest.mark.parametrize("where", [0.0, 0.3, 0.7])
 @pytest.mark.parametrize(
-    "result", [-errno.EIO, -errno.ENOSPC, -errno.EAGAIN, -errno.EINTR, 512, 4096], ids=str
+    *matrix(
+        kind=["io_uring", "threads"],
+        where=[0.0, 0.3, 0.7],
+        result=[-errno.EIO, -errno.ENOSPC, -errno.EAGAIN, -errno.EINTR, 512, 4096],
+    )
 )
 def test_every_fault_gives_the_right_bits_or_a_named_error(folder, fault_free, kind, where, result):
     losses, count = fault_free
