@@ -27,6 +27,7 @@ from infinity.checkpoint.safetensors_file import (
     TensorReader,
     TensorWriter,
 )
+from infinity.engine import state_dict
 from infinity.errors import UnsupportedError
 from infinity.storage.manifest import Form
 from infinity.tensors import DTYPES, as_bytes, name_of_dtype
@@ -51,7 +52,7 @@ def check_names(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         for hook in module._state_dict_hooks.values():  # noqa: SLF001 - torch has no public name for it
-            if getattr(hook, "__module__", "") != "infinity.engine.state_dict":
+            if getattr(hook, "__module__", "") != state_dict.__name__:
                 raise UnsupportedError(
                     f"{name or type(model).__name__} ({type(module).__name__}) gives its state_dict other "
                     f"names or values than its parameters have ({getattr(hook, '__qualname__', hook)}), so "

@@ -79,7 +79,7 @@ _INIT = "zero.Init builds models that are never held as a whole"
 _WHERE = "infinity.stats(model) says where parameters are"
 _LARGE = "a layer larger than the device: Config(tile_above=...)"
 PACKAGE: dict[str, str] = {
-    "DeepSpeedConfig": "infinity.config.deepspeed_json.read(file)",
+    "DeepSpeedConfig": "infinity.deepspeed.launch.read(file)",
     "DeepSpeedDataLoader": "initialize(training_data=...), or a torch DataLoader",
     "DeepSpeedHybridEngine": "model.generate works as it is",
     "DeepSpeedInferenceConfig": "model.generate works as it is, on a model built in Init",

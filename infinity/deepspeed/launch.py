@@ -101,7 +101,7 @@ def settings_of(source: str | Path | Mapping[str, Any] | Settings | None, *, str
             f"the configuration was read for {settings.batches.ranks} ranks, there are {ranks()}: "
             "read(..., world_size=...)"
         )
-    named = any(line.key == "infinity.device.device" for line in settings.report.lines)
+    named = any(line.key == "infinity.device" for line in settings.report.lines)
     if named or not torch.cuda.is_available():
         return settings
     return replace(settings, config=on_device(settings.config))
