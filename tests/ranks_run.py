@@ -28,10 +28,10 @@ import parity
 import surgery
 import sweep
 from children import ended
-from infinity import reference
 from infinity.cli.presets import PRESETS, llama
 from infinity.engine.engine import engine_of_model
 from infinity.reference import ReferenceAdamW, prepare
+from infinity.reference import recipe as reference
 from ranks_layers import (
     alone,
     changed_by_one,

@@ -4,7 +4,7 @@ decides whether the reference steps.
 
 import torch
 
-from infinity import reference
+from infinity.reference import recipe as reference
 
 
 class Beside(torch.optim.Optimizer):

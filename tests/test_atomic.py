@@ -143,7 +143,8 @@ def test_what_would_be_lost_goes_beside_what_may_not_be_replaced(tmp_path, there
 
 def test_what_a_killed_process_left_goes_with_the_next(tmp_path):
     code = (
-        "import os, signal, sys; from pathlib import Path; from infinity.checkpoint.atomic import Older, new_folder\n"
+        "import os, signal, sys; from pathlib import Path\n"
+        "from infinity.checkpoint.atomic import Older, new_folder\n"
         f"with new_folder(Path({str(tmp_path / 'it')!r}), Older('it', lambda _: None)) as filling:\n"
         "    (filling / 'file').write_text('half'); os.kill(os.getpid(), signal.SIGKILL)"
     )

@@ -16,9 +16,10 @@ import contextlib, os, signal, sys
 from pathlib import Path
 import torch
 from torch import nn
-from infinity import Init, atomic
-from infinity.checkpoint import open_files, read_manifest, save
-from infinity.streams import Source
+from infinity import Init
+from infinity.checkpoint import atomic
+from infinity.checkpoint.save_load import open_files, read_manifest, save
+from infinity.checkpoint.hashed_stream import Source
 from infinity.tensors import as_bytes, empty
 
 folder = Path(sys.argv[1])

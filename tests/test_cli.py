@@ -276,9 +276,7 @@ def test_ctrl_c_while_a_command_is_imported_is_no_error(fake):
     assert cli.main(["bench", "io"]) == 130
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_a_measurement_and_what_it_holds_is_given_back(fake, number, code):
     closed = []
 
@@ -364,7 +362,9 @@ def test_an_engine_that_was_asked_for_and_is_refused_need_not_be_asked_for(
     assert (code, message.endswith("; or leave --aio out\n")) == (1, told)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_training_cleanly(folder, number, code):
     nvme, out = folder / "nvme", folder / "run"
     nvme.mkdir()

@@ -9,9 +9,10 @@ import torch
 
 import infinity
 import models
-from infinity import ConfigError, reference
+from infinity import ConfigError
 from infinity.config.loss_scale import Scaling
 from infinity.reference import ReferenceAdamW, prepare
+from infinity.reference import recipe as reference
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
 

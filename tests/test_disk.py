@@ -223,7 +223,7 @@ def test_the_cache_is_where_such_files_belong(monkeypatch, tmp_path):
 
 SECOND = """
 import sys
-from infinity import disk
+from infinity.storage import disk_speed as disk
 print("ready", flush=True)
 print(disk.speed_of(sys.argv[1], "threads").date)
 """
@@ -244,7 +244,7 @@ def test_of_two_processes_that_start_one_measures_and_the_other_takes_its_result
 WRITER = """
 import sys
 from dataclasses import replace
-from infinity import disk
+from infinity.storage import disk_speed as disk
 speed = disk.DiskSpeed(1, 1, 1, 16, 4096, "threads", "")
 for number in range(30):
     with disk._alone():
@@ -268,7 +268,7 @@ def test_a_cache_written_by_two_processes_at_once_can_be_read_at_any_moment_and_
 
 NOBODY = """
 import os, sys
-from infinity import aio, disk
+from infinity import aio; from infinity.storage import disk_speed as disk
 aio.open_engine(sys.argv[2]).close()  # all is loaded now: nobody may not read this Python
 if os.geteuid() == 0:  # root may write anywhere
     os.setgid(65534)

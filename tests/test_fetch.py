@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from fakes import FakeDisk
-from infinity import reference
 from infinity.device.blocks import HostBlocks
 from infinity.device.device import CpuDevice
 from infinity.errors import CorruptionError
@@ -19,6 +18,7 @@ from infinity.planning.layout import Format, lay_out
 from infinity.records.record import Record, Traffic
 from infinity.records.updates import Update
 from infinity.reference import ReferenceAdamW
+from infinity.reference import recipe as reference
 from infinity.reference.moments import widened
 from infinity.storage.memory import Ledger, Pool, view
 from infinity.storage.store import HostStore

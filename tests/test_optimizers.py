@@ -8,8 +8,9 @@ import transformers
 
 import infinity
 import models
-from infinity import UnsupportedError, reference
+from infinity import UnsupportedError
 from infinity.engine.engine import engine_of_model
+from infinity.reference import recipe as reference
 from infinity.reference import steps as reference_steps
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]

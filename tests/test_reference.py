@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from infinity import reference
+from infinity.reference import recipe as reference
 
 
 def build(seed=0, dtype=torch.float32):

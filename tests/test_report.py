@@ -70,7 +70,7 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
 def test_the_meter_sees_memory_that_is_taken_and_given_back():
     """In a process of its own: what earlier tests left would go in the middle of this one."""
     code = """
-from infinity.report import Meter
+from infinity.cli.report import Meter
 meter = Meter()
 taken = bytearray(256 << 20)
 taken[::4096] = b"x" * len(taken[::4096])

@@ -114,6 +114,7 @@ def test_where_fp16_overflows_neither_weights_nor_rates_move_and_the_scale_falls
     assert log[3]["loss"] < log[1]["loss"]
 
 
+@pytest.mark.slow
 def test_micro_batches_are_the_batches_of_accumulation_and_learn_the_same(folder, one_thread):
     tiles = losses(run(folder, "tiles", host_memory="1MiB", micro_batches=4, steps=8))
     loop = losses(run(folder, "loop", host_memory="1MiB", accumulate=4, steps=8))
@@ -122,6 +123,7 @@ def test_micro_batches_are_the_batches_of_accumulation_and_learn_the_same(folder
     assert tiles[-1] < tiles[0] - 0.2
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_losses_and_another_others(folder, one_thread):
     first = run(folder, "first", host_memory="1MiB", seed=7)
     again = run(folder, "again", host_memory="1MiB", seed=7)

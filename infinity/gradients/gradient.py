@@ -3,7 +3,7 @@
 [Note: who owns a gradient]
 `p.grad` is an `OffloadedGradient`, and it owns the stored gradient: when it goes (zero_grad), so does the
 gradient. step() reads it and leaves it there, as torch does. A gradient of one backward is kept as it came,
-in 16 bits; a second backward turns the stored one into fp32 and adds (DESIGN 3). It lies in host memory while
+in 16 bits; a second backward turns the stored one into fp32 and adds. It lies in host memory while
 the kept share has room, else in its unit's record.
 
 [Note: nothing that p.grad holds may hold the parameter]

@@ -184,8 +184,8 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         return engine.arrivals.assigned(unit, index, grad.detach().clone())
 
     def _clip_factor(self, gradients: list[Gradient]) -> np.float32:
-        """Return the fp32 factor that brings the global norm to max_norm (1 without one): the recipe of
-        DESIGN 3.
+        """Return the fp32 factor that brings the global norm to max_norm (1 without one), as the
+        reference recipe does.
         """
         if self.max_norm is None:
             return np.float32(1)

@@ -31,7 +31,7 @@ _SLOT_NBYTES = 16
 
 
 class Format:
-    """The fields of a record, and what they take (DESIGN 2): fixed by the type that computes, and that of the
+    """The fields of a record, and what they take: fixed by the type that computes, and that of the
     optimizer's state.
 
     state_dtype: "fp32", "bf16" or "int8"; dtype: "bf16", "fp16" or "fp32". `hi` is what computes, whatever
