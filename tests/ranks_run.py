@@ -8,6 +8,7 @@ once and rounded once, as autograd hands it over.
 """
 
 import contextlib
+import gc
 import json
 import os
 import sys
@@ -507,6 +508,8 @@ def main(folder, cases):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(mode=True)
+    gc.collect()
+    gc.freeze()  # else each collection, of which some cases ask for many, walks all that is imported
     answers = {case: apart(folder, case) for case in cases if case in LAST}  # before any thread is started
     dist.init_process_group("gloo")
     for case in cases:
