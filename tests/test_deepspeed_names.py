@@ -34,6 +34,7 @@ from infinity.deepspeed.utils import (
     safe_update_full_grad_vectorized,
 )
 from infinity.reference import ReferenceAdamW, prepare
+from infinity.reference import recipe as reference
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -110,7 +111,7 @@ def test_fragments_are_the_recipes_masters_moments_and_gradients(precision, accu
         assert (master.dtype, master.shape) == (torch.float32, ours.shape)
         assert torch.equal(master.to(theirs.dtype), theirs)
         assert torch.equal(master.flatten(), safe_get_local_fp32_param(ours))
-        value, factor = infinity.reference._stored(theirs)
+        value, factor = reference._stored(theirs)
         grad = safe_get_full_grad(ours)
         assert torch.equal(grad, value.float() * float(factor))
         assert torch.equal(grad.flatten(), safe_get_local_grad(ours))
@@ -379,7 +380,7 @@ def test_calls_without_effect_can_be_made():
 
 
 def test_engine_methods_are_in_the_table():
-    text = "\n".join((ROOT / "infinity" / f"deepspeed_{one}.py").read_text() for one in ("engine", "answers"))
+    text = "\n".join((ROOT / "infinity/deepspeed" / f"{one}.py").read_text() for one in ("engine", "answers"))
     own = {
         f"engine.{node.name}"
         for parent in ast.walk(ast.parse(text.replace("from __future__ import annotations", "")))
