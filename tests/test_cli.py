@@ -172,7 +172,7 @@ def test_a_timeline_or_report_that_cannot_be_written_is_refused_at_once(
 
 def test_train_takes_several_folders(monkeypatch):
     seen = []
-    monkeypatch.setattr(cli, "train", lambda settings, _: seen.append(settings))
+    monkeypatch.setattr("infinity.cli.train.train", lambda settings, _: seen.append(settings))
     assert cli.main(["train", "--nvme", "/a", "--nvme", "/b", "--state-dtype", "int8"]) == 0
     assert cli.main(["train"]) == 0
     assert [(one.nvme, one.state_dtype) for one in seen] == [(["/a", "/b"], "int8"), (None, "fp32")]
@@ -357,7 +357,7 @@ def test_an_engine_that_was_asked_for_and_is_refused_need_not_be_asked_for(
     def train(settings, console):
         raise EngineUnavailableError.of_kind("io_uring", errno.EPERM, "starting it", "/nvme")
 
-    monkeypatch.setattr(cli, "train", train)
+    monkeypatch.setattr("infinity.cli.train.train", train)
     code, message = refused(capsys, "train", *arguments)
     assert (code, message.endswith("; or leave --aio out\n")) == (1, told)
 

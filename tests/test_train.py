@@ -19,7 +19,8 @@ from infinity.cli import main as cli
 from infinity.cli import train as module
 from infinity.cli.interrupted import Interrupted
 from infinity.cli.presets import PRESETS, llama, recompute_blocks
-from infinity.cli.train import Settings, disk_speed, learning_rate, train
+from infinity.cli.settings import Settings
+from infinity.cli.train import disk_speed, learning_rate, train
 from infinity.storage.disk_speed import DiskSpeed
 
 pytestmark = pytest.mark.disk

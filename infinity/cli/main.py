@@ -19,10 +19,9 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from infinity import aio
 from infinity.cli.interrupted import Interrupted
 from infinity.cli.presets import PRESETS
-from infinity.cli.train import Settings, train
+from infinity.cli.settings import Settings
 from infinity.errors import ConfigError, InfinityError
 from infinity.sizes import parse_size
 
@@ -200,11 +199,14 @@ def _add_run(add: Callable[..., object]) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
+    from infinity.aio import EngineUnavailableError
+    from infinity.cli.train import train
+
     settings = Settings(**{name: getattr(options, name) for name in Settings.__dataclass_fields__})
     _check(settings)
     try:
         train(settings, Console())
-    except aio.EngineUnavailableError as error:
+    except EngineUnavailableError as error:
         if settings.aio is not None:
             error.strerror = f"{error.strerror}; or leave --aio out"
         raise

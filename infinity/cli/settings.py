@@ -1,0 +1,65 @@
+"""What `infinity train` is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What `infinity train` was asked for."""
+
+    preset: str = "25m"
+    text: str | None = None
+    """A file or folder; None: the standard library's sources."""
+    nvme: Sequence[str] | None = None
+    """Folders; None: the run's own."""
+    in_host_memory: bool = False
+    """No NVMe tier at all."""
+    host_memory: str | None = None
+    device: str = "cpu"
+    aio: str | None = None
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """What computes; in fp16 the loss is scaled."""
+    state_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
+    """How moments are stored."""
+    durable: int = 0
+    """Steps from one commit to the next; 0 for none."""
+    resume: bool = False
+    """Go on with the durable run in `nvme`, where there is one."""
+    steps: int = 100
+    batch: int = 1
+    """Sequences in one micro-batch."""
+    micro_batches: int = 1
+    """In one forward, block by block; see infinity.tiling."""
+    sequence: int = 256
+    """Bytes of text in one sequence."""
+    checkpointing: bool = True
+    offload_activations: str | None = None
+    """Where the blocks' inputs wait for the backward; see Config."""
+    accumulate: int = 1
+    """Backwards per step."""
+    lr: float = 3e-4
+    weight_decay: float = 0.1
+    warmup: int = 10
+    """Steps in which the learning rate rises."""
+    max_norm: float | None = None
+    update: Literal["auto", "forward", "backward"] = "auto"
+    seed: int = 0
+    out: str | None = None
+    log_every: int = 1
+    timeline: str | None = None
+    """A new file for a trace of the lanes."""
+    report: str | None = None
+    """A new file for a picture of the run."""
+    plain: bool = False
+
+    @property
+    def updates_in(self) -> Literal["forward", "backward"]:
+        """Return "forward" or "backward"; "auto" is the backward wherever no gradient has to be kept."""
+        if self.update == "auto":
+            kept = self.max_norm is not None or self.accumulate > 1 or self.dtype == "fp16"
+            return "forward" if kept else "backward"
+        return self.update
