@@ -405,12 +405,6 @@ def nvme_traffic(preset, mib):
     return moved
 
 
-def some_of_the_sweep():
-    """Return what is wrong in the cases of every fourth method, each case at one budget."""
-    some = sorted({case.name for case in sweep.cases()})[::4]
-    return {"wrong": sweep.sweep(only=some, each_once=True), "methods": len(some)}
-
-
 def memory():
     """Return bytes per parameter that a rank keeps between backward and step, by stage."""
     kept = {}
@@ -480,7 +474,7 @@ CASES = {
     "fragments": fragments,
     "seeds": seeds,
     "surgery": lambda: {"wrong": surgery.on_ranks(os.environ["RANKS_DISK"])},
-    "sweep": some_of_the_sweep,
+    "sweep": lambda: {"wrong": sweep.sweep(each_once=True)},
     "whole sweep": lambda: {"wrong": sweep.sweep()},
     "traffic": traffic,
     "nvme traffic": lambda: nvme_traffic(replace(PRESETS["25m"], layers=4), 8),

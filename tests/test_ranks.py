@@ -310,12 +310,10 @@ def test_surgery_on_two_ranks_is_that_of_torch(answers):
     assert [one["wrong"] for one in answers(2, "surgery")] == [[], []]
 
 
-def test_every_fourth_method_of_a_tensor_does_on_two_ranks_as_in_torch_or_its_refusal_says_what_works(
+def test_every_method_of_a_tensor_does_on_two_ranks_as_in_torch_or_its_refusal_says_what_works(
     answers,
 ):
-    for one in answers(2, "sweep"):
-        assert one["wrong"] == []
-        assert one["methods"] > 100
+    assert [one["wrong"] for one in answers(2, "sweep")] == [[], []]
 
 
 @pytest.mark.slow
