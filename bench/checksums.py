@@ -10,11 +10,13 @@ zlib's crc32 is what Python has.
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import os
+import subprocess
 import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import cffi
@@ -38,12 +40,12 @@ _SOURCE = """
 #include <stdint.h>
 #include <string.h>
 static uint64_t word(const uint8_t *at) { uint64_t value; memcpy(&value, at, 8); return value; }
-static uint32_t crc32c_one(const uint8_t *bytes, size_t nbytes) {
+uint32_t crc32c_one(const uint8_t *bytes, size_t nbytes) {
     uint64_t crc = ~0u;
     for (size_t i = 0; i < nbytes; i += 8) crc = _mm_crc32_u64(crc, word(bytes + i));
     return ~(uint32_t)crc;
 }
-static uint32_t crc32c_three(const uint8_t *bytes, size_t nbytes) {
+uint32_t crc32c_three(const uint8_t *bytes, size_t nbytes) {
     uint64_t a = ~0u, b = 0, c = 0;
     size_t third = nbytes / 24 * 8;
     for (size_t i = 0; i < third; i += 8) {
@@ -56,31 +58,31 @@ static uint32_t crc32c_three(const uint8_t *bytes, size_t nbytes) {
 """
 
 
-def compiled(folder: str) -> Any:
-    """Compile crc32c with SSE 4.2; return the functions by name, and what casts addresses.
+def compiled(folder: str) -> tuple[cffi.FFI, Any]:
+    """Compile crc32c with SSE 4.2, without Python's headers; return what casts addresses, and the functions.
 
     Raises: ConfigError without a C compiler, or on another kind of CPU.
     """
-    builder = cffi.FFI()
-    builder.cdef(_DECLARED)
-    builder.set_source("_crc32c", _SOURCE, extra_compile_args=["-O3", "-msse4.2"])
+    ffi = cffi.FFI()
+    ffi.cdef(_DECLARED)
+    source, library = Path(folder, "crc32c.c"), Path(folder, "crc32c.so")
+    source.write_text(_SOURCE)
+    compiler = os.environ.get("CC", "cc").split()
+    command = [*compiler, "-O3", "-msse4.2", "-shared", "-fPIC", str(source), "-o", str(library)]
     try:
-        path = builder.compile(tmpdir=folder)
-    except Exception as error:  # cffi and setuptools raise whatever they like
+        subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603 (our own source)
+    except (OSError, subprocess.CalledProcessError) as error:
+        told = getattr(error, "stderr", None) or error
         raise ConfigError(
-            f"crc32c cannot be compiled: a C compiler and an x86-64 CPU are needed ({error})"
+            f"crc32c cannot be compiled: a C compiler and an x86-64 CPU are needed ({told})"
         ) from error
-    spec = importlib.util.spec_from_file_location("_crc32c", path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{path}: what was compiled cannot be loaded")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return ffi, ffi.dlopen(str(library))
 
 
-def contestants(module: Any, content: memoryview) -> Iterator[tuple[str, Callable[[], object]]]:
+def contestants(
+    ffi: cffi.FFI, library: Any, content: memoryview
+) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield each way to sum up a content, by name."""
-    ffi, library = module.ffi, module.lib
     at = ffi.cast("uint8_t *", ffi.from_buffer(content))
     yield "xxh3, 64 bits", lambda: xxhash.xxh3_64_intdigest(content)
     yield "crc32c, three chains", lambda: library.crc32c_three(at, content.nbytes)
@@ -92,10 +94,10 @@ def measured(rounds: int) -> list[dict[str, Any]]:
     """Time all of them on all sizes; the best of some rounds, for others of this machine only slow them."""
     rows = []
     with tempfile.TemporaryDirectory(prefix="infinity-bench-") as folder:
-        module = compiled(folder)
+        ffi, library = compiled(folder)
         for nbytes in SIZES:
             content = torch.randint(-128, 127, (nbytes,), dtype=torch.int8).numpy().data
-            for name, call in contestants(module, content):
+            for name, call in contestants(ffi, library, content):
                 repeats = rounds * max(1, (1 << 24) // nbytes)
                 rows.append({"checksum": name, "nbytes": nbytes, "bytes_per_s": nbytes / best(call, repeats)})
     return rows

@@ -132,6 +132,17 @@ def test_every_value_arrives_from_any_number_of_ranks(folder, classes, ranks, cu
     assert model.count.tolist() == [7.0, 8.0]
 
 
+def test_an_enum_that_was_pickled_by_name_as_python_3_11_0_does_is_read(folder, classes, monkeypatch):
+    monkeypatch.setattr(
+        classes[1], "__reduce_ex__", lambda member, _: (getattr, (type(member), member.name)), raising=False
+    )
+    masters, _, _ = write(folder / "ds", 1, classes)
+    assert any(b"getattr" in one.read_bytes() for one in (folder / "ds").rglob("*_states.pt"))
+    model, optimizer = ours(folder)
+    load_deepspeed(model, optimizer, folder / "ds")
+    assert torch.equal(engine_of(model.a.weight).read(model.a.weight, ["master"])[0], masters["a.weight"])
+
+
 def test_weights_alone_are_loaded_without_an_optimizer_or_without_moments(folder, classes):
     masters, _, _ = write(folder / "ds", 2, classes, moments=False)
     for take in (True, False):

@@ -12,6 +12,8 @@ from torch import nn
 from infinity.tiling import TiledMLP, runs_in_slices, tile_batch, tile_sequence, untile_
 from models import MODELS, batch
 
+transformers = pytest.importorskip("transformers")
+
 pytestmark = pytest.mark.usefixtures("repeatable")
 
 
@@ -254,6 +256,10 @@ def test_caches_and_double_recomputation_are_refused():
     ids = batch(1)
     with pytest.raises(ValueError, match="use_cache=False"):
         model(ids, use_cache=True)
+    block, states = model.model.layers[0], torch.zeros(1, 4, model.config.hidden_size)
+    for cache in ({"past_key_values": ((states, states),)}, {"anything": transformers.DynamicCache()}):
+        with pytest.raises(ValueError, match="use_cache=False"):
+            block(states, **cache)
     model.train()
     model.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="gradient checkpointing off"):

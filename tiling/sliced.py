@@ -67,7 +67,7 @@ class BatchSlices(InSlices):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block."""
-        if kwargs.get("past_key_values") is not None:
+        if _has_cache(args, kwargs):
             if not torch.is_grad_enabled():
                 return self.forward(*args, **kwargs)
             raise ValueError(
@@ -86,6 +86,16 @@ class BatchSlices(InSlices):
             return 0 if per_sample or tensor is tensors[0] else None
 
         return self._run(args, kwargs, cut, self.micro_batch)
+
+
+def _has_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a block is given a cache of keys and values, by whatever name (5.24 of transformers has another
+    than 5.23, and models with a state of their own have theirs).
+    """
+    kind = getattr(sys.modules.get("transformers.cache_utils"), "Cache", ())
+    return kwargs.get("past_key_values") is not None or any(
+        isinstance(one, kind) for one in (*args, *kwargs.values())
+    )
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

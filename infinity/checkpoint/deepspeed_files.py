@@ -44,10 +44,13 @@ class Ignored:
         """Hold nothing."""
 
 
-_CLASSES = (
+_IGNORED = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum",
+    # Python 3.11.0 to 3.11.3 pickle a member of an enum as getattr(class, name): ignored as the class is
+    "builtins.getattr",
+    "__builtin__.getattr",  # what pickle's protocol 2 calls it
 )
 
 
@@ -253,7 +256,7 @@ def _unpickled(path: Path) -> dict[str, Any]:
 
     Raises: CheckpointError for a file that needs more than plain values and tensors.
     """
-    allowed: list[Any] = [(Ignored, name) for name in _CLASSES]
+    allowed: list[Any] = [(Ignored, name) for name in _IGNORED]
     try:
         with torch.serialization.safe_globals(allowed):
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
