@@ -250,10 +250,10 @@ def test(rest: list[str], *, everything: bool) -> NoReturn:
 
 
 def script(name: str, rest: list[str]) -> NoReturn:
-    """Run a program of tests/."""
+    """Run a program of tests/support."""
     python = set_up("test")
-    os.environ["PYTHONPATH"] = str(ROOT / "tests")
-    become(python, str(python), f"tests/{name}.py", *rest)
+    os.environ["PYTHONPATH"] = str(ROOT / "tests/support")
+    become(python, str(python), f"tests/support/{name}.py", *rest)
 
 
 def faults(rest: list[str]) -> NoReturn:

@@ -2,7 +2,7 @@
 
 On the CPU an upload is one copy in memory, and a gradient is in host memory where it is. On CUDA both are
 copies on a stream of their own, beside the one that computes. `CudaDevice` has not run on a GPU yet: its
-order is proven with recorded streams (tests/test_device.py), its calls of torch.cuda are not.
+order is proven with recorded streams (tests/device/test_device.py), its calls of torch.cuda are not.
 
 [Note: who waits for whom]
 Nothing here makes the host wait but a `Transfer` that somebody waits for. Streams wait for each other's

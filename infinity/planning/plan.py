@@ -10,8 +10,9 @@ two decisions, taken one after the other:
    already. Whatever was considered earlier is used earlier, so it goes first. For units of one size no choice
    reads less (it is the earliest-end rule for intervals on k machines: Carlisle and Lloyd 1995). For
    different sizes the best choice is NP-hard (Folwarczny and Sgall 2015), and this one can read more than it:
-   tests/test_plan.py says how much. What holds for any sizes: a unit is kept if all that is used until its
-   next use fits the window, so a plan never reads more than looking ahead in the order of the trace would.
+   tests/planning/test_plan.py says how much. What holds for any sizes: a unit is kept if all that is used
+   until its next use fits the window, so a plan never reads more than looking ahead in the order of the trace
+   would.
    This is also why the last units of a forward, the first of its backward, are not read twice.
 
 2. When reads begin (the conservative rule: Cao, Felten, Karlin and Li 1995). What is kept is settled, so no
@@ -26,9 +27,9 @@ fetched across the end of a step, where records change.
 
 So both look ahead by bytes and by time, not by a number of units. But no clock is read. Each read begins as
 soon as there is room for it, so that, whatever reads and uses take, none that begins later makes the step
-shorter (for units of one size: tests/test_plan.py). And ranks, whose collectives follow their plans, need the
-same one, which their clocks would not give them: what they say that a use hides are the bytes of its unit,
-with which its computing grows as its reading does.
+shorter (for units of one size: tests/planning/test_plan.py). And ranks, whose collectives follow their
+plans, need the same one, which their clocks would not give them: what they say that a use hides are the bytes
+of its unit, with which its computing grows as its reading does.
 """
 
 from __future__ import annotations

@@ -1,0 +1,279 @@
+"""DeepSpeed's JSON, read. Nothing is faked; the files are those of its documentation and of guides."""
+
+import json
+import warnings
+
+import pytest
+
+from infinity import Config, ConfigError
+from infinity.config.deepspeed_keys import KEYS, Verdict
+from infinity.config.deepspeed_optimizers import Chosen
+from infinity.config.loss_scale import Scaling
+from infinity.deepspeed.launch import read
+from samples import BF16, FINE_TUNE
+
+GETTING_STARTED = {
+    "train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.00015}},
+    "fp16": {"enabled": True},
+    "zero_optimization": True,
+}
+"""As DeepSpeed's "Getting Started" has it."""
+
+
+ANSWERS = {
+    "bf16": True,
+    "lr": 2e-5,
+    "betas": [0.9, 0.95],
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+    "warmup_num_steps": 10,
+    "total_num_steps": 100,
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 1.0,
+    "train_micro_batch_size_per_gpu": 2,
+}
+
+
+def test_a_fine_tuning_file_is_read_whole():
+    settings = read(FINE_TUNE, infinity={"host_memory": "4GiB"}, world_size=2, **ANSWERS)
+    assert settings.config == Config(nvme=["/local_nvme"], host_memory="4GiB")
+    options = {"lr": 2e-5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
+    assert settings.optimizer == Chosen("AdamW", options)
+    assert settings.scheduler == (
+        "WarmupDecayLR",
+        {"warmup_min_lr": 0, "warmup_max_lr": 2e-5, "warmup_num_steps": 10, "total_num_steps": 100},
+    )
+    batches = settings.batches
+    assert (batches.train, batches.micro, batches.steps, batches.ranks) == (16, 2, 4, 2)
+    assert (settings.gathers_on_save, settings.steps_per_print, settings.breakdown) == (True, 2000, False)
+
+
+def test_the_report_has_a_line_for_every_key():
+    report = read(FINE_TUNE, **ANSWERS).report
+    unnecessary = {line.key for line in report.of(Verdict.UNNECESSARY)}
+    assert {"aio.queue_depth", "zero_optimization.reduce_bucket_size", "fp16.loss_scale"} < unnecessary
+    assert report.of(Verdict.OFF) == ()
+    assert len(report.lines) == len({line.key for line in report.lines}) == len(list(leaves(FINE_TUNE)))
+    assert 'optimizer.type = "AdamW": honoured (Adam, AdamW, SGD, Adagrad, Lion' in str(report)
+
+
+def leaves(content):
+    for value in content.values():
+        yield from leaves(value) if isinstance(value, dict) else [value]
+
+
+def test_config_comes_from_a_file_as_from_what_is_in_it(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(FINE_TUNE))
+    assert Config.from_deepspeed(file, **ANSWERS) == Config.from_deepspeed(FINE_TUNE, **ANSWERS)
+
+
+def test_every_auto_without_a_value_is_named_with_the_call_that_gives_it():
+    with pytest.raises(
+        ConfigError, match=r'"auto" without a value: .*optimizer.params.lr.*lr=\.\.\.'
+    ) as caught:
+        Config.from_deepspeed(FINE_TUNE)
+    for name in ("fp16.enabled", "warmup_num_steps", "gradient_clipping", "gradient_accumulation_steps"):
+        assert name in str(caught.value)
+
+
+def test_the_file_of_getting_started_trains_in_fp16():
+    settings = read(GETTING_STARTED)
+    assert settings.config == Config(stage=1, dtype="fp16")
+    assert (settings.scaling, settings.precision) == (Scaling(), "fp16")
+    assert (settings.batches.micro, settings.gradient_clipping, settings.check_overflow) == (8, 1.0, True)
+    assert settings.optimizer.options["lr"] == 0.00015
+
+
+def test_the_section_fp16_says_how_the_loss_is_scaled():
+    section = {**FINE_TUNE["fp16"], "enabled": True, "hysteresis": 4, "consecutive_hysteresis": True}
+    read_ = read({"fp16": {**section, "loss_scale_window": 7}})
+    assert read_.scaling == Scaling(power=16, window=7, hysteresis=4, consecutive=True)
+    assert {line.verdict for line in read_.report.lines if line.key.startswith("fp16.")} == {Verdict.HONOURED}
+    assert read({"fp16": {"enabled": True, "loss_scale": 128}}).scaling == Scaling(fixed=128)
+
+
+def test_what_is_not_supported_is_listed_at_once_or_left_out_with_a_warning():
+    content = {
+        **BF16,
+        "train_batch_size": 4,
+        "gradient_cliping": 1.0,
+        "wandb": {"enabled": True},
+        "zero_optimization": {"zero_quantized_weights": True, "zero_hpz_partition_size": 1},
+    }
+    with pytest.raises(ConfigError, match=r"^3 of 7 keys") as caught:
+        read(content)
+    assert "gradient_cliping = 1.0: not supported (unknown; gradient_clipping?)" in str(caught.value)
+    with pytest.warns(
+        UserWarning, match="left out .*\n.*gradient_cliping.*\n.*wandb.*\n.*zero_quantized_weights"
+    ):
+        settings = read(content, strict=False)
+    assert [line.key for line in settings.report.of(Verdict.OFF)] == [
+        "zero_optimization.zero_hpz_partition_size"
+    ]
+
+
+def test_every_switch_may_be_a_number_as_in_deepspeed():
+    """Its pydantic classes take 1 for true, and scripts write it: zero_allow_untested_optimizer = 1."""
+    found = {}
+    for true, false in ((True, False), (1, 0)):
+        for value in (true, false):
+            for path in [path for path, key in KEYS.items() if key.takes == "switch"]:
+                content = {"train_batch_size": 1, "optimizer": {"type": "SGD"}, "bf16": {"enabled": true}}
+                *above, last = path.split(".")
+                section = content
+                for one in above:
+                    section = section.setdefault(one, {})
+                section[last] = value
+                if path == "fp16.enabled":
+                    content["bf16"]["enabled"] = false
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    found.setdefault((path, bool(value)), []).append(read(content, strict=False))
+    assert len(found) > 100
+    assert [path for path, (one, other) in found.items() if one != other] == []
+    schedule = {"type": "LRRangeTest", "params": {"lr_range_test_staircase": 1}}
+    assert read({"train_batch_size": 1, "scheduler": schedule}).scheduler[1] == schedule["params"]
+
+
+def test_without_bf16_and_fp16_fp32_computes_as_deepspeed_has_it():
+    settings = read({"train_batch_size": 1})
+    assert (settings.config, settings.check_overflow) == (Config(dtype="fp32"), False)
+    assert "bf16.enabled = null: honoured (neither bf16 nor fp16: fp32 computes" in str(settings.report)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"train_batch_size": 16}, (16, 8, 1)),
+        ({"train_micro_batch_size_per_gpu": 4}, (8, 4, 1)),
+        ({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4}, (16, 4, 2)),
+        ({"train_batch_size": 16, "gradient_accumulation_steps": 4}, (16, 2, 4)),
+        ({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 3}, (6, 1, 3)),
+        (
+            {
+                "train_batch_size": "auto",
+                "train_micro_batch_size_per_gpu": 1,
+                "gradient_accumulation_steps": 3,
+            },
+            (6, 1, 3),
+        ),
+        ({}, (None, None, 1)),
+    ],
+)
+def test_the_batch_size_that_is_left_out_follows_from_the_others(given, expected):
+    batches = read({**BF16, **given}, world_size=2).batches
+    assert (batches.train, batches.micro, batches.steps) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 3},
+            "train_batch_size=16 is not .* 3 x 2 x 2 = 12",
+        ),
+        ({"train_batch_size": 0}, "train_batch_size=0: expected a whole number above 0"),
+        ({"train_batch_size": 2.5}, "train_batch_size=2.5"),
+        ({"gradient_clipping": "1"}, "gradient_clipping='1': expected a number"),
+        ({"gradient_clipping": -1}, "gradient_clipping=-1"),
+        ({"bf16": {"enabled": "perhaps"}}, "bf16.enabled='perhaps': expected true or false"),
+        ({"bf16": True}, "bf16=True: expected a section"),
+        ({"fp16": {"enabled": True}}, "both enabled"),
+        ({"optimizer": {"type": "Adam", "params": {"betas": [0.9, 1.0]}}}, "optimizer.params.betas"),
+        ({"zero_optimization": {"stage": 4}}, "stage=4"),
+        ({"zero_optimization": {"offload_param": {"device": "disk"}}}, "offload_param.device='disk'"),
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, 'needs an "nvme_path"'),
+        ({"scheduler": {"type": "Cosine"}}, "scheduler.type='Cosine': expected one of WarmupLR"),
+        ({"scheduler": {"type": "WarmupDecayLR"}}, "WarmupDecayLR needs total_num_steps"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 3}}}, "warmup_num_steps?"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "exp"}}}, "warmup_type='exp'"),
+        ({"scheduler": {"params": {"warmup_num_steps": 3}}}, "without a type"),
+        ({"infinity": {"host_memroy": "1GiB"}}, "infinity.host_memroy: .*host_memory?"),
+        ({"infinity": {"host_memory": 0}}, "host_memory=0"),
+        ({"infinity": {"dtype": "fp16"}}, "infinity.dtype='fp16', but the file's sections .* say bf16"),
+    ],
+)
+def test_values_that_cannot_be_are_refused_by_name(given, says):
+    with pytest.raises(ConfigError, match=says):
+        read({**BF16, **given}, world_size=2)
+
+
+def test_a_value_that_the_file_contradicts_or_does_not_ask_for_is_refused():
+    with pytest.raises(ConfigError, match=r"gradient_clipping is 0.5 in the file, but gradient_clipping=1.0"):
+        read({**BF16, "gradient_clipping": 0.5}, gradient_clipping=1.0)
+    assert read({**BF16, "gradient_clipping": 0.5}, gradient_clipping=0.5).gradient_clipping == 0.5
+    with pytest.raises(ConfigError, match="lr: given, but the file has no such key"):
+        read(BF16, lr=1e-3)
+
+
+def test_parameters_and_states_on_two_drives_are_striped_over_both():
+    def on(path):
+        return {"device": "nvme", "nvme_path": path}
+
+    zero = {"stage": 3, "offload_param": on("/nvme0"), "offload_optimizer": on("/nvme1")}
+    assert Config.from_deepspeed({**BF16, "zero_optimization": zero}).nvme_folders == ("/nvme0", "/nvme1")
+    zero["offload_optimizer"]["device"] = "cpu"
+    assert Config.from_deepspeed({**BF16, "zero_optimization": zero}).nvme_folders == ("/nvme0",)
+
+
+@pytest.mark.parametrize(("stage", "expected"), [(0, 3), (1, 1), (2, 2), (3, 3)])
+def test_the_stage_says_what_ranks_divide(stage, expected):
+    assert Config.from_deepspeed({**BF16, "zero_optimization": {"stage": stage}}).stage == expected
+
+
+def test_old_spellings_are_understood():
+    content = {
+        "bfloat16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "cpu_offload": True,
+            "stage3_gather_fp16_weights_on_model_save": True,
+        },
+        "infinity": {"host_memory": "1GiB", "state_dtype": "int8"},
+    }
+    settings = read(content)
+    assert (settings.config, settings.gathers_on_save) == (
+        Config(host_memory="1GiB", state_dtype="int8"),
+        True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "refused"),
+    [
+        ({"type": "adam", "params": {"adam_w_mode": False}}, False),
+        ({"type": "AdamW", "params": {"adam_w_mode": False, "weight_decay": 0.1}}, False),
+        ({"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}, False),
+        ({"type": "sgd", "params": {"momentum": 0.9, "nesterov": True}}, False),
+        ({"type": "SGD", "params": {"betas": [0.9, 0.99]}}, True),
+        ({"type": "Adam", "params": {"torch_adam": True, "amsgrad": False, "weight_decay": 0.1}}, False),
+        ({"type": "Lamb", "params": {"max_coeff": 10.0}}, True),
+    ],
+)
+def test_of_optimizers_those_with_a_kernel_are_there(optimizer, refused):
+    content = {**BF16, "optimizer": optimizer}
+    if refused:
+        with pytest.raises(ConfigError, match="optimizer"):
+            read(content)
+    else:
+        assert read(content).optimizer is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"a": 1, "a": 2}', "'a' stands there twice"),
+        ('{\n"a": 1, // why\n}', "line 2.*Comments are not JSON"),
+        ("[1]", "expected an object"),
+        (None, "no such file"),
+    ],
+)
+def test_a_file_that_is_no_such_json_is_refused(tmp_path, text, says):
+    file = tmp_path / "ds.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        Config.from_deepspeed(str(file))

@@ -1,0 +1,220 @@
+"""PEFT's adapters on a base built in Init. Trusted: PEFT in memory on the same 16-bit weights; the recipe."""
+
+import pytest
+import torch
+import transformers
+
+import infinity
+import models
+from infinity.engine.engine import engine_of_model
+from infinity.reference import ReferenceAdamW, prepare, rounded
+from trainers import HELD, ROWS, logged
+
+peft = pytest.importorskip("peft")
+
+pytestmark = [
+    pytest.mark.disk,
+    pytest.mark.usefixtures("repeatable"),
+    pytest.mark.filterwarnings(
+        "ignore:.*pin_memory.*:UserWarning",
+        "ignore:.*lr_scheduler.step.*:UserWarning",
+        "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",  # transformers 4's import
+        "ignore:Could not find a config file:UserWarning",
+        "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",
+        "ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning",
+    ),
+]
+
+
+def adapted(model, *, autocast=True, **options):
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1, task_type="CAUSAL_LM", **options
+    )
+    torch.manual_seed(3)
+    return peft.get_peft_model(model, config, autocast_adapter_dtype=autocast)
+
+
+def build(folder=None, seed=0):
+    """Return a base: in memory, of the 16-bit weights, or offloaded."""
+    torch.manual_seed(seed)
+    if folder is None:
+        model = models.MODELS["llama"]()
+        for parameter in model.parameters():
+            parameter.data = rounded(parameter.data)
+        return model
+    with infinity.Init(nvme=str(folder), host_memory="256KiB"):
+        return models.MODELS["llama"]()
+
+
+def train(model, optimizer):
+    losses = []
+    torch.manual_seed(11)  # of dropout
+    for number in range(4):
+        ids = models.batch(number)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def trained(model):
+    return [one for one in model.parameters() if one.requires_grad]
+
+
+def different(expected, found):
+    assert list(expected) == list(found)
+    return [name for name in expected if not torch.equal(expected[name], found[name])]
+
+
+def test_adapters_train_on_an_offloaded_base_which_is_never_written(folder):
+    plain, ours = adapted(build()), adapted(build(folder))
+    optimizers = [torch.optim.AdamW(trained(one), lr=1e-2) for one in (plain, ours)]
+    expected = train(plain, optimizers[0])
+    before = infinity.stats(ours)
+    assert train(ours, optimizers[1]) == expected
+    moved = infinity.stats(ours).since(before)
+    assert moved.nvme_read_nbytes > 100_000
+    assert moved.nvme_written_nbytes == 0
+    assert set(infinity.stats(ours).written_nbytes) == {("nvme", "hi"), ("nvme", "lo")}, (
+        "no state of the base"
+    )
+    assert different(peft.get_peft_model_state_dict(plain), peft.get_peft_model_state_dict(ours)) == []
+
+
+def test_a_recomputed_frozen_base_leaves_nothing_in_memory(folder):
+    ours = adapted(build(folder))
+    ours.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    train(ours, torch.optim.AdamW(trained(ours), lr=1e-2))
+    kept = [one for unit in engine_of_model(ours).units for one in unit._abandoned if not one.expired()]
+    assert kept == []
+
+
+def test_saved_adapters_are_replaced_when_asked_and_a_card_that_was_written_stays(folder):
+    ours = adapted(build(folder))
+    infinity.save_pretrained(ours, folder / "adapter")
+    card = folder / "adapter" / "README.md"
+    card.write_text(card.read_text() + "\nMy own words.\n")
+    (folder / "adapter" / "notes.txt").write_text("mine")
+    train(ours, torch.optim.AdamW(trained(ours), lr=1e-2))
+    with pytest.raises(FileExistsError, match="overwrite=True replaces it"):
+        infinity.save_pretrained(ours, folder / "adapter")
+    infinity.save_pretrained(ours, folder / "adapter", overwrite=True)
+    loaded = peft.PeftModel.from_pretrained(build(), folder / "adapter")
+    state = peft.get_peft_model_state_dict
+    assert different(state(ours), state(loaded)) == []
+    assert "My own words." in card.read_text()
+    assert (folder / "adapter" / "notes.txt").read_text() == "mine"
+
+
+def test_adapters_are_saved_without_reading_the_base_for_plain_peft_to_load(folder):
+    ours = adapted(build(folder))
+    train(ours, torch.optim.AdamW(trained(ours)))
+    engine_of_model(ours).lane.drain()  # what is read ahead for the next step
+    before = infinity.stats(ours).nvme_read_nbytes
+    infinity.save_pretrained(ours, folder / "adapter")
+    assert infinity.stats(ours).nvme_read_nbytes == before
+    ours.save_pretrained(folder / "by peft")  # which reads it all
+    state = peft.get_peft_model_state_dict(ours)
+    for name, base in (("adapter", build()), ("by peft", build()), ("adapter", build(folder))):
+        again = peft.PeftModel.from_pretrained(base, folder / name)
+        assert different(state, peft.get_peft_model_state_dict(again)) == []
+
+
+@pytest.mark.parametrize("place", ["the same Init", "an Init of their own"])
+def test_adapters_built_in_init_have_masters_and_the_recipes_bits(folder, place):
+    """With the model, they come with a trained copy of its head; later, in the 16 bits of their base."""
+    if place == "the same Init":
+        whole = {"modules_to_save": ["lm_head"]}
+        torch.manual_seed(0)
+        plain = prepare(adapted(models.MODELS["llama"](), **whole))
+        torch.manual_seed(0)
+        with infinity.Init(nvme=str(folder), host_memory="256KiB"):
+            ours = adapted(models.MODELS["llama"](), **whole)
+    else:
+        plain, base = prepare(adapted(build(), autocast=False)), build(folder)
+        with infinity.Init(nvme=str(folder), host_memory="256KiB"):
+            ours = adapted(base)
+    recipe, optimizer = ReferenceAdamW(trained(plain), lr=1e-2), infinity.AdamW(trained(ours), lr=1e-2)
+    assert train(ours, optimizer) == train(plain, recipe)
+    expected = peft.get_peft_model_state_dict(plain)
+    assert different(expected, peft.get_peft_model_state_dict(ours)) == []
+    infinity.save_pretrained(ours, folder / "adapter")
+    again = peft.PeftModel.from_pretrained(build(), folder / "adapter", autocast_adapter_dtype=False)
+    assert different(expected, peft.get_peft_model_state_dict(again)) == []
+
+
+def test_copies_of_modules_outside_init_say_where_they_work(folder):
+    """Inside the same Init, as the first place above, where they train."""
+    with pytest.raises(infinity.NotResidentError, match=r"Call peft\.get_peft_model inside `with infinity\."):
+        adapted(build(folder), modules_to_save=["lm_head"])
+
+
+def test_adapters_are_switched_off_and_merged_and_texts_generated(folder):
+    plain, ours = adapted(build()), adapted(build(folder))
+    for one in (plain, ours):
+        train(one, torch.optim.AdamW(trained(one), lr=1e-2))
+        one.eval()
+    ids = models.batch(5)
+    texts = [one.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0) for one in (plain, ours)]
+    assert torch.equal(*texts)
+    with plain.disable_adapter(), ours.disable_adapter(), torch.no_grad():
+        assert torch.equal(plain(input_ids=ids).logits, ours(input_ids=ids).logits)
+    with pytest.raises(infinity.NotResidentError, match="gathered"):
+        ours.merge_adapter()
+    with infinity.gathered(ours, write=True):
+        ours.merge_adapter()
+    plain.merge_adapter()
+    with torch.no_grad():
+        assert torch.equal(plain(input_ids=ids).logits, ours(input_ids=ids).logits)
+
+
+def trainer_of(model, place, **options):
+    options = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        **options,
+    }
+    ours = any(infinity.engine.engine.engine_of(one) for one in model.parameters())
+    return transformers.Trainer(
+        model,
+        transformers.TrainingArguments(str(place), **options),
+        train_dataset=ROWS,
+        eval_dataset=HELD,
+        callbacks=[infinity.TrainerCallback()] if ours else [],
+    )
+
+
+def test_the_trainer_trains_adapters_with_its_own_optimizer_and_resumes(folder):
+    saved = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    plain, ours = (
+        trainer_of(adapted(build(place)), folder / name, **saved, load_best_model_at_end=True)
+        for place, name in ((None, "plain"), (folder, "ours"))
+    )
+    torch.manual_seed(7)
+    plain.train()
+    before = infinity.stats(ours.model)
+    torch.manual_seed(7)
+    ours.train()
+    assert infinity.stats(ours.model).since(before).nvme_written_nbytes == 0
+    names = "loss", "grad_norm", "learning_rate"
+    assert logged(ours, *names) == logged(plain, *names)
+    assert logged(ours, "eval_loss") == logged(plain, "eval_loss")
+    checkpoint = folder / "ours" / "checkpoint-2"
+    found = {path.name for path in checkpoint.iterdir()}
+    assert {"adapter_model.safetensors", "optimizer.pt"} <= found
+    assert not {"infinity", "model.safetensors"} & found
+    again = trainer_of(adapted(build(folder)), folder / "ours", **saved)
+    torch.manual_seed(7)
+    again.train(resume_from_checkpoint=str(checkpoint))
+    assert logged(again, "loss") == logged(ours, "loss")
+    found = (peft.get_peft_model_state_dict(one.model) for one in (plain, again))
+    assert different(*found) == []

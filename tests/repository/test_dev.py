@@ -1,0 +1,178 @@
+"""What dev.py does on machines that lack things. Faked: the machine, a PATH with its own apt-get and sudo."""
+
+import ast
+import importlib.util
+import os
+import re
+import sys
+
+import pytest
+
+from places import ROOT
+
+BESIDE = {"umount", "cc"}  # umount comes with mount; and without a C compiler dev.py stops
+APT_GET = """
+import shutil, sys
+from pathlib import Path
+place, words = Path({place!r}), sys.argv[1:]
+with (place / "calls").open("a") as calls:
+    print(*words[words.index("-qq") :], file=calls)
+if "update" in words:
+    (place / "lists").touch()
+    sys.exit()
+for package in words[words.index("--no-install-recommends") + 1 :]:
+    if not ((place / "lists").exists() and (place / "mirror" / package).exists()):
+        sys.exit(f"E: Unable to locate package {{package}}")
+for package in words[words.index("--no-install-recommends") + 1 :]:
+    shutil.copytree(place / "mirror" / package, place / "bin", dirs_exist_ok=True)
+"""
+
+
+def program(folder, name, script, shell="/bin/sh"):
+    """Put a command into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(f"#!{shell}\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+def load(name):
+    """Import a script of the repository's root, which is not on sys.path, anew."""
+    sys.modules.pop("dev_system", None)
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Machine:
+    """A machine where root works, without a command; its apt-get has a mirror, and no lists of it yet."""
+
+    def __init__(self, place, packages):
+        self.place, self.bin = place, place / "bin"
+        program(self.bin, "apt-get", APT_GET.format(place=str(place)), sys.executable)
+        program(self.bin, "env", 'exec /usr/bin/env "$@"')
+        for command, package in packages:
+            program(place / "mirror" / package, command, "")
+
+    @property
+    def installed(self):
+        """What apt-get was asked to install and could."""
+        calls = (self.place / "calls").read_text().splitlines()
+        return [call.split("--no-install-recommends ")[1] for call in calls if "install" in call]
+
+
+@pytest.fixture
+def system(tmp_path, monkeypatch):
+    system = load("dev_system")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(system, "SBIN", str(tmp_path / "sbin"))
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    return system
+
+
+@pytest.fixture
+def machine(system, tmp_path):
+    return Machine(tmp_path, [(command, package) for command, (package, _) in system.TOOLS.items()])
+
+
+def test_what_tests_call_is_installed_where_root_works(system, machine, capsys):
+    assert system.lacking() == list(system.TOOLS)
+    system.install_tools()
+    assert system.lacking() == []
+    assert set(machine.installed) == {"btrfs-progs e2fsprogs fio mount xfsprogs"}
+    system.say_what_is_skipped()
+    assert capsys.readouterr().out == f"dev: installing {machine.installed[0]} with apt-get\n"
+
+
+def test_a_user_whose_sudo_asks_for_no_password_gets_it_too(system, machine, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    program(machine.bin, "sudo", 'test "$1" = -n && shift && exec "$@"')
+    program(machine.bin, "true", "")
+    system.install_tools()
+    assert system.lacking() == []
+
+
+def test_a_package_that_cannot_be_had_keeps_no_other_out_and_what_is_skipped_is_said(system, machine, capsys):
+    (machine.place / "mirror/btrfs-progs").rename(machine.place / "gone")
+    system.install_tools()
+    assert system.lacking() == ["mkfs.btrfs"]
+    assert "dev: apt-get: E: Unable to locate package btrfs-progs\n" in capsys.readouterr().out
+    system.say_what_is_skipped()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "no mkfs.btrfs" in line
+    assert "apt-get install btrfs-progs" in line
+    assert "quota" in line
+
+
+def test_where_nothing_may_be_installed_every_command_is_named_and_nothing_is_tried(
+    system, machine, monkeypatch, capsys
+):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    system.install_tools()
+    assert not (machine.place / "calls").exists()
+    system.say_what_is_skipped()
+    lines = capsys.readouterr().out.splitlines()
+    assert [re.search(r"no (\S+) here", line)[1] for line in lines] == list(system.TOOLS)
+
+
+def called_commands(path):
+    """Yield the system's commands that a test file names: to mounts.run, to subprocess, to shutil.which."""
+    tree = ast.parse(path.read_text())
+    of_mounts = path.name == "mounts.py" or any(
+        isinstance(node, ast.ImportFrom)
+        and node.module == "mounts"
+        and "run" in {one.name for one in node.names}
+        for node in ast.walk(tree)
+    )
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Call) and node.args):
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        first = node.args[0]
+        if isinstance(first, ast.List) and name in {"run", "Popen", "check_output"} and first.elts:
+            first = first.elts[0]
+        elif name != "which" and not (name == "run" and of_mounts):
+            continue
+        if isinstance(first, ast.Constant) and re.match(r"[a-z]", str(first.value)):
+            yield first.value
+
+
+def test_every_command_that_tests_call_is_one_that_is_installed(system):
+    called = {one for path in (ROOT / "tests").rglob("*.py") for one in called_commands(path)}
+    assert {"mkfs.ext4", "losetup", "fio", "cc", "btrfs"} <= called
+    of_btrfs = {"btrfs"}  # in the package of mkfs.btrfs
+    assert called - set(system.TOOLS) - BESIDE - of_btrfs == set()
+
+
+def test_a_python_without_pip_gets_one_into_the_environment(tmp_path, machine, monkeypatch):
+    """As on Debian, whose python3 has neither pip nor ensurepip until it gets its package."""
+    dev = load("dev")
+    package = f"python{sys.version_info[0]}.{sys.version_info[1]}-venv"
+    program(machine.place / "mirror" / package, "with-ensurepip", "")
+    program(tmp_path, "python3", "exit 1")
+    there = f"{tmp_path}/pip"
+    ensure = f"test -e {machine.bin}/with-ensurepip && echo >{there}"
+    program(tmp_path, "python", f'case "$*" in *ensurepip) {ensure} ;; *) test -e {there} ;; esac')
+    monkeypatch.setattr(dev, "PIPS", [])
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python3"))
+    assert dev.find_pip(tmp_path / "python") == [str(tmp_path / "python"), "-m", "pip"]
+    assert set(machine.installed) == {package}
+
+
+def test_without_any_pip_the_package_that_brings_one_is_named(tmp_path, system, monkeypatch):
+    dev = load("dev")
+    program(tmp_path, "python", "exit 1")
+    monkeypatch.setattr(dev, "PIPS", [])
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(dev.InstallError, match=r"apt-get install python3\.\d+-venv"):
+        dev.find_pip(tmp_path / "python")
+
+
+def test_a_pip_outside_serves_unless_it_is_too_old_to(tmp_path, system, monkeypatch):
+    dev = load("dev")
+    program(tmp_path, "python", "echo pip 22.2 from there")
+    program(tmp_path / "bin", "pip3", "echo pip 22.3.1 from here")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert dev.find_pip(tmp_path / "env") == ["pip3", "--python", str(tmp_path / "env")]
+    monkeypatch.setattr(dev, "PIPS", [])
+    assert dev.find_pip(tmp_path / "python") == [str(tmp_path / "python"), "-m", "pip"]

@@ -1,0 +1,153 @@
+"""Durable runs of several ranks: forked processes over gloo, killed one by one or all at once, and resumed.
+
+Trusted: runs that nothing disturbed. What a commit holds, and how it is written, is tested with one rank.
+"""
+
+import os
+import random
+import shutil
+import signal
+import time
+
+import pytest
+
+import trials
+from children import Child
+from infinity import snapshot
+from infinity.durable.commit import read_slot
+from infinity.durable.folder import RunFolder
+from places import SEED
+
+pytestmark = [pytest.mark.disk, pytest.mark.multi, pytest.mark.timeout(240)]
+RANKS = 2
+
+
+def ended(team):
+    """Wait for all; what each said, by key."""
+    while not team.over():
+        time.sleep(0.002)
+    return team.last
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """By way to update: each rank's losses and digest (buffers are its own), and the seconds it took."""
+    found = {}
+    for update in ("forward", "backward"):
+        began = time.monotonic()
+        team = trials.together(str(tmp_path_factory.mktemp("plain")), RANKS, update=update)
+        digests = [one["digest"] for one in ended(team)]
+        found[update] = team.losses, digests, time.monotonic() - began
+    assert found["forward"][0][0] != found["forward"][0][1]
+    return found
+
+
+def check_end(folder, undisturbed, update, least):
+    """Resume to the end: every rank at one step, at `least`, with the bits of the undisturbed run."""
+    team = trials.together(str(folder), RANKS, update=update)
+    said = ended(team)
+    expected, digests, _ = undisturbed[update]
+    assert [one.get("digest") for one in said] == digests, said
+    assert said[0]["first"] == said[1]["first"] >= least
+    for losses, there in zip(team.losses, expected, strict=True):
+        assert all(loss == there[step] for step, loss in losses.items())
+    return said[0]["first"]
+
+
+def dies(at, after):
+    """What kills rank 1 right before, or after, its commit number `at` is written."""
+
+    def before(rank):
+        if rank == 1:
+            real, calls = RunFolder.write_slot, []
+
+            def write_slot(folder, number, data):
+                calls.append(1)
+                if len(calls) == at and after:
+                    real(folder, number, data)
+                if len(calls) == at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                real(folder, number, data)
+
+            RunFolder.write_slot = write_slot
+
+    return before
+
+
+@pytest.mark.parametrize(("after", "first"), [(False, 2), (True, 3)])
+def test_a_step_is_committed_when_every_rank_has_written_it(folder, undisturbed, after, first):
+    said = ended(trials.together(str(folder), RANKS, dies(3, after)))
+    assert "RanksError" in said[0]["crash"] or "EngineFailedError" in said[0]["crash"]
+    steps = [
+        max(
+            commit.step
+            for path in (folder / "infinity-run" / f"rank{rank}").glob("commit-*")
+            if (commit := read_slot(path.read_bytes(), "slot")) is not None
+        )
+        for rank in range(RANKS)
+    ]
+    assert steps == [3, first]  # rank 0 was ahead, or both were there
+    assert check_end(folder, undisturbed, "forward", first) == first
+
+
+def test_a_rank_that_dies_before_the_first_commit_of_all_lets_the_run_begin_anew(folder, undisturbed):
+    ended(trials.together(str(folder), RANKS, dies(1, after=False)))
+    assert check_end(folder, undisturbed, "forward", 0) == 0
+
+
+def test_ranks_killed_at_random_moments_go_on_with_the_same_bits(folder, undisturbed):
+    for trial in range(4):
+        rng = random.Random(f"{SEED} {trial}")
+        place, update, least = folder / str(trial), rng.choice(["forward", "backward"]), 0
+        place.mkdir()
+        for _ in range(rng.randint(1, 3)):
+            team = trials.together(str(place), RANKS, update=update)
+            time.sleep(rng.random() * undisturbed[update][2])
+            for child in rng.sample(team.children, RANKS):
+                if child.status is None:
+                    os.kill(child.pid, signal.SIGKILL)
+                    time.sleep(rng.choice([0, rng.random() * 0.2]))
+            least = max([least, *(one.get("committed") or 0 for one in ended(team))])
+        check_end(place, undisturbed, update, least)
+        shutil.rmtree(place)
+
+
+@pytest.mark.parametrize("paths", [1, 2])
+def test_a_snapshot_of_several_ranks_is_a_run_that_goes_on_with_the_same_bits(folder, undisturbed, paths):
+    nvme = [folder / f"nvme{number}" for number in range(paths)]
+    for one in nvme:
+        one.mkdir()
+    said = ended(trials.together([*map(str, nvme)], RANKS, copy=folder / "copy"))
+    assert [one["copied"] for one in said] == [3, 3], said
+    assert [one["digest"] for one in said] == undisturbed["forward"][1]
+    assert check_end(folder / "copy", undisturbed, "forward", 3) == 3
+
+
+@pytest.mark.parametrize("end", ["fails", "dies"])
+def test_a_rank_that_is_lost_while_it_copies_leaves_no_snapshot_and_the_run_goes_on(folder, undisturbed, end):
+    def before(rank):
+        def fails(*_):
+            if end == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError(28, "no space left")
+
+        if rank == 1:
+            snapshot.__globals__["_write_commit"] = fails
+
+    said = ended(trials.together(str(folder), RANKS, before, copy=folder / "copy"))
+    missing = "rank 1 did not answer" if end == "dies" else "rank 1: OSError: [Errno 28] no space left"
+    assert missing in said[0]["crash"]
+    assert sorted(path.name for path in folder.iterdir()) == ["infinity-run"]
+    assert check_end(folder, undisturbed, "forward", 3) == 3
+
+
+def test_folders_that_do_not_belong_together_are_refused_on_every_rank(folder):
+    ended(trials.together(str(folder), RANKS, steps=3))
+    crashes = [one["crash"] for one in ended(trials.together(str(folder), 3, host_memory="1MiB"))]
+    assert all("ConfigError: the durable runs in the folders of 3 ranks" in crash for crash in crashes)
+    assert all("rank 1 of 2" in crash for crash in crashes)
+    (alone,) = ended(trials.Team([Child(lambda say: trials.train(say, str(folder)))]))
+    assert "Start as many ranks as the run had" in alone["crash"]
+    shutil.rmtree(folder / "infinity-run" / "rank1")
+    crashes = [one["crash"] for one in ended(trials.together(str(folder), RANKS))]
+    assert all("no step in common: rank 0: step 3, step 2; rank 1: none" in crash for crash in crashes)

@@ -1,0 +1,530 @@
+"""What several ranks do in the tests of them, under torchrun: cases by name, an answer as JSON each.
+
+    torchrun --nproc-per-node 2 tests/support/ranks_run.py FOLDER CASE [CASE ...]
+
+Rank R writes FOLDER/R.json: {case: answer, or {"error": text}}. The reference of N ranks is plain: each holds
+the whole model, and every gradient becomes the mean over the ranks, summed in fp32 in their order, divided
+once and rounded once, as autograd hands it over.
+"""
+
+import contextlib
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+import warnings
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import infinity
+import models
+import parity
+import surgery
+import sweep
+from children import ended
+from infinity.cli.presets import PRESETS, llama
+from infinity.engine.engine import engine_of_model
+from infinity.reference import ReferenceAdamW, prepare
+from infinity.reference import recipe as reference
+from ranks_layers import (
+    alone,
+    changed_by_one,
+    changes,
+    different_ways,
+    dropped,
+    edited_differently,
+    evaluating,
+    failing,
+    fragments,
+    gathered_write,
+    node,
+    seeds,
+)
+from scaling import Beside
+
+WIDE = {
+    **models.SIZES,
+    "vocab_size": 301,
+    "hidden_size": 96,
+    "intermediate_size": 168,
+    "num_hidden_layers": 2,
+}
+WIDE_GPT2 = {**models.GPT2, "vocab_size": 301, "n_embd": 96, "n_layer": 2}
+STILL = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+models.MODELS.update(  # wide enough that every rank holds a part of most units, and parameters are cut
+    {
+        "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**WIDE)),
+        "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**WIDE_GPT2, **STILL)),
+        "gpt2-dropout": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**WIDE_GPT2)),
+        "mixtral": lambda: transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(**WIDE, num_local_experts=4, num_experts_per_tok=2)
+        ),
+    }
+)
+
+
+def mean_over_ranks(grad, group=None):
+    rows = [torch.empty_like(grad) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, grad.contiguous(), group=group)
+    total = rows[0].float()
+    for row in rows[1:]:
+        total += row.float()
+    return (total / len(rows)).to(grad.dtype)
+
+
+def build_reference(name, seed=0, group=None, computes="bf16"):
+    """Return the plain model of a rank, whose gradients are means over the ranks as they come."""
+    torch.manual_seed(seed)
+    model = models.MODELS[name]()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda grad: mean_over_ranks(grad, group))
+    if "in fp32" in name:
+        prepare(model.lm_head, torch.float32)
+    return prepare(model, models.COMPUTES[computes])
+
+
+def edit(model):
+    """Change the gradients, which are the same on every rank, in place."""
+    torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    for parameter in model.parameters():
+        parameter.grad.div_(3).add_(torch.ones_like(parameter), alpha=1e-3)
+        parameter.grad[0].mul_(0.3)
+        parameter.grad.view(-1)[-5:] = 0.25
+
+
+def train(model, optimizer, *, steps=3, micro=1, once=False, clip=None, edits=False):
+    """Train on this rank's batches; return the losses. once: reduce only in each step's last backward."""
+    losses = []
+    for step in range(steps):
+        for one in range(micro):
+            ids = models.batch(1000 * dist.get_rank() + 10 * step + one)
+            local = once and one < micro - 1 and not isinstance(optimizer, ReferenceAdamW)
+            with infinity.no_sync(model) if local else contextlib.nullcontext():
+                loss = model(input_ids=ids, labels=ids).loss
+                loss.backward()
+            losses.append(loss.item())
+        if once and isinstance(optimizer, ReferenceAdamW):
+            mean_of_sums(model)
+        if edits:
+            edit(model)
+        if clip is not None and isinstance(optimizer, ReferenceAdamW):
+            reference.clip_grad_norm_(optimizer, clip)
+        elif clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def mean_of_sums(model):
+    """Let each stored gradient of the reference, this rank's fp32 sum, be the mean of the ranks' sums."""
+    for parameter in model.parameters():
+        value, factor = reference._stored(parameter)
+        reference._store(parameter, mean_over_ranks(value), factor)
+
+
+def compare(
+    name,
+    *,
+    micro=1,
+    once=False,
+    clip=None,
+    edits=False,
+    checkpoint=None,
+    freeze=None,
+    options=None,
+    group=None,
+    **init,
+):
+    """Train the reference and ours side by side; return what differs."""
+    options = {"lr": 1e-2, "weight_decay": 0.1, **(options or {})}
+    shown = []
+    for ours in (False, True):
+        if ours:
+            model = models.build(name, **{"host_memory": "64MiB", "process_group": group, **init})
+        else:
+            computes = init.get("dtype", "bf16")
+            of = group and group.get_group()
+            model = models.build(name) if once else build_reference(name, group=of, computes=computes)
+        if checkpoint is not None:
+            models.checkpointed(model, checkpoint == "reentrant")
+        for key, parameter in model.named_parameters():
+            parameter.requires_grad_(freeze is None or freeze not in key)
+        trained = [one for one in model.parameters() if one.requires_grad]
+        kind = infinity.AdamW if ours else ReferenceAdamW
+        optimizer = kind(trained, **{key: one for key, one in options.items() if ours or key != "update"})
+        torch.manual_seed(100 + dist.get_rank())  # of dropout: each rank draws its own
+        losses = train(model, optimizer, micro=micro, once=once, clip=clip, edits=edits)
+        shown.append({"losses": losses, **model.state_dict(), **state_of(optimizer)})
+    expected, actual = shown
+    assert expected.keys() == actual.keys()
+    stats = infinity.stats(model)
+    return {
+        "different": [key for key, one in expected.items() if not same(one, actual[key])],
+        "losses": actual["losses"],
+        "nvme": stats.nvme_written_nbytes,
+        "spilled": sum(size for (_, field), size in stats.written_nbytes.items() if "grad" in field),
+    }
+
+
+def joined(name, *, freeze=None):
+    """Train in fp32 on all ranks, and on one with their batches as one; return how far the weights part, in
+    learning rates.
+
+    The sums of a gradient differ in order alone. eps keeps that from deciding the direction of a weight whose
+    gradient is next to zero, which AdamW would move by a whole learning rate.
+    """
+    lr, ranks = 1e-2, range(dist.get_world_size())
+    weights = []
+    for ours in (False, True):
+        fields = {"host_memory": "64MiB", "dtype": "fp32"} if ours else {}
+        model = models.build(name, computes="fp32", **fields)
+        for key, parameter in model.named_parameters():
+            parameter.requires_grad_(freeze is None or freeze not in key)
+        trained = [one for one in model.parameters() if one.requires_grad]
+        optimizer = (infinity.AdamW if ours else ReferenceAdamW)(trained, lr=lr, eps=1e-4)
+        for step in range(3):
+            of = [dist.get_rank()] if ours else ranks
+            ids = torch.cat([models.batch(1000 * rank + 10 * step) for rank in of])
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(model.state_dict())
+    alone, together = weights
+    return {"apart": max((alone[key] - together[key]).abs().max().item() / lr for key in alone)}
+
+
+def through_deepspeed():
+    """Train through infinity.initialize, beside the reference; return what differs."""
+    plain = build_reference("gpt2")
+    recipe = ReferenceAdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "infinity": {"host_memory": "64MiB"},
+    }
+    torch.manual_seed(0)
+    with infinity.zero.Init(config_dict_or_path=config):
+        model = models.MODELS["gpt2"]()
+    engine, optimizer, loader, _ = infinity.initialize(
+        model=model, config=config, training_data=list(range(12))
+    )
+    losses = [[], []]
+    for number in range(6):
+        ids = models.batch(1000 * dist.get_rank() + number)
+        loss = plain(input_ids=ids, labels=ids).loss
+        (loss / 2).backward()
+        losses[0].append(loss.item())
+        if number % 2:
+            reference.clip_grad_norm_(recipe, 0.5)
+            recipe.step()
+            recipe.zero_grad()
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        losses[1].append(loss.item())
+    expected = {"losses": losses[0], **plain.state_dict(), **state_of(recipe)}
+    actual = {"losses": losses[1], **model.state_dict(), **state_of(optimizer)}
+    counts = [engine.train_batch_size(), engine.global_samples, engine.global_steps]
+    engine.save_checkpoint(os.environ["RANKS_DISK"], client_state={"epoch": 1})
+    further = [deepspeed_step(engine, 6), deepspeed_step(engine, 8)]
+    path, said = engine.load_checkpoint(os.environ["RANKS_DISK"])
+    again = [deepspeed_step(engine, 6), deepspeed_step(engine, 8)]
+    return {
+        "resumed": further == again and path.endswith("global_step3") and said == {"epoch": 1},
+        "different": [key for key, one in expected.items() if not same(one, actual[key])],
+        "losses": losses[1],
+        "rows": sorted(int(row) for rows in loader for row in rows),
+        "counts": counts,
+    }
+
+
+def overflow(**init):
+    """Train in fp16 with GradScaler, one rank overflowing once; return scales, and what differs."""
+    shown = []
+    for ours in (False, True):
+        if ours:
+            model = models.build("llama", dtype="fp16", **init)
+            optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+        else:
+            model = build_reference("llama", computes="fp16")
+            optimizer = ReferenceAdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
+        scaler, scales = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2), []
+        stepped = optimizer if ours else Beside(model, optimizer)
+        for step in range(4):
+            ids = models.batch(1000 * dist.get_rank() + step)
+            loss = model(input_ids=ids, labels=ids).loss
+            if step == 1 and dist.get_rank() == 1:
+                loss = loss * 1e6
+            scaler.scale(loss).backward()
+            if not ours:
+                stepped.look()
+                inverse = scaler._scale.double().reciprocal().float()
+                scaler.unscale_(stepped)
+                stepped.unscaled(inverse)
+            scaler.step(stepped)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+        steps = {int(one["step"]) for one in optimizer.state_dict()["state"].values()}
+        shown.append({"scales": scales, "steps": steps, **model.state_dict(), **state_of(optimizer)})
+    expected, actual = shown
+    different = [key for key, one in expected.items() if not same(one, actual[key])]
+    return {"different": different, "losses": [dist.get_rank()], "scales": actual["scales"]}
+
+
+def deepspeed_step(engine, first):
+    """Train one step, of two backwards; return their losses."""
+    losses = []
+    for number in (first, first + 1):
+        ids = models.batch(1000 * dist.get_rank() + number)
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def mesh():
+    """Train on one dimension of a mesh of two: two pairs of ranks, each with a model of its own."""
+    whole = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("data", "tensor"))
+    return compare("llama", options={"max_norm": 0.5}, group=whole["data"])
+
+
+def grid():
+    """Train on the rows of a mesh at the same time, two models on one row and one on the other, then on its
+    columns; then rank 1 does not come to a model of the first row.
+    """
+    column = init_device_mesh("cpu", (2, 2), mesh_dim_names=("down", "across"))["down"]
+    ours = [[0, 1], [2, 3]][dist.get_rank() // 2]  # a group that the other row's ranks do not know
+    row = DeviceMesh.from_group(dist.new_group(ours, use_local_synchronization=True), "cpu")
+    trained = [compare("llama", group=row)]
+    if dist.get_rank() < 2:
+        trained.append(compare("gpt2", options={"max_norm": 0.5}, group=row))
+    trained.append(compare("llama", options={"update": "backward"}, group=column, **NVME))
+    absent = ""
+    if dist.get_rank() == 0:
+        try:
+            models.build("llama", host_memory="64MiB", process_group=row, timeout_s=1)
+        except infinity.RanksError as error:
+            absent = str(error)
+    different = [key for one in trained for key in one["different"]]
+    return {"different": different, "losses": trained[-1]["losses"], "absent": absent}
+
+
+def partitioned(**settings):
+    """Train copies of one model, once with all activations on every rank, and once with a part on each."""
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    runs, kept = [], []
+    for copies in (None, dist.group.WORLD):
+        torch.manual_seed(5)
+        with infinity.Init(process_group=alone, partition_activations=copies, **settings):
+            model = models.MODELS["llama"]()
+        model.gradient_checkpointing_enable()
+        model.train()
+        parts = engine_of_model(model).hooks.parts
+        if parts is not None:
+            save = parts.save
+
+            def counted(tensor, save=save):
+                part = save(tensor)
+                kept.append(part.nbytes / tensor.nbytes)
+                return part
+
+            parts.save = counted
+        optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+        losses = []
+        for step in range(3):
+            ids = torch.randint(0, 301, (2, 63), generator=torch.Generator().manual_seed(step))
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        runs.append((losses, model.state_dict()))
+        del model, optimizer, parts
+    (losses, weights), (parted_losses, parted) = runs
+    equal = losses == parted_losses and all(same(weights[name], parted[name]) for name in weights)
+    return {"equal": equal, "kept": kept}
+
+
+def state_of(optimizer):
+    return {
+        f"{key} of parameter {number}": state[key].float()
+        for number, state in optimizer.state_dict()["state"].items()
+        for key in ("exp_avg", "exp_avg_sq")
+    }
+
+
+def same(one, other):
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def traffic():
+    """Return what a checkpointed step exchanges where nothing is kept between uses, and the model's size."""
+    model = parity.nothing_waits(models.build("llama", host_memory="64MiB"))
+    models.checkpointed(model, reentrant=False)
+    optimizer = infinity.AdamW(model.parameters())
+    train(model, optimizer, steps=1)
+    before = infinity.stats(model)
+    train(model, optimizer, steps=2)
+    moved = infinity.stats(model).since(before).exchanged_nbytes
+    return {**moved, "weights": sum(unit.resident_nbytes for unit in engine_of_model(model).units)}
+
+
+def nvme_traffic(preset, mib):
+    """Return NVMe bytes per parameter of a rank's share and step, with so many MiB of memory for each rank:
+    next to nothing of the share is in them.
+    """
+    moved = {}
+    for update in ("backward", "forward"):
+        torch.manual_seed(0)
+        with infinity.Init(nvme=os.environ["RANKS_DISK"], host_memory=mib * dist.get_world_size() << 20):
+            model = llama(preset, 32)
+        models.checkpointed(model, reentrant=False)
+        optimizer = infinity.AdamW(model.parameters(), update=update)
+        train(model, optimizer, steps=2)
+        before = infinity.stats(model)
+        train(model, optimizer, steps=2)
+        after = infinity.stats(model)
+        done = after.since(before)
+        held = after.parameters / after.ranks
+        moved[update] = (done.nvme_read_nbytes + done.nvme_written_nbytes) / (2 * held)
+        moved["pinned"] = after.host_nbytes / (12 * held)
+    return moved
+
+
+def memory():
+    """Return bytes per parameter that a rank keeps between backward and step, by stage."""
+    kept = {}
+    for stage in (1, 2, 3):
+        with infinity.Init(host_memory="256MiB", stage=stage):
+            model = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(8)])
+        optimizer = infinity.AdamW(model.parameters())
+        for _ in range(2):
+            model(torch.ones(1, 512, dtype=torch.bfloat16)).sum().backward()
+            engine = engine_of_model(model)
+            engine.lane.drain()
+            nbytes = engine.kept.held_nbytes
+            if stage < 3:
+                nbytes += sum(unit.flat.nbytes for unit in engine.units)
+            optimizer.step()
+            optimizer.zero_grad()
+        kept[stage] = nbytes / (8 * 512 * 512)
+    return kept
+
+
+NVME = {"nvme": os.environ.get("RANKS_DISK"), "host_memory": int(os.environ["WORLD_SIZE"]) << 20}
+CASES = {
+    "llama": lambda: compare("llama"),
+    "gpt2": lambda: compare("gpt2"),
+    "dropout": lambda: compare("gpt2-dropout"),
+    "mixtral": lambda: compare("mixtral"),
+    "max_norm": lambda: compare("llama", options={"max_norm": 0.5}),
+    "clip_grad_norm_": lambda: compare("gpt2", clip=0.5),
+    "accumulated": lambda: compare("llama", micro=2),
+    "edited": lambda: compare("llama", edits=True),
+    "nvme edited": lambda: compare("llama", edits=True, micro=2, **NVME),
+    "stage 1 edited": lambda: compare("llama", edits=True, micro=2, once=True, clip=0.5, stage=1),
+    "edited differently": edited_differently,
+    "no_sync": lambda: compare("llama", micro=3, once=True),
+    "backward": lambda: compare("llama", options={"update": "backward"}),
+    "reentrant": lambda: compare("llama", checkpoint="reentrant"),
+    "checkpointed": lambda: compare("llama", checkpoint="not", options={"update": "backward"}),
+    "frozen": lambda: compare("llama", freeze="mlp"),
+    "nvme": lambda: compare("llama", **NVME),
+    "nvme backward": lambda: compare("gpt2", options={"update": "backward"}, **NVME),
+    "nvme accumulated": lambda: compare("llama", micro=2, clip=0.5, **NVME),
+    "stage 1": lambda: compare("llama", micro=2, once=True, stage=1),
+    "stage 2": lambda: compare("llama", stage=2),
+    "stage 2 backward": lambda: compare("llama", options={"update": "backward"}, stage=2, **NVME),
+    "fp32": lambda: compare("llama", dtype="fp32", options={"max_norm": 0.5}),
+    "a head in fp32": lambda: compare("llama with a head in fp32", options={"max_norm": 0.5}),
+    "nvme, a head in fp32": lambda: compare("llama with a head in fp32", micro=2, **NVME),
+    "nvme fp32": lambda: compare("gpt2", dtype="fp32", micro=2, **NVME),
+    "overflow": lambda: overflow(host_memory="64MiB"),
+    "overflow on nvme": lambda: overflow(**NVME),
+    "deepspeed": through_deepspeed,
+    "mesh": mesh,
+    "grid": grid,
+    **{f"joined {name}": partial(joined, name) for name in ("llama", "gpt2", "mixtral")},
+    "joined frozen": partial(joined, "llama", freeze="mlp"),
+    "partitioned": lambda: partitioned(host_memory="64MiB"),
+    "partitioned nvme": lambda: partitioned(offload_activations="nvme", **NVME),
+    "different ways": different_ways,
+    "alone": alone,
+    "dropped": dropped,
+    "evaluating": evaluating,
+    "failing": failing,
+    "changes": changes,
+    "gathered": lambda: gathered_write(differently=False),
+    "gathered differently": lambda: gathered_write(differently=True),
+    "changed by one": changed_by_one,
+    "fragments": fragments,
+    "seeds": seeds,
+    "surgery": lambda: {"wrong": surgery.on_ranks(os.environ["RANKS_DISK"])},
+    "sweep": lambda: {"wrong": sweep.sweep(each_once=True)},
+    "whole sweep": lambda: {"wrong": sweep.sweep()},
+    "traffic": traffic,
+    "nvme traffic": lambda: nvme_traffic(replace(PRESETS["25m"], layers=4), 8),
+    "nvme traffic of 25m": lambda: nvme_traffic(PRESETS["25m"], 16),
+    "memory": memory,
+    "node": node,
+}
+
+
+LAST = {"different ways", "alone", "failing", "gathered differently"}
+"""After these the ranks cannot go on together: each has processes of its own, forked from the others."""
+
+
+def answer_of(case):
+    began = time.perf_counter()
+    try:
+        return {**CASES[case](), "took_s": time.perf_counter() - began}
+    except Exception as error:  # noqa: BLE001 - it is the answer
+        return {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+
+
+def apart(folder, case):
+    """Run a case in a forked process on each rank, in a process group of these."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    def work(say):
+        met = Path(folder, f"{case}.met").absolute().as_uri()
+        dist.init_process_group("gloo", init_method=met, rank=rank, world_size=ranks)
+        say(**answer_of(case))
+
+    return dict(ended(work, limit_s=60.0))
+
+
+def main(folder, cases):
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(mode=True)
+    gc.collect()
+    gc.freeze()  # else each collection, of which some cases ask for many, walks all that is imported
+    answers = {case: apart(folder, case) for case in cases if case in LAST}  # before any thread is started
+    dist.init_process_group("gloo")
+    for case in cases:
+        if case in LAST:
+            continue
+        answers[case] = answer_of(case)
+        if answers[case].get("error", "").startswith("RanksError"):  # nothing goes on
+            break
+    Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(answers), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

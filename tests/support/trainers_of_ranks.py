@@ -1,0 +1,47 @@
+"""What Hugging Face's Trainer trains on several ranks, in the tests and in their processes."""
+
+import transformers
+
+import models
+
+WIDE = {
+    **models.SIZES,
+    "vocab_size": 301,
+    "hidden_size": 96,
+    "intermediate_size": 168,
+    "num_hidden_layers": 2,
+}
+
+
+OPTIONS = {
+    "max_steps": 4,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 2,
+    "max_grad_norm": 0.5,
+    "weight_decay": 0.1,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 2,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "seed": 5,
+}
+
+
+def rows_of(number, count):
+    """Return rows of which some labels do not count, on each rank other ones."""
+    shown = []
+    for index, row in enumerate(models.batch(number, rows=count)):
+        labels = row.clone()
+        labels[: 3 * (index % 4)] = -100
+        shown.append({"input_ids": row, "labels": labels})
+    return shown
+
+
+ROWS, HELD = rows_of(0, 24), rows_of(1, 6)
+
+
+def build_llama():
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**WIDE))
