@@ -88,8 +88,7 @@ class StreamLane:
         """Queue a pass; `urgent` puts it, and older passes over the same record, in front. Or run it: see
         [Note: passes without transfers].
         """
-        job.urgent = urgent
-        if self._queued(job):
+        if self._queued(job, urgent=urgent):
             return
         try:
             self._queue.here.append(job)
@@ -101,7 +100,7 @@ class StreamLane:
         finally:
             self._queue.here.remove(job)
 
-    def _queued(self, job: Pass) -> bool:
+    def _queued(self, job: Pass, *, urgent: bool) -> bool:
         """Queue a pass, altogether or, at a Ctrl-C, not at all; False for one to be run here."""
         with self.lock:
             self.check_open()
@@ -109,7 +108,7 @@ class StreamLane:
             if job.in_memory and self.runs_here(job.record):
                 return False
             try:
-                self._queue.add(job)
+                self._queue.add(job, urgent=urgent)
                 job.take_over()
             except BaseException:
                 self._queue.forget(job)
@@ -136,11 +135,10 @@ class StreamLane:
         began = time.perf_counter()
         job.run_in_memory()
         ended = time.perf_counter()
-        self.times.inline_s += ended - began
+        self.times.spent(inline_s=ended - began)
         self._timeline.span("work", f"{type(job).__name__} {job.record.name}", began, ended)
         with self.lock:
-            job.done_processing()
-            job.processed = True
+            job.end_processing()
             job.finish()
             self.changed.notify_all()
 
@@ -230,7 +228,7 @@ class StreamLane:
             with self.lock:
                 if not self._stopping and self._queue.admissible() is None:
                     self.changed.wait(1.0)
-            self.times.idle_s += time.perf_counter() - started
+            self.times.spent(idle_s=time.perf_counter() - started)
         return True
 
     def _admit(self) -> None:
@@ -240,26 +238,14 @@ class StreamLane:
                 job = self._queue.admissible()
                 if job is None:
                     return
-                tile, last = self._next_range(job)
+                tile, last = job.progress.next_tile(job)
                 if last:
                     self._queue.waiting.popleft()
                 if tile is None:
                     self._processed(job)
                     continue
-                if job.urgent and not job.unprocessed:
-                    job.starved_s += self._pool.lacked_s(job.asked_s)
-                job.open_tiles += 1
-                job.unprocessed += 1
+                job.progress.admit(self._pool.lacked_s if job.urgent else None)
             self._reading.append(self._begin(job, *tile))
-
-    @staticmethod
-    def _next_range(job: Pass) -> tuple[tuple[int, int] | None, bool]:
-        """Return the pass's next tile, None if it has none, and whether it is the last."""
-        if job.ranges is None:
-            job.ranges = job.tiles()
-            job.ahead = next(job.ranges, None)
-        tile, job.ahead = job.ahead, next(job.ranges, None)
-        return tile, job.ahead is None
 
     def _begin(self, job: Pass, start: int, stop: int) -> _Tile:
         """Find memory for the fields of a tile, and begin to read those on NVMe."""
@@ -312,17 +298,13 @@ class StreamLane:
         tile.transfers += more or ()
         for name in tile.changes:
             job.note_written(name, tile.start, tile.stop)
-        if job.unprocessed == 1 and job.ahead is None:
+        if job.progress.at_last_tile:
             tile.transfers += job.settle()
         ended = time.perf_counter()
-        self.times.read_wait_s += read - began
-        self.times.work_s += ended - read
+        self.times.spent(read_wait_s=read - began, work_s=ended - read)
         self._timeline.span("work", f"{type(job).__name__} {record.name}", read, ended)
         with self.lock:
-            job.unprocessed -= 1
-            if not job.unprocessed:
-                job.asked_s = ended
-            if not job.unprocessed and job.ahead is None:
+            if job.progress.worked_on(ended):
                 self._processed(job)
         self._writing.append(tile)
 
@@ -345,25 +327,24 @@ class StreamLane:
             for transfer in tile.transfers:
                 transfer.wait()
             if block:
-                self.times.write_wait_s += time.perf_counter() - started
+                self.times.spent(write_wait_s=time.perf_counter() - started)
             block = False
             self._note(tile, "write", tile.writes)
             if tile.slot is not None:
                 self._pool.give_back(tile.slot)
             with self.lock:
-                tile.owner.open_tiles -= 1
+                tile.owner.progress.tile_over()
                 self._finish_if_over(tile.owner)
 
     def _processed(self, job: Pass) -> None:
         for name in job.adopts:
             job.record.adopt(name)
-        job.done_processing()
-        job.processed = True  # last: others look at it without the lock, and count on the rest
+        job.end_processing()
         self._finish_if_over(job)
         self.changed.notify_all()
 
     def _finish_if_over(self, job: Pass) -> None:
-        if job.processed and not job.open_tiles and not job.finished:
+        if job.processed and not job.progress.open_tiles and not job.finished:
             self._queue.retire(job)
             job.finish()
             self.changed.notify_all()

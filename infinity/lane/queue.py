@@ -31,6 +31,63 @@ class Awaited(Protocol):
         """Seconds in which somebody waited for it because no slot was free."""
 
 
+class Progress:
+    """How far the lane has come with a pass. Written under the lane's lock alone."""
+
+    __slots__ = ("_ahead", "_asked_s", "_ranges", "_unprocessed", "open_tiles", "starved_s")
+
+    def __init__(self) -> None:
+        """Begin before the first tile."""
+        self.open_tiles = 0
+        """Tiles admitted and not yet over."""
+        self.starved_s = 0.0
+        """Seconds in which somebody waited for the pass, none of its tiles was under way, and no slot was
+        free.
+        """
+        self._ranges: Iterator[tuple[int, int]] | None = None
+        self._ahead: tuple[int, int] | None = None
+        self._unprocessed = 0
+        self._asked_s = 0.0
+
+    def asked(self) -> None:
+        """Somebody waits for the pass from now on, if nobody did before."""
+        self._asked_s = self._asked_s or time.perf_counter()
+
+    def next_tile(self, job: Pass) -> tuple[tuple[int, int] | None, bool]:
+        """Return the next tile of `job`, None if it has none, and whether it is the last."""
+        if self._ranges is None:
+            self._ranges = job.tiles()
+            self._ahead = next(self._ranges, None)
+        tile, self._ahead = self._ahead, next(self._ranges, None)
+        return tile, self._ahead is None
+
+    def admit(self, lacked_s: Callable[[float], float] | None) -> None:
+        """Count a tile whose reads begin. lacked_s: says for how long slots have lacked since a time, where
+        somebody waits for the pass.
+        """
+        if lacked_s is not None and not self._unprocessed:
+            self.starved_s += lacked_s(self._asked_s)
+        self.open_tiles += 1
+        self._unprocessed += 1
+
+    @property
+    def at_last_tile(self) -> bool:
+        """Whether the tile that is worked on is the last one."""
+        return self._unprocessed == 1 and self._ahead is None
+
+    def worked_on(self, ended_s: float) -> bool:
+        """Count a tile that was worked on until `ended_s`; return whether it was the last one."""
+        self._unprocessed -= 1
+        if self._unprocessed:
+            return False
+        self._asked_s = ended_s  # somebody waits, and none of its tiles is under way any more
+        return self._ahead is None
+
+    def tile_over(self) -> None:
+        """Count a tile whose writes are over."""
+        self.open_tiles -= 1
+
+
 class Pass(ABC):
     """One walk over a record. Subclasses say which fields each tile reads and writes, and what happens in
     between.
@@ -52,16 +109,12 @@ class Pass(ABC):
         self.on_finished: list[Callable[[], None]] = []
         """Called once it is finished, with the lane's lock held."""
         self._packed = Packed(record)
-        self.open_tiles = 0
-        """Tiles admitted and not yet over."""
-        self.ranges: Iterator[tuple[int, int]] | None = None
-        self.ahead: tuple[int, int] | None = None
-        """The next tile to admit."""
-        self.unprocessed = 0
-        self.asked_s = 0.0
-        """When somebody began to wait for it, or, later, when none of its tiles was under way any more."""
-        self.starved_s = 0.0
-        """Seconds in which somebody waited for it, none of its tiles was under way, and no slot was free."""
+        self.progress = Progress()
+
+    @property
+    def starved_s(self) -> float:
+        """See Progress."""
+        return self.progress.starved_s
 
     def take_over(self) -> None:  # noqa: B027 - most passes bring all they need
         """Called when it is queued, or run: what it was made for becomes its own. A second time too."""
@@ -172,6 +225,11 @@ class Pass(ABC):
         """The last tile was worked on: begin to write what is left."""
         return self._packed.settle()
 
+    def end_processing(self) -> None:
+        """The last tile was worked on."""
+        self.done_processing()
+        self.processed = True  # last: others look at it without the lock, and count on the rest
+
     def finish(self) -> None:
         """Call back who waits for the end, once; what they hold goes with them."""
         self.finished = True
@@ -188,6 +246,7 @@ class _There(Pass):
 
     def __init__(self) -> None:
         self.processed = self.finished = True
+        self.progress = Progress()
 
     def tiles(self) -> Iterator[tuple[int, int]]:
         return iter(())
@@ -212,11 +271,12 @@ class Queue:
     here: list[Pass] = field(default_factory=list)
     """Those that are run by who submitted them, and wait for nobody."""
 
-    def add(self, job: Pass) -> None:
+    def add(self, job: Pass, *, urgent: bool = False) -> None:
         """Queue a pass behind the others; an urgent one, and older ones over its record, in front."""
+        job.urgent = urgent
         self.of_record.setdefault(job.record, deque()).append(job)
         self.waiting.append(job)
-        if job.urgent:
+        if urgent:
             self.promote(job.record)
 
     def promote(self, record: Record) -> None:
@@ -224,7 +284,7 @@ class Queue:
         first = [job for job in self.of_record.get(record, ()) if job in self.waiting]
         for job in first:
             job.urgent = True
-            job.asked_s = job.asked_s or time.perf_counter()
+            job.progress.asked()
             self.waiting.remove(job)
         self.waiting.extendleft(reversed(first))
 

@@ -204,9 +204,9 @@ def test_who_waits_for_the_values_is_called_once_they_are_there(made):
     setup.pend([0])
     setup.unit.allocate()
     job = FetchPass(setup.unit, setup.device, TILE)
-    job.on_processed = lambda: found.append((job.unprocessed, job.pending))
+    job.on_processed = lambda: found.append((job.processed, job.pending))
     setup.run(job)
-    assert found == [(0, {})]
+    assert found == [(False, {})]
     assert job.on_processed is None
 
 

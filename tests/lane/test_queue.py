@@ -10,10 +10,6 @@ from infinity.lane.queue import THERE, Pass, Queue
 
 
 class Walk(Pass):
-    def __init__(self, record, *, urgent=False):
-        super().__init__(record)
-        self.urgent = urgent
-
     def tiles(self):
         return iter(())
 
@@ -24,10 +20,10 @@ class Walk(Pass):
         return None
 
 
-def queued(*jobs):
+def queued(*jobs, urgent=()):
     queue = Queue()
     for job in jobs:
-        queue.add(job)
+        queue.add(job, urgent=job in urgent)
     return queue
 
 
@@ -59,8 +55,8 @@ def test_a_pass_begins_when_the_older_one_over_its_record_is_finished():
 
 
 def test_an_urgent_pass_takes_the_older_ones_over_its_record_along():
-    other, older, urgent = Walk("b"), Walk("a"), Walk("a", urgent=True)
-    queue = queued(other, older, urgent)
+    other, older, urgent = Walk("b"), Walk("a"), Walk("a")
+    queue = queued(other, older, urgent, urgent=[urgent])
     assert list(queue.waiting) == [older, urgent, other]
     assert [job.urgent for job in queue.waiting] == [True, True, False]
 
@@ -101,8 +97,8 @@ class Busy:
         self.queue, self.added, self.running, self.begun = Queue(), [], [], []
 
     def add(self, record, urgent):
-        self.added.append(Walk(record, urgent=urgent))
-        self.queue.add(self.added[-1])
+        self.added.append(Walk(record))
+        self.queue.add(self.added[-1], urgent=urgent)
 
     def promote(self, record):
         self.queue.promote(record)
@@ -143,8 +139,9 @@ def test_passes_over_one_record_never_overlap_and_none_is_lost_whatever_is_promo
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.booleans()), max_size=12))
 def test_what_nobody_waits_for_keeps_its_order_behind_what_somebody_does(jobs):
-    added = [Walk(record, urgent=urgent) for record, urgent in jobs]
-    waiting = list(queued(*added).waiting)
+    added = [Walk(record) for record, _ in jobs]
+    asked = [job for job, (_, urgent) in zip(added, jobs, strict=True) if urgent]
+    waiting = list(queued(*added, urgent=asked).waiting)
     urgent = [job for job in waiting if job.urgent]
     assert waiting[: len(urgent)] == urgent
     patient = [job for job in added if not job.urgent]
