@@ -33,8 +33,8 @@ import torch
 from infinity.activations.passes import ELEMENT_NBYTES, FIELD, LoadPass, SavePass
 from infinity.device.device import Device
 from infinity.errors import HostMemoryError
-from infinity.gradients.store import GradientStore
 from infinity.lane.lane import StreamLane
+from infinity.lane.outgoing import Lease, Outgoing
 from infinity.lane.queue import Pass
 from infinity.planning.layout import lay_out
 from infinity.records.record import Record, Traffic
@@ -67,12 +67,12 @@ class Boundary:
         "_dtype",
         "_flat",
         "_host",
+        "_lease",
         "_load",
         "_nbytes",
         "_number",
         "_passes",
         "_record",
-        "_reserved",
         "_shape",
         "_stride",
         "_tensor",
@@ -96,7 +96,7 @@ class Boundary:
         self._passes: list[Pass] = []  # over the record
         self._load: LoadPass | Transfer | None = None
         self._flat: torch.Tensor | None = None  # what `_load` fills
-        self._reserved = 0  # bytes of the outgoing share for it
+        self._lease: Lease | None = None  # while it comes back ahead of its use
 
     def __repr__(self) -> str:
         """Name and size, for error messages."""
@@ -148,9 +148,12 @@ class Boundary:
         """Start to bring it back; `ahead` of its use, only if there is room."""
         every = self._all
         gone = self._tensor is None and self._load is None
-        if not gone or (ahead and not every.gradients.has_room(self._nbytes)):
+        if not gone:
             return
-        self._reserved = self._nbytes if ahead else 0
+        if ahead:
+            self._lease = every.outgoing.try_lease(self._nbytes)
+            if self._lease is None:
+                return
         try:
             self._flat, self._load = self._begun(urgent=not ahead)
         except BaseException:
@@ -206,9 +209,9 @@ class Boundary:
 
     def _forget_load(self) -> None:
         self._load = self._flat = None
-        reserved, self._reserved = self._reserved, 0
-        if reserved:
-            self._all.gradients.let_go(reserved)
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.end()
 
     def __del__(self) -> None:
         """Give back memory, shares and the place on NVMe, that one when nothing moves there any more."""
@@ -233,7 +236,7 @@ class Boundaries:
         mode: str,
         lane: StreamLane,
         device: Device,
-        gradients: GradientStore,
+        outgoing: Outgoing,
         kept: Ledger,
         nvme: Store | None,
         traffic: Traffic,
@@ -241,7 +244,7 @@ class Boundaries:
         verify: str,
     ) -> None:
         """Keep boundaries in `kept` (with mode "host") and in `nvme`."""
-        self.mode, self.lane, self.device, self.gradients = mode, lane, device, gradients
+        self.mode, self.lane, self.device, self.outgoing = mode, lane, device, outgoing
         self.kept, self.nvme = kept, nvme
         self.tile_numel = 0
         """Elements of a slot's tile; set when a model is finished."""
@@ -284,30 +287,24 @@ class Boundaries:
 
     def write(self, boundary: Boundary, record: Record, tensor: torch.Tensor) -> None:
         """Begin to write a boundary."""
-        left = [tensor.nbytes]
-
-        def over() -> None:
-            if left:
-                self.gradients.let_go(left.pop())
-
-        most = 1 + self.gradients.outgoing.limit_nbytes // max(tensor.nbytes, 1)
-        self.gradients.await_buffer(tensor.nbytes, most)
+        most = 1 + self.outgoing.ledger.limit_nbytes // max(tensor.nbytes, 1)
+        self.outgoing.await_buffer(tensor.nbytes, most)
         download = self.device.download(tensor)
-        self.gradients.make_room(tensor.nbytes)
-        job = SavePass(record, download.tensor, download.transfer, self.tile_numel, over)
+        lease = self.outgoing.lease(tensor.nbytes)
+        job = SavePass(record, download.tensor, download.transfer, self.tile_numel, lease.end)
         boundary.sent(job)
         try:
             self.lane.submit(job)
         except BaseException:
-            over()
+            lease.end()
             raise
-        self.gradients.sent(job)
+        self.outgoing.sent(job)
         self.leaving.append((weakref.ref(boundary), job))
 
     def room_for(self, numel: int) -> torch.Tensor:
         """Return memory for 16-bit elements where the device computes."""
         if self.device.is_host:
-            return self.gradients.buffers.lend(numel, torch.bfloat16)
+            return self.outgoing.buffers.lend(numel, torch.bfloat16)
         with torch.inference_mode(mode=False), torch.no_grad():
             flat = torch.empty(numel, dtype=torch.bfloat16, device=self.device.torch_device)
         self.device.allocated(flat)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from infinity.gradients.reduction import Reduction
 from infinity.gradients.store import GradientStore
 from infinity.gradients.values import plain
 from infinity.lane.lane import StreamLane
+from infinity.lane.outgoing import Outgoing
 from infinity.units.unit import Unit
 
 
@@ -45,7 +47,14 @@ def _nothing() -> None:
 class Arrivals:
     """Takes every gradient of one engine's units. Called from the thread that computes."""
 
-    def __init__(self, units: list[Unit], hooks: Hooks, gradients: GradientStore, lane: StreamLane) -> None:
+    def __init__(
+        self,
+        units: list[Unit],
+        hooks: Hooks,
+        gradients: GradientStore,
+        outgoing: Outgoing,
+        lane: StreamLane,
+    ) -> None:
         """Take those of `units`, a list that the engine fills, from autograd to `gradients`."""
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         """Who takes parameters of the engine; see `join`."""
@@ -55,13 +64,12 @@ class Arrivals:
         self._units = units
         self._hooks = hooks
         self._gradients = gradients
+        self._outgoing = outgoing
         self._lane = lane
-        self._complete: list[tuple[Unit, Updater]] = []
         self.before_change: Callable[[], None] = _nothing
         """Called before records are changed in a backward; a durable run's."""
         self.before_step: Callable[[], None] = _nothing
         """Called before a step is decided; a durable run's."""
-        gradients.use_complete = self._use_complete
         hooks.backward_ended.append(self._backward_ended)
 
     def join(self, optimizer: Any) -> None:
@@ -95,7 +103,9 @@ class Arrivals:
             if self.reduction is not None and not (self.reduction.deferred and updater is None):
                 self.reduction.reduce(unit)
             if updater is not None and self._may_wait(unit):
-                self._complete.append((unit, updater))
+                # All at once takes less time: after each of its operations torch's threads look for work for
+                # a while, on the cores that the update needs.
+                self._outgoing.defer(partial(self._use_gradients, unit, updater))
             else:
                 self._use_gradients(unit, updater)
             self._hooks.end_unit(unit)
@@ -133,16 +143,6 @@ class Arrivals:
         if updater is None or not updater.apply(unit):
             self._gradients.settle(unit)
 
-    def _use_complete(self) -> bool:
-        """Apply the gradients that waited for others; False if there are none. All at once takes less time:
-        after each of its operations torch's threads look for work for a while, on the cores the update needs.
-        """
-        found = bool(self._complete)
-        while self._complete:
-            self._use_gradients(*self._complete[-1])
-            self._complete.pop()
-        return found
-
     def updater(self, unit: Unit) -> Updater | None:
         """Return the optimizer that applies this unit's gradients in the backward, as soon as they are
         complete.
@@ -158,7 +158,7 @@ class Arrivals:
     def _backward_ended(self) -> None:
         if self.reduction is not None and not self.reduction.deferred:
             self.reduction.settle(self._units)
-        self._use_complete()
+        self._outgoing.use_deferred()
         for unit in self._units:
             unit.arrived.clear()
             if self._gradients.outgoing_of(unit):

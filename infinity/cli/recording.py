@@ -95,7 +95,7 @@ def memory_of(engine: Engine) -> dict[str, dict[str, int]]:
     host = {
         "slots": engine.budget.slots * engine.budget.slot_nbytes,
         "ahead": engine.executor.ahead_nbytes,
-        "outgoing": engine.gradients.outgoing_nbytes,
+        "outgoing": engine.outgoing.ledger.held_nbytes,
         "gradients": max(0, engine.kept.held_nbytes - pinned),  # the lane may pin between the two
         "pinned": pinned,
     }

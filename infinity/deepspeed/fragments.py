@@ -17,7 +17,6 @@ from infinity.engine.engine import Engine, engine_of
 from infinity.errors import UnsupportedError
 from infinity.gradients.grad_tensor import OffloadedGradient
 from infinity.lane.passes import ReadPass
-from infinity.storage.store import DONE
 from infinity.tensors import is_part
 
 
@@ -132,11 +131,6 @@ def set_gradient(parameter: nn.Parameter, value: torch.Tensor, *, local: bool = 
     store, old = grad.store, grad.gradient
     old.check("setting a gradient")
     part = _part(engine, parameter, value, local=local)
-    unit, index = engine.unit_of(parameter)
-    store.settle_ranks(unit)
-    fresh = store.local(unit, index)
-    fresh.checked = old.checked
-    old.charge(0)
-    store.reduced(fresh, part, DONE, keep=True)
-    grad.gradient = fresh
-    store.settle(unit)
+    store.settle_ranks(old.unit)
+    grad.gradient = store.replaced(old, part)
+    store.settle(old.unit)

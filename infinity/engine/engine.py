@@ -32,6 +32,7 @@ from infinity.engine.state_dict import Exchange
 from infinity.errors import UnsupportedError
 from infinity.gradients.store import GradientStore
 from infinity.lane.lane import StreamLane
+from infinity.lane.outgoing import Outgoing
 from infinity.lane.passes import ReadPass, WritePass
 from infinity.lane.queue import Pass
 from infinity.planning.budget import Budget, divide
@@ -85,14 +86,15 @@ class Engine:
             self.nvme_store.keep(pool, self.host_store)
         self.lane = StreamLane(pool, inline=self.device.is_host, timeline=self.timeline, cpus=cpus)
         self.executor = Executor(self.lane, self.device, self.timeline)
-        self.gradients = GradientStore(self.lane, self.device, spill_store, self.timeline)
+        self.outgoing = Outgoing(self.lane, self.device, self.timeline)
+        self.gradients = GradientStore(self.lane, self.device, spill_store, self.outgoing)
         self.hooks = Hooks(self.executor)
         if config.offload_activations is not None:
             self.hooks.boundaries = Boundaries(
                 config.offload_activations,
                 self.lane,
                 self.device,
-                self.gradients,
+                self.outgoing,
                 self.kept,
                 self.nvme_store,
                 self.traffic,
@@ -101,7 +103,7 @@ class Engine:
             self.hooks.backward_ended.append(self.hooks.boundaries.backward_ended)
         self.slices = Slices()
         self.units: list[Unit] = []
-        self.arrivals = Arrivals(self.units, self.hooks, self.gradients, self.lane)
+        self.arrivals = Arrivals(self.units, self.hooks, self.gradients, self.outgoing, self.lane)
         self.optimizers = self.arrivals.optimizers
         self.pins: Pins | None = None
         """What decides which fields are pinned; None without an NVMe tier, and while a model is built."""
@@ -113,7 +115,13 @@ class Engine:
         """What several ranks need; None where there is one."""
         if self.ranks.size > 1:
             self.partition = Partition(
-                self.ranks, self.lane, self.device, self.timeline, self.executor, self.gradients
+                self.ranks,
+                self.lane,
+                self.device,
+                self.timeline,
+                self.executor,
+                self.gradients,
+                self.outgoing,
             )
             self.arrivals.reduction = self.partition.reduction
             self.partition.reduction.deferred = config.stage == 1
@@ -194,6 +202,7 @@ class Engine:
         if whole := self.config.stage < 3:
             ahead = sum(unit.resident_nbytes for unit in self.units)
         self.executor.open(self.units, ahead, whole=whole)
+        self.outgoing.open(self.budget.outgoing_nbytes)
         self.gradients.open(self.budget, self.kept, self.units)
         if self.hooks.boundaries is not None:
             self.hooks.boundaries.tile_numel = self.budget.tile_numel
@@ -362,7 +371,7 @@ class Engine:
     def held_nbytes(self) -> int:
         """Bytes of host_memory in use now."""
         slots = self.budget.slots * self.budget.slot_nbytes
-        return slots + self.kept.held_nbytes + self.executor.ahead_nbytes + self.gradients.outgoing_nbytes
+        return slots + self.kept.held_nbytes + self.executor.ahead_nbytes + self.outgoing.ledger.held_nbytes
 
     def close(self) -> None:
         """Stop the lane and give memory and files back. The parameters' values are gone."""

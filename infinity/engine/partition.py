@@ -10,6 +10,7 @@ from infinity.gradients.collectives import Collecting, CollectiveLane, Gathering
 from infinity.gradients.reduction import Reduction
 from infinity.gradients.store import GradientStore
 from infinity.lane.lane import StreamLane
+from infinity.lane.outgoing import Outgoing
 from infinity.lane.queue import Pass
 from infinity.planning.layout import share
 from infinity.planning.plan import Plan
@@ -31,12 +32,13 @@ class Partition:
         timeline: Timeline,
         executor: Executor,
         gradients: GradientStore,
+        outgoing: Outgoing,
     ) -> None:
         """Open two channels. Every rank does so."""
         self.ranks = ranks
         self.gathers = CollectiveLane("gather", ranks.channel(), lane, device, timeline)
         self.reduces = CollectiveLane("reduce", ranks.channel(), lane, device, timeline)
-        self.reduction = Reduction(self.reduces, lane, device, gradients)
+        self.reduction = Reduction(self.reduces, lane, device, gradients, outgoing)
         self._lane = lane
         self._device = device
         self._executor = executor

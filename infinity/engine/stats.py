@@ -317,7 +317,7 @@ def stats(model: nn.Module) -> Stats:
         hits=counts.hits,
         misses=counts.misses,
         divergences=counts.divergences,
-        stalls_s={**counts.stalls_s, "gradients": engine.gradients.stall_s},
+        stalls_s={**counts.stalls_s, "gradients": engine.outgoing.stall_s},
         lane_s={name.removesuffix("_s"): spent for name, spent in asdict(engine.lane.times).items()},
         passes=dict(engine.lane.passes),
         rank=engine.ranks.rank,

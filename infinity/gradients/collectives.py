@@ -19,6 +19,7 @@ import torch
 
 from infinity.device.device import Device
 from infinity.lane.lane import StreamLane
+from infinity.lane.outgoing import Lease
 from infinity.lane.queue import Pass
 from infinity.ranks.group import Channel
 from infinity.records.weights import ACCUMULATE, NARROW, WIDEN
@@ -238,19 +239,19 @@ class Reducing(Collective):
         sent: torch.Tensor,
         mean: torch.Tensor,
         lend: Callable[[int, torch.dtype], torch.Tensor],
+        lease: Lease,
         lane: StreamLane,
         device: Device,
     ) -> None:
         """sent: this rank's gradients of the whole unit, 16-bit or fp32; mean: for this rank's share of the
-        mean, of the same type, in host memory; lend: gives memory beside `sent`, for what comes. A
-        gradient keeps this, and so what this keeps; see gradient's note.
+        mean, of the same type, in host memory; lend: gives memory beside `sent`, for what comes; lease: of
+        the memory that it works in. A gradient keeps this, and so what this keeps; see gradient's note.
         """
         super().__init__(f"reduce {what}", lane)
         self._sent: torch.Tensor | None = sent
         self._mean, self._lend = mean, lend
         self._device = device
-        self.over: Callable[[], None] = lambda: None
-        """Called when the memory that it works in is free."""
+        self._lease = lease
         self.nbytes = sent.nbytes
 
     def run(self, channel: Channel) -> None:
@@ -263,7 +264,7 @@ class Reducing(Collective):
             self._sent = None
             _mean_of_ranks(received.view(channel.ranks.size, -1), self._mean)
         self._sent, self._mean = None, torch.empty(0)
-        self.over()
+        self._lease.end()
 
 
 def _mean_of_ranks(rows: torch.Tensor, mean: torch.Tensor) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -129,7 +128,7 @@ def _clips() -> bool:
 
 def _scale(grad: OffloadedGradient, factor: Any) -> OffloadedGradient:
     grad.gradient.check("clipping")
-    grad.gradient.scale = np.float32(grad.gradient.scale * np.float32(float(factor)))
+    grad.gradient.multiply(float(factor))
     return grad
 
 
@@ -141,7 +140,7 @@ def _unscale(grads: list[OffloadedGradient], found_inf: torch.Tensor, inverse: t
             found_inf.fill_(1)
     for grad in grads:
         _scale(grad, inverse)
-        grad.gradient.checked = True
+        grad.gradient.was_seen_finite()
 
 
 def _add(grad: OffloadedGradient, new: Any, *, alpha: Any = 1) -> Any:

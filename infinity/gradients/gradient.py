@@ -20,10 +20,12 @@ from enum import Enum
 import numpy as np
 import torch
 
+from infinity import kernels
 from infinity.errors import NotResidentError, UnsupportedError
+from infinity.lane.outgoing import Lease
 from infinity.lane.passes import SpillPart
 from infinity.lane.queue import Pass
-from infinity.records.weights import ACCUMULATE, WIDEN
+from infinity.records.weights import ACCUMULATE, KERNEL_DTYPE, WIDEN
 from infinity.storage.memory import Ledger
 from infinity.storage.store import DONE, Transfer
 from infinity.units.unit import Unit
@@ -43,6 +45,17 @@ class Form(Enum):
     APPLIED = "gone: it was applied in the backward"
 
 
+_NEXT = {
+    Form.ZERO: {Form.LOCAL, Form.HOST, Form.OUTGOING},
+    Form.LOCAL: {Form.HOST, Form.OUTGOING},
+    Form.HOST: {Form.HOST, Form.OUTGOING, Form.APPLIED},
+    Form.OUTGOING: {Form.HOST, Form.SPILLED, Form.APPLIED},
+    Form.SPILLED: {Form.HOST, Form.SPILLED, Form.APPLIED},
+    Form.APPLIED: set[Form](),
+}
+"""The forms that may follow each one."""
+
+
 class Gradient:
     """One parameter's stored gradient."""
 
@@ -50,6 +63,7 @@ class Gradient:
         "__weakref__",
         "_charged",
         "_job",
+        "_lease",
         "_ledger",
         "_unit",
         "arriving",
@@ -81,6 +95,7 @@ class Gradient:
         """Whether somebody has seen that it is finite, as a scaled loss needs."""
         self._ledger = ledger
         self._charged = 0
+        self._lease: Lease | None = None
 
     @property
     def unit(self) -> Unit:
@@ -107,13 +122,93 @@ class Gradient:
         """Let `job` fill in the sum of squares."""
         self.parts, self._job = parts, weakref.ref(job)
 
+    def measure(self, tensor: torch.Tensor) -> SpillPart:
+        """Sum the squares of `tensor`, which it is, and return them."""
+        dtype = KERNEL_DTYPE[tensor.dtype]
+        square_sum, finite = kernels.sum_squares(tensor.numel(), tensor.data_ptr(), dtype)
+        self.parts, self._job = SpillPart(tensor.new_empty(0), square_sum=square_sum, finite=finite), None
+        return self.parts
+
+    def multiply(self, factor: float) -> None:
+        """Record a factor of clipping, in fp32."""
+        self.scale = np.float32(self.scale * np.float32(factor))
+
+    def was_seen_finite(self) -> None:
+        """Note that somebody has seen that it is finite, or will not use it if it is not."""
+        self.checked = True
+
     def fresh(self) -> Gradient:
         """Return a gradient of zeros for the same parameter."""
         return Gradient(self.unit, self.index, self._ledger)
 
-    def leaves(self, form: Form) -> None:
-        """Let go of the tensor: the gradient has, or will have, another form."""
-        self.form, self.tensor, self.arriving = form, None, DONE
+    # From form to form
+
+    def _become(self, form: Form) -> None:
+        if form not in _NEXT[self.form]:
+            raise AssertionError(f"a gradient that is {self.form.value} cannot become {form.value}")
+        self.form = form
+
+    def be_local(self) -> None:
+        """Wait for the ranks to sum theirs."""
+        self._become(Form.LOCAL)
+
+    def comes(self, arriving: Transfer) -> None:
+        """Its tensor, which follows, may be read when `arriving` is over."""
+        self.arriving = arriving
+
+    def await_tensor(self) -> torch.Tensor:
+        """Return the tensor, which may be read now."""
+        self.arriving.wait()
+        return self.in_memory
+
+    @property
+    def in_memory(self) -> torch.Tensor:
+        """The tensor in host memory, which may be read when `arriving` is over."""
+        if self.tensor is None:
+            raise AssertionError(f"expected a gradient in host memory, got one that is {self.form.value}")
+        return self.tensor
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Stay in host memory, as `tensor`, which the kept share has paid for."""
+        self._become(Form.HOST)
+        self.tensor = tensor
+        self.end_lease()
+
+    def send(self, tensor: torch.Tensor, lease: Lease) -> None:
+        """Wait, as `tensor`, for the rest of the unit; a spilled one is to be added to what is stored."""
+        if self.form is not Form.SPILLED:
+            self._become(Form.OUTGOING)
+        self.tensor, self._lease = tensor, lease
+
+    def spill(self, field: str) -> Lease | None:
+        """Let a pass write the tensor to a field of the record, if there is one; return its lease."""
+        self._become(Form.SPILLED)
+        self.field = field
+        return self._let_go()
+
+    def bring_back(self, values: torch.Tensor) -> None:
+        """Be in host memory again; where the kept share cannot pay, as a copy that the user made."""
+        self._become(Form.HOST)
+        self._let_go()
+        self.tensor = values
+        self.charge(values.nbytes)
+
+    def apply(self) -> Lease | None:
+        """Belong to an update that is decided; return the lease of its tensor, if it has one."""
+        self._become(Form.APPLIED)
+        self.charge(0)
+        return self._let_go()
+
+    def _let_go(self) -> Lease | None:
+        self.tensor, self.arriving = None, DONE
+        lease, self._lease = self._lease, None
+        return lease
+
+    def end_lease(self) -> None:
+        """The tensor is on its way out no more."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.end()
 
     def charge(self, nbytes: int) -> bool:
         """Make the gradient pay for `nbytes` in all of the kept share; False if they are not to be had."""

@@ -22,6 +22,7 @@ from infinity.gradients.collectives import CollectiveLane, Reducing
 from infinity.gradients.gradient import Form, Gradient, total_of
 from infinity.gradients.store import GradientStore
 from infinity.lane.lane import StreamLane
+from infinity.lane.outgoing import Lease, Outgoing
 from infinity.records.weights import WIDEN
 from infinity.sizes import format_size
 from infinity.units.unit import Unit
@@ -31,9 +32,14 @@ class Reduction:
     """Owns local gradients, and what is on its way between the ranks. Used by the thread that computes."""
 
     def __init__(
-        self, collectives: CollectiveLane, lane: StreamLane, device: Device, gradients: GradientStore
+        self,
+        collectives: CollectiveLane,
+        lane: StreamLane,
+        device: Device,
+        gradients: GradientStore,
+        outgoing: Outgoing,
     ) -> None:
-        """Reduce by `collectives`, into `gradients`."""
+        """Reduce by `collectives`, into `gradients`; what is on its way has leases of `outgoing`."""
         self.deferred = False
         """Whether gradients stay local until the step."""
         self.keeps: Callable[[Unit], bool] = lambda _: True
@@ -42,7 +48,8 @@ class Reduction:
         self._lane = lane
         self._device = device
         self._gradients = gradients
-        self._buffers = Buffers(gradients.outgoing)
+        self._outgoing = outgoing
+        self._buffers = Buffers(outgoing.ledger)
         self._local: defaultdict[Unit, dict[int, tuple[Gradient, torch.Tensor]]] = defaultdict(dict)
         self._under_way: deque[tuple[Reducing, int]] = deque()
         self._sums: deque[tuple[Gradient, torch.Tensor, Reducing]] = deque()
@@ -92,7 +99,7 @@ class Reduction:
         wide = any(grad.dtype == torch.float32 for grad in grads.values())
         dtype = torch.float32 if wide else unit.flat.dtype
         nbytes = 2 * unit.shard.numel * dtype.itemsize
-        self._make_room(nbytes)
+        lease = self._lease(nbytes)
         if self._device.is_host:
             sent = self._buffers.lend(unit.shard.numel, dtype)
             _pack(unit, grads, sent)
@@ -106,27 +113,26 @@ class Reduction:
         mean = self._buffers.lend(unit.record.shard.numel, dtype)
         what = f"{unit.name} ({', '.join(map(str, grads))} of {len(unit.parameters)}, {str(dtype)[6:]})"
         lend = self._buffers.lend if self._device.is_host else partial(_on_device, self._device.torch_device)
-        job = Reducing(what, sent, mean, lend, self._lane, self._device)
-        job.over = partial(self._gradients.outgoing.release, nbytes)
+        job = Reducing(what, sent, mean, lend, lease, self._lane, self._device)
         self._collectives.submit(job)
         self._under_way.append((job, nbytes))
         return job, mean
 
-    def _make_room(self, nbytes: int) -> None:
+    def _lease(self, nbytes: int) -> Lease:
         """Wait for earlier reductions until half of the outgoing share has room, or nothing is under way."""
         while self._under_way and self._under_way[0][0].done:
             self._under_way.popleft()
-        limit = self._gradients.outgoing.limit_nbytes // 2
+        limit = self._outgoing.ledger.limit_nbytes // 2
         while self._under_way and sum(size for _, size in self._under_way) + nbytes > limit:
             job, _ = self._under_way.popleft()
-            self._gradients.stall(job)
-        self._gradients.send_anyway(nbytes)
+            self._outgoing.stall(job)
+        return self._outgoing.lease_anyway(nbytes)
 
     def _sum_up(self, *, wait: bool = False) -> None:
         """Add the means of further backwards to those of earlier ones, in order, as far as they are there."""
         while self._sums and (wait or self._sums[0][2].done):
             gradient, mean, job = self._sums.popleft()
-            self._gradients.stall(job)
+            self._outgoing.stall(job)
             self._gradients.add_mean(gradient, mean)
 
     def settle(self, units: Iterable[Unit]) -> None:

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import math
-import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from weakref import WeakValueDictionary
 
 import torch
 
 from infinity import kernels
-from infinity.device.buffers import Buffers
 from infinity.device.device import Device
 from infinity.errors import HostMemoryError
 from infinity.gradients.gradient import Form, Gradient, total_of
 from infinity.lane.lane import StreamLane
+from infinity.lane.outgoing import Lease, Outgoing, end_all
 from infinity.lane.passes import ReadPass, SpillPart, SpillPass
-from infinity.lane.queue import Pass
 from infinity.planning.budget import Budget
 from infinity.ranks.group import ALONE, Ranks
-from infinity.records.weights import KERNEL_DTYPE, WEIGHTS
+from infinity.records.weights import WEIGHTS
 from infinity.sizes import format_size
 from infinity.storage.memory import Ledger
 from infinity.storage.store import DONE, Store, Transfer
 from infinity.tensors import is_part
-from infinity.timeline import Timeline
 from infinity.units.unit import Unit
 
 _OWN_NBYTES = 1 << 18
@@ -35,23 +33,17 @@ _OWN_NBYTES = 1 << 18
 class GradientStore:
     """Takes gradients as they accumulate and keeps them until they are used or dropped."""
 
-    def __init__(self, lane: StreamLane, device: Device, spill_store: Store, timeline: Timeline) -> None:
-        """Keep gradients through `lane`; what does not fit goes to `spill_store`."""
-        self._timeline = timeline
+    def __init__(self, lane: StreamLane, device: Device, spill_store: Store, outgoing: Outgoing) -> None:
+        """Keep gradients through `lane`; what does not fit goes to `spill_store`, by `outgoing`."""
         self._lane = lane
         self._device = device
         self._spill_store = spill_store
         self._kept = Ledger(0)
-        self.outgoing = Ledger(0)
-        """The share of the budget for gradients on their way out."""
+        self._share = outgoing
         self._at_once: dict[int, int] = {}
-        self.buffers = Buffers(self.outgoing)
         self._in_record: defaultdict[Unit, WeakValueDictionary[int, Gradient]]
         self._in_record = defaultdict(WeakValueDictionary)  # those that somebody has
         self._outgoing: defaultdict[Unit, dict[int, Gradient]] = defaultdict(dict)
-        self._jobs: deque[Pass] = deque()
-        self.stall_s = 0.0
-        """Seconds that computing waited for gradients to be written or applied."""
         self.least_total: Callable[[str], int] = lambda _: 0
         """The host_memory, in bytes, that holds all gradients in a field as well; set by the engine."""
         self.ranks: Ranks = ALONE
@@ -63,60 +55,46 @@ class GradientStore:
         """Has the ranks sum a unit's gradients, if they have not yet."""
         self.collect: Callable[[Unit, int, torch.Tensor], torch.Tensor] = lambda _unit, _index, part: part
         """Puts the ranks' parts of a parameter's gradient together."""
-        self.use_complete: Callable[[], bool] = lambda: False
-        """Applies gradients that wait, complete, in the outgoing share; False if there are none. Set by the
-        engine.
-        """
         self.flush_unit: Callable[[Unit], None] = lambda _: None
         """Applies a unit's pending update before its gradient changes; set by the executor."""
 
     def open(self, budget: Budget, kept: Ledger, units: Sequence[Unit]) -> None:
         """Set the shares of the budget; the gradients of `units` come only later."""
         self._kept = kept
-        self.outgoing.limit_nbytes = budget.outgoing_nbytes
         self._at_once = _at_once(units, budget.outgoing_nbytes)
-        self._device.room_for_downloads(self._kept, self.outgoing)
-
-    @property
-    def outgoing_nbytes(self) -> int:
-        """Bytes of gradients on their way out."""
-        return self.outgoing.held_nbytes
+        self._device.room_for_downloads(self._kept, self._share.ledger)
 
     def local(self, unit: Unit, index: int) -> Gradient:
         """Return a gradient that other ranks have their part in; `reduced` says what it is."""
         gradient = Gradient(unit, index, self._kept)
-        gradient.form = Form.LOCAL
+        gradient.be_local()
         return gradient
 
     def reduced(self, gradient: Gradient, mean: torch.Tensor, arriving: Transfer, *, keep: bool) -> None:
         """Give a local gradient this rank's part of the mean, which may be read when `arriving` is over."""
-        gradient.arriving = arriving
+        gradient.comes(arriving)
         self._place(gradient, mean, keep=keep)
 
-    def send_anyway(self, nbytes: int) -> None:
-        """Count `nbytes` as on their way out."""
-        self.outgoing.reserve_anyway(nbytes)
-
-    def stall(self, job: Transfer) -> None:
-        """Wait for gradients."""
-        if job.done:
-            return
-        began = time.perf_counter()
-        job.wait()
-        ended = time.perf_counter()
-        self.stall_s += ended - began
-        self._timeline.span("stall", "gradients", began, ended)
+    def replaced(self, old: Gradient, part: torch.Tensor) -> Gradient:
+        """Return a gradient in the place of `old`, of which `part` is what this rank holds."""
+        fresh = self.local(old.unit, old.index)
+        if old.checked:
+            fresh.was_seen_finite()
+        old.charge(0)
+        self.reduced(fresh, part, DONE, keep=True)
+        return fresh
 
     def arrive(self, unit: Unit, index: int, grad: torch.Tensor, *, keep: bool) -> Gradient:
         """Take a gradient that starts anew. With `keep` False it stays on its way, to be applied when the
         unit is complete.
         """
         gradient = Gradient(unit, index, self._kept)
-        self.await_buffer(grad.nbytes, self._at_once.get(grad.nbytes, 1))
+        self._share.await_buffer(grad.nbytes, self._at_once.get(grad.nbytes, 1))
         download = self._device.download(grad)
-        gradient.arriving, tensor = download.transfer, download.tensor
+        gradient.comes(download.transfer)
+        tensor = download.tensor
         if keep and download.done:  # and in the cache
-            gradient.parts = _measured(tensor)
+            gradient.measure(tensor)
         if keep or not unit.record.all_in_host or is_part(tensor):
             tensor = self._own(tensor)
         self._place(gradient, tensor, keep=keep)
@@ -130,7 +108,7 @@ class GradientStore:
             return tensor
         if tensor.nbytes < _OWN_NBYTES:
             return tensor.clone() if is_part(tensor) else tensor
-        own = self.buffers.lend(tensor.numel(), tensor.dtype).view(tensor.shape)
+        own = self._share.buffers.lend(tensor.numel(), tensor.dtype).view(tensor.shape)
         kernels.copy(tensor.nbytes, own.data_ptr(), tensor.data_ptr())
         return own
 
@@ -140,87 +118,39 @@ class GradientStore:
         if self.add_local is not None:
             self.add_local(gradient, grad)
         else:
-            self.await_buffer(grad.nbytes, 1)
+            self._share.await_buffer(grad.nbytes, 1)
             self.add_mean(gradient, self._device.to_host(grad))
 
     def add_mean(self, gradient: Gradient, tensor: torch.Tensor) -> None:
         """Add what a further backward brought to the stored gradient."""
         unit = gradient.unit
         gradient.arriving.wait()
-        gradient.arriving = DONE
+        gradient.comes(DONE)
         if gradient.index in unit.pending:
             self.flush_unit(unit)
         if gradient.form is Form.OUTGOING:
             self.spill(unit)
         if gradient.form is Form.SPILLED:
-            gradient.parts = SpillPart(tensor, add=True)
             self._send(gradient, tensor)
         elif gradient.form is Form.ZERO:
-            gradient.parts = _measured(tensor)
+            gradient.measure(tensor)
             self._place(gradient, tensor, keep=True)
         else:
-            total = total_of(_present(gradient.tensor), tensor)
-            gradient.parts = _measured(total)
+            total = total_of(gradient.in_memory, tensor)
+            gradient.measure(total)
             self._place(gradient, total, keep=True)
 
     def _place(self, gradient: Gradient, tensor: torch.Tensor, *, keep: bool) -> None:
         if keep and gradient.charge(tensor.nbytes):
-            gradient.form, gradient.tensor = Form.HOST, tensor
+            gradient.keep(tensor)
             return
         gradient.charge(0)
         self._send(gradient, tensor)
 
     def _send(self, gradient: Gradient, tensor: torch.Tensor) -> None:
         """Let a gradient wait for the rest of its unit; a spilled one is added to what is stored."""
-        self.make_room(tensor.nbytes)
-        if gradient.form is not Form.SPILLED:
-            gradient.form = Form.OUTGOING
-        gradient.tensor = tensor
+        gradient.send(tensor, self._share.lease(tensor.nbytes))
         self._outgoing[gradient.unit][gradient.index] = gradient
-
-    def make_room(self, nbytes: int) -> None:
-        """Wait until the outgoing share has room, or nothing is under way that could make any."""
-        while not self.outgoing.try_reserve(nbytes):
-            if not self._let_one_go():
-                self.outgoing.reserve_anyway(nbytes)  # larger than the share: it counts as the unit in use
-                return
-
-    def await_buffer(self, nbytes: int, most: int) -> None:
-        """Wait until there is memory for a download of `nbytes`, with `most` of them under way at once, or
-        nothing is under way that could free any. So how many are ever made does not depend on who is faster.
-        """
-        while nbytes and not self._device.prepare(nbytes, most):
-            if not self._let_one_go():
-                return  # those in use stay: gradients that are kept, or the rest of this unit's
-
-    def _let_one_go(self) -> bool:
-        """Wait for a pass that uses outgoing gradients up; False if none is under way."""
-        if self.use_complete():
-            return True
-        while self._jobs and self._jobs[0].processed:
-            self._jobs.popleft()
-        if not self._jobs:
-            return False
-        began = time.perf_counter()
-        self._lane.wait(self._jobs.popleft())
-        ended = time.perf_counter()
-        self.stall_s += ended - began
-        self._timeline.span("stall", "gradients", began, ended)
-        return True
-
-    def has_room(self, nbytes: int) -> bool:
-        """Take `nbytes` of the outgoing share if it has them now."""
-        return self.outgoing.try_reserve(nbytes)
-
-    def sent(self, job: Pass) -> None:
-        """Remember a pass that will let go of outgoing gradients."""
-        while self._jobs and self._jobs[0].processed:
-            self._jobs.popleft()
-        self._jobs.append(job)
-
-    def let_go(self, nbytes: int) -> None:
-        """Count `nbytes` of outgoing gradients as gone."""
-        self.outgoing.release(nbytes)
 
     def outgoing_of(self, unit: Unit) -> dict[int, Gradient]:
         """Return a unit's gradients, by parameter, that wait for the rest of them to be spilled together."""
@@ -236,11 +166,10 @@ class GradientStore:
         """
         for index, gradient in self.outgoing_of(unit).items():
             if gradient.form is Form.OUTGOING and gradient.parts is None and gradient.arriving.done:
-                gradient.parts = _measured(_present(gradient.tensor))
-            if gradient.form is Form.OUTGOING and gradient.charge(_present(gradient.tensor).nbytes):
-                gradient.form = Form.HOST
+                gradient.measure(gradient.in_memory)
+            if gradient.form is Form.OUTGOING and gradient.charge(gradient.in_memory.nbytes):
                 del self._outgoing[unit][index]
-                self.let_go(_present(gradient.tensor).nbytes)
+                gradient.keep(gradient.in_memory)
         self.spill(unit)
 
     def spill(self, unit: Unit) -> None:
@@ -256,15 +185,13 @@ class GradientStore:
                 self._take_out(gradient)
         adds = {index for index, gradient in outgoing.items() if gradient.form is Form.SPILLED}
         carried = {index: gradient for index, gradient in stored.items() if index not in outgoing}
-        wide = bool(adds) or any(
-            _present(gradient.tensor).dtype == torch.float32 for gradient in outgoing.values()
-        )
+        wide = bool(adds) or any(gradient.in_memory.dtype == torch.float32 for gradient in outgoing.values())
         survivors = [*carried.values(), *(outgoing[index] for index in adds)]
         source = survivors[0].field if survivors else None
         target = "grad32" if wide or source == "grad32" else "grad16"
         parts = {
             index: SpillPart(
-                _present(gradient.tensor),
+                gradient.in_memory,
                 add=index in adds,
                 measure=index in adds or gradient.parts is None,
                 arriving=gradient.arriving,
@@ -274,26 +201,23 @@ class GradientStore:
         if target not in unit.record:
             self._make_space(unit, target)
         job = SpillPass(unit.record, unit.record.tile_numel, parts, set(carried), source, target)
-        nbytes = sum(part.tensor.nbytes for part in parts.values())
+        leases = []
         for index, gradient in (*outgoing.items(), *carried.items()):
-            gradient.leaves(Form.SPILLED)
-            self._in_record[unit][index], gradient.field = gradient, target
+            leases.append(gradient.spill(target))
+            self._in_record[unit][index] = gradient
             if index in parts and parts[index].measure:
                 gradient.measured_by(parts[index], job)
-        job.on_processed = lambda parts: self._spilled(parts, nbytes)
+        job.on_processed = partial(_spilled, leases)
         try:
             self._lane.submit(job)
         except BaseException as error:  # interrupted: nobody else has these gradients
             self._lane.fail(error)
             raise
-        self.sent(job)
+        self._share.sent(job)
 
     def _take_out(self, gradient: Gradient) -> None:
         """Bring a gradient whose place a later one takes to memory: no p.grad holds it, but somebody does."""
-        values = self._read(gradient)
-        gradient.leaves(Form.HOST)
-        gradient.tensor = values
-        gradient.charge(values.nbytes)  # where that does not fit it is as a copy that the user made
+        gradient.bring_back(self._read(gradient))
 
     def _make_space(self, unit: Unit, field: str) -> None:
         """Give the record of `unit` a field for its gradients.
@@ -307,11 +231,6 @@ class GradientStore:
                 f"{error} With the gradients of the whole model, as this step makes them, "
                 f"host_memory={format_size(self.least_total(field))} would do."
             ) from None
-
-    def _spilled(self, parts: dict[int, SpillPart], nbytes: int) -> None:
-        for part in parts.values():
-            part.tensor = part.tensor.new_empty(0)
-        self.let_go(nbytes)
 
     def square_sums(self, gradients: Sequence[Gradient]) -> list[float]:
         """Return the fp64 sum of each stored gradient's squares, over all ranks; see `square_sum`."""
@@ -329,16 +248,14 @@ class GradientStore:
         self.settle_ranks(gradient.unit)
         if gradient.form is Form.ZERO:
             return 0.0
-        if gradient.parts is None:
-            gradient.arriving.wait()
-            gradient.parts = _measured(_present(gradient.tensor))
         if gradient.form is Form.SPILLED and gradient.index in self.outgoing_of(gradient.unit):
             self.spill(gradient.unit)
+        parts = gradient.parts or gradient.measure(gradient.await_tensor())
         job = gradient.job
         if job is not None:
             self._lane.wait(job)
         self._lane.check_open()  # a pass that failed is forgotten too
-        return gradient.parts.square_sum if gradient.parts.finite else math.nan
+        return parts.square_sum if parts.finite else math.nan
 
     def dense(self, gradient: Gradient, dtype: torch.dtype) -> torch.Tensor:
         """Return the gradient as a new tensor, clipping applied, in the parameter's shape and device."""
@@ -349,12 +266,9 @@ class GradientStore:
             self.spill(gradient.unit)
         if gradient.form is Form.ZERO:
             return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
-        if gradient.form is Form.SPILLED:
-            values = self._read(gradient)
-        else:
-            gradient.arriving.wait()
-            values = _present(gradient.tensor)
-        values = self.collect(gradient.unit, gradient.index, values)
+        spilled = gradient.form is Form.SPILLED
+        part = self._read(gradient) if spilled else gradient.await_tensor()
+        values = self.collect(gradient.unit, gradient.index, part)
         scaled = values.float().mul(float(gradient.scale)).to(dtype)
         return scaled.view(parameter.shape).to(parameter.device)
 
@@ -369,6 +283,12 @@ class GradientStore:
         return values
 
 
+def _spilled(leases: Sequence[Lease | None], parts: dict[int, SpillPart]) -> None:
+    for part in parts.values():
+        part.let_go()
+    end_all(leases)
+
+
 def _at_once(units: Sequence[Unit], outgoing_nbytes: int) -> dict[int, int]:
     """Return, by their bytes, how many gradients may be on their way at once: those of one unit, and of as
     many more as the outgoing share holds.
@@ -380,14 +300,3 @@ def _at_once(units: Sequence[Unit], outgoing_nbytes: int) -> dict[int, int]:
     rounds = 1 + outgoing_nbytes // max(largest, 1)
     total = sum(sizes, Counter[int]())
     return {size: min(total[size], rounds * max(one[size] for one in sizes)) for size in total}
-
-
-def _present(tensor: torch.Tensor | None) -> torch.Tensor:
-    if tensor is None:
-        raise AssertionError("expected a gradient in host memory, got none")
-    return tensor
-
-
-def _measured(tensor: torch.Tensor) -> SpillPart:
-    square_sum, finite = kernels.sum_squares(tensor.numel(), tensor.data_ptr(), KERNEL_DTYPE[tensor.dtype])
-    return SpillPart(tensor.new_empty(0), square_sum=square_sum, finite=finite)

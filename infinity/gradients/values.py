@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 from infinity.errors import NotResidentError, UnsupportedError
 from infinity.gradients.gradient import GONE, Gradient
 from infinity.gradients.store import GradientStore
-from infinity.storage.store import DONE
 from infinity.tensors import as_bytes, is_part
 
 
@@ -249,9 +248,5 @@ def store_changed(grad: StoredGradient, values: torch.Tensor, operation: str) ->
                 "what one of them draws), or assign p.grad, of which the ranks' mean is taken."
             )
     part = unit.record.part(index, host)
-    fresh = store.local(unit, index)
-    fresh.checked = old.checked
-    old.charge(0)
-    store.reduced(fresh, part.clone() if is_part(part) else part, DONE, keep=True)
-    grad.gradient = fresh
+    grad.gradient = store.replaced(old, part.clone() if is_part(part) else part)
     store.settle(unit)

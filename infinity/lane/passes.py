@@ -44,6 +44,10 @@ class SpillPart:
     square_sum: float = 0.0
     finite: bool = True
 
+    def let_go(self) -> None:
+        """The tensor was used up; the sum stays."""
+        self.tensor = self.tensor.new_empty(0)
+
 
 class SpillPass(Pass):
     """Write gradients to the record, beside or on top of those that are there.

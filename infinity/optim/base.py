@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -34,6 +35,7 @@ from infinity.engine.engine import Engine
 from infinity.errors import UnsupportedError
 from infinity.gradients.grad_tensor import OffloadedGradient
 from infinity.gradients.gradient import Form, Gradient, applied_message
+from infinity.lane.outgoing import end_all
 from infinity.optim.joining import check_record
 from infinity.optim.optimizer_state import check_room, checked_states
 from infinity.optim.optimizer_view import ShowingState
@@ -268,7 +270,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
                 theirs = id(parameter) not in self.mine or gradient.form is not Form.OUTGOING
                 if theirs or getattr(parameter.grad, "gradient", None) is not gradient:
                     return False
-        self._apply_now(unit, list(gradients.take_outgoing(unit).values()), outgoing=True)
+        self._apply_now(unit, list(gradients.take_outgoing(unit).values()))
         return True
 
     def backward_ended(self) -> None:
@@ -281,10 +283,10 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
             if gradient.form in (Form.HOST, Form.SPILLED):
                 waiting.setdefault(gradient.unit, []).append(gradient)
         for unit, gradients in waiting.items():
-            self._apply_now(unit, gradients, outgoing=False)
+            self._apply_now(unit, gradients)
 
-    def _apply_now(self, unit: Unit, gradients: list[Gradient], *, outgoing: bool) -> None:
-        engine, nbytes = self._engine(unit), 0
+    def _apply_now(self, unit: Unit, gradients: list[Gradient]) -> None:
+        engine, leases = self._engine(unit), []
         for gradient in gradients:
             if gradient.scale != 1:
                 raise UnsupportedError(applied_message(unit, "clipping"))
@@ -292,13 +294,11 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
             self.make_room(engine, parameter)
             group = self.param_groups[self.mine[id(parameter)].group]
             unit.pending[gradient.index] = self._update(gradient, *self._scalars(group, parameter, 1.0))
-            nbytes += gradient.tensor.nbytes if outgoing and gradient.tensor is not None else 0
-            gradient.leaves(Form.APPLIED)
-            gradient.charge(0)
+            leases.append(gradient.apply())
             self._applied.add(id(parameter))
         unit.version += 1
-        job = engine.executor.apply(unit, lambda: engine.gradients.let_go(nbytes))
-        engine.gradients.sent(job)
+        job = engine.executor.apply(unit, partial(end_all, leases))
+        engine.outgoing.sent(job)
 
     # State
 

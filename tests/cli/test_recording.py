@@ -31,7 +31,7 @@ class FakeEngine:
     kept = SimpleNamespace(held_nbytes=12)
     host_store = SimpleNamespace(held_nbytes=8)
     executor = SimpleNamespace(ahead_nbytes=5)
-    gradients = SimpleNamespace(outgoing_nbytes=3)
+    outgoing = SimpleNamespace(ledger=SimpleNamespace(held_nbytes=3))
 
 
 def snapshot(read: int) -> Stats:

@@ -1,0 +1,149 @@
+"""The budget's share for bytes on their way out of the memory that computes: gradients, activations.
+
+[Note: leases]
+Whoever sends bytes takes a lease for them first, and the lease goes where the buffer goes: with a gradient,
+the pass that writes it, the update that uses it up. It ends once, however often it is told to, and by itself
+where nobody has it any more. So no failure between a lease and the end of its use loses a part of the share.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from infinity.device.buffers import Buffers
+from infinity.device.device import Device
+from infinity.lane.lane import StreamLane
+from infinity.lane.queue import Pass
+from infinity.storage.memory import Ledger
+from infinity.storage.store import Transfer
+from infinity.timeline import Timeline
+
+
+class Lease:
+    """Bytes of the share, until `end`."""
+
+    __slots__ = ("_ledger", "_nbytes")
+
+    def __init__(self, ledger: Ledger, nbytes: int) -> None:
+        """Hold `nbytes` of `ledger`, which are reserved."""
+        self._ledger = ledger
+        self._nbytes = nbytes
+
+    def end(self) -> None:
+        """Give the bytes back, if that has not been done."""
+        nbytes, self._nbytes = self._nbytes, 0
+        if nbytes:
+            self._ledger.release(nbytes)
+
+    def __del__(self) -> None:
+        """Give back what nobody has ended."""
+        self.end()
+
+
+def end_all(leases: Iterable[Lease | None]) -> None:
+    """End leases; where there is None, there was none."""
+    for lease in leases:
+        if lease is not None:
+            lease.end()
+
+
+class Outgoing:
+    """Owns the share, and knows what will make room in it. Used by the thread that computes."""
+
+    def __init__(self, lane: StreamLane, device: Device, timeline: Timeline) -> None:
+        """Begin with a share of nothing; `open` says how much it is."""
+        self._lane = lane
+        self._device = device
+        self._timeline = timeline
+        self.ledger = Ledger(0)
+        self.buffers = Buffers(self.ledger)
+        """Memory for what is on its way; free buffers stay as far as the share has room."""
+        self._jobs: deque[Pass] = deque()
+        self._deferred: list[Callable[[], None]] = []
+        self.stall_s = 0.0
+        """Seconds that computing waited for room, or for gradients."""
+
+    def open(self, limit_nbytes: int) -> None:
+        """Set the size of the share."""
+        self.ledger.limit_nbytes = limit_nbytes
+
+    # Leases
+
+    def try_lease(self, nbytes: int) -> Lease | None:
+        """Return a lease if the share has room now."""
+        return Lease(self.ledger, nbytes) if self.ledger.try_reserve(nbytes) else None
+
+    def lease(self, nbytes: int) -> Lease:
+        """Return a lease when the share has room, or nothing is under way that could make any: what is larger
+        than the share counts as the unit in use.
+        """
+        while True:
+            lease = self.try_lease(nbytes)
+            if lease is not None:
+                return lease
+            if not self._make_room():
+                return self.lease_anyway(nbytes)
+
+    def lease_anyway(self, nbytes: int) -> Lease:
+        """Return a lease, whatever room there is."""
+        self.ledger.reserve_anyway(nbytes)
+        return Lease(self.ledger, nbytes)
+
+    def await_buffer(self, nbytes: int, most: int) -> None:
+        """Wait until there is memory for a download of `nbytes`, with `most` of them under way at once, or
+        nothing is under way that could free any. So how many are ever made does not depend on who is faster.
+        """
+        while nbytes and not self._device.prepare(nbytes, most):
+            if not self._make_room():
+                return  # those in use stay: gradients that are kept, or the rest of this unit's
+
+    # What makes room
+
+    def sent(self, job: Pass) -> None:
+        """Remember a pass that will end leases."""
+        self._forget_processed()
+        self._jobs.append(job)
+
+    def defer(self, use: Callable[[], None]) -> None:
+        """Remember a call that will use up bytes of the share: it is made when there is no more room, or by
+        `use_deferred`.
+        """
+        self._deferred.append(use)
+
+    def use_deferred(self) -> bool:
+        """Make the calls that were deferred, the last one first; False if there were none."""
+        found = bool(self._deferred)
+        while self._deferred:
+            self._deferred[-1]()
+            self._deferred.pop()
+        return found
+
+    def _make_room(self) -> bool:
+        """Have bytes used up, or wait for a pass that does; False if there is neither."""
+        if self.use_deferred():
+            return True
+        self._forget_processed()
+        if not self._jobs:
+            return False
+        began = time.perf_counter()
+        self._lane.wait(self._jobs.popleft())
+        self._stalled(began)
+        return True
+
+    def _forget_processed(self) -> None:
+        while self._jobs and self._jobs[0].processed:
+            self._jobs.popleft()
+
+    def stall(self, job: Transfer) -> None:
+        """Wait for a transfer of gradients."""
+        if not job.done:
+            began = time.perf_counter()
+            job.wait()
+            self._stalled(began)
+
+    def _stalled(self, began_s: float) -> None:
+        ended_s = time.perf_counter()
+        self.stall_s += ended_s - began_s
+        self._timeline.span("stall", "gradients", began_s, ended_s)
