@@ -47,9 +47,9 @@ class Config:
     device_memory: bytes, or text like "4GiB": what may be used on the device to keep parameters resident.
         Only for a device with memory of its own: with "cpu", `host_memory` says it all.
     dtype: the type that computes: "bf16"; "fp16", whose gradients need a scaled loss (torch.amp.GradScaler,
-        or "fp16" in infinity.initialize's configuration); or "fp32". All have fp32 masters. A parameter that
-        is asked for in another of these, as by nn.Linear(4, 4, dtype=torch.float32) or layer.float() inside
-        Init, computes in that, with fp32 state.
+        or "fp16" in infinity.deepspeed.initialize's configuration); or "fp32". All have fp32 masters. A
+        parameter that is asked for in another of these, as by nn.Linear(4, 4, dtype=torch.float32) or
+        layer.float() inside Init, computes in that, with fp32 state.
     state_dtype: how the optimizer's moments are stored: "fp32" (exact), "bf16" (rounded stochastically) or
         "int8" (block-wise), with 26, 18 and 14 bytes of traffic per parameter and step. The last two go with
         dtype="bf16".
