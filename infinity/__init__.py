@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from infinity.checkpoint.snapshot import Snapshot as Snapshot
     from infinity.checkpoint.snapshot import snapshot as snapshot
     from infinity.config.settings import Config as Config
+    from infinity.durable.wiping import wipe as wipe
     from infinity.engine.gathered import gathered as gathered
     from infinity.engine.init import Init as Init
     from infinity.engine.no_sync import no_sync as no_sync
@@ -60,6 +61,7 @@ _MODULES = {
         "snapshot",
     ),
     "infinity.config.settings": ("Config",),
+    "infinity.durable.wiping": ("wipe",),
     "infinity.engine.gathered": ("gathered",),
     "infinity.engine.init": ("Init",),
     "infinity.engine.no_sync": ("no_sync",),
@@ -139,6 +141,7 @@ __all__ = [
     "save_pretrained",
     "snapshot",
     "stats",
+    "wipe",
     "wrap_optimizer",
 ]
 
