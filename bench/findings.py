@@ -27,7 +27,7 @@ from infinity.timeline import new_file
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-NOT_ASKED = {"command", "bench", "run", "traceback", "nvme"}
+NOT_ASKED = {"command", "bench", "question", "run", "traceback", "nvme"}
 """Options that are no part of what was measured: places on this machine, as all paths are, and argparse's."""
 
 

@@ -1,4 +1,4 @@
-"""`infinity plan --check`: forecasts beside the steps that `infinity bench step --json` has measured."""
+"""`infinity plan compare`: forecasts beside the steps that `infinity bench step --json` has measured."""
 
 from __future__ import annotations
 
@@ -96,12 +96,10 @@ def _measured(path: Path) -> list[Mapping[str, Any]]:
         usable = [row for row in found if all(row.get(name) is not None for name in _NEEDED)]
         usable = [row for row in usable if set(_CORES) <= set(row["cores"])]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"--check {path}: not what `infinity bench step --json` writes ({error})"
-        ) from error
+        raise ConfigError(f"{path}: not what `infinity bench step --json` writes ({error})") from error
     if not usable:
         raise ConfigError(
-            f"--check {path}: none of its {len(rows)} rows is a step of Infinity with {', '.join(_NEEDED)} "
+            f"{path}: none of its {len(rows)} rows is a step of Infinity with {', '.join(_NEEDED)} "
             f"({', '.join(_CORES)}). Likely cause: an older `infinity bench step` wrote it. Measure anew."
         )
     return usable

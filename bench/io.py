@@ -90,11 +90,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     nvme = "a folder on the disk to measure; repeated: each alone, then all at once"
     add("--nvme", metavar="DIR", action="append", required=True, help=nvme)
+    add("--verb", nargs="+", choices=VERBS, help="what is done (all three; mixed: half and half)")
+    add("--engine", nargs="+", choices=ENGINES, metavar="NAME", help=f"of {', '.join(ENGINES)}")
+    peer = "measure that too, on the same file, and tell the ratios; may be repeated"
+    add("--peer", action="append", choices=PEERS, default=[], help=peer)
+    tune = "keep each engine's best depth and piece size for these folders' disks, for training"
+    add("--tune", action="store_true", help=tune)
+    add_outputs(parser)
+    add = parser.add_argument_group("advanced").add_argument
     add("--size", type=size_of, default=1 << 30, metavar="SIZE", help="of the file in each folder (1GiB)")
     add("--seconds", type=float, default=0.4, metavar="S", help="per cell and round (0.4)")
     add("--rounds", type=int, default=3, metavar="N", help="in each of which all is measured once (3)")
-    add("--verb", nargs="+", choices=VERBS, help="what is done (all three; mixed: half and half)")
-    add("--engine", nargs="+", choices=ENGINES, metavar="NAME", help=f"of {', '.join(ENGINES)}")
     add("--request", nargs="+", type=size_of, metavar="SIZE", help="whole blocks of 4096 B (4MiB 16MiB)")
     add("--piece", nargs="+", type=size_of, metavar="SIZE", help="what requests are cut into (256KiB 1MiB)")
     add("--depth", nargs="+", type=int, metavar="N", help="pieces in flight (8 32)")
@@ -102,11 +108,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--in-flight", nargs="+", type=int, metavar="N", help=in_flight)
     add("--full", action="store_true", help="a large grid, wherever a dimension is not given: takes long")
     add("--small-pages", action="store_true", help="requests in 4 KiB pages, where training has huge ones")
-    peer = "measure that too, on the same file, and tell the ratios; may be repeated"
-    add("--peer", action="append", choices=PEERS, default=[], help=peer)
-    tune = "keep each engine's best depth and piece size for these folders' disks, for training"
-    add("--tune", action="store_true", help=tune)
-    add_outputs(parser)
 
 
 def run(options: argparse.Namespace, console: Console) -> int:

@@ -1,7 +1,8 @@
 """`infinity plan`: will it fit, how fast, what limits it.
 
-    infinity plan --model 7b --host-memory 32GiB --nvme DIR --tokens 4x2048
-    infinity plan --model 1t --ranks 16 --local-ranks 8 --host-memory 128GiB --device-memory 40GiB \
+    infinity plan check --model 7b --host-memory 32GiB --nvme DIR --tokens 4x2048
+    infinity plan sweep host-memory=8GiB,32GiB --model 7b --nvme DIR
+    infinity plan check --model 1t --ranks 16 --local-ranks 8 --host-memory 128GiB --device-memory 40GiB \
         --compute 150 --nvme-read 25 --nvme-write 20 --nvme-mixed 22 --link 50 --tokens 8x2048
 
 What would be decided in training is decided here by the same functions (see demand), and a step is walked on
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,12 @@ from infinity.planning.simulator import Disk, Rates
 from infinity.storage.disk_speed import DiskSpeed, speed_of
 
 HELP = "say whether a model fits, how fast a step will be, and what limits it"
+_QUESTIONS = {
+    "check": "does this model fit these budgets, how fast is a step, what limits it",
+    "sweep": "plan for each of several values: a table, and a picture",
+    "compare": "hold forecasts against what `infinity bench step --json` has measured",
+    "zero": "what each stage of ZeRO takes of memory, and nothing else",
+}
 _SWEPT = (
     "host-memory",
     "device-memory",
@@ -87,15 +94,52 @@ def plan(
 # The command
 
 
+def spelled_out(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments behind the subcommand that they mean: without any, as it was written before there
+    were some, `infinity plan` is `check`, and --sweep, --check and --zero stand for the others.
+    """
+    given = list(arguments)
+    if given and given[0] in (*_QUESTIONS, "-h", "--help"):
+        return given
+    flags = {one.partition("=")[0] for one in given}
+    if "--zero" in flags:
+        return ["zero", *(one for one in given if one != "--zero")]
+    if "--check" in flags:
+        return ["compare", *(one.removeprefix("--check=") for one in given if one != "--check")]
+    swept, others, left = [], [], iter(given)
+    for one in left:
+        name, _, value = one.partition("=")
+        if name == "--sweep":
+            swept.append(value or next(left, ""))
+        else:
+            others.append(one)
+    return ["sweep", *swept, *others] if swept else ["check", *others]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Say what can be asked for."""
+    questions = parser.add_subparsers(dest="question", required=True, metavar=" | ".join(_QUESTIONS))
+    asks = {
+        name: questions.add_parser(name, help=summary, description=summary)
+        for name, summary in _QUESTIONS.items()
+    }
+    for name in ("check", "sweep"):
+        _add_training(asks[name])
+    asks["check"].set_defaults(sweep=[])
+    keys = f"plan for each value, and each combination where there are several keys: {', '.join(_SWEPT)}"
+    asks["sweep"].add_argument("sweep", nargs="+", type=_sweep, metavar="KEY=A,B,...", help=keys)
+    asks["compare"].add_argument("files", nargs="+", type=Path, metavar="FILE", help="its *.json")
+    _add_model(asks["zero"].add_argument)
+    _add_ranks(asks["zero"].add_argument)
+    for name, one in asks.items():
+        add_outputs(one, plots=name in ("sweep", "compare"))
+        one.add_argument("--traceback", action="store_true", help="show where an error came from")
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    """Add the training to plan for, and the machine."""
     add = parser.add_argument
-    add(
-        "--model",
-        default="7b",
-        metavar="NAME",
-        help=f"{', '.join(PRESETS)}, or a config.json of Hugging Face (7b)",
-    )
+    _add_model(add)
     add(
         "--tokens",
         type=_tokens,
@@ -103,8 +147,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="BxS",
         help="batch x sequence of a micro-batch on one rank (1x2048)",
     )
-    add("--ranks", type=positive, default=1, metavar="N", help="in all (1)")
-    add("--local-ranks", type=positive, default=1, metavar="N", help="on each machine, sharing its NVMe (1)")
     add(
         "--host-memory",
         type=some_size,
@@ -117,33 +159,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="of each rank's GPU, for parameters (none: the CPU computes)",
     )
+    add("--nvme", metavar="DIR", help="a folder on the disk to plan for: measured, unless it was before")
+    _add_ranks(add)
     add("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="the type that computes (bf16)")
     add("--state-dtype", choices=("fp32", "bf16", "int8"), default="fp32", help="of moments (fp32)")
-    add(
-        "--update",
-        choices=("forward", "backward"),
-        default="forward",
-        help="when updates are applied (forward)",
-    )
+    _add_machine(parser.add_argument_group("a machine that is not this one").add_argument)
+    add = parser.add_argument_group("advanced").add_argument
+    updates = ("forward", "backward")
+    add("--update", choices=updates, default="forward", help="when updates are applied (forward)")
     add("--micro-batches", type=positive, default=1, metavar="N", help="forwards and backwards per step (1)")
     cuts.add_argument(add)
-    _add_machine(add)
-    sweep = f"plan for each value, and each combination where repeated: {', '.join(_SWEPT)}"
-    add("--sweep", action="append", type=_sweep, default=[], metavar="KEY=A,B,...", help=sweep)
-    add("--zero", action="store_true", help="show what each stage of ZeRO takes of memory, and nothing else")
-    add(
-        "--check",
-        nargs="+",
-        type=Path,
-        metavar="FILE",
-        help="hold forecasts against what `infinity bench step --json` measured",
-    )
-    add_outputs(parser)
+    add("--no-nvme", action="store_true", help="keep all state in host memory")
+    seconds = "of forward and backward of a step, in the place of --compute"
+    add("--compute-seconds", type=_rate, metavar="S", help=seconds)
+    update_rate = "10^9 parameters that the update steps per second (measured here)"
+    add("--update-rate", type=_rate, metavar="G", help=update_rate)
+    add("--tbw", type=_rate, metavar="TB", help="that the NVMe of one machine may be written")
+
+
+def _add_model(add: Callable[..., object]) -> None:
+    names = f"{', '.join(PRESETS)}, or a config.json of Hugging Face (7b)"
+    add("--model", default="7b", metavar="NAME", help=names)
+
+
+def _add_ranks(add: Callable[..., object]) -> None:
+    add("--ranks", type=positive, default=1, metavar="N", help="in all (1)")
+    add("--local-ranks", type=positive, default=1, metavar="N", help="on each machine, sharing its NVMe (1)")
 
 
 def _add_machine(add: Callable[..., object]) -> None:
-    add("--no-nvme", action="store_true", help="keep all state in host memory")
-    add("--nvme", metavar="DIR", help="a folder on the disk to plan for: measured, unless it was before")
     for name, what in (
         ("read", "reads alone"),
         ("write", "writes alone"),
@@ -157,33 +201,23 @@ def _add_machine(add: Callable[..., object]) -> None:
         metavar="TFLOPS",
         help="of each rank, as reached in training (measured here, where it can be)",
     )
-    add("--compute-seconds", type=_rate, metavar="S", help="of forward and backward of a step, instead")
-    add(
-        "--update-rate",
-        type=_rate,
-        metavar="G",
-        help="10^9 parameters that the update steps per second (measured here)",
-    )
-    add("--tbw", type=_rate, metavar="TB", help="that the NVMe of one machine may be written")
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Plan what was asked for, tell it; 1 where nothing fits, or a check fails.
+    """Plan what was asked for, tell it; 1 where nothing fits, or a comparison fails.
 
     Raises: ConfigError; OSError where a disk cannot be measured.
     """
     check_outputs(options)
-    if options.plot and not options.sweep and not options.check:
-        raise ConfigError(f"--plot {options.plot}: there is a picture of a --sweep, and of a --check")
-    if options.check:
-        findings, good = hindsight.check(options.check, console)
-    elif options.zero:
+    if options.question == "compare":
+        findings, good = hindsight.check(options.files, console)
+    elif options.question == "zero":
         Setting(1, ranks=options.ranks, local_ranks=options.local_ranks)  # refuses half a machine
         findings, good = outlook.zero(outline_of(options.model), options.ranks), True
     else:
         planned = list(_planned(options, console))
         good = any(one.demand is not None for _, one in planned)
-        tell = outlook.swept if options.sweep else outlook.single
+        tell = outlook.swept if options.question == "sweep" else outlook.single
         findings = tell(planned, options)
     show(findings, console)
     write(findings, options)
@@ -197,7 +231,7 @@ def _planned(options: argparse.Namespace, console: Console) -> Iterator[tuple[di
     seconds: dict[tuple[str, tuple[int, int]], float | None] = {}
     names = [name for name, _ in options.sweep]
     if len(set(names)) < len(names):
-        raise ConfigError(f"--sweep {', '.join(names)}: each key once, with all its values")
+        raise ConfigError(f"sweep of {', '.join(names)}: each key once, with all its values")
     combinations = list(itertools.product(*(values for _, values in options.sweep)))
     for number, values in enumerate(combinations):
         chosen = argparse.Namespace(**vars(options))

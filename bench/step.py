@@ -56,6 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--state-dtype", nargs="+", choices=STATE_DTYPES, default=["fp32"], help="of moments; fp32")
     add("--update", nargs="+", choices=UPDATES, default=["backward"], help="when weights change; backward")
     add("--tokens", nargs="+", type=positive, default=[256], metavar="N", help="of a sequence; 256")
+    peer = "run beside: deepspeed, torch (in memory; with its own step and with our kernels); may be repeated"
+    add("--peer", action="append", choices=PEERS, default=[], help=peer)
+    add("--venv", type=Path, metavar="DIR", help="the virtual environment that has DeepSpeed")
+    add_outputs(parser)
+    add = parser.add_argument_group("advanced").add_argument
     batches = "sequences in a step, each a micro-batch: tiles of ours, accumulated by the others; 1"
     add("--micro-batches", type=positive, default=1, metavar="N", help=batches)
     steps = f"per run, of which the first {SETTLING} are not counted; 6"
@@ -63,14 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=positive, default=3, metavar="N", help="runs of each, in turn; 3")
     only = "run what contains one of these in its name, whatever the case; all"
     add("--only", nargs="+", default=[], metavar="TEXT", help=only)
-    peer = "run beside: deepspeed, torch (in memory; with its own step and with our kernels); may be repeated"
-    add("--peer", action="append", choices=PEERS, default=[], help=peer)
-    add("--venv", type=Path, metavar="DIR", help="the virtual environment that has DeepSpeed")
     seconds = "of each of the measurements of the disk around a run; 4"
     add("--disk-seconds", type=positive, default=4, metavar="N", help=seconds)
     size = "of the file to measure with, at most a quarter of what is free; 2GiB"
     add("--disk-size", type=size_of, default=2 << 30, metavar="SIZE", help=size)
-    add_outputs(parser)
 
 
 def run(options: argparse.Namespace, console: Console) -> int:

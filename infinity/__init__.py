@@ -8,8 +8,11 @@ wait for it.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from infinity.deprecation import warn_deprecated
+
 if TYPE_CHECKING:
-    from infinity.checkpoint.deepspeed_files import load_deepspeed as load_deepspeed
+    from infinity import deepspeed as deepspeed
+    from infinity import huggingface as huggingface
     from infinity.checkpoint.export import save_pretrained as save_pretrained
     from infinity.checkpoint.resume import commit as commit
     from infinity.checkpoint.resume import resume as resume
@@ -19,11 +22,7 @@ if TYPE_CHECKING:
     from infinity.checkpoint.snapshot import Snapshot as Snapshot
     from infinity.checkpoint.snapshot import snapshot as snapshot
     from infinity.config.settings import Config as Config
-    from infinity.deepspeed import zero_init as zero
-    from infinity.deepspeed.engine import DeepSpeedEngine as DeepSpeedEngine
-    from infinity.deepspeed.initialize import initialize as initialize
-    from infinity.deepspeed.launch import add_config_arguments as add_config_arguments
-    from infinity.deepspeed.launch import init_distributed as init_distributed
+    from infinity.durable.wiping import wipe as wipe
     from infinity.engine.gathered import gathered as gathered
     from infinity.engine.init import Init as Init
     from infinity.engine.no_sync import no_sync as no_sync
@@ -37,9 +36,8 @@ if TYPE_CHECKING:
     from infinity.errors import NotResidentError as NotResidentError
     from infinity.errors import RanksError as RanksError
     from infinity.errors import UnsupportedError as UnsupportedError
-    from infinity.huggingface.trainer import TrainerCallback as TrainerCallback
     from infinity.optim.base import OffloadedOptimizer as OffloadedOptimizer
-    from infinity.optim.elementwise import Elementwise as Elementwise
+    from infinity.optim.elementwise import wrap_optimizer as wrap_optimizer
     from infinity.optim.optimizers import SGD as SGD
     from infinity.optim.optimizers import Adagrad as Adagrad
     from infinity.optim.optimizers import Adam as Adam
@@ -48,7 +46,6 @@ if TYPE_CHECKING:
     from infinity.storage.manifest import CheckpointError as CheckpointError
 
 _MODULES = {
-    "infinity.checkpoint.deepspeed_files": ("load_deepspeed",),
     "infinity.checkpoint.export": ("save_pretrained",),
     "infinity.checkpoint.resume": (
         "commit",
@@ -64,12 +61,7 @@ _MODULES = {
         "snapshot",
     ),
     "infinity.config.settings": ("Config",),
-    "infinity.deepspeed.engine": ("DeepSpeedEngine",),
-    "infinity.deepspeed.initialize": ("initialize",),
-    "infinity.deepspeed.launch": (
-        "add_config_arguments",
-        "init_distributed",
-    ),
+    "infinity.durable.wiping": ("wipe",),
     "infinity.engine.gathered": ("gathered",),
     "infinity.engine.init": ("Init",),
     "infinity.engine.no_sync": ("no_sync",),
@@ -87,9 +79,8 @@ _MODULES = {
         "RanksError",
         "UnsupportedError",
     ),
-    "infinity.huggingface.trainer": ("TrainerCallback",),
     "infinity.optim.base": ("OffloadedOptimizer",),
-    "infinity.optim.elementwise": ("Elementwise",),
+    "infinity.optim.elementwise": ("wrap_optimizer",),
     "infinity.optim.optimizers": (
         "Adagrad",
         "Adam",
@@ -101,6 +92,26 @@ _MODULES = {
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
+_PACKAGES = ("deepspeed", "huggingface")
+"""Whose names are DeepSpeed's and Hugging Face's: `import infinity` is enough to use them."""
+
+_OLD = {
+    **{
+        name: ("infinity.deepspeed", name, f"infinity.deepspeed.{name}")
+        for name in (
+            "DeepSpeedEngine",
+            "add_config_arguments",
+            "init_distributed",
+            "initialize",
+            "load_deepspeed",
+            "zero",
+        )
+    },
+    "TrainerCallback": ("infinity.huggingface", "TrainerCallback", "infinity.huggingface.TrainerCallback"),
+    "Elementwise": ("infinity.optim.elementwise", "Elementwise", "infinity.wrap_optimizer"),
+}
+"""What users wrote before, with the module and the name it has there, and what to write now."""
+
 __all__ = [
     "SGD",
     "Adagrad",
@@ -110,43 +121,41 @@ __all__ = [
     "Config",
     "ConfigError",
     "CorruptionError",
-    "DeepSpeedEngine",
-    "Elementwise",
     "EngineFailedError",
     "HostMemoryError",
     "InfinityError",
     "Init",
     "Lion",
     "NotResidentError",
-    "OffloadedOptimizer",
     "RanksError",
     "Snapshot",
     "Stats",
     "TensorFileError",
     "UnsupportedError",
-    "add_config_arguments",
     "commit",
     "gathered",
-    "init_distributed",
-    "initialize",
     "load",
-    "load_deepspeed",
     "no_sync",
     "resume",
     "save",
     "save_pretrained",
     "snapshot",
     "stats",
-    "zero",
+    "wipe",
+    "wrap_optimizer",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what has this name."""
-    if name == "zero":
-        found: Any = importlib.import_module("infinity.deepspeed.zero_init")
+    """Import what has this name; an old name warns, once."""
+    if name in _PACKAGES:
+        found: Any = importlib.import_module(f"infinity.{name}")
     elif name in _MODULE_OF:
         found = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    elif name in _OLD:
+        module, there, now = _OLD[name]
+        warn_deprecated(f"infinity.{name}", f"use {now}")
+        found = getattr(importlib.import_module(module), there)
     else:
         raise AttributeError(f"module 'infinity' has no attribute {name!r}")
     globals()[name] = found

@@ -55,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (InfinityError, OSError) as error:
         if getattr(options, "traceback", False):
             raise
-        name = " ".join(("infinity", options.command, *filter(None, [getattr(options, "bench", None)])))
+        below = (getattr(options, which, None) for which in ("bench", "question"))
+        name = " ".join(("infinity", options.command, *filter(None, below)))
         sys.stderr.write(f"{name}: {describe(error)}\n")
         return 1
     return code
@@ -79,7 +80,8 @@ def describe(error: BaseException) -> str:
 class _Parser(argparse.ArgumentParser):
     """A parser that asks `module` for its arguments, if one is named, once its command is chosen.
 
-    The module has HELP, add_arguments(parser) and run(options, console), which returns the exit code.
+    The module has HELP, add_arguments(parser) and run(options, console), which returns the exit code; where
+    arguments have been written otherwise before, spelled_out(arguments) returns what they mean now.
     """
 
     def __init__(self, *, module: str | None = None, **settings: Any) -> None:
@@ -93,6 +95,7 @@ class _Parser(argparse.ArgumentParser):
             module.add_arguments(self)
             self.add_argument("--traceback", action="store_true", help="show where an error came from")
             self.set_defaults(run=lambda options: _measure(module.run, options))
+            args = getattr(module, "spelled_out", list)(args)
         return super().parse_known_args(args, namespace)
 
 
@@ -132,13 +135,14 @@ def _helping(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], 
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
-    _add_model(parser.add_argument)
-    _add_recipe(parser.add_argument)
-    _add_run(parser.add_argument)
+    advanced = parser.add_argument_group("advanced")
+    _add_model(parser.add_argument, advanced.add_argument)
+    _add_recipe(parser.add_argument, advanced.add_argument)
+    _add_run(parser.add_argument, advanced.add_argument)
     parser.set_defaults(run=_train)
 
 
-def _add_model(add: Callable[..., object]) -> None:
+def _add_model(add: Callable[..., object], add_advanced: Callable[..., object]) -> None:
     presets = ", ".join(f"{name} ({preset.parameters / 1e6:,.0f} M)" for name, preset in PRESETS.items())
     preset = _DEFAULT.preset
     add("--preset", choices=PRESETS, default=preset, metavar="NAME", help=f"a Llama: {presets}; {preset}")
@@ -149,27 +153,30 @@ def _add_model(add: Callable[..., object]) -> None:
         "repeated, the state is striped over all of them"
     )
     add("--nvme", metavar="DIR", action="append", help=nvme)
-    add("--no-nvme", dest="in_host_memory", action="store_true", help="keep all state in host memory")
+    in_host_memory = "keep all state in host memory"
+    add_advanced("--no-nvme", dest="in_host_memory", action="store_true", help=in_host_memory)
     budget = 'hard budget, like "512MiB" (default: half of what is available)'
     add("--host-memory", type=_size, metavar="SIZE", help=budget)
     add("--device", default=_DEFAULT.device, help='where the model computes, "cpu" or "cuda" (cpu)')
-    add("--aio", choices=_ENGINES, help="the I/O engine (default: the best that works)")
+    add_advanced("--aio", choices=_ENGINES, help="the I/O engine (default: the best that works)")
     computes = "what computes; fp16 with a loss scale that follows the gradients (bf16)"
     add("--dtype", choices=("bf16", "fp16", "fp32"), default=_DEFAULT.dtype, help=computes)
     state = "how moments are stored: exactly, or in fewer bytes (fp32)"
     add("--state-dtype", choices=("fp32", "bf16", "int8"), default=_DEFAULT.state_dtype, help=state)
 
 
-def _add_recipe(add: Callable[..., object]) -> None:
-    def number(flag: str, kind: Callable[[str], object], what: str) -> None:
+def _add_recipe(add: Callable[..., object], add_advanced: Callable[..., object]) -> None:
+    def number(
+        flag: str, kind: Callable[[str], object], what: str, into: Callable[..., object] = add
+    ) -> None:
         default = getattr(_DEFAULT, flag[2:].replace("-", "_"))
-        add(flag, type=kind, default=default, metavar="N", help=f"{what} ({default})")
+        into(flag, type=kind, default=default, metavar="N", help=f"{what} ({default})")
 
     number("--steps", _at_least(1), "updates of the weights")
     number("--batch", _at_least(1), "sequences per forward, or micro-batch")
     number("--sequence", _at_least(2), "bytes per sequence")
     micro_batches = "micro-batches per forward, block by block, so that parameters are fetched once for all"
-    number("--micro-batches", _at_least(1), micro_batches)
+    number("--micro-batches", _at_least(1), micro_batches, add_advanced)
     number("--accumulate", _at_least(1), "forwards and backwards per step")
     number("--lr", _not_negative, "the highest learning rate")
     number("--weight-decay", _not_negative, "decoupled, as AdamW has it")
@@ -178,23 +185,26 @@ def _add_recipe(add: Callable[..., object]) -> None:
     checkpointing = "recompute activations in the backward (on)"
     add("--checkpointing", action=argparse.BooleanOptionalAction, default=True, help=checkpointing)
     offload = "keep the blocks' inputs there until the backward: within --host-memory, or on NVMe (neither)"
-    add("--offload-activations", choices=("host", "nvme"), help=offload)
+    add_advanced("--offload-activations", choices=("host", "nvme"), help=offload)
     add("--max-norm", type=_norm, metavar="X", help="clip the gradients' norm (none)")
     update = "when updates are applied (auto: in the backward, unless gradients are clipped or accumulated)"
-    add("--update", choices=("auto", "forward", "backward"), default="auto", help=update)
+    add_advanced("--update", choices=("auto", "forward", "backward"), default="auto", help=update)
 
 
-def _add_run(add: Callable[..., object]) -> None:
+def _add_run(add: Callable[..., object], add_advanced: Callable[..., object]) -> None:
     durable = "commit every so many steps, to go on from after a kill (twice the space)"
     add("--durable", metavar="STEPS", type=_at_least(1), nargs="?", const=1, default=0, help=durable)
     add("--resume", action="store_true", help="go on with the durable run in --nvme, or begin one")
     add("--out", metavar="DIR", help="a new folder for log and picture (default: runs/<time>)")
-    add("--log-every", type=_at_least(1), default=1, metavar="N", help="steps per line of the log (1)")
+    add_advanced(
+        "--log-every", type=_at_least(1), default=1, metavar="N", help="steps per line of the log (1)"
+    )
     timeline = "write a trace of the lanes there, for ui.perfetto.dev: a new file, *.json"
     add("--timeline", metavar="FILE", help=timeline)
     report = "write a picture of the run there, lanes, memory and bytes: a new file, *.html or *.png"
     add("--report", metavar="FILE", help=report)
-    add("--plain", action="store_true", help="the same in memory, by the reference recipe: for comparison")
+    plain = "the same in memory, by the reference recipe: for comparison"
+    add_advanced("--plain", action="store_true", help=plain)
     add("--traceback", action="store_true", help="show where an error came from")
 
 

@@ -272,7 +272,7 @@ SECTIONS = {
     "monitor_config": _LOG,
     "comms_logger": "infinity.stats counts bytes",
     "flops_profiler": "torch.utils.flop_counter",
-    "autotuning": "`infinity plan` and `infinity bench step`",
+    "autotuning": "`infinity plan sweep` and `infinity bench step`",
     "hybrid_engine": "model.generate works as it is",
     "pipeline": "a model larger than the device needs no pipeline here",
     "tensor_parallel": "a layer larger than the device: Config(tile_above=...)",

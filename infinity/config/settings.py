@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from infinity.deprecation import warn_deprecated
 from infinity.errors import ConfigError, meant
 from infinity.planning.layout import Format
 from infinity.sizes import format_size, parse_size
@@ -47,9 +48,9 @@ class Config:
     device_memory: bytes, or text like "4GiB": what may be used on the device to keep parameters resident.
         Only for a device with memory of its own: with "cpu", `host_memory` says it all.
     dtype: the type that computes: "bf16"; "fp16", whose gradients need a scaled loss (torch.amp.GradScaler,
-        or "fp16" in infinity.initialize's configuration); or "fp32". All have fp32 masters. A parameter that
-        is asked for in another of these, as by nn.Linear(4, 4, dtype=torch.float32) or layer.float() inside
-        Init, computes in that, with fp32 state.
+        or "fp16" in infinity.deepspeed.initialize's configuration); or "fp32". All have fp32 masters. A
+        parameter that is asked for in another of these, as by nn.Linear(4, 4, dtype=torch.float32) or
+        layer.float() inside Init, computes in that, with fp32 state.
     state_dtype: how the optimizer's moments are stored: "fp32" (exact), "bf16" (rounded stochastically) or
         "int8" (block-wise), with 26, 18 and 14 bytes of traffic per parameter and step. The last two go with
         dtype="bf16".
@@ -69,9 +70,8 @@ class Config:
         (one tile in 16; each once in 16 reads), or "off" (or False: nothing is hashed).
     durable: commit steps to a folder of their own under `nvme`, from which infinity.resume goes on after the
         process was killed: True for every step, or "every 10 steps". Takes twice the space.
-    wipe: with `durable`, remove the run that is in the folder and begin anew: its files' names and blocks are
-        given back before Init goes on. What the blocks held is not overwritten; a disk that must not keep it
-        needs encryption (dm-crypt) or discard.
+    wipe: goes with the next release, in favour of infinity.wipe: with `durable`, remove the run that is in
+        the folder and begin anew.
 
     Raises: ConfigError, naming the field, what it holds and what it may hold.
     """
@@ -153,6 +153,8 @@ class Config:
             raise ConfigError(f"durable={self.durable!r} needs a folder on NVMe (nvme=...)")
         if self.wipe and not self.durable_steps:
             raise ConfigError("wipe=True removes a durable run: it needs durable=True")
+        if self.wipe:
+            warn_deprecated("wipe=True", "call infinity.wipe(folder) before Init")
 
     def _check_device(self) -> None:
         if str(self.device).split(":")[0] not in ("cpu", "cuda"):

@@ -6,6 +6,7 @@ instead of the others.
 
 from typing import Any
 
+from infinity.checkpoint.deepspeed_files import load_deepspeed
 from infinity.deepspeed import accelerator, comm, utils, zero
 from infinity.deepspeed.accelerator import get_accelerator
 from infinity.deepspeed.calls import missing
@@ -29,6 +30,7 @@ __all__ = [
     "get_accelerator",
     "init_distributed",
     "initialize",
+    "load_deepspeed",
     "utils",
     "zero",
 ]

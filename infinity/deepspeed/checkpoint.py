@@ -94,8 +94,8 @@ def load_tagged(
     path = Path(folder) / _name(tag)
     if any(path.glob("*model_states.pt")):
         raise CheckpointError(
-            f"{path} was saved by DeepSpeed: infinity.load_deepspeed(engine.module, engine.optimizer, "
-            f"{str(folder)!r}, tag={str(tag)!r}) takes weights and moments over"
+            f"{path} was saved by DeepSpeed: infinity.deepspeed.load_deepspeed(engine.module, "
+            f"engine.optimizer, {str(folder)!r}, tag={str(tag)!r}) takes weights and moments over"
         )
     extra = load(
         engine.module,

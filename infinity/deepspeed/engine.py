@@ -1,5 +1,4 @@
-"""The object that infinity.initialize returns: a model, its optimizer and its schedule, driven as DeepSpeed's
-engine is.
+"""What initialize returns: a model, its optimizer and its schedule, driven as DeepSpeed's engine is.
 
 It decides when a step is due, clips, leaves steps out whose gradients are not finite, and counts. All else is
 the model's hooks and the optimizer, which work without it.
@@ -38,7 +37,7 @@ logger = logging.getLogger("infinity")
 class DeepSpeedEngine(Answers):
     """A model, trained as DeepSpeed scripts do it: engine(batch), engine.backward(loss), engine.step().
 
-    Made by infinity.initialize. Attributes of the model may be asked of the engine.
+    Made by infinity.deepspeed.initialize. Attributes of the model may be asked of the engine.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""infinity.initialize: from a DeepSpeed script's arguments to an engine.
+"""infinity.deepspeed.initialize: from a DeepSpeed script's arguments to an engine.
 
 [Note: when updates happen]
 In the backward, where nothing needs the norm of all gradients first: gradient_clipping 0,
@@ -56,9 +56,9 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, OffloadedOptimizer | None, DataLoader[Any] | None, Any]:
     """Return (engine, optimizer, data loader, learning rate scheduler), as deepspeed.initialize does.
 
-    model: built in infinity.zero.Init or infinity.Init, and so never held as a whole; one that was built
-    without is taken in now. config: DeepSpeed's JSON, what is in it, or what deepspeed_config.read has made
-    of it (config_params and args.deepspeed_config are other ways to give it). optimizer: one of infinity's,
+    model: built in infinity.deepspeed.zero.Init or infinity.Init, and so never held as a whole; one that was
+    built without is taken in now. config: DeepSpeed's JSON, what is in it, or what launch.read has made of
+    it (config_params and args.deepspeed_config are other ways to give it). optimizer: one of infinity's,
     one of torch (AdamW, Adam, SGD, Adagrad) that has not stepped yet (ours with its groups takes its place;
     over a model built in infinity.Init none can be made), or a function of the parameters that returns one;
     None for the configuration's. model_parameters: parameters or groups, for that; None for all.
@@ -96,7 +96,8 @@ def _take_in(model: nn.Module, settings: Settings) -> None:
         engine = engine_of_model(model)
     except ValueError:
         logger.info(
-            "%s was built in memory and is taken in; inside `with infinity.zero.Init(...)` it is never held",
+            "%s was built in memory and is taken in; inside `with infinity.deepspeed.zero.Init(...)` it is "
+            "never held",
             type(model).__name__,
         )
         take_in(model, settings.config)

@@ -21,7 +21,7 @@ from infinity.errors import ConfigError
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add --deepspeed and --deepspeed_config FILE to a script's arguments, as DeepSpeed does."""
-    group = parser.add_argument_group("DeepSpeed", "read by infinity.initialize")
+    group = parser.add_argument_group("DeepSpeed", "read by infinity.deepspeed.initialize")
     group.add_argument("--deepspeed", action="store_true", help="for the script itself; changes nothing here")
     group.add_argument("--deepspeed_config", metavar="FILE", help="DeepSpeed's JSON")
     return parser

@@ -1,4 +1,4 @@
-"""deepspeed.zero: infinity.zero, and what changes nothing here."""
+"""deepspeed.zero: Init, GatheredParameters, and what changes nothing here."""
 
 from typing import Any
 

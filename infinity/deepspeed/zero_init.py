@@ -113,7 +113,7 @@ def take_in(model: nn.Module, config: Config) -> None:
     if ranks() > 1:
         raise UnsupportedError(
             f"{type(model).__name__} was built in memory, by each of {ranks()} ranks: build it inside "
-            "`with infinity.zero.Init(...):`, where all draw the same values"
+            "`with infinity.deepspeed.zero.Init(...):`, where all draw the same values"
         )
     with plain.Init(config) as building:
         if building.engine is not None:

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 from infinity import aio
 from infinity.durable.commit import Commit, FieldAt, PlainTensor, RecordAt
-from infinity.durable.folder import RunFolder, state_name
+from infinity.durable.folder import RunFolder, state_name, wiping
 from infinity.durable.homes import Homes, write_out
 from infinity.durable.recovery import find, in_common
 from infinity.errors import UnsupportedError
@@ -174,7 +174,7 @@ class Durable:
                                 self._places[repr(place)] = self.nvme.claim(place, at.nbytes, what)
             self.nvme.open_gaps()
         except ValueError as error:
-            raise CheckpointError(f"{error}. wipe=True starts anew.") from error
+            raise CheckpointError(f"{error}. {wiping(self.folders)} removes the run.") from error
 
     def extent_of(self, at: FieldAt) -> Extent:
         """Return a committed field's place; what it names stays as it is until the next commit."""

@@ -16,7 +16,7 @@ import fcntl
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from infinity import aio
@@ -26,19 +26,30 @@ from infinity.errors import ConfigError
 RUN = "infinity-run"
 _SLOTS = ("commit-0", "commit-1")
 _PART = "part-of"
+_RANK = re.compile(r"rank([0-9]{1,9})")
 _STATE = re.compile(r"state-([0-9a-f]{16})-[0-9]+")
+_SHOWN = 5
+"""Names of a folder that is not ours, in the error that refuses it."""
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class RunFolder:
     """One rank's folder of a durable run, under one path; see [Note: whose folder]."""
 
-    def __init__(self, base: str, rank: int = 0, *, create: bool = True) -> None:
-        """Open it, make it if need be, and lock it.
+    def __init__(
+        self,
+        base: str,
+        rank: int = 0,
+        *,
+        create: bool = True,
+        otherwise: str = "give this one another folder (nvme=...)",
+    ) -> None:
+        """Open it, make it if need be, and lock it. otherwise: what to do where another run has locked it.
 
         Raises: ConfigError naming the path for a folder that cannot be trusted, that is not there (without
         `create`), or that another run has locked.
         """
+        self.base = base
         self.path = str(Path(base, RUN, f"rank{rank}"))
         with contextlib.ExitStack() as opened:
             above = _opened(base, None, "", opened, create=False, follow=True)
@@ -54,7 +65,7 @@ class RunFolder:
                 raise
             raise ConfigError(
                 f"{self.path} belongs to a durable run that is under way in another process. Wait for it to "
-                "end, or give this one another folder (nvme=...)."
+                f"end, or {otherwise}."
             ) from None
         self._slots: dict[int, Descriptor] = {}
         self._allocated = [0, 0]
@@ -144,7 +155,7 @@ class RunFolder:
         except FileNotFoundError:
             raise ConfigError(
                 f"{self.path} has no file {name}, which its commit names. Name the folders in the order of "
-                "the run that is to go on, all of them; or start anew with wipe=True."
+                f"the run that is to go on, all of them; or start anew: {wiping([self])}."
             ) from None
 
     def remove_states(self, but: str | None = None) -> None:
@@ -153,6 +164,21 @@ class RunFolder:
             match = _STATE.fullmatch(name)
             if match is not None and match[1] != but:
                 os.unlink(name, dir_fd=self.fd)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the run's files on disk.
+
+        Raises: ConfigError for a folder in the place of a file, which could not be removed.
+        """
+        found = 0
+        for name in os.listdir(self.fd):  # noqa: PTH208 - of a descriptor
+            if name in (*_SLOTS, _PART) or _STATE.fullmatch(name):
+                status = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+                if stat.S_ISDIR(status.st_mode):
+                    raise ConfigError(f"{self.path}/{name} is a folder, and not a file of a run. Remove it.")
+                found += status.st_blocks * 512
+        return found
 
     def wipe(self) -> None:
         """Remove the run: commits first, so that nothing names what is no longer there."""
@@ -167,6 +193,39 @@ class RunFolder:
         for slot in getattr(self, "_slots", {}).values():
             slot.close()
         self._folder.close()
+
+
+def ranks_in(base: str) -> list[int]:
+    """Return the ranks that have a folder of a run under a path; none in one that is empty.
+
+    Raises: ConfigError naming the path for a folder that is not there, that cannot be trusted, or that holds
+    other things and no run.
+    """
+    if Path(base).exists() and not Path(base).is_dir():
+        raise ConfigError(f"{base} is a file. Name the folder that nvme=... names in the run's Config.")
+    with contextlib.ExitStack() as opened:
+        above = _opened(base, None, "", opened, create=False, follow=True)
+        _check_above(above, base)
+        path, names, ranks = base, os.listdir(above), []  # noqa: PTH208 - of a descriptor
+        if RUN in names:
+            path, run = str(Path(base, RUN)), _opened(RUN, above, base, opened, create=False)
+            names = os.listdir(run)  # noqa: PTH208 - of a descriptor
+            ranks = sorted(int(match[1]) for match in map(_RANK.fullmatch, names) if match)
+    if names and not ranks:
+        shown = ", ".join(sorted(names)[:_SHOWN]) + (
+            f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
+        )
+        raise ConfigError(
+            f"{path} holds no durable run, but {shown}. Name the folder that nvme=... names in the run's "
+            f"Config: the one with {RUN} in it."
+        )
+    return ranks
+
+
+def wiping(folders: Sequence[RunFolder]) -> str:
+    """Return the call that removes the run in these folders, for messages."""
+    bases = [folder.base for folder in folders]
+    return f"infinity.wipe({bases[0]!r})" if len(bases) == 1 else f"infinity.wipe({bases!r})"
 
 
 def run_files(folder: Path) -> set[str] | None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from infinity.durable.commit import Commit, read_slot
-from infinity.durable.folder import RunFolder
+from infinity.durable.folder import RunFolder, wiping
 from infinity.errors import ConfigError
 from infinity.planning.budget import totals_in_tiles_of
 from infinity.planning.layout import Format
@@ -26,7 +26,8 @@ def find(folders: Sequence[RunFolder]) -> tuple[Commit, ...]:
     whole = sorted((one for one in read if one is not None), key=lambda one: -one.sequence)
     if not whole and all(slots):
         raise CheckpointError(
-            f"{first.path}: both commits are damaged, so no step can be found. wipe=True starts anew."
+            f"{first.path}: both commits are damaged, so no step can be found. {wiping(folders)} removes "
+            "them, and the run starts anew."
         )
     found = tuple(one for one in whole if one.run == whole[0].run)
     if found and found[0].paths != len(folders):
@@ -40,13 +41,13 @@ def find(folders: Sequence[RunFolder]) -> tuple[Commit, ...]:
         if part is not None and part[0] != run:
             raise ConfigError(
                 f"{folder.path} is a further folder of the run in {part[1]}. Name that run's folders, all of "
-                "them, in their order; or wipe=True to remove what is in those that are named."
+                f"them, in their order; or remove what is in those that are named: {wiping(folders)}."
             )
     for folder in others:
         if any(folder.read_slots()):
             raise ConfigError(
                 f"{folder.path} holds a run of its own. Name it alone, or another folder in its place; or "
-                "wipe=True to remove that run."
+                f"remove that run: {wiping([folder])}."
             )
     return found
 
@@ -69,7 +70,8 @@ def in_common(found: tuple[Commit, ...], ranks: Ranks) -> tuple[Commit, ...]:
     if wrong:
         raise ConfigError(
             f"the durable runs in the folders of {ranks.size} ranks do not fit together: {'; '.join(wrong)}. "
-            "Start as many ranks as the run had, with the same folders for each; or wipe=True to remove it."
+            "Start as many ranks as the run had, with the same folders for each; or remove it: "
+            "infinity.wipe(folder)."
         )
     everywhere = set.intersection(*({tuple(one[3:]) for one in row} for row in rows))
     if not everywhere and any(sequence > 1 for row in rows for _, _, _, sequence, _ in row):
@@ -79,7 +81,8 @@ def in_common(found: tuple[Commit, ...], ranks: Ranks) -> tuple[Commit, ...]:
         )
         raise CheckpointError(
             f"the ranks have committed no step in common: {has}. Likely cause: a rank's folder is another "
-            "than it was, or a commit in it is damaged. Give each its own again; or wipe=True to start anew."
+            "than it was, or a commit in it is damaged. Give each its own again; or start anew: "
+            "infinity.wipe(folder)."
         )
     return tuple(one for one in found if (one.sequence, one.step) in everywhere)
 
@@ -92,7 +95,7 @@ def check_cut(commit: Commit, path: str, tile_numel: int, form: Format) -> None:
     if commit.state_dtype != form.name:
         raise ConfigError(
             f"dtype, state_dtype: {form.name!r}; the run in {path} has {commit.state_dtype!r}. Give that, "
-            "another folder, or wipe=True."
+            "another folder, or infinity.wipe(folder)."
         )
     if commit.tile_numel != tile_numel:
         least, most = totals_in_tiles_of(commit.tile_numel, form)
@@ -100,5 +103,5 @@ def check_cut(commit: Commit, path: str, tile_numel: int, form: Format) -> None:
         raise ConfigError(
             f"host_memory: the run in {path} has records in tiles of {commit.tile_numel} elements, and this "
             f"host_memory makes tiles of {tile_numel}. Give {format_size(least)} {upto} for each rank, "
-            "another folder, or wipe=True, which loses the run."
+            "another folder, or infinity.wipe(folder), which loses the run."
         )

@@ -1,4 +1,4 @@
-"""infinity.TrainerCallback: what Hugging Face's Trainer needs to train a model built in Init, unmodified.
+"""TrainerCallback: what Hugging Face's Trainer needs to train a model built in Init, unmodified.
 
 [Note: checkpoints of the Trainer]
 The Trainer saves the 16-bit weights, its own state, the schedule and the generators as ever. Masters and
@@ -43,7 +43,7 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
             model=model,  # built in infinity.Init
             args=args,
             optimizer_cls_and_kwargs=(infinity.AdamW, {"lr": args.learning_rate}),
-            callbacks=[infinity.TrainerCallback()],
+            callbacks=[infinity.huggingface.TrainerCallback()],
         )
 
     The logs get infinity_nvme_read_gb, infinity_nvme_written_gb, infinity_stall_s and infinity_misses, since
@@ -184,8 +184,8 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
         known = said.get("attributes", {}) if isinstance(said, Mapping) else {}
         if not known.get("folder"):
             logger.warning(
-                "the checkpoint was saved without infinity.TrainerCallback: masters start from its weights, "
-                "and moments from its optimizer.pt, if it has one"
+                "the checkpoint was saved without infinity.huggingface.TrainerCallback: masters start from "
+                "its weights, and moments from its optimizer.pt, if it has one"
             )
             return
         places = [known["folder"], _checkpoint(args, state) / FOLDER]

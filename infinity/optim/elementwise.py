@@ -30,18 +30,30 @@ _PROBED_NUMEL, _CUT = 1000, 307
 _TYPES = {name: dtype for dtype, name in KERNEL_DTYPE.items()}
 
 
-class Elementwise(OffloadedOptimizer):
-    """Steps of an optimizer class of torch.optim that this package has no kernel for: slower, and exact.
+def wrap_optimizer(
+    kind: type[Optimizer],
+    params: Iterable[Any],
+    *,
+    max_norm: float | None = None,
+    update: Literal["forward", "backward"] = "forward",
+    **options: Any,
+) -> Elementwise:
+    """Return an optimizer that steps offloaded parameters as a class of torch.optim does: slower, and exact.
 
-    kind: the class, such as torch.optim.RMSprop; options: its own. Masters, state and arithmetic are fp32;
-    the bits are those of kind(..., foreach=False) in memory, on fp32 parameters with the same gradients.
-    params, max_norm, update: as OffloadedOptimizer.
+    It is for classes that this package has no kernel for. kind: the class, such as torch.optim.RMSprop;
+    options: its own. Masters, state and arithmetic are fp32; the bits are those of kind(..., foreach=False)
+    in memory, on fp32 parameters with the same gradients. params, max_norm, update: as OffloadedOptimizer.
 
-        optimizer = infinity.Elementwise(torch.optim.RMSprop, model.parameters(), lr=1e-3, momentum=0.9)
+        optimizer = infinity.wrap_optimizer(torch.optim.RMSprop, model.parameters(), lr=1e-3, momentum=0.9)
 
     Raises: UnsupportedError for a class that is not elementwise, or whose state finds no place; see [Note:
     what is elementwise]. What `kind` itself raises for its options.
     """
+    return Elementwise(kind, params, max_norm=max_norm, update=update, **options)
+
+
+class Elementwise(OffloadedOptimizer):
+    """What wrap_optimizer returns: the steps of a class of torch.optim, on offloaded parameters."""
 
     def __init__(
         self,
@@ -72,7 +84,7 @@ class _Kind:
     def __init__(self, kind: type[Optimizer], options: Mapping[str, Any]) -> None:
         """Try it with these options.
 
-        Raises: see Elementwise.
+        Raises: see wrap_optimizer.
         """
         self._kind, self._options = kind, options
         made = kind([torch.nn.Parameter(torch.zeros(1))], **options)

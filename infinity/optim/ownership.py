@@ -17,13 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from infinity.deprecation import users_stacklevel
 from infinity.engine.engine import Engine, engine_of
 from infinity.errors import UnsupportedError
 from infinity.optim.joining import check_fits
 from infinity.records.update_rules import Recipe
-
-_CALLER = 5
-"""Frames from _supersede to who makes an optimizer, through its class and OffloadedOptimizer."""
 
 
 def engine_for(parameter: nn.Parameter) -> Engine:
@@ -206,7 +204,7 @@ def _supersede(optimizer: Owning, parameters: Sequence[nn.Parameter]) -> None:
             f"{type(optimizer).__name__} is made for parameters that an earlier {kind} has ({shown}), and "
             f"supersedes it: the earlier one's updates{applied} stay, moments and counts of steps begin "
             "anew, and its step() raises from now on. Make its schedulers again, for the new one.",
-            stacklevel=_CALLER,
+            stacklevel=users_stacklevel(),
         )
         for engine in other.engines:
             engine.before_change()

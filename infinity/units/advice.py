@@ -19,7 +19,7 @@ from infinity.units.optimizer_options import DECOUPLED, IMPLEMENTATION, MISSING
 from infinity.units.tracking import Tracking
 
 _ELEMENTWISE = frozenset({"Adadelta", "Adamax", "RAdam", "RMSprop", "Rprop"})
-"""Classes of torch.optim that infinity.Elementwise takes."""
+"""Classes of torch.optim that infinity.wrap_optimizer takes."""
 _OURS = ("AdamW", "Adam", "SGD", "Adagrad", "Lion")
 _AVERAGE = re.compile(r"EMA|Ema(?![a-z])|Averag")
 _NEAR = 20
@@ -102,12 +102,12 @@ def in_place_of(optimizer: Optimizer) -> str:
     if name in _OURS:
         call = f"infinity.{name}(params{given})"
     elif name in _ELEMENTWISE:
-        call = f"infinity.Elementwise(torch.optim.{name}, params{given})"
+        call = f"infinity.wrap_optimizer(torch.optim.{name}, params{given})"
     else:
         return (
             f"{kind.__module__}.{name} cannot step parameters that were built in Init. "
-            f"infinity.{', '.join(_OURS)} can, and infinity.Elementwise({name}, params, ...) where it treats "
-            "every element by itself; or give it those parameters alone that were not built there."
+            f"infinity.{', '.join(_OURS)} can, and infinity.wrap_optimizer({name}, params, ...) where it "
+            "treats every element by itself; or give it those parameters alone that were not built there."
         )
     refused = "".join(f" Leave out {key}=True, which it does not have." for key in dropped)
     trainer = (

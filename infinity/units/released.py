@@ -103,8 +103,8 @@ _replacing: weakref.WeakSet[Owner] = weakref.WeakSet()
 
 
 def expect_optimizers_of_torch(owner: Owner) -> None:
-    """Let optimizers of torch be made over the parameters of `owner`: infinity.initialize puts ours in their
-    place.
+    """Let optimizers of torch be made over the parameters of `owner`: infinity.deepspeed.initialize puts ours
+    in their place.
     """
     _replacing.add(owner)
 

@@ -53,7 +53,7 @@ def test_a_figure_has_three_digits_in_a_unit_that_fits_it(shown, expected):
 
 
 def test_a_plan_of_a_small_model_shows_no_zeros():
-    findings = outlook.single([({}, planned())], options("--model", "1m", "--tbw", "100"))
+    findings = outlook.single([({}, planned())], options("check", "--model", "1m", "--tbw", "100"))
     said = "\n".join([findings.title, *(row["shown"] for row in findings.rows), *findings.verdicts])
     for nothing in ("0.00 ", "0.000 ", " 0.0 "):
         assert nothing not in said
@@ -98,9 +98,9 @@ def test_a_budget_beyond_this_machine_is_remarked_where_its_cores_were_measured(
     monkeypatch.setattr(outlook.psutil, "virtual_memory", lambda: Machine)
     one = planned(**{"host_nbytes": 1 << 40, **setting})
     remark = "--host-memory 1.0 TiB is more than this machine has (1.0 GiB); the seconds are of its cores."
-    sweep = options("--model", "1m", "--sweep", "ranks=1", *given)
+    sweep = options("sweep", "ranks=1", "--model", "1m", *given)
     for findings in (
-        outlook.single([({}, one)], options("--model", "1m", *given)),
+        outlook.single([({}, one)], options("check", "--model", "1m", *given)),
         outlook.swept([({"ranks": 1}, one)], sweep),
     ):
         found = [line for line in findings.verdicts if "is more than this machine has" in line]

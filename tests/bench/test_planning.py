@@ -32,18 +32,22 @@ def unhurried(monkeypatch):
     monkeypatch.setattr(pace, "compute_seconds", lambda *_: 2.0)
 
 
-def ask(*arguments):
-    """Run the command; return its exit code and all it shows."""
+def parsed(*arguments):
     parser = argparse.ArgumentParser()
     planning.add_arguments(parser)
+    return parser.parse_args(planning.spelled_out([*map(str, arguments)]))
+
+
+def ask(*arguments):
+    """Run the command; return its exit code and all it shows."""
     text = io.StringIO()
     console = Console(width=200, file=text)
-    code = planning.run(parser.parse_args([*map(str, arguments)]), console)
+    code = planning.run(parsed(*arguments), console)
     return code, text.getvalue()
 
 
-def facts(tmp_path, *arguments):
-    ask("--json", tmp_path / "plan.json", *arguments)
+def facts(tmp_path, question, *arguments):
+    ask(question, *arguments, "--json", tmp_path / "plan.json")
     return json.loads((tmp_path / "plan.json").read_text())["rows"]
 
 
@@ -51,7 +55,9 @@ def facts(tmp_path, *arguments):
 
 
 def test_a_plan_says_whether_it_fits_how_fast_it_is_and_what_limits_it():
-    code, said = ask("--model", "1m", "--host-memory", "1MiB", "--tokens", "1x64", "--tbw", "100", *RATES)
+    code, said = ask(
+        "check", "--model", "1m", "--host-memory", "1MiB", "--tokens", "1x64", "--tbw", "100", *RATES
+    )
     assert code == 0
     for part in (
         "It fits.",
@@ -65,12 +71,12 @@ def test_a_plan_says_whether_it_fits_how_fast_it_is_and_what_limits_it():
 
 
 def test_what_does_not_fit_says_what_would(tmp_path):
-    code, said = ask("--model", "1m", "--host-memory", "1MiB", "--no-nvme", *RATES)
+    code, said = ask("check", "--model", "1m", "--host-memory", "1MiB", "--no-nvme", *RATES)
     assert (code, "It does not fit." in said, "The smallest that works is" in said) == (1, True, True)
 
 
 def test_without_rates_everything_but_the_time_is_told(tmp_path):
-    code, said = ask("--model", "1t", "--ranks", "16", "--host-memory", "64GiB")
+    code, said = ask("check", "--model", "1t", "--ranks", "16", "--host-memory", "64GiB")
     assert code == 0
     assert "read in a step" in said
     assert "tokens per second" not in said
@@ -81,7 +87,7 @@ def test_without_rates_everything_but_the_time_is_told(tmp_path):
 
 def test_numbers_of_the_json_are_in_si_units(tmp_path):
     (row, *_) = facts(
-        tmp_path, "--model", "1m", "--host-memory", "1MiB", "--tokens", "2x32", "--tbw", "1", *RATES
+        tmp_path, "check", "--model", "1m", "--host-memory", "1MiB", "--tokens", "2x32", "--tbw", "1", *RATES
     )
     found = row["facts"]
     assert found["tokens"] == 64
@@ -94,7 +100,7 @@ def test_numbers_of_the_json_are_in_si_units(tmp_path):
 
 
 def test_ranks_of_one_machine_share_its_disk_and_wear_it_together(tmp_path):
-    args = ("--model", "25m", "--host-memory", "1MiB", "--link", "100", "--ranks", "2", *RATES)
+    args = ("check", "--model", "25m", "--host-memory", "1MiB", "--link", "100", "--ranks", "2", *RATES)
     apart, together = (
         facts(folder, *args, "--local-ranks", local)[0]["facts"]
         for local in (1, 2)
@@ -106,17 +112,19 @@ def test_ranks_of_one_machine_share_its_disk_and_wear_it_together(tmp_path):
 
 
 def test_time_is_calibrated_where_it_is_not_given(tmp_path):
-    (row, *_) = facts(tmp_path, "--model", "1m", "--host-memory", "1MiB", *RATES[:-2])
+    (row, *_) = facts(tmp_path, "check", "--model", "1m", "--host-memory", "1MiB", *RATES[:-2])
     assert row["facts"]["compute_s"] == pytest.approx(2.0)
 
 
 def test_micro_batches_compute_as_often(tmp_path):
-    (row, *_) = facts(tmp_path, "--model", "1m", "--host-memory", "1MiB", "--micro-batches", "3", *RATES[:-2])
+    (row, *_) = facts(
+        tmp_path, "check", "--model", "1m", "--host-memory", "1MiB", "--micro-batches", "3", *RATES[:-2]
+    )
     assert row["facts"]["compute_s"] == pytest.approx(6.0)
 
 
 def test_zero_shows_the_memory_of_each_stage():
-    code, said = ask("--model", "7b", "--zero", "--ranks", "64")
+    code, said = ask("zero", "--model", "7b", "--ranks", "64")
     assert (code, "113.4 GB" in said, "1.8 GB" in said) == (0, True, True)
 
 
@@ -124,21 +132,20 @@ def test_a_folder_whose_disk_was_not_measured_asks_for_its_rates(tmp_path, monke
     monkeypatch.setenv("INFINITY_CACHE", str(tmp_path / "empty"))
     monkeypatch.setenv("INFINITY_MEASURE", "0")
     with pytest.raises(ConfigError, match="could not be measured"):
-        ask("--model", "1m", "--nvme", tmp_path)
+        ask("check", "--model", "1m", "--nvme", tmp_path)
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--model", "8q"], "neither a preset"),
-        (["--model", "1m", "--ranks", "6", "--local-ranks", "4"], "whole number of machines"),
-        (["--model", "1m", "--ranks", "3", "--local-ranks", "8"], "whole number of machines"),
-        (["--model", "1m", "--ranks", "3", "--local-ranks", "8", "--zero"], "whole number of machines"),
-        (["--model", "1m", "--update", "backward", "--micro-batches", "2"], "2 micro-batches"),
-        (["--model", "1m", "--nvme-read", "2"], "give all three"),
-        (["--model", "1m", "--plot", "new.png"], "picture of a --sweep"),
-        (["--sweep", "ranks=1,2", "--sweep", "ranks=4"], "each key once"),
-        (["--check", "/dev/null"], "not what `infinity bench step --json` writes"),
+        (["check", "--model", "8q"], "neither a preset"),
+        (["check", "--model", "1m", "--ranks", "6", "--local-ranks", "4"], "whole number of machines"),
+        (["check", "--model", "1m", "--ranks", "3", "--local-ranks", "8"], "whole number of machines"),
+        (["zero", "--model", "1m", "--ranks", "3", "--local-ranks", "8"], "whole number of machines"),
+        (["check", "--model", "1m", "--update", "backward", "--micro-batches", "2"], "2 micro-batches"),
+        (["check", "--model", "1m", "--nvme-read", "2"], "give all three"),
+        (["sweep", "ranks=1,2", "ranks=4"], "each key once"),
+        (["compare", "/dev/null"], "not what `infinity bench step --json` writes"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_sentence(arguments, says):
@@ -150,28 +157,92 @@ def test_what_makes_no_sense_is_refused_in_one_sentence(arguments, says):
     "arguments",
     [
         *(["--ranks", "0"], ["--tokens", "4x"], ["--link", "x"], ["--micro-batches", "1.5"]),
-        *(["--compute", "-1"], ["--compute", "nan"], ["--sweep", "colour=red"], ["--sweep", "ranks="]),
+        *(["--compute", "-1"], ["--compute", "nan"]),
     ],
 )
-def test_arguments_out_of_range_are_refused_by_the_parser(arguments, capsys):
+@pytest.mark.parametrize("question", [["check"], ["sweep", "ranks=1"]], ids="-".join)
+def test_arguments_out_of_range_are_refused_by_the_parser(question, arguments, capsys):
+    with pytest.raises(SystemExit):
+        ask(*question, *arguments)
+    assert "expected" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["colour=red", "ranks=", "ranks"])
+def test_a_sweep_over_nothing_is_refused_by_the_parser(given, capsys):
+    with pytest.raises(SystemExit):
+        ask("sweep", given)
+    assert "expected KEY=A,B,... with a KEY of host-memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["check", "--sweep", "ranks=1,2"], "unrecognized arguments: --sweep"),
+        (["check", "--plot", "new.png"], "unrecognized arguments: --plot"),
+        (["sweep"], "KEY=A,B,..."),
+        (["compare"], "FILE"),
+        (["zero", "--tokens", "1x8"], "unrecognized arguments: --tokens"),
+    ],
+)
+def test_a_question_takes_its_own_arguments_alone(arguments, says, capsys):
     with pytest.raises(SystemExit):
         ask(*arguments)
-    assert "expected" in capsys.readouterr().err
+    assert says in capsys.readouterr().err
+
+
+# The questions, and how they were asked before
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ([], ["check"]),
+        (["--model", "1m"], ["check", "--model", "1m"]),
+        (["--model", "1m", "--sweep", "ranks=1,2"], ["sweep", "ranks=1,2", "--model", "1m"]),
+        (
+            ["--sweep=ranks=1,2", "--nvme", "check", "--sweep", "tokens=1x8"],
+            ["sweep", "ranks=1,2", "tokens=1x8", "--nvme", "check"],
+        ),
+        (
+            ["--check", "a.json", "b.json", "--json", "c.json"],
+            ["compare", "a.json", "b.json", "--json", "c.json"],
+        ),
+        (["--plot", "c.png", "--check=a.json"], ["compare", "--plot", "c.png", "a.json"]),
+        (["--model", "7b", "--zero", "--ranks", "64"], ["zero", "--model", "7b", "--ranks", "64"]),
+    ],
+)
+def test_what_was_asked_before_there_were_subcommands_means_the_same(before, now):
+    assert planning.spelled_out(before) == planning.spelled_out(now) == now
+    assert parsed(*before) == parsed(*now)
+
+
+def test_help_is_of_the_command_and_tells_its_questions(capsys):
+    assert planning.spelled_out(["--help"]) == ["--help"]
+    with pytest.raises(SystemExit, match="0"):
+        ask("--help")
+    printed = capsys.readouterr().out
+    assert all(one in printed for one in ("check", "sweep", "compare", "zero"))
+
+
+@pytest.mark.parametrize("question", ["check", "sweep"])
+def test_flags_that_nobody_needs_daily_stand_apart(question, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        ask(question, "--help")
+    daily, advanced = capsys.readouterr().out.split("\nadvanced:\n")
+    daily = daily[daily.index("\noptions:") :]
+    for flag in ("--update", "--micro-batches", "--tile-above", "--no-nvme", "--update-rate", "--tbw"):
+        assert f"  {flag} " in advanced
+        assert f"  {flag} " not in daily
+    for flag in ("--model", "--tokens", "--host-memory", "--nvme", "--ranks", "--compute"):
+        assert f"  {flag} " in daily
 
 
 # Sweeps
 
 
 def test_a_sweep_plans_every_combination_and_draws_it(tmp_path):
-    sweeps = (
-        "--sweep",
-        "host-memory=1MiB,4MiB",
-        "--sweep",
-        "tokens=1x64,1x128",
-        "--plot",
-        tmp_path / "s.png",
-    )
-    rows = facts(tmp_path, "--model", "1m", *sweeps, *RATES)
+    sweeps = ("host-memory=1MiB,4MiB", "tokens=1x64,1x128", "--plot", tmp_path / "s.png")
+    rows = facts(tmp_path, "sweep", *sweeps, "--model", "1m", *RATES)
     assert [tuple(row["swept"].values()) for row in rows] == [
         *(("1.0 MiB", "1x64"), ("1.0 MiB", "1x128"), ("4.0 MiB", "1x64"), ("4.0 MiB", "1x128")),
     ]
@@ -180,7 +251,7 @@ def test_a_sweep_plans_every_combination_and_draws_it(tmp_path):
 
 
 def test_what_does_not_fit_is_a_row_of_a_sweep():
-    code, said = ask("--model", "1m", "--no-nvme", "--sweep", "host-memory=1MiB,1GiB", *RATES)
+    code, said = ask("sweep", "host-memory=1MiB,1GiB", "--model", "1m", "--no-nvme", *RATES)
     assert (code, "1 of 2 fit" in said) == (0, True)
 
 
@@ -332,7 +403,7 @@ def test_a_forecast_that_is_off_by_more_than_the_limit_fails(tmp_path):
 def test_the_command_checks_files_and_fails_where_a_forecast_does(tmp_path):
     row = measured()
     (tmp_path / "step.json").write_text(json.dumps({"rows": [{**row, "seconds": 9 * row["seconds"]}]}))
-    code, said = ask("--check", tmp_path / "step.json", "--plot", tmp_path / "c.png")
+    code, said = ask("compare", tmp_path / "step.json", "--plot", tmp_path / "c.png")
     assert (code, "✗" in said, (tmp_path / "c.png").exists()) == (1, True, True)
 
 
@@ -371,7 +442,7 @@ def test_what_was_measured_has_an_outline(name):
 
 # A model of 10^12 parameters
 
-ONE_T = ["--model", "1t", "--ranks", "16", "--host-memory", "64GiB", "--link", "50", *RATES]
+ONE_T = ["check", "--model", "1t", "--ranks", "16", "--host-memory", "64GiB", "--link", "50", *RATES]
 
 
 @pytest.mark.slow

@@ -169,12 +169,20 @@ def test_training_begins_only_when_it_is_known_whether_the_run_goes_on(folder):
         infinity.resume(run.model, run.optimizer)
 
 
-def test_a_run_is_wiped_on_request_alone(folder):
+@pytest.mark.parametrize("how", ["the action", "the option of before"])
+def test_a_run_is_wiped_on_request_alone(folder, how):
     run = Run(folder)
     run.train(2)
     run.kill()
     files = sorted(path.name for path in (folder / "infinity-run" / "rank0").iterdir())
-    run = Run(folder, wipe=True)
+    if how == "the action":
+        assert infinity.wipe(folder) > 0
+        run = Run(folder)
+    else:
+        with pytest.warns(
+            DeprecationWarning, match=r"wipe=True .*: call infinity\.wipe\(folder\) before Init"
+        ):
+            run = Run(folder, wipe=True)
     assert run.first == 0
     left = sorted(path.name for path in (folder / "infinity-run" / "rank0").iterdir())
     assert len(left) == 1
@@ -322,7 +330,9 @@ def test_a_cut_file_and_two_damaged_commits_are_refused_by_name(folder):
     files = {path.name.split("-")[0]: path for path in (folder / "infinity-run" / "rank0").iterdir()}
     shutil.copy(files["state"], folder / "kept")
     os.truncate(files["state"], 4096)
-    with pytest.raises(CheckpointError, match=r"which ends at 4096: it was cut\. wipe=True starts anew"):
+    with pytest.raises(
+        CheckpointError, match=r"which ends at 4096: it was cut\. infinity\.wipe\(.*\) removes"
+    ):
         Run(folder)
     files["state"].unlink()
     with pytest.raises(ConfigError, match=r"has no file state-\w+-0, which its commit names"):
@@ -331,7 +341,8 @@ def test_a_cut_file_and_two_damaged_commits_are_refused_by_name(folder):
         (folder / "infinity-run" / "rank0" / slot).write_bytes(b"x" * 1000)
     with pytest.raises(CheckpointError, match="both commits are damaged"):
         Run(folder)
-    assert Run(folder, wipe=True).first == 0
+    infinity.wipe(folder)
+    assert Run(folder).first == 0
 
 
 def test_striped_records_are_resumed_from_all_folders_in_their_order(folder, uninterrupted):

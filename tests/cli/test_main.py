@@ -106,6 +106,28 @@ def test_arguments_that_exclude_each_other_are_refused_as_in_every_command(capsy
     assert f"excludes {named}" in message
 
 
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        (
+            ["train"],
+            ["--plain", "--micro-batches", "--offload-activations", "--no-nvme", "--log-every", "--update"],
+        ),
+        (["plan", "check"], ["--no-nvme", "--micro-batches", "--update", "--tile-above"]),
+        (["bench", "io"], ["--piece", "--depth", "--small-pages", "--rounds"]),
+        (["bench", "step"], ["--micro-batches", "--disk-size", "--only"]),
+    ],
+)
+def test_flags_that_nobody_needs_daily_stand_in_a_group_of_their_own(capsys, command, flags):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([*command, "--help"])
+    printed = capsys.readouterr().out
+    options, advanced = printed[printed.index("\noptions:") :].split("\nadvanced:\n")
+    assert [flag for flag in flags if f"\n  {flag}" not in f"\n{advanced}"] == []
+    assert [flag for flag in flags if f"\n  {flag}" in options] == []
+    assert "\n  --nvme " in options
+
+
 def test_a_text_that_is_not_there_is_named_with_its_option_and_what_to_do(capsys, folder):
     code, message = refused(capsys, "train", *TINY, "--text", folder / "nothing", "--out", folder / "run")
     assert code == 1
@@ -266,6 +288,14 @@ def test_an_error_of_a_measurement_is_one_paragraph_with_its_name(fake, capsys):
     assert refused(capsys, "bench", "io") == (1, "infinity bench io: the disk is gone\n")
     with pytest.raises(InfinityError):
         cli.main(["bench", "io", "--traceback"])
+
+
+@pytest.mark.parametrize("arguments", [["plan", "check"], ["plan"]], ids=" ".join)
+def test_an_error_of_a_plan_names_its_subcommand_told_or_not(capsys, arguments):
+    code, message = refused(capsys, *arguments, "--model", "8q")
+    assert (code, message.startswith("infinity plan check: ")) == (1, True)
+    with pytest.raises(ConfigError, match="8q"):
+        cli.main([*arguments, "--model", "8q", "--traceback"])
 
 
 def test_ctrl_c_while_a_command_is_imported_is_no_error(fake):

@@ -62,9 +62,9 @@ def settings(precision, accumulate=1, clip=0.0, **changes):
 def build(precision, accumulate=1, clip=0.0, seed=0, **changes):
     config = settings(precision, accumulate, clip, **changes)
     torch.manual_seed(seed)
-    with infinity.zero.Init(config_dict_or_path=config):
+    with infinity.deepspeed.zero.Init(config_dict_or_path=config):
         model = Net()
-    return infinity.initialize(model=model, config=config)[0]
+    return infinity.deepspeed.initialize(model=model, config=config)[0]
 
 
 def batch(number):
@@ -325,7 +325,7 @@ def test_an_engine_that_is_gone_or_superseded_divides_no_more():
     by_loss(engine, 0)
     half = model.first.bias.grad.clone()
     with pytest.warns(UserWarning, match="supersedes"):
-        again = infinity.initialize(model=model, config=settings("fp32", 2))[0]
+        again = infinity.deepspeed.initialize(model=model, config=settings("fp32", 2))[0]
     again.zero_grad()
     by_loss(again, 0)
     assert torch.equal(model.first.bias.grad.clone(), half)

@@ -1,4 +1,4 @@
-"""infinity.initialize and its engine: DeepSpeed's calls, the reference recipe's bits. Nothing is faked."""
+"""deepspeed.initialize and its engine: DeepSpeed's calls, the reference recipe's bits. Nothing is faked."""
 
 import argparse
 import json
@@ -38,7 +38,7 @@ def llama(config=None, seed=0):
     torch.manual_seed(seed)
     if config is None:
         return models.MODELS["llama"]()
-    with infinity.zero.Init(config_dict_or_path=config):
+    with infinity.deepspeed.zero.Init(config_dict_or_path=config):
         return models.MODELS["llama"]()
 
 
@@ -78,7 +78,7 @@ def reference(backwards, accumulate, clip, schedule=None):
 def test_training_has_the_recipes_bits(folder, accumulate, clip, built):
     config = configuration(folder, gradient_accumulation_steps=accumulate, gradient_clipping=clip)
     model = llama(config if built == "in Init" else None)
-    engine, optimizer, loader, scheduler = infinity.initialize(model=model, config=config)
+    engine, optimizer, loader, scheduler = infinity.deepspeed.initialize(model=model, config=config)
     assert (engine.module, engine.optimizer, loader, scheduler) == (model, optimizer, None, None)
     engine.train()
     norms, losses = [], []
@@ -96,7 +96,7 @@ def test_training_has_the_recipes_bits(folder, accumulate, clip, built):
 def test_every_stage_has_the_recipes_bits(folder, stage):
     config = configuration(folder, gradient_clipping=0.5)
     config["zero_optimization"]["stage"] = stage
-    engine, optimizer, _, _ = infinity.initialize(model=llama(config), config=config)
+    engine, optimizer, _, _ = infinity.deepspeed.initialize(model=llama(config), config=config)
     losses = run(engine, 4)
     plain, recipe, expected, _ = reference(4, 1, 0.5)
     assert (losses, engine.zero_optimization_stage()) == (expected, stage or 3)
@@ -105,7 +105,7 @@ def test_every_stage_has_the_recipes_bits(folder, stage):
 
 def test_updates_happen_in_the_backward_where_nothing_needs_the_norm(folder):
     config = configuration(folder, gradient_clipping=0, bf16={"enabled": True, "check_grad_overflow": False})
-    engine, optimizer, _, _ = infinity.initialize(model=llama(config), config=config)
+    engine, optimizer, _, _ = infinity.deepspeed.initialize(model=llama(config), config=config)
     assert optimizer.update == "backward"
     losses = run(engine, 4)
     plain, recipe, expected, _ = reference(4, 1, 0)
@@ -116,7 +116,7 @@ def test_updates_happen_in_the_backward_where_nothing_needs_the_norm(folder):
 def test_the_schedule_of_the_file_steps_with_the_engine(folder):
     scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 3}}
     config = configuration(folder, scheduler=scheduler, gradient_accumulation_steps=2)
-    engine, _, _, schedule = infinity.initialize(model=llama(config), config=config)
+    engine, _, _, schedule = infinity.deepspeed.initialize(model=llama(config), config=config)
     rates = []
     for number in range(8):
         rates += engine.get_lr()
@@ -128,7 +128,7 @@ def test_the_schedule_of_the_file_steps_with_the_engine(folder):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_step_with_gradients_that_are_not_finite_is_left_out(folder, bad, caplog):
     config = configuration(folder)
-    engine, _, _, _ = infinity.initialize(model=llama(config), config=config)
+    engine, _, _, _ = infinity.deepspeed.initialize(model=llama(config), config=config)
     run(engine, 2)
     before = {name: value.clone() for name, value in engine.module.state_dict().items()}
     ids = models.batch(2)
@@ -145,7 +145,7 @@ def test_a_step_with_gradients_that_are_not_finite_is_left_out(folder, bad, capl
 
 def test_the_boundary_may_be_the_scripts_own(folder):
     config = configuration(folder)
-    engine, _, _, _ = infinity.initialize(model=llama(config), config=config)
+    engine, _, _, _ = infinity.deepspeed.initialize(model=llama(config), config=config)
     engine.set_gradient_accumulation_boundary(False)
     run(engine, 2)
     assert (engine.global_steps, engine.micro_steps) == (0, 2)
@@ -153,7 +153,7 @@ def test_the_boundary_may_be_the_scripts_own(folder):
     run(engine, 1, 2)
     assert engine.global_steps == 1
     config = configuration(folder, managed_gradient_accumulation=False, gradient_accumulation_steps=2)
-    engine, optimizer, _, _ = infinity.initialize(model=llama(config), config=config)
+    engine, optimizer, _, _ = infinity.deepspeed.initialize(model=llama(config), config=config)
     with engine.no_sync():
         ids = models.batch(0)
         engine.backward(engine(input_ids=ids, labels=ids).loss)
@@ -178,7 +178,7 @@ def test_an_optimizer_and_a_scheduler_of_torch_are_taken_over(folder, how):
     model = llama()
     optimizer = make(model.parameters()) if how == "object" else make
     scheduler = schedule(optimizer) if how == "object" else schedule
-    engine, ours, _, line = infinity.initialize(
+    engine, ours, _, line = infinity.deepspeed.initialize(
         model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config
     )
     assert (type(ours), line.optimizer) == (infinity.AdamW, ours)
@@ -192,14 +192,14 @@ def test_an_optimizer_and_a_scheduler_of_torch_are_taken_over(folder, how):
 def test_data_become_batches_of_the_files_size(folder):
     config = configuration(folder, train_micro_batch_size_per_gpu=3, dataloader_drop_last=True)
     rows = [torch.full((4,), float(number)) for number in range(10)]
-    _, _, loader, _ = infinity.initialize(model=llama(config), training_data=rows, config=config)
+    _, _, loader, _ = infinity.deepspeed.initialize(model=llama(config), training_data=rows, config=config)
     assert [tuple(batch.shape) for batch in loader] == [(3, 4)] * 3
 
 
 def test_a_checkpoint_brings_everything_back(folder):
     scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}
     config = configuration(folder, gradient_accumulation_steps=2, scheduler=scheduler)
-    engine, _, _, _ = infinity.initialize(model=llama(config), config=config)
+    engine, _, _, _ = infinity.deepspeed.initialize(model=llama(config), config=config)
     run(engine, 4)
     state = {"epoch": 1, "seen": [1, 2], "table": torch.arange(3)}
     assert engine.save_checkpoint(folder / "saved", client_state=state)
@@ -207,7 +207,7 @@ def test_a_checkpoint_brings_everything_back(folder):
     assert sorted(path.name for path in (folder / "saved").iterdir()) == ["0.25", "global_step2", "latest"]
     losses = run(engine, 4, 4)
 
-    again, restored, _, _ = infinity.initialize(model=llama(config, seed=1), config=config)
+    again, restored, _, _ = infinity.deepspeed.initialize(model=llama(config, seed=1), config=config)
     path, found = again.load_checkpoint(folder / "saved")
     assert path == str(folder / "saved" / "global_step2")
     assert (found["epoch"], found["seen"], found["table"].tolist()) == (1, [1, 2], [0, 1, 2])
@@ -219,14 +219,14 @@ def test_a_checkpoint_brings_everything_back(folder):
         assert torch.equal(value, again.module.state_dict()[name]), name
     assert restored.state_dict()["state"][0]["step"] == 4
 
-    third, _, _, _ = infinity.initialize(model=llama(config, seed=2), config=config)
+    third, _, _, _ = infinity.deepspeed.initialize(model=llama(config, seed=2), config=config)
     third.load_checkpoint(folder / "saved", tag=0.25, load_module_only=True)
     assert (third.global_steps, third.get_lr()) == (0, [0.0])
 
 
 def test_what_cannot_be_loaded_or_saved_says_so(folder):
     config = configuration(folder, gradient_accumulation_steps=2)
-    engine, _, _, _ = infinity.initialize(model=llama(config), config=config)
+    engine, _, _, _ = infinity.deepspeed.initialize(model=llama(config), config=config)
     with pytest.warns(UserWarning, match="latest does not exist"):
         assert engine.load_checkpoint(folder / "nowhere") == (None, None)
     for tag in ("../up", "", "latest"):
@@ -239,17 +239,17 @@ def test_what_cannot_be_loaded_or_saved_says_so(folder):
         engine.save_checkpoint(folder / "saved")
     (folder / "theirs" / "tag").mkdir(parents=True)
     (folder / "theirs" / "tag" / "zero_pp_rank_0_mp_rank_00_model_states.pt").touch()
-    with pytest.raises(CheckpointError, match=r"infinity.load_deepspeed"):
+    with pytest.raises(CheckpointError, match=r"infinity.deepspeed.load_deepspeed"):
         engine.load_checkpoint(folder / "theirs", tag="tag")
 
 
 def test_weights_in_16_bits_are_saved_where_the_file_says_so(folder):
     config = configuration(folder)
-    engine, _, _, _ = infinity.initialize(model=llama(config), config=config)
+    engine, _, _, _ = infinity.deepspeed.initialize(model=llama(config), config=config)
     assert not engine.save_16bit_model(folder / "weights")
     assert not (folder / "weights").exists()
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-    engine, _, _, _ = infinity.initialize(model=llama(config), config=config)
+    engine, _, _, _ = infinity.deepspeed.initialize(model=llama(config), config=config)
     assert engine.save_16bit_model(folder / "weights")
     saved = torch.load(folder / "weights" / "pytorch_model.bin", weights_only=True)
     assert {value.dtype for value in saved.values()} == {torch.bfloat16}
@@ -260,7 +260,7 @@ def test_weights_in_16_bits_are_saved_where_the_file_says_so(folder):
 def test_an_engine_answers_for_its_model(folder):
     config = configuration(folder, train_batch_size=4)
     model = llama(config)
-    engine, _, _, _ = infinity.initialize(model=model, config=config)
+    engine, _, _, _ = infinity.deepspeed.initialize(model=model, config=config)
     assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (4, 2)
     assert (engine.gradient_accumulation_steps(), engine.gradient_clipping()) == (2, 1.0)
     assert (engine.local_rank, engine.device, engine.world_size) == (0, torch.device("cpu"), 1)
@@ -274,7 +274,7 @@ def test_an_engine_answers_for_its_model(folder):
 def test_progress_and_seconds_are_logged_as_asked(folder, caplog):
     config = configuration(folder, steps_per_print=2, wall_clock_breakdown=True, dump_state=True)
     with caplog.at_level(logging.INFO, "infinity"):
-        engine, _, _, _ = infinity.initialize(model=llama(config), config=config)
+        engine, _, _, _ = infinity.deepspeed.initialize(model=llama(config), config=config)
         run(engine, 3)
     assert "train_micro_batch_size_per_gpu = 2: honoured" in caplog.text
     assert caplog.text.count("skipped=0, lr=[0.01]") == 1
@@ -310,18 +310,18 @@ def test_progress_and_seconds_are_logged_as_asked(folder, caplog):
 def test_what_initialize_cannot_do_is_refused_by_name(folder, changes, arguments, error, says):
     config = configuration(folder, **changes)
     with pytest.raises(error, match=says):
-        infinity.initialize(**{"model": llama(config), "config": config, **arguments})
+        infinity.deepspeed.initialize(**{"model": llama(config), "config": config, **arguments})
 
 
 def test_a_model_and_its_configuration_have_to_agree_on_the_drive(folder, tmp_path):
     with pytest.raises(ConfigError, match="the model was built in Init with nvme="):
-        infinity.initialize(model=llama(configuration(folder)), config=configuration(tmp_path))
+        infinity.deepspeed.initialize(model=llama(configuration(folder)), config=configuration(tmp_path))
 
 
 def test_without_an_optimizer_a_model_can_be_used_and_not_trained(folder):
     config = configuration(folder)
     del config["optimizer"]
-    engine, optimizer, _, scheduler = infinity.initialize(model=llama(config), config=config)
+    engine, optimizer, _, scheduler = infinity.deepspeed.initialize(model=llama(config), config=config)
     assert (optimizer, scheduler) == (None, None)
     loss = engine(input_ids=models.batch(0), labels=models.batch(0)).loss
     with pytest.raises(UnsupportedError, match="no optimizer"):
@@ -330,18 +330,20 @@ def test_without_an_optimizer_a_model_can_be_used_and_not_trained(folder):
 
 def test_zero_init_takes_deepspeeds_arguments(folder):
     config = configuration(folder)
-    with infinity.zero.Init(enabled=False, config_dict_or_path=config):
+    with infinity.deepspeed.zero.Init(enabled=False, config_dict_or_path=config):
         plain = llama()
     weight = plain.lm_head.weight
-    infinity.zero.Init(module=plain, config_dict_or_path=config, remote_device="nvme", dtype=torch.bfloat16)
+    infinity.deepspeed.zero.Init(
+        module=plain, config_dict_or_path=config, remote_device="nvme", dtype=torch.bfloat16
+    )
     assert plain.lm_head.weight is weight
     expected = prepare(llama()).lm_head.weight
-    with infinity.zero.GatheredParameters(weight):
+    with infinity.deepspeed.zero.GatheredParameters(weight):
         assert torch.equal(weight, expected)
-    with infinity.zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
+    with infinity.deepspeed.zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
         weight.zero_()
     assert not plain.state_dict()["lm_head.weight"].any()
-    with infinity.zero.GatheredParameters(torch.nn.Linear(1, 1)):
+    with infinity.deepspeed.zero.GatheredParameters(torch.nn.Linear(1, 1)):
         pass
     for arguments, error in (
         ({"mpu": object()}, UnsupportedError),
@@ -350,32 +352,32 @@ def test_zero_init_takes_deepspeeds_arguments(folder):
         ({"dtype": torch.float16, "config": config}, ConfigError),
     ):
         with pytest.raises(error):
-            infinity.zero.Init(**arguments)
+            infinity.deepspeed.zero.Init(**arguments)
     with pytest.raises(ValueError, match="a part of it was built inside Init"):
-        infinity.zero.Init(module=plain)
+        infinity.deepspeed.zero.Init(module=plain)
 
 
 def test_what_read_has_made_of_a_file_may_stand_for_it(folder):
     config = configuration(folder, wandb={"enabled": True}, gradient_clipping="auto")
     with pytest.warns(UserWarning, match="wandb"):
         settings = read(config, strict=False, gradient_clipping=0.5)
-    engine, _, _, _ = infinity.initialize(model=llama(settings), config=settings)
+    engine, _, _, _ = infinity.deepspeed.initialize(model=llama(settings), config=settings)
     assert run(engine, 3) == reference(3, 1, 0.5)[2]
 
 
 def test_init_and_initialize_leave_out_what_is_not_supported_if_told_so(folder):
     config = configuration(folder, wandb={"enabled": 1}, zero_allow_untested_optimizer=1)
     with pytest.raises(ConfigError, match=r"zero\.Init, initialize .* if told strict=False:\n.*wandb"):
-        infinity.zero.Init(config_dict_or_path=config)
+        infinity.deepspeed.zero.Init(config_dict_or_path=config)
     torch.manual_seed(0)
     with pytest.warns(UserWarning, match="wandb"):
-        building = infinity.zero.Init(config=config, strict=False)
+        building = infinity.deepspeed.zero.Init(config=config, strict=False)
     with building:
         model = models.MODELS["llama"]()
     with pytest.raises(ConfigError, match="wandb"):
-        infinity.initialize(model=model, config=config)
+        infinity.deepspeed.initialize(model=model, config=config)
     with pytest.warns(UserWarning, match="wandb"):
-        engine, _, _, _ = infinity.initialize(model=model, config=config, strict=False)
+        engine, _, _, _ = infinity.deepspeed.initialize(model=model, config=config, strict=False)
     assert run(engine, 2) == reference(2, 1, 1.0)[2]
 
 
@@ -389,10 +391,10 @@ def test_where_there_is_a_gpu_a_rank_computes_on_its_own_unless_told(folder, mon
 
 
 def test_the_arguments_of_a_script_name_the_file(folder):
-    parser = infinity.add_config_arguments(argparse.ArgumentParser())
+    parser = infinity.deepspeed.add_config_arguments(argparse.ArgumentParser())
     file = folder / "ds.json"
     file.write_text(json.dumps(configuration(folder)))
     args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(file)])
-    engine, _, _, _ = infinity.initialize(args=args, model=llama(str(file)))
+    engine, _, _, _ = infinity.deepspeed.initialize(args=args, model=llama(str(file)))
     assert args.deepspeed
     assert engine.settings.config.host_nbytes == 1 << 20

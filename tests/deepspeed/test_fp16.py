@@ -1,4 +1,4 @@
-"""fp16, fp32 and other optimizers through infinity.initialize. Trusted: the reference recipe, DeepSpeed's
+"""fp16, fp32 and other optimizers through deepspeed.initialize. Trusted: the reference recipe, DeepSpeed's
 rules as test_loss_scale has them; a loss that is made too large is the only thing planted.
 """
 
@@ -35,7 +35,7 @@ def configuration(folder, **changes):
 
 def llama(config, seed=0):
     torch.manual_seed(seed)
-    with infinity.zero.Init(config_dict_or_path=config):
+    with infinity.deepspeed.zero.Init(config_dict_or_path=config):
         return models.MODELS["llama"]()
 
 
@@ -83,7 +83,7 @@ def recipe(backwards, scaling, accumulate=1):
 @pytest.mark.parametrize("section", [FP16, {**FP16, "hysteresis": 2}, {"enabled": True, "loss_scale": 64}])
 def test_planted_overflows_give_deepspeeds_scales_and_the_recipes_weights(folder, section, accumulate):
     config = configuration(folder, fp16=section, gradient_accumulation_steps=accumulate)
-    engine, optimizer, _, _ = infinity.initialize(model=llama(config), config=config)
+    engine, optimizer, _, _ = infinity.deepspeed.initialize(model=llama(config), config=config)
     names = {"initial_scale_power": "power", "loss_scale_window": "window", "loss_scale": "fixed"}
     given = {names.get(name, name): value for name, value in section.items() if name != "enabled"}
     plain, theirs, expected = recipe(8, Scaling(**given), accumulate)
@@ -96,26 +96,26 @@ def test_planted_overflows_give_deepspeeds_scales_and_the_recipes_weights(folder
 
 def test_a_checkpoint_knows_the_loss_scale(folder, tmp_path):
     config = configuration(folder)
-    engine, _, _, _ = infinity.initialize(model=llama(config), config=config)
+    engine, _, _, _ = infinity.deepspeed.initialize(model=llama(config), config=config)
     run(engine, 3)
     engine.save_checkpoint(tmp_path)
     expected = run(engine, 4, first=3)
-    again, _, _, _ = infinity.initialize(model=llama(config, seed=1), config=config)
+    again, _, _, _ = infinity.deepspeed.initialize(model=llama(config, seed=1), config=config)
     again.load_checkpoint(tmp_path)
     assert run(again, 4, first=3) == expected
 
 
 def test_inputs_are_cast_where_the_file_asks_for_it(folder):
     config = configuration(folder, fp16={**FP16, "auto_cast": True})
-    with infinity.zero.Init(config_dict_or_path=config):
+    with infinity.deepspeed.zero.Init(config_dict_or_path=config):
         layer = torch.nn.Linear(8, 8)
-    engine, _, _, _ = infinity.initialize(model=layer, config=config)
+    engine, _, _, _ = infinity.deepspeed.initialize(model=layer, config=config)
     assert engine(torch.ones(2, 8)).dtype == torch.float16
 
 
 def test_a_loss_that_overflows_even_unscaled_ends_the_training_by_name(folder):
     config = configuration(folder, fp16={"enabled": True, "initial_scale_power": 0, "hysteresis": 1})
-    engine, _, _, _ = infinity.initialize(model=llama(config), config=config)
+    engine, _, _, _ = infinity.deepspeed.initialize(model=llama(config), config=config)
     ids = models.batch(0)
     engine.backward(engine(input_ids=ids, labels=ids).loss * 1e9)
     with pytest.raises(OverflowError, match=r"least loss scale, 1\.0.*smaller learning rate"):
@@ -125,7 +125,7 @@ def test_a_loss_that_overflows_even_unscaled_ends_the_training_by_name(folder):
 def test_without_a_section_for_16_bits_fp32_computes_as_in_deepspeed(folder):
     config = configuration(folder, gradient_clipping=0)
     del config["fp16"]
-    engine, optimizer, _, _ = infinity.initialize(model=llama(config), config=config)
+    engine, optimizer, _, _ = infinity.deepspeed.initialize(model=llama(config), config=config)
     assert (engine.fp16_enabled(), engine.bfloat16_enabled(), optimizer.update) == (False, False, "backward")
     torch.manual_seed(0)
     plain = prepare(models.MODELS["llama"](), torch.float32)
@@ -154,7 +154,7 @@ def test_without_a_section_for_16_bits_fp32_computes_as_in_deepspeed(folder):
 )
 def test_the_optimizer_that_the_file_names_is_made_with_its_options(folder, optimizer, kind, options):
     config = configuration(folder, optimizer=optimizer, gradient_clipping=0)
-    engine, ours, _, _ = infinity.initialize(model=llama(config), config=config)
+    engine, ours, _, _ = infinity.deepspeed.initialize(model=llama(config), config=config)
     assert type(ours) is getattr(infinity, kind)
     assert {name: ours.param_groups[0][name] for name in options} == options
     run(engine, 1)
@@ -177,6 +177,6 @@ def test_an_option_of_another_optimizer_is_refused_by_name(folder):
 )
 def test_ours_takes_the_place_of_torchs(folder, make, kind):
     config = configuration(folder)
-    engine, ours, _, _ = infinity.initialize(model=llama(config), optimizer=make, config=config)
+    engine, ours, _, _ = infinity.deepspeed.initialize(model=llama(config), optimizer=make, config=config)
     assert type(ours) is getattr(infinity, kind)
     run(engine, 1)

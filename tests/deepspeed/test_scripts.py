@@ -1,6 +1,7 @@
-"""Scripts written for DeepSpeed run with one line changed: `import infinity.deepspeed as deepspeed`, or
-`import infinity as deepspeed`. The texts are those of DeepSpeed's "Getting Started", and a fine-tuning loop
-as its users write it; models are small.
+"""Scripts written for DeepSpeed run with one line changed: `import infinity.deepspeed as deepspeed`.
+
+The texts are those of DeepSpeed's "Getting Started", and a fine-tuning loop as its users write it; models are
+small.
 """
 
 import argparse
@@ -14,12 +15,12 @@ from torch.utils.data import DataLoader
 
 import infinity
 import models
-from infinity import zero
+from infinity.deepspeed import zero_init
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
 
 TRAINING = """
-import infinity as deepspeed
+import infinity.deepspeed as deepspeed
 
 model_engine, optimizer, _, _ = deepspeed.initialize(args=cmd_args,
                                                      model=model,
@@ -178,15 +179,15 @@ def test_a_process_group_is_made_of_torchruns_ranks_or_of_one(launched, monkeypa
     }
     for name, value in environment.items():
         monkeypatch.setenv(name, value) if launched else monkeypatch.delenv(name, raising=False)
-    infinity.init_distributed(dist_init_required=False)
+    infinity.deepspeed.init_distributed(dist_init_required=False)
     assert not distributed.is_initialized()
-    infinity.init_distributed()
-    infinity.init_distributed()  # a second time changes nothing
+    infinity.deepspeed.init_distributed()
+    infinity.deepspeed.init_distributed()  # a second time changes nothing
     assert (distributed.get_rank(), distributed.get_world_size()) == (0, 1)
 
 
 def test_a_model_that_ranks_have_built_in_memory_is_refused(started, monkeypatch):
-    monkeypatch.setattr(zero, "ranks", lambda: 2)
+    monkeypatch.setattr(zero_init, "ranks", lambda: 2)
     with pytest.raises(infinity.UnsupportedError, match=r"by each of 2 ranks: build it inside .*zero.Init"):
         execute(TRAINING, started)
 

@@ -32,7 +32,7 @@ def train(folder, board):
         args,
         train_dataset=ROWS,
         optimizer_cls_and_kwargs=(infinity.AdamW, ADAM),
-        callbacks=[infinity.TrainerCallback(), board],
+        callbacks=[infinity.huggingface.TrainerCallback(), board],
     )
     trainer.train()
     return {name: [one[0] for one in logged(trainer, name)] for name in NAMES}

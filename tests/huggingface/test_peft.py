@@ -189,7 +189,7 @@ def trainer_of(model, place, **options):
         transformers.TrainingArguments(str(place), **options),
         train_dataset=ROWS,
         eval_dataset=HELD,
-        callbacks=[infinity.TrainerCallback()] if ours else [],
+        callbacks=[infinity.huggingface.TrainerCallback()] if ours else [],
     )
 
 

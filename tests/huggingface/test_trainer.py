@@ -72,7 +72,7 @@ def trainer_of(model, folder, **options):
         train_dataset=ROWS,
         eval_dataset=HELD,
         optimizer_cls_and_kwargs=(kind, {**ADAM, "weight_decay": args.weight_decay}),
-        callbacks=[infinity.TrainerCallback()] if ours else [],
+        callbacks=[infinity.huggingface.TrainerCallback()] if ours else [],
     )
 
 
@@ -171,7 +171,7 @@ def test_a_model_may_be_built_by_a_function(folder):
         args=args,
         train_dataset=ROWS,
         optimizer_cls_and_kwargs=(infinity.AdamW, ADAM),
-        callbacks=[infinity.TrainerCallback()],
+        callbacks=[infinity.huggingface.TrainerCallback()],
     )
     trainer.train()
     first = logged(trainer, "loss", "grad_norm")
@@ -215,7 +215,7 @@ def test_translations_are_generated_and_measured_between_steps(folder):
             eval_dataset=rows[:4],
             compute_metrics=measure,
             optimizers=(kind(model.parameters(), **ADAM), None),  # this Trainer takes no class
-            callbacks=[] if place is None else [infinity.TrainerCallback()],
+            callbacks=[] if place is None else [infinity.huggingface.TrainerCallback()],
         )
         torch.manual_seed(7)
         trainer.train()
@@ -395,7 +395,7 @@ class Settled(transformers.TrainerCallback):
 
 def test_what_moved_stands_in_the_trainers_logs_and_on_boards_named_after_the_callback(folder):
     trainer = trainer_of(build("llama", folder), folder, max_steps=3)
-    ours, board = trainer.pop_callback(infinity.TrainerCallback), Board()
+    ours, board = trainer.pop_callback(infinity.huggingface.TrainerCallback), Board()
     for one in (Settled(), ours, board):
         trainer.add_callback(one)
     engine_of_model(trainer.model).lane.drain()
@@ -452,9 +452,9 @@ def test_data_parallel_and_other_optimizers_are_refused(folder, monkeypatch):
             str(folder / "out"), max_steps=1, report_to="none", use_cpu=True, disable_tqdm=True
         )
         trainer = transformers.Trainer(
-            model, args, train_dataset=ROWS, callbacks=[infinity.TrainerCallback()], **kwargs
+            model, args, train_dataset=ROWS, callbacks=[infinity.huggingface.TrainerCallback()], **kwargs
         )
         with pytest.raises(UnsupportedError, match=says):
             trainer.train()
     with pytest.raises(ValueError, match="no parameter built inside"):
-        transformers.Trainer(build("gpt2"), args, callbacks=[infinity.TrainerCallback()])
+        transformers.Trainer(build("gpt2"), args, callbacks=[infinity.huggingface.TrainerCallback()])

@@ -70,7 +70,7 @@ def test_two_ranks_train_as_one_with_the_joined_batch(answers, tmp_path, repeata
         args,
         train_dataset=ROWS,
         optimizer_cls_and_kwargs=(infinity.AdamW, {**ADAM, "weight_decay": 0.1}),
-        callbacks=[infinity.TrainerCallback()],
+        callbacks=[infinity.huggingface.TrainerCallback()],
     )
     torch.manual_seed(7)  # of the order of rows, as on the ranks
     trainer.train()

@@ -77,7 +77,7 @@ def test_supervised_fine_tuning_has_the_recipes_bits(folder):
             train_dataset=datasets.Dataset.from_list(rows),
             processing_class=tokenizer_of(),
             optimizer_cls_and_kwargs=(infinity.AdamW if ours else ReferenceAdamW, ADAM),
-            callbacks=[infinity.TrainerCallback()] if ours else [],
+            callbacks=[infinity.huggingface.TrainerCallback()] if ours else [],
         )
         torch.manual_seed(7)
         trainer.train()

@@ -224,7 +224,7 @@ def test_what_an_optimizer_cannot_do_is_refused_by_name(folder):
 )
 def test_an_elementwise_optimizer_of_torch_gives_its_own_bits(folder, tmp_path, kind, options, memory):
     ours = models.build("one layer", nvme=folder, host_memory=memory, dtype="fp32")
-    optimizer = infinity.Elementwise(kind, ours.parameters(), lr=1e-2, **options)
+    optimizer = infinity.wrap_optimizer(kind, ours.parameters(), lr=1e-2, **options)
     plain = models.build("one layer", computes="fp32")
     theirs = kind(plain.parameters(), lr=1e-2, foreach=False, **options)
     schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in (optimizer, theirs)]
@@ -238,14 +238,14 @@ def test_an_elementwise_optimizer_of_torch_gives_its_own_bits(folder, tmp_path, 
         assert all(torch.equal(found[number][name], value) for name, value in state.items())
     infinity.save(ours, optimizer, tmp_path / "saved")
     again = models.build("one layer", seed=1, nvme=folder, host_memory=memory, dtype="fp32")
-    loaded = infinity.Elementwise(kind, again.parameters(), lr=1e-2, **options)
+    loaded = infinity.wrap_optimizer(kind, again.parameters(), lr=1e-2, **options)
     infinity.load(again, loaded, tmp_path / "saved")
     assert train(again, loaded, 2, 3) == train(plain, theirs, 2, 3)
 
 
 def test_an_elementwise_optimizer_steps_exact_masters_of_16_bit_weights(folder):
     ours = models.build("one layer", nvme=folder, host_memory="128KiB")
-    optimizer = infinity.Elementwise(torch.optim.RMSprop, ours.parameters(), lr=1e-3)
+    optimizer = infinity.wrap_optimizer(torch.optim.RMSprop, ours.parameters(), lr=1e-3)
     plain = models.build("one layer")
     masters = {one: torch.nn.Parameter(reference._adopt(one, one.dtype)) for one in plain.parameters()}
     theirs = torch.optim.RMSprop(masters.values(), lr=1e-3, foreach=False)
@@ -281,13 +281,13 @@ def test_what_finds_no_place_in_a_record_is_refused_by_name(folder, kind, option
     with infinity.Init(nvme=folder, host_memory="1MiB"):
         layer = torch.nn.Linear(8, 8)
     with pytest.raises(UnsupportedError, match=says):
-        infinity.Elementwise(kind, layer.parameters(), **options)
+        infinity.wrap_optimizer(kind, layer.parameters(), **options)
 
 
 def test_options_that_change_the_state_later_are_refused(folder):
     with infinity.Init(nvme=folder, host_memory="1MiB", dtype="fp32"):
         layer = torch.nn.Linear(8, 8)
-    optimizer = infinity.Elementwise(torch.optim.RMSprop, layer.parameters())
+    optimizer = infinity.wrap_optimizer(torch.optim.RMSprop, layer.parameters())
     layer(torch.ones(1, 8)).sum().backward()
     optimizer.param_groups[0]["momentum"] = 0.9
     with pytest.raises(ValueError, match=r"RMSprop began with the state .*give them when it is made"):

@@ -140,10 +140,9 @@ def test_names_that_come_when_they_are_used_are_those_that_type_checkers_see() -
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    zero = seen.pop("zero")
-    assert seen == {name: f"{module}.{name}" for name, module in infinity._MODULE_OF.items()}
-    assert infinity.zero.__name__ == zero
-    assert {*infinity.__all__, "TrainerCallback"} == {*seen, "zero"}
+    packages = {name: f"infinity.{name}" for name in infinity._PACKAGES}
+    assert seen == packages | {name: f"{module}.{name}" for name, module in infinity._MODULE_OF.items()}
+    assert {*infinity.__all__, *infinity._PACKAGES, "OffloadedOptimizer"} == {*seen}
     assert set(infinity.__all__) <= set(dir(infinity))
     with pytest.raises(AttributeError, match="no attribute 'AdamWW'"):
         infinity.AdamWW  # noqa: B018

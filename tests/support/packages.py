@@ -5,7 +5,7 @@ from places import ROOT
 PACKAGE = ROOT / "infinity"
 
 PACKAGES = [
-    "",  # errors, sizes, tensors, timeline: what anything may use
+    "",  # deprecation, errors, sizes, tensors, timeline: what anything may use
     "aio",
     "kernels",
     "tiling",

@@ -147,7 +147,7 @@ def changed_by_one():
     def change(modifier, who, value):
         began = time.perf_counter()
         try:
-            with infinity.zero.GatheredParameters(list(model.parameters()), modifier_rank=modifier):
+            with infinity.deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=modifier):
                 if rank in who:
                     model[0].weight.data[1:] = value
                     with torch.no_grad():

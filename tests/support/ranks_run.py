@@ -203,7 +203,7 @@ def joined(name, *, freeze=None):
 
 
 def through_deepspeed():
-    """Train through infinity.initialize, beside the reference; return what differs."""
+    """Train through infinity.deepspeed.initialize, beside the reference; return what differs."""
     plain = build_reference("gpt2")
     recipe = ReferenceAdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
     config = {
@@ -215,9 +215,9 @@ def through_deepspeed():
         "infinity": {"host_memory": "64MiB"},
     }
     torch.manual_seed(0)
-    with infinity.zero.Init(config_dict_or_path=config):
+    with infinity.deepspeed.zero.Init(config_dict_or_path=config):
         model = models.MODELS["gpt2"]()
-    engine, optimizer, loader, _ = infinity.initialize(
+    engine, optimizer, loader, _ = infinity.deepspeed.initialize(
         model=model, config=config, training_data=list(range(12))
     )
     losses = [[], []]

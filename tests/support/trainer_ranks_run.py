@@ -49,7 +49,7 @@ def trainer_of(model, place, **options):
         eval_dataset=HELD,
         compute_metrics=lambda given: {"sum": float(given.predictions.astype("float64").sum())},
         optimizer_cls_and_kwargs=(infinity.AdamW if ours else ReferenceAdamW, {**ADAM, "weight_decay": 0.1}),
-        callbacks=[infinity.TrainerCallback()] if ours else [],
+        callbacks=[infinity.huggingface.TrainerCallback()] if ours else [],
     )
 
 
@@ -223,7 +223,7 @@ def adapters():
             peft.get_peft_model(base, config),
             args,
             train_dataset=ROWS,
-            callbacks=[infinity.TrainerCallback()] if ours else [],
+            callbacks=[infinity.huggingface.TrainerCallback()] if ours else [],
         )
         trainer.train()
         saved = load_file(FOLDER / place / "checkpoint-4" / "adapter_model.safetensors")

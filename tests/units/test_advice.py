@@ -122,7 +122,9 @@ def test_an_optimizer_that_was_made_where_values_are_is_refused_at_its_first_ste
 
 
 def test_a_model_of_a_deepspeed_script_takes_an_optimizer_of_torch_until_it_steps(tmp_path):
-    with infinity.zero.Init(config_dict_or_path={"train_batch_size": 2, "infinity": {"host_memory": "8MiB"}}):
+    with infinity.deepspeed.zero.Init(
+        config_dict_or_path={"train_batch_size": 2, "infinity": {"host_memory": "8MiB"}}
+    ):
         model = plain()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model(X).sum().backward()

@@ -110,7 +110,7 @@ def test_an_unknown_option_is_refused_with_what_may_have_been_meant(kind, option
 def test_an_elementwise_optimizer_maximizes_by_torchs_own_steps():
     model = offloaded()
     kind, options = torch.optim.RMSprop, {"lr": 0.01, "maximize": True}
-    ours = train(model, infinity.Elementwise(kind, model.parameters(), **options))
+    ours = train(model, infinity.wrap_optimizer(kind, model.parameters(), **options))
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     theirs = train(plain, kind(plain.parameters(), foreach=False, **options))
