@@ -60,10 +60,10 @@ class Durations:
         self.seconds[within_tests(ROOT / report.fspath), "slow" in report.keywords] += report.duration
 
     def pytest_sessionfinish(self) -> None:
-        measured = {name for name, _ in self.seconds}
-        table = durations() | {
-            name: (self.seconds[name, False], self.seconds[name, True]) for name in measured
-        }
+        table = durations()
+        for (name, slow), seconds in self.seconds.items():
+            before = table.get(name, (0.0, 0.0))
+            table[name] = (before[0], seconds) if slow else (seconds, before[1])
         there = set(map(within_tests, DURATIONS.parent.rglob("test_*.py")))
         rows = sorted((-default, -slow, name) for name, (default, slow) in table.items() if name in there)
         lines = [f"{name},{-default:.1f},{-slow:.1f}" for default, slow, name in rows]

@@ -34,7 +34,7 @@ from infinity.deepspeed.utils import (
 )
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.reference import recipe as reference
-from places import ROOT
+from places import ROOT, SUPPORT
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -366,7 +366,7 @@ def test_the_table_of_the_documentation_is_true():
 
 def test_every_public_name_of_deepspeed_stands_in_the_table():
     """As the names stand in its sources of 0.19, and, where it is installed, as they are."""
-    names = (ROOT / "tests" / "deepspeed_names.txt").read_text().split()
+    names = (SUPPORT / "deepspeed_names.txt").read_text().split()
     assert len(names) > 200
     assert sorted(set(names) - table().keys()) == []
 
