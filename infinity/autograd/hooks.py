@@ -32,7 +32,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _pytree as pytree
 
 from infinity.activations.boundaries import Boundaries, Boundary
-from infinity.activations.partitioned import Part, Parts
+from infinity.activations.partitioned import BoundaryPart, Parts
 from infinity.autograd.module_calls import differentiates, refuse, refuse_transform, runs_in_itself
 from infinity.planning.trace import Phase
 from infinity.tiling import Tile, runs_in_slices
@@ -62,7 +62,7 @@ class Frame:
 
 
 @dataclass(slots=True, eq=False)
-class Packed:
+class PackedWeight:
     """What autograd keeps of a weight."""
 
     unit: Unit
@@ -239,12 +239,12 @@ class Hooks:
             if otherwise is _as_is and boundaries is not None and boundaries.takes(tensor):
                 return boundaries.save(tensor)
             return otherwise(tensor)
-        return Packed(unit, tensor.shape, tensor.stride(), int(tensor.storage_offset()), unit.version)
+        return PackedWeight(unit, tensor.shape, tensor.stride(), int(tensor.storage_offset()), unit.version)
 
     def _unpack(self, packed: Any, otherwise: Any) -> torch.Tensor:
-        if isinstance(packed, (Boundary, Part)):
+        if isinstance(packed, (Boundary, BoundaryPart)):
             return packed.take()
-        if not isinstance(packed, Packed):
+        if not isinstance(packed, PackedWeight):
             tensor: torch.Tensor = otherwise(packed)
             return tensor
         unit = packed.unit

@@ -21,12 +21,12 @@ from rich.console import Console
 
 from infinity.cli.interrupted import Interrupted
 from infinity.cli.presets import PRESETS
-from infinity.cli.settings import Settings
+from infinity.cli.settings import TrainSettings
 from infinity.errors import ConfigError, InfinityError
 from infinity.sizes import parse_size
 
 _ENGINES = ("io_uring", "threads", "buffered")
-_DEFAULT = Settings()
+_DEFAULT = TrainSettings()
 _BENCHES = {
     "io": "read, write and mixed bandwidth and latency of a folder's disk, by engine, block size and depth",
     "adam": "parameters per second of the update's kernels beside the memory's speed and torch's",
@@ -202,7 +202,7 @@ def _train(options: argparse.Namespace) -> int:
     from infinity.aio import EngineUnavailableError
     from infinity.cli.train import train
 
-    settings = Settings(**{name: getattr(options, name) for name in Settings.__dataclass_fields__})
+    settings = TrainSettings(**{name: getattr(options, name) for name in TrainSettings.__dataclass_fields__})
     _check(settings)
     try:
         train(settings, Console())
@@ -213,7 +213,7 @@ def _train(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check(settings: Settings) -> None:
+def _check(settings: TrainSettings) -> None:
     """Refuse what excludes each other, and paths that lead nowhere, before anything is built.
 
     Raises: ConfigError naming the options.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from infinity import kernels
-from infinity.records.packing import Packed
+from infinity.records.packing import PackedSpans
 from infinity.records.record import Record
 from infinity.storage.store import Transfer
 
@@ -51,7 +51,7 @@ class Pass(ABC):
         """Of the tile that is worked on, where `sums_up` says that its kernel takes them."""
         self.on_finished: list[Callable[[], None]] = []
         """Called once it is finished, with the lane's lock held."""
-        self._packed = Packed(record)
+        self._packed = PackedSpans(record)
         self.open_tiles = 0
         """Tiles admitted and not yet over."""
         self.ranges: Iterator[tuple[int, int]] | None = None
