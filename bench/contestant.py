@@ -196,7 +196,9 @@ def forward_backward(spec: Spec) -> Contestant:
 
 def beside_updates(spec: Spec) -> Contestant:
     """Forward and backward alone while updates run; reports how fast these go, and what Python takes."""
-    contestant, work = forward_backward(spec), importlib.import_module("infinity.bench.beside").Work()
+    from infinity.bench.beside import LaneWork
+
+    contestant, work = forward_backward(spec), LaneWork()
     alone = work.rate(seconds=1.0)
     work.start()
 
@@ -230,8 +232,10 @@ def plain(spec: Spec) -> Contestant:
 
 def plain_kernels(spec: Spec) -> Contestant:
     """Plain PyTorch in memory with Infinity's split masters and kernel; buffers stay as they are."""
+    from infinity.bench.split_masters import adamw
+
     model = llama(spec)
-    step = importlib.import_module("infinity.bench.split_masters").adamw(model, **RATES)
+    step = adamw(model, **RATES)
     return Contestant(checkpointed(model), count(model), torch.Tensor.backward, step)
 
 

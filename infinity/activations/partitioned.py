@@ -13,11 +13,13 @@ from typing import Any
 import torch
 import xxhash
 
-from infinity.activations.boundaries import Boundaries, Boundary, flattened, is_boundary
+from infinity.activations.boundaries import Boundaries, Boundary, flattened, is_boundary, stands_between
 from infinity.errors import RanksError
 from infinity.ranks.group import Channel, Ranks, open_ranks
 from infinity.sizes import BLOCK
 from infinity.tensors import as_bytes
+
+stands_between(__name__)
 
 
 class BoundaryPart:

@@ -31,7 +31,7 @@ from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _pytree as pytree
 
-from infinity.activations.boundaries import Boundaries, Boundary
+from infinity.activations.boundaries import Boundaries, Boundary, stands_between
 from infinity.activations.partitioned import BoundaryPart, Parts
 from infinity.autograd.module_calls import differentiates, refuse, refuse_transform, runs_in_itself
 from infinity.planning.trace import Phase
@@ -40,6 +40,7 @@ from infinity.units.residency import Executor
 from infinity.units.unit import Unit
 
 logger = logging.getLogger("infinity")
+stands_between(__name__)
 
 
 def graph_task() -> int:
