@@ -12,7 +12,7 @@ import infinity
 import infinity.checkpoint.safetensors_file
 import models
 from infinity import aio
-from infinity.cli.main import main
+from infinity.__main__ import main
 
 DOCS = Path(__file__).parents[1] / "docs"
 SECTIONS = re.findall(r"^## (.+)\n((?:(?!^## ).*\n)*)", (DOCS / "errors.md").read_text(), re.MULTILINE)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from infinity.cli import main as cli
+from infinity import __main__ as cli
 from infinity.cli import train as module
 from infinity.cli.interrupted import Interrupted
 from infinity.cli.presets import PRESETS, llama, recompute_blocks
