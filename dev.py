@@ -158,7 +158,7 @@ def borrow(folder: Path, modules: Sequence[str]) -> Path:
         (site_packages / "infinity").symlink_to(ROOT / "infinity")
         command = python.with_name("infinity")
         command.write_text(
-            f"#!{python}\nimport sys\nfrom infinity.cli.main import main\n\nsys.exit(main())\n"
+            f"#!{python}\nimport sys\nfrom infinity.__main__ import main\n\nsys.exit(main())\n"
         )
         command.chmod(0o755)
     return python

@@ -11,12 +11,12 @@ names it.  Addresses are plain integers; this package knows nothing of torch.
 
 from infinity.aio.completion import Completion
 from infinity.aio.counts import EngineStatistics
-from infinity.aio.engine import Engine
+from infinity.aio.engine import IoEngine
 from infinity.aio.errors import (
     EngineClosedError,
-    EngineFailedError,
     EngineUnavailableError,
     ForkedError,
+    IoEngineFailedError,
     IoError,
     IoTimeoutError,
     StorageFullError,
@@ -32,13 +32,13 @@ __all__ = [
     "RINGS",
     "AlignedMemory",
     "Completion",
-    "Engine",
     "EngineClosedError",
-    "EngineFailedError",
     "EngineStatistics",
     "EngineUnavailableError",
     "File",
     "ForkedError",
+    "IoEngine",
+    "IoEngineFailedError",
     "IoError",
     "IoTimeoutError",
     "Priority",

@@ -5,14 +5,14 @@ import os
 import time
 from typing import Protocol
 
-from infinity.aio.errors import EngineFailedError, ForkedError, IoError, IoTimeoutError, name_of
-from infinity.aio.library import SLICE_MS, WRITE, CData, Library
+from infinity.aio.errors import ForkedError, IoEngineFailedError, IoError, IoTimeoutError, name_of
+from infinity.aio.library import SLICE_MS, WRITE, AioLibrary, CData
 
 
 class Submitter(Protocol):
     """What a completion needs of the engine that it was submitted to."""
 
-    library: Library
+    library: AioLibrary
     pid: int
     hang_s: float
 
@@ -87,7 +87,7 @@ class Completion:
         Raises:
             IoError: it failed; every call raises the same.
             IoTimeoutError: it is not over after `timeout_s` seconds, and still in flight; or the disk hangs.
-            EngineFailedError: it will never be over, because the engine broke.
+            IoEngineFailedError: it will never be over, because the engine broke.
             ForkedError: it was submitted by the parent of this process.
         """
         if not self.done:
@@ -111,7 +111,7 @@ class Completion:
             if result > 0:
                 return
             if result < 0:
-                raise EngineFailedError.of_engine(-result)
+                raise IoEngineFailedError.of_engine(-result)
             if end_s is not None and time.monotonic() >= end_s:
                 raise IoTimeoutError(errno.ETIMEDOUT, f"not done after {timeout_s} s: {self!r}")
             patience_s -= slice_ms / 1000  # and not what the clock says, which goes on while we are stopped

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from infinity.aio.library import CData, Library, ffi
+from infinity.aio.library import AioLibrary, CData, ffi
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -27,7 +27,7 @@ class EngineStatistics:
     registered: int  # pieces that lay in registered memory
 
     @classmethod
-    def of(cls, library: Library, engine: CData) -> "Self":
+    def of(cls, library: AioLibrary, engine: CData) -> "Self":
         """Ask the C engine."""
         counts = ffi.new("struct aio_statistics *")
         library.aio_statistics(engine, counts)

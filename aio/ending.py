@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from infinity.aio.files import Descriptor
-from infinity.aio.library import SLICE_MS, CData, Library
+from infinity.aio.library import SLICE_MS, AioLibrary, CData
 
 EXIT_TIMEOUT_S = 60.0
 """How long the interpreter's exit, or the collection of a forgotten engine, waits for requests in flight."""
@@ -23,9 +23,9 @@ class InFlight(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """What must outlive an Engine object: the C engine and what the kernel may still use."""
+    """What must outlive an IoEngine object: the C engine and what the kernel may still use."""
 
-    library: Library
+    library: AioLibrary
     pointer: CData
     in_flight: dict[int, InFlight]
     pid: int
@@ -48,7 +48,7 @@ def end(native: Native, timeout_s: float | None) -> bool:
 
 
 def end_forgotten(native: Native) -> None:
-    """End the engine of an Engine that was collected, or that was open at exit."""
+    """End the engine of an IoEngine that was collected, or that was open at exit."""
     over = end(native, EXIT_TIMEOUT_S)
     if not over or not all(native.library.aio_done(entry.request) for entry in native.in_flight.values()):
         abandoned.append(native)

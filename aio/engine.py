@@ -20,7 +20,7 @@ from infinity.aio import errors, files
 from infinity.aio.completion import Completion
 from infinity.aio.counts import EngineStatistics
 from infinity.aio.ending import InFlight, Native, abandoned, end, end_forgotten
-from infinity.aio.errors import EngineClosedError, EngineFailedError, ForkedError, IoTimeoutError
+from infinity.aio.errors import EngineClosedError, ForkedError, IoEngineFailedError, IoTimeoutError
 from infinity.aio.files import File, Folder
 from infinity.aio.library import (
     ALIGNED,
@@ -51,7 +51,7 @@ _FIRST_ADDRESS, _END = 1, 1 << 63
 _NO_COUNT = (1 << 64) - 1
 
 
-class Engine:
+class IoEngine:
     """Asynchronous file I/O; make one with `open_engine`.  All methods may be called from any thread.
 
     Attributes:
@@ -251,7 +251,7 @@ class Engine:
         while not (result := self.library.aio_wait_idle(self.pointer, self._slice_ms(end_s, "not idle"))):
             pass
         if result < 0:
-            raise EngineFailedError.of_engine(-result)
+            raise IoEngineFailedError.of_engine(-result)
         self._release_all()
 
     def hangs(self, what: str) -> IoTimeoutError:
@@ -281,7 +281,7 @@ class Engine:
             while key in self._in_flight:
                 result = self.library.aio_wait(self.pointer, entry.request, SLICE_MS)
                 if result < 0:
-                    raise EngineFailedError.of_engine(-result)
+                    raise IoEngineFailedError.of_engine(-result)
                 if result > 0:
                     self.release(key)
 
@@ -296,7 +296,7 @@ class Engine:
     def _raise_if_broken(self) -> None:
         result = self.library.aio_wait_idle(self.pointer, 0)
         if result < 0:
-            raise EngineFailedError.of_engine(-result)
+            raise IoEngineFailedError.of_engine(-result)
 
     # Letting go of memory
 
@@ -366,7 +366,7 @@ class Engine:
     def _refusal(self, number: int) -> Exception:
         if number == errno.ESHUTDOWN:
             return EngineClosedError(f"{self!r} is closed")
-        return EngineFailedError.of_engine(number)
+        return IoEngineFailedError.of_engine(number)
 
     def __enter__(self) -> "Self":
         return self
@@ -378,11 +378,11 @@ class Engine:
 
     def __repr__(self) -> str:
         if self.pid != os.getpid():
-            return f"<Engine {self.kind} of process {self.pid}, forked>"
+            return f"<IoEngine {self.kind} of process {self.pid}, forked>"
         counts = self.statistics()
         opening = "direct" if self.direct else "buffered"
         return (
-            f"<Engine {self.kind}, {opening}{', closed' if self._closed else ''},"
+            f"<IoEngine {self.kind}, {opening}{', closed' if self._closed else ''},"
             f" {counts.in_flight} of {counts.requests} requests in flight, {counts.failed} failed,"
             f" {counts.bytes_read / 1e9:.3f} GB read, {counts.bytes_written / 1e9:.3f} GB written>"
         )

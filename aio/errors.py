@@ -226,14 +226,14 @@ class EngineUnavailableError(_DetailedError):
         return error
 
 
-class EngineFailedError(_DetailedError):
+class IoEngineFailedError(_DetailedError):
     """The engine broke while it was running.
 
     What was not started has failed; what the kernel had is in flight for ever, its memory never reused.
     """
 
     @classmethod
-    def of_engine(cls, number: int) -> "EngineFailedError":
+    def of_engine(cls, number: int) -> "IoEngineFailedError":
         """Compose the error."""
         return cls(number, f"the I/O engine failed: {name_of(number)}\n  try: look at `dmesg`; start again")
 

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 
-from infinity.aio.engine import Engine
+from infinity.aio.engine import IoEngine
 
 TORN, LOST, FLIP, DELAY, HANG = -10001, -10002, -10003, -10004, -10005
 """What a disk does that reports no error; see aio.h. TORN, LOST: half a piece is moved, or nothing, and all
@@ -11,7 +11,7 @@ reported. FLIP: one bit of a read is wrong. DELAY: others overtake the piece. HA
 """
 
 
-def inject(engine: Engine, nth: int, result: int) -> None:
+def inject(engine: IoEngine, nth: int, result: int) -> None:
     """Make the nth attempt from now (1: the next) to move a piece yield `result`.
 
     Args:
@@ -27,7 +27,7 @@ def inject(engine: Engine, nth: int, result: int) -> None:
 
 
 @contextlib.contextmanager
-def held(engine: Engine) -> Iterator[None]:
+def held(engine: IoEngine) -> Iterator[None]:
     """Accept requests but start nothing, inside the `with`: the disk hangs, as it were."""
     engine.library.aio_hold(engine.pointer, 1)
     try:

@@ -42,7 +42,7 @@ CData = Any
 ffi: Any = cffi.FFI()
 
 
-class Library(Protocol):
+class AioLibrary(Protocol):
     """The functions of aio.h; the header says what each does.  Failures come back as -errno."""
 
     # ruff: disable[D102]
@@ -71,7 +71,7 @@ class Library(Protocol):
 
 
 @functools.cache
-def load() -> Library:
+def load() -> AioLibrary:
     """Load the compiled library that lies beside this file.
 
     Raises:
@@ -99,4 +99,4 @@ def load() -> Library:
             f"  try: build it again",
             path=str(path),
         )
-    return cast("Library", library)
+    return cast("AioLibrary", library)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infinity.aio.completion import Completion
-from infinity.aio.engine import Engine
+from infinity.aio.engine import IoEngine
 from infinity.aio.files import File
 from infinity.aio.memory import AlignedMemory
 
@@ -18,7 +18,7 @@ _NOISE_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class RequestStream:
     """What is asked of an engine, again and again, in the order of the file."""
 
     verb: str
@@ -67,10 +67,10 @@ class Moved:
 
 
 def move(
-    engine: Engine,
+    engine: IoEngine,
     file: File,
     memory: AlignedMemory,
-    stream: Stream,
+    stream: RequestStream,
     nbytes: int,
     *,
     seconds: float,

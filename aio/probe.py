@@ -4,22 +4,22 @@ import errno
 import os
 from typing import NamedTuple
 
-from infinity.aio.engine import Engine
-from infinity.aio.errors import STARTING, TRYING, EngineFailedError, EngineUnavailableError
+from infinity.aio.engine import IoEngine
+from infinity.aio.errors import STARTING, TRYING, EngineUnavailableError, IoEngineFailedError
 from infinity.aio.files import Folder, opened_folder
 from infinity.aio.library import BLOCK, KIND_IO_URING, KIND_THREADS, RINGS, ffi, load
 from infinity.aio.memory import AlignedMemory
 
 
-class _Kind(NamedTuple):
+class _EngineKind(NamedTuple):
     backend: int
     direct: bool
 
 
 _CHAIN = {
-    "io_uring": _Kind(KIND_IO_URING, direct=True),
-    "threads": _Kind(KIND_THREADS, direct=True),
-    "buffered": _Kind(KIND_THREADS, direct=False),
+    "io_uring": _EngineKind(KIND_IO_URING, direct=True),
+    "threads": _EngineKind(KIND_THREADS, direct=True),
+    "buffered": _EngineKind(KIND_THREADS, direct=False),
 }
 
 KINDS = tuple(_CHAIN)
@@ -36,7 +36,7 @@ def open_engine(
     threads: int = 8,
     piece_nbytes: int = 1 << 20,
     ring: str | None = None,
-) -> Engine:
+) -> IoEngine:
     """Start the best engine that works on the files of a folder.
 
     Args:
@@ -78,7 +78,7 @@ def _numbers(depth: int, threads: int, piece_nbytes: int) -> dict[str, int]:
     return {"depth": depth, "threads": threads, "piece_nbytes": piece_nbytes}
 
 
-def _open_first(options: dict[str, int], folder_fd: int, path: str) -> Engine:
+def _open_first(options: dict[str, int], folder_fd: int, path: str) -> IoEngine:
     refusals: list[EngineUnavailableError] = []
     for kind in KINDS:
         why_not = "; ".join(f"{e.kind} does not work here ({_shortly(e)})" for e in refusals)
@@ -97,7 +97,7 @@ def _shortly(error: EngineUnavailableError) -> str:
     return f"{what.split(': ', 1)[1]}; {cause}"
 
 
-def _open(kind: str, reason: str, options: dict[str, int], folder_fd: int, path: str) -> Engine:
+def _open(kind: str, reason: str, options: dict[str, int], folder_fd: int, path: str) -> IoEngine:
     """Start one kind of engine and try it, or say why not."""
     library = load()
     backend, direct = _CHAIN[kind]
@@ -107,14 +107,14 @@ def _open(kind: str, reason: str, options: dict[str, int], folder_fd: int, path:
         raise EngineUnavailableError.of_kind(kind, -result, STARTING, path)
     depth = options["depth" if backend == KIND_IO_URING else "threads"]
     pointer = ffi.gc(opened[0], library.aio_free)
-    engine = Engine(kind, reason, pointer, direct=direct, depth=depth, piece_nbytes=options["piece_nbytes"])
+    engine = IoEngine(kind, reason, pointer, direct=direct, depth=depth, piece_nbytes=options["piece_nbytes"])
     if engine.ring:
         engine.reason += f" (ring: {engine.ring})"
     try:
         _try(engine, folder_fd)
     except OSError as error:
         engine.close()
-        step = STARTING if isinstance(error, EngineFailedError) else TRYING
+        step = STARTING if isinstance(error, IoEngineFailedError) else TRYING
         raise EngineUnavailableError.of_kind(kind, error.errno or errno.EIO, step, path) from error
     except BaseException:
         engine.close()
@@ -122,7 +122,7 @@ def _open(kind: str, reason: str, options: dict[str, int], folder_fd: int, path:
     return engine
 
 
-def _try(engine: Engine, folder_fd: int) -> None:
+def _try(engine: IoEngine, folder_fd: int) -> None:
     """Write one block to a nameless file, read it back and compare."""
     memory = AlignedMemory(2 * BLOCK)
     memory.view[:BLOCK] = os.urandom(BLOCK)

@@ -37,9 +37,9 @@ from infinity.bench.recipes import (
     BESIDE,
     BLOCK,
     SPLIT,
+    FieldStream,
     Memory,
     Operation,
-    Stream,
     other_steps,
     others,
     steps,
@@ -124,7 +124,7 @@ def timed(call: Callable[[], object], times: int) -> float:
     return (time.perf_counter() - start) / times
 
 
-def limit(streams: tuple[Stream, ...], numel: int) -> Callable[[], object]:
+def limit(streams: tuple[FieldStream, ...], numel: int) -> Callable[[], object]:
     """Return a call that moves what an operation with these streams moves. What is updated keeps its values,
     what is only written becomes 0.
     """

@@ -17,7 +17,7 @@ from infinity import kernels
 _SCALARS = kernels.AdamWScalars(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
 
 
-class Work:
+class LaneWork:
     """What Infinity's lane does to tiles, without its transfers: hash one, update it, hash it; the next one.
 
     tiles: so many that the caches do not hold them. numel: of each, as large as training has them.

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from infinity.bench.findings import gb_per_s
-from infinity.bench.peers import MOST_THREADS, Mover, Ours, Place, Sample, Work
+from infinity.bench.peers import MOST_THREADS, MeasuredFile, Measurement, Mover, Ours, Workload
 from infinity.sizes import format_size
 
 AS_GOOD = 0.95
@@ -25,12 +25,12 @@ class Cell:
     """One point of the grid: who does what, in which of the folders."""
 
     mover: Mover
-    work: Work
+    work: Workload
     places: tuple[int, ...]
     """Folders as counted on the command line, all at once."""
 
 
-Samples = Mapping[Cell, list[Sample]]
+Samples = Mapping[Cell, list[Measurement]]
 """One sample per round."""
 
 
@@ -53,10 +53,10 @@ def cells_of(
     ):
         piece = min(piece_most, request)
         in_flight = asked_in_flight or requests_for(depth * piece, request)
-        work = Work(verb, request, piece, depth, in_flight)
-        fewer = Work(verb, request, piece, min(depth, MOST_THREADS), in_flight)
+        work = Workload(verb, request, piece, depth, in_flight)
+        fewer = Workload(verb, request, piece, min(depth, MOST_THREADS), in_flight)
         block, blocks = work.block_nbytes, work.peers_depth
-        theirs = Work(verb, block, block, blocks, blocks)
+        theirs = Workload(verb, block, block, blocks, blocks)
         cells = [Cell(mover, work if mover.kind == "io_uring" else fewer, places) for mover in movers]
         if len(places) == 1:
             cells += [Cell(other, theirs, places) for other in others]
@@ -65,10 +65,10 @@ def cells_of(
 
 
 def measure(
-    cells: Sequence[Cell], places: Sequence[Place], options: argparse.Namespace, console: Console
+    cells: Sequence[Cell], places: Sequence[MeasuredFile], options: argparse.Namespace, console: Console
 ) -> Samples:
     """Measure all cells once per round, every other round backwards: a drift then favours nobody."""
-    samples: dict[Cell, list[Sample]] = {cell: [] for cell in cells}
+    samples: dict[Cell, list[Measurement]] = {cell: [] for cell in cells}
     # Refreshed between cells alone: a thread that draws would cost the CPU time that is measured.
     with Progress(console=console, auto_refresh=False, transient=True) as progress:
         task = progress.add_task("", total=len(cells) * options.rounds)
@@ -84,12 +84,12 @@ def measure(
     return samples
 
 
-def rate(samples: Sequence[Sample]) -> float:
+def rate(samples: Sequence[Measurement]) -> float:
     """Return the median of the rounds, in bytes per second."""
     return statistics.median(sample.bytes_per_s for sample in samples)
 
 
-def cpu_time(samples: Sequence[Sample]) -> float:
+def cpu_time(samples: Sequence[Measurement]) -> float:
     """Return the median of the rounds, in seconds per 10⁹ bytes."""
     return statistics.median(sample.cpu_s_per_gb for sample in samples)
 
@@ -106,7 +106,7 @@ def folders_of(cell: Cell) -> str:
     return "+".join(str(index + 1) for index in cell.places)
 
 
-def counterparts(cell: Cell, samples: Samples) -> Iterator[tuple[str, list[Sample]]]:
+def counterparts(cell: Cell, samples: Samples) -> Iterator[tuple[str, list[Measurement]]]:
     """Yield the peers that did the same with the same blocks: (name, samples)."""
     work = cell.work
     same = (work.verb, work.block_nbytes, work.peers_depth, cell.places)
@@ -119,23 +119,23 @@ def counterparts(cell: Cell, samples: Samples) -> Iterator[tuple[str, list[Sampl
             yield other.mover.name, theirs
 
 
-def ratios(ours: Sequence[Sample], theirs: Sequence[Sample]) -> list[float]:
+def ratios(ours: Sequence[Measurement], theirs: Sequence[Measurement]) -> list[float]:
     """Return our rate over theirs, round by round."""
     return [one.bytes_per_s / other.bytes_per_s for one, other in zip(ours, theirs, strict=True)]
 
 
-def cpu_ratios(ours: Sequence[Sample], theirs: Sequence[Sample]) -> list[float]:
+def cpu_ratios(ours: Sequence[Measurement], theirs: Sequence[Measurement]) -> list[float]:
     """Return our CPU time per byte over theirs, of the rounds in which theirs was counted at all."""
     pairs = zip(ours, theirs, strict=True)
     return [one.cpu_s_per_gb / other.cpu_s_per_gb for one, other in pairs if other.cpu_s_per_gb > 0]
 
 
-def best(samples: Samples, verb: str, names: Sequence[str], places: tuple[int, ...]) -> list[Sample]:
+def best(samples: Samples, verb: str, names: Sequence[str], places: tuple[int, ...]) -> list[Measurement]:
     """Return the samples of the fastest cell of these movers; none where nothing was measured."""
     return max(of_movers(samples, verb, names, places), key=rate, default=[])
 
 
-def thriftiest(samples: Samples, verb: str, name: str, places: tuple[int, ...]) -> list[Sample]:
+def thriftiest(samples: Samples, verb: str, name: str, places: tuple[int, ...]) -> list[Measurement]:
     """Return those of the cell with the least CPU time per GB among the mover's as good as fastest ones."""
     own = of_movers(samples, verb, [name], places)
     most = max(map(rate, own), default=0.0)
@@ -144,7 +144,7 @@ def thriftiest(samples: Samples, verb: str, name: str, places: tuple[int, ...]) 
 
 def of_movers(
     samples: Samples, verb: str, names: Sequence[str], places: tuple[int, ...]
-) -> list[list[Sample]]:
+) -> list[list[Measurement]]:
     """Return the samples of each cell of these movers."""
     return [
         own

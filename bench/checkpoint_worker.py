@@ -46,7 +46,7 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
-class Work:
+class CheckpointMeasurements:
     """What may be measured, by its name."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -107,7 +107,7 @@ def main(spec: dict[str, Any]) -> None:
     tiny = LlamaForCausalLM(LlamaConfig(**_TINY, vocab_size=64)).bfloat16()
     tiny(input_ids=ids, labels=ids).loss.backward()
     base, read, began_s = memory("VmRSS"), read_nbytes(), time.perf_counter()
-    model = getattr(Work(spec), spec["what"])()
+    model = getattr(CheckpointMeasurements(spec), spec["what"])()
     engine = engine_of_model(model) if model is not None else None
     units = engine.units if engine else ()
     of_records = sum(engine.traffic.read.values()) if engine else 0

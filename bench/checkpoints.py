@@ -46,7 +46,7 @@ STEPS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CheckpointRow:
     """What one rank took."""
 
     what: str
@@ -67,7 +67,7 @@ class Row:
         return self.peak_nbytes <= self.limit_nbytes
 
 
-def measured(folder: Path, sizes: Mapping[str, int], ranks: int, host_nbytes: int) -> Iterator[Row]:
+def measured(folder: Path, sizes: Mapping[str, int], ranks: int, host_nbytes: int) -> Iterator[CheckpointRow]:
     """Do all of STEPS in an empty folder, each in processes of its own; yield what each rank took.
 
     sizes: of a LlamaConfig. host_nbytes: of each rank.
@@ -85,7 +85,7 @@ def measured(folder: Path, sizes: Mapping[str, int], ranks: int, host_nbytes: in
         part = read / sum(path.stat().st_size for path in hub) if what == "from_pretrained" else None
         for rank, one in enumerate(found):
             limit = host_nbytes + 2 * int(one["unit_nbytes"]) + ALLOWANCE
-            yield Row(
+            yield CheckpointRow(
                 what,
                 dtype,
                 rank,
@@ -133,7 +133,7 @@ def _forget(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def findings_of(rows: list[Row], options: argparse.Namespace) -> Findings:
+def findings_of(rows: list[CheckpointRow], options: argparse.Namespace) -> Findings:
     """Lay the peaks beside their limits."""
     return Findings(
         title=f"Peak resident memory above the imports, {options.ranks} ranks",

@@ -59,7 +59,7 @@ class Spec:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class TrafficCounters:
     """Bytes since the process, or the machine, started."""
 
     read: int
@@ -72,7 +72,7 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class MeasuredStep:
     """One step. The fields' names are the keys of the JSON."""
 
     seconds: float
@@ -80,12 +80,12 @@ class Step:
     backward_s: float
     step_s: float
     loss: float
-    traffic: Traffic
+    traffic: TrafficCounters
     """During the step."""
 
 
 @dataclass(slots=True)
-class Result:
+class RunResult:
     """What one run saw."""
 
     kind: str
@@ -98,7 +98,7 @@ class Result:
     """Above the baseline, as all peaks here."""
     peak_nbytes: int = 0
     first_loss: float = 0.0
-    steps: list[Step] = field(default_factory=list)
+    steps: list[MeasuredStep] = field(default_factory=list)
     engine: dict[str, Any] = field(default_factory=dict)
     """What infinity.stats said at the end."""
 
@@ -136,7 +136,7 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
-def traffic(folder: str, moved: tuple[int, int]) -> Traffic:
+def traffic(folder: str, moved: tuple[int, int]) -> TrafficCounters:
     """Count what this process, and the device behind `folder`, have read and written so far.
 
     moved: the contestant's own count.
@@ -147,13 +147,13 @@ def traffic(folder: str, moved: tuple[int, int]) -> Traffic:
     stat = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}/stat")
     fields = stat.read_text(encoding="utf-8").split() if stat.exists() else ["0"] * 11
     device = int(fields[2]) * SECTOR, int(fields[6]) * SECTOR
-    return Traffic(counts["read_bytes"], counts["write_bytes"], *device, *moved)
+    return TrafficCounters(counts["read_bytes"], counts["write_bytes"], *device, *moved)
 
 
-def between(before: Traffic, after: Traffic) -> Traffic:
+def between(before: TrafficCounters, after: TrafficCounters) -> TrafficCounters:
     """Return what was moved between two counts."""
     old, new = asdict(before), asdict(after)
-    return Traffic(**{key: new[key] - old[key] for key in new})
+    return TrafficCounters(**{key: new[key] - old[key] for key in new})
 
 
 # The kinds
@@ -196,7 +196,9 @@ def forward_backward(spec: Spec) -> Contestant:
 
 def beside_updates(spec: Spec) -> Contestant:
     """Forward and backward alone while updates run; reports how fast these go, and what Python takes."""
-    contestant, work = forward_backward(spec), importlib.import_module("infinity.bench.beside").Work()
+    from infinity.bench.beside import LaneWork
+
+    contestant, work = forward_backward(spec), LaneWork()
     alone = work.rate(seconds=1.0)
     work.start()
 
@@ -230,8 +232,10 @@ def plain(spec: Spec) -> Contestant:
 
 def plain_kernels(spec: Spec) -> Contestant:
     """Plain PyTorch in memory with Infinity's split masters and kernel; buffers stay as they are."""
+    from infinity.bench.split_masters import adamw
+
     model = llama(spec)
-    step = importlib.import_module("infinity.bench.split_masters").adamw(model, **RATES)
+    step = adamw(model, **RATES)
     return Contestant(checkpointed(model), count(model), torch.Tensor.backward, step)
 
 
@@ -319,7 +323,7 @@ def import_kind(kind: str) -> dict[str, str]:
     return versions
 
 
-def one_step(contestant: Contestant, spec: Spec, number: int) -> Step:
+def one_step(contestant: Contestant, spec: Spec, number: int) -> MeasuredStep:
     """Train one step on random tokens that depend on the seed and the step alone."""
     generator = torch.Generator().manual_seed(1000 * spec.seed + number)
     shape = spec.micro_batches, spec.tokens
@@ -337,7 +341,7 @@ def one_step(contestant: Contestant, spec: Spec, number: int) -> Step:
     moved = between(before, traffic(spec.nvme, contestant.moved()))
     seconds = [end - begin for begin, end in itertools.pairwise(marks)]
     forward_s, backward_s, step_s = (float(sum(seconds[part::3])) for part in range(3))
-    return Step(marks[-1] - marks[0], forward_s, backward_s, step_s, total / len(batches), moved)
+    return MeasuredStep(marks[-1] - marks[0], forward_s, backward_s, step_s, total / len(batches), moved)
 
 
 def take_turn(spec: Spec, number: int) -> None:
@@ -349,7 +353,7 @@ def take_turn(spec: Spec, number: int) -> None:
             raise RuntimeError("the race was ended before this contestant's last turn")
 
 
-def run(spec: Spec) -> Result:
+def run(spec: Spec) -> RunResult:
     """Build, train, measure."""
     take_turn(spec, 0)
     versions = import_kind(spec.kind)
@@ -357,7 +361,7 @@ def run(spec: Spec) -> Result:
     reset_peak()
     baseline, start = resident(), time.perf_counter()
     contestant = KINDS[spec.kind](spec)
-    result = Result(
+    result = RunResult(
         spec.kind,
         contestant.parameters,
         versions,

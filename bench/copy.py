@@ -24,7 +24,7 @@ import torch
 from rich.console import Console
 
 from infinity import aio
-from infinity.aio.measure import READ, WRITE, Moved, Stream, move
+from infinity.aio.measure import READ, WRITE, Moved, RequestStream, move
 from infinity.bench.arguments import some_size
 from infinity.bench.findings import (
     Column,
@@ -51,7 +51,7 @@ BATCH_NBYTES = 256 << 20
 """Between two waits for the device, at least: a wait costs as much as a small copy."""
 LEAST_NBYTES = 32 << 20
 """Of the file to read: less would measure a drive's own memory."""
-_BUSY = Stream(READ, 4 << 20, 16)
+_BUSY = RequestStream(READ, 4 << 20, 16)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
 # What copies
 
 
-class Link(Protocol):
+class CopyLink(Protocol):
     """Copies of one size, from and to memory of one kind."""
 
     def start(self, direction: str) -> None:
@@ -128,7 +128,7 @@ class CudaLink:
 
 
 def rate(
-    link: Link,
+    link: CopyLink,
     directions: Sequence[str],
     nbytes: int,
     seconds: float,
@@ -187,13 +187,13 @@ def nvme_reads(
     memory = _BUSY.memory()
     with aio.open_engine(str(folder)) as engine, engine.open_nameless(str(folder)) as file, pinned(memory):
         file.allocate(0, nbytes)
-        filling = Stream(WRITE, _BUSY.request_nbytes, _BUSY.in_flight)
+        filling = RequestStream(WRITE, _BUSY.request_nbytes, _BUSY.in_flight)
         move(engine, file, memory, filling, nbytes, seconds=float("inf"), at_most=nbytes)
         yield lambda seconds: move(engine, file, memory, _BUSY, nbytes, seconds=seconds)
 
 
 def measured(
-    link_of: Callable[..., Link],
+    link_of: Callable[..., CopyLink],
     sizes: Sequence[int],
     seconds: float,
     busy: Callable[[float], Moved],

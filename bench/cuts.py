@@ -9,7 +9,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from infinity.bench.arguments import size_of
-from infinity.planning.outline import Outline, Part
+from infinity.planning.outline import Outline, UnitOutline
 from infinity.planning.tile_size import tile_choice
 from infinity.sizes import format_size
 from infinity.tiling.grid import Grid, cut_to, tiles_of
@@ -51,7 +51,7 @@ def in_tiles(outline: Outline, above_nbytes: int) -> tuple[Outline, list[str]]:
     """Return the outline with every matrix above `above_nbytes`, in 16 bits, cut into tiles; and what was
     cut, a line each.
     """
-    parts: list[Part] = []
+    parts: list[UnitOutline] = []
     told: list[str] = []
     at: list[tuple[int, ...]] = []
     for part in outline.parts:
@@ -70,7 +70,7 @@ def in_tiles(outline: Outline, above_nbytes: int) -> tuple[Outline, list[str]]:
     return Outline(outline.name, tuple(parts), tuple(stages)), told
 
 
-def _pieces(part: Part, above_nbytes: int) -> Sequence[Part]:
+def _pieces(part: UnitOutline, above_nbytes: int) -> Sequence[UnitOutline]:
     """Cut a part as tiling.tile_ would cut its module: a matrix, perhaps with a bias, and nothing else."""
     if len(part.shapes) > 2 or len(part.shapes[0]) != 2 or any(len(shape) != 1 for shape in part.shapes[1:]):
         return [part]

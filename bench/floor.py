@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Protocol
 
 from infinity import aio
-from infinity.aio.measure import MIXED, READ, WRITE, Stream, move
+from infinity.aio.measure import MIXED, READ, WRITE, RequestStream, move
 from infinity.bench.fio import FILE, Bandwidth, Fio, mean, read_percent
 from infinity.bench.pace import Cores
 from infinity.bench.runs import Measured
@@ -115,7 +115,7 @@ class Own:
         speed = disk.speed_of(str(folder))
         with _opened(folder, speed) as engine, engine.create_named(str(folder), FILE) as file:
             file.allocate(0, nbytes)
-            fill = Stream(WRITE, _REQUEST_NBYTES, _in_flight(speed))
+            fill = RequestStream(WRITE, _REQUEST_NBYTES, _in_flight(speed))
             move(engine, file, fill.memory(), fill, nbytes, seconds=math.inf, at_most=nbytes)
         return cls(folder / FILE, nbytes, seconds, speed)
 
@@ -123,15 +123,15 @@ class Own:
         """Return the disk's bandwidths now, the mixed one with `percent` of the bytes read."""
         folder, rates = self.path.parent, []
         with _opened(folder, self.speed) as engine, engine.open_named(str(folder), self.path.name) as file:
-            memory = Stream(MIXED, _REQUEST_NBYTES, _in_flight(self.speed)).memory()
+            memory = RequestStream(MIXED, _REQUEST_NBYTES, _in_flight(self.speed)).memory()
             for verb in (READ, WRITE, MIXED):
-                stream = Stream(verb, _REQUEST_NBYTES, _in_flight(self.speed), read_percent=percent)
+                stream = RequestStream(verb, _REQUEST_NBYTES, _in_flight(self.speed), read_percent=percent)
                 moved = move(engine, file, memory, stream, self.nbytes, seconds=self.seconds)
                 rates.append(moved.nbytes / moved.wall_s)
         return Bandwidth(*rates)
 
 
-def _opened(folder: Path, speed: disk.DiskSpeed) -> aio.Engine:
+def _opened(folder: Path, speed: disk.DiskSpeed) -> aio.IoEngine:
     depth, piece_nbytes = speed.depth, speed.piece_nbytes
     return aio.open_engine(str(folder), speed.engine, depth=depth, threads=depth, piece_nbytes=piece_nbytes)
 

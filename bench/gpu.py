@@ -168,7 +168,7 @@ def profiled(call: Callable[[], Any]) -> dict[str, Copies]:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class TrainingResult:
     """One way to train."""
 
     seconds: float
@@ -200,7 +200,7 @@ def build(name: str, shape: str, folder: str) -> tuple[Any, Any]:
     return model, infinity.AdamW(model.parameters(), lr=1e-4, update="backward")
 
 
-def measure(name: str, shape: str, tokens: int, folder: str) -> Result:
+def measure(name: str, shape: str, tokens: int, folder: str) -> TrainingResult:
     """Train, and give everything back."""
     gc.collect()
     torch.cuda.empty_cache()
@@ -227,7 +227,7 @@ def measure(name: str, shape: str, tokens: int, folder: str) -> Result:
         if number == SETTLING and memory:
             made = memory.made
         seconds.append(timed(step))
-    result = Result(
+    result = TrainingResult(
         statistics.median(seconds[SETTLING:]),
         torch.cuda.max_memory_allocated(),
         losses[-1].item(),
@@ -240,7 +240,7 @@ def measure(name: str, shape: str, tokens: int, folder: str) -> Result:
     return result
 
 
-def figures(result: Result, speeds: dict[str, float]) -> list[str]:
+def figures(result: TrainingResult, speeds: dict[str, float]) -> list[str]:
     """Return the cells of a result: seconds, memory, and each direction's bytes, speed and overlap."""
     cells = [f"{result.seconds:.3f} s", f"{result.device_nbytes / 2**20:.0f} MiB"]
     for direction, one in result.copies.items():

@@ -49,7 +49,7 @@ def foretell(row: Mapping[str, Any]) -> Forecast:
     need = demand(outline, setting)
     script = timed(outline.script(row["tokens"], row["tokens"]), row["compute_s"])
     disk = Disk(**{name: row["own_disk"][name] for name in ("read", "write", "mixed")})
-    return forecast(script, need.plan, need.units, need.room, Rates(disk, **row["cores"]))
+    return forecast(script, need.plan, need.units, need.limits, Rates(disk, **row["cores"]))
 
 
 def check(files: Sequence[Path], console: Console) -> tuple[Findings, bool]:

@@ -46,7 +46,7 @@ from infinity.bench.peers import (
     PEERS,
     PERCENTILES,
     Ours,
-    Work,
+    Workload,
     opened,
     peers,
 )
@@ -229,7 +229,7 @@ def available(movers: Sequence[Ours], options: argparse.Namespace) -> tuple[list
     for mover in movers:
         try:
             for folder in options.nvme:
-                mover.engine(folder, Work(READ, BLOCK, BLOCK, 1, 1)).close()
+                mover.engine(folder, Workload(READ, BLOCK, BLOCK, 1, 1)).close()
             working.append(mover)
         except aio.EngineUnavailableError as error:
             refusals.append(error)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from infinity.aio import AlignedMemory
-from infinity.aio.measure import MIXED, READ, WRITE, Moved, Stream
+from infinity.aio.measure import MIXED, READ, WRITE, Moved, RequestStream
 from infinity.bench.runs import RunError
 
 NUMBERS = {
@@ -44,7 +44,7 @@ class ControlBlock(ctypes.Structure):
     )
 
 
-class Event(ctypes.Structure):
+class IoEvent(ctypes.Structure):
     """struct io_event."""
 
     _fields_ = (
@@ -75,7 +75,7 @@ def call(name: str, *arguments: object) -> int:
     return result
 
 
-def transfers(stream: Stream, address: int, slots: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
+def transfers(stream: RequestStream, address: int, slots: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
     """Yield (opcode, address, offset) of one request after the other, for ever, as aio.measure has them."""
     opcodes, size = OPCODES[stream.verb], stream.request_nbytes
     each = nbytes // len(opcodes) // size * size
@@ -86,7 +86,7 @@ def transfers(stream: Stream, address: int, slots: int, nbytes: int) -> Iterator
         count += 1
 
 
-def move(fd: int, memory: AlignedMemory, stream: Stream, nbytes: int, seconds: float) -> Moved:
+def move(fd: int, memory: AlignedMemory, stream: RequestStream, nbytes: int, seconds: float) -> Moved:
     """Move a stream over the first `nbytes` of a file that was opened with O_DIRECT, for `seconds`.
 
     Raises: RunError where the kernel refuses, and for a request that failed or was cut short.
@@ -94,7 +94,7 @@ def move(fd: int, memory: AlignedMemory, stream: Stream, nbytes: int, seconds: f
     size, depth = stream.request_nbytes, stream.in_flight
     coming = transfers(stream, memory.address, len(memory) // size, nbytes)
     blocks = (ControlBlock * depth)()
-    events = (Event * depth)()
+    events = (IoEvent * depth)()
     context = ctypes.c_ulong(0)
     call("io_setup", ctypes.c_long(depth), ctypes.byref(context))
     try:
@@ -109,7 +109,7 @@ def _run(
     size: int,
     coming: Iterator[tuple[int, int, int]],
     blocks: ctypes.Array[ControlBlock],
-    events: ctypes.Array[Event],
+    events: ctypes.Array[IoEvent],
     seconds: float,
 ) -> Moved:
     began_s = [0.0] * len(blocks)

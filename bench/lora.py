@@ -32,7 +32,7 @@ WRITTEN = Target("≤", 1.0, "% of the bytes read are written")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class LoraRow:
     """A base with its adapters: what a step moves, and the peak beside its bound; bytes."""
 
     model: str
@@ -60,7 +60,7 @@ class Row:
         return self.within and WRITTEN.met(self.written_percent)
 
 
-def row_of(model: str, host_memory: str, run: Measured) -> Row:
+def row_of(model: str, host_memory: str, run: Measured) -> LoraRow:
     """Hold a run against its limits. Raises: ConfigError where nothing was read, so nothing is measured."""
     if run.read_nbytes == 0:
         raise ConfigError(
@@ -68,7 +68,7 @@ def row_of(model: str, host_memory: str, run: Measured) -> Row:
             "nothing, and what it wrote cannot be compared. Choose less, or a larger --model."
         )
     blocks = 3 * 4 * block_parameters(model)
-    return Row(
+    return LoraRow(
         model=model,
         parameters=run.parameters,
         read_nbytes=run.read_nbytes,
@@ -78,7 +78,7 @@ def row_of(model: str, host_memory: str, run: Measured) -> Row:
     )
 
 
-def findings_of(row: Row, run: Measured, options: argparse.Namespace) -> Findings:
+def findings_of(row: LoraRow, run: Measured, options: argparse.Namespace) -> Findings:
     """Lay the bytes and the peak beside their limits."""
     return Findings(
         title=f"LoRA of rank {options.rank} on an offloaded base, {options.tokens} tokens a step",

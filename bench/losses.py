@@ -39,7 +39,7 @@ SMOOTHED = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class CurveSettings:
     """What all curves have in common."""
 
     preset: str
@@ -55,19 +55,19 @@ class Recipe:
     host_memory: str
 
 
-def losses(recipe: Recipe, state_dtype: str, text: Text, folder: Path) -> Iterator[float]:
+def losses(settings: CurveSettings, state_dtype: str, text: Text, folder: Path) -> Iterator[float]:
     """Train with moments of this dtype; yield the loss of each step, in nats per byte."""
-    torch.manual_seed(recipe.seed)
-    with infinity.Init(nvme=str(folder), host_memory=recipe.host_memory, state_dtype=state_dtype):
-        model = llama(PRESETS[recipe.preset], recipe.sequence)
+    torch.manual_seed(settings.seed)
+    with infinity.Init(nvme=str(folder), host_memory=settings.host_memory, state_dtype=state_dtype):
+        model = llama(PRESETS[settings.preset], settings.sequence)
     model.train()
     optimizer = infinity.AdamW(
-        model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay, update="backward"
+        model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay, update="backward"
     )
-    schedule = LambdaLR(optimizer, lambda step: learning_rate(step, recipe.warmup, recipe.steps))
-    batches = Sampler(text, batch=recipe.batch, sequence=recipe.sequence, seed=recipe.seed)
+    schedule = LambdaLR(optimizer, lambda step: learning_rate(step, settings.warmup, settings.steps))
+    batches = Sampler(text, batch=settings.batch, sequence=settings.sequence, seed=settings.seed)
     with closing(engine_of_model(model)):
-        for ids in islice(batches, recipe.steps):
+        for ids in islice(batches, settings.steps):
             loss = model(input_ids=ids, labels=ids).loss
             loss.backward()
             optimizer.step()
@@ -158,17 +158,19 @@ def main(arguments: list[str] | None = None) -> None:
     """Train once per dtype; print the ends, draw the curves, write the record."""
     options = options_of(arguments)
     console = Console()
-    recipe = Recipe(**{name: getattr(options, name) for name in Recipe.__dataclass_fields__})
+    settings = CurveSettings(**{name: getattr(options, name) for name in CurveSettings.__dataclass_fields__})
     text, about = default_text(), here()
     curves: dict[str, list[float]] = {}
     with folder_on(options.nvme) as folder:
         facts = machine(folder)
         for name in options.state_dtype:
-            progress: dict[str, Any] = {"total": recipe.steps, "console": console}
-            found = track(losses(recipe, name, text, folder), f"{name} state", **progress)
+            progress: dict[str, Any] = {"total": settings.steps, "console": console}
+            found = track(losses(settings, name, text, folder), f"{name} state", **progress)
             curves[name] = list(found)
-    parameters = PRESETS[recipe.preset].parameters / 1e6
-    title = f"{parameters:.1f} M parameters, {recipe.batch}x{recipe.sequence} bytes of source text per step"
+    parameters = PRESETS[settings.preset].parameters / 1e6
+    title = (
+        f"{parameters:.1f} M parameters, {settings.batch}x{settings.sequence} bytes of source text per step"
+    )
     console.print(table(curves))
     console.print(title)
     console.print(words(about))
@@ -176,7 +178,7 @@ def main(arguments: list[str] | None = None) -> None:
         plot(options.png, curves, title)
     if options.json:
         read = {"files": text.files, "nbytes": text.nbytes}
-        record = {"about": about, "machine": facts, "text": read, "recipe": recipe}
+        record = {"about": about, "machine": facts, "text": read, "recipe": settings}
         record |= {"smoothed_over_steps": SMOOTHED, "at_the_end": last(curves), "losses": curves}
         save(options.json, record)
 

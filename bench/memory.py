@@ -34,7 +34,7 @@ GROWTH_LIMIT = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MemoryRow:
     """A model at the budget, and the terms of its bound, in bytes."""
 
     model: str
@@ -69,7 +69,7 @@ def block_parameters(model: str) -> int:
     return max(block, sizes["vocab_size"] * hidden)
 
 
-def rows_of(model: str, options: argparse.Namespace, folder: Path) -> list[Row]:
+def rows_of(model: str, options: argparse.Namespace, folder: Path) -> list[MemoryRow]:
     """Measure the plain run's memory, then Infinity's with either update."""
 
     def run(kind: str, settings: dict[str, Any]) -> Measured:
@@ -81,7 +81,7 @@ def rows_of(model: str, options: argparse.Namespace, folder: Path) -> list[Row]:
     for update in ("backward", "clipped"):
         one = run("infinity", settings_of(options.host_memory, update))
         rows.append(
-            Row(
+            MemoryRow(
                 model=model,
                 update=update,
                 parameters=one.parameters,
@@ -99,14 +99,14 @@ def rows_of(model: str, options: argparse.Namespace, folder: Path) -> list[Row]:
 _GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(16 << 20)}
 
 
-def growth(small: Row, large: Row) -> dict[str, float]:
+def growth(small: MemoryRow, large: MemoryRow) -> dict[str, float]:
     """Return what the larger model takes more, per further parameter: in all, and beyond the terms."""
     more, terms = large.peak_nbytes - small.peak_nbytes, large.growing_nbytes - small.growing_nbytes
     parameters = large.parameters - small.parameters
     return {"in_all": more / parameters, "beyond_terms": (more - terms) / parameters}
 
 
-def findings_of(rows: Sequence[Row], options: argparse.Namespace) -> Findings:
+def findings_of(rows: Sequence[MemoryRow], options: argparse.Namespace) -> Findings:
     """Lay the peaks beside their bounds, and the growth beside its limit."""
     half = len(rows) // 2
     grown = {

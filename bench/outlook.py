@@ -45,7 +45,7 @@ def facts(one: Planned, tbw_nbytes: float | None) -> dict[str, Any]:
             "pinned": _by_field(one),
             "kept_gradients_nbytes": need.kept_gradients_nbytes,
             "in_use_nbytes": need.in_use_nbytes,
-            "window_nbytes": min(need.room.window_nbytes, sum(move.waiting_nbytes for move in need.units)),
+            "window_nbytes": min(need.limits.window_nbytes, sum(move.waiting_nbytes for move in need.units)),
             "nvme_nbytes": need.nvme_nbytes * setting.local_ranks,
             "read_nbytes": need.read_nbytes,
             "written_nbytes": need.written_nbytes,

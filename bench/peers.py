@@ -1,7 +1,7 @@
 """What moves bytes in `infinity bench io`: engines of ours and, on the same blocks of the same file, others.
 
-A mover is asked for `Work` and answers with a `Sample`. fio and the kernel's aio get requests as large as
-the pieces into which ours are cut, and as many of them in flight: what the kernel sees is the same.
+A mover is given a `Workload` and answers with a `Measurement`. fio and the kernel's aio get requests as large
+as the pieces into which ours are cut, and as many of them in flight: what the kernel sees is the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from infinity import aio
-from infinity.aio.measure import MIXED, WRITE, Moved, Stream, move
+from infinity.aio.measure import MIXED, WRITE, Moved, RequestStream, move
 from infinity.bench import fio, libaio
 from infinity.bench.runs import RunError
 
@@ -31,7 +31,7 @@ MOST_THREADS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Workload:
     """What is to be moved, and how."""
 
     verb: str
@@ -63,7 +63,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class Measurement:
     """One measurement."""
 
     bytes_per_s: float
@@ -73,11 +73,13 @@ class Sample:
     """Of a request, by the names of PERCENTILES."""
 
 
-def sample(moved: Sequence[Moved], cpu_s: float) -> Sample:
+def sample(moved: Sequence[Moved], cpu_s: float) -> Measurement:
     """Put together what was moved at the same time, and in how much CPU time."""
     nbytes = sum(one.nbytes for one in moved)
     latencies_s = [latency for one in moved for latency in one.latencies_s]
-    return Sample(nbytes / max(one.wall_s for one in moved), cpu_s / nbytes * 1e9, percentiles(latencies_s))
+    return Measurement(
+        nbytes / max(one.wall_s for one in moved), cpu_s / nbytes * 1e9, percentiles(latencies_s)
+    )
 
 
 def percentiles(latencies_s: Sequence[float]) -> dict[str, float]:
@@ -90,7 +92,7 @@ def percentiles(latencies_s: Sequence[float]) -> dict[str, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MeasuredFile:
     """A nameless file on the disk to measure."""
 
     folder: str
@@ -102,21 +104,21 @@ class Place:
 
 
 @contextmanager
-def opened(folder: str, nbytes: int) -> Iterator[Place]:
+def opened(folder: str, nbytes: int) -> Iterator[MeasuredFile]:
     """Make a file of `nbytes` in a folder, and write its blocks: the first time is slow, and not measured.
 
     Raises: aio.StorageFullError with nothing left behind; aio.EngineUnavailableError where nothing works.
     """
     with _best_engine(folder) as engine, engine.open_nameless(folder) as direct:
         direct.allocate(0, nbytes)
-        fill = Stream(WRITE, min(4 << 20, nbytes), 16)
+        fill = RequestStream(WRITE, min(4 << 20, nbytes), 16)
         move(engine, direct, fill.memory(), fill, nbytes, seconds=math.inf, at_most=nbytes)
         fd = os.open(f"/proc/self/fd/{direct.fd}", os.O_RDWR | os.O_CLOEXEC)
         with aio.File(engine, fd, direct.path, direct=False) as buffered:
-            yield Place(folder, direct, buffered, nbytes)
+            yield MeasuredFile(folder, direct, buffered, nbytes)
 
 
-def _best_engine(folder: str) -> aio.Engine:
+def _best_engine(folder: str) -> aio.IoEngine:
     """Open the best kind of engine that works in a folder, whatever INFINITY_AIO says."""
     refusals = []
     for kind in aio.KINDS:
@@ -134,7 +136,7 @@ class Mover(Protocol):
     def name(self) -> str:
         """What the table and the command line call it."""
 
-    def measure(self, places: Sequence[Place], work: Work, seconds: float) -> Sample:
+    def measure(self, places: Sequence[MeasuredFile], work: Workload, seconds: float) -> Measurement:
         """Work for some `seconds` on the files of all places at once. Raises: RunError, OSError."""
 
 
@@ -159,7 +161,7 @@ class Ours:
         """As `of` reads it."""
         return f"{self.kind}:{self.ring}" if self.ring else self.kind
 
-    def engine(self, folder: str, work: Work) -> aio.Engine:
+    def engine(self, folder: str, work: Workload) -> aio.IoEngine:
         """Open an engine in a folder.
 
         Raises: aio.EngineUnavailableError where it does not work.
@@ -170,9 +172,9 @@ class Ours:
             folder, self.kind, depth=depth, threads=threads, piece_nbytes=piece_nbytes, ring=self.ring
         )
 
-    def measure(self, places: Sequence[Place], work: Work, seconds: float) -> Sample:
+    def measure(self, places: Sequence[MeasuredFile], work: Workload, seconds: float) -> Measurement:
         """Move a stream of requests in each place; CPU time is the process's, Python's share and all."""
-        stream = Stream(work.verb, work.request_nbytes, work.in_flight, work.together)
+        stream = RequestStream(work.verb, work.request_nbytes, work.in_flight, work.together)
         with ExitStack() as stack:
             engines = [stack.enter_context(self.engine(place.folder, work)) for place in places]
             memories = [stream.memory(huge=self.huge) for _ in places]
@@ -214,10 +216,10 @@ class Libaio:
         """As the table has it."""
         return "libaio"
 
-    def measure(self, places: Sequence[Place], work: Work, seconds: float) -> Sample:
+    def measure(self, places: Sequence[MeasuredFile], work: Workload, seconds: float) -> Measurement:
         """Move a stream of blocks."""
         (place,) = places
-        stream = Stream(work.verb, work.block_nbytes, work.peers_depth)
+        stream = RequestStream(work.verb, work.block_nbytes, work.peers_depth)
         memory = stream.memory(huge=self.huge)
         cpu_s = time.process_time()
         moved = libaio.move(place.direct.fd, memory, stream, place.nbytes, seconds)
@@ -225,7 +227,7 @@ class Libaio:
 
 
 @dataclass(frozen=True, slots=True)
-class Fio:
+class FioPeer:
     """fio, with one of its engines. Its CPU time is that of its job alone, without start and end."""
 
     engine: str
@@ -237,7 +239,7 @@ class Fio:
         """As the table has it."""
         return f"{self.title} {self.engine}"
 
-    def measure(self, places: Sequence[Place], work: Work, seconds: float) -> Sample:
+    def measure(self, places: Sequence[MeasuredFile], work: Workload, seconds: float) -> Measurement:
         """Run one job on the very file, which this process has open."""
         (place,) = places
         job = {
@@ -266,7 +268,7 @@ class Fio:
             raise RunError(f"fio with {self.engine} wrote no measurement ({error!r})") from error
 
 
-def _sample_of(job: Mapping[str, Any]) -> Sample:
+def _sample_of(job: Mapping[str, Any]) -> Measurement:
     """Read the job of fio's JSON."""
     moved = job["mixed"]
     gigabytes = moved["io_bytes"] / 1e9
@@ -274,7 +276,7 @@ def _sample_of(job: Mapping[str, Any]) -> Sample:
     latency_s = {
         name: moved["lat_ns"]["percentile"][f"{percent:f}"] / 1e9 for name, percent in PERCENTILES.items()
     }
-    return Sample(float(moved["bw_bytes"]), cpu_s / gigabytes, latency_s)
+    return Measurement(float(moved["bw_bytes"]), cpu_s / gigabytes, latency_s)
 
 
 def peers(name: str, folder: str, *, huge: bool) -> list[Mover]:
@@ -290,4 +292,4 @@ def peers(name: str, folder: str, *, huge: bool) -> list[Mover]:
         aio.open_engine(folder, "io_uring").close()
     except aio.EngineUnavailableError:
         engines = engines[1:]
-    return [Fio(engine, huge and name == "fio", name) for engine in engines]
+    return [FioPeer(engine, huge and name == "fio", name) for engine in engines]

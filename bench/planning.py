@@ -86,7 +86,7 @@ def plan(
     planning_s = time.perf_counter() - began
     if need is not None and seconds is not None and rates is not None:
         script = timed(outline.script(tokens, length, setting.micro_batches), seconds)
-        told = forecast(script, need.plan, need.units, need.room, rates)
+        told = forecast(script, need.plan, need.units, need.limits, rates)
     least = least_host_nbytes(outline, setting)
     return Planned(outline, setting, tokens, length, least, need, refusal, told, planning_s)
 

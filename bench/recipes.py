@@ -19,7 +19,7 @@ SPLIT = "adamw, fp32 moments"
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class FieldStream:
     """One field that an operation goes through: bytes of each BLOCK elements, and what is done to them."""
 
     nbytes: int
@@ -32,7 +32,7 @@ class Operation:
     """What is timed: a kernel (under every instruction set, or the best alone) or somebody else's code."""
 
     name: str
-    streams: tuple[Stream, ...]
+    streams: tuple[FieldStream, ...]
     call: Callable[[], object]
     gradient: str = ""
     isas: tuple[str, ...] = ()
@@ -107,7 +107,9 @@ def _streams(numel: int, *, update: _Fields = (), read: _Fields = (), write: _Fi
     """Describe an operation on so many parameters by the fields that it goes through."""
     kinds = ((UPDATE, update), (READ, read), (WRITE, write))
     return tuple(
-        Stream(one.nbytes * BLOCK // numel, kind, one.data_ptr()) for kind, fields in kinds for one in fields
+        FieldStream(one.nbytes * BLOCK // numel, kind, one.data_ptr())
+        for kind, fields in kinds
+        for one in fields
     )
 
 

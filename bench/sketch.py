@@ -18,7 +18,7 @@ from torch import nn
 from infinity.bench.runs import SHAPES
 from infinity.cli.presets import PRESETS, VOCABULARY
 from infinity.errors import ConfigError
-from infinity.planning.outline import Outline, Part, Stage, llama
+from infinity.planning.outline import Outline, Stage, UnitOutline, llama
 
 logger = logging.getLogger("infinity")
 
@@ -126,7 +126,7 @@ def outline_of_model(
     """
     owner: dict[int, int] = {}
     units_of: dict[nn.Module, list[int]] = {}
-    parts: list[Part] = []
+    parts: list[UnitOutline] = []
     for place, module in model.named_modules():
         own = [one for one in module._parameters.values() if one is not None and one.is_floating_point()]
         fresh = [one for one in own if id(one) not in owner]
@@ -153,8 +153,8 @@ def outline_of_model(
     return Outline(name or type(model).__name__, tuple(parts), tuple(stages))
 
 
-def _part(name: str, module: nn.Module, parameters: Sequence[nn.Parameter]) -> Part:
-    return Part(
+def _part(name: str, module: nn.Module, parameters: Sequence[nn.Parameter]) -> UnitOutline:
+    return UnitOutline(
         name,
         tuple(tuple(one.shape) for one in parameters),
         looked_up=isinstance(module, (nn.Embedding, nn.EmbeddingBag)),

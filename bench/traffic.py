@@ -39,7 +39,7 @@ ALLOWANCE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TrafficRow:
     """One run: what it kept in memory, what it moved, and what it may move."""
 
     state_dtype: str
@@ -67,15 +67,15 @@ def limit(state_dtype: str, pinned: float) -> float:
     return (1 - pinned) * DESIGN[state_dtype] + ALLOWANCE
 
 
-def row_of(state_dtype: str, host_memory: str, run: Measured) -> Row:
+def row_of(state_dtype: str, host_memory: str, run: Measured) -> TrafficRow:
     """Hold a run against its limit."""
     host, nvme = run.engine["host_nbytes"], run.engine["nvme_nbytes"]
     pinned = host / (host + nvme)
     moved = run.read_per_parameter, run.written_per_parameter
-    return Row(state_dtype, host_memory, pinned, *moved, limit(state_dtype, pinned))
+    return TrafficRow(state_dtype, host_memory, pinned, *moved, limit(state_dtype, pinned))
 
 
-def findings_of(rows: Sequence[tuple[Row, Measured]], options: argparse.Namespace) -> Findings:
+def findings_of(rows: Sequence[tuple[TrafficRow, Measured]], options: argparse.Namespace) -> Findings:
     """Lay what was moved beside what may be, each row with its run."""
     size = format_size(12 * rows[-1][1].parameters) if rows else "0 B"
     return Findings(

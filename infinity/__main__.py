@@ -1,8 +1,69 @@
-"""`python -m infinity`: the same as the command `infinity`."""
+"""The command `infinity`, and `python -m infinity`: the command line, and the measurements that it offers.
+
+A measurement is imported when it is chosen.
+"""
+
+from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
-from infinity.cli.main import main
+from infinity.cli import main as line
+from infinity.cli.main import Command
+
+
+def _io() -> Command:
+    from infinity.bench import io
+
+    return io
+
+
+def _adam() -> Command:
+    from infinity.bench import adam
+
+    return adam
+
+
+def _step() -> Command:
+    from infinity.bench import step
+
+    return step
+
+
+def _tiles() -> Command:
+    from infinity.bench import tiles
+
+    return tiles
+
+
+def _copy() -> Command:
+    from infinity.bench import copy
+
+    return copy
+
+
+def _plan() -> Command:
+    from infinity.bench import planning
+
+    return planning
+
+
+BENCHES = {
+    "io": (
+        _io,
+        "read, write and mixed bandwidth and latency of a folder's disk, by engine, block size and depth",
+    ),
+    "adam": (_adam, "parameters per second of the update's kernels beside the memory's speed and torch's"),
+    "step": (_step, "whole training steps beside their floor, DeepSpeed and plain PyTorch"),
+    "tiles": (_tiles, "peak memory and time of operators in tiles, beside the whole ones and DeepSpeed's"),
+    "copy": (_copy, "copies between host and CUDA device, both ways at once and beside NVMe"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line asks for, and return the exit code."""
+    return line.main(arguments, BENCHES, _plan)
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,6 +1,6 @@
 """The compiled kernels, the instruction set they use and the threads they run on."""
 
-# ruff: noqa: D102  (Library repeats kernels.h, which says what each function does)
+# ruff: noqa: D102  (KernelLibrary repeats kernels.h, which says what each function does)
 
 import os
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class UnsupportedIsaError(RuntimeError):
     """Raised when the instruction set asked for is unknown, or missing in this machine or build."""
 
 
-class Library(Protocol):
+class KernelLibrary(Protocol):
     """The functions of kernels.h, as cffi shows them: pointers are cdata, sizes are ints."""
 
     def infinity_checksum(self, n_fields: int, fields: Pointer, after: int) -> None: ...
@@ -215,7 +215,7 @@ class Library(Protocol):
     def infinity_isa(self) -> Pointer: ...
 
 
-def _load(ffi: cffi.FFI) -> Library:
+def _load(ffi: cffi.FFI) -> KernelLibrary:
     folder = Path(__file__).resolve().parent
     header = (folder / "kernels.h").read_text(encoding="utf-8")
     ffi.cdef("\n".join(line for line in header.splitlines() if not line.startswith("#")))
@@ -229,7 +229,7 @@ def _load(ffi: cffi.FFI) -> Library:
         )
         raise ImportError(message)
     # NODELETE: the pool's threads sleep in this code until the process ends, and cffi closes it earlier.
-    return cast("Library", ffi.dlopen(str(path), os.RTLD_NOW | os.RTLD_NODELETE))
+    return cast("KernelLibrary", ffi.dlopen(str(path), os.RTLD_NOW | os.RTLD_NODELETE))
 
 
 ffi = cffi.FFI()

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from infinity.tiling.mapped import LARGE_NBYTES, Rooms
+from infinity.tiling.mapped import LARGE_NBYTES, BufferPool
 
 
 class Lending(TorchDispatchMode):
-    """Inside the `with`, large results of pointwise operations on the CPU lie in `rooms`."""
+    """Inside the `with`, large results of pointwise operations on the CPU lie in `pool`."""
 
-    def __init__(self, rooms: Rooms) -> None:
+    def __init__(self, pool: BufferPool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._rooms = rooms
+        self._pool = pool
 
     def __torch_dispatch__(
         self, func: torch._ops.OpOverload, types: Sequence[type], args: Any = (), kwargs: Any = None
@@ -37,7 +37,7 @@ class Lending(TorchDispatchMode):
         if into is None or like is None:
             return func(*args, **kwargs)
         overload, name = into
-        out = self._rooms.empty(like.shape, like.dtype, torch.device("cpu"))
+        out = self._pool.empty(like.shape, like.dtype, torch.device("cpu"))
         return overload(*args, **kwargs, **{name: out})
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from infinity.tiling import mapped
 from infinity.tiling.grid import Grid, cut, spans
 from infinity.tiling.owner import Tiled
-from infinity.tiling.tile import Columns, Conv1DTile, LinearTile, Place, Tile, channel_of
+from infinity.tiling.tile import Columns, Conv1DTile, LinearTile, Tile, WriteColumns, channel_of
 from infinity.tiling.whole import Whole
 
 
@@ -27,7 +27,7 @@ def _split(x: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
 def _placed(out: torch.Tensor, result: torch.Tensor, start: int) -> torch.Tensor:
     if out.shape == result.shape:
         return result.to(out.dtype)
-    placed: torch.Tensor = Place.apply(out, result, start)  # type: ignore[no-untyped-call]
+    placed: torch.Tensor = WriteColumns.apply(out, result, start)  # type: ignore[no-untyped-call]
     return placed
 
 
@@ -53,7 +53,7 @@ def _run(
     slices, ends = _split(flat, in_sizes), spans(in_sizes)
     channels = [None if channel is None else channel.narrowed(one) for one in ends]
     out = mapped.empty((len(flat), sum(out_sizes)), flat.dtype, flat.device)
-    room = mapped.Room()
+    room = mapped.ReusableBuffer()
     for row, span in zip(rows, spans(out_sizes), strict=True):
         alone = len(row) == 1 and len(rows) > 1
         result = row[0](slices[0], channels[0], Columns(out, span.start) if alone else room)

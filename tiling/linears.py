@@ -27,9 +27,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from infinity.tiling.mapped import Rooms
+from infinity.tiling.mapped import BufferPool
 from infinity.tiling.products import in_fp32, product
-from infinity.tiling.sums import Sums
+from infinity.tiling.sums import GradientSums
 
 _PROPERTIES = ("shape", "dtype", "device", "requires_grad", "grad_fn", "is_leaf")
 _ABOUT: set[Callable[..., Any]] = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES}
@@ -40,13 +40,15 @@ _ABOUT |= {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor
 class Straight(TorchFunctionMode):
     """Inside the `with`, linear layers on the CPU compute as the notes above say.
 
-    rooms: for results. sums: None where there are no gradients. left_out: numbers of the layers, in the order
+    pool: for results. sums: None where there are no gradients. left_out: numbers of the layers, in the order
     of calls, whose results nobody reads.
     """
 
-    def __init__(self, rooms: Rooms, sums: Sums | None, left_out: Collection[int | None] = ()) -> None:
+    def __init__(
+        self, pool: BufferPool, sums: GradientSums | None, left_out: Collection[int | None] = ()
+    ) -> None:
         super().__init__()
-        self._rooms = rooms
+        self._pool = pool
         self._sums = sums
         self._left_out = left_out
         self._calls = 0
@@ -71,7 +73,7 @@ class Straight(TorchFunctionMode):
             x, weight, bias = (*args, None)[:3]
             flat = x.reshape(-1, x.shape[-1])
             layer = LeftOut if self._calls in self._left_out else Linear
-            made = layer.apply(flat, weight, bias, self._sums, self._rooms)  # type: ignore[no-untyped-call]
+            made = layer.apply(flat, weight, bias, self._sums, self._pool)  # type: ignore[no-untyped-call]
             made = made.view(*x.shape[:-1], weight.shape[0])
             self._unread[id(made)] = weakref.ref(made), self._calls
             self._calls += 1
@@ -104,16 +106,16 @@ class Linear(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        sums: Sums | None,
-        rooms: Rooms,
+        sums: GradientSums | None,
+        pool: BufferPool,
     ) -> torch.Tensor:
         """Return [tokens, out] of x [tokens, in] and weight [out, in]."""
         ctx.save_for_backward(x, weight)
-        ctx.sums, ctx.rooms = sums, rooms
+        ctx.sums, ctx.pool = sums, pool
         if bias is None or in_fp32(x):
-            found = product(x, weight.t(), rooms)
+            found = product(x, weight.t(), pool)
             return found if bias is None else found.add_(bias)
-        out = rooms.empty((len(x), len(weight)), x.dtype, x.device)
+        out = pool.empty((len(x), len(weight)), x.dtype, x.device)
         return torch.addmm(bias, x, weight.t(), out=out)
 
     @staticmethod
@@ -124,7 +126,7 @@ class Linear(torch.autograd.Function):
         of_weight = None
         if ctx.needs_input_grad[1] and not ctx.sums.add_product(weight, grad.t(), x):
             of_weight = product(grad.t(), x)
-        of_x = product(grad, weight, ctx.rooms) if ctx.needs_input_grad[0] else None
+        of_x = product(grad, weight, ctx.pool) if ctx.needs_input_grad[0] else None
         return of_x, of_weight, grad.sum(0) if ctx.needs_input_grad[2] else None, None, None
 
 
@@ -137,10 +139,10 @@ class LeftOut(Linear):
         x: torch.Tensor,
         weight: torch.Tensor,
         _bias: torch.Tensor | None,
-        sums: Sums | None,
-        rooms: Rooms,
+        sums: GradientSums | None,
+        pool: BufferPool,
     ) -> torch.Tensor:
         """Return NaNs [tokens, out]."""
         ctx.save_for_backward(x, weight)
-        ctx.sums, ctx.rooms = sums, rooms
+        ctx.sums, ctx.pool = sums, pool
         return x.new_full((), torch.nan).expand(len(x), len(weight))

@@ -5,7 +5,7 @@ With logits z over V classes, label y, smoothing e and z-loss weight c:
 
     loss = lse - (1 - e) z_y - e/V sum(z) + c lse^2,   lse = log sum exp(z)
 
-So three numbers per token (`Sums`) say all about its logits, they can be had slice by slice of the
+So three numbers per token (`LogitSums`) say all about its logits, they can be had slice by slice of the
 vocabulary, and d loss / d z = a exp(z - lse) + b [at y] + d for the loss's derivatives a, b, d by the three.
 """
 
@@ -19,7 +19,7 @@ import torch
 
 from infinity.tiling import mapped
 from infinity.tiling.products import add_product, in_fp32, wide
-from infinity.tiling.tile import Channel, Kept
+from infinity.tiling.tile import GradientChannel, Kept
 
 SMALLEST_NBYTES = 1 << 20
 LARGEST_NBYTES = 128 << 20
@@ -36,7 +36,7 @@ FEWEST_TOKENS = 128
 """In a block that goes over the whole weight and its gradient: fewer would wait for memory."""
 
 
-class Sums(NamedTuple):
+class LogitSums(NamedTuple):
     """What a loss needs of the logits of each token, [tokens] each."""
 
     lse: torch.Tensor  # log of the sum of exponentials
@@ -52,7 +52,7 @@ class Formula:
     label_smoothing: float
     z_loss: float
 
-    def value(self, sums: Sums, weight: torch.Tensor) -> torch.Tensor:
+    def value(self, sums: LogitSums, weight: torch.Tensor) -> torch.Tensor:
         """Return the loss, a scalar."""
         loss = sums.lse - (1 - self.label_smoothing) * sums.at_label
         if self.label_smoothing:
@@ -61,10 +61,10 @@ class Formula:
             loss = loss + self.z_loss * sums.lse.square()
         return loss.sum() * weight
 
-    def derivatives(self, sums: Sums, weight: torch.Tensor) -> Sums:
+    def derivatives(self, sums: LogitSums, weight: torch.Tensor) -> LogitSums:
         """Return those of the loss by the three sums."""
         of_lse = weight.expand_as(sums.lse)
-        return Sums(
+        return LogitSums(
             of_lse + 2 * self.z_loss * sums.lse * weight if self.z_loss else of_lse,
             -(1 - self.label_smoothing) * of_lse,
             -self.label_smoothing / self.classes * of_lse,
@@ -79,7 +79,7 @@ def logits_of(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     return product.to(wide(product.dtype))
 
 
-def sums_of(logits: torch.Tensor, labels: torch.Tensor, start: int, *, smoothed: bool) -> Sums:
+def sums_of(logits: torch.Tensor, labels: torch.Tensor, start: int, *, smoothed: bool) -> LogitSums:
     """Sum up logits of the classes from `start` on; they are overwritten."""
     total = logits.sum(-1) if smoothed else logits.new_zeros(len(logits))
     local, inside = _local(labels, start, logits.shape[-1])
@@ -87,11 +87,17 @@ def sums_of(logits: torch.Tensor, labels: torch.Tensor, start: int, *, smoothed:
     top = logits.amax(-1)
     finite = top.where(top.isfinite(), 0)  # a slice of nothing but -inf has the sum 0, not NaN
     lse = logits.sub_(finite[:, None]).exp_().sum(-1).log_().add_(finite)
-    return Sums(lse, at_label, total)
+    return LogitSums(lse, at_label, total)
 
 
 def derivative_(
-    logits: torch.Tensor, labels: torch.Tensor, start: int, lse: torch.Tensor, by: Sums, *, smoothed: bool
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    start: int,
+    lse: torch.Tensor,
+    by: LogitSums,
+    *,
+    smoothed: bool,
 ) -> torch.Tensor:
     """Turn logits into the derivative of a loss by them, given its derivatives by the three sums."""
     grad = logits.sub_(lse[:, None]).exp_().mul_(by.lse[:, None])
@@ -114,7 +120,7 @@ def derived(
     lse = at_label - likely.log()
     if not bool((likely > _LIKELY).all()):
         lse = torch.where(likely > _LIKELY, lse, z.logsumexp(-1))
-    sums = Sums(lse, at_label, total)
+    sums = LogitSums(lse, at_label, total)
     by = formula.derivatives(sums, weight)
     grad = probabilities.mul_(by.lse[:, None])
     grad.scatter_add_(-1, labels[:, None], by.at_label[:, None])
@@ -151,11 +157,11 @@ class OfTile(torch.autograd.Function):
         labels: torch.Tensor,
         start: int,
         smoothed: bool,  # noqa: FBT001
-        channel: Channel | None,
+        channel: GradientChannel | None,
         link: torch.Tensor | None,  # noqa: ARG004 - of the channel
     ) -> tuple[torch.Tensor, ...]:
         """Return the three sums over classes start ... start + len(weight) - 1."""
-        found: Sums | None = None
+        found: LogitSums | None = None
         step = block_of(len(weight), len(hidden), 64)  # each with copies in another dtype
         for first in range(0, len(weight), step):
             rows = slice(first, first + step)
@@ -187,7 +193,7 @@ class OfTile(torch.autograd.Function):
             part = weight[rows]
             logits = logits_of(hidden, part, None if bias is None else bias[rows])
             wide_grad = derivative_(
-                logits, labels, ctx.start + first, lse, Sums(*grads), smoothed=ctx.smoothed
+                logits, labels, ctx.start + first, lse, LogitSums(*grads), smoothed=ctx.smoothed
             )
             if grad_bias is not None:
                 grad_bias[rows].copy_(wide_grad.sum(0))
@@ -204,13 +210,13 @@ class OfTile(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, ctx.channel and ctx.channel.sent()
 
 
-def together(sums: list[Sums]) -> Sums:
+def together(sums: list[LogitSums]) -> LogitSums:
     """Return the sums over slices of the vocabulary, put together."""
     if len(sums) == 1:
         return sums[0]
     lse = torch.logsumexp(torch.stack([one.lse for one in sums]), 0)
     at_label = torch.stack([one.at_label for one in sums]).sum(0)
-    return Sums(lse, at_label, torch.stack([one.total for one in sums]).sum(0))
+    return LogitSums(lse, at_label, torch.stack([one.total for one in sums]).sum(0))
 
 
 def _steps(tokens: int, classes: int, narrow: float) -> tuple[int, int]:

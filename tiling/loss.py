@@ -9,9 +9,9 @@ import torch
 from torch.nn import functional as F
 
 from infinity.tiling.linear import TiledLinear
-from infinity.tiling.logits import Formula, InForward, OfTile, Sums, together
+from infinity.tiling.logits import Formula, InForward, LogitSums, OfTile, together
 from infinity.tiling.products import wide
-from infinity.tiling.tile import Channel, LinearTile, channel_of
+from infinity.tiling.tile import GradientChannel, LinearTile, channel_of
 
 Head = torch.Tensor | TiledLinear | Sequence[torch.Tensor]
 
@@ -93,7 +93,7 @@ def _loss(
     if isinstance(weight, torch.Tensor):
         loss: torch.Tensor = InForward.apply(rows, weight, bias, targets, formula, scale)  # type: ignore[no-untyped-call]
         return loss
-    found: list[Sums] = []
+    found: list[LogitSums] = []
     start = 0
     pieces = list(_pieces(weight, bias))
     channel = channel_of(rows, len(pieces))
@@ -128,12 +128,12 @@ def _sums(
     targets: torch.Tensor,
     start: int,
     smoothed: bool,  # noqa: FBT001
-    channel: Channel | None,
-) -> Sums:
+    channel: GradientChannel | None,
+) -> LogitSums:
     link = None if channel is None else channel.link
 
     def use(x: torch.Tensor, weight: torch.Tensor, tile_bias: torch.Tensor | None) -> Any:
         return OfTile.apply(x, weight, tile_bias, targets, start, smoothed, channel, link)  # type: ignore[no-untyped-call]
 
     # Through the module's call, around which its parameters may be fetched.
-    return Sums(*(piece(rows, use=use) if isinstance(piece, LinearTile) else use(rows, piece, bias)))
+    return LogitSums(*(piece(rows, use=use) if isinstance(piece, LinearTile) else use(rows, piece, bias)))

@@ -7,9 +7,9 @@ layer ever holds at a time (measured: 40 MiB for 19). So what tiles and slices m
 mapped: it takes what it fills, in huge pages where the kernel has them, and goes when its tensor does.
 
 The kernel fills fresh pages with zeros: of a layer in fp32, a twentieth of its time went there. So where
-tensors of one size follow one another, a `Room` lends each the memory of the one before, and `Rooms` do so
-where there are several at a time. What is mapped is filled by the thread that maps it: two that run into the
-same huge page at once may take milliseconds over it, twenty times as long.
+tensors of one size follow one another, a `ReusableBuffer` lends each the memory of the one before, and a
+`BufferPool` does so where there are several at a time. What is mapped is filled by the thread that maps it:
+two that run into the same huge page at once may take milliseconds over it, twenty times as long.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Lender(Protocol):
         ...
 
 
-class Room:
+class ReusableBuffer:
     """Memory for tensors of which, as a rule, one has gone before the next is made. It is held until then."""
 
     def __init__(self) -> None:
@@ -78,14 +78,14 @@ class Room:
         self._memory = self._lent = None
 
 
-class Rooms:
+class BufferPool:
     """Memory for tensors of several sizes, made and let go of in turn, of which some are there at a time.
 
     At most as much is held as was lent at one time, and an eighth: for a small one no large one goes.
     """
 
     def __init__(self) -> None:
-        self._rooms: list[tuple[int, Room]] = []  # bytes, and where; those lent last come last
+        self._buffers: list[tuple[int, ReusableBuffer]] = []  # bytes, and where; those lent last come last
         self._most = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -93,28 +93,28 @@ class Rooms:
         nbytes = math.prod(shape) * dtype.itemsize
         if device.type != "cpu" or nbytes < LARGE_NBYTES:
             return torch.empty(shape, dtype=dtype, device=device)
-        free = [one for one in self._rooms if one[1].is_free()]
+        free = [one for one in self._buffers if one[1].is_free()]
         found = next((one for one in reversed(free) if one[0] == nbytes), None)
         if found is None:
             self._make_space(nbytes, free)
-            found = nbytes, Room()
+            found = nbytes, ReusableBuffer()
         else:
-            self._rooms.remove(found)
-        self._rooms.append(found)
+            self._buffers.remove(found)
+        self._buffers.append(found)
         return found[1].empty(shape, dtype, device)
 
     def clear(self) -> None:
         """Hold nothing, as there."""
-        self._rooms.clear()
+        self._buffers.clear()
 
-    def _make_space(self, nbytes: int, free: list[tuple[int, Room]]) -> None:
+    def _make_space(self, nbytes: int, free: list[tuple[int, ReusableBuffer]]) -> None:
         """Let go of what is free for longest, before there is more than was lent at one time."""
-        held = nbytes + sum(size for size, _ in self._rooms)
+        held = nbytes + sum(size for size, _ in self._buffers)
         self._most = max(self._most, held - sum(size for size, _ in free))
         for one in free:
             if held <= self._most * 9 // 8:
                 break
-            self._rooms.remove(one)
+            self._buffers.remove(one)
             held -= one[0]
 
 

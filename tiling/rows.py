@@ -30,7 +30,7 @@ class RowSlices(InSlices):
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """Look the rows up."""
         one = self.embedding
-        rows: torch.Tensor = Rows.apply(  # type: ignore[no-untyped-call]
+        rows: torch.Tensor = RowLookup.apply(  # type: ignore[no-untyped-call]
             ids, one.weight, one.padding_idx, one.scale_grad_by_freq, self.micro_batch
         )
         return rows
@@ -49,7 +49,7 @@ def slice_rows(embedding: nn.Embedding, micro_batch: int) -> None:
     embedding.forward = RowSlices(embedding, embedding.forward, embedding, micro_batch)  # type: ignore[method-assign, assignment]
 
 
-class Rows(torch.autograd.Function):
+class RowLookup(torch.autograd.Function):
     """See [Note: rows in use]."""
 
     @staticmethod

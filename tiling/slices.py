@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from infinity.tiling import mapped
 from infinity.tiling.lending import Lending
 from infinity.tiling.linears import Straight
-from infinity.tiling.sums import Cuts, Sums
+from infinity.tiling.sums import GradientSums, InputCuts
 from infinity.tiling.tile import Kept
 
 FEWEST_NBYTES = mapped.LARGE_NBYTES // 16
@@ -53,24 +53,24 @@ class Call:
     outputs: list[Any] = field(default_factory=list)  # leaves of the result that are no tensors
 
     def run_first(
-        self, tensors: Sequence[torch.Tensor], rooms: mapped.Rooms
+        self, tensors: Sequence[torch.Tensor], pool: mapped.BufferPool
     ) -> tuple[list[torch.Tensor], pytree.TreeSpec, list[Any]]:
         """Run the module on the tensors of one slice; returns the result's tensors and the rest of it."""
         self.states.append(_generators(self.cuda))
-        straight = Straight(rooms, None)
+        straight = Straight(pool, None)
         found, spec, rest = self._run(tensors, straight)
         self.unread.append(straight.unread(found))
         return found, spec, rest
 
     def run_again(
-        self, number: int, tensors: Sequence[torch.Tensor], sums: Sums, rooms: mapped.Rooms
+        self, number: int, tensors: Sequence[torch.Tensor], sums: GradientSums, pool: mapped.BufferPool
     ) -> list[torch.Tensor]:
         """Run it on one slice as before, now recorded by autograd; the result's tensors have a grad_fn, and
         not always their values: see [Note: results that nobody reads].
         """
         _set_generators(self.cuda, self.states[number])
         with torch.enable_grad():
-            found, _, _ = self._run(tensors, Straight(rooms, sums, self.unread[number]))
+            found, _, _ = self._run(tensors, Straight(pool, sums, self.unread[number]))
         return found
 
     def _run(
@@ -85,19 +85,19 @@ class Call:
         rest = [TENSOR if isinstance(one, torch.Tensor) else one for one in found]
         return [one for one in found if isinstance(one, torch.Tensor)], spec, rest
 
-    def cuts(self) -> Cuts:
+    def cuts(self) -> InputCuts:
         """Return how the inputs are cut."""
-        return Cuts(self.sliced, self.dims, len(self.sizes))
+        return InputCuts(self.sliced, self.dims, len(self.sizes))
 
     @contextlib.contextmanager
-    def lending(self, inputs: Sequence[torch.Tensor]) -> Iterator[mapped.Rooms]:
+    def lending(self, inputs: Sequence[torch.Tensor]) -> Iterator[mapped.BufferPool]:
         """Let slices have the memory of those before: see [Note: results of pointwise operations]."""
-        rooms = mapped.Rooms()
+        pool = mapped.BufferPool()
         cuts = [one for one, cut in zip(inputs, self.sliced, strict=True) if cut and one.device.type == "cpu"]
         large = sum(one.nbytes for one in cuts) >= len(self.sizes) * FEWEST_NBYTES
-        with Lending(rooms) if self.straight and large else contextlib.nullcontext():
-            yield rooms
-        rooms.clear()
+        with Lending(pool) if self.straight and large else contextlib.nullcontext():
+            yield pool
+        pool.clear()
 
     def parts(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         """Yield the tensors of each slice, contiguous as modules may expect (Conv1D does); the others
@@ -158,14 +158,14 @@ def run_in_slices(
     for kind in sorted({one.device.type for one in tensors}):
         call.autocast.append((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)))
     used = [one for one in dict.fromkeys(parameters) if one.requires_grad]
-    outputs = Slices.apply(call, len(tensors), *tensors, *used)  # type: ignore[no-untyped-call]
+    outputs = SlicedCall.apply(call, len(tensors), *tensors, *used)  # type: ignore[no-untyped-call]
     if call.result is None:
         raise TypeError("a sliced module returned nothing")
     rest = iter(outputs if isinstance(outputs, tuple) else (outputs,))
     return pytree.tree_unflatten([next(rest) if one is TENSOR else one for one in call.outputs], call.result)
 
 
-class Slices(torch.autograd.Function):
+class SlicedCall(torch.autograd.Function):
     """The node of one sliced call; see [Note: one call, one gradient]."""
 
     @staticmethod
@@ -175,9 +175,9 @@ class Slices(torch.autograd.Function):
         versions = [one._version for one in inputs]
         whole: list[torch.Tensor] = []
         start = 0
-        with call.lending(inputs) as rooms:
+        with call.lending(inputs) as pool:
             for number, part in enumerate(call.parts(inputs)):
-                results, spec, rest = call.run_first(part, rooms)
+                results, spec, rest = call.run_first(part, pool)
                 if number == 0:
                     call.result, call.outputs = spec, _checked(rest)
                     whole = [_whole(one, call) for one in results]
@@ -203,13 +203,13 @@ class Slices(torch.autograd.Function):
         call: Call = ctx.call
         inputs, parameters = ctx.saved_tensors, [one.take() for one in ctx.parameters]
         wanted = ctx.needs_input_grad[2 : 2 + len(inputs)]
-        sums = Sums(call.cuts(), inputs, wanted, parameters)
+        sums = GradientSums(call.cuts(), inputs, wanted, parameters)
         start = 0
-        with _as_before(call), call.lending(inputs) as rooms:
+        with _as_before(call), call.lending(inputs) as pool:
             for number, part in enumerate(call.parts(inputs)):
                 size = call.sizes[number]
                 part = [one.detach().requires_grad_(want) for one, want in zip(part, wanted, strict=True)]  # noqa: PLW2901
-                results = call.run_again(number, part, sums, rooms)
+                results = call.run_again(number, part, sums, pool)
                 sliced = [grad.narrow(_dim(call), start, size) for grad in grads]
                 pairs = [(one, grad) for one, grad in zip(results, sliced, strict=True) if one.requires_grad]
                 leaves = [one for one, want in zip(part, wanted, strict=True) if want]

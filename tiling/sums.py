@@ -20,7 +20,7 @@ from infinity.tiling import mapped
 from infinity.tiling.products import accumulate, add_product, wide
 
 
-class Cuts(NamedTuple):
+class InputCuts(NamedTuple):
     """How the inputs of a call are cut."""
 
     sliced: Sequence[bool]  # for each, whether it is
@@ -28,12 +28,12 @@ class Cuts(NamedTuple):
     slices: int
 
 
-class Sums:
+class GradientSums:
     """Gradients of one sliced call, as its slices add to them; see [Note: room for sums]."""
 
     def __init__(
         self,
-        cuts: Cuts,
+        cuts: InputCuts,
         inputs: Sequence[torch.Tensor],
         wanted: Sequence[bool],
         parameters: Sequence[torch.Tensor],

@@ -47,7 +47,7 @@ class LinearTile(Tile):
     def forward(
         self,
         x: torch.Tensor,
-        channel: Channel | None = None,
+        channel: GradientChannel | None = None,
         room: mapped.Lender | None = None,
         use: Any = None,
     ) -> torch.Tensor:
@@ -64,17 +64,22 @@ class Conv1DTile(Tile):
     """The same by a weight [in, out], as Hugging Face's Conv1D has it."""
 
     def forward(
-        self, x: torch.Tensor, channel: Channel | None = None, room: mapped.Lender | None = None
+        self, x: torch.Tensor, channel: GradientChannel | None = None, room: mapped.Lender | None = None
     ) -> torch.Tensor:
         """Return x @ weight + bias, in `room`."""
         return _product(x, self, channel, room, transposed=True)
 
 
 def _product(
-    x: torch.Tensor, tile: Tile, channel: Channel | None, room: mapped.Lender | None, *, transposed: bool
+    x: torch.Tensor,
+    tile: Tile,
+    channel: GradientChannel | None,
+    room: mapped.Lender | None,
+    *,
+    transposed: bool,
 ) -> torch.Tensor:
     link = None if channel is None else channel.link
-    room = room or mapped.Room()
+    room = room or mapped.ReusableBuffer()
     found: torch.Tensor = Product.apply(x, tile.weight, tile.bias, transposed, room, channel, link)  # type: ignore[no-untyped-call]
     return found
 
@@ -128,11 +133,11 @@ class Sum:
     task: int = -1
     """The backward that is under way: what one that failed has left counts for nothing."""
     value: torch.Tensor | None = None  # of the input's shape, in the dtype of sums
-    room: mapped.Room = field(default_factory=mapped.Room)
+    room: mapped.ReusableBuffer = field(default_factory=mapped.ReusableBuffer)
     """For the tiles' own gradients, which whoever takes them lets go of one by one."""
 
 
-class Channel(NamedTuple):
+class GradientChannel(NamedTuple):
     """A way for the gradients of a common input to add up.
 
     [Note: channels]
@@ -146,9 +151,9 @@ class Channel(NamedTuple):
     sum: Sum
     columns: slice = slice(None)
 
-    def narrowed(self, columns: slice) -> Channel:
+    def narrowed(self, columns: slice) -> GradientChannel:
         """Return the same for a tile that takes some columns of the input."""
-        return Channel(self.link, self.sum, columns)
+        return GradientChannel(self.link, self.sum, columns)
 
     def total(self) -> torch.Tensor:
         """Return the sum so far, [tokens, columns], to add to."""
@@ -174,7 +179,7 @@ class Channel(NamedTuple):
         return torch.zeros_like(self.link)
 
 
-class Link(torch.autograd.Function):
+class ChannelLink(torch.autograd.Function):
     """The node that rounds a channel's sum, and hands it to the input."""
 
     @staticmethod
@@ -195,12 +200,12 @@ class Link(torch.autograd.Function):
         return mapped.empty(found.shape, ctx.sum.dtype, found.device).copy_(found), None
 
 
-def channel_of(x: torch.Tensor, tiles: int) -> Channel | None:
+def channel_of(x: torch.Tensor, tiles: int) -> GradientChannel | None:
     """Return a channel for the gradients that `tiles` tiles send to x [tokens, in]; see [Note: channels]."""
     if tiles == 1 or not x.requires_grad:
         return None
     total = Sum(x.shape, x.dtype, x.device)
-    return Channel(Link.apply(x, total), total)  # type: ignore[no-untyped-call]
+    return GradientChannel(ChannelLink.apply(x, total), total)  # type: ignore[no-untyped-call]
 
 
 class Product(torch.autograd.Function):
@@ -218,7 +223,7 @@ class Product(torch.autograd.Function):
         bias: torch.Tensor | None,
         transposed: bool,  # noqa: FBT001
         room: mapped.Lender,
-        channel: Channel | None,
+        channel: GradientChannel | None,
         link: torch.Tensor | None,  # noqa: ARG004 - of the channel
     ) -> torch.Tensor:
         """Return [tokens, out]. room: for it."""
@@ -281,7 +286,7 @@ class Columns:
         return columns if dtype == columns.dtype else torch.empty(shape, dtype=dtype, device=device)
 
 
-class Place(torch.autograd.Function):
+class WriteColumns(torch.autograd.Function):
     """Write a tile's result into its columns of the common output, in place.
 
     torch's own slice assignment copies the whole gradient once per tile, torch.cat needs all results twice.
@@ -307,7 +312,7 @@ class Place(torch.autograd.Function):
 
 
 class PlaceRows(torch.autograd.Function):
-    """Write a tile's rows to their positions in the common output, in place; as `Place`."""
+    """Write a tile's rows to their positions in the common output, in place; as `WriteColumns`."""
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

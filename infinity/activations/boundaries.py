@@ -29,6 +29,8 @@ from collections import deque
 from types import FrameType
 
 import torch
+from torch.autograd import function as functions_of_users
+from torch.utils import checkpoint
 
 from infinity.activations.passes import ELEMENT_NBYTES, FIELD, LoadPass, SavePass
 from infinity.device.device import Device
@@ -41,19 +43,17 @@ from infinity.records.record import Record, Traffic
 from infinity.sizes import BLOCK, format_size
 from infinity.storage.memory import Ledger
 from infinity.storage.store import Store, Transfer
+from infinity.tiling import slices
 
 logger = logging.getLogger("infinity")
 
 LOOKAHEAD = 2
 """Boundaries that are on their way back while one is used."""
 
-_SAVERS = ("torch.utils.checkpoint", "infinity.tiling.slices")
-_BETWEEN = (
-    "infinity.activations.partitioned",
-    "infinity.activations.boundaries",
-    "infinity.autograd.hooks",
-    "torch.autograd.function",
-)
+_SAVERS = (checkpoint.__name__, slices.__name__)
+"""Modules whose code saves the inputs of checkpoints."""
+_between = {__name__, functions_of_users.__name__}
+"""Modules whose code may be between who saves and who asks; see stands_between."""
 
 
 class Boundary:
@@ -352,10 +352,15 @@ def _over(moving: SavePass | Transfer) -> bool:
     return moving.processed if isinstance(moving, SavePass) else moving.done
 
 
+def stands_between(module: str) -> None:
+    """Note that a module, by its own `__name__`, hands on what is saved: who saves is behind it."""
+    _between.add(module)
+
+
 def _saver() -> str:
     """Return the module whose code makes autograd save a tensor, asked in the hook that is called for it."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_globals.get("__name__") in _BETWEEN:
+    while frame is not None and frame.f_globals.get("__name__") in _between:
         frame = frame.f_back
     return "" if frame is None else str(frame.f_globals.get("__name__"))
 

@@ -13,14 +13,16 @@ from typing import Any
 import torch
 import xxhash
 
-from infinity.activations.boundaries import Boundaries, Boundary, flattened, is_boundary
+from infinity.activations.boundaries import Boundaries, Boundary, flattened, is_boundary, stands_between
 from infinity.errors import RanksError
 from infinity.ranks.group import Channel, Ranks, open_ranks
 from infinity.sizes import BLOCK
 from infinity.tensors import as_bytes
 
+stands_between(__name__)
 
-class Part:
+
+class BoundaryPart:
     """What this rank keeps of one boundary."""
 
     __slots__ = ("_all", "_dtype", "_held", "_name", "_numel", "_shape", "_stride", "nbytes")
@@ -63,12 +65,12 @@ class Parts:
         """Whether a tensor that autograd is about to save is a boundary; asked from the hook it calls."""
         return is_boundary(tensor, self._device)
 
-    def save(self, tensor: torch.Tensor) -> Part:
+    def save(self, tensor: torch.Tensor) -> BoundaryPart:
         """Return what autograd keeps in the place of a boundary."""
         self._saved += 1
         if self._saved == 1:
             self._check_copies(tensor)
-        return Part(self, tensor, self._saved)
+        return BoundaryPart(self, tensor, self._saved)
 
     def _check_copies(self, tensor: torch.Tensor) -> None:
         digest = xxhash.xxh3_64_intdigest(as_bytes(flattened(tensor))) >> 1

@@ -31,8 +31,8 @@ from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _pytree as pytree
 
-from infinity.activations.boundaries import Boundaries, Boundary
-from infinity.activations.partitioned import Part, Parts
+from infinity.activations.boundaries import Boundaries, Boundary, stands_between
+from infinity.activations.partitioned import BoundaryPart, Parts
 from infinity.autograd.module_calls import differentiates, refuse, refuse_transform, runs_in_itself
 from infinity.planning.trace import Phase
 from infinity.tiling import Tile, runs_in_slices
@@ -40,6 +40,7 @@ from infinity.units.residency import Executor
 from infinity.units.unit import Unit
 
 logger = logging.getLogger("infinity")
+stands_between(__name__)
 
 
 def graph_task() -> int:
@@ -62,7 +63,7 @@ class Frame:
 
 
 @dataclass(slots=True, eq=False)
-class Packed:
+class PackedWeight:
     """What autograd keeps of a weight."""
 
     unit: Unit
@@ -73,7 +74,7 @@ class Packed:
 
 
 @dataclass(slots=True, eq=False)
-class Lease:
+class BackwardLease:
     """The units that one node of the graph works with."""
 
     task: int  # the graph task
@@ -93,7 +94,7 @@ class Hooks:
         self.by_storage: dict[int, Unit] = {}
         """Units by the key of the storage they are resident in: so a weight is known that autograd saves."""
         self._tasks: list[int] = []
-        self._leases: list[Lease] = []
+        self._leases: list[BackwardLease] = []
         self._counting = False
         self._held: set[Unit] = set()
         self.boundaries: Boundaries | None = None
@@ -239,12 +240,12 @@ class Hooks:
             if otherwise is _as_is and boundaries is not None and boundaries.takes(tensor):
                 return boundaries.save(tensor)
             return otherwise(tensor)
-        return Packed(unit, tensor.shape, tensor.stride(), int(tensor.storage_offset()), unit.version)
+        return PackedWeight(unit, tensor.shape, tensor.stride(), int(tensor.storage_offset()), unit.version)
 
     def _unpack(self, packed: Any, otherwise: Any) -> torch.Tensor:
-        if isinstance(packed, (Boundary, Part)):
+        if isinstance(packed, (Boundary, BoundaryPart)):
             return packed.take()
-        if not isinstance(packed, Packed):
+        if not isinstance(packed, PackedWeight):
             tensor: torch.Tensor = otherwise(packed)
             return tensor
         unit = packed.unit
@@ -270,7 +271,7 @@ class Hooks:
         self._note_backward(task)
         lease = self._leases[-1] if self._leases else None
         if lease is None or lease.task != task:
-            lease = Lease(task, node)
+            lease = BackwardLease(task, node)
             self._leases.append(lease)
         elif lease.node is not node:
             ended, lease.units = lease.units, [one for one in lease.units if one is unit]

@@ -49,7 +49,7 @@ class _Hook:
     @property
     def __name__(self) -> str:
         """None; but TorchScript, which compiles a module's hooks by their names, is refused by its own."""
-        if str(sys._getframe(1).f_globals.get("__name__", "")).startswith("torch.jit."):
+        if str(sys._getframe(1).f_globals.get("__name__", "")).startswith(f"{torch.jit.__name__}."):
             raise UnsupportedError(advice.export("torch.jit.script"))
         raise AttributeError("a hook of Infinity has no __name__")
 

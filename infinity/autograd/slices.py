@@ -70,7 +70,7 @@ class Watch:
             self.counts.close_step()
 
 
-class Slices:
+class SlicedParameters:
     """The parameters of one engine whose slices are counted."""
 
     def __init__(self) -> None:

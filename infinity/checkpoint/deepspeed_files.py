@@ -75,7 +75,7 @@ def load_deepspeed(
     ranks = inventory.engine.ranks
     with ranks.together(f"loading {folder}"):
         with ranks.together(f"comparing {folder} with the model"):
-            saved = _Saved(folder / (tag or (folder / "latest").read_text().strip()))
+            saved = _TagFiles(folder / (tag or (folder / "latest").read_text().strip()))
             plains, moments = _check_fits(saved, inventory)
         _fill(saved, moments, inventory, model)
         with torch.no_grad():
@@ -83,7 +83,7 @@ def load_deepspeed(
                 inventory.plain[name].copy_(saved.module[name])
 
 
-def _check_fits(saved: _Saved, inventory: Inventory) -> tuple[Iterable[str], _Moments | None]:
+def _check_fits(saved: _TagFiles, inventory: Inventory) -> tuple[Iterable[str], _Moments | None]:
     """See that everything has its place; return the names of buffers, and the moments."""
     shared = saved.shared
     plains = {name: form for name, form in inventory.plains().items() if name not in shared}
@@ -102,7 +102,7 @@ def _state(inventory: Inventory) -> Iterable[str]:
     return inventory.optimizer.recipe.state if inventory.optimizer is not None else ()
 
 
-def _fill(saved: _Saved, moments: _Moments | None, inventory: Inventory, model: nn.Module) -> None:
+def _fill(saved: _TagFiles, moments: _Moments | None, inventory: Inventory, model: nn.Module) -> None:
     """Write this rank's parts of masters and moments into the records."""
     optimizer, held = inventory.optimizer, inventory.held()
     ours = {id(one) for group in inventory.groups for one in group["params"]}
@@ -124,7 +124,7 @@ _Moments = dict[str, list[list[torch.Tensor]]]
 """Each rank's moments by sub-group, by DeepSpeed's names of them."""
 
 
-class _Saved:
+class _TagFiles:
     """The files of one tag."""
 
     def __init__(self, folder: Path) -> None:

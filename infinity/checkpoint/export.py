@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.atomic import Older, check_replaceable, new_folder
-from infinity.checkpoint.hashed_stream import Source
+from infinity.checkpoint.hashed_stream import TensorSource
 from infinity.checkpoint.hub import (
     EXPORT,
     HubWriter,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 HELP = "Hugging Face's files from a checkpoint, for from_pretrained and all else that reads them"
 
 
-class _Saved(NamedTuple):
+class _SavedType(NamedTuple):
     """A type in which weights may be written."""
 
     name: str
@@ -80,9 +80,9 @@ class _Saved(NamedTuple):
 
 
 _DTYPES = {
-    torch.bfloat16: _Saved("bfloat16", "BF16", "bf16"),
-    torch.float16: _Saved("float16", "F16", "fp16"),
-    torch.float32: _Saved("float32", "F32", "fp32"),
+    torch.bfloat16: _SavedType("bfloat16", "BF16", "bf16"),
+    torch.float16: _SavedType("float16", "F16", "fp16"),
+    torch.float32: _SavedType("float32", "F32", "fp32"),
 }
 
 
@@ -148,7 +148,7 @@ def save_pretrained(
 
 
 def _write_parts(
-    files: HubWriter, inventory: Inventory, names: Mapping[str, str], saved: Mapping[Unit, _Saved]
+    files: HubWriter, inventory: Inventory, names: Mapping[str, str], saved: Mapping[Unit, _SavedType]
 ) -> None:
     """Write what this rank holds of all weights that are in files as they are."""
     direct = {name: of_file for name, of_file in names.items() if of_file not in files.converted}
@@ -171,7 +171,7 @@ def _write_converted(
     model: nn.Module,
     inventory: Inventory,
     names: Mapping[str, str],
-    saved: Mapping[Unit, _Saved],
+    saved: Mapping[Unit, _SavedType],
 ) -> None:
     """Put together one weight after the other that files have in another form; rank 0 writes it."""
     ranks = inventory.engine.ranks
@@ -199,7 +199,7 @@ def _write_plain(files: HubWriter, inventory: Inventory, forms: Mapping[str, For
             files.write(name, 0, as_bytes(tensor))
 
 
-def _saved(dtype: torch.dtype) -> _Saved:
+def _saved(dtype: torch.dtype) -> _SavedType:
     saved = _DTYPES.get(dtype)
     if saved is None:
         known = ", ".join(map(str, _DTYPES))
@@ -216,7 +216,7 @@ def _older(*, overwrite: bool, rescues: bool = False, how: str = "overwrite=True
 
 
 def _forms_of_model(
-    model: nn.Module, inventory: Inventory, saved: Mapping[Unit, _Saved]
+    model: nn.Module, inventory: Inventory, saved: Mapping[Unit, _SavedType]
 ) -> tuple[dict[str, Form], dict[str, str]]:
     """Return type and shape of all that is written, and each offloaded parameter's name in it."""
     parameters = dict(model.named_parameters())
@@ -284,9 +284,9 @@ def export_checkpoint(
         write_configuration(model, filling, saved.name)
 
 
-def _values(tensor: Tensor, readers: Mapping[str, TensorReader], saved: _Saved) -> Iterator[memoryview]:
+def _values(tensor: Tensor, readers: Mapping[str, TensorReader], saved: _SavedType) -> Iterator[memoryview]:
     """Return a tensor's bytes in chunks, masters in the type that is to be written."""
-    source = Source(tensor, readers)
+    source = TensorSource(tensor, readers)
     width = WIDTHS[tensor.dtype]
     for start in range(0, tensor.numel, CHUNK_NUMEL):
         numel = min(CHUNK_NUMEL, tensor.numel - start)

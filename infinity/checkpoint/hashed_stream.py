@@ -9,7 +9,7 @@ import xxhash
 
 from infinity.checkpoint.safetensors_file import TensorReader, TensorWriter
 from infinity.errors import CorruptionError
-from infinity.storage.manifest import RANGE_NBYTES, WIDTHS, Piece, Tensor
+from infinity.storage.manifest import RANGE_NBYTES, WIDTHS, Tensor, TensorPiece
 
 
 @dataclass(slots=True)
@@ -37,14 +37,14 @@ class Sink:
         self.hashes.append(self._hasher.hexdigest())
         self._hasher.reset()
 
-    def finish(self, start: int, stop: int) -> Piece:
+    def finish(self, start: int, stop: int) -> TensorPiece:
         """Return what the manifest says of the piece, elements [start, stop) of its tensor."""
         if self.written_nbytes % RANGE_NBYTES:
             self._close_range()
-        return Piece(self.writer.path.name, self.key, start, stop, tuple(self.hashes))
+        return TensorPiece(self.writer.path.name, self.key, start, stop, tuple(self.hashes))
 
 
-class Source:
+class TensorSource:
     """Gives a tensor's bytes, in order, whatever pieces they lie in."""
 
     def __init__(self, tensor: Tensor, files: Mapping[str, TensorReader], first: int = 0) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.safetensors_file import (
-    Entry,
+    TensorEntry,
     TensorFileError,
     TensorJoiner,
     TensorReader,
@@ -137,7 +137,7 @@ class HubWriter:
         self.converted = {name for name, form in forms.items() if list(self._stored[name].values()) != [form]}
         """Tensors that files have in another form."""
         self._entries = [
-            Entry(name, dtype, shape)
+            TensorEntry(name, dtype, shape)
             for of_one in self._stored.values()
             for name, (dtype, shape) in of_one.items()
         ]
@@ -152,7 +152,7 @@ class HubWriter:
         """Open the shards that another process has created."""
         self._open(TensorJoiner)
 
-    def _open(self, make: Callable[[Path, Sequence[Entry], Mapping[str, str]], TensorWriter]) -> None:
+    def _open(self, make: Callable[[Path, Sequence[TensorEntry], Mapping[str, str]], TensorWriter]) -> None:
         for number, shard in enumerate(self._shards, 1):
             several = f"model-{number:05}-of-{len(self._shards):05}.safetensors"
             path = self._folder / (several if len(self._shards) > 1 else "model.safetensors")
@@ -202,9 +202,9 @@ class HubWriter:
             writer.close()
 
 
-def _cut(entries: Iterable[Entry], most_nbytes: int) -> list[list[Entry]]:
+def _cut(entries: Iterable[TensorEntry], most_nbytes: int) -> list[list[TensorEntry]]:
     """Cut tensors into shards of at most so many bytes; a larger tensor has one of its own."""
-    shards: list[list[Entry]] = [[]]
+    shards: list[list[TensorEntry]] = [[]]
     nbytes = 0
     for entry in entries:
         nbytes += entry.nbytes

@@ -125,7 +125,7 @@ class CopyInPass(_RangePass):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RangePart:
     """A field's bytes of one parameter's part of a range."""
 
     index: int  # of the parameter in its unit
@@ -135,7 +135,7 @@ class Part:
     values: memoryview
 
 
-def parts(record: Record, start: int, stop: int, values: Mapping[str, torch.Tensor]) -> Iterator[Part]:
+def parts(record: Record, start: int, stop: int, values: Mapping[str, torch.Tensor]) -> Iterator[RangePart]:
     """Cut the values of elements [start, stop) into their parameters' parts, padding left out."""
     views = {field: as_bytes(one) for field, one in values.items()}
     for piece in pieces(record.shard, start, stop):
@@ -144,7 +144,9 @@ def parts(record: Record, start: int, stop: int, values: Mapping[str, torch.Tens
             # Scales are there for whole blocks, the last one too.
             numel = -(-piece.numel // STATE_BLOCK) * STATE_BLOCK if field == "scale" else piece.numel
             element = 2 * (piece.element // STATE_BLOCK) if field == "scale" else piece.element
-            yield Part(piece.index, field, element, whole[first : first + field_nbytes(record, field, numel)])
+            yield RangePart(
+                piece.index, field, element, whole[first : first + field_nbytes(record, field, numel)]
+            )
 
 
 def copied_out(

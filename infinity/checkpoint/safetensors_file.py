@@ -56,7 +56,7 @@ class TensorFileError(InfinityError, ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file."""
 
     name: str
@@ -110,7 +110,7 @@ def storage_full(path: Path, needed: int, free: int, number: int = errno.ENOSPC)
 class TensorWriter:
     """A new file, whose tensors are written in any order, in pieces."""
 
-    def __init__(self, path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> None:
         """Create the file, write its header and allocate the rest.
 
         Raises: aio.StorageFullError with the numbers; FileExistsError.
@@ -132,7 +132,7 @@ class TensorWriter:
         self._allocate()
         self._write(0, len(text).to_bytes(8, "little") + text)
 
-    def _lay_out(self, entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+    def _lay_out(self, entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> bytes:
         """Decide where everything lies; return the header."""
         self._offsets: dict[str, int] = {}
         header: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -234,7 +234,7 @@ class TensorReader:
         try:
             self.nbytes = os.fstat(self._fd).st_size
             self.metadata: dict[str, str] = {}
-            self.entries: dict[str, Entry] = {}
+            self.entries: dict[str, TensorEntry] = {}
             self._offsets: dict[str, int] = {}
             self._start = 8
             self._read_header()
@@ -255,7 +255,7 @@ class TensorReader:
             self.metadata = dict(header.pop("__metadata__", {}))
             for name, about in header.items():
                 first, last = about["data_offsets"]
-                entry = Entry(name, about["dtype"], tuple(about["shape"]))
+                entry = TensorEntry(name, about["dtype"], tuple(about["shape"]))
                 if entry.dtype not in WIDTHS or any(
                     type(size) is not int or size < 0 for size in entry.shape
                 ):

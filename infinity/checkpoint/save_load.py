@@ -21,14 +21,14 @@ import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from infinity.checkpoint import generators
 from infinity.checkpoint.atomic import Older
-from infinity.checkpoint.hashed_stream import Source
+from infinity.checkpoint.hashed_stream import TensorSource
 from infinity.checkpoint.hub import configuration
 from infinity.checkpoint.inventory import KINDS, Inventory
 from infinity.checkpoint.ranges import CopyInPass, buffers, chunks, parts
@@ -44,7 +44,7 @@ from infinity.storage.manifest import (
     PLAIN,
     CheckpointError,
     Manifest,
-    Share,
+    RankManifest,
     Tensor,
     compare,
     compare_groups,
@@ -55,19 +55,10 @@ from infinity.storage.manifest import (
     readable,
 )
 from infinity.tensors import as_bytes, empty, name_of_dtype
+from infinity.units.tracking import Stateful
 from infinity.units.unit import Unit
 
 CHECKPOINT = "a checkpoint of infinity.save"
-
-
-class Stateful(Protocol):
-    """A learning rate scheduler, as torch's."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take them."""
 
 
 # Saving
@@ -128,11 +119,11 @@ def save(
             with ranks.together(f"writing files of {folder}"):
                 files.write_units(inventory)
                 files.write_plain(inventory.plain, kept)
-                share = Share(files.pieces(), files.files(), generators.capture(), own)
-        shares = ranks.each(share.to_json(), f"say what files of {folder} hold")
+                written = RankManifest(files.pieces(), files.files(), generators.capture(), own)
+        manifests = ranks.each(written.to_json(), f"say what files of {folder} hold")
         if ranks.rank == 0:
             said = {**optimizer_and_lines, "model": configuration(model)}
-            manifest = joined([Share.from_json(text) for text in shares], said)
+            manifest = joined([RankManifest.from_json(text) for text in manifests], said)
             (filling / NAME).write_text(manifest.to_json())
 
 
@@ -307,7 +298,7 @@ def open_files(manifest: Manifest, folder: Path, stack: contextlib.ExitStack) ->
 
 def _read_whole(tensor: Tensor, files: Mapping[str, TensorReader]) -> torch.Tensor:
     values = empty(tensor.dtype, tensor.shape)
-    Source(tensor, files).read(as_bytes(values))
+    TensorSource(tensor, files).read(as_bytes(values))
     return values
 
 
@@ -336,7 +327,7 @@ def _fill_units(manifest: Manifest, inventory: Inventory, files: Mapping[str, Te
         for field in fields[1:]:
             if field not in unit.record:
                 unit.record.add(field, engine.store)
-        sources: dict[tuple[str, str], Source] = {}
+        sources: dict[tuple[str, str], TensorSource] = {}
         for start, stop in chunks(unit.record):
             values = buffers(unit.record, fields, stop - start)
             for part in parts(unit.record, start, stop, values):
@@ -344,7 +335,7 @@ def _fill_units(manifest: Manifest, inventory: Inventory, files: Mapping[str, Te
                 if name is not None and (kind, name) in tensors:
                     key = kind, name
                     if key not in sources:
-                        sources[key] = Source(tensors[key], files, part.first)
+                        sources[key] = TensorSource(tensors[key], files, part.first)
                     sources[key].read(part.values)
             job = CopyInPass(unit.record, unit.record.tile_numel, start, stop, values)
             if before is not None:

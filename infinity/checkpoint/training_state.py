@@ -27,7 +27,9 @@ from infinity.units.tracking import Stateful
 
 
 class Training:
-    """One model and optimizer in training: what a durable run takes down of it; see durable.Source."""
+    """One model and optimizer in training: what a durable run takes down of it; see
+    durable.TrainingStateSource.
+    """
 
     def __init__(self, inventory: Inventory, model: nn.Module) -> None:
         """Know where the model's buffers and ordinary parameters are."""
@@ -52,7 +54,7 @@ class Training:
         return {name: getattr(module, of) for name, module, of in self._plain}
 
     def at_step(self) -> Mapping[str, Any]:
-        """See durable.Source."""
+        """See durable.TrainingStateSource."""
         engine = self.inventory.engine
         if any(one is not self.optimizer for one in engine.optimizers):
             raise UnsupportedError(
@@ -66,7 +68,7 @@ class Training:
     def at_forward(
         self, said: Mapping[str, Any], *, begun: bool
     ) -> tuple[dict[str, Any], dict[str, PlainTensor]]:
-        """See durable.Source."""
+        """See durable.TrainingStateSource."""
         tensors: dict[str, torch.Tensor] = dict(said["tensors"])
         tracked = {name: self._encoded(name, tensors) for name in self.tracked if name != "loader"}
         if "loader" in self.tracked:
@@ -82,7 +84,9 @@ class Training:
         return everything, values
 
     def succeed(self, earlier: Any, later: Any) -> None:
-        """See durable.Source. Commits hold the later one's state, and all that the earlier one tracked."""
+        """See durable.TrainingStateSource. Commits hold the later one's state, and all that the earlier one
+        tracked.
+        """
         if earlier is self.optimizer:
             later.tracked = {**earlier.tracked, **later.tracked}
             self.optimizer = self.inventory.optimizer = later
@@ -109,7 +113,7 @@ class Training:
         self._rng_forward = said["rng_forward"]
 
     def restore_at_forward(self) -> None:
-        """See durable.Source and [Note: when what is taken down]."""
+        """See durable.TrainingStateSource and [Note: when what is taken down]."""
         if self._rng_forward is not None:
             generators.restore(self._rng_forward)
             self._rng_forward = None

@@ -12,9 +12,9 @@ import torch
 from infinity.checkpoint.hashed_stream import Sink
 from infinity.checkpoint.inventory import KINDS, Inventory
 from infinity.checkpoint.ranges import copied_out, parts
-from infinity.checkpoint.safetensors_file import Entry, TensorWriter, storage_full
+from infinity.checkpoint.safetensors_file import TensorEntry, TensorWriter, storage_full
 from infinity.engine.engine import Engine
-from infinity.storage.manifest import MASTER, PLAIN, Form, Piece
+from infinity.storage.manifest import MASTER, PLAIN, Form, TensorPiece
 from infinity.tensors import as_bytes, name_of_dtype
 from infinity.units.unit import Unit
 
@@ -70,14 +70,14 @@ class CheckpointWriter:
         alone = kind == "extra" or (kind == PLAIN and self._rank == 0)
         return (0, self._numel(kind, name)) if alone else self._held.get((kind, name), (0, 0))
 
-    def _entry(self, kind: str, name: str) -> Entry:
+    def _entry(self, kind: str, name: str) -> TensorEntry:
         """Return this rank's piece of a tensor as a file has it: by the tensor's name if it is all of it."""
         dtype, shape = self._forms[kind, name]
         start, stop = self._range(kind, name)
         key = name if kind in _PREFIXES else f"{kind}.{name}"
         if stop - start == self._numel(kind, name):
-            return Entry(key, dtype, shape)
-        return Entry(f"{key}[{start}:{stop}]", dtype, (stop - start,))
+            return TensorEntry(key, dtype, shape)
+        return TensorEntry(f"{key}[{start}:{stop}]", dtype, (stop - start,))
 
     def _cut(self, keys: Sequence[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
         """Cut tensors into files."""
@@ -115,7 +115,7 @@ class CheckpointWriter:
                 if (kind, name) in self._sinks:
                     self._sinks[kind, name].write(as_bytes(tensor))
 
-    def pieces(self) -> dict[tuple[str, str], tuple[Form, Piece | None]]:
+    def pieces(self) -> dict[tuple[str, str], tuple[Form, TensorPiece | None]]:
         """Return every tensor's form, and this rank's piece, now that all is written."""
         for writer in self._writers:
             writer.check_whole()

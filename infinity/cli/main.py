@@ -7,41 +7,58 @@ arguments that cannot be parsed, told by argparse; 130 Ctrl-C; 143 SIGTERM.
 from __future__ import annotations
 
 import argparse
-import importlib
 import math
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from rich.console import Console
 
 from infinity.cli.interrupted import Interrupted
 from infinity.cli.presets import PRESETS
-from infinity.cli.settings import Settings
+from infinity.cli.settings import TrainSettings
 from infinity.errors import ConfigError, InfinityError
 from infinity.sizes import parse_size
 
 _ENGINES = ("io_uring", "threads", "buffered")
-_DEFAULT = Settings()
-_BENCHES = {
-    "io": "read, write and mixed bandwidth and latency of a folder's disk, by engine, block size and depth",
-    "adam": "parameters per second of the update's kernels beside the memory's speed and torch's",
-    "step": "whole training steps beside their floor, DeepSpeed and plain PyTorch",
-    "tiles": "peak memory and time of operators in tiles, beside the whole ones and DeepSpeed's",
-    "copy": "copies between host and CUDA device, both ways at once and beside NVMe",
-}
-"""Each is a module of infinity.bench."""
+_DEFAULT = TrainSettings()
 _EXPORT = "Hugging Face's files from a checkpoint, for from_pretrained and all else that reads them"
 _PLAN = "will a model fit, how fast will it train, what limits it: without training it"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line asks for, and return the exit code."""
-    parser = _parser()
+class Command(Protocol):
+    """A module that says what a command takes and does."""
+
+    HELP: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add its arguments."""
+
+    def run(self, options: argparse.Namespace, console: Console) -> int:
+        """Return the exit code."""
+
+
+Load = Callable[[], Command]
+"""Imports a command, once it is chosen: `infinity --help` waits for none."""
+
+
+def _export() -> Command:
+    from infinity.checkpoint import export
+
+    return export
+
+
+def main(arguments: Sequence[str] | None, benches: Mapping[str, tuple[Load, str]], plan: Load) -> int:
+    """Do what the command line asks for, and return the exit code.
+
+    arguments: None for the process's. benches, by name and each with its help, and plan: measurements, which
+    lie above this package, and which `infinity.__main__` has.
+    """
+    parser = _parser(benches, plan)
     try:
         options = parser.parse_args(arguments)  # imports what the command needs, for seconds
     except KeyboardInterrupt:
@@ -78,28 +95,28 @@ def describe(error: BaseException) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that asks `module` for its arguments, if one is named, once its command is chosen.
+    """A parser that has `load` import a command and asks it for its arguments, once it is chosen.
 
-    The module has HELP, add_arguments(parser) and run(options, console), which returns the exit code; where
+    The command has HELP, add_arguments(parser) and run(options, console), which returns the exit code; where
     arguments have been written otherwise before, spelled_out(arguments) returns what they mean now.
     """
 
-    def __init__(self, *, module: str | None = None, **settings: Any) -> None:
+    def __init__(self, *, load: Load | None = None, **settings: Any) -> None:
         super().__init__(**settings)
-        self._module = module
+        self._load = load
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        if self._module is not None:
-            module, self._module = importlib.import_module(self._module), None
-            self.description = module.HELP
-            module.add_arguments(self)
+        if self._load is not None:
+            command, self._load = self._load(), None
+            self.description = command.HELP
+            command.add_arguments(self)
             self.add_argument("--traceback", action="store_true", help="show where an error came from")
-            self.set_defaults(run=lambda options: _measure(module.run, options))
-            args = getattr(module, "spelled_out", list)(args)
+            self.set_defaults(run=lambda options: _measure(command.run, options))
+            args = getattr(command, "spelled_out", list)(args)
         return super().parse_known_args(args, namespace)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(benches: Mapping[str, tuple[Load, str]], plan: Load) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="infinity",
         description="Train models larger than GPU and host memory, by streaming their state from NVMe.",
@@ -116,13 +133,13 @@ def _parser() -> argparse.ArgumentParser:
     measure = "measure the disks anew, in some seconds each, and keep the result for training"
     doctor.add_argument("--measure", action="store_true", help=measure)
     doctor.set_defaults(run=_doctor)
-    commands.add_parser("export", help=_EXPORT, module="infinity.checkpoint.export")
+    commands.add_parser("export", help=_EXPORT, load=_export)
     bench = commands.add_parser("bench", help="measure the disk, the kernels, whole steps, copies")
     bench.set_defaults(run=_helping(bench))
-    benches = bench.add_subparsers(dest="bench", metavar=" | ".join(_BENCHES))
-    for name, summary in _BENCHES.items():
-        benches.add_parser(name, help=summary, module=f"infinity.bench.{name}")
-    commands.add_parser("plan", help=_PLAN, module="infinity.bench.planning")
+    measurements = bench.add_subparsers(dest="bench", metavar=" | ".join(benches))
+    for name, (load, summary) in benches.items():
+        measurements.add_parser(name, help=summary, load=load)
+    commands.add_parser("plan", help=_PLAN, load=plan)
     return parser
 
 
@@ -212,7 +229,7 @@ def _train(options: argparse.Namespace) -> int:
     from infinity.aio import EngineUnavailableError
     from infinity.cli.train import train
 
-    settings = Settings(**{name: getattr(options, name) for name in Settings.__dataclass_fields__})
+    settings = TrainSettings(**{name: getattr(options, name) for name in TrainSettings.__dataclass_fields__})
     _check(settings)
     try:
         train(settings, Console())
@@ -223,7 +240,7 @@ def _train(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check(settings: Settings) -> None:
+def _check(settings: TrainSettings) -> None:
     """Refuse what excludes each other, and paths that lead nowhere, before anything is built.
 
     Raises: ConfigError naming the options.

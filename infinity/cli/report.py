@@ -43,7 +43,7 @@ def state_nbytes(form: Format) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepReport:
     """One step as the log has it. The fields' names are the log's keys."""
 
     step: int
@@ -118,7 +118,7 @@ class StepLog:
         self._file = path.open("x", encoding="utf-8", buffering=1)
         self._every = every
 
-    def write(self, step: Step) -> None:
+    def write(self, step: StepReport) -> None:
         """Add a step; a number that is not finite becomes null, as JSON has no other word for it."""
         if step.step % self._every and step.step != 1:
             return
@@ -145,7 +145,7 @@ class Progress:
         terminal = sys.stderr.isatty()
         self._bar: Any = tqdm(total=steps, unit="step", dynamic_ncols=True, leave=True) if terminal else None
 
-    def show(self, step: Step, bound: Bound | None) -> None:
+    def show(self, step: StepReport, bound: Bound | None) -> None:
         """Show a step that is done, and what bounds the run."""
         memory = format_size(max(0, step.rss_nbytes - self._baseline_nbytes))
         speed = (
@@ -166,7 +166,7 @@ class Progress:
             self._bar.close()
 
 
-def plot_loss(path: Path, steps: Sequence[Step], title: str) -> str | None:
+def plot_loss(path: Path, steps: Sequence[StepReport], title: str) -> str | None:
     """Draw the loss over the steps as a PNG; where that cannot be done, return why and what to do."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -199,7 +199,7 @@ class Run:
     parameters: int
     state_nbytes: int = 12
     """Bytes of state per parameter."""
-    steps: list[Step] = field(default_factory=list)
+    steps: list[StepReport] = field(default_factory=list)
     peak_nbytes: int = 0
     """Memory above the imports."""
     counts_io: bool = True
@@ -212,7 +212,7 @@ class Run:
     """What each of several ranks says of itself, as `figures` returns it."""
 
     @property
-    def steady(self) -> list[Step]:
+    def steady(self) -> list[StepReport]:
         """The steps without the first: the order is still being learnt then, and no moments are there yet."""
         return self.steps[1:] or self.steps
 
@@ -349,7 +349,7 @@ def _of_rank(figures: Mapping[str, float]) -> str:
     return f"peak memory {peak}; {moved} (medians)"
 
 
-def typical(steps: Sequence[Step]) -> Load:
+def typical(steps: Sequence[StepReport]) -> Load:
     """Return the medians of some steps."""
     median = statistics.median
     return Load(

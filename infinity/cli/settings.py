@@ -8,7 +8,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class TrainSettings:
     """What `infinity train` was asked for."""
 
     preset: str = "25m"

@@ -30,10 +30,10 @@ from infinity.cli.going_on import go_on, outset
 from infinity.cli.interrupted import interruptible
 from infinity.cli.presets import PRESETS, llama, recompute_blocks
 from infinity.cli.recording import Recording
-from infinity.cli.report import RECENT, Meter, Progress, Run, Step, StepLog, plot_loss, state_nbytes
+from infinity.cli.report import RECENT, Meter, Progress, Run, StepLog, StepReport, plot_loss, state_nbytes
 from infinity.cli.run_folder import LOG, PICTURE, errors_named, folder_beside, run_folder
 from infinity.cli.scaling import LossScaling
-from infinity.cli.settings import Settings
+from infinity.cli.settings import TrainSettings
 from infinity.cli.text import Sampler, Text, default_text
 from infinity.config.settings import Config
 from infinity.engine.engine import Engine, engine_of_model
@@ -63,7 +63,7 @@ def learning_rate(step: int, warmup: int, steps: int) -> float:
     return LAST_FACTOR + (1 - LAST_FACTOR) * (1 + math.cos(math.pi * done)) / 2
 
 
-def train(settings: Settings, console: Console) -> None:
+def train(settings: TrainSettings, console: Console) -> None:
     """Train as asked, show it on `console`, and leave log and picture in the run's folder.
 
     Raises: Interrupted after a signal, once all is closed and reported; else InfinityError or OSError.
@@ -89,7 +89,7 @@ def train(settings: Settings, console: Console) -> None:
 
 
 def _train_beside(
-    settings: Settings,
+    settings: TrainSettings,
     sampler: Sampler,
     folder: Path,
     meter: Meter,
@@ -120,7 +120,7 @@ def _figures(engine: Engine, run: Run, meter: Meter) -> list[dict[str, float]]:
 
 
 def _train(
-    settings: Settings,
+    settings: TrainSettings,
     console: Console,
     text: Text,
     sampler: Sampler,
@@ -167,7 +167,7 @@ def _train(
         _conclude(console, settings, run, folder, recording)
 
 
-def _folders(settings: Settings, folder: Path) -> list[str]:
+def _folders(settings: TrainSettings, folder: Path) -> list[str]:
     """Return the folders of the NVMe tier; none without it."""
     return [] if settings.in_host_memory else list(settings.nvme or [str(folder)])
 
@@ -183,7 +183,7 @@ def disk_speed(folders: Sequence[str], engine: str | None) -> DiskSpeed | None:
     return replace(known[0], **rates)
 
 
-def _check_finite(step: Step) -> None:
+def _check_finite(step: StepReport) -> None:
     if not math.isfinite(step.loss):
         raise DivergedError(
             f"the loss of step {step.step} is {step.loss}. Likely cause: a learning rate that is too high; "
@@ -200,7 +200,7 @@ def _check_device(name: str) -> None:
         )
 
 
-def build(settings: Settings, folder: Path) -> tuple[nn.Module, Any]:
+def build(settings: TrainSettings, folder: Path) -> tuple[nn.Module, Any]:
     """Return the model and its optimizer: offloaded, or, if plain, in memory."""
     torch.manual_seed(settings.seed)
     preset = PRESETS[settings.preset]
@@ -239,8 +239,13 @@ def build(settings: Settings, folder: Path) -> tuple[nn.Module, Any]:
 
 
 def steps(
-    settings: Settings, model: nn.Module, optimizer: Any, sampler: Sampler, meter: Meter, recording: Recording
-) -> Iterator[Step]:
+    settings: TrainSettings,
+    model: nn.Module,
+    optimizer: Any,
+    sampler: Sampler,
+    meter: Meter,
+    recording: Recording,
+) -> Iterator[StepReport]:
     """Train step by step, and yield what each was like."""
     schedule = LambdaLR(optimizer, lambda step: learning_rate(step, settings.warmup, settings.steps))
     scaling = LossScaling(settings.dtype, settings.device)
@@ -267,7 +272,7 @@ def steps(
         io_before, io = io, meter.io_nbytes(now)
         rss_nbytes = meter.rss_nbytes()
         recording.mark(began + seconds, now, rss_nbytes - meter.baseline_nbytes)
-        yield Step(
+        yield StepReport(
             step=number,
             loss=value,
             lr=lr,
@@ -287,7 +292,7 @@ def steps(
 def _accumulate(
     model: nn.Module,
     batches: Iterator[Tensor],
-    settings: Settings,
+    settings: TrainSettings,
     recording: Recording,
     scaling: LossScaling,
 ) -> Tensor:
@@ -303,7 +308,7 @@ def _accumulate(
     return total
 
 
-def _introduce(console: Console, settings: Settings, run: Run, text: Text, folder: Path) -> None:
+def _introduce(console: Console, settings: TrainSettings, run: Run, text: Text, folder: Path) -> None:
     where = "in memory, the reference recipe"
     if run.before is not None:
         folders = _folders(settings, folder)
@@ -322,7 +327,9 @@ def _introduce(console: Console, settings: Settings, run: Run, text: Text, folde
     )
 
 
-def _conclude(console: Console, settings: Settings, run: Run, folder: Path, recording: Recording) -> None:
+def _conclude(
+    console: Console, settings: TrainSettings, run: Run, folder: Path, recording: Recording
+) -> None:
     if not run.steps:
         return
     console.print(run.table())

@@ -1,7 +1,7 @@
 """DeepSpeed's JSON: read, checked, and told key by key what becomes of it. Pure: no torch.
 
-Settings is all that a file says; its `report` has a line for every key. What a key means is decided in
-deepspeed_keys; what is done with it, in deepspeed_engine.
+DeepSpeedSettings is all that a file says; its `report` has a line for every key. What a key means is decided
+in deepspeed_keys; what is done with it, in deepspeed_engine.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ C = TypeVar("C")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings(Generic[C]):
+class DeepSpeedSettings(Generic[C]):
     """All that a DeepSpeed file says, in Infinity's terms."""
 
     config: C
@@ -114,7 +114,7 @@ def translate(
     world_size: int = 1,
     infinity: Mapping[str, Any] | None = None,
     **values: Any,
-) -> Settings[C]:
+) -> DeepSpeedSettings[C]:
     """Say DeepSpeed's configuration in Infinity's terms.
 
     source: a JSON file, or what is in it. config_type: Config, whose fields the file sets.
@@ -143,7 +143,7 @@ def translate(
     if name is not None:
         name = check_schedule(name, schedule)
     steps_per_print, precision = given.get("steps_per_print"), _precision(found)
-    return Settings(
+    return DeepSpeedSettings(
         config=config_type(**_fields(given, infinity or {}, precision, config_type)),
         optimizer=chosen(given),
         scheduler=None if name is None else (name, schedule),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from infinity.config.deepspeed_json import Settings as SettingsOf
+from infinity.config.deepspeed_json import DeepSpeedSettings as SettingsOf
 from infinity.config.deepspeed_json import translate
 from infinity.config.settings import Config
 from infinity.errors import ConfigError

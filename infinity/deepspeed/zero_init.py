@@ -25,7 +25,7 @@ from infinity.tensors import as_bytes
 from infinity.units.released import expect_optimizers_of_torch
 
 
-class Init:
+class ZeroInit:
     """infinity.Init with DeepSpeed's arguments: build the model inside the `with`.
 
     config_dict_or_path: DeepSpeed's JSON, or what is in it; None for host memory alone. module: a model that
@@ -96,6 +96,10 @@ class Init:
         """As infinity.Init."""
         if self._init is not None:
             self._init.__exit__(kind, error, trace)
+
+
+Init = ZeroInit
+"""The name that scripts use: zero.Init."""
 
 
 def take_in(model: nn.Module, config: Config) -> None:

@@ -49,7 +49,7 @@ _LAST_S = 10.0
 Said = tuple[Mapping[str, Any], Mapping[str, PlainTensor]]
 
 
-class Source(Protocol):
+class TrainingStateSource(Protocol):
     """What knows the training beside its records: see tracking."""
 
     def at_step(self) -> Mapping[str, Any]:
@@ -101,7 +101,7 @@ class Durable:
         """Steps that the optimizer has closed, those before a resume counted."""
         self.committed_step: int | None = None
         """The last one on disk, on every rank."""
-        self._source: Callable[[], Source | None] = lambda: None
+        self._source: Callable[[], TrainingStateSource | None] = lambda: None
         self.found: tuple[Commit, ...] = ()
         """Commits of an earlier process, the newest first, until one of them is taken up."""
         self._places: dict[str, Extent] = {}
@@ -151,7 +151,7 @@ class Durable:
             folder.remove_states(but=self.run)
 
     @property
-    def source(self) -> Source | None:
+    def source(self) -> TrainingStateSource | None:
         """What `follow` was given, None before that: see infinity.resume."""
         return self._source()
 
@@ -192,7 +192,7 @@ class Durable:
         self._units, self._lane, self._cut = units, lane, cut
         self._flush = weakref.WeakMethod(flush)  # a thread of a commit may wait for ever: see ending's note
 
-    def follow(self, source: Source, step: int, *, resumed: bool) -> None:
+    def follow(self, source: TrainingStateSource, step: int, *, resumed: bool) -> None:
         """Begin to commit: after `step` steps. `source`, and with it the model, is the caller's to keep."""
         self._source, self.step = weakref.ref(source), step
         self.committed_step = step if resumed else None
@@ -395,5 +395,5 @@ class Durable:
             folder.close()
 
 
-def _open(opening: Callable[[aio.Engine, str], aio.File], name: str, engine: aio.Engine) -> aio.File:
+def _open(opening: Callable[[aio.IoEngine, str], aio.File], name: str, engine: aio.IoEngine) -> aio.File:
     return opening(engine, name)

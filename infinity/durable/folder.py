@@ -138,13 +138,13 @@ class RunFolder:
 
     # The file of extents
 
-    def create_state(self, engine: aio.Engine, name: str) -> aio.File:
+    def create_state(self, engine: aio.IoEngine, name: str) -> aio.File:
         """Create the file of a new run's extents."""
         file = engine.create_named(self.fd, name)
         os.fsync(self.fd)
         return file
 
-    def open_state(self, engine: aio.Engine, name: str) -> aio.File:
+    def open_state(self, engine: aio.IoEngine, name: str) -> aio.File:
         """Open the file of a committed run's extents.
 
         Raises: ConfigError where it is not there, or not a file of ours.

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from infinity.engine.asked import KEPT, Asked
 from infinity.engine.engine import Engine, engine_of
-from infinity.engine.entry import Entry, computes_in, has_views, other_dtype
+from infinity.engine.entry import ParameterEntry, computes_in, has_views, other_dtype
 from infinity.engine.overflow import Overflow
 from infinity.engine.pretrained import Mapped, check_values
 from infinity.engine.scripting import refuse_script
@@ -61,8 +61,8 @@ class Construction:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._entries: dict[int, Entry] = {}
-        self._real: dict[int, Entry] = {}  # oldest touch first
+        self._entries: dict[int, ParameterEntry] = {}
+        self._real: dict[int, ParameterEntry] = {}  # oldest touch first
         self._records: list[Record] = []
         self._mapped: Mapped | None = None
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
@@ -146,7 +146,7 @@ class Construction:
                 if parameter is not None:
                     self._take(part, name, parameter, self.asked.of(parameter))
 
-    def _entry(self, parameter: torch.Tensor | None) -> Entry | None:
+    def _entry(self, parameter: torch.Tensor | None) -> ParameterEntry | None:
         """Return what is known of a parameter."""
         entry = self._entries.get(id(parameter))
         return entry if entry is not None and entry.parameter() is parameter else None
@@ -185,7 +185,7 @@ class Construction:
             )
         if parameter.dtype not in KEPT:
             raise UnsupportedError(other_dtype(module, name, parameter))
-        entry = self._entries[id(parameter)] = Entry(parameter, module, name, asked)
+        entry = self._entries[id(parameter)] = ParameterEntry(parameter, module, name, asked)
         self._real[id(parameter)] = entry
         set_owner(parameter, self._engine)
         return True
@@ -216,7 +216,7 @@ class Construction:
                 real_nbytes -= sum(one.nbytes for one in together)
                 self._evict(together)
 
-    def _evict(self, entries: Sequence[Entry]) -> None:
+    def _evict(self, entries: Sequence[ParameterEntry]) -> None:
         """Write real parameters of one module to their records, and release them."""
         alive = [(entry, parameter) for entry in entries if (parameter := entry.parameter()) is not None]
         for entry, parameter in alive:
@@ -240,9 +240,9 @@ class Construction:
         if self._mapped is not None:
             self._mapped.taken(sum(entry.nbytes for entry, _ in alive))
 
-    def _give_records(self, fresh: Sequence[tuple[Entry, nn.Parameter]]) -> None:
+    def _give_records(self, fresh: Sequence[tuple[ParameterEntry, nn.Parameter]]) -> None:
         """Make a record for parameters of one module, or one for each type that they compute in."""
-        by_form: dict[Format, list[tuple[Entry, nn.Parameter]]] = {}
+        by_form: dict[Format, list[tuple[ParameterEntry, nn.Parameter]]] = {}
         for entry, parameter in fresh:
             by_form.setdefault(self._form(entry.asked), []).append((entry, parameter))
         for form, together in by_form.items():
@@ -322,7 +322,7 @@ class Construction:
         self._hand_over(named, found)
 
     def _hand_over(self, named: list[tuple[str, nn.Module]], found: set[int]) -> None:
-        records: dict[Record, list[Entry]] = {}
+        records: dict[Record, list[ParameterEntry]] = {}
         for entry in self._entries.values():
             if entry.record is not None:
                 records.setdefault(entry.record, []).append(entry)
@@ -369,7 +369,7 @@ class Construction:
                     record.drop(field)
 
     def _unit(
-        self, record: Record, entries: list[Entry], found: set[int]
+        self, record: Record, entries: list[ParameterEntry], found: set[int]
     ) -> tuple[list[nn.Parameter], Record]:
         """Return a record's parameters in the order of its segments; one that was replaced since leaves a
         hole, never trained.

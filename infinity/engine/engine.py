@@ -20,10 +20,10 @@ from infinity.autograd.arrivals import Arrivals
 from infinity.autograd.foreign import ForeignSteps, Strangers
 from infinity.autograd.hooks import Hooks
 from infinity.autograd.module_calls import Entering, Leaving
-from infinity.autograd.slices import Slices
+from infinity.autograd.slices import SlicedParameters
 from infinity.config.settings import Config
 from infinity.device.device import choose_cores, open_device
-from infinity.durable.committer import Source
+from infinity.durable.committer import TrainingStateSource
 from infinity.durable.tiers import open_tier
 from infinity.engine.ending import Ending
 from infinity.engine.needs import least_total_with
@@ -101,7 +101,7 @@ class Engine:
                 verify=str(config.verify),
             )
             self.hooks.backward_ended.append(self.hooks.boundaries.backward_ended)
-        self.slices = Slices()
+        self.slices = SlicedParameters()
         self.units: list[Unit] = []
         self.arrivals = Arrivals(self.units, self.hooks, self.gradients, self.outgoing, self.lane)
         self.optimizers = self.arrivals.optimizers
@@ -109,7 +109,7 @@ class Engine:
         """What decides which fields are pinned; None without an NVMe tier, and while a model is built."""
         self._indices: dict[int, tuple[Unit, int]] = {}
         self._building: Touch | None = None
-        self._training: Source | None = None
+        self._training: TrainingStateSource | None = None
         self.exchange = Exchange(self)
         self.partition: Partition | None = None
         """What several ranks need; None where there is one."""
@@ -271,7 +271,7 @@ class Engine:
         unit, index = self.unit_of(parameter)
         return unit.shard.segments[index].name
 
-    def follow(self, training: Source, step: int, *, resumed: bool) -> None:
+    def follow(self, training: TrainingStateSource, step: int, *, resumed: bool) -> None:
         """Let a durable run, which does not keep `training`, commit what it takes down."""
         if self.durable is not None:
             self._training = training

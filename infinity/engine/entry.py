@@ -14,7 +14,7 @@ from infinity.records.record import Record
 from infinity.records.weights import WEIGHTS
 
 
-class Entry:
+class ParameterEntry:
     """One parameter under construction."""
 
     __slots__ = ("asked", "dtype", "index", "module", "name", "parameter", "record")

@@ -21,7 +21,7 @@ from infinity.sizes import format_size
 from infinity.units.unit import Unit
 
 
-class Keeper(Protocol):
+class ParameterKeeper(Protocol):
     """What keeps the parameters that are asked for: an engine."""
 
     def keeps(self, parameter: nn.Parameter) -> bool:
@@ -40,7 +40,7 @@ class Keeper(Protocol):
 class Exchange:
     """Answers what state_dict and load_state_dict ask of one engine's released parameters."""
 
-    def __init__(self, engine: Keeper) -> None:
+    def __init__(self, engine: ParameterKeeper) -> None:
         """Serve `engine`, which owns this."""
         self._engine = weakref.ref(engine)
         self._module: weakref.ref[nn.Module] | None = None

@@ -14,7 +14,7 @@ from torch import nn
 from infinity.engine.engine import Engine, engine_of_model
 from infinity.lane.counts import Counts
 from infinity.planning.bottleneck import Load, Speed
-from infinity.planning.forecast import Moves, Room, predict_step
+from infinity.planning.forecast import EngineLimits, Moves, predict_step
 from infinity.planning.simulator import Rates
 from infinity.planning.trace import Phase
 from infinity.sizes import format_size
@@ -262,7 +262,7 @@ def predicted_step_s(engine: Engine, load: Load, done: Stats, speed: Speed) -> f
     updated = sum(unit.record.shard.numel for unit in engine.units if unit.trainable)
     rates = Rates(speed, update=updated / worked_s if worked_s > 0 else math.inf, shared=False)
     budget, host = engine.budget, engine.device.is_host
-    room = Room(
+    limits = EngineLimits(
         budget.tile_numel,
         budget.slots,
         engine.config.device_nbytes or budget.ahead_nbytes,
@@ -270,7 +270,7 @@ def predicted_step_s(engine: Engine, load: Load, done: Stats, speed: Speed) -> f
         on_host=host,
         update="forward" if engine.executor.updates_at_fetch else "backward",
     )
-    return predict_step(plan, seconds, [_moves(unit) for unit in engine.units], room, rates).seconds
+    return predict_step(plan, seconds, [_moves(unit) for unit in engine.units], limits, rates).seconds
 
 
 def _moves(unit: Unit) -> Moves:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import clip_grad
 
 from infinity.errors import UnsupportedError
 from infinity.gradients.gradient import Gradient
@@ -120,7 +121,7 @@ def _clips() -> bool:
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
+        if frame.f_globals.get("__name__") == clip_grad.__name__:
             return True
         frame = frame.f_back
     return False

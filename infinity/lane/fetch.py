@@ -13,7 +13,7 @@ from infinity.lane.passes import clear, piece_address
 from infinity.lane.queue import Pass
 from infinity.planning.layout import pieces, tiles
 from infinity.records.record import Record
-from infinity.records.update_rules import Span
+from infinity.records.update_rules import UpdateSpan
 from infinity.records.updates import PendingUpdates, Update
 from infinity.records.weights import KERNEL_DTYPE, WEIGHTS
 from infinity.sizes import round_up
@@ -22,7 +22,7 @@ from infinity.storage.store import Transfer
 _T = TypeVar("_T")
 
 
-class Target(Protocol):
+class FetchTarget(Protocol):
     """What a fetch needs of the unit that it is for."""
 
     record: Record
@@ -39,7 +39,13 @@ class FetchPass(Pass):
     """
 
     def __init__(
-        self, unit: Target, device: Device, tile_numel: int, *, upload: bool = True, resident: bool = False
+        self,
+        unit: FetchTarget,
+        device: Device,
+        tile_numel: int,
+        *,
+        upload: bool = True,
+        resident: bool = False,
     ) -> None:
         """Begin with what is pending for `unit`, which is this pass's own as soon as it is taken over."""
         super().__init__(unit.record)
@@ -197,7 +203,7 @@ class FetchPass(Pass):
                 zeros = torch.zeros(piece.numel, dtype=torch.bfloat16)
                 gradient, dtype = zeros.data_ptr(), KERNEL_DTYPE[zeros.dtype]
                 for scalars, key in update.missed:
-                    step(Span(piece.numel, state, gradient, dtype, key, piece.element), scalars)
+                    step(UpdateSpan(piece.numel, state, gradient, dtype, key, piece.element), scalars)
             if update.tensor is not None:
                 update.arriving.wait()
                 gradient = update.tensor.data_ptr() + piece.within * update.tensor.element_size()
@@ -206,7 +212,7 @@ class FetchPass(Pass):
                 field = update.field
                 gradient = piece_address(self.record, at[field], piece.start, start, field)
                 dtype = self._dtypes[field]
-            span = Span(piece.numel, state, gradient, dtype, update.key, piece.element, self.sums)
+            span = UpdateSpan(piece.numel, state, gradient, dtype, update.key, piece.element, self.sums)
             step(span, update.scalars)
 
     def _let_go(self) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from infinity import kernels
-from infinity.records.packing import Packed
+from infinity.records.packing import PackedSpans
 from infinity.records.record import Record
 from infinity.storage.store import Transfer
 
@@ -31,7 +31,7 @@ class Awaited(Protocol):
         """Seconds in which somebody waited for it because no slot was free."""
 
 
-class Progress:
+class PassProgress:
     """How far the lane has come with a pass. Written under the lane's lock alone."""
 
     __slots__ = ("_ahead", "_asked_s", "_ranges", "_unprocessed", "open_tiles", "starved_s")
@@ -108,12 +108,12 @@ class Pass(ABC):
         """Of the tile that is worked on, where `sums_up` says that its kernel takes them."""
         self.on_finished: list[Callable[[], None]] = []
         """Called once it is finished, with the lane's lock held."""
-        self._packed = Packed(record)
-        self.progress = Progress()
+        self._packed = PackedSpans(record)
+        self.progress = PassProgress()
 
     @property
     def starved_s(self) -> float:
-        """See Progress."""
+        """See PassProgress."""
         return self.progress.starved_s
 
     def take_over(self) -> None:  # noqa: B027 - most passes bring all they need
@@ -246,7 +246,7 @@ class _There(Pass):
 
     def __init__(self) -> None:
         self.processed = self.finished = True
-        self.progress = Progress()
+        self.progress = PassProgress()
 
     def tiles(self) -> Iterator[tuple[int, int]]:
         return iter(())

@@ -39,7 +39,7 @@ from infinity.lane.outgoing import end_all
 from infinity.optim.joining import check_record
 from infinity.optim.optimizer_state import check_room, checked_states
 from infinity.optim.optimizer_view import ShowingState
-from infinity.optim.ownership import Place, check_current, engine_for
+from infinity.optim.ownership import ParameterPlace, check_current, engine_for
 from infinity.records.update_rules import Recipe
 from infinity.records.updates import Update
 from infinity.records.weights import WEIGHTS
@@ -110,7 +110,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
             for parameter in group:
                 engine = engine_for(parameter)
                 check_record(self.recipe, engine.unit_of(parameter)[0].record.form, self.update)
-                self.mine[id(parameter)] = Place(engine, len(self.mine), len(self.param_groups) - 1)
+                self.mine[id(parameter)] = ParameterPlace(engine, len(self.mine), len(self.param_groups) - 1)
             if self._made:
                 self.take(group)
         except BaseException:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from infinity.errors import UnsupportedError
 from infinity.optim.base import OffloadedOptimizer
-from infinity.records.update_rules import Kernel, Recipe, Span
+from infinity.records.update_rules import Kernel, Recipe, UpdateSpan
 from infinity.records.weights import KERNEL_DTYPE, WEIGHTS, WIDEN, Weights
 from infinity.storage.memory import view
 
@@ -65,7 +65,7 @@ class Elementwise(OffloadedOptimizer):
         **options: Any,
     ) -> None:
         """Try the class, and take the parameters; room for their state is allocated now."""
-        chosen = _Kind(kind, options)
+        chosen = _OptimizerKind(kind, options)
         super().__init__(params, chosen.defaults, chosen.recipe(), max_norm=max_norm, update=update)
 
 
@@ -78,7 +78,7 @@ class _Given:
     clip: float
 
 
-class _Kind:
+class _OptimizerKind:
     """One class of optimizers, and what is known of it."""
 
     def __init__(self, kind: type[Optimizer], options: Mapping[str, Any]) -> None:
@@ -134,13 +134,13 @@ class _Kind:
         return dict(optimizer.state[parameter])
 
     def _on(self, weights: Weights) -> Kernel:
-        def step(span: Span, given: _Given) -> None:
+        def step(span: UpdateSpan, given: _Given) -> None:
             for start in range(0, span.n, CHUNK_NUMEL):
                 self._step_part(weights, span, given, start, min(CHUNK_NUMEL, span.n - start))
 
         return step
 
-    def _step_part(self, weights: Weights, span: Span, given: _Given, start: int, n: int) -> None:
+    def _step_part(self, weights: Weights, span: UpdateSpan, given: _Given, start: int, n: int) -> None:
         width = {"hi": weights.dtype.itemsize, "lo": 2}
         at = {name: one + width.get(name, 4) * start for name, one in span.at.items()}
         dtype = _TYPES[span.dtype]

@@ -63,7 +63,7 @@ def check_current(optimizer: Owning, what: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ParameterPlace:
     """Where one parameter of an optimizer belongs."""
 
     engine: Engine
@@ -80,7 +80,7 @@ class Owning:
     """
 
     recipe: Recipe
-    mine: dict[int, Place]
+    mine: dict[int, ParameterPlace]
     superseded: str
     _begun: set[int]
 

@@ -16,10 +16,10 @@ from types import MappingProxyType
 
 from infinity.errors import ConfigError, HostMemoryError
 from infinity.planning.budget import Budget, divide, least_budget, least_that
-from infinity.planning.forecast import Moves, Room
+from infinity.planning.forecast import EngineLimits, Moves
 from infinity.planning.layout import Format, lay_out
 from infinity.planning.outline import Act, Outline, trace_of
-from infinity.planning.placement import Candidate, Placement, Rooms, revise
+from infinity.planning.placement import Candidate, Placement, PlacementBudget, revise
 from infinity.planning.plan import Plan, make_plan
 from infinity.sizes import format_size, round_up
 
@@ -104,12 +104,14 @@ class Demand:
         return sum(nbytes for (_, way), nbytes in self.moved.items() if way == "written")
 
     @property
-    def room(self) -> Room:
+    def limits(self) -> EngineLimits:
         """What the forecast of a step has to keep to."""
         budget, setting = self.budget, self.setting
         window = budget.ahead_nbytes if setting.device_nbytes is None else setting.device_nbytes
         on_host = setting.device_nbytes is None
-        return Room(budget.tile_numel, budget.slots, window, budget.outgoing_nbytes, on_host, setting.update)
+        return EngineLimits(
+            budget.tile_numel, budget.slots, window, budget.outgoing_nbytes, on_host, setting.update
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +250,7 @@ def _place(sizes: _Sizes, setting: Setting, budget: Budget, once: Sequence[int])
             candidates.append(Candidate(unit, name, nbytes, reads, updates))
     kept = budget.kept_nbytes
     gradients = 0 if setting.update == "backward" else min(kept, sum(sizes.gradients))
-    return revise({}, candidates, Rooms(0, kept, gradients)).placement
+    return revise({}, candidates, PlacementBudget(0, kept, gradients)).placement
 
 
 def _spills(script: Sequence[Act], sizes: _Sizes, room_nbytes: int) -> Spills:

@@ -24,7 +24,7 @@ from functools import partial
 from infinity.planning.bottleneck import Bound, Load, bound
 from infinity.planning.outline import Act
 from infinity.planning.plan import Plan
-from infinity.planning.simulator import SERVERS, Clock, Lane, Pass, Rates
+from infinity.planning.simulator import SERVERS, Clock, Lane, Rates, SimulatedPass
 
 TILES_MOST = 10_000
 """Tiles of a simulated step, about; see [Note: coarse tiles]."""
@@ -63,7 +63,7 @@ class Moves:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class EngineLimits:
     """What the budget allows, and how the engine goes about it."""
 
     tile_numel: int
@@ -96,7 +96,9 @@ class Forecast:
     """What the step is up against: the disk, or computing."""
 
 
-def forecast(script: Sequence[Act], plan: Plan, units: Sequence[Moves], room: Room, rates: Rates) -> Forecast:
+def forecast(
+    script: Sequence[Act], plan: Plan, units: Sequence[Moves], limits: EngineLimits, rates: Rates
+) -> Forecast:
     """Walk a script, its amounts in seconds, by a plan for its uses; see [Note: what is simulated].
 
     units: by index. Raises: ValueError where script and plan differ in the number of uses.
@@ -104,7 +106,7 @@ def forecast(script: Sequence[Act], plan: Plan, units: Sequence[Moves], room: Ro
     uses = sum(act.verb == "use" for act in script)
     if uses != len(plan.steps):
         raise ValueError(f"a script of {uses} uses and a plan of {len(plan.steps)} are not of one step")
-    walk = _Walk(script, plan, units, room, rates)
+    walk = _Walk(script, plan, units, limits, rates)
     for _ in range(_STEPS):
         walk.start_counting()
         walk.step()
@@ -112,7 +114,7 @@ def forecast(script: Sequence[Act], plan: Plan, units: Sequence[Moves], room: Ro
 
 
 def predict_step(
-    plan: Plan, seconds: Sequence[float], units: Sequence[Moves], room: Room, rates: Rates
+    plan: Plan, seconds: Sequence[float], units: Sequence[Moves], limits: EngineLimits, rates: Rates
 ) -> Forecast:
     """Return what a step takes whose uses compute for `seconds` each: for a running engine, which knows its
     plan and has timed its uses.
@@ -129,28 +131,28 @@ def predict_step(
         ends = position == last[unit] and units[unit].trainable
         script += [Act("use", unit, phase), Act("compute", unit, phase, amount)]
         script.append(Act("gradient" if ends else "release", unit, phase))
-    return forecast(script, plan, units, room, rates)
+    return forecast(script, plan, units, limits, rates)
 
 
 class _Walk:
     """One engine's executor, lane and clock, reduced to what takes time."""
 
     def __init__(
-        self, script: Sequence[Act], plan: Plan, units: Sequence[Moves], room: Room, rates: Rates
+        self, script: Sequence[Act], plan: Plan, units: Sequence[Moves], limits: EngineLimits, rates: Rates
     ) -> None:
-        self._script, self._plan, self._units, self._room, self._rates = script, plan, units, room, rates
+        self._script, self._plan, self._units, self._limits, self._rates = script, plan, units, limits, rates
         self._clock = Clock(rates)
-        self._lane = Lane(self._clock, room.slots)
+        self._lane = Lane(self._clock, limits.slots)
         moved = sum(unit.numel * (1 + 2 * unit.width / _WIDE_NBYTES) for unit in units)
-        self._tile_numel = max(room.tile_numel, math.ceil(moved / TILES_MOST))
-        self._fetches: dict[int, Pass] = {}
-        self._lent: dict[int, Pass] = {}
+        self._tile_numel = max(limits.tile_numel, math.ceil(moved / TILES_MOST))
+        self._fetches: dict[int, SimulatedPass] = {}
+        self._lent: dict[int, SimulatedPass] = {}
         self._waiting: dict[int, int] = {}
         self._staying: set[int] = set()
         self._owed: deque[int] = deque()
-        self._applying: deque[tuple[Pass, int]] = deque()
+        self._applying: deque[tuple[SimulatedPass, int]] = deque()
         self._outgoing_nbytes = 0
-        self._pending = self._trainable() if room.update == "forward" else set()
+        self._pending = self._trainable() if limits.update == "forward" else set()
         self._inline_s = 0.0
         self.start_counting()
 
@@ -186,14 +188,14 @@ class _Walk:
             nonlocal computing
             computing = False
 
-        awaited: Pass | None = None
+        awaited: SimulatedPass | None = None
         while True:
             while not computing and (awaited is None or awaited.processed):
                 asked = next(thread, None)
                 if asked is None:
                     return
-                awaited = asked if isinstance(asked, Pass) else None
-                if not isinstance(asked, Pass) and asked > 0:
+                awaited = asked if isinstance(asked, SimulatedPass) else None
+                if not isinstance(asked, SimulatedPass) and asked > 0:
                     computing = True
                     self._clock.serve("compute", asked, computed)
             before = self._clock.now
@@ -204,7 +206,7 @@ class _Walk:
 
     # The thread that computes: yields seconds to compute, or a pass to wait for
 
-    def _thread(self) -> Iterator[float | Pass]:
+    def _thread(self) -> Iterator[float | SimulatedPass]:
         steps = iter(self._plan.steps)
         gradients: Counter[int] = Counter()
         self._owed.extend(self._plan.opening)
@@ -232,10 +234,10 @@ class _Walk:
             self._evict(unit)
         self._owed.clear()
         self._staying.clear()
-        if self._room.update == "forward":
+        if self._limits.update == "forward":
             self._pending = self._trainable()
 
-    def _use(self, unit: int, *, keep: bool) -> Iterator[float | Pass]:
+    def _use(self, unit: int, *, keep: bool) -> Iterator[float | SimulatedPass]:
         (self._staying.add if keep else self._staying.discard)(unit)
         if unit in self._lent:
             yield self._lent[unit]
@@ -251,20 +253,20 @@ class _Walk:
             self._lane.promote(unit)
             yield job
 
-    def _gradient(self, act: Act, number: int) -> Iterator[float | Pass]:
+    def _gradient(self, act: Act, number: int) -> Iterator[float | SimulatedPass]:
         """Let a unit's gradient come, the `number`th of this step, and nobody use the unit any more."""
         unit, moves = act.unit, self._units[act.unit]
         nbytes = moves.width * moves.numel
         if moves.gathered_nbytes:  # reduced and scattered; whoever comes next on the link waits for it
             self._clock.serve("link", moves.gathered_nbytes, lambda: None)
-        backward = self._room.update == "backward"
+        backward = self._limits.update == "backward"
         moved = moves.hi_nbytes or moves.state_nbytes
         if moved or not backward:  # else the kernel takes it from where autograd has put it
             yield nbytes / self._rates.copied
         if not backward and not moves.spills:
             self._release(unit)
             return
-        while self._applying and self._outgoing_nbytes + nbytes > self._room.outgoing_nbytes:
+        while self._applying and self._outgoing_nbytes + nbytes > self._limits.outgoing_nbytes:
             job, held = self._applying.popleft()
             yield job
             self._outgoing_nbytes -= held
@@ -293,7 +295,7 @@ class _Walk:
 
     def _let_wait(self, unit: int) -> bool:
         nbytes = self._units[unit].waiting_nbytes
-        if sum(self._waiting.values()) + nbytes > self._room.window_nbytes:
+        if sum(self._waiting.values()) + nbytes > self._limits.window_nbytes:
             return False
         self._waiting[unit] = nbytes
         return True
@@ -312,9 +314,9 @@ class _Walk:
         self._fetches[unit] = gathered
         self._send(job, urgent=urgent)
 
-    def _gathered(self, job: Pass) -> Pass:
+    def _gathered(self, job: SimulatedPass) -> SimulatedPass:
         """Return what is processed once the other ranks' shares have come, too."""
-        whole = Pass(job.unit, 0, 0.0, 0.0, 0.0)
+        whole = SimulatedPass(job.unit, 0, 0.0, 0.0, 0.0)
 
         def came() -> None:
             whole.processed = True
@@ -323,15 +325,15 @@ class _Walk:
         job.on_processed.append(lambda: self._clock.serve("link", nbytes, came))
         return whole
 
-    def _apply(self, unit: int) -> Pass:
+    def _apply(self, unit: int) -> SimulatedPass:
         """Update in the backward, from the values on the CPU if they are there, and give them up."""
         moves = self._units[unit]
         fetched = self._fetches.pop(unit, None)
         self._staying.discard(unit)
-        resident = self._room.on_host and (fetched is not None or moves.in_place)
+        resident = self._limits.on_host and (fetched is not None or moves.in_place)
         read = moves.state_nbytes + (0 if resident else moves.hi_nbytes)
         job = self._pass(unit, read, moves.hi_nbytes + moves.state_nbytes, moves.numel)
-        if fetched is not None and self._room.on_host:
+        if fetched is not None and self._limits.on_host:
             self._lent[unit] = job
             job.on_processed.append(partial(self._lent.pop, unit))
         self._send(job)
@@ -349,18 +351,18 @@ class _Walk:
 
     # Passes
 
-    def _pass(self, unit: int, read: int, written: int, updated: int) -> Pass:
+    def _pass(self, unit: int, read: int, written: int, updated: int) -> SimulatedPass:
         """Divide a walk over a unit's record into tiles; `updated`: elements that the kernel steps."""
         moves, rates = self._units[unit], self._rates
         wide = 1 if written else _WIDE_NBYTES // moves.width
         tiles = max(1, math.ceil(moves.numel / (self._tile_numel * wide)))
         work_s = updated / rates.update + (read + written) / rates.checked
-        if not self._room.on_host:
+        if not self._limits.on_host:
             work_s += moves.width * moves.numel / rates.copied
         self._counts["read"] += read
         self._counts["written"] += written
         asked_s = rates.request_s * self._requests(moves, read, written, updated)
-        return Pass(unit, tiles, read / tiles, work_s / tiles, written / tiles, asked_s)
+        return SimulatedPass(unit, tiles, read / tiles, work_s / tiles, written / tiles, asked_s)
 
     @staticmethod
     def _requests(moves: Moves, read: int, written: int, updated: int) -> int:
@@ -371,10 +373,10 @@ class _Walk:
         of_hi = bool(moves.hi_nbytes) + (read >= moves.hi_nbytes + moves.state_nbytes > moves.state_nbytes)
         return 2 * of_state + of_hi + bool(moves.spilled_nbytes)
 
-    def _send(self, job: Pass, *, urgent: bool = False) -> None:
+    def _send(self, job: SimulatedPass, *, urgent: bool = False) -> None:
         """Let the lane do a pass, or, where nothing is moved, do it here."""
         moved = job.read_nbytes or job.written_nbytes
-        if moved or not self._room.on_host or self._lane.busy(job.unit):
+        if moved or not self._limits.on_host or self._lane.busy(job.unit):
             self._lane.submit(job, urgent=urgent)
             return
         self._inline_s += job.work_s * job.tiles

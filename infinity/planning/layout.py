@@ -148,7 +148,7 @@ class Shard:
             raise ValueError(f"shard of {self.numel} elements: expected a multiple of {ALIGN_NUMEL} ≥ {end}")
 
 
-class Cuts:
+class FieldCuts:
     """How the fields of one record are cut into spans: what is moved at once. See packing."""
 
     def __init__(self, form: Format, tile_numel: int) -> None:
@@ -221,7 +221,7 @@ def share(whole: Shard, rank: int, ranks: int) -> Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TilePiece:
     """The part of one parameter that lies in one tile: elements [start, start + numel) of the shard."""
 
     index: int  # of the segment in its shard
@@ -237,10 +237,10 @@ def tiles(numel: int, tile_numel: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + tile_numel, numel)
 
 
-def pieces(shard: Shard, start: int, stop: int) -> Iterator[Piece]:
+def pieces(shard: Shard, start: int, stop: int) -> Iterator[TilePiece]:
     """Return the parameters' parts in elements [start, stop) of the shard, in order."""
     for index, segment in enumerate(shard.segments):
         first, last = max(start, segment.start), min(stop, segment.stop)
         if first < last:
             within = first - segment.start
-            yield Piece(index, first, within, last - first, segment.first + within)
+            yield TilePiece(index, first, within, last - first, segment.first + within)

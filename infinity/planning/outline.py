@@ -18,7 +18,7 @@ from infinity.planning.trace import Phase, Trace, Use
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class UnitOutline:
     """One unit: a module's own parameters."""
 
     name: str
@@ -68,7 +68,7 @@ class Outline:
     """A model: its units in the order of its modules, and its stages in the order of the forward."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[UnitOutline, ...]
     stages: tuple[Stage, ...]
 
     def __post_init__(self) -> None:
@@ -144,7 +144,7 @@ def timed(script: Sequence[Act], seconds: float) -> tuple[Act, ...]:
 
 def llama(name: str, layers: int, hidden: int, intermediate: int, vocabulary: int) -> Outline:
     """Return the outline of a LlamaForCausalLM of transformers, embeddings not tied, blocks recomputed."""
-    parts = [Part("model.embed_tokens", ((vocabulary, hidden),), looked_up=True)]
+    parts = [UnitOutline("model.embed_tokens", ((vocabulary, hidden),), looked_up=True)]
     stages = [Stage((0,))]
     wide, narrow = (intermediate, hidden), (hidden, intermediate)
     block = (
@@ -155,11 +155,11 @@ def llama(name: str, layers: int, hidden: int, intermediate: int, vocabulary: in
     for layer in range(layers):
         first = len(parts)
         parts += [
-            Part(f"model.layers.{layer}.{part}", (shape,), attention=hidden if "o_proj" in part else 0)
+            UnitOutline(f"model.layers.{layer}.{part}", (shape,), attention=hidden if "o_proj" in part else 0)
             for part, shape in block
         ]
         order = (7, 0, 1, 2, 3, 8, 4, 5, 6)  # norms are registered last, and run before what they scale
         stages.append(Stage(tuple(first + one for one in order), recomputed=True))
-    parts += [Part("model.norm", ((hidden,),)), Part("lm_head", ((vocabulary, hidden),))]
+    parts += [UnitOutline("model.norm", ((hidden,),)), UnitOutline("lm_head", ((vocabulary, hidden),))]
     stages.append(Stage((len(parts) - 2, len(parts) - 1)))
     return Outline(name, tuple(parts), tuple(stages))

@@ -97,7 +97,7 @@ class Revision:
 
 
 @dataclass(frozen=True, slots=True)
-class Rooms:
+class PlacementBudget:
     """Bytes for records on the device; on the host, for records and gradients together; and of gradients."""
 
     device_nbytes: int
@@ -149,7 +149,7 @@ def _ranked(
 
 def place(
     candidates: Sequence[Candidate],
-    rooms: Rooms,
+    budget: PlacementBudget,
     placed: Placement = MappingProxyType({}),
     horizon_steps: int = HORIZON_STEPS,
 ) -> Placement:
@@ -159,21 +159,24 @@ def place(
     """
     weights = [candidate for candidate in candidates if candidate.field == "hi"]
     there = {key for key, tier in placed.items() if tier == "device"}
-    on_device = choose(weights, rooms.device_nbytes, 0, there, horizon_steps)
+    on_device = choose(weights, budget.device_nbytes, 0, there, horizon_steps)
     taken = set(on_device)
     rest = [candidate for candidate in candidates if candidate.key not in taken]
-    on_host = choose(rest, rooms.host_nbytes, rooms.gradient_nbytes, placed, horizon_steps)
+    on_host = choose(rest, budget.host_nbytes, budget.gradient_nbytes, placed, horizon_steps)
     placement: dict[Key, Tier] = dict.fromkeys(on_device, "device")
     placement.update(dict.fromkeys(on_host, "host"))
     return MappingProxyType(placement)
 
 
 def revise(
-    old: Placement, candidates: Sequence[Candidate], rooms: Rooms, horizon_steps: int = HORIZON_STEPS
+    old: Placement,
+    candidates: Sequence[Candidate],
+    budget: PlacementBudget,
+    horizon_steps: int = HORIZON_STEPS,
 ) -> Revision:
     """Return how to change a placement, if that pays within `horizon_steps`, or if it no longer fits.
 
-    The moves are in an order that never needs more than the rooms: first out, then in. See
+    The moves are in an order that never needs more than the budget allows: first out, then in. See
     [Note: hysteresis].
 
     Raises: ValueError naming what is placed and no candidate.
@@ -181,15 +184,15 @@ def revise(
     sizes = {candidate.key: candidate.nbytes for candidate in candidates}
     if unknown := sorted(old.keys() - sizes.keys()):
         raise ValueError(f"placed, but no candidate: {unknown}; give every field that is placed as one")
-    new = place(candidates, rooms, old, horizon_steps)
-    moves = _moves(old, new, sizes, rooms)
+    new = place(candidates, budget, old, horizon_steps)
+    moves = _moves(old, new, sizes, budget)
     if not moves:
         return Revision(old, (), f"as before: {len(old)} fields placed")
     cost = sum(move.cost_nbytes for move in moves)
-    gain = _saved(new, candidates, rooms) - _saved(old, candidates, rooms)
+    gain = _saved(new, candidates, budget) - _saved(old, candidates, budget)
     what = f"{len(moves)} moves of {format_size(sum(move.nbytes for move in moves))}"
     saves = f"saving {format_size(gain)} a step"
-    if not _fits(old, sizes, rooms):
+    if not _fits(old, sizes, budget):
         return Revision(new, moves, f"{what}, since there is less room than before; {saves}")
     if gain * horizon_steps <= cost:
         why = f"{what}, {saves}, would not pay within {horizon_steps} steps"
@@ -201,19 +204,19 @@ def _held(placement: Placement, sizes: Mapping[Key, int], tier: Tier) -> int:
     return sum(sizes[key] for key, where in placement.items() if where == tier)
 
 
-def _fits(placement: Placement, sizes: Mapping[Key, int], rooms: Rooms) -> bool:
+def _fits(placement: Placement, sizes: Mapping[Key, int], budget: PlacementBudget) -> bool:
     return (
-        _held(placement, sizes, "device") <= rooms.device_nbytes
-        and _held(placement, sizes, "host") <= rooms.host_nbytes
+        _held(placement, sizes, "device") <= budget.device_nbytes
+        and _held(placement, sizes, "host") <= budget.host_nbytes
     )
 
 
-def _saved(placement: Placement, candidates: Iterable[Candidate], rooms: Rooms) -> float:
+def _saved(placement: Placement, candidates: Iterable[Candidate], budget: PlacementBudget) -> float:
     """NVMe bytes that a placement saves per step; what comes from the device instead of the host saves a
     tenth more, and gradients without room cost theirs.
     """
     saved = 0.0
-    free = rooms.host_nbytes
+    free = budget.host_nbytes
     for candidate in candidates:
         tier = placement.get(candidate.key, "nvme")
         if tier != "nvme":
@@ -222,11 +225,13 @@ def _saved(placement: Placement, candidates: Iterable[Candidate], rooms: Rooms) 
             saved += candidate.nbytes * candidate.reads * _LINK
         if tier == "host":
             free -= candidate.nbytes
-    return saved - GRADIENT_DENSITY * max(0, rooms.gradient_nbytes - max(0, free))
+    return saved - GRADIENT_DENSITY * max(0, budget.gradient_nbytes - max(0, free))
 
 
-def _moves(old: Placement, new: Placement, sizes: Mapping[Key, int], rooms: Rooms) -> tuple[Move, ...]:
-    """Return the moves from one placement to another, in an order that keeps within the rooms all along."""
+def _moves(
+    old: Placement, new: Placement, sizes: Mapping[Key, int], budget: PlacementBudget
+) -> tuple[Move, ...]:
+    """Return the moves from one placement to another, in an order that keeps within the budget all along."""
 
     def between(source: Tier, target: Tier) -> Iterator[Move]:
         for key in old if target == "nvme" else new:
@@ -234,7 +239,7 @@ def _moves(old: Placement, new: Placement, sizes: Mapping[Key, int], rooms: Room
                 yield Move(*key, sizes[key], source, target)
 
     moves = list(between("host", "nvme"))
-    free = rooms.host_nbytes - _held(old, sizes, "host") + sum(move.nbytes for move in moves)
+    free = budget.host_nbytes - _held(old, sizes, "host") + sum(move.nbytes for move in moves)
     moves += between("device", "nvme")
     late = []
     for move in between("device", "host"):

@@ -44,7 +44,7 @@ from infinity.planning.trace import Phase, Trace, Use
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PlanStep:
     """What happens at one use: the units whose fetch begins with it, and whether its own unit stays
     afterwards.
     """
@@ -68,7 +68,7 @@ class Plan:
     """The uses of one step in order, and the fetches that begin before the first of them."""
 
     opening: tuple[int, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[PlanStep, ...]
 
     def __str__(self) -> str:
         """One line a use; `Plan.parse` reads it back."""
@@ -94,11 +94,11 @@ def _fetches(line: str) -> tuple[int, ...]:
     return tuple(int(word) for word in words[words.index("fetch") + 1 :] if word != "keep")
 
 
-def _parse_step(line: str) -> Step:
+def _parse_step(line: str) -> PlanStep:
     name = line.split(maxsplit=1)[0]
     try:
         use = Use(Phase(name[0]), int(name[1:]))
-        return Step(use, _fetches(line), line.rsplit(maxsplit=1)[-1] == "keep")
+        return PlanStep(use, _fetches(line), line.rsplit(maxsplit=1)[-1] == "keep")
     except ValueError as error:
         raise ValueError(f"no step of a plan: {line!r}") from error
 
@@ -133,7 +133,9 @@ def make_plan(
         if start <= position:
             waiting[start : position + 1] += nbytes
             begins[start].append(use.unit)
-    steps = (Step(use, tuple(fetch), keep) for use, fetch, keep in zip(trace, begins[1:], stays, strict=True))
+    steps = (
+        PlanStep(use, tuple(fetch), keep) for use, fetch, keep in zip(trace, begins[1:], stays, strict=True)
+    )
     return Plan(tuple(begins[0]), tuple(steps))
 
 

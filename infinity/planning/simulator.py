@@ -121,7 +121,7 @@ class Clock:
 
 
 @dataclass(slots=True, eq=False)
-class Pass:
+class SimulatedPass:
     """One walk over a unit's record, tile by tile: see queueing."""
 
     unit: int
@@ -142,8 +142,8 @@ class Pass:
 
 
 @dataclass(slots=True, eq=False)
-class _Tile:
-    owner: Pass
+class _SimulatedTile:
+    owner: SimulatedPass
     read: bool = False
     written: bool = False
 
@@ -155,14 +155,14 @@ class Lane:
         """Idle, with all its slots free."""
         self._clock = clock
         self._free = slots
-        self._waiting: deque[Pass] = deque()
-        self._of_unit: dict[int, deque[Pass]] = {}
-        self._reading: deque[_Tile] = deque()
-        self._writing: deque[_Tile] = deque()
-        self._awaited: _Tile | None = None
+        self._waiting: deque[SimulatedPass] = deque()
+        self._of_unit: dict[int, deque[SimulatedPass]] = {}
+        self._reading: deque[_SimulatedTile] = deque()
+        self._writing: deque[_SimulatedTile] = deque()
+        self._awaited: _SimulatedTile | None = None
         """What the lane's thread waits for, or works on; None while it is idle."""
 
-    def submit(self, job: Pass, *, urgent: bool = False) -> None:
+    def submit(self, job: SimulatedPass, *, urgent: bool = False) -> None:
         """Queue a pass, an urgent one in front."""
         self._of_unit.setdefault(job.unit, deque()).append(job)
         self._waiting.append(job)
@@ -211,19 +211,19 @@ class Lane:
             if not job.tiles:
                 self._waiting.popleft()
             self._free -= 1
-            tile = _Tile(job)
+            tile = _SimulatedTile(job)
             self._reading.append(tile)
             if job.read_nbytes:
                 self._clock.serve("read", job.read_nbytes, partial(self._was_read, tile), urgent=job.urgent)
             else:
                 tile.read = True
 
-    def _was_read(self, tile: _Tile) -> None:
+    def _was_read(self, tile: _SimulatedTile) -> None:
         tile.read = True
         if tile is self._awaited:
             self._work(tile)
 
-    def _work(self, tile: _Tile) -> None:
+    def _work(self, tile: _SimulatedTile) -> None:
         def asked() -> None:
             self._clock.serve("work", tile.owner.work_s, partial(self._worked, tile))
 
@@ -232,7 +232,7 @@ class Lane:
         else:
             asked()
 
-    def _worked(self, tile: _Tile) -> None:
+    def _worked(self, tile: _SimulatedTile) -> None:
         job = tile.owner
         self._writing.append(tile)
         if job.written_nbytes:
@@ -247,13 +247,13 @@ class Lane:
         self._awaited = None
         self._turn()
 
-    def _was_written(self, tile: _Tile) -> None:
+    def _was_written(self, tile: _SimulatedTile) -> None:
         tile.written = True
         if tile is self._awaited:
             self._awaited = None
             self._turn()
 
-    def _over(self, tile: _Tile) -> None:
+    def _over(self, tile: _SimulatedTile) -> None:
         job = tile.owner
         self._free += 1
         job.unwritten -= 1

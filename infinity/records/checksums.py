@@ -10,7 +10,7 @@ from infinity import kernels
 from infinity.planning.layout import Format
 
 
-class Part(NamedTuple):
+class FieldTile(NamedTuple):
     """A tile of a field in memory, and what is asked about it."""
 
     name: str
@@ -22,7 +22,7 @@ class Part(NamedTuple):
     """Where the checksum of what is written goes; None for what is not."""
 
 
-class Sums:
+class TileChecksums:
     """Checksums of some tiles of a record that a pass works on: compared before, kept behind.
 
     All in one call where it can be, or, by a kernel that works on `fields`, in none: see kernels.
@@ -31,7 +31,7 @@ class Sums:
     def __init__(
         self,
         form: Format,
-        parts: Sequence[Part],
+        parts: Sequence[FieldTile],
         compare: Callable[[str, int, int, int], None],
         *,
         taken: bool,

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from infinity import kernels
-from infinity.records.checksums import Sums
+from infinity.records.checksums import TileChecksums
 from infinity.records.record import Record
 from infinity.storage.memory import Arena
 from infinity.storage.store import Together, Transfer
@@ -54,14 +54,14 @@ class _Span:
         self._sums(writes=(self.name,)).keep()
         return self._record.write(self.name, self.start, self.stop, self._memory.address, self._memory)
 
-    def _sums(self, *, reads: tuple[str, ...] = (), writes: tuple[str, ...] = ()) -> Sums:
+    def _sums(self, *, reads: tuple[str, ...] = (), writes: tuple[str, ...] = ()) -> TileChecksums:
         return self._record.sums(self.start, self.stop, {self.name: self._memory.address}, reads, writes)
 
 
 class _Piece:
     """One tile's part of a span that is read: it is where it belongs when it was waited for."""
 
-    def __init__(self, packed: Packed, span: _Span, start: int, nbytes: int, address: int) -> None:
+    def __init__(self, packed: PackedSpans, span: _Span, start: int, nbytes: int, address: int) -> None:
         """Prepare to copy `nbytes` from element `start` on to `address`."""
         self._packed, self._span, self._start = packed, span, start
         self._nbytes, self._address = nbytes, address
@@ -103,7 +103,7 @@ class _Later:
 _LATER = _Later()
 
 
-class Packed:
+class PackedSpans:
     """The spans that one pass over a record works on, tile after tile in rising order; see the Note above."""
 
     def __init__(self, record: Record) -> None:

@@ -16,8 +16,8 @@ from mmap import mmap
 from typing import TYPE_CHECKING
 
 from infinity.errors import CorruptionError
-from infinity.planning.layout import FP32, Cuts, Format, Shard
-from infinity.records.checksums import Part, Sums
+from infinity.planning.layout import FP32, FieldCuts, Format, Shard
+from infinity.records.checksums import FieldTile, TileChecksums
 from infinity.sizes import BLOCK
 from infinity.storage.store import DONE, DiskStore, Extent, HostStore, Request, Store, Transfer
 
@@ -83,7 +83,7 @@ class Record:
         """The weights, and the state that its optimizers keep, as far as it has them: no gradients."""
         self.packed: frozenset[str] = frozenset()
         """Those of them of which several tiles share a block; see packing."""
-        self._cuts = Cuts(form, tile_numel)
+        self._cuts = FieldCuts(form, tile_numel)
         self._hashes: dict[str, array[int]] = {}
         self._whole: dict[str, int] | None = None
 
@@ -332,7 +332,7 @@ class Record:
 
     def sums(
         self, start: int, stop: int, at: Mapping[str, int], reads: Sequence[str], writes: Sequence[str]
-    ) -> Sums:
+    ) -> TileChecksums:
         """Return the checksums of elements [start, stop), whole spans, which are `at` these addresses: of the
         fields that were read, to compare, and of those to be written, to keep.
         """
@@ -345,7 +345,7 @@ class Record:
         at: Mapping[str, int],
         reads: Sequence[str],
         writes: Mapping[str, array[int]],
-    ) -> Sums:
+    ) -> TileChecksums:
         if not self._hashes_tiles:
             reads = ()
         parts = []
@@ -358,8 +358,8 @@ class Record:
                 if compared or hashes is not None:
                     nbytes = self.tile_nbytes(name, min(span, stop - first))
                     address = base + self._cuts.offset(name, first)
-                    parts.append(Part(name, first // span, address, nbytes, compared, hashes))
-        return Sums(self.form, parts, self.compare, taken=self._hashes_tiles)
+                    parts.append(FieldTile(name, first // span, address, nbytes, compared, hashes))
+        return TileChecksums(self.form, parts, self.compare, taken=self._hashes_tiles)
 
     def _is_compared(self) -> bool:
         """Whether the next tile that is read is compared."""

@@ -21,7 +21,7 @@ CHUNK_NUMEL = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class UpdateSpan:
     """A part of one parameter that makes a step: where its fields and its gradient are."""
 
     n: int
@@ -37,7 +37,7 @@ class Span:
     """To be taken on the way, by a kernel that does so; see Recipe."""
 
 
-Kernel = Callable[[Span, Any], None]
+Kernel = Callable[[UpdateSpan, Any], None]
 """Makes a step, by its scalars."""
 
 
@@ -98,11 +98,11 @@ def _lion_scalars(group: Mapping[str, Any], _step: int, clip: float) -> kernels.
     return kernels.LionScalars(float(group["lr"]), beta1, beta2, group["weight_decay"], clip)
 
 
-def _fields(*names: str) -> Callable[[Any], Callable[[Span, Any], None]]:
+def _fields(*names: str) -> Callable[[Any], Callable[[UpdateSpan, Any], None]]:
     """Return what turns a kernel over addresses of these fields into a Kernel."""
 
     def of(call: Any) -> Kernel:
-        def step(span: Span, scalars: Any) -> None:
+        def step(span: UpdateSpan, scalars: Any) -> None:
             call(span.n, *(span.at[name] for name in names), span.grad, span.dtype, scalars, span.sums)
 
         return step
@@ -110,11 +110,11 @@ def _fields(*names: str) -> Callable[[Any], Callable[[Span, Any], None]]:
     return of
 
 
-def _rounding(*names: str) -> Callable[[Any], Callable[[Span, Any], None]]:
+def _rounding(*names: str) -> Callable[[Any], Callable[[UpdateSpan, Any], None]]:
     """The same, of a kernel that also rounds at random."""
 
     def of(call: Any) -> Kernel:
-        def step(span: Span, scalars: Any) -> None:
+        def step(span: UpdateSpan, scalars: Any) -> None:
             fields = (span.at[name] for name in names)
             call(span.n, *fields, span.grad, span.dtype, scalars, span.key, span.first, span.sums)
 
@@ -126,17 +126,17 @@ def _rounding(*names: str) -> Callable[[Any], Callable[[Span, Any], None]]:
 def _on_every_record(step: Kernel) -> dict[tuple[str, str], Kernel]:
     """See [Note: masters that are not split]."""
 
-    def on_fp32(span: Span, scalars: Any) -> None:
+    def on_fp32(span: UpdateSpan, scalars: Any) -> None:
         _through_split(step, span, scalars, "hi")
 
-    def on_fp16(span: Span, scalars: Any) -> None:
+    def on_fp16(span: UpdateSpan, scalars: Any) -> None:
         _through_split(step, span, scalars, "master")
         kernels.narrow_f16(span.n, span.at["master"], span.at["hi"])
 
     return {("bf16", "fp32"): step, ("fp16", "fp32"): on_fp16, ("fp32", "fp32"): on_fp32}
 
 
-def _through_split(step: Kernel, span: Span, scalars: Any, field: str) -> None:
+def _through_split(step: Kernel, span: UpdateSpan, scalars: Any, field: str) -> None:
     halves = torch.empty((2, min(span.n, CHUNK_NUMEL)), dtype=torch.int16)
     hi, lo = (half.data_ptr() for half in halves)
     width = 4 if span.dtype == "f32" else 2
@@ -149,7 +149,7 @@ def _through_split(step: Kernel, span: Span, scalars: Any, field: str) -> None:
         kernels.join(n, hi, lo, master)
 
 
-def _without_momentum(span: Span, scalars: Any) -> None:
+def _without_momentum(span: UpdateSpan, scalars: Any) -> None:
     """Step by the gradient alone: the kernel's momentum, that of a first step, is written and not kept."""
     momentum = torch.empty(min(span.n, CHUNK_NUMEL))
     width = 4 if span.dtype == "f32" else 2

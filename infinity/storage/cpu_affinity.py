@@ -37,14 +37,14 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class CpuShare:
     """One rank's part: threads for the kernels' pool, and the CPUs to bind it to; none: anywhere."""
 
     threads: int
     cpus: tuple[int, ...] = ()
 
 
-def share(machine: Machine, torch_threads: int) -> Share:
+def share(machine: Machine, torch_threads: int) -> CpuShare:
     """Return this rank's part of the machine.
 
     torch_threads: of this rank, 1 where the model computes on a device. The kernels take the CPUs that they
@@ -52,7 +52,7 @@ def share(machine: Machine, torch_threads: int) -> Share:
     """
     cpus = _part(machine)
     left = len(cpus or machine.allowed) - torch_threads
-    return Share(left if left > 0 else len(cpus or machine.allowed), cpus)
+    return CpuShare(left if left > 0 else len(cpus or machine.allowed), cpus)
 
 
 def _part(machine: Machine) -> tuple[int, ...]:

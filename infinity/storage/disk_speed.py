@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from infinity import aio
-from infinity.aio.measure import MIXED, READ, WRITE, Stream, move
+from infinity.aio.measure import MIXED, READ, WRITE, RequestStream, move
 from infinity.errors import UnsupportedError
 from infinity.sizes import format_size
 
@@ -151,7 +151,7 @@ def today() -> str:
 
 
 def _measure(folder: str, engine_kind: str | None) -> DiskSpeed:
-    memory = Stream(MIXED, _REQUEST_NBYTES, 4).memory()
+    memory = RequestStream(MIXED, _REQUEST_NBYTES, 4).memory()
     with aio.open_engine(folder, engine_kind) as engine, engine.open_nameless(folder) as file:
         kind = engine.kind
         if kind not in _CHOICES:
@@ -207,7 +207,7 @@ def _room(folder: str) -> int:
 
 
 def _move(
-    engine: aio.Engine,
+    engine: aio.IoEngine,
     file: aio.File,
     memory: aio.AlignedMemory,
     verb: str,
@@ -217,7 +217,7 @@ def _move(
 ) -> tuple[int, float]:
     """Stream over the first `nbytes` of a file; return the bytes moved, and the seconds that took."""
     in_flight = engine.depth * engine.piece_nbytes // _REQUEST_NBYTES + 2  # the engine never runs dry
-    stream = Stream(verb, _REQUEST_NBYTES, in_flight)
+    stream = RequestStream(verb, _REQUEST_NBYTES, in_flight)
     moved = move(engine, file, memory, stream, nbytes, seconds=seconds, at_most=at_most)
     return moved.nbytes, moved.wall_s
 

@@ -62,7 +62,7 @@ def readable(what: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPiece:
     """Elements [start, stop) of a tensor: all of the tensor `key` of a file."""
 
     file: str
@@ -81,7 +81,7 @@ class Tensor:
     kind: str  # MASTER, PLAIN, "exp_avg", "exp_avg_sq", "exp_avg_scale", "extra"
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
 
     @property
     def numel(self) -> int:
@@ -191,10 +191,10 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankManifest:
     """What one of the ranks that save together has written, and what it says."""
 
-    pieces: Mapping[tuple[str, str], tuple[Form, Piece | None]]
+    pieces: Mapping[tuple[str, str], tuple[Form, TensorPiece | None]]
     """By (kind, name): type and shape of the whole tensor, and the rank's piece of it, None for none."""
     files: Mapping[str, int]
     rng: Mapping[str, Any]
@@ -210,27 +210,27 @@ class Share:
         return json.dumps(said, separators=(",", ":"), allow_nan=False).encode()
 
     @staticmethod
-    def from_json(text: bytes) -> Share:
+    def from_json(text: bytes) -> RankManifest:
         """Read what `to_json` returned."""
         said = json.loads(text)
         pieces = {
             (kind, name): ((dtype, tuple(shape)), None if piece is None else _piece_in(piece))
             for kind, name, dtype, shape, piece in said["pieces"]
         }
-        return Share(pieces, said["files"], said["rng"], said["extra"])
+        return RankManifest(pieces, said["files"], said["rng"], said["extra"])
 
 
-def joined(shares: Sequence[Share], said: Mapping[str, Any]) -> Manifest:
+def joined(ranks: Sequence[RankManifest], said: Mapping[str, Any]) -> Manifest:
     """Return the manifest of what all ranks have written; said: what they say in common.
 
     Raises: CheckpointError where the ranks have different models, or pieces do not make whole tensors.
     """
     forms: dict[tuple[str, str], Form] = {}
-    pieces: dict[tuple[str, str], list[Piece]] = {}
+    pieces: dict[tuple[str, str], list[TensorPiece]] = {}
     files: dict[str, int] = {}
-    for rank, share in enumerate(shares):
-        files.update(share.files)
-        for (kind, name), (form, piece) in share.pieces.items():
+    for rank, own in enumerate(ranks):
+        files.update(own.files)
+        for (kind, name), (form, piece) in own.pieces.items():
             if forms.setdefault((kind, name), form) != form:
                 before = _form(forms[kind, name])
                 raise CheckpointError(f"{kind} of {name}: {_form(form)} on rank {rank}, {before} before it")
@@ -241,7 +241,7 @@ def joined(shares: Sequence[Share], said: Mapping[str, Any]) -> Manifest:
         )
         for (kind, name), form in forms.items()
     )
-    of_ranks = [{"rng": share.rng, "extra": share.extra} for share in shares]
+    of_ranks = [{"rng": one.rng, "extra": one.extra} for one in ranks]
     return Manifest(tensors, files, **said, **of_ranks[0], further=tuple(of_ranks[1:]))
 
 
@@ -250,13 +250,13 @@ def _hash(body: Mapping[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 
-def _piece_out(piece: Piece) -> list[Any]:
+def _piece_out(piece: TensorPiece) -> list[Any]:
     return [piece.file, piece.key, piece.start, piece.stop, piece.hashes]
 
 
-def _piece_in(piece: Sequence[Any]) -> Piece:
+def _piece_in(piece: Sequence[Any]) -> TensorPiece:
     file, key, start, stop, hashes = piece
-    return Piece(str(file), str(key), int(start), int(stop), tuple(map(str, hashes)))
+    return TensorPiece(str(file), str(key), int(start), int(stop), tuple(map(str, hashes)))
 
 
 # Does it fit?

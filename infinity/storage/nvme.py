@@ -36,7 +36,7 @@ class FreeExtents:
 
 _hung: list[object] = []
 
-Opening = Callable[[aio.Engine], aio.File]
+Opening = Callable[[aio.IoEngine], aio.File]
 """Opens the file of a store with its engine."""
 
 

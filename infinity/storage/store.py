@@ -124,7 +124,7 @@ class Request(NamedTuple):
     urgent: bool = False
     """Somebody waits: it goes first."""
     more: bool = False
-    """Others follow at once, the last without this: it need not begin before. See aio.Engine.read."""
+    """Others follow at once, the last without this: it need not begin before. See aio.IoEngine.read."""
 
 
 class DiskStore(Protocol):

@@ -25,7 +25,7 @@ DATA: Any = torch.Tensor.data
 """The attribute `data` of torch, past every guard: DATA.__get__(tensor), DATA.__set__(tensor, values)."""
 
 
-class Keeper(Protocol):
+class ChangeWatcher(Protocol):
     """Who looks after the changes of parameters: their unit's Changes."""
 
     def watch(self, parameter: nn.Parameter) -> None:
@@ -38,14 +38,14 @@ class Keeper(Protocol):
 _keepers: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def set_keeper(parameter: nn.Parameter, keeper: Keeper) -> None:
+def set_keeper(parameter: nn.Parameter, keeper: ChangeWatcher) -> None:
     """Register who looks after `parameter`. Held weakly on both sides."""
     _keepers[parameter] = weakref.ref(keeper)
 
 
-def _keeper_of(parameter: nn.Parameter) -> Keeper | None:
+def _keeper_of(parameter: nn.Parameter) -> ChangeWatcher | None:
     reference = _keepers.get(parameter)
-    keeper: Keeper | None = reference() if reference is not None else None
+    keeper: ChangeWatcher | None = reference() if reference is not None else None
     return keeper
 
 

@@ -87,13 +87,13 @@ class Changes:
             self.watch_all()
 
     def watch(self, parameter: nn.Parameter) -> None:
-        """See attached.Keeper."""
+        """See attached.ChangeWatcher."""
         index = self._index(parameter)
         if self._views and not self.editors and index not in self._digests:
             self._digests[index] = self._digest(index)
 
     def assign(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
-        """See attached.Keeper."""
+        """See attached.ChangeWatcher."""
         index = self._index(parameter)
         if not self.editors:
             raise UnsupportedError(would_be_lost(self._record.whole.segments[index].name))

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from infinity.lane.lane import StreamLane
 from infinity.lane.passes import LeavePass
 from infinity.planning.frequency import Frequencies
-from infinity.planning.placement import Candidate, Move, Placement, Rooms, revise
+from infinity.planning.placement import Candidate, Move, Placement, PlacementBudget, revise
 from infinity.storage.memory import Ledger
 from infinity.storage.store import HostStore, Store
 from infinity.units.unit import Unit
@@ -65,8 +65,8 @@ class Pins:
         self._set_targets()
 
     def _revise(self) -> None:
-        rooms = Rooms(0, self._kept.limit_nbytes, self._gradient_nbytes)
-        revision = revise(self._placement, list(self._candidates()), rooms)
+        budget = PlacementBudget(0, self._kept.limit_nbytes, self._gradient_nbytes)
+        revision = revise(self._placement, list(self._candidates()), budget)
         self.reason = revision.reason
         if not revision.moves:
             return

@@ -248,16 +248,16 @@ def test_a_ring_that_breaks_fails_every_request_and_says_so(folder):
         (ring,) = ring_descriptors() - before
         null = os.open("/dev/null", os.O_RDWR)
         os.dup2(null, ring)  # the descriptor stays taken: the engine will close it
-    with pytest.raises((aio.IoError, aio.EngineFailedError)):
+    with pytest.raises((aio.IoError, aio.IoEngineFailedError)):
         write.wait(10)
     assert {one.name: other.done for one, other in zip(aio.Priority, others, strict=True)} == {
         "URGENT": False,  # the kernel had it
         "NORMAL": True,
         "BEHIND": True,
     }
-    with pytest.raises((aio.EngineFailedError, aio.IoError)):
+    with pytest.raises((aio.IoEngineFailedError, aio.IoError)):
         engine.read(file, 0, memory.address, PIECE, owner=memory).wait(10)
-    with pytest.raises(aio.EngineFailedError):
+    with pytest.raises(aio.IoEngineFailedError):
         engine.drain(10)
     engine.close()
     os.close(null)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from infinity.aio.measure import MIXED, READ, WRITE, Stream, move
+from infinity.aio.measure import MIXED, READ, WRITE, RequestStream, move
 
 
 class FakeEngine:
@@ -47,20 +47,20 @@ def moved(stream, requests):
 
 @pytest.mark.parametrize("percent", [1, 25, 50, 54, 99])
 def test_reads_are_so_many_percent_and_spread_evenly(percent):
-    verbs = [Stream(MIXED, 4096, 1, read_percent=percent).verb_of(count) for count in range(1000)]
+    verbs = [RequestStream(MIXED, 4096, 1, read_percent=percent).verb_of(count) for count in range(1000)]
     for count in range(1000):
         assert abs(verbs[:count].count(READ) - count * percent / 100) < 1
-    assert {Stream(WRITE, 4096, 1).verb_of(count) for count in range(9)} == {WRITE}
+    assert {RequestStream(WRITE, 4096, 1).verb_of(count) for count in range(9)} == {WRITE}
 
 
 def test_reads_and_writes_go_through_a_half_of_the_file_each():
-    begun = moved(Stream(MIXED, 10, 2, read_percent=75), 12).begun
+    begun = moved(RequestStream(MIXED, 10, 2, read_percent=75), 12).begun
     assert [offset for verb, offset in begun if verb == READ] == [0, 10, 20, 30, 40, 50, 60, 70, 0]
     assert [offset for verb, offset in begun if verb == WRITE] == [80, 90, 100]
 
 
 def test_several_requests_are_waited_for_at_once_and_the_others_stay_in_flight():
     for together in (1, 4):
-        engine = moved(Stream(READ, 10, 6, together), 40)
+        engine = moved(RequestStream(READ, 10, 6, together), 40)
         assert engine.after_waiting == {6 - together, 0}  # 0: at the end
         assert engine.most == 6

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import models
 from infinity import AdamW, Init
-from infinity.autograd.slices import Slices
+from infinity.autograd.slices import SlicedParameters
 from infinity.engine.engine import engine_of_model
 
 BF16 = torch.bfloat16
@@ -169,8 +169,8 @@ def test_modules_without_slices_are_not_watched():
         Stacked(experts=1),
         nn.Sequential(nn.Embedding(3, 3)),
     ):
-        assert Slices().watch(module, lambda _: True) is None
-    assert Slices().watch(nn.Embedding(3, 3), lambda _: False) is None
+        assert SlicedParameters().watch(module, lambda _: True) is None
+    assert SlicedParameters().watch(nn.Embedding(3, 3), lambda _: False) is None
 
 
 def test_before_a_first_forward_nothing_is_said():

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from infinity import kernels
 from infinity.bench import adam, recipes
-from infinity.bench.recipes import BESIDE, READ, SPLIT, UPDATE, WRITE, Memory, Operation, Stream
+from infinity.bench.recipes import BESIDE, READ, SPLIT, UPDATE, WRITE, FieldStream, Memory, Operation
 from infinity.errors import ConfigError
 
 NUMEL = 1024
@@ -30,7 +30,7 @@ def options(*given):
 
 
 def timing(name, gradient, seconds, limit_seconds, isa="avx512", threads=2):
-    streams = (Stream(512, UPDATE, 0), Stream(512, READ, 0))
+    streams = (FieldStream(512, UPDATE, 0), FieldStream(512, READ, 0))
     is_step = name.startswith("adamw")
     operation = Operation(name, streams, lambda: None, gradient, (isa,), is_step=is_step)
     return adam.Timing(operation, isa, threads, NUMEL, seconds, limit_seconds)
@@ -80,7 +80,7 @@ def test_the_limit_goes_over_each_stream_and_leaves_what_is_not_only_written(kin
     fields = [torch.randint(1, 256, (blocks * width + rest,), dtype=torch.uint8) for width in widths]
     before = [field.clone() for field in fields]
     places = zip(widths.items(), fields, strict=True)
-    adam.limit(tuple(Stream(width, one, field.data_ptr()) for (width, one), field in places), NUMEL)()
+    adam.limit(tuple(FieldStream(width, one, field.data_ptr()) for (width, one), field in places), NUMEL)()
     for width, field, was in zip(widths, fields, before, strict=True):
         is_written = kind == WRITE and width != 512
         assert bool((field[: blocks * width] == 0).all()) == is_written
@@ -133,9 +133,9 @@ def test_rows_of_the_same_limit_are_timed_right_behind_it(monkeypatch):
     operations = [
         Operation(name, streams, lambda name=name: said.append(name), isas=("scalar",))
         for name, streams in (
-            ("a", (Stream(512, READ, 0),)),
-            ("b", (Stream(8, READ, 0),)),
-            ("c", (Stream(512, READ, 0),)),
+            ("a", (FieldStream(512, READ, 0),)),
+            ("b", (FieldStream(8, READ, 0),)),
+            ("c", (FieldStream(512, READ, 0),)),
         )
     ]
     monkeypatch.setattr(adam, "limit", lambda streams, _: lambda: said.append(streams[0].nbytes))

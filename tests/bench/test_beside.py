@@ -1,10 +1,10 @@
 """Updates beside computing: real kernels on small tiles; how fast they are is not asked."""
 
-from infinity.bench.beside import Work
+from infinity.bench.beside import LaneWork
 
 
 def test_tiles_are_updated_in_turn_until_it_is_stopped():
-    work = Work(tiles=2, numel=4096)
+    work = LaneWork(tiles=2, numel=4096)
     assert work.rate(seconds=0.05) > 0
     assert all(m.abs().sum() > 0 for _, _, m, _ in work._tiles)
     work.start()

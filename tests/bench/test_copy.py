@@ -13,11 +13,11 @@ import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from infinity import __main__ as cli
 from infinity import aio
 from infinity.aio.measure import Moved
 from infinity.bench import copy
 from infinity.bench.copy import BATCH_NBYTES, DOWN, UP, beside_limits, draw, measured, nvme_reads, rate
-from infinity.cli import main as cli
 
 MIB = 1 << 20
 

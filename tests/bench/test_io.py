@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 
 from infinity import aio
-from infinity.aio.measure import MIXED, READ, WRITE, Stream, move
+from infinity.aio.measure import MIXED, READ, WRITE, RequestStream, move
 from infinity.bench import cells, io, libaio, peers
-from infinity.bench.peers import Fio, Libaio, Ours, Sample, Work
+from infinity.bench.peers import FioPeer, Libaio, Measurement, Ours, Workload
 from infinity.bench.runs import RunError
 from infinity.errors import ConfigError
 from infinity.storage import disk_speed as disk
@@ -132,10 +132,10 @@ def test_what_is_to_be_compared_stands_side_by_side_and_once():
 
 
 def test_peers_get_what_reaches_the_kernel_from_ours():
-    work = Work("read", 4 << 20, 1 << 20, 32, 2)
+    work = Workload("read", 4 << 20, 1 << 20, 32, 2)
     assert (work.block_nbytes, work.peers_depth) == (1 << 20, 8)  # two requests of four pieces
-    assert Work("read", 4 << 20, 1 << 20, 32, 99).peers_depth == 32
-    assert Work("read", 4096, 1 << 20, 32, 99).block_nbytes == 4096
+    assert Workload("read", 4 << 20, 1 << 20, 32, 99).peers_depth == 32
+    assert Workload("read", 4096, 1 << 20, 32, 99).block_nbytes == 4096
 
 
 def test_an_engine_is_never_asked_for_fewer_bytes_than_its_depth_holds():
@@ -155,7 +155,7 @@ def test_percentiles_are_requests_that_were_measured():
 
 
 def test_a_stream_moves_the_bytes_of_whole_requests_and_mixes_halves(folder):
-    stream = Stream(MIXED, 1 << 20, 3)
+    stream = RequestStream(MIXED, 1 << 20, 3)
     memory = stream.memory()
     with aio.open_engine(folder) as engine, engine.open_nameless(folder) as file:
         file.allocate(0, 8 << 20)
@@ -170,28 +170,28 @@ def test_a_stream_moves_the_bytes_of_whole_requests_and_mixes_halves(folder):
 
 
 def test_memory_is_limited_however_much_is_in_flight():
-    assert len(Stream(READ, 1 << 20, 4096).memory()) == 64 << 20
-    assert len(Stream(READ, 100 << 20, 4096).memory()) == 100 << 20
-    assert len(Stream(READ, 4096, 3).memory()) == 12288
+    assert len(RequestStream(READ, 1 << 20, 4096).memory()) == 64 << 20
+    assert len(RequestStream(READ, 100 << 20, 4096).memory()) == 100 << 20
+    assert len(RequestStream(READ, 4096, 3).memory()) == 12288
 
 
 # The verdicts
 
 
 def samples(*rates, cpu=1.0):
-    return [Sample(rate, cpu, dict.fromkeys(peers.PERCENTILES, 0.1)) for rate in rates]
+    return [Measurement(rate, cpu, dict.fromkeys(peers.PERCENTILES, 0.1)) for rate in rates]
 
 
 def cell(mover, depth=8):
-    return cells.Cell(mover, Work("read", 1 << 20, 1 << 20, depth, depth), (0,))
+    return cells.Cell(mover, Workload("read", 1 << 20, 1 << 20, depth, depth), (0,))
 
 
 def test_the_best_cell_is_held_against_the_peers_best_round_by_round():
     found = {
         cell(Ours("io_uring")): samples(10.0, 4.0, 8.0),
         cell(Ours("io_uring"), 32): samples(1.0, 1.0, 1.0),
-        cell(Fio("io_uring")): samples(5.0, 5.0, 5.0, cpu=2.0),
-        cell(Fio("libaio"), 32): samples(10.0, 5.0, 8.0),
+        cell(FioPeer("io_uring")): samples(5.0, 5.0, 5.0, cpu=2.0),
+        cell(FioPeer("libaio"), 32): samples(10.0, 5.0, 8.0),
     }
     lines = list(io.verdicts_of(found))
     assert lines == [
@@ -335,8 +335,8 @@ def test_fio_works_on_the_same_file_with_the_same_settings(folder, fake_fio):
 
 def test_small_pages_are_for_all(folder, fake_fio, monkeypatch):
     huge = []
-    real = Stream.memory
-    monkeypatch.setattr(Stream, "memory", lambda self, *, huge=True: seen(huge, real(self)))
+    real = RequestStream.memory
+    monkeypatch.setattr(RequestStream, "memory", lambda self, *, huge=True: seen(huge, real(self)))
 
     def seen(asked, memory):
         huge.append(asked)
@@ -363,12 +363,12 @@ def test_a_fio_that_fails_or_is_missing_says_so(folder, fake_fio, monkeypatch):
 def test_libaio_moves_the_right_bytes(folder):
     nbytes = 4 << 16  # what is in flight at once: however slow the machine, it is moved
     with peers.opened(str(folder), nbytes) as place:
-        stream = Stream(WRITE, 1 << 16, 4)
+        stream = RequestStream(WRITE, 1 << 16, 4)
         memory = stream.memory()
         memory.view[:] = b"w" * len(memory)
         written = libaio.move(place.direct.fd, memory, stream, nbytes, 0.05)
         assert os.pread(place.buffered.fd, nbytes, 0) == b"w" * nbytes
-        stream = Stream(READ, 1 << 16, 4)
+        stream = RequestStream(READ, 1 << 16, 4)
         memory.view[:] = bytes(len(memory))
         read = libaio.move(place.direct.fd, memory, stream, nbytes, 0.05)
         assert memory.view[:] == b"w" * len(memory)
@@ -378,14 +378,14 @@ def test_libaio_moves_the_right_bytes(folder):
 
 def test_what_libaio_is_refused_or_gets_short_is_an_error(folder, monkeypatch):
     with peers.opened(str(folder), 1 << 20) as place:
-        stream = Stream(READ, 1 << 20, 1)
+        stream = RequestStream(READ, 1 << 20, 1)
         with pytest.raises(RunError, match="a request of 1048576 B came back with"):
             os.ftruncate(place.direct.fd, 4096)
             libaio.move(place.direct.fd, stream.memory(), stream, 1 << 20, 0.01)
     with pytest.raises(RunError, match="io_submit failed: Bad file descriptor"):
         libaio.move(-1, stream.memory(), stream, 1 << 20, 0.01)
     with pytest.raises(RunError, match=r"io_setup failed: .*fs\.aio-max-nr"):
-        many = Stream(READ, 4096, 1 << 24)
+        many = RequestStream(READ, 4096, 1 << 24)
         libaio.call(
             "io_setup", libaio.ctypes.c_long(many.in_flight), libaio.ctypes.byref(libaio.ctypes.c_ulong(0))
         )

@@ -3,10 +3,10 @@
 import pytest
 
 from infinity.bench import losses
-from infinity.bench.losses import Recipe, last, smooth
+from infinity.bench.losses import CurveSettings, last, smooth
 from infinity.cli.text import Text
 
-TINY = Recipe(
+TINY = CurveSettings(
     preset="1m",
     steps=5,
     batch=1,

@@ -7,7 +7,7 @@ import pytest
 from infinity.bench import outlook, planning, sketch
 from infinity.bench.outlook import decimal_size, duration, figure, short_count
 from infinity.planning.demand import Setting
-from infinity.planning.outline import Outline, Part, Stage
+from infinity.planning.outline import Outline, Stage, UnitOutline
 from infinity.planning.simulator import Disk, Rates
 from infinity.planning.zero_memory import STAGES, model_states
 
@@ -74,7 +74,9 @@ def test_a_small_model_s_table_of_zero_says_something_too():
 
 
 def test_no_more_units_wait_than_there_are():
-    outline = Outline("one", (Part("a", ((256, 256),)), Part("b", ((256, 256),))), (Stage((0, 1)),))
+    outline = Outline(
+        "one", (UnitOutline("a", ((256, 256),)), UnitOutline("b", ((256, 256),))), (Stage((0, 1)),)
+    )
     everywhere = planning.plan(outline, Setting(1 << 60, ranks=2))
     assert outlook.facts(everywhere, None)["window_nbytes"] == 2 * 2 * 256 * 256
 

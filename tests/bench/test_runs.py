@@ -24,7 +24,7 @@ from infinity.errors import ConfigError
 from infinity.storage import disk_speed as disk
 from mounts import mounted, root
 
-ROW = memory.Row(
+ROW = memory.MemoryRow(
     model="350m",
     update="backward",
     parameters=1000,
@@ -243,7 +243,9 @@ def test_the_peaks_of_checkpoints_stand_beside_their_limits_and_one_above_fails(
         assert (sizes["vocab_size"], ranks, host_nbytes) == (32_000, 2, 1 << 20)
         for rank, taken in enumerate((100, peak)):
             part = 1.02 if rank else None
-            yield checkpoints.Row("load", "", rank, taken, 900, 5, part, seconds=1.0, parameters=2_000_000)
+            yield checkpoints.CheckpointRow(
+                "load", "", rank, taken, 900, 5, part, seconds=1.0, parameters=2_000_000
+            )
 
     monkeypatch.setattr(checkpoints, "measured", measured)
     arguments = ["--nvme", str(tmp_path), "--ranks", "2", "--host-memory", "1MiB"]

@@ -20,11 +20,11 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from infinity import __main__ as cli
 from infinity.bench import cases, pace, step
 from infinity.bench.cases import ALL, EQUAL, Case
 from infinity.bench.floor import Speeds
 from infinity.bench.runs import OWN, parameter_count
-from infinity.cli import main as cli
 from infinity.errors import ConfigError
 from infinity.storage import disk_speed as disk
 from measurements import CORES, RUN, SPEEDS, a_round

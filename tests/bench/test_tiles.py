@@ -6,10 +6,10 @@ import os
 
 import pytest
 
+from infinity import __main__ as cli
 from infinity.bench import tiles
 from infinity.bench.runs import Environment, RunError
 from infinity.bench.tile_worker import KINDS
-from infinity.cli import main as cli
 
 TINY = [
     "--hidden",

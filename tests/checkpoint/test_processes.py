@@ -19,7 +19,7 @@ from torch import nn
 from infinity import Init
 from infinity.checkpoint import atomic
 from infinity.checkpoint.save_load import open_files, read_manifest, save
-from infinity.checkpoint.hashed_stream import Source
+from infinity.checkpoint.hashed_stream import TensorSource
 from infinity.tensors import as_bytes, empty
 
 folder = Path(sys.argv[1])
@@ -63,7 +63,7 @@ def found():
         files = open_files(manifest, folder / "saved", stack)
         for tensor in manifest.tensors:
             values = empty(tensor.dtype, tensor.shape)
-            Source(tensor, files).read(as_bytes(values))
+            TensorSource(tensor, files).read(as_bytes(values))
             if tensor.name == "0.weight":
                 assert torch.equal(values, torch.full((8, 8), float(manifest.extra)))
     return manifest.extra

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from infinity.aio import StorageFullError
 from infinity.checkpoint import safetensors_file as tensorfile
-from infinity.checkpoint.safetensors_file import Entry, TensorFileError, TensorReader, TensorWriter
+from infinity.checkpoint.safetensors_file import TensorEntry, TensorFileError, TensorReader, TensorWriter
 from infinity.tensors import DTYPES, as_bytes, empty, name_of_dtype
 from samples import TENSORS, entries, written
 
@@ -163,7 +163,7 @@ def test_a_tensor_without_a_name_for_its_type_is_refused(tensor):
 
 def test_a_limit_on_file_sizes_is_no_lack_of_space_and_its_cure_works(tmp_path):
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
-    entries = [Entry("w", "F32", (1 << 14,))]
+    entries = [TensorEntry("w", "F32", (1 << 14,))]
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 15, usual[1]))
     try:
         with pytest.raises(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from infinity import __main__ as cli
 from infinity.cli import doctor
-from infinity.cli import main as cli
 from infinity.storage import disk_speed as disk
 from places import SUPPORT
 

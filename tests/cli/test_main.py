@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from infinity import __main__ as cli
+from infinity import bench
 from infinity.aio import EngineUnavailableError
-from infinity.cli import main as cli
+from infinity.cli.main import describe
 from infinity.cli.text import TextError
 from infinity.errors import ConfigError, EngineFailedError, InfinityError
 
@@ -231,7 +233,7 @@ def test_doctor_looks_at_every_folder_and_measures_if_asked(
 
 # bench and plan
 
-MEASUREMENTS = [["bench", "io"], ["bench", "adam"], ["bench", "step"], ["bench", "copy"], ["plan"]]
+MEASUREMENTS = [*(["bench", one] for one in ("io", "adam", "step", "tiles", "copy")), ["plan"]]
 
 
 @pytest.fixture
@@ -241,7 +243,7 @@ def fake(monkeypatch):
     module.HELP = "measures nothing"
     module.add_arguments = lambda parser: parser.add_argument("--depth", type=int)
     module.run = lambda options, console: options.depth
-    monkeypatch.setitem(sys.modules, "infinity.bench.io", module)
+    monkeypatch.setattr(bench, "io", module, raising=False)
     return module
 
 
@@ -256,7 +258,7 @@ def test_bench_alone_prints_what_there_is(capsys):
 def test_no_measurement_is_imported_before_it_is_asked_for():
     code = """if True:
         import sys
-        from infinity.cli import main as cli
+        from infinity import __main__ as cli
         cli.main(["bench"])
         sys.exit(any(name.startswith("infinity.bench.") for name in sys.modules))"""
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, check=False)
@@ -367,17 +369,17 @@ def test_traceback_shows_where_an_error_came_from(folder):
 def test_an_error_is_told_with_its_notes_and_its_cause():
     error = TextError("no text")
     error.__notes__ = ["while looking for some"]
-    assert cli.describe(error) == "no text\n  while looking for some"
+    assert describe(error) == "no text\n  while looking for some"
     failed = EngineFailedError("the engine has failed")
     failed.__cause__ = OSError(5, "Input/output error", "/nvme")
-    assert cli.describe(failed) == "the engine has failed\n  cause: /nvme: Input/output error"
-    assert cli.describe(InfinityError()) == "InfinityError"
+    assert describe(failed) == "the engine has failed\n  cause: /nvme: Input/output error"
+    assert describe(InfinityError()) == "InfinityError"
 
 
 def test_a_cause_whose_beginning_the_message_tells_is_not_told_again():
     error = ConfigError("config.json: is no JSON (Expecting value: line 1). Give another one.")
     error.__cause__ = ValueError("Expecting value: line 1\nand a long list of what would have done")
-    assert cli.describe(error) == str(error)
+    assert describe(error) == str(error)
 
 
 @pytest.mark.parametrize(("arguments", "told"), [(["--aio", "io_uring"], True), ([], False)])

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from infinity.cli.report import Progress, Run, Step, StepLog, _seconds, plot_loss, typical
+from infinity.cli.report import Progress, Run, StepLog, StepReport, _seconds, plot_loss, typical
 from infinity.engine.stats import Stats
 
 
@@ -31,12 +31,12 @@ def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path):
         StepLog(tmp_path / "log")
 
 
-def step(number: int, **values: object) -> Step:
+def step(number: int, **values: object) -> StepReport:
     fields = {"loss": 2.5, "lr": 0.1, "grad_norm": None, "seconds": 0.5, "tokens_per_second": 10.0}
     nbytes = dict.fromkeys(
         ("nvme_read_nbytes", "nvme_written_nbytes", "rss_nbytes", "budget_held_nbytes"), 1000
     )
-    return Step(step=number, **{**fields, **nbytes, **values})
+    return StepReport(step=number, **{**fields, **nbytes, **values})
 
 
 def test_the_table_of_a_run_leaves_the_first_step_out_of_what_is_typical():

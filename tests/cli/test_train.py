@@ -15,11 +15,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from infinity.cli import main as cli
+from infinity import __main__ as cli
 from infinity.cli import train as module
 from infinity.cli.interrupted import Interrupted
 from infinity.cli.presets import PRESETS, llama, recompute_blocks
-from infinity.cli.settings import Settings
+from infinity.cli.settings import TrainSettings
 from infinity.cli.train import disk_speed, learning_rate, train
 from infinity.storage.disk_speed import DiskSpeed
 
@@ -40,7 +40,7 @@ def one_thread():
 def run(folder: Path, name: str, **settings: object) -> list[dict]:
     """Train, and return the lines of the log."""
     out = folder / name
-    train(Settings(**{**SCHEDULED, **settings}, out=str(out)), Console(quiet=True))
+    train(TrainSettings(**{**SCHEDULED, **settings}, out=str(out)), Console(quiet=True))
     return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
 
 
@@ -222,7 +222,7 @@ def test_the_rate_rises_to_one_and_falls_to_a_tenth():
     ],
 )
 def test_updates_come_in_the_backward_where_nothing_has_to_wait(settings, update):
-    assert Settings(**settings).updates_in == update
+    assert TrainSettings(**settings).updates_in == update
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_disks_add_up_where_all_of_them_were_measured(folder, monkeypatch):
 def test_the_bound_stands_in_the_progress_line_and_in_the_table(folder, capsys, monkeypatch):
     monkeypatch.setattr(module, "measured", lambda *_: known(read=1e3, write=1e3, mixed=1e3))
     monkeypatch.setenv("COLUMNS", "200")
-    train(Settings(**SCHEDULED, out=str(folder / "run"), host_memory="512KiB"), Console())
+    train(TrainSettings(**SCHEDULED, out=str(folder / "run"), host_memory="512KiB"), Console())
     printed = capsys.readouterr()
     assert "the disk's mixed limit, memory" in printed.err
     assert "of the disk's mixed limit" in printed.out
@@ -288,7 +288,7 @@ def test_the_bound_stands_in_the_progress_line_and_in_the_table(folder, capsys, 
 def test_without_a_measurement_the_table_says_how_to_get_one(folder, capsys, monkeypatch):
     monkeypatch.setattr(module, "measured", lambda *_: None)
     monkeypatch.setenv("COLUMNS", "200")
-    train(Settings(**SCHEDULED, out=str(folder / "run"), host_memory="512KiB"), Console())
+    train(TrainSettings(**SCHEDULED, out=str(folder / "run"), host_memory="512KiB"), Console())
     assert "infinity doctor --measure" in capsys.readouterr().out
 
 
@@ -302,7 +302,7 @@ def test_the_log_says_how_long_each_step_waited(folder):
 def test_a_run_leaves_the_timeline_and_the_report_that_were_asked_for(folder, capsys):
     trace, report = folder / "trace.json", folder / "report.html"
     train(
-        Settings(**SCHEDULED, out=str(folder / "run"), timeline=str(trace), report=str(report)),
+        TrainSettings(**SCHEDULED, out=str(folder / "run"), timeline=str(trace), report=str(report)),
         Console(soft_wrap=True),
     )
     events = json.loads(trace.read_text())["traceEvents"]
@@ -327,7 +327,7 @@ def test_two_folders_and_a_state_type_reach_the_configuration(folder, monkeypatc
         raise SeenError(given)
 
     monkeypatch.setattr(module, "Config", config)
-    settings = Settings(**SCHEDULED, out=str(folder / "run"), nvme=["a", "b"], state_dtype="int8")
+    settings = TrainSettings(**SCHEDULED, out=str(folder / "run"), nvme=["a", "b"], state_dtype="int8")
     with pytest.raises(SeenError) as seen:
         train(settings, Console(quiet=True))
     (given,) = seen.value.args

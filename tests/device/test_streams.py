@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.checkpoint import hashed_stream as streams
-from infinity.checkpoint.hashed_stream import Sink, Source
-from infinity.checkpoint.safetensors_file import Entry, TensorReader, TensorWriter
+from infinity.checkpoint.hashed_stream import Sink, TensorSource
+from infinity.checkpoint.safetensors_file import TensorEntry, TensorReader, TensorWriter
 from infinity.errors import CorruptionError
 from infinity.storage import manifest
 from infinity.storage.manifest import MASTER, Tensor
@@ -34,7 +34,9 @@ def write(folder, values, cuts, steps):
     pieces = []
     for number, (start, stop) in enumerate(itertools.pairwise(ends)):
         key = f"x[{start}:{stop}]"
-        writer = TensorWriter(folder / f"f{number}.safetensors", [Entry(key, "F32", (stop - start,))], {})
+        writer = TensorWriter(
+            folder / f"f{number}.safetensors", [TensorEntry(key, "F32", (stop - start,))], {}
+        )
         sink = Sink(writer, key)
         left = as_bytes(values[start:stop])
         while left:
@@ -50,7 +52,7 @@ def read(folder, tensor, first, steps):
         files = {
             piece.file: stack.enter_context(TensorReader(folder / piece.file)) for piece in tensor.pieces
         }
-        source = Source(tensor, files, first)
+        source = TensorSource(tensor, files, first)
         found = torch.empty(tensor.numel - first)
         left = as_bytes(found)
         while left:
@@ -84,7 +86,7 @@ def test_damage_is_found_in_its_range_and_nowhere_else(tmp_path):
     ):
         read(tmp_path, tensor, 0, 400)
     with TensorReader(path) as reader, TensorReader(tmp_path / "f0.safetensors") as other:
-        source = Source(tensor, {"f1.safetensors": reader, "f0.safetensors": other})
+        source = TensorSource(tensor, {"f1.safetensors": reader, "f0.safetensors": other})
         found = torch.empty(88)
         source.read(as_bytes(found))
         assert torch.equal(found, values[:88])

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from infinity.planning import cursor as module
 from infinity.planning.cursor import Cursor
-from infinity.planning.plan import Plan, Step
+from infinity.planning.plan import Plan, PlanStep
 from infinity.planning.trace import Phase, Use
 
 
@@ -85,8 +85,8 @@ def test_a_use_that_came_early_is_not_taken_twice():
 
 def far(position):
     """A plan whose use B0 has this position, among uses of other units."""
-    steps = [Step(Use(Phase.FORWARD, 1 + one)) for one in range(200)]
-    steps[position] = Step(use("B0"), (5,), True)
+    steps = [PlanStep(Use(Phase.FORWARD, 1 + one)) for one in range(200)]
+    steps[position] = PlanStep(use("B0"), (5,), True)
     return Plan((), tuple(steps))
 
 
@@ -174,7 +174,7 @@ def test_a_step_without_end_is_followed_but_not_remembered(monkeypatch):
 def test_a_step_in_any_order_nearby_takes_each_planned_use_exactly_once(planned_and_come):
     planned, come = planned_and_come
     cursor = Cursor()
-    steps = (Step(Use(Phase.FORWARD, unit), (100 + place,)) for place, unit in enumerate(planned))
+    steps = (PlanStep(Use(Phase.FORWARD, unit), (100 + place,)) for place, unit in enumerate(planned))
     cursor.follow(Plan((), tuple(steps)))
     cursor.restart()
     fetched = [cursor.advance(Use(Phase.FORWARD, unit))[0][0] for unit in come]

@@ -160,7 +160,7 @@ def test_ranks_share_what_is_stored_and_gather_what_the_others_have():
 
 def test_a_device_holds_what_waits_and_updates_read_the_weights_once_more():
     on_device = demand(OUTLINE, Setting(128 << 10, device_nbytes=3 * MIB, update="backward"))
-    assert on_device.room.window_nbytes == 3 * MIB
+    assert on_device.limits.window_nbytes == 3 * MIB
     assert (
         on_device.moved["hi", "read"]
         > demand(OUTLINE, Setting(128 << 10, update="backward")).moved["hi", "read"] / 2

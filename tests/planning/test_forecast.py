@@ -7,20 +7,20 @@ from hypothesis import strategies as st
 from infinity.planning import forecast as forecasts
 from infinity.planning.bottleneck import Load, disk_limits_s
 from infinity.planning.demand import Setting, demand
-from infinity.planning.forecast import Forecast, Moves, Room, forecast, predict_step
-from infinity.planning.outline import Outline, Part, Stage, llama, timed, trace_of
+from infinity.planning.forecast import EngineLimits, Forecast, Moves, forecast, predict_step
+from infinity.planning.outline import Outline, Stage, UnitOutline, llama, timed, trace_of
 from infinity.planning.plan import Plan, make_plan
 from infinity.planning.simulator import Disk, Rates
 
 DISK = Disk(read=10.0, write=10.0, mixed=10.0)
-ROOM = Room(tile_numel=1, slots=100, window_nbytes=0, outgoing_nbytes=1000, update="backward")
+LIMITS = EngineLimits(tile_numel=1, slots=100, window_nbytes=0, outgoing_nbytes=1000, update="backward")
 AHEAD = "open fetch 0\nF0 fetch 1\nF1 keep\nB1 fetch 0\nB0"
 SMALL = llama("small", 4, 64, 192, 256)
 
 
-def pair(moves, room=ROOM, rates=None, seconds=(1.0,) * 4, plan="open\nF0\nF1\nB1\nB0"):
+def pair(moves, limits=LIMITS, rates=None, seconds=(1.0,) * 4, plan="open\nF0\nF1\nB1\nB0"):
     """A step of two equal units, forward and back."""
-    return predict_step(Plan.parse(plan), seconds, [moves, moves], room, rates or Rates(DISK))
+    return predict_step(Plan.parse(plan), seconds, [moves, moves], limits, rates or Rates(DISK))
 
 
 def frozen(**changes):
@@ -42,7 +42,7 @@ def test_without_a_window_every_use_waits_for_its_read():
 
 
 def test_a_window_lets_reads_go_while_computing_and_only_the_first_is_waited_for():
-    told = pair(frozen(), room=Room(1, 100, 10, 1000), plan=AHEAD)
+    told = pair(frozen(), limits=EngineLimits(1, 100, 10, 1000), plan=AHEAD)
     assert (told.seconds, told.stall_s, told.misses, told.read_nbytes) == (5.0, 1.0, 0, 30)
 
 
@@ -60,7 +60,7 @@ def test_updates_in_the_backward_are_written_behind_and_the_next_step_begins_whi
 
 def test_updates_in_the_forward_come_with_the_first_fetch_and_with_what_was_spilled():
     moves = Moves(1, 10, 20, waiting_nbytes=10, spills=((0, 5),), spilled_nbytes=5)
-    told = pair(moves, room=Room(1, 100, 0, 1000, update="forward"))
+    told = pair(moves, limits=EngineLimits(1, 100, 0, 1000, update="forward"))
     assert (told.read_nbytes, told.written_nbytes) == (2 * (10 + 20 + 5 + 10), 2 * (30 + 5))
 
 
@@ -71,10 +71,10 @@ def test_what_needs_no_transfer_is_updated_by_the_thread_that_computes():
 
 
 def test_updating_on_the_cores_that_compute_makes_computing_slower():
-    moves, room = Moves(8, 1, 1, waiting_nbytes=1), Room(8, 100, 1, 1000, update="backward")
+    moves, limits = Moves(8, 1, 1, waiting_nbytes=1), EngineLimits(8, 100, 1, 1000, update="backward")
     fast = Disk(1e9, 1e9, 1e9)
     slow, apart = (
-        pair(moves, room, Rates(fast, update=4.0, shared=shared), (8.0,) * 4, AHEAD).seconds
+        pair(moves, limits, Rates(fast, update=4.0, shared=shared), (8.0,) * 4, AHEAD).seconds
         for shared in (True, False)
     )
     assert apart == pytest.approx(32.0 + 2.0, rel=0.01), "the first use waits for the last update"
@@ -90,8 +90,8 @@ def test_each_field_of_a_tile_takes_time_of_the_lane():
     def seconds(request_s, **moved):
         units = Moves(numel=4, waiting_nbytes=10, **moved)
         rates = Rates(Disk(1e9, 1e9, 1e9), request_s=request_s, shared=False)
-        room = Room(1, 100, 0, 1000, update="backward")
-        return pair(units, room, rates, (0.0,) * 4).seconds
+        limits = EngineLimits(1, 100, 0, 1000, update="backward")
+        return pair(units, limits, rates, (0.0,) * 4).seconds
 
     def asked(**moved):
         return seconds(1.0, **moved) - seconds(0.0, **moved)
@@ -108,8 +108,8 @@ def test_few_bytes_of_outgoing_gradients_make_computing_wait_for_updates():
         here = {"hi_nbytes": 0, "in_place": True}
         units = [Moves(4, state_nbytes=0, trainable=False, **here), *[Moves(4, state_nbytes=100, **here)] * 2]
         plan = Plan.parse("open\nF0\nF1\nF2\nB2\nB1\nB0")
-        room = Room(4, 100, 0, outgoing_nbytes, update="backward")
-        return predict_step(plan, [40.0, 1, 1, 1, 1, 40], units, room, Rates(DISK)).seconds
+        limits = EngineLimits(4, 100, 0, outgoing_nbytes, update="backward")
+        return predict_step(plan, [40.0, 1, 1, 1, 1, 40], units, limits, Rates(DISK)).seconds
 
     assert (seconds(1000), seconds(8)) == (84.0, 84.0 + 9.0)
 
@@ -122,7 +122,9 @@ def test_ranks_wait_for_the_link_too():
 def test_a_device_takes_a_copy_of_everything_that_is_fetched():
     def seconds(copied):
         return pair(
-            frozen(numel=5), room=Room(5, 100, 0, 1000, on_host=False), rates=Rates(DISK, copied=copied)
+            frozen(numel=5),
+            limits=EngineLimits(5, 100, 0, 1000, on_host=False),
+            rates=Rates(DISK, copied=copied),
         ).seconds
 
     assert seconds(10.0) - seconds(1e12) == pytest.approx(4 * 1.0)
@@ -139,9 +141,9 @@ def test_a_step_is_bound_by_what_takes_longest():
 def test_a_script_and_a_plan_of_different_steps_are_refused():
     plan = Plan.parse("open\nF0")
     with pytest.raises(ValueError, match="uses and a plan of 1"):
-        forecast(SMALL.script(), plan, [], ROOM, Rates(DISK))
+        forecast(SMALL.script(), plan, [], LIMITS, Rates(DISK))
     with pytest.raises(ValueError, match="3 times for the 1 uses"):
-        predict_step(plan, [1.0] * 3, [frozen()], ROOM, Rates(DISK))
+        predict_step(plan, [1.0] * 3, [frozen()], LIMITS, Rates(DISK))
 
 
 # What holds for any setting
@@ -159,7 +161,7 @@ def walked(setting, compute_s=1.0, **rates) -> Forecast:
     need = demand(SMALL, setting)
     disk = Disk(2e7, 1e7, 1.5e7)
     script = timed(SMALL.script(), compute_s)
-    return forecast(script, need.plan, need.units, need.room, Rates(disk, **{"link": 1e9, **rates}))
+    return forecast(script, need.plan, need.units, need.limits, Rates(disk, **{"link": 1e9, **rates}))
 
 
 @given(settings)
@@ -189,15 +191,17 @@ def test_a_faster_machine_takes_no_longer(setting):
 
 def test_coarse_tiles_change_a_forecast_little(monkeypatch):
     need = demand(SMALL, Setting(128 << 10))
-    args = (timed(SMALL.script(), 0.1), need.plan, need.units, need.room, Rates(Disk(2e7, 1e7, 1.5e7)))
+    args = (timed(SMALL.script(), 0.1), need.plan, need.units, need.limits, Rates(Disk(2e7, 1e7, 1.5e7)))
     fine = forecast(*args)
     monkeypatch.setattr(forecasts, "TILES_MOST", 60)
     assert forecast(*args).seconds == pytest.approx(fine.seconds, rel=0.1)
 
 
 def test_a_gradient_that_nobody_uses_its_unit_for_still_updates_it():
-    outline = Outline("e", (Part("e", ((4, 2),), looked_up=True), Part("w", ((2, 2),))), (Stage((0, 1)),))
+    outline = Outline(
+        "e", (UnitOutline("e", ((4, 2),), looked_up=True), UnitOutline("w", ((2, 2),))), (Stage((0, 1)),)
+    )
     script = timed(outline.script(), 1.0)
     plan = make_plan(trace_of(script), [8, 8], 0, hides=[8, 8])
-    told = forecast(script, plan, [Moves(8, 8, 8, 8)] * 2, ROOM, Rates(DISK))
+    told = forecast(script, plan, [Moves(8, 8, 8, 8)] * 2, LIMITS, Rates(DISK))
     assert (told.read_nbytes, told.written_nbytes) == ((8 + 16) + (8 + 8 + 8), 2 * 16)

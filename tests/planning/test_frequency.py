@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from infinity.planning import frequency
 from infinity.planning.frequency import Frequencies, SliceCounts
-from infinity.planning.placement import Candidate, Rooms, choose, revise
+from infinity.planning.placement import Candidate, PlacementBudget, choose, revise
 from policies import belady, dense, follow, lfu, lru, static, zipf_routing
 
 # Units
@@ -279,7 +279,7 @@ def test_in_dense_training_frequency_chooses_the_static_pin_and_never_moves_it()
 
 
 def test_in_dense_training_all_fields_are_placed_once_by_their_densities():
-    fields, memory = {"hi": 2, "lo": 2, "m": 4, "v": 4}, Rooms(10, 60, 20)
+    fields, memory = {"hi": 2, "lo": 2, "m": 4, "v": 4}, PlacementBudget(10, 60, 20)
     frequencies, placement, moves = Frequencies(12), {}, []
     for _ in range(100):
         for unit in (*range(12), *reversed(range(12))):

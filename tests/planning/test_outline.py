@@ -5,7 +5,7 @@ import torch
 
 from infinity.cli import presets
 from infinity.cli.presets import PRESETS
-from infinity.planning.outline import Act, Outline, Part, Stage, llama, timed, trace_of
+from infinity.planning.outline import Act, Outline, Stage, UnitOutline, llama, timed, trace_of
 
 TINY = presets.Preset(layers=2, hidden=8, intermediate=24, heads=2)
 
@@ -15,7 +15,11 @@ def of(preset, name="llama"):
 
 
 def small(*, recomputed=False):
-    parts = (Part("embed", ((4, 2),), looked_up=True), Part("a", ((2, 2),)), Part("b", ((2, 2),)))
+    parts = (
+        UnitOutline("embed", ((4, 2),), looked_up=True),
+        UnitOutline("a", ((2, 2),)),
+        UnitOutline("b", ((2, 2),)),
+    )
     return Outline("small", parts, (Stage((0,)), Stage((1, 2), recomputed=recomputed)))
 
 
@@ -54,12 +58,12 @@ def test_what_is_not_recomputed_is_used_once_more_unless_it_is_only_looked_up():
 
 
 def test_a_gradient_is_complete_after_the_last_of_its_uses():
-    tied = Outline("tied", (Part("w", ((2, 2),)),), (Stage((0,)), Stage((0,))))
+    tied = Outline("tied", (UnitOutline("w", ((2, 2),)),), (Stage((0,)), Stage((0,))))
     assert words(tied.script())[4:] == ["use B0", "release B0", "use B0", "gradient B0"]
 
 
 def test_what_is_frozen_gets_no_gradient():
-    frozen = Outline("frozen", (Part("w", ((2, 2),), trainable=False),), (Stage((0,)),))
+    frozen = Outline("frozen", (UnitOutline("w", ((2, 2),), trainable=False),), (Stage((0,)),))
     assert words(frozen.script())[2:] == ["use B0", "release B0"]
 
 
@@ -75,7 +79,7 @@ def test_operations_are_two_per_weight_and_token_forward_and_four_backward_and_r
 
 
 def test_attention_grows_with_the_sequence():
-    part = Part("o", ((8, 8),), attention=8)
+    part = UnitOutline("o", ((8, 8),), attention=8)
     assert part.flops(16, 4) - part.flops(16, 2) == 2 * 16 * 8 * 2
 
 
@@ -92,7 +96,7 @@ def test_seconds_of_a_step_without_operations_cannot_be_divided():
 
 @pytest.mark.parametrize(
     ("parts", "stages", "says"),
-    [((), (), "nothing to plan"), ((Part("a", ((1,),)),), (Stage((0, 7)),), r"stages use \[7\]")],
+    [((), (), "nothing to plan"), ((UnitOutline("a", ((1,),)),), (Stage((0, 7)),), r"stages use \[7\]")],
 )
 def test_an_outline_without_sense_is_refused(parts, stages, says):
     with pytest.raises(ValueError, match=says):

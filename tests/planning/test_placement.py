@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.planning.placement import HORIZON_STEPS, Candidate, Rooms, choose, place, revise, spread
+from infinity.planning.placement import (
+    HORIZON_STEPS,
+    Candidate,
+    PlacementBudget,
+    choose,
+    place,
+    revise,
+    spread,
+)
 
 DENSITY = {"hi": 3, "lo": 2, "m": 2, "v": 2}
 UNIT = {"hi": 20, "lo": 20, "m": 40, "v": 40}
@@ -83,7 +91,7 @@ some = st.builds(
 )
 lists = st.lists(some, unique_by=lambda candidate: candidate.key, max_size=30)
 room = st.integers(0, 500)
-rooms = st.builds(Rooms, st.integers(0, 100), st.integers(0, 500), st.integers(0, 300))
+budgets = st.builds(PlacementBudget, st.integers(0, 100), st.integers(0, 500), st.integers(0, 300))
 
 
 @given(lists, room, room)
@@ -103,16 +111,16 @@ def test_spreading_leaves_nobody_out(count):
 
 
 def test_the_device_takes_weights_alone_and_the_host_what_is_left():
-    placement = place(dense(4), Rooms(40, 60, 0))
+    placement = place(dense(4), PlacementBudget(40, 60, 0))
     assert list(placement.values()) == ["device"] * 2 + ["host"] * 3
     assert [field for (_, field), tier in placement.items() if tier == "device"] == ["hi"] * 2
     assert [field for (_, field), tier in placement.items() if tier == "host"] == ["hi", "hi", "lo"]
-    assert {field for _, field in place(dense(4), Rooms(1000, 0, 0))} == {"hi"}
+    assert {field for _, field in place(dense(4), PlacementBudget(1000, 0, 0))} == {"hi"}
 
 
 def test_the_most_used_experts_live_on_the_device_the_next_in_host_memory_the_rest_on_nvme():
     experts = [Candidate(unit, "hi", 10, uses, uses) for unit, uses in enumerate([0.2, 0.8, 0.4, 1.0, 0.1])]
-    assert place(experts, Rooms(20, 20, 0)) == {
+    assert place(experts, PlacementBudget(20, 20, 0)) == {
         (3, "hi"): "device",
         (1, "hi"): "device",
         (2, "hi"): "host",
@@ -122,7 +130,7 @@ def test_the_most_used_experts_live_on_the_device_the_next_in_host_memory_the_re
 
 def test_a_placement_cannot_be_changed():
     with pytest.raises(TypeError):
-        place(dense(1), Rooms(100, 100, 0))[0, "hi"] = "host"
+        place(dense(1), PlacementBudget(100, 100, 0))[0, "hi"] = "host"
 
 
 # Changing it
@@ -132,7 +140,7 @@ def experts(*uses):
     return [Candidate(unit, "m", 10, often, often) for unit, often in enumerate(uses)]
 
 
-HOST_OF_ONE = Rooms(0, 10, 0)
+HOST_OF_ONE = PlacementBudget(0, 10, 0)
 FIRST_IS_KEPT = MappingProxyType({(0, "m"): "host"})
 
 
@@ -147,14 +155,17 @@ def test_a_small_difference_moves_nothing():
 
 def test_what_pays_does_not_carry_along_what_does_not():
     both_kept = MappingProxyType({(0, "m"): "host", (1, "m"): "host"})
-    revised = revise(both_kept, experts(0.0, 0.5, 1.0, 0.52), Rooms(0, 20, 0))
+    revised = revise(both_kept, experts(0.0, 0.5, 1.0, 0.52), PlacementBudget(0, 20, 0))
     assert [str(move) for move in revised.moves] == ["0.m host -> nvme", "2.m nvme -> host"]
 
 
 def test_units_that_change_places_between_full_tiers_go_by_way_of_nvme():
     weights = [Candidate(0, "hi", 10, 1, 0), Candidate(1, "hi", 10, 9, 0)]
     swapped = MappingProxyType({(0, "hi"): "device", (1, "hi"): "host"})
-    tight, roomy = revise(swapped, weights, Rooms(10, 10, 0)), revise(swapped, weights, Rooms(10, 20, 0))
+    tight, roomy = (
+        revise(swapped, weights, PlacementBudget(10, 10, 0)),
+        revise(swapped, weights, PlacementBudget(10, 20, 0)),
+    )
     assert [str(move) for move in tight.moves] == [
         "0.hi device -> nvme",
         "1.hi host -> device",
@@ -173,7 +184,7 @@ def test_the_reason_can_be_read_in_a_log():
 
 
 def test_dense_training_moves_once_and_never_again():
-    candidates, memory = dense(10), Rooms(60, 400, 100)
+    candidates, memory = dense(10), PlacementBudget(60, 400, 100)
     first = revise(MappingProxyType({}), candidates, memory)
     assert first.placement == place(candidates, memory)
     assert {move.source for move in first.moves} == {"nvme"}
@@ -182,8 +193,8 @@ def test_dense_training_moves_once_and_never_again():
 
 
 def test_with_less_room_than_before_something_goes_whether_it_pays_or_not():
-    placed = place(dense(10), Rooms(0, 200, 0))
-    fewer = revise(placed, dense(10), Rooms(0, 120, 0))
+    placed = place(dense(10), PlacementBudget(0, 200, 0))
+    fewer = revise(placed, dense(10), PlacementBudget(0, 120, 0))
     assert len(fewer.moves) == 4
     assert {move.target for move in fewer.moves} == {"nvme"}
     assert fewer.placement.items() <= placed.items(), "nothing else moves"
@@ -192,18 +203,18 @@ def test_with_less_room_than_before_something_goes_whether_it_pays_or_not():
 
 def test_gradients_that_grow_push_out_what_is_used_less_and_nothing_else():
     candidates = [*experts(0.3, 0.3, 0.3), *dense(3, {"hi": 10})]
-    placed = place(candidates, Rooms(0, 60, 0))
-    revised = revise(placed, candidates, Rooms(0, 60, 20))
+    placed = place(candidates, PlacementBudget(0, 60, 0))
+    revised = revise(placed, candidates, PlacementBudget(0, 60, 20))
     assert [(move.field, move.target) for move in revised.moves] == [("m", "nvme")] * 2
 
 
 def test_gradients_that_grow_do_not_push_out_moments_as_dense_as_they_are():
-    placed = place(dense(10), Rooms(0, 400, 0))
-    assert revise(placed, dense(10), Rooms(0, 400, 200)).moves == ()
+    placed = place(dense(10), PlacementBudget(0, 400, 0))
+    assert revise(placed, dense(10), PlacementBudget(0, 400, 200)).moves == ()
 
 
 def test_nothing_is_moved_out_while_nobody_needs_the_room():
-    revised = revise(FIRST_IS_KEPT, experts(0.0, 1.0), Rooms(0, 20, 0))
+    revised = revise(FIRST_IS_KEPT, experts(0.0, 1.0), PlacementBudget(0, 20, 0))
     assert [str(move) for move in revised.moves] == ["1.m nvme -> host"]
 
 
@@ -212,7 +223,7 @@ def test_what_is_placed_has_to_be_a_candidate():
         revise(FIRST_IS_KEPT, [], HOST_OF_ONE)
 
 
-@given(lists, rooms, st.data())
+@given(lists, budgets, st.data())
 def test_moves_lead_from_one_placement_to_the_other_and_never_need_more_than_the_rooms(
     candidates, memory, data
 ):

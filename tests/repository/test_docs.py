@@ -11,7 +11,7 @@ import infinity
 import infinity.checkpoint.safetensors_file
 import models
 from infinity import aio
-from infinity.cli.main import main
+from infinity.__main__ import main
 from places import ROOT
 
 DOCS = ROOT / "docs"

@@ -122,7 +122,7 @@ def test_what_decides_touches_neither_torch_nor_the_machine_nor_does_anything_th
     assert wrong == []
 
 
-@pytest.mark.parametrize("module", ["infinity", "infinity.planning.forecast", "infinity.cli.main"])
+@pytest.mark.parametrize("module", ["infinity", "infinity.planning.forecast", "infinity.__main__"])
 def test_planning_and_the_commands_help_load_neither_torch_nor_cffi(module: str) -> None:
     code = f"import sys, {module}; print(sorted({{'torch', 'cffi'}} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

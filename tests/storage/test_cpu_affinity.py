@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.storage import cpu_affinity as cores
-from infinity.storage.cpu_affinity import Machine, Share, parse_cpus, share
+from infinity.storage.cpu_affinity import CpuShare, Machine, parse_cpus, share
 
 
 def two_sockets(cores_each=8, **ranks):
@@ -26,14 +26,14 @@ def parts(ranks, **machine):
 
 
 def test_without_a_launcher_nothing_is_bound_and_torch_keeps_its_cores():
-    assert share(Machine(frozenset(range(8))), 3) == Share(5)
-    assert share(two_sockets(), 1) == Share(31)
-    assert share(two_sockets(local_ranks=1, local_rank=0), 1) == Share(31)
+    assert share(Machine(frozenset(range(8))), 3) == CpuShare(5)
+    assert share(two_sockets(), 1) == CpuShare(31)
+    assert share(two_sockets(local_ranks=1, local_rank=0), 1) == CpuShare(31)
 
 
 def test_where_torch_leaves_no_core_the_kernels_use_all():
-    assert share(Machine(frozenset({2, 3})), 2) == Share(2)
-    assert share(Machine(frozenset({2, 3})), 9) == Share(2)
+    assert share(Machine(frozenset({2, 3})), 2) == CpuShare(2)
+    assert share(Machine(frozenset({2, 3})), 9) == CpuShare(2)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16])
@@ -52,14 +52,14 @@ def test_a_ranks_cpus_lie_on_one_node(ranks):
 def test_fewer_ranks_than_nodes_take_whole_nodes():
     nodes = tuple(frozenset({2 * node, 2 * node + 1}) for node in range(4))
     taken = [share(Machine(frozenset(range(8)), nodes, None, 2, rank), 1) for rank in range(2)]
-    assert taken == [Share(3, (0, 1, 2, 3)), Share(3, (4, 5, 6, 7))]
+    assert taken == [CpuShare(3, (0, 1, 2, 3)), CpuShare(3, (4, 5, 6, 7))]
 
 
 def test_only_cpus_that_the_process_may_use_are_taken():
     nodes = (frozenset(range(4)), frozenset(range(4, 8)))
     allowed = frozenset({2, 3, 4, 5})
     taken = [share(Machine(allowed, nodes, None, 2, rank), 1) for rank in range(2)]
-    assert taken == [Share(1, (2, 3)), Share(1, (4, 5))]
+    assert taken == [CpuShare(1, (2, 3)), CpuShare(1, (4, 5))]
 
 
 def test_a_node_that_the_process_may_not_use_has_no_ranks():
@@ -70,18 +70,18 @@ def test_a_node_that_the_process_may_not_use_has_no_ranks():
 
 def test_a_launcher_that_has_placed_its_ranks_is_left_alone():
     machine = Machine(frozenset({4, 5}), (), None, 4, 1, is_placed=True)
-    assert share(machine, 1) == Share(1)
+    assert share(machine, 1) == CpuShare(1)
 
 
 def test_more_ranks_than_cores_are_not_bound():
     machine = Machine(frozenset(range(4)), (), {0: 0, 1: 1, 2: 0, 3: 1}, 3, 0)
-    assert share(machine, 1) == Share(3)
+    assert share(machine, 1) == CpuShare(3)
 
 
 def test_where_one_rank_would_be_left_without_a_core_none_is_bound():
     nodes = (frozenset(range(7)), frozenset({7}))
     taken = [share(Machine(frozenset(range(8)), nodes, None, 4, rank), 1) for rank in range(4)]
-    assert taken == [Share(7)] * 4
+    assert taken == [CpuShare(7)] * 4
 
 
 @given(

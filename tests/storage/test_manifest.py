@@ -14,8 +14,8 @@ from infinity.storage.manifest import (
     RANGE_NBYTES,
     CheckpointError,
     Manifest,
-    Piece,
     Tensor,
+    TensorPiece,
     compare,
     compare_groups,
     decode,
@@ -31,7 +31,7 @@ def tensor(name="a", numel=10, cuts=(), dtype="F32", kind=MASTER, file=FILE):
     """Return a tensor in pieces."""
     ends = [0, *cuts, numel]
     pieces = [
-        Piece(file, f"{name}{start}", start, stop, ("0" * 16,) * hash_count(4 * (stop - start)))
+        TensorPiece(file, f"{name}{start}", start, stop, ("0" * 16,) * hash_count(4 * (stop - start)))
         for start, stop in itertools.pairwise(ends)
     ]
     return Tensor(name, kind, dtype, (numel,), tuple(pieces))
@@ -134,14 +134,14 @@ def test_files_outside_of_the_folder_are_refused(file):
     ],
 )
 def test_pieces_that_do_not_cover_a_tensor_once_are_refused(bounds, said):
-    pieces = tuple(Piece(FILE, "a", start, stop, ("0",)) for start, stop in bounds)
+    pieces = tuple(TensorPiece(FILE, "a", start, stop, ("0",)) for start, stop in bounds)
     with pytest.raises(CheckpointError, match=said):
         Tensor("a", MASTER, "F32", (10,), pieces)
 
 
 def test_a_hash_that_is_missing_is_refused():
     with pytest.raises(CheckpointError, match="1 hashes, expected 2"):
-        Tensor("a", MASTER, "U8", (RANGE_NBYTES + 1,), (Piece(FILE, "a", 0, RANGE_NBYTES + 1, ("0",)),))
+        Tensor("a", MASTER, "U8", (RANGE_NBYTES + 1,), (TensorPiece(FILE, "a", 0, RANGE_NBYTES + 1, ("0",)),))
 
 
 @pytest.mark.parametrize(("dtype", "shape"), [("F3", (10,)), ("F32", (-10, -1)), ("F32", (10.0,))])

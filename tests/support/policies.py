@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from infinity.planning.frequency import Frequencies
-from infinity.planning.placement import Candidate, Placement, Rooms, revise
+from infinity.planning.placement import Candidate, Placement, PlacementBudget, revise
 
 
 def zipf_routing(seed, steps, *, layers=4, experts=32, tokens=24, exponent=1.2, drift=0.5):
@@ -122,7 +122,7 @@ def follow(run, sizes, room, *, every=4, half_life_steps=20.0, horizon_steps=20)
                 Candidate(unit, "m", nbytes, frequencies.fetches(unit), frequencies.updates(unit))
                 for unit, nbytes in enumerate(sizes)
             ]
-            revision = revise(done.placements[-1], candidates, Rooms(0, room, 0), horizon_steps)
+            revision = revise(done.placements[-1], candidates, PlacementBudget(0, room, 0), horizon_steps)
             done.moved_nbytes += sum(move.nbytes for move in revision.moves)
             done.placements.append(revision.placement)
     done.nbytes += done.moved_nbytes

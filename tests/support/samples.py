@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from infinity.checkpoint.safetensors_file import Entry, TensorWriter
+from infinity.checkpoint.safetensors_file import TensorEntry, TensorWriter
 from infinity.durable.commit import Commit, FieldAt, PlainTensor, RecordAt
 from infinity.tensors import as_bytes, name_of_dtype
 
@@ -103,7 +103,7 @@ TENSORS = {
 
 
 def entries(tensors):
-    return [Entry(name, name_of_dtype(one, name), tuple(one.shape)) for name, one in tensors.items()]
+    return [TensorEntry(name, name_of_dtype(one, name), tuple(one.shape)) for name, one in tensors.items()]
 
 
 def written(path, tensors, piece=3):

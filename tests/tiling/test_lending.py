@@ -47,8 +47,8 @@ def with_gradients(operation, *inputs):
 def test_lent_memory_changes_no_bits_dtype_or_order(name, dtype, rows):
     inputs = [torch.randn(rows, COLUMNS).to(dtype) for _ in range(2)]
     expected = with_gradients(OPERATIONS[name], *inputs)
-    rooms = mapped.Rooms()
-    with Lending(rooms):
+    pool = mapped.BufferPool()
+    with Lending(pool):
         for _ in range(2):  # the second time in memory of the first
             found = with_gradients(OPERATIONS[name], *inputs)
             for one, other in zip(found, expected, strict=True):
@@ -62,7 +62,7 @@ def test_lent_memory_changes_no_bits_dtype_or_order(name, dtype, rows):
 def test_large_results_lie_where_earlier_ones_were():
     x = torch.randn(ROWS, COLUMNS, dtype=torch.bfloat16)
     kept = []
-    with Lending(mapped.Rooms()):
+    with Lending(mapped.BufferPool()):
         places = {F.silu(x).data_ptr() for _ in range(5)}
         kept = [F.silu(x) for _ in range(3)]
     assert len(places) == 1

@@ -41,7 +41,7 @@ def test_it_begins_where_a_huge_page_does_and_takes_no_more_than_its_bytes():
 
 
 def test_a_room_lends_the_memory_of_a_tensor_that_is_gone():
-    room = mapped.Room()
+    room = mapped.ReusableBuffer()
     first = room.empty(LARGE, torch.float32, CPU).fill_(1.0)
     address = first.data_ptr()
     del first
@@ -53,7 +53,7 @@ def test_a_room_lends_the_memory_of_a_tensor_that_is_gone():
 
 @pytest.mark.parametrize("holder", [lambda one: one[3:], lambda one: one.detach(), lambda one: one.numpy()])
 def test_a_room_lends_nothing_twice(holder):
-    room = mapped.Room()
+    room = mapped.ReusableBuffer()
     first = room.empty(LARGE, torch.float32, CPU).fill_(1.0)
     held = holder(first)
     del first
@@ -62,7 +62,7 @@ def test_a_room_lends_nothing_twice(holder):
 
 
 def test_what_was_lent_outlives_its_room():
-    room = mapped.Room()
+    room = mapped.ReusableBuffer()
     lent = room.empty(LARGE, torch.float32, CPU).fill_(1.0)
     room.clear()
     del room
@@ -71,7 +71,7 @@ def test_what_was_lent_outlives_its_room():
 
 
 def test_another_size_is_other_memory():
-    room = mapped.Room()
+    room = mapped.ReusableBuffer()
     room.empty(LARGE, torch.float32, CPU)
     larger = room.empty((2048, 512), torch.float32, CPU).fill_(1.0)
     assert larger.numel() == 2048 * 512
@@ -79,28 +79,28 @@ def test_another_size_is_other_memory():
 
 
 def test_small_tensors_are_not_lent():
-    room = mapped.Room()
+    room = mapped.ReusableBuffer()
     first, second = (room.empty((8,), torch.float32, CPU) for _ in range(2))
     assert first.data_ptr() != second.data_ptr()
 
 
 def test_rooms_lend_what_has_gone_to_another_as_large():
-    rooms = mapped.Rooms()
-    first, second = (rooms.empty(LARGE, torch.float32, CPU).fill_(value) for value in (1.0, 2.0))
+    pool = mapped.BufferPool()
+    first, second = (pool.empty(LARGE, torch.float32, CPU).fill_(value) for value in (1.0, 2.0))
     assert first.data_ptr() != second.data_ptr()
     address = first.data_ptr()
     del first
-    third = rooms.empty(LARGE, torch.float32, CPU).fill_(3.0)
+    third = pool.empty(LARGE, torch.float32, CPU).fill_(3.0)
     assert third.data_ptr() == address
     assert (second == 2.0).all()
 
 
 def test_rooms_hold_an_eighth_more_than_was_lent_at_one_time():
-    rooms = mapped.Rooms()
+    pool = mapped.BufferPool()
     before = resident()
 
     def work(numel, count):
-        held = [rooms.empty((numel,), torch.float32, CPU).fill_(1.0) for _ in range(count)]
+        held = [pool.empty((numel,), torch.float32, CPU).fill_(1.0) for _ in range(count)]
         return [one.data_ptr() for one in held]
 
     large = work(8 * MIB, 4)  # 32 MiB
@@ -109,7 +109,7 @@ def test_rooms_hold_an_eighth_more_than_was_lent_at_one_time():
     assert sorted(work(8 * MIB, 4)) == sorted(large)
     work(3 * MIB, 10)
     assert 29 << 20 < resident() - before < 37 << 20
-    rooms.clear()
+    pool.clear()
     assert resident() - before < 4 << 20
 
 
