@@ -247,7 +247,7 @@ class Boundaries:
         self.mode, self.lane, self.device, self.outgoing = mode, lane, device, outgoing
         self.kept, self.nvme = kept, nvme
         self.tile_numel = 0
-        """Elements of a slot's tile; set when a model is finished."""
+        """Elements of a slot's tile, from `open` on."""
         self.leaving: deque[tuple[weakref.ref[Boundary], SavePass | Transfer]] = deque()
         """Those whose tensor is being read, oldest first."""
         self.pid = os.getpid()
@@ -255,6 +255,10 @@ class Boundaries:
         self._newest: weakref.ref[Boundary] | None = None
         self._saved = 0
         self._told = False
+
+    def open(self, tile_numel: int) -> None:
+        """Say how many elements a slot's tile has in the finished model."""
+        self.tile_numel = tile_numel
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor that autograd is about to save is a boundary; asked from the hook it calls."""
@@ -281,9 +285,7 @@ class Boundaries:
     def new_record(self, name: str, nbytes: int) -> Record:
         """Describe a place for `nbytes` bytes."""
         shard = lay_out([(name, (-(-nbytes // ELEMENT_NBYTES),))])
-        record = Record(shard, self.tile_numel, self._traffic, verify=self._verify)
-        record.name = name
-        return record
+        return Record(shard, self.tile_numel, self._traffic, verify=self._verify, name=name)
 
     def write(self, boundary: Boundary, record: Record, tensor: torch.Tensor) -> None:
         """Begin to write a boundary."""

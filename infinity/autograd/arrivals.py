@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from infinity.autograd.hooks import Hooks, graph_task
+from infinity.durable.committer import Durable
 from infinity.errors import UnsupportedError
 from infinity.gradients.grad_tensor import OffloadedGradient
 from infinity.gradients.gradient import Gradient, applied_message
-from infinity.gradients.reduction import Reduction
 from infinity.gradients.store import GradientStore
 from infinity.gradients.values import plain
 from infinity.lane.lane import StreamLane
@@ -40,10 +39,6 @@ class Updater(Protocol):
         """Apply what had to wait for the end of the backward."""
 
 
-def _nothing() -> None:
-    return None
-
-
 class Arrivals:
     """Takes every gradient of one engine's units. Called from the thread that computes."""
 
@@ -54,22 +49,20 @@ class Arrivals:
         gradients: GradientStore,
         outgoing: Outgoing,
         lane: StreamLane,
+        durable: Durable | None,
     ) -> None:
-        """Take those of `units`, a list that the engine fills, from autograd to `gradients`."""
+        """Take those of `units`, a list that the engine fills, from autograd to `gradients`. durable: has to
+        know before records change.
+        """
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         """Who takes parameters of the engine; see `join`."""
         self._takers: dict[Unit, list[weakref.ref[Updater]]] = {}
-        self.reduction: Reduction | None = None
-        """Sums gradients over the ranks; None with one rank."""
         self._units = units
         self._hooks = hooks
         self._gradients = gradients
         self._outgoing = outgoing
         self._lane = lane
-        self.before_change: Callable[[], None] = _nothing
-        """Called before records are changed in a backward; a durable run's."""
-        self.before_step: Callable[[], None] = _nothing
-        """Called before a step is decided; a durable run's."""
+        self._durable = durable
         hooks.backward_ended.append(self._backward_ended)
 
     def join(self, optimizer: Any) -> None:
@@ -88,8 +81,8 @@ class Arrivals:
         if grad is None:
             return
         updater = self.updater(unit)
-        if updater is not None:
-            self.before_change()
+        if updater is not None and self._durable is not None:
+            self._durable.before_change()
         if not isinstance(grad, OffloadedGradient):
             if grad.layout != torch.strided:
                 name = unit.shard.segments[index].name
@@ -97,11 +90,10 @@ class Arrivals:
             if updater is not None and updater.applied(unit, index):
                 raise UnsupportedError(applied_message(unit, "a second backward before step()"))
             grad = self._received(parameter, plain(grad))
-            gradient = self._arrived(unit, index, grad, keep=updater is None)
+            gradient = self._gradients.arrive(unit, index, grad, keep=updater is None)
             parameter.grad = OffloadedGradient(unit.parameters[index], gradient, self._gradients)
         if self._hooks.accumulated(unit, index):
-            if self.reduction is not None and not (self.reduction.deferred and updater is None):
-                self.reduction.reduce(unit)
+            self._gradients.reduce(unit, at_once=updater is not None)
             if updater is not None and self._may_wait(unit):
                 # All at once takes less time: after each of its operations torch's threads look for work for
                 # a while, on the cores that the update needs.
@@ -111,31 +103,23 @@ class Arrivals:
             self._hooks.end_unit(unit)
 
     def _received(self, parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        if self._gradients.received is None:
-            return grad
         parameter.grad = None  # should it be refused
         return self._gradients.received(grad)
 
     def assigned(self, unit: Unit, index: int, grad: torch.Tensor) -> Gradient:
         """Take a gradient that the user made, and nobody else holds; with several ranks it is this rank's."""
-        gradient = self._arrived(unit, index, grad, keep=True)
+        gradient = self._gradients.arrive(unit, index, grad, keep=True)
         unit.parameters[index].grad = OffloadedGradient(unit.parameters[index], gradient, self._gradients)
-        if self.reduction is not None:
-            self.reduction.settle([unit])
+        self._gradients.settle_ranks([unit])
         self._gradients.settle(unit)
         return gradient
-
-    def _arrived(self, unit: Unit, index: int, grad: torch.Tensor, *, keep: bool) -> Gradient:
-        if self.reduction is None:
-            return self._gradients.arrive(unit, index, grad, keep=keep)
-        return self.reduction.arrive(unit, index, grad)
 
     def _may_wait(self, unit: Unit) -> bool:
         """Whether to apply a unit's gradients is mere computing, and no further use of it can bring more.
 
         With several ranks never: where records lie may differ among them, what is fetched when may not.
         """
-        if self.reduction is not None:
+        if self._gradients.shared:
             return False
         return unit.forward_uses <= 1 and unit.record.all_in_host and self._lane.runs_here(unit.record)
 
@@ -156,8 +140,7 @@ class Arrivals:
         return None
 
     def _backward_ended(self) -> None:
-        if self.reduction is not None and not self.reduction.deferred:
-            self.reduction.settle(self._units)
+        self._gradients.end_backward(self._units)
         self._outgoing.use_deferred()
         for unit in self._units:
             unit.arrived.clear()
@@ -170,6 +153,6 @@ class Arrivals:
         """Settle what a backward that raised has left behind. Called before a step is decided."""
         if graph_task() == -1:
             self._hooks.end_backward()
-            if self.reduction is not None:
-                self.reduction.settle(self._units)
-        self.before_step()
+            self._gradients.settle_ranks(self._units)
+        if self._durable is not None:
+            self._durable.before_step()

@@ -87,8 +87,12 @@ class Hooks:
     a time.
     """
 
-    def __init__(self, executor: Executor) -> None:
-        """Follow nothing yet."""
+    def __init__(self, executor: Executor, boundaries: Boundaries | None, parts: Parts | None) -> None:
+        """Follow nothing yet.
+
+        boundaries: what offloads the inputs of checkpoints; None where they stay. parts: what divides them
+        among ranks first; None where each rank keeps its own.
+        """
         self._executor = executor
         self._frames: list[Frame] = []
         self.by_storage: dict[int, Unit] = {}
@@ -97,10 +101,7 @@ class Hooks:
         self._leases: list[BackwardLease] = []
         self._counting = False
         self._held: set[Unit] = set()
-        self.boundaries: Boundaries | None = None
-        """What offloads the inputs of checkpoints; None where they stay."""
-        self.parts: Parts | None = None
-        """What divides them among ranks first; None where each keeps its own."""
+        self._boundaries = parts or boundaries
         self.backward_ended: list[Any] = []
         """Callables run when the outermost backward is over."""
         self.forward_began: list[Any] = []
@@ -236,7 +237,7 @@ class Hooks:
             self.by_storage.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
         )
         if unit is None or tensor.dtype != unit.flat.dtype:
-            boundaries = self.parts or self.boundaries
+            boundaries = self._boundaries
             if otherwise is _as_is and boundaries is not None and boundaries.takes(tensor):
                 return boundaries.save(tensor)
             return otherwise(tensor)

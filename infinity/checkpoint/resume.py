@@ -191,13 +191,10 @@ def _read_all(engine: Engine) -> None:
     Raises: CorruptionError.
     """
     for unit in engine.units:
-        samples, unit.record.samples = unit.record.samples, False
         job = CheckPass(unit.record, unit.record.tile_numel)
-        engine.lane.submit(job)
-        try:
+        with unit.record.comparing_all():
+            engine.lane.submit(job)
             engine.lane.wait(job, finished=True)
-        finally:
-            unit.record.samples = samples
 
 
 def _no_tensor(key: str) -> None:

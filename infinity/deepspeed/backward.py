@@ -68,7 +68,7 @@ class Backwards:
         self._came = self._plain = False
         self._other: str | None = None
         for engine in engines:
-            engine.gradients.received = self._received
+            engine.gradients.receive_by(self._received)
             engine.hooks.backward_ended.append(self._ended)
 
     @property
@@ -83,8 +83,7 @@ class Backwards:
                 continue
             if self._ended in engine.hooks.backward_ended:
                 engine.hooks.backward_ended.remove(self._ended)
-            if engine.gradients.received == self._received:
-                engine.gradients.received = None
+            engine.gradients.receive_plainly(self._received)
 
     def root(self, loss: torch.Tensor, divisor: int) -> torch.Tensor:
         """Return what to go backward from: `loss`, scaled, so that gradients are divided by `divisor`."""

@@ -131,6 +131,6 @@ def set_gradient(parameter: nn.Parameter, value: torch.Tensor, *, local: bool = 
     store, old = grad.store, grad.gradient
     old.check("setting a gradient")
     part = _part(engine, parameter, value, local=local)
-    store.settle_ranks(old.unit)
+    store.settle_ranks([old.unit])
     grad.gradient = store.replaced(old, part)
     store.settle(old.unit)

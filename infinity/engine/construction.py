@@ -337,7 +337,7 @@ class Construction:
                     continue
                 if record not in taken:
                     taken[record] = len(units)
-                    record.name = self._name(name or type(module).__name__, record)
+                    record.name_unit(self._name(name or type(module).__name__, record))
                     units.append(self._unit(record, records[record], found))
                 if taken[record] not in units_of.setdefault(id(module), []):
                     units_of[id(module)].append(taken[record])

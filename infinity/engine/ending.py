@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
 
+from infinity.activations.partitioned import Parts
 from infinity.device.device import Device
 from infinity.durable.tiers import NvmeTier
 from infinity.engine.partition import Partition
@@ -24,12 +24,16 @@ class Ending:
     """Ends an engine, once: at `close`, when it is collected itself, or when the interpreter exits."""
 
     def __init__(
-        self, lane: StreamLane, partition: Partition | None, device: Device, store: NvmeTier | None
+        self,
+        lane: StreamLane,
+        partition: Partition | None,
+        parts: Parts | None,
+        device: Device,
+        store: NvmeTier | None,
     ) -> None:
         """Be in charge of these."""
-        self.first: list[Callable[[], None]] = []
-        """Called before all else."""
-        self._lane, self._partition, self._device, self._store = lane, partition, device, store
+        self._lane, self._partition, self._parts = lane, partition, parts
+        self._device, self._store = device, store
         self._pid = os.getpid()
         # For the exit of the interpreter alone. It keeps the folders of a run: collected in one go with this,
         # their own finalizers would close them before `close` can remove a run without commit.
@@ -40,8 +44,8 @@ class Ending:
         pid, self._pid = self._pid, 0
         if os.getpid() != pid:
             return
-        for call in self.first:
-            call()
+        if self._parts is not None:
+            self._parts.close()
         if self._partition is not None:
             self._partition.settle()
         self._lane.close()

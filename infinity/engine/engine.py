@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from infinity.activations.boundaries import Boundaries
+from infinity.activations.partitioned import Parts, open_parts
 from infinity.autograd.arrivals import Arrivals
 from infinity.autograd.foreign import ForeignSteps, Strangers
 from infinity.autograd.hooks import Hooks
@@ -30,6 +31,7 @@ from infinity.engine.needs import least_total_with
 from infinity.engine.partition import Partition
 from infinity.engine.state_dict import Exchange
 from infinity.errors import UnsupportedError
+from infinity.gradients.reduction import Reduction
 from infinity.gradients.store import GradientStore
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import Outgoing
@@ -58,9 +60,11 @@ Touch = Callable[[Sequence[nn.Parameter], str, Sequence[Any]], object]
 class Engine:
     """See the module's docstring."""
 
-    def __init__(self, config: Config, process_group: Any = None) -> None:
+    def __init__(self, config: Config, process_group: Any = None, copies: Any = None) -> None:
         """Check the configuration against the machine, meet the other ranks, open the stores and start the
         lanes.
+
+        copies: the ranks, as a process group, that hold copies of activations, to be divided; None for none.
 
         Raises: ConfigError, HostMemoryError, RanksError, or an OSError naming the path.
         """
@@ -69,9 +73,14 @@ class Engine:
         self.form = config.form
         self.budget: Budget = divide(share_of(config.host_nbytes, self.ranks), form=self.form)
         self.device = open_device(self.ranks.device)
-        cpus = choose_cores(self.device)
-        self.timeline = Timeline()
-        self.traffic = Traffic()
+        self.timeline, self.traffic = Timeline(), Traffic()
+        self.units: list[Unit] = []
+        self._indices: dict[int, tuple[Unit, int]] = {}
+        self._building: Touch | None = None
+        self._training: TrainingStateSource | None = None
+        self.pins: Pins | None = None
+        """What decides which fields are pinned; None without an NVMe tier, and while a model is built."""
+        # From the tiers up: each is given what it needs of those before it.
         self.kept = Ledger(self.budget.kept_nbytes)
         self.host_store = HostStore(self.kept, self.device)
         folders, sharers = of_rank(config.nvme_folders, self.ranks.local_rank, self.ranks.local_size)
@@ -80,55 +89,79 @@ class Engine:
         )
         spill_store: Store = self.nvme_store or self.host_store
         self.store: Store = self.durable.store if self.durable else spill_store
+        self.lane = self._open_lane()
+        self.partition: Partition | None = None
+        """What several ranks need; None where there is one."""
+        if self.ranks.size > 1:
+            self.partition = Partition(self.ranks, self.lane, self.device, self.timeline, self.units)
+        self.executor = Executor(self.lane, self.device, self.timeline, self.partition)
+        self.outgoing = Outgoing(self.lane, self.device, self.timeline)
+        self.gradients = GradientStore(
+            self.lane,
+            self.device,
+            self.kept,
+            spill_store,
+            self.outgoing,
+            self.executor,
+            self.least_total,
+            self.ranks,
+            self._sharing(),
+        )
+        self.boundaries = self._open_boundaries()
+        """What offloads the inputs of checkpoints; None where they stay."""
+        self.parts: Parts | None = None
+        """What divides them among ranks first; None where each rank keeps its own."""
+        if copies is not None:
+            place = self.device.torch_device
+            self.parts = open_parts(copies, config.device, config.timeout_s, place, self.boundaries)
+        self.hooks = Hooks(self.executor, self.boundaries, self.parts)
+        if self.boundaries is not None:
+            self.hooks.backward_ended.append(self.boundaries.backward_ended)
+        self.slices = SlicedParameters()
+        self.arrivals = Arrivals(
+            self.units, self.hooks, self.gradients, self.outgoing, self.lane, self.durable
+        )
+        self.optimizers = self.arrivals.optimizers
+        self.exchange = Exchange(self)
+        store = self.durable or self.nvme_store
+        self.ending = Ending(self.lane, self.partition, self.parts, self.device, store)
+
+    def _open_lane(self) -> StreamLane:
         pool = Pool(self.budget.slot_nbytes, self.budget.slots)
         self.device.pin(pool.address, pool.nbytes)
         if self.nvme_store is not None:
             self.nvme_store.keep(pool, self.host_store)
-        self.lane = StreamLane(pool, inline=self.device.is_host, timeline=self.timeline, cpus=cpus)
-        self.executor = Executor(self.lane, self.device, self.timeline)
-        self.outgoing = Outgoing(self.lane, self.device, self.timeline)
-        self.gradients = GradientStore(self.lane, self.device, spill_store, self.outgoing)
-        self.hooks = Hooks(self.executor)
-        if config.offload_activations is not None:
-            self.hooks.boundaries = Boundaries(
-                config.offload_activations,
-                self.lane,
-                self.device,
-                self.outgoing,
-                self.kept,
-                self.nvme_store,
-                self.traffic,
-                verify=str(config.verify),
-            )
-            self.hooks.backward_ended.append(self.hooks.boundaries.backward_ended)
-        self.slices = SlicedParameters()
-        self.units: list[Unit] = []
-        self.arrivals = Arrivals(self.units, self.hooks, self.gradients, self.outgoing, self.lane)
-        self.optimizers = self.arrivals.optimizers
-        self.pins: Pins | None = None
-        """What decides which fields are pinned; None without an NVMe tier, and while a model is built."""
-        self._indices: dict[int, tuple[Unit, int]] = {}
-        self._building: Touch | None = None
-        self._training: TrainingStateSource | None = None
-        self.exchange = Exchange(self)
-        self.partition: Partition | None = None
-        """What several ranks need; None where there is one."""
-        if self.ranks.size > 1:
-            self.partition = Partition(
-                self.ranks,
-                self.lane,
-                self.device,
-                self.timeline,
-                self.executor,
-                self.gradients,
-                self.outgoing,
-            )
-            self.arrivals.reduction = self.partition.reduction
-            self.partition.reduction.deferred = config.stage == 1
-            self.partition.reduction.keeps = lambda unit: self.arrivals.updater(unit) is None
-        self.gradients.flush_unit = self.executor.flush
-        self.gradients.least_total = self.least_total
-        self.ending = Ending(self.lane, self.partition, self.device, self.durable or self.nvme_store)
+        cpus = choose_cores(self.device)
+        return StreamLane(pool, inline=self.device.is_host, timeline=self.timeline, cpus=cpus)
+
+    def _sharing(self) -> tuple[Partition, Reduction] | None:
+        """Return how several ranks share gradients."""
+        if self.partition is None:
+            return None
+        reduction = Reduction(
+            self.partition.reduces,
+            self.lane,
+            self.device,
+            self.kept,
+            self.outgoing,
+            deferred=self.config.stage == 1,
+        )
+        return self.partition, reduction
+
+    def _open_boundaries(self) -> Boundaries | None:
+        """Return what offloads the inputs of checkpoints, if anything is to."""
+        if self.config.offload_activations is None:
+            return None
+        return Boundaries(
+            self.config.offload_activations,
+            self.lane,
+            self.device,
+            self.outgoing,
+            self.kept,
+            self.nvme_store,
+            self.traffic,
+            verify=str(self.config.verify),
+        )
 
     @property
     def weights(self) -> Weights:
@@ -162,16 +195,15 @@ class Engine:
         """
         shapes = [(str(index), parameter.shape) for index, parameter in enumerate(parameters)]
         whole = lay_out(shapes, form.align_numel, self.ranks.size)
-        record = Record(
+        return Record(
             share(whole, self.ranks.rank, self.ranks.size),
             self.budget.tile_of(form),
             self.traffic,
             verify=str(self.config.verify),
             form=form,
             whole=whole,
+            name=name,
         )
-        record.name = name
-        return record
 
     def give_room(self, record: Record) -> None:
         """Give a record room for its weights.
@@ -188,8 +220,8 @@ class Engine:
             base = self.ranks.rank * record.shard.numel
             unit = Unit(len(self.units), parameters, record, base)
             in_place = self.device.is_host and self.ranks.size == 1
-            unit.open(self.executor.blocks, self.device.torch_device, in_place=in_place)
-            unit.by_storage = self.hooks.by_storage
+            place = self.device.torch_device
+            unit.open(self.executor.blocks, place, self.hooks.by_storage, in_place=in_place)
             self.units.append(unit)
             for index, parameter in enumerate(parameters):
                 set_owner(parameter, self)
@@ -197,15 +229,15 @@ class Engine:
                 self._catch_gradient(parameter)
         largest = max((unit.resident_nbytes for unit in self.units), default=0)
         self.budget = divide(self.budget.total_nbytes, largest, self.form)
-        self.kept.limit_nbytes = self.budget.kept_nbytes
+        self.kept.resize(self.budget.kept_nbytes)
         ahead = self.config.device_nbytes or self.budget.ahead_nbytes
         if whole := self.config.stage < 3:
             ahead = sum(unit.resident_nbytes for unit in self.units)
         self.executor.open(self.units, ahead, whole=whole)
         self.outgoing.open(self.budget.outgoing_nbytes)
-        self.gradients.open(self.budget, self.kept, self.units)
-        if self.hooks.boundaries is not None:
-            self.hooks.boundaries.tile_numel = self.budget.tile_numel
+        self.gradients.open(self.budget, self.units)
+        if self.boundaries is not None:
+            self.boundaries.open(self.budget.tile_numel)
         if self.nvme_store is not None:
             stores = (self.host_store, self.store)
             frequencies = self.executor.frequencies
@@ -218,8 +250,6 @@ class Engine:
             self.hooks.forward_began.append(steps.forward_began)
         else:
             self.hooks.forward_began.append(self.durable.forward_began)
-            self.arrivals.before_change = self.durable.before_change
-            self.arrivals.before_step = self.durable.before_step
             cut = self.budget.tile_numel, self.form.name
             self.durable.open(self.units, self.lane, self.executor.flush, cut)
         logger.info("%d units, %s; %s", len(self.units), self.config, self.budget)
@@ -354,8 +384,8 @@ class Engine:
 
     def close_step(self) -> None:
         """The optimizer has decided a step."""
-        self.executor.updates_at_fetch = any(optimizer.update == "forward" for optimizer in self.optimizers)
-        if self.executor.close_step():
+        pending = any(optimizer.update == "forward" for optimizer in self.optimizers)
+        if self.executor.close_step(updates_at_fetch=pending):
             self.slices.close_step()
             if self.pins is not None:
                 self.pins.close_step()

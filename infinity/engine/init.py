@@ -15,7 +15,6 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from infinity.activations.partitioned import open_parts
 from infinity.config.settings import Config, check_fields
 from infinity.engine.construction import Construction
 from infinity.engine.engine import Engine
@@ -90,9 +89,7 @@ class Init:
             raise UnsupportedError(
                 "Init inside another Init: build models one after the other, and initialize behind the `with`"
             )
-        self._engine = Engine(self.config, self._process_group)
-        if self._copies is not None:
-            self._partition_activations(self._engine)
+        self._engine = Engine(self.config, self._process_group, self._copies)
         construction = self._construction = Construction(self._engine)
         self._engine.build_with(construction.touch)
         self._hooks = [
@@ -106,12 +103,6 @@ class Init:
         self._in_order.enter_context(construction.asked)
         Init._active = self
         return self
-
-    def _partition_activations(self, engine: Engine) -> None:
-        config, device, hooks = self.config, engine.device.torch_device, engine.hooks
-        hooks.parts = open_parts(self._copies, config.device, config.timeout_s, device, hooks.boundaries)
-        if hooks.parts is not None:
-            engine.ending.first.append(hooks.parts.close)
 
     @property
     def engine(self) -> Engine | None:

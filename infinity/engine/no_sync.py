@@ -22,13 +22,5 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     Raises: HostMemoryError, in a backward, where the gradients do not fit; ValueError for a model that was
     not built in Init.
     """
-    partition = engine_of_model(model).partition
-    if partition is None:
+    with engine_of_model(model).gradients.deferring():
         yield
-        return
-    reduction = partition.reduction
-    before, reduction.deferred = reduction.deferred, True
-    try:
-        yield
-    finally:
-        reduction.deferred = before

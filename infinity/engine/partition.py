@@ -2,55 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import xxhash
 
 from infinity.device.device import Device
 from infinity.gradients.collectives import Collecting, CollectiveLane, Gathering
-from infinity.gradients.reduction import Reduction
-from infinity.gradients.store import GradientStore
 from infinity.lane.lane import StreamLane
-from infinity.lane.outgoing import Outgoing
 from infinity.lane.queue import Pass
 from infinity.planning.layout import share
 from infinity.planning.plan import Plan
 from infinity.ranks.group import Ranks
 from infinity.records.record import Record
 from infinity.timeline import Timeline
-from infinity.units.residency import Executor
 from infinity.units.unit import Unit
 
 
 class Partition:
-    """Assembles units from the ranks' shares, and reduces their gradients, each on a lane of its own."""
+    """Assembles units and parameters from the ranks' shares, on a lane of its own, and has the lane on which
+    gradients are reduced.
+    """
 
     def __init__(
-        self,
-        ranks: Ranks,
-        lane: StreamLane,
-        device: Device,
-        timeline: Timeline,
-        executor: Executor,
-        gradients: GradientStore,
-        outgoing: Outgoing,
+        self, ranks: Ranks, lane: StreamLane, device: Device, timeline: Timeline, units: Sequence[Unit]
     ) -> None:
-        """Open two channels. Every rank does so."""
+        """Open two channels, for `units`, a list that the engine fills. Every rank does so."""
         self.ranks = ranks
         self.gathers = CollectiveLane("gather", ranks.channel(), lane, device, timeline)
         self.reduces = CollectiveLane("reduce", ranks.channel(), lane, device, timeline)
-        self.reduction = Reduction(self.reduces, lane, device, gradients, outgoing)
         self._lane = lane
         self._device = device
-        self._executor = executor
+        self._units = units
         self._digest: tuple[Plan | None, int] = None, 0
-        executor.assemble = self._assemble
-        executor.planned = self._check
-        gradients.ranks = ranks
-        gradients.add_local = self.reduction.add
-        gradients.settle_ranks = lambda unit: self.reduction.settle([unit])
-        gradients.collect = lambda unit, index, part: self.collect(unit.record, index, part)
 
-    def _assemble(self, unit: Unit, job: Pass) -> Gathering:
+    def assemble(self, unit: Unit, job: Pass) -> Gathering:
+        """See residency.Assembler."""
         gathering = Gathering(unit, job, self._lane, self._device)
         self.gathers.submit(gathering)
         return gathering
@@ -67,17 +54,13 @@ class Partition:
         self._lane.wait(job)
         return job.whole
 
-    def _check(self, plan: Plan) -> None:
-        """See that the ranks have the same plan for the step that begins.
-
-        Raises: RanksError naming the first use that differs, and what each rank has there.
-        """
+    def check(self, plan: Plan) -> None:
+        """See residency.Assembler. The error names the first use that differs, and what each rank has."""
         if self._digest[0] is not plan:
             self._digest = plan, xxhash.xxh3_64_intdigest(str(plan).encode()) >> 1
         if self.ranks.same(self._digest[1], "compare plans"):
             return
-        names = self._executor.units
-        uses = [f"{one.use.phase.name.lower()} {names[one.use.unit].name}" for one in plan.steps]
+        uses = [f"{one.use.phase.name.lower()} {self._units[one.use.unit].name}" for one in plan.steps]
         longest = max(-self.ranks.least(-len(uses), "compare plans"), 1)
         for place in range(longest):
             use = uses[place] if place < len(uses) else "nothing more"

@@ -161,7 +161,7 @@ def _add(grad: OffloadedGradient, new: Any, *, alpha: Any = 1) -> Any:
             "backward, or clip after the last backward."
         )
     store = grad.store
-    store.add(grad.gradient, new if store.received is None else store.received(new))
+    store.add(grad.gradient, store.received(new))
     return grad
 
 

@@ -9,8 +9,11 @@ whole gradients in memory.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -20,12 +23,32 @@ from infinity.device.device import Device
 from infinity.errors import HostMemoryError
 from infinity.gradients.collectives import CollectiveLane, Reducing
 from infinity.gradients.gradient import Form, Gradient, total_of
-from infinity.gradients.store import GradientStore
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import Lease, Outgoing
 from infinity.records.weights import WIDEN
 from infinity.sizes import format_size
+from infinity.storage.memory import Ledger
+from infinity.storage.store import Transfer
 from infinity.units.unit import Unit
+
+
+class MeanSink(Protocol):
+    """Where this rank's part of the mean goes."""
+
+    def reduced(self, gradient: Gradient, mean: torch.Tensor, arriving: Transfer, *, keep: bool) -> None:
+        """Give a local gradient this rank's part of the mean, which may be read when `arriving` is over."""
+
+    def add_mean(self, gradient: Gradient, tensor: torch.Tensor) -> None:
+        """Add what a further backward brought to the stored gradient."""
+
+
+@dataclass(slots=True)
+class _Local:
+    """A gradient of this rank, and its values. keep: whether it is kept until the step."""
+
+    gradient: Gradient
+    values: torch.Tensor
+    keep: bool
 
 
 class Reduction:
@@ -36,64 +59,87 @@ class Reduction:
         collectives: CollectiveLane,
         lane: StreamLane,
         device: Device,
-        gradients: GradientStore,
+        kept: Ledger,
         outgoing: Outgoing,
+        *,
+        deferred: bool,
     ) -> None:
-        """Reduce by `collectives`, into `gradients`; what is on its way has leases of `outgoing`."""
-        self.deferred = False
-        """Whether gradients stay local until the step."""
-        self.keeps: Callable[[Unit], bool] = lambda _: True
-        """Whether a unit's gradients are kept until the step; set by the engine."""
+        """Reduce by `collectives`; what is on its way has leases of `outgoing`. deferred: local gradients
+        stay so until the step, in `kept`.
+        """
+        self._deferred = deferred
         self._collectives = collectives
         self._lane = lane
         self._device = device
-        self._gradients = gradients
+        self._kept = kept
         self._outgoing = outgoing
         self._buffers = Buffers(outgoing.ledger)
-        self._local: defaultdict[Unit, dict[int, tuple[Gradient, torch.Tensor]]] = defaultdict(dict)
+        self._local: defaultdict[Unit, dict[int, _Local]] = defaultdict(dict)
         self._under_way: deque[tuple[Reducing, int]] = deque()
         self._sums: deque[tuple[Gradient, torch.Tensor, Reducing]] = deque()
 
-    def arrive(self, unit: Unit, index: int, grad: torch.Tensor) -> Gradient:
-        """Take a gradient of this rank that starts anew."""
-        gradient = self._gradients.local(unit, index)
-        self._hold(gradient, grad)
+    @property
+    def deferred(self) -> bool:
+        """Whether gradients stay local until the step."""
+        return self._deferred
+
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Let the gradients that come in this while stay local."""
+        before, self._deferred = self._deferred, True
+        try:
+            yield
+        finally:
+            self._deferred = before
+
+    def local(self, unit: Unit, index: int) -> Gradient:
+        """Return a gradient that other ranks have their part in; `reduced` says what it is."""
+        gradient = Gradient(unit, index, self._kept)
+        gradient.be_local()
+        return gradient
+
+    def arrive(self, unit: Unit, index: int, grad: torch.Tensor, *, keep: bool) -> Gradient:
+        """Take a gradient of this rank that starts anew. keep: until the step."""
+        gradient = self.local(unit, index)
+        self._hold(gradient, grad, keep=keep)
         return gradient
 
     def add(self, gradient: Gradient, grad: torch.Tensor) -> None:
         """Take a further backward's gradient of this rank."""
         before = self._local[gradient.unit].get(gradient.index)
-        self._hold(gradient, grad if before is None else total_of(before[1], grad.contiguous()))
+        if before is None:
+            self._hold(gradient, grad, keep=True)
+        else:
+            self._hold(gradient, total_of(before.values, grad.contiguous()), keep=before.keep)
 
-    def _hold(self, gradient: Gradient, grad: torch.Tensor) -> None:
+    def _hold(self, gradient: Gradient, grad: torch.Tensor, *, keep: bool) -> None:
         grad = grad.contiguous()
-        stays = self.deferred and gradient.form is Form.LOCAL and self._device.is_host
+        stays = self._deferred and gradient.form is Form.LOCAL and self._device.is_host
         if stays and not gradient.charge(grad.nbytes):
             raise HostMemoryError(
                 f"{gradient.unit.name}: {format_size(grad.nbytes)} of whole gradients do not fit "
                 "host_memory, where stage=1 and no_sync() keep those of all parameters until the step. Use "
                 "stage=2 or 3 without no_sync(), or give more host_memory."
             )
-        self._local[gradient.unit][gradient.index] = (gradient, grad)
+        self._local[gradient.unit][gradient.index] = _Local(gradient, grad, keep)
 
-    def reduce(self, unit: Unit) -> None:
+    def reduce(self, unit: Unit, into: MeanSink) -> None:
         """Begin to reduce a unit's local gradients. Every rank does so at the same point of its step."""
         local = self._local.pop(unit, {})
-        taken = {index: pair for index, pair in sorted(local.items()) if _counts(unit, *pair)}
+        taken = {index: one for index, one in sorted(local.items()) if _counts(unit, one.gradient)}
         if taken:
-            job, mean = self._begin(unit, {index: grad for index, (_, grad) in taken.items()})
-            keep = self.keeps(unit)
-            for index, (gradient, _) in taken.items():
+            job, mean = self._begin(unit, {index: one.values for index, one in taken.items()})
+            for index, one in taken.items():
                 segment = unit.record.shard.segments[index]
-                self._deliver(gradient, mean[segment.start : segment.stop], job, keep=keep)
-        self._sum_up()
+                self._deliver(one, mean[segment.start : segment.stop], job, into)
+        self._sum_up(into)
 
-    def _deliver(self, gradient: Gradient, mean: torch.Tensor, job: Reducing, *, keep: bool) -> None:
-        if gradient.form is Form.LOCAL:
-            gradient.charge(0)
-            self._gradients.reduced(gradient, mean, job, keep=keep)
+    def _deliver(self, one: _Local, mean: torch.Tensor, job: Reducing, into: MeanSink) -> None:
+        if one.gradient.form is Form.LOCAL:
+            one.gradient.charge(0)
+            into.reduced(one.gradient, mean, job, keep=one.keep)
         else:
-            self._sums.append((gradient, mean, job))
+            self._sums.append((one.gradient, mean, job))
 
     def _begin(self, unit: Unit, grads: dict[int, torch.Tensor]) -> tuple[Reducing, torch.Tensor]:
         wide = any(grad.dtype == torch.float32 for grad in grads.values())
@@ -128,26 +174,26 @@ class Reduction:
             self._outgoing.stall(job)
         return self._outgoing.lease_anyway(nbytes)
 
-    def _sum_up(self, *, wait: bool = False) -> None:
+    def _sum_up(self, into: MeanSink, *, wait: bool = False) -> None:
         """Add the means of further backwards to those of earlier ones, in order, as far as they are there."""
         while self._sums and (wait or self._sums[0][2].done):
             gradient, mean, job = self._sums.popleft()
             self._outgoing.stall(job)
-            self._gradients.add_mean(gradient, mean)
+            into.add_mean(gradient, mean)
 
-    def settle(self, units: Iterable[Unit]) -> None:
+    def settle(self, units: Iterable[Unit], into: MeanSink) -> None:
         """Reduce what is local of `units`, and return when everything is where it belongs."""
         for unit in units:
             if self._local.get(unit):
-                self.reduce(unit)
-        self._sum_up(wait=True)
+                self.reduce(unit, into)
+        self._sum_up(into, wait=True)
 
 
 def _on_device(device: torch.device, numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(numel, dtype=dtype, device=device)
 
 
-def _counts(unit: Unit, gradient: Gradient, _grad: torch.Tensor) -> bool:
+def _counts(unit: Unit, gradient: Gradient) -> bool:
     """Whether anybody still has the gradient: zero_grad() may have dropped it meanwhile."""
     owner = unit.parameters[gradient.index].grad
     return getattr(owner, "gradient", None) is gradient

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -14,11 +16,13 @@ from infinity import kernels
 from infinity.device.device import Device
 from infinity.errors import HostMemoryError
 from infinity.gradients.gradient import Form, Gradient, total_of
+from infinity.gradients.reduction import Reduction
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import Lease, Outgoing, end_all
 from infinity.lane.passes import ReadPass, SpillPart, SpillPass
 from infinity.planning.budget import Budget
-from infinity.ranks.group import ALONE, Ranks
+from infinity.ranks.group import Ranks
+from infinity.records.record import Record
 from infinity.records.weights import WEIGHTS
 from infinity.sizes import format_size
 from infinity.storage.memory import Ledger
@@ -30,45 +34,110 @@ _OWN_NBYTES = 1 << 18
 """Bytes. Smaller gradients stay where torch has put them."""
 
 
+class Residence(Protocol):
+    """What the store needs of those who own the units."""
+
+    def flush(self, unit: Unit) -> None:
+        """Apply a unit's pending updates, before its gradient changes."""
+
+
+class Peers(Protocol):
+    """The other ranks, each of which holds its part of every gradient."""
+
+    def collect(self, record: Record, index: int, part: torch.Tensor) -> torch.Tensor:
+        """Return a parameter's values from the ranks' parts of them. Every rank calls it."""
+
+
 class GradientStore:
     """Takes gradients as they accumulate and keeps them until they are used or dropped."""
 
-    def __init__(self, lane: StreamLane, device: Device, spill_store: Store, outgoing: Outgoing) -> None:
-        """Keep gradients through `lane`; what does not fit goes to `spill_store`, by `outgoing`."""
+    def __init__(
+        self,
+        lane: StreamLane,
+        device: Device,
+        kept: Ledger,
+        spill_store: Store,
+        outgoing: Outgoing,
+        residence: Residence,
+        least_total: Callable[[str], int],
+        ranks: Ranks,
+        sharing: tuple[Peers, Reduction] | None,
+    ) -> None:
+        """Keep gradients in `kept`; what does not fit goes to `spill_store`, by `outgoing` and `lane`.
+
+        least_total: says which host_memory, in bytes, holds all gradients in a field as well. sharing: how
+        several ranks share each gradient; None with one rank.
+        """
         self._lane = lane
         self._device = device
         self._spill_store = spill_store
-        self._kept = Ledger(0)
+        self._kept = kept
         self._share = outgoing
+        self._residence = residence
+        self._least_total = least_total
+        self.ranks = ranks
+        self._peers: Peers | None
+        self._reduction: Reduction | None
+        self._peers, self._reduction = sharing or (None, None)
         self._at_once: dict[int, int] = {}
         self._in_record: defaultdict[Unit, WeakValueDictionary[int, Gradient]]
         self._in_record = defaultdict(WeakValueDictionary)  # those that somebody has
         self._outgoing: defaultdict[Unit, dict[int, Gradient]] = defaultdict(dict)
-        self.least_total: Callable[[str], int] = lambda _: 0
-        """The host_memory, in bytes, that holds all gradients in a field as well; set by the engine."""
-        self.ranks: Ranks = ALONE
-        self.received: Callable[[torch.Tensor], torch.Tensor] | None = None
-        """Says what a gradient counts as that a backward brings; a DeepSpeedEngine's."""
-        self.add_local: Callable[[Gradient, torch.Tensor], None] | None = None
-        """Takes a further gradient of this rank, where there are several; set by the engine, as all below."""
-        self.settle_ranks: Callable[[Unit], None] = lambda _: None
-        """Has the ranks sum a unit's gradients, if they have not yet."""
-        self.collect: Callable[[Unit, int, torch.Tensor], torch.Tensor] = lambda _unit, _index, part: part
-        """Puts the ranks' parts of a parameter's gradient together."""
-        self.flush_unit: Callable[[Unit], None] = lambda _: None
-        """Applies a unit's pending update before its gradient changes; set by the executor."""
+        self._received: Callable[[torch.Tensor], torch.Tensor] | None = None
 
-    def open(self, budget: Budget, kept: Ledger, units: Sequence[Unit]) -> None:
-        """Set the shares of the budget; the gradients of `units` come only later."""
-        self._kept = kept
+    def open(self, budget: Budget, units: Sequence[Unit]) -> None:
+        """Prepare for the gradients of `units`, which come only later."""
         self._at_once = _at_once(units, budget.outgoing_nbytes)
         self._device.room_for_downloads(self._kept, self._share.ledger)
 
-    def local(self, unit: Unit, index: int) -> Gradient:
-        """Return a gradient that other ranks have their part in; `reduced` says what it is."""
-        gradient = Gradient(unit, index, self._kept)
-        gradient.be_local()
-        return gradient
+    # What a backward brings
+
+    def receive_by(self, call: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Have `call` say what a gradient counts as that a backward brings; a DeepSpeedEngine's."""
+        self._received = call
+
+    def receive_plainly(self, call: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Take gradients as they come, where `call` has had a say."""
+        if self._received == call:
+            self._received = None
+
+    def received(self, grad: torch.Tensor) -> torch.Tensor:
+        """Return what counts as the gradient that a backward has brought."""
+        return grad if self._received is None else self._received(grad)
+
+    # Several ranks
+
+    @property
+    def shared(self) -> bool:
+        """Whether other ranks have their part in each gradient."""
+        return self._reduction is not None
+
+    def deferring(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which gradients stay on each rank, whole, until the next backward or step."""
+        return contextlib.nullcontext() if self._reduction is None else self._reduction.deferring()
+
+    def reduce(self, unit: Unit, *, at_once: bool) -> None:
+        """Begin to sum a unit's gradients, all of which have come, over the ranks: where that is deferred,
+        only if it has to be `at_once`.
+        """
+        if self._reduction is not None and (at_once or not self._reduction.deferred):
+            self._reduction.reduce(unit, self)
+
+    def end_backward(self, units: Iterable[Unit]) -> None:
+        """Sum over the ranks what has not been, unless that is deferred."""
+        if self._reduction is not None and not self._reduction.deferred:
+            self._reduction.settle(units, self)
+
+    def settle_ranks(self, units: Iterable[Unit]) -> None:
+        """Have the ranks sum the gradients of units, if they have not yet."""
+        if self._reduction is not None:
+            self._reduction.settle(units, self)
+
+    def _collect(self, gradient: Gradient, part: torch.Tensor) -> torch.Tensor:
+        """Put the ranks' parts of a parameter's gradient together."""
+        if self._peers is None:
+            return part
+        return self._peers.collect(gradient.unit.record, gradient.index, part)
 
     def reduced(self, gradient: Gradient, mean: torch.Tensor, arriving: Transfer, *, keep: bool) -> None:
         """Give a local gradient this rank's part of the mean, which may be read when `arriving` is over."""
@@ -77,7 +146,7 @@ class GradientStore:
 
     def replaced(self, old: Gradient, part: torch.Tensor) -> Gradient:
         """Return a gradient in the place of `old`, of which `part` is what this rank holds."""
-        fresh = self.local(old.unit, old.index)
+        fresh = old.fresh()
         if old.checked:
             fresh.was_seen_finite()
         old.charge(0)
@@ -86,8 +155,10 @@ class GradientStore:
 
     def arrive(self, unit: Unit, index: int, grad: torch.Tensor, *, keep: bool) -> Gradient:
         """Take a gradient that starts anew. With `keep` False it stays on its way, to be applied when the
-        unit is complete.
+        unit is complete. With several ranks it is this rank's.
         """
+        if self._reduction is not None:
+            return self._reduction.arrive(unit, index, grad, keep=keep)
         gradient = Gradient(unit, index, self._kept)
         self._share.await_buffer(grad.nbytes, self._at_once.get(grad.nbytes, 1))
         download = self._device.download(grad)
@@ -115,8 +186,8 @@ class GradientStore:
     def add(self, gradient: Gradient, grad: torch.Tensor) -> None:
         """Add a further backward's gradient to the stored one, in fp32."""
         gradient.check("a second backward before step()")
-        if self.add_local is not None:
-            self.add_local(gradient, grad)
+        if self._reduction is not None:
+            self._reduction.add(gradient, grad)
         else:
             self._share.await_buffer(grad.nbytes, 1)
             self.add_mean(gradient, self._device.to_host(grad))
@@ -127,7 +198,7 @@ class GradientStore:
         gradient.arriving.wait()
         gradient.comes(DONE)
         if gradient.index in unit.pending:
-            self.flush_unit(unit)
+            self._residence.flush(unit)
         if gradient.form is Form.OUTGOING:
             self.spill(unit)
         if gradient.form is Form.SPILLED:
@@ -177,7 +248,7 @@ class GradientStore:
         if not self.outgoing_of(unit):
             return
         if any(update.field for update in unit.pending.values()):
-            self.flush_unit(unit)  # what a step has decided reads what is stored now
+            self._residence.flush(unit)  # what a step has decided reads what is stored now
         outgoing = self.take_outgoing(unit)
         stored = {index: one for index, one in self._in_record[unit].items() if one.form is Form.SPILLED}
         for index, gradient in stored.items():
@@ -229,7 +300,7 @@ class GradientStore:
         except HostMemoryError as error:
             raise HostMemoryError(
                 f"{error} With the gradients of the whole model, as this step makes them, "
-                f"host_memory={format_size(self.least_total(field))} would do."
+                f"host_memory={format_size(self._least_total(field))} would do."
             ) from None
 
     def square_sums(self, gradients: Sequence[Gradient]) -> list[float]:
@@ -245,7 +316,7 @@ class GradientStore:
         applied; waits for a pass that is computing it.
         """
         gradient.check("clipping, or reading a gradient,")
-        self.settle_ranks(gradient.unit)
+        self.settle_ranks([gradient.unit])
         if gradient.form is Form.ZERO:
             return 0.0
         if gradient.form is Form.SPILLED and gradient.index in self.outgoing_of(gradient.unit):
@@ -261,14 +332,14 @@ class GradientStore:
         """Return the gradient as a new tensor, clipping applied, in the parameter's shape and device."""
         parameter = gradient.unit.parameters[gradient.index]
         gradient.check("reading a gradient")
-        self.settle_ranks(gradient.unit)
+        self.settle_ranks([gradient.unit])
         if gradient.index in self.outgoing_of(gradient.unit):
             self.spill(gradient.unit)
         if gradient.form is Form.ZERO:
             return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
         spilled = gradient.form is Form.SPILLED
         part = self._read(gradient) if spilled else gradient.await_tensor()
-        values = self.collect(gradient.unit, gradient.index, part)
+        values = self._collect(gradient, part)
         scaled = values.float().mul(float(gradient.scale)).to(dtype)
         return scaled.view(parameter.shape).to(parameter.device)
 

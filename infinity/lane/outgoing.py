@@ -67,7 +67,7 @@ class Outgoing:
 
     def open(self, limit_nbytes: int) -> None:
         """Set the size of the share."""
-        self.ledger.limit_nbytes = limit_nbytes
+        self.ledger.resize(limit_nbytes)
 
     # Leases
 

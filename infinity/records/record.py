@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from mmap import mmap
 from typing import TYPE_CHECKING
@@ -54,11 +55,12 @@ class Record:
         verify: str = "always",
         form: Format = FP32,
         whole: Shard | None = None,
+        name: str = "?",
     ) -> None:
         """Describe a record of `shard` with no field yet; it is a rank's share of `whole`. verify: "always",
         "sample" or "off"; see Config.
         """
-        self.name = "?"
+        self.name = name
         self.shard = shard
         self.whole = whole or shard
         """The unit of which `shard` is this rank's share: itself, where there is one rank."""
@@ -73,7 +75,7 @@ class Record:
         """Elements of a tile: what passes read, work on and write at once."""
         self._traffic = traffic
         self._hashes_tiles = verify != "off"
-        self.samples = verify == "sample"
+        self._samples = verify == "sample"
         """Whether only some of the tiles are compared when they are read."""
         self._reads = 0
         self.all_in_host = True
@@ -90,6 +92,19 @@ class Record:
     def __contains__(self, name: str) -> bool:
         """Whether the record has this field."""
         return name in self._extents
+
+    def name_unit(self, name: str) -> None:
+        """Give the unit its name in the finished model."""
+        self.name = name
+
+    @contextmanager
+    def comparing_all(self) -> Iterator[None]:
+        """Compare every tile that is read in this while, whatever `verify` says of samples."""
+        samples, self._samples = self._samples, False
+        try:
+            yield
+        finally:
+            self._samples = samples
 
     def rename(self, segments: Sequence[str]) -> None:
         """Give the parameters their names in the finished model."""
@@ -364,7 +379,7 @@ class Record:
     def _is_compared(self) -> bool:
         """Whether the next tile that is read is compared."""
         self._reads += 1
-        return not self.samples or self._reads * _GOLDEN % (1 << 32) < (1 << 32) // SAMPLED
+        return not self._samples or self._reads * _GOLDEN % (1 << 32) < (1 << 32) // SAMPLED
 
     def compare(self, name: str, tile: int, nbytes: int, found: int) -> None:
         """Compare the checksum of a tile that was read with that of what was written.

@@ -122,6 +122,10 @@ class Ledger:
         self._lock = threading.RLock()  # a gradient that is collected gives its bytes back, at any moment
         self._pid = os.getpid()
 
+    def resize(self, limit_nbytes: int) -> None:
+        """Let the share be of another size; what is held stays held."""
+        self.limit_nbytes = limit_nbytes
+
     @property
     def free_nbytes(self) -> int:
         """Bytes that nobody holds."""

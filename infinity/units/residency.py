@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 from infinity.device.blocks import Blocks, DeviceBlocks, HostBlocks
 from infinity.device.device import Device
@@ -31,11 +32,26 @@ _REPLAN_SHARE = 0.1
 """A new plan is made when more than this share of a step's uses was not as planned."""
 
 
+class Assembler(Protocol):
+    """What several ranks do together for a unit that is fetched."""
+
+    def assemble(self, unit: Unit, job: Pass) -> Awaited:
+        """Have the ranks put a unit together, of which `job` fetches this rank's share."""
+
+    def check(self, plan: Plan) -> None:
+        """See that the ranks have the same plan for the step that begins.
+
+        Raises: RanksError naming what differs.
+        """
+
+
 class Executor:
     """Owns the units' residence. Called from the thread that computes; the lane calls back under its lock."""
 
-    def __init__(self, lane: StreamLane, device: Device, timeline: Timeline) -> None:
-        """Start without units."""
+    def __init__(
+        self, lane: StreamLane, device: Device, timeline: Timeline, assembler: Assembler | None
+    ) -> None:
+        """Start without units. assembler: None with one rank."""
         self.units: list[Unit] = []
         self.counts = Counts()
         self.cursor = Cursor()
@@ -52,11 +68,7 @@ class Executor:
         self._staying: set[Unit] = set()
         self._whole = False
         self._refused: UnsupportedError | None = None
-        self.assemble: Callable[[Unit, Pass], Awaited] | None = None
-        """Has the ranks put a unit together, of which a pass fetches this rank's share; None with one rank.
-        """
-        self.planned: Callable[[Plan], None] = lambda _: None
-        """Sees the plan of the step that begins."""
+        self._assembler = assembler
 
     def open(self, units: list[Unit], ahead_nbytes: int, *, whole: bool = False) -> None:
         """Take the units of a finished model, in the order of its modules; a first plan assumes they run in
@@ -66,7 +78,7 @@ class Executor:
         """
         self._whole = whole
         self.units = units
-        self._ahead.limit_nbytes = ahead_nbytes
+        self._ahead.resize(ahead_nbytes)
         self.frequencies = Frequencies(len(units))
         order = [unit.index for unit in units]
         guess = [
@@ -113,7 +125,7 @@ class Executor:
         others must hear of it.
         """
         self._refused = self._refused or UnsupportedError(would_be_lost(name))
-        if unit.resident_in_place or self.assemble is not None:
+        if unit.resident_in_place or self._assembler is not None:
             self._lane.fail(self._refused)
 
     def raise_refused(self) -> None:
@@ -230,7 +242,7 @@ class Executor:
         job = self._pass(unit)
         self._lane.submit(job, urgent=urgent)
         # Now, and not before: it may not stand for a pass that a Ctrl-C kept from the queue.
-        fetch = unit.fetch = job if self.assemble is None else self.assemble(unit, job)
+        fetch = unit.fetch = job if self._assembler is None else self._assembler.assemble(unit, job)
         return fetch
 
     def _pass(self, unit: Unit, *, upload: bool = True, resident: bool = False) -> FetchPass:
@@ -241,7 +253,7 @@ class Executor:
         while self._owed:
             unit = self.units[self._owed[0]]
             if (lent := unit.lent) is not None:
-                if self.assemble is None:
+                if self._assembler is None:
                     return
                 self._wait(lent, "update")  # what is fetched next may not hang on this rank's timing
             if unit.fetch is None and not self._is_there(unit):
@@ -358,10 +370,13 @@ class Executor:
         self._evict(unit)
         unit.version += 1
 
-    def close_step(self) -> bool:
+    def close_step(self, *, updates_at_fetch: bool) -> bool:
         """The optimizer has decided its updates: forget what was fetched before. False for a further
         optimizer's step, which closes none.
+
+        updates_at_fetch: whether updates are pending until the next fetch, and not applied in the backward.
         """
+        self.updates_at_fetch = updates_at_fetch
         if not self.cursor.trace:  # what it changed is stale, the rest is on its way
             self._evict_waiting(only_pending=True)
             return False
@@ -386,6 +401,7 @@ class Executor:
         for unit in self.units:
             unit.forward_uses = 0
         if cursor.plan is not None:
-            self.planned(cursor.plan)
+            if self._assembler is not None:
+                self._assembler.check(cursor.plan)
             self._owed.extend(cursor.plan.opening)
         self.fetch_owed()

@@ -58,8 +58,7 @@ class Unit:
         """`hi` in the memory that computes, while the unit is resident; else without elements."""
         self.storage_key = int(self.flat.untyped_storage()._cdata)
         """Identifies the storage: any tensor that shares it shows the same number."""
-        self.by_storage: dict[int, Unit] = {}
-        """Where the unit enters its storage's key, for who meets a tensor and asks whose it is."""
+        self._by_storage: dict[int, Unit] = {}
         self._blocks: Blocks
         self._memory: mmap | None = None
         """The pinned memory that `flat` lies in; None where it is a block."""
@@ -142,11 +141,13 @@ class Unit:
             if parameter.requires_grad
         )
 
-    def open(self, blocks: Blocks, device: torch.device, *, in_place: bool) -> None:
+    def open(
+        self, blocks: Blocks, device: torch.device, by_storage: dict[int, Unit], *, in_place: bool
+    ) -> None:
         """Release the parameters; from now on the unit becomes resident in `blocks`, or, if `in_place` and
-        `hi` lies in host memory, right there.
+        `hi` lies in host memory, right there, and enters its storage's key in `by_storage`.
         """
-        self._blocks = blocks
+        self._blocks, self._by_storage = blocks, by_storage
         self._in_place = in_place
         with torch.inference_mode(mode=False), torch.no_grad():
             self._placeholders = [
@@ -225,11 +226,11 @@ class Unit:
         with torch.inference_mode(mode=False), torch.no_grad():
             self._views = [flat[one.start : one.stop].view(one.shape) for one in self.shard.segments]
         self._own_shares = self.shares()
-        self.by_storage[self.storage_key] = self
+        self._by_storage[self.storage_key] = self
 
     def unbind(self) -> None:
         """Let go of the memory."""
-        self.by_storage.pop(self.storage_key, None)
+        self._by_storage.pop(self.storage_key, None)
         self.flat = torch.empty(0, dtype=self.flat.dtype)
         self.storage_key = int(self.flat.untyped_storage()._cdata)
         self._memory = None

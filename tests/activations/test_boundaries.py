@@ -94,7 +94,7 @@ def test_models_train_with_the_bits_of_activations_left_in_place(folder, name, h
         results.append(models.train(model, optimizer, 3))
     assert results[0] == results[1]
     models.assert_same_state(ours[0], ours[1], plain[0], plain[1])
-    boundaries = engine_of_model(ours[0]).hooks.boundaries
+    boundaries = engine_of_model(ours[0]).boundaries
     assert boundaries._saved >= 9
     assert (moved(ours[0])[0] > 0) == (mode == "nvme")
 
@@ -107,7 +107,7 @@ def test_the_newest_stays_and_each_other_is_written_and_read_once(folder, how):
     engine_of_model(model).lane.drain()  # what is still being written need not be read
     loss.backward()
     assert moved(model) == (5 * nbytes, 5 * nbytes)
-    boundaries = engine_of_model(model).hooks.boundaries
+    boundaries = engine_of_model(model).boundaries
     assert boundaries._saved == 6
 
 
@@ -126,7 +126,7 @@ def test_the_tensors_are_gone_between_forward_and_backward(folder):
     loss = model(inputs()).sum()
     engine = engine_of_model(model)
     engine.lane.drain()
-    engine.hooks.boundaries.settle()
+    engine.boundaries.settle()
     assert [one.expired() for one in seen] == [True] * 5 + [False]
     loss.backward()
 

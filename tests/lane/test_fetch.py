@@ -40,8 +40,7 @@ class Setup:
         named = [(f"p{index}", (numel,)) for index, numel in enumerate(NUMELS)]
         shard = lay_out(named, TILE)
         self.traffic = Traffic()
-        self.record = Record(shard, TILE, self.traffic, form=self.form)
-        self.record.name = "layers.3"
+        self.record = Record(shard, TILE, self.traffic, form=self.form, name="layers.3")
         for field in self.form.fields:
             self.record.add(field, self.disk)
         start = [torch.randn(numel).bfloat16() for numel in NUMELS]
@@ -53,7 +52,7 @@ class Setup:
 
     def open(self, *, in_place=False):
         self.blocks = HostBlocks(Ledger(0))
-        self.unit.open(self.blocks, self.device.torch_device, in_place=in_place)
+        self.unit.open(self.blocks, self.device.torch_device, {}, in_place=in_place)
         return self
 
     def run(self, job):

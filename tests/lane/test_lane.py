@@ -18,8 +18,12 @@ TILE = ALIGN_NUMEL
 
 
 def record_on(disk, numels):
-    record = Record(lay_out([(f"p{index}", (numel,)) for index, numel in enumerate(numels)]), TILE, Traffic())
-    record.name = "layers.3"
+    record = Record(
+        lay_out([(f"p{index}", (numel,)) for index, numel in enumerate(numels)]),
+        TILE,
+        Traffic(),
+        name="layers.3",
+    )
     for field in ("hi", "lo", "m", "v"):
         record.add(field, disk)
     return record

@@ -31,8 +31,7 @@ class Setup:
         self.host = HostStore(Ledger(1 << 24))
         self.traffic = Traffic()
         self.shard = lay_out([(f"p{index}", (numel,)) for index, numel in enumerate(NUMELS)], TILE)
-        self.record = Record(self.shard, TILE, self.traffic, form=Format(form))
-        self.record.name = "layers.3"
+        self.record = Record(self.shard, TILE, self.traffic, form=Format(form), name="layers.3")
         for field in self.record.form.fields:
             self.record.add(field, self.disk)
         parameters = [nn.Parameter(torch.empty(numel, dtype=torch.bfloat16)) for numel in NUMELS]

@@ -27,8 +27,7 @@ class Setup:
         self.lane, self.disk = StreamLane(Pool(TILE * 16, 3)), FakeDisk(seed)
         self.host, self.traffic = HostStore(Ledger(1 << 24)), Traffic()
         shard = lay_out([(f"p{index}", (numel,)) for index, numel in enumerate(NUMELS)], TILE)
-        self.record = Record(shard, TILE, self.traffic, form=Format("int8"))
-        self.record.name = "layers.3"
+        self.record = Record(shard, TILE, self.traffic, form=Format("int8"), name="layers.3")
         for field in self.record.form.fields:
             self.record.add(field, self.disk)
 

@@ -36,7 +36,7 @@ def nothing_waits(model):
     """Leave no room for units that wait: every unit is fetched for each use and released after it."""
     engine = engine_in(model)
     engine.executor._ahead.limit_nbytes = 0
-    engine.executor.close_step()
+    engine.executor.close_step(updates_at_fetch=True)
     return model
 
 

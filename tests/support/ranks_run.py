@@ -333,7 +333,7 @@ def partitioned(**settings):
             model = models.MODELS["llama"]()
         model.gradient_checkpointing_enable()
         model.train()
-        parts = engine_of_model(model).hooks.parts
+        parts = engine_of_model(model).parts
         if parts is not None:
             save = parts.save
 

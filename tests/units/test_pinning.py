@@ -68,14 +68,13 @@ class Model:
 
     def unit(self, index):
         shard = lay_out([("w", (TILE,))])
-        record = Record(shard, TILE, self.traffic)
-        record.name = f"layers.{index}"
+        record = Record(shard, TILE, self.traffic, name=f"layers.{index}")
         for field in record.form.fields:
             record.add(field, self.disk)
         values = {"master": torch.full((TILE,), 1.0 + index), "m": torch.zeros(TILE), "v": torch.zeros(TILE)}
         self.lane.submit(WritePass(record, TILE, {0: values}))
         unit = Unit(index, [nn.Parameter(torch.empty(TILE, dtype=torch.bfloat16))], record)
-        unit.open(HostBlocks(Ledger(0)), torch.device("cpu"), in_place=True)
+        unit.open(HostBlocks(Ledger(0)), torch.device("cpu"), {}, in_place=True)
         return unit
 
     def update(self, index):

@@ -25,13 +25,12 @@ class Home:
         self.host = HostStore(Ledger(1 << 24))
         self.blocks = HostBlocks(Ledger(1 << 24))
         shard = lay_out([(f"p{index}", shape) for index, shape in enumerate(SHAPES)])
-        record = Record(shard, ALIGN_NUMEL, Traffic())
-        record.name = "layers.3"
+        record = Record(shard, ALIGN_NUMEL, Traffic(), name="layers.3")
         record.add("hi", self.host)
         parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in SHAPES]
         self.unit = Unit(3, parameters, record)
-        self.by_storage = self.unit.by_storage = {}
-        self.unit.open(self.blocks, CPU, in_place=in_place)
+        self.by_storage = {}
+        self.unit.open(self.blocks, CPU, self.by_storage, in_place=in_place)
 
     def resident(self, value):
         """Fetch: the first parameter becomes `value`."""
