@@ -121,7 +121,7 @@ class Arrivals:
         """
         if self._gradients.shared:
             return False
-        return unit.forward_uses <= 1 and unit.record.all_in_host and self._lane.runs_here(unit.record)
+        return self._hooks.used_once(unit) and unit.record.all_in_host and self._lane.runs_here(unit.record)
 
     def _use_gradients(self, unit: Unit, updater: Updater | None) -> None:
         if updater is None or not updater.apply(unit):
@@ -143,7 +143,6 @@ class Arrivals:
         self._gradients.end_backward(self._units)
         self._outgoing.use_deferred()
         for unit in self._units:
-            unit.arrived.clear()
             if self._gradients.outgoing_of(unit):
                 self._gradients.settle(unit)
         for optimizer in list(self.optimizers):

@@ -22,6 +22,7 @@ backward of its own keeps its lease meanwhile.
 from __future__ import annotations
 
 import logging
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,6 +102,12 @@ class Hooks:
         self._leases: list[BackwardLease] = []
         self._counting = False
         self._held: set[Unit] = set()
+        self._holds: defaultdict[Unit, list[int]] = defaultdict(list)
+        """For each hold that lasts until the gradients accumulate: the graph task in which it began."""
+        self._arrived: defaultdict[Unit, set[int]] = defaultdict(set)
+        """Parameters whose gradient has accumulated since the unit was last complete in this backward."""
+        self._forward_uses: Counter[Unit] = Counter()
+        """Uses in forwards since the last step."""
         self._boundaries = parts or boundaries
         self.backward_ended: list[Any] = []
         """Callables run when the outermost backward is over."""
@@ -111,6 +118,16 @@ class Hooks:
     def in_forward(self) -> bool:
         """Whether a forward or backward is under way: a released parameter may be fetched on demand."""
         return bool(self._frames) or graph_task() != -1
+
+    def used_once(self, unit: Unit) -> bool:
+        """Whether no more than one forward since the last step has used a unit: nothing else can bring
+        gradients.
+        """
+        return self._forward_uses[unit] <= 1
+
+    def begin_step(self) -> None:
+        """A step was decided: count the uses of the next one."""
+        self._forward_uses.clear()
 
     # Forward
 
@@ -149,7 +166,7 @@ class Hooks:
         self._executor.hold(unit, Phase.FORWARD if frame.task == -1 else Phase.BACKWARD)
         frame.units.append(unit)
         if frame.counts:
-            unit.forward_uses += 1
+            self._forward_uses[unit] += 1
         if frame.inputs is not None and not unit.trainable:
             self._watch(unit, _differentiable(frame.inputs))
 
@@ -297,7 +314,7 @@ class Hooks:
             if leaves and not any(leaf.requires_grad for leaf in leaves):
                 self._executor.drop(unit)  # nothing goes back through it
                 return
-        unit.backward_holds.append(task)
+        self._holds[unit].append(task)
         self._held.add(unit)
 
     def _watch(self, unit: Unit, inputs: list[torch.Tensor]) -> None:
@@ -312,8 +329,9 @@ class Hooks:
             if not missing:
                 missing = count
                 self._note_backward(graph_task())
-                if unit.backward_holds and unit.backward_holds[-1] >= self._outer_task:
-                    unit.backward_holds.pop()
+                holds = self._holds[unit]
+                if holds and holds[-1] >= self._outer_task:
+                    holds.pop()
                     self._executor.drop(unit)
 
         for one in inputs:
@@ -324,12 +342,14 @@ class Hooks:
         due.
         """
         self._note_backward(graph_task())
-        unit.arrived.add(index)
-        return unit.complete
+        arrived = self._arrived[unit]
+        arrived.add(index)
+        trained = (at for at, parameter in enumerate(unit.parameters) if parameter.requires_grad)
+        return all(at in arrived for at in trained)
 
     def end_unit(self, unit: Unit) -> None:
         """End the holds that waited for a unit's gradients: see [Note: graph tasks]."""
-        unit.arrived.clear()
+        self._arrived[unit].clear()
         parent = self._outer_task
         self._end_holds(unit, parent)
         if self._leases and self._leases[-1].task >= parent and unit in self._leases[-1].units:
@@ -343,9 +363,10 @@ class Hooks:
 
     def _end_holds(self, unit: Unit, since: int) -> None:
         """End the holds on `unit` that began in graph task `since` or later."""
-        ending = [task for task in unit.backward_holds if task >= since]
-        unit.backward_holds = [task for task in unit.backward_holds if task < since]
-        if not unit.backward_holds:
+        holds = self._holds[unit]
+        ending = [task for task in holds if task >= since]
+        holds[:] = [task for task in holds if task < since]
+        if not holds:
             self._held.discard(unit)
         for _ in ending:
             self._executor.drop(unit)
@@ -365,7 +386,7 @@ class Hooks:
         self._end_leases(-1)
         for unit in list(self._held):
             self._end_holds(unit, -1)
-            unit.arrived.clear()
+        self._arrived.clear()
         for call in self.backward_ended:
             call()
         self._executor.raise_refused()

@@ -246,7 +246,7 @@ def _check_fits(manifest: Manifest, inventory: Inventory, scheduler: Stateful | 
     if found:
         raise CheckpointError("\n  ".join([f"{folder} does not fit; nothing was loaded:", *found]))
     for _, unit in inventory.units():
-        if unit.users:
+        if unit.residence.users:
             raise UnsupportedError(f"{unit.name}: load inside a forward or `with infinity.gathered(...)`")
 
 

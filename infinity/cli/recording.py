@@ -99,7 +99,7 @@ def memory_of(engine: Engine) -> dict[str, dict[str, int]]:
         "gradients": max(0, engine.kept.held_nbytes - pinned),  # the lane may pin between the two
         "pinned": pinned,
     }
-    resident = sum(unit.resident_nbytes for unit in engine.units if unit.fetch_processed)
+    resident = sum(unit.resident_nbytes for unit in engine.units if unit.residence.processed)
     return {"memory": {"device": resident, "host": sum(host.values())}, "host": host}
 
 

@@ -70,7 +70,7 @@ def set_field(parameter: nn.Parameter, key: str | None, value: torch.Tensor, *, 
         return
     name = _field(engine, parameter, key)
     unit, index = engine.unit_of(parameter)
-    if unit.users:
+    if unit.residence.users:
         raise UnsupportedError(
             f"{engine.name_of(parameter)} is set inside a forward, a backward or `with infinity.gathered("
             "...)`: set it between steps"

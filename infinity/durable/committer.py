@@ -329,7 +329,7 @@ class Durable:
         jobs: list[Pass] = []
         with self._lane.lock:
             while left or jobs:
-                while left and not left[-1].pending and not left[-1].successors:
+                while left and not left[-1].pending and not left[-1].residence.has_deferred:
                     jobs += self._lane.unfinished(left.pop().record)
                 while jobs and jobs[-1].finished:
                     jobs.pop()

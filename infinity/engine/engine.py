@@ -386,6 +386,7 @@ class Engine:
         """The optimizer has decided a step."""
         pending = any(optimizer.update == "forward" for optimizer in self.optimizers)
         if self.executor.close_step(updates_at_fetch=pending):
+            self.hooks.begin_step()
             self.slices.close_step()
             if self.pins is not None:
                 self.pins.close_step()

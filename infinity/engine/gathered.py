@@ -59,7 +59,7 @@ def gathered(
                 _write_back(engine, unit)
                 unit.changes.mark()
         for unit in units:
-            if _shares(unit) > shares[unit] and unit.users == 1:
+            if _shares(unit) > shares[unit] and unit.residence.users == 1:
                 raise NotResidentError(
                     f"{unit.name}: a tensor that shares memory with its parameters outlives "
                     "`with infinity.gathered(...)`, where "
@@ -92,7 +92,7 @@ def _hold(engine: Engine, unit: Unit, *, write: bool) -> None:
 
 
 def _refuse_changes(units: Iterable[Unit]) -> None:
-    changed = [name for unit in units if unit.users == 1 and (name := unit.changes.found())]
+    changed = [name for unit in units if unit.residence.users == 1 and (name := unit.changes.found())]
     if changed:
         raise UnsupportedError(
             f"{changed[0]} was changed inside `with infinity.gathered(...)`, and the change is lost: "
@@ -109,7 +109,7 @@ def _check_forms(units: Iterable[Unit]) -> None:
 def _warn_of_graphs(units: dict[Unit, Engine]) -> None:
     """Tell, once, of graphs whose backward fails after the `with`."""
     for unit, engine in units.items():
-        if unit.users > 1 or engine in _warned:
+        if unit.residence.users > 1 or engine in _warned:
             continue
         held = [
             one.name for p, one in zip(unit.parameters, unit.shard.segments, strict=True) if saved_itself(p)
@@ -180,5 +180,5 @@ def _write_back(engine: Engine, unit: Unit) -> None:
     values = {index: {"master": unit.record.part(index, one)} for index, one in enumerate(whole)}
     engine.before_change()
     engine.executor.flush(unit)
-    unit.version += 1
+    unit.values_changed()
     engine.run(WritePass(unit.record, unit.record.tile_numel, values, rewrite=True))

@@ -215,7 +215,7 @@ def _unit_stats(engine: Engine) -> Iterator[UnitStats]:
             unit.name,
             unit.shard.numel,
             unit.record.tiers(),
-            unit.uses,
+            unit.residence.uses,
             frequencies.fetches(unit.index),
             frequencies.updates(unit.index),
         )

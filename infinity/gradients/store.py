@@ -34,7 +34,7 @@ _OWN_NBYTES = 1 << 18
 """Bytes. Smaller gradients stay where torch has put them."""
 
 
-class Residence(Protocol):
+class Flusher(Protocol):
     """What the store needs of those who own the units."""
 
     def flush(self, unit: Unit) -> None:
@@ -58,7 +58,7 @@ class GradientStore:
         kept: Ledger,
         spill_store: Store,
         outgoing: Outgoing,
-        residence: Residence,
+        flusher: Flusher,
         least_total: Callable[[str], int],
         ranks: Ranks,
         sharing: tuple[Peers, Reduction] | None,
@@ -73,7 +73,7 @@ class GradientStore:
         self._spill_store = spill_store
         self._kept = kept
         self._share = outgoing
-        self._residence = residence
+        self._flusher = flusher
         self._least_total = least_total
         self.ranks = ranks
         self._peers: Peers | None
@@ -198,7 +198,7 @@ class GradientStore:
         gradient.arriving.wait()
         gradient.comes(DONE)
         if gradient.index in unit.pending:
-            self._residence.flush(unit)
+            self._flusher.flush(unit)
         if gradient.form is Form.OUTGOING:
             self.spill(unit)
         if gradient.form is Form.SPILLED:
@@ -248,7 +248,7 @@ class GradientStore:
         if not self.outgoing_of(unit):
             return
         if any(update.field for update in unit.pending.values()):
-            self._residence.flush(unit)  # what a step has decided reads what is stored now
+            self._flusher.flush(unit)  # what a step has decided reads what is stored now
         outgoing = self.take_outgoing(unit)
         stored = {index: one for index, one in self._in_record[unit].items() if one.form is Form.SPILLED}
         for index, gradient in stored.items():

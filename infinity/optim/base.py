@@ -223,7 +223,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
     ) -> None:
         """Put one parameter's update among what is pending for its unit."""
         unit, engine = gradient.unit, self.mine[id(parameter)].engine
-        if unit.users:
+        if unit.residence.users:
             raise UnsupportedError(f"{unit.name}: step() inside a forward or `with infinity.gathered(...)`")
         self.make_room(engine, parameter)
         before = unit.pending.get(gradient.index)
@@ -231,7 +231,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         missed = () if before is None else (*before.missed, (before.scalars, before.key))
         unit.pending[gradient.index] = self._update(gradient, scalars, key, missed)
         self._decided.add(unit)
-        unit.version += 1
+        unit.values_changed()
 
     def _update(
         self, gradient: Gradient, scalars: Any, key: int, missed: tuple[tuple[Any, int], ...] = ()
@@ -262,7 +262,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         """Apply a unit's complete gradients, if no further use of it in this backward can bring more."""
         gradients = self._engine(unit).gradients
         outgoing = gradients.outgoing_of(unit)
-        if unit.forward_uses > 1 or not outgoing:
+        if not outgoing or not self._engine(unit).hooks.used_once(unit):
             return False
         with torch._C.DisableTorchFunctionSubclass():
             for index, gradient in outgoing.items():
@@ -296,7 +296,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
             unit.pending[gradient.index] = self._update(gradient, *self._scalars(group, parameter, 1.0))
             leases.append(gradient.apply())
             self._applied.add(id(parameter))
-        unit.version += 1
+        unit.values_changed()
         job = engine.executor.apply(unit, partial(end_all, leases))
         engine.outgoing.sent(job)
 

@@ -121,5 +121,5 @@ class Pins:
             jobs.append((unit, job))
         for unit, job in jobs:
             self._lane.wait(job, finished=True)
-            if unit.fetch is None:
+            if unit.residence.fetch is None:
                 unit.unbind()

@@ -115,9 +115,9 @@ class Executor:
             self._use(unit, phase)
             unit.attach()
             if self._device.is_host:
-                unit.changes.sample(unit.uses)
-            unit.attached_s = time.perf_counter()
-        unit.users += 1
+                unit.changes.sample(unit.residence.uses)
+            unit.residence.begin()
+        unit.residence.use()
 
     def _refuse_change(self, unit: Unit, name: str) -> None:
         """A forward or backward has changed a parameter, which it must not; `raise_refused` tells. Nothing
@@ -142,16 +142,18 @@ class Executor:
         if not unit.attached:
             self._staying.discard(unit)
             self.make_resident(unit)
-            if unit.fetch is not None:
-                self._lane.wait(unit.fetch, finished=True)  # the disk may still write what it updated
+            if unit.residence.fetch is not None:
+                self._lane.wait(
+                    unit.residence.fetch, finished=True
+                )  # the disk may still write what it updated
             unit.make_private()
             unit.attach(aside=True)
-            unit.attached_s = time.perf_counter()
-        unit.users += 1
+            unit.residence.begin()
+        unit.residence.use()
 
     def _use(self, unit: Unit, phase: Phase) -> None:
         self.counts.uses += 1
-        unit.uses += 1
+        unit.residence.count_use()
         self.frequencies.used(unit.index, kept=unit in self._staying)
         fetch, keep, foreseen = self.cursor.advance(Use(phase, unit.index))
         if not foreseen:
@@ -180,19 +182,21 @@ class Executor:
                 break
             wanted[use.unit] = None
         for unit in self.units:
-            if unit.waiting is not None and unit is not but and unit.index not in wanted:
+            if unit.residence.waits and unit is not but and unit.index not in wanted:
                 self._evict(unit)
         self._owed = deque(wanted)
 
     def make_resident(self, unit: Unit) -> None:
         """Return when `unit` holds its current values on the device. It stays until it is dropped."""
         self._no_longer_waiting(unit)
-        if unit.fetch is not None and (lent := unit.lent) is not None:
+        residence = unit.residence
+        if residence.fetch is not None and (lent := residence.lent) is not None:
             self._wait(lent, "update")
-        if unit.fetch is None:
+        job = residence.fetch
+        if job is None:
             if self._is_there(unit):
                 unit.allocate()
-                unit.fetch = THERE
+                residence.come(THERE)
                 self.counts.hits += 1
                 return
             job = self._fetch(unit, urgent=True)
@@ -200,7 +204,6 @@ class Executor:
             self.counts.misses += missed
             self.counts.hits += not missed
         else:
-            job = unit.fetch
             self.counts.hits += 1
         if not job.processed:
             self._lane.promote(unit.record)
@@ -225,16 +228,16 @@ class Executor:
                 self._timeline.span("stall", name, since, until)
 
     def _no_longer_waiting(self, unit: Unit) -> None:
-        if unit.waiting is not None:
-            self._ahead.release(unit.waiting)
-            unit.waiting = None
+        charged = unit.residence.uncharge()
+        if charged is not None:
+            self._ahead.release(charged)
 
     def _let_wait(self, unit: Unit) -> bool:
         """Charge a unit for waiting, resident, for its use; False where the share has no room."""
         nbytes = unit.window_nbytes
         if not self._ahead.try_reserve(nbytes):
             return False
-        unit.waiting = nbytes
+        unit.residence.charge(nbytes)
         return True
 
     def _fetch(self, unit: Unit, *, urgent: bool) -> Awaited:
@@ -242,7 +245,8 @@ class Executor:
         job = self._pass(unit)
         self._lane.submit(job, urgent=urgent)
         # Now, and not before: it may not stand for a pass that a Ctrl-C kept from the queue.
-        fetch = unit.fetch = job if self._assembler is None else self._assembler.assemble(unit, job)
+        fetch = job if self._assembler is None else self._assembler.assemble(unit, job)
+        unit.residence.come(fetch)
         return fetch
 
     def _pass(self, unit: Unit, *, upload: bool = True, resident: bool = False) -> FetchPass:
@@ -252,11 +256,11 @@ class Executor:
         """Start the fetches that the plan asked for, as far as there is room for what waits."""
         while self._owed:
             unit = self.units[self._owed[0]]
-            if (lent := unit.lent) is not None:
+            if (lent := unit.residence.lent) is not None:
                 if self._assembler is None:
                     return
                 self._wait(lent, "update")  # what is fetched next may not hang on this rank's timing
-            if unit.fetch is None and not self._is_there(unit):
+            if unit.residence.fetch is None and not self._is_there(unit):
                 if not self._let_wait(unit):
                     return
                 self._fetch(unit, urgent=False)
@@ -264,16 +268,15 @@ class Executor:
 
     def drop(self, unit: Unit) -> None:
         """End one `hold`; the last one releases the unit, or keeps it waiting where the plan says so."""
-        unit.users -= 1
-        if unit.users:
+        if not unit.residence.drop():
             return
         if self._timeline.recording:
-            self._timeline.span("compute", unit.name, unit.attached_s, time.perf_counter())
+            self._timeline.span("compute", unit.name, unit.residence.began_s, time.perf_counter())
         if (name := unit.changed()) is not None:
             self._refuse_change(unit, name)
         unit.detach()
-        if unit.successors:
-            (first, *others), unit.successors = unit.successors, []
+        if unit.residence.has_deferred:
+            first, *others = unit.residence.take_deferred()
             self._lend(unit, first)
             for job in others:
                 job.works_in(None)
@@ -287,41 +290,42 @@ class Executor:
 
     def _evict(self, unit: Unit) -> None:
         """Take a unit that nobody uses off the device."""
-        if (lent := unit.lent) is not None:
+        if (lent := unit.residence.lent) is not None:
             self._lane.wait(lent)
-        job = unit.fetch
+        job = unit.residence.fetch
         if job is None:
             return
         if not job.processed:
             self._lane.wait(job)
         self._no_longer_waiting(unit)
-        unit.fetch = None
+        unit.residence.go()
         unit.deallocate()
 
     def _evict_waiting(self, *, only_pending: bool = False) -> None:
         for unit in self.units:
-            if unit.waiting is not None and (unit.pending or not only_pending):
+            if unit.residence.waits and (unit.pending or not only_pending):
                 self._evict(unit)
 
     def apply(self, unit: Unit, on_processed: Callable[[], None]) -> FetchPass:
         """Apply a unit's pending updates in the backward, from the values on the CPU if they are there; then
         release it.
         """
-        lent, fetch = unit.lent, unit.fetch
+        residence = unit.residence
+        lent, fetch = residence.lent, residence.fetch
         if fetch is not None and not fetch.processed:
             self._lane.wait(fetch)  # else it would go on standing for values of before the update
         self.frequencies.updated(unit.index)
-        resident = self._device.is_host and lent is None and unit.fetch_processed
+        resident = self._device.is_host and lent is None and residence.processed
         job = self._pass(unit, upload=False, resident=resident)
         job.on_processed = on_processed
         if not resident:
             self._staying.discard(unit)  # what is on the device is stale from now on
-            if not unit.users:
+            if not residence.users:
                 self._evict(unit)
             self._lane.submit(job)
-        elif unit.users:
+        elif residence.users:
             job.take_over()
-            unit.successors.append(job)
+            residence.defer(job)
         else:
             self._lend(unit, job)
         return job
@@ -332,16 +336,16 @@ class Executor:
         """
         unit.part()
         job.works_in(unit.flat)
-        unit.lent = job
+        unit.residence.lend(job)
         self._no_longer_waiting(unit)
         before = job.on_processed
 
         def give_back() -> None:
-            unit.fetch = None
+            unit.residence.go()
             unit.deallocate()
             if before:
                 before()
-            unit.lent = None  # last, so that it says all of it is done
+            unit.residence.given_back()  # last, so that it says all of it is done
 
         job.on_processed = give_back
         try:
@@ -356,19 +360,20 @@ class Executor:
         """Apply a unit's pending updates now, whether or not it is needed."""
         if not unit.pending:
             return
-        if not unit.users and unit.lent is None and unit.fetch is not None:
+        residence = unit.residence
+        if not residence.users and residence.lent is None and residence.fetch is not None:
             self._evict(unit)
         self._lane.submit(self._pass(unit, upload=False))
 
     def changed(self, unit: Unit) -> None:
         """A unit's values are about to be replaced in its record: what is resident of it is stale."""
-        if unit.users:
+        if unit.residence.users:
             raise UnsupportedError(
                 f"{unit.name}: its parameters are in use and cannot be replaced. Do so outside forward and "
                 "gathered()."
             )
         self._evict(unit)
-        unit.version += 1
+        unit.values_changed()
 
     def close_step(self, *, updates_at_fetch: bool) -> bool:
         """The optimizer has decided its updates: forget what was fetched before. False for a further
@@ -398,8 +403,6 @@ class Executor:
         if surprised or self._sizes != self._fetched_sizes():
             self._follow(tuple(cursor.trace))
         cursor.restart()
-        for unit in self.units:
-            unit.forward_uses = 0
         if cursor.plan is not None:
             if self._assembler is not None:
                 self._assembler.check(cursor.plan)

@@ -22,15 +22,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from mmap import mmap
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from infinity.device.blocks import Blocks, wrap
-from infinity.lane.fetch import FetchPass
-from infinity.lane.queue import Awaited, Pass
 from infinity.planning.layout import Shard
 from infinity.records.record import Record
 from infinity.records.updates import PendingUpdates
@@ -38,8 +36,19 @@ from infinity.records.weights import WEIGHTS
 from infinity.units.attached import Attached, set_keeper
 from infinity.units.changes import Changes
 from infinity.units.released import placeholder, release, restore
+from infinity.units.residence import Residence
 
 logger = logging.getLogger("infinity")
+
+
+class _Home(NamedTuple):
+    """Where a unit becomes resident, from `open` on."""
+
+    blocks: Blocks
+    by_storage: dict[int, Unit]
+    """Where it enters its storage's key, for who meets a tensor and asks whose it is."""
+    placeholders: list[torch.Tensor]
+    in_place: bool
 
 
 class Unit:
@@ -58,48 +67,25 @@ class Unit:
         """`hi` in the memory that computes, while the unit is resident; else without elements."""
         self.storage_key = int(self.flat.untyped_storage()._cdata)
         """Identifies the storage: any tensor that shares it shows the same number."""
-        self._by_storage: dict[int, Unit] = {}
-        self._blocks: Blocks
+        self._home: _Home
         self._memory: mmap | None = None
         """The pinned memory that `flat` lies in; None where it is a block."""
-        self._in_place = False
         self._views: list[torch.Tensor] = []
-        self._placeholders: list[torch.Tensor] = []
         self._own_shares = 0
         self._abandoned: list[StorageWeakRef] = []
         self.changes = Changes(parameters, record)
-        # Residence
-        self.fetch: Awaited | None = None
-        """What makes, or made, the unit resident; None while it is not."""
-        self.users = 0
-        """Frames and backward leases that need the unit attached."""
-        self.lent: Pass | None = None
-        """The pass that works on the storage of a unit nobody uses, and releases it afterwards."""
-        self.successors: list[FetchPass] = []
-        """Passes that begin as soon as its last user lets go; the first is lent the storage."""
+        self.residence = Residence()
+        """Whether the unit is on the device, and for whom; the executor's."""
         self.attached = self.aside = False
         """Whether the parameters are their real values, else they are released; and whether they are so for a
         use that is no part of a step.
         """
-        self.waiting: int | None = None
-        """Bytes charged for being resident ahead of a use; None where it is not."""
-        self.attached_s = 0.0
-        """When it was attached, by time.perf_counter."""
         self.version = 0
         """Counts the changes of the values that the user can see (an update counts at step(), not when it is
         applied).
         """
-        # The step
         self.pending = PendingUpdates()
         """Updates that step() decided, by parameter, to be applied when the record next passes."""
-        self.arrived: set[int] = set()
-        """Parameters whose gradient has accumulated since the unit was last complete in this backward."""
-        self.backward_holds: list[int] = []
-        """For each hold that lasts until the gradients accumulate: the graph task in which it began."""
-        self.forward_uses = 0
-        """Uses in forwards since the last step."""
-        self.uses = 0
-        """Uses since the model was built."""
 
     @property
     def name(self) -> str:
@@ -122,24 +108,13 @@ class Unit:
         return self.record.form.width * self.shard.numel
 
     @property
-    def fetch_processed(self) -> bool:
-        """Whether the values have arrived."""
-        fetch = self.fetch  # read once: the lane may take it away
-        return fetch is not None and fetch.processed
-
-    @property
     def trainable(self) -> bool:
         """Whether any parameter will get a gradient."""
         return any(parameter.requires_grad for parameter in self.parameters)
 
-    @property
-    def complete(self) -> bool:
-        """Whether every trainable parameter's gradient has arrived."""
-        return all(
-            index in self.arrived
-            for index, parameter in enumerate(self.parameters)
-            if parameter.requires_grad
-        )
+    def values_changed(self) -> None:
+        """Count a change of the values that the user can see."""
+        self.version += 1
 
     def open(
         self, blocks: Blocks, device: torch.device, by_storage: dict[int, Unit], *, in_place: bool
@@ -147,20 +122,19 @@ class Unit:
         """Release the parameters; from now on the unit becomes resident in `blocks`, or, if `in_place` and
         `hi` lies in host memory, right there, and enters its storage's key in `by_storage`.
         """
-        self._blocks, self._by_storage = blocks, by_storage
-        self._in_place = in_place
         with torch.inference_mode(mode=False), torch.no_grad():
-            self._placeholders = [
+            placeholders = [
                 placeholder(segment.shape, self.flat.dtype, device) for segment in self.shard.segments
             ]
-        for parameter, stand_in in zip(self.parameters, self._placeholders, strict=True):
+        self._home = _Home(blocks, by_storage, placeholders, in_place)
+        for parameter, stand_in in zip(self.parameters, placeholders, strict=True):
             release(parameter, stand_in)
             set_keeper(parameter, self.changes)
 
     @property
     def in_place(self) -> bool:
         """Whether the unit is always where it computes: being resident takes no memory and no transfer."""
-        return self._in_place and self.record.in_host("hi")
+        return self._home.in_place and self.record.in_host("hi")
 
     @property
     def window_nbytes(self) -> int:
@@ -169,16 +143,16 @@ class Unit:
 
     def allocate(self) -> None:
         """Give the unit memory: with its values, if `in_place`, else undefined."""
-        memory = self.record.memory("hi") if self._in_place else None
+        memory = self.record.memory("hi") if self._home.in_place else None
         if memory is None:
-            self._bind(self._blocks.take(self.shard.numel, self.flat.dtype), None)
+            self._bind(self._home.blocks.take(self.shard.numel, self.flat.dtype), None)
         elif memory is not self._memory:
             self._bind(wrap(memory, self.shard.numel, self.flat.dtype), memory)
 
     def make_private(self) -> None:
         """Move a resident unit to memory of its own, where changes are no changes of the record."""
         if self._memory is not None:
-            flat = self._blocks.take(self.shard.numel, self.flat.dtype)
+            flat = self._home.blocks.take(self.shard.numel, self.flat.dtype)
             flat.copy_(self.flat)
             if self._pinned and self._is_shared():
                 self.record.leave("hi")
@@ -194,9 +168,9 @@ class Unit:
             self.record.leave("hi")
             self.allocate()
         else:
-            flat = self._blocks.take(self.shard.numel, self.flat.dtype)
+            flat = self._home.blocks.take(self.shard.numel, self.flat.dtype)
             flat.copy_(self.flat)
-            self._blocks.leaving(self.flat)
+            self._home.blocks.leaving(self.flat)
             self._bind(flat, None)
 
     @property
@@ -226,11 +200,11 @@ class Unit:
         with torch.inference_mode(mode=False), torch.no_grad():
             self._views = [flat[one.start : one.stop].view(one.shape) for one in self.shard.segments]
         self._own_shares = self.shares()
-        self._by_storage[self.storage_key] = self
+        self._home.by_storage[self.storage_key] = self
 
     def unbind(self) -> None:
         """Let go of the memory."""
-        self._by_storage.pop(self.storage_key, None)
+        self._home.by_storage.pop(self.storage_key, None)
         self.flat = torch.empty(0, dtype=self.flat.dtype)
         self.storage_key = int(self.flat.untyped_storage()._cdata)
         self._memory = None
@@ -246,7 +220,7 @@ class Unit:
         if self._pinned:
             self.record.leave("hi")
         elif self._memory is None:
-            self._blocks.leaving(self.flat)
+            self._home.blocks.leaving(self.flat)
         self.unbind()
 
     def shares(self) -> int:
@@ -282,7 +256,7 @@ class Unit:
         saved = [parameter for parameter in self.parameters if saved_itself(parameter)]
         self.attached = self.aside = False  # first: whoever is interrupted here attaches all of them again
         self.changes.end()
-        for parameter, stand_in in zip(self.parameters, self._placeholders, strict=True):
+        for parameter, stand_in in zip(self.parameters, self._home.placeholders, strict=True):
             release(parameter, stand_in)
         if self._abandoned:
             self._abandoned = [storage for storage in self._abandoned if not storage.expired()]
@@ -291,8 +265,9 @@ class Unit:
 
     def __repr__(self) -> str:
         """Name and state."""
-        state = "attached" if self.attached else "resident" if self.fetch else "released"
-        uses = f"{self.users} users, {len(self.pending)} pending"
+        residence = self.residence
+        state = "attached" if self.attached else "resident" if residence.fetch else "released"
+        uses = f"{residence.users} users, {len(self.pending)} pending"
         return f"<Unit {self.name}, {self.shard.numel} elements, {state}, {uses}>"
 
 

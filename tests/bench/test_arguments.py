@@ -47,7 +47,7 @@ def test_every_option_for_a_size_tells_what_is_wrong_with_it(command, option, ca
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     with pytest.raises(SystemExit):
-        parser.parse_args([option, "3MiB+1"])
+        parser.parse_args([*(["check"] if command is planning else []), option, "3MiB+1"])
     assert f"argument {option}: size: '3MiB+1' is no size" in capsys.readouterr().err
 
 

@@ -28,9 +28,9 @@ def test_a_folder_that_is_not_there_is_refused_and_not_made(tmp_path):
     )
     with pytest.raises(ConfigError, match=expected), folder_on(missing):
         pass
-    for module, others in ((io, []), (planning, ["--model", "1m"])):
+    for module, before in ((io, []), (planning, ["check", "--model", "1m"])):
         with pytest.raises(ConfigError, match=expected):
-            asked(module, "--nvme", missing, *others)
+            asked(module, *before, "--nvme", missing)
     assert list(tmp_path.iterdir()) == []
 
 

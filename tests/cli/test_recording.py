@@ -23,8 +23,8 @@ class FakeEngine:
     timeline: Timeline = field(default_factory=Timeline)
     units: list = field(
         default_factory=lambda: [
-            SimpleNamespace(resident_nbytes=10, fetch_processed=True),
-            SimpleNamespace(resident_nbytes=5, fetch_processed=False),
+            SimpleNamespace(resident_nbytes=10, residence=SimpleNamespace(processed=True)),
+            SimpleNamespace(resident_nbytes=5, residence=SimpleNamespace(processed=False)),
         ]
     )
     budget = SimpleNamespace(slots=2, slot_nbytes=10)

@@ -35,8 +35,7 @@ class CountedDisk(FakeDisk):
 
 def record_of(numel, *, form="fp32", tile_numel=TILE, verify="always"):
     shard = Shard((), numel)
-    record = Record(shard, tile_numel, Traffic(), verify=verify, form=FORMS[form], name="layers.3")
-    return record
+    return Record(shard, tile_numel, Traffic(), verify=verify, form=FORMS[form], name="layers.3")
 
 
 def host(room=1 << 24):

@@ -49,7 +49,7 @@ def resident(model):
     return [
         unit.name
         for unit in engine.units
-        if unit.attached or (unit.flat.numel() and unit.waiting is None and not unit.in_place)
+        if unit.attached or (unit.flat.numel() and not unit.residence.waits and not unit.in_place)
     ]
 
 

@@ -87,7 +87,7 @@ def test_a_recomputation_holds_one_tile_at_a_time(folder):
 
     def watched(unit, phase):
         hold(unit, phase)
-        most[0] = max(most[0], sum(one.users > 0 for one in units))
+        most[0] = max(most[0], sum(one.residence.users > 0 for one in units))
 
     engine.executor.hold = watched
     ids = models.batch(0)

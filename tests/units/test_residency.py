@@ -296,7 +296,7 @@ def test_memory_that_an_update_is_giving_back_is_not_taken_for_the_next_use(fold
         deallocate(unit)
 
     def just_then(executor):
-        if executor._owed and executor.units[executor._owed[0]].lent is not None:
+        if executor._owed and executor.units[executor._owed[0]].residence.lent is not None:
             giving_back.clear()
             met.append(giving_back.wait(0.2))
         fetch_owed(executor)
