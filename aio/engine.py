@@ -78,6 +78,8 @@ class IoEngine:
         self.pointer = pointer
         ring = self.library.aio_ring(pointer)
         self.ring = RINGS[ring - 1] if ring else None
+        if self.ring:
+            self.reason += f" (ring: {self.ring})"
         self.registered_nbytes = 0
         self._registered: object = None
         self.pid = os.getpid()
@@ -337,6 +339,10 @@ class IoEngine:
         self._check_process()
         self._release_all()
         return EngineStatistics.of(self.library, self.pointer)
+
+    def say_hang_after(self, seconds: float) -> None:
+        """Set `hang_s`."""
+        self.hang_s = seconds
 
     def close(self) -> None:
         """Finish all requests, then end the engine's threads.  A second call does nothing."""

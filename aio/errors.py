@@ -185,6 +185,11 @@ class StorageFullError(_DetailedError):
     needed: int = 0
     free: int = 0
 
+    def with_sizes(self, *, needed: int, free: int) -> "StorageFullError":
+        """Note the bytes that were asked for, and those that are available; return the error."""
+        self.needed, self.free = needed, free
+        return self
+
     @classmethod
     def of_file(cls, number: int, path: str, *, needed: int, free: int) -> "StorageFullError":
         """Compose the error of one allocation."""

@@ -108,8 +108,6 @@ def _open(kind: str, reason: str, options: dict[str, int], folder_fd: int, path:
     depth = options["depth" if backend == KIND_IO_URING else "threads"]
     pointer = ffi.gc(opened[0], library.aio_free)
     engine = IoEngine(kind, reason, pointer, direct=direct, depth=depth, piece_nbytes=options["piece_nbytes"])
-    if engine.ring:
-        engine.reason += f" (ring: {engine.ring})"
     try:
         _try(engine, folder_fd)
     except OSError as error:

@@ -72,6 +72,14 @@ class Timeline:
         self._look: Callable[[], Mapping[str, Mapping[str, int]]] | None = None
         self._next_look_s = 0.0
 
+    def start(self) -> None:
+        """Record from now on."""
+        self.recording = True
+
+    def stop(self) -> None:
+        """Record no more; what was recorded stays."""
+        self.recording = False
+
     def sample_with(self, look: Callable[[], Mapping[str, Mapping[str, int]]] | None) -> None:
         """From now on, until None is given, take samples within steps of what `look` returns, by name.
 

@@ -159,7 +159,7 @@ def _restore_records(engine: Engine, durable: Durable, commit: Commit, training:
 
     Raises: CheckpointError, before anything changes.
     """
-    durable.store.step = commit.step
+    durable.store.be_at(commit.step)
     with readable(_named(commit, durable)):
         _check_fits(commit, training, durable)
         for unit, at in zip(engine.units, commit.records, strict=True):

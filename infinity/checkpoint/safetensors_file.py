@@ -103,8 +103,7 @@ def storage_full(path: Path, needed: int, free: int, number: int = errno.ENOSPC)
         )
         why += f", and {limits} does not allow it although {format_size(free)} are free. {_MORE}"
     full = StorageFullError(number, f"{path}: {os.strerror(number)}: {why}.", str(path))
-    full.needed, full.free = needed, free
-    return full
+    return full.with_sizes(needed=needed, free=free)
 
 
 class TensorWriter:

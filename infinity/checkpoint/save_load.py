@@ -367,7 +367,7 @@ def optimizer_in(
     optimizer: OffloadedOptimizer,
 ) -> None:
     """Set step counts, groups' options and the seed of rounding from what `optimizer_out` has returned."""
-    optimizer.seed = saved["seed"]
+    optimizer.set_seed(saved["seed"])
     for group, found in zip(optimizer.param_groups, groups, strict=True):
         group.update(found["options"])
         for parameter in group["params"]:

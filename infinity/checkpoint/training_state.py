@@ -88,7 +88,7 @@ class Training:
         tracked.
         """
         if earlier is self.optimizer:
-            later.tracked = {**earlier.tracked, **later.tracked}
+            later.track_what(earlier)
             self.optimizer = self.inventory.optimizer = later
 
     def _encoded(self, name: str, tensors: dict[str, torch.Tensor]) -> Any:

@@ -40,7 +40,7 @@ class Recording:
             return
         self._engine = engine
         self.timeline = engine.timeline
-        self.timeline.recording = True
+        self.timeline.start()
         self.timeline.sample_with(partial(memory_of, engine))
 
     def mark(self, when_s: float, now: Stats | None, process_nbytes: int) -> None:
@@ -70,7 +70,7 @@ class Recording:
         """
         if self.timeline is None:
             return []
-        self.timeline.recording = False
+        self.timeline.stop()
         self.timeline.sample_with(None)
         lines = []
         if self._trace is not None:

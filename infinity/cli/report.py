@@ -211,6 +211,19 @@ class Run:
     of_ranks: list[dict[str, float]] = field(default_factory=list)
     """What each of several ranks says of itself, as `figures` returns it."""
 
+    def begin(self, before: Stats, speed: Speed | None) -> None:
+        """Training with an engine begins."""
+        self.before, self.speed = before, speed
+
+    def hear(self, of_ranks: list[dict[str, float]]) -> None:
+        """Take what each of several ranks says of itself."""
+        self.of_ranks = of_ranks
+
+    def end(self, peak_nbytes: int, after: Stats | None) -> None:
+        """Training has ended; after: None where there is no engine, or it was asked before."""
+        self.peak_nbytes = peak_nbytes
+        self.after = after or self.after
+
     @property
     def steady(self) -> list[StepReport]:
         """The steps without the first: the order is still being learnt then, and no moments are there yet."""

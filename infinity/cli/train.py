@@ -132,13 +132,16 @@ def _train(
     """Build, train, and report what was done, however it ended."""
     model, optimizer = build(settings, folder)
     count = sum(parameter.numel() for parameter in model.parameters())
-    run = Run(settings.preset, count, state_nbytes(Format(settings.state_dtype, settings.dtype)))
-    run.counts_io = meter.counts_io
+    run = Run(
+        settings.preset,
+        count,
+        state_nbytes(Format(settings.state_dtype, settings.dtype)),
+        counts_io=meter.counts_io,
+    )
     log = StepLog(folder / LOG, settings.log_every)
     try:
         if not settings.plain:
-            run.before = stats(model)
-            run.speed = disk_speed(_folders(settings, folder), settings.aio)
+            run.begin(stats(model), disk_speed(_folders(settings, folder), settings.aio))
             recording.start(engine_of_model(model))
         _introduce(console, settings, run, text, folder)
         if settings.resume:
@@ -153,14 +156,12 @@ def _train(
                 check()
                 _check_finite(step)
         if not settings.plain:
-            run.of_ranks = _figures(engine_of_model(model), run, meter)
+            run.hear(_figures(engine_of_model(model), run, meter))
             run.predict(engine_of_model(model), stats(model))
     finally:
         with contextlib.suppress(OSError):  # each line was written at once: what failed then has been raised
             log.close()
-        if not settings.plain and run.after is None:
-            run.after = stats(model)
-        run.peak_nbytes = meter.peak_nbytes()
+        run.end(meter.peak_nbytes(), None if settings.plain or run.after is not None else stats(model))
         if not settings.plain:
             with contextlib.suppress(InfinityError, OSError):  # what matters has been raised by the step
                 engine_of_model(model).close()

@@ -76,6 +76,14 @@ class Backwards:
         """What a loss is multiplied by now."""
         return 1.0 if self._scaling is None else self._scaling.value
 
+    def begin_step(self) -> None:
+        """Count the backwards of the next step."""
+        self.count = 0
+
+    def divide_by(self, steps: int) -> None:
+        """Change the number of accumulation steps."""
+        self.divisor = steps
+
     def close(self) -> None:
         """Leave gradients as they come."""
         for engine in (one() for one in self._engines):

@@ -182,7 +182,7 @@ class DeepSpeedEngine(Answers):
         optimizer.zero_grad()
         self.global_steps += 1
         self.global_samples += (self.settings.batches.micro or 0) * gradients.count * self.world_size
-        gradients.count = 0
+        gradients.begin_step()
         self._report()
 
     def _clip(self, optimizer: OffloadedOptimizer) -> float | None:
@@ -271,7 +271,7 @@ class DeepSpeedEngine(Answers):
         changed = replace(batches, train=train_batch_size, steps=steps)
         self.settings = replace(self.settings, batches=changed)
         if self._gradients is not None:
-            self._gradients.divisor = steps
+            self._gradients.divide_by(steps)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the samples per backward and rank; as many backwards per update as before."""

@@ -132,5 +132,5 @@ def set_gradient(parameter: nn.Parameter, value: torch.Tensor, *, local: bool = 
     old.check("setting a gradient")
     part = _part(engine, parameter, value, local=local)
     store.settle_ranks([old.unit])
-    grad.gradient = store.replaced(old, part)
+    grad.stand_for(store.replaced(old, part))
     store.settle(old.unit)

@@ -42,6 +42,10 @@ class Buffers:
         self._lock = threading.RLock()  # a tensor may be collected at any moment, here too
         self._pid = os.getpid()
 
+    def share(self, *shares: Ledger) -> None:
+        """Let free buffers stay as far as these shares have room."""
+        self.shares = shares
+
     @property
     def spare_nbytes(self) -> int:
         """Bytes of free buffers that stay; beyond that the one that lay idle the longest goes back to the

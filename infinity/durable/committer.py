@@ -114,8 +114,7 @@ class Durable:
         self.ranks = ranks
         self._channel: Channel | None = None
         if ranks.size > 1:
-            self._channel = ranks.channel()
-            self._channel.tells = False  # one disk may take longer than another
+            self._channel = ranks.channel(tells=False)  # one disk may take longer than another
             ranks.closing.append(partial(self._join, _LAST_S))  # not longer: a rank may be gone
         self.folders: list[RunFolder] = []
         with contextlib.ExitStack() as opened:
@@ -144,7 +143,7 @@ class Durable:
         self.nvme = open_nvme(folders, engine_kind, openings=list(self._openings()))
         opened.callback(self.nvme.close)
         self.store = TwinStore(self.nvme, lazy=bool(self.found))
-        self.store.step = self.found[0].step if self.found else 0
+        self.store.be_at(self.found[0].step if self.found else 0)
         self.homes = Homes(self.store)
         self._claim()
         for folder in self.folders:
@@ -196,7 +195,7 @@ class Durable:
         """Begin to commit: after `step` steps. `source`, and with it the model, is the caller's to keep."""
         self._source, self.step = weakref.ref(source), step
         self.committed_step = step if resumed else None
-        self.store.step = step
+        self.store.be_at(step)
         self.found = ()
 
     def before_change(self) -> None:

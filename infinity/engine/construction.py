@@ -251,7 +251,7 @@ class Construction:
             self._records.append(record)
             self._overflow.give_room(record)
             for index, (entry, _) in enumerate(together):
-                entry.record, entry.index = record, index
+                entry.lie_in(record, index)
 
     def touch(self, parameters: Sequence[nn.Parameter], operation: str, args: Sequence[Any]) -> object:
         """Make evicted parameters real again: they are used while the model is built."""

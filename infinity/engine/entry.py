@@ -32,6 +32,10 @@ class ParameterEntry:
         """Where it was evicted to; None as long as it never was."""
         self.index = 0
 
+    def lie_in(self, record: Record, index: int) -> None:
+        """Its values are those of a parameter of `record`."""
+        self.record, self.index = record, index
+
     def take(self, parameter: nn.Parameter, asked: torch.dtype | None, form: Format) -> None:
         """Look at what `p.data = ...` made of it: another dtype, or what needs another record than it has.
 

@@ -69,9 +69,10 @@ def gathered(
         _warn_of_graphs(units)
     finally:
         for unit in held:
-            unit.changes.editors += not write  # what was changed here has been told by now
+            if not write:
+                unit.changes.begin_edit()  # what was changed here has been told by now
             units[unit].executor.drop(unit)
-            unit.changes.editors -= 1
+            unit.changes.end_edit()
 
 
 def _hold(engine: Engine, unit: Unit, *, write: bool) -> None:
@@ -85,7 +86,8 @@ def _hold(engine: Engine, unit: Unit, *, write: bool) -> None:
             "Change parameters between steps, or open it around the call of the model."
         )
     engine.executor.hold_aside(unit)
-    unit.changes.editors += write
+    if write:
+        unit.changes.begin_edit()
     if write and engine.ranks.size == 1:  # several are told together, at the end
         unit.guard()
     unit.changes.watch_all()

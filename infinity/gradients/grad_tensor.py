@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -33,7 +32,7 @@ class OffloadedGradient(StoredGradient):
         tensor: OffloadedGradient = torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )
-        tensor.gradient, tensor._store = gradient, weakref.ref(store)
+        tensor.stand_for(gradient, store)
         return tensor
 
     def is_of(self, unit: Unit, index: int) -> bool:
@@ -167,7 +166,7 @@ def _add(grad: OffloadedGradient, new: Any, *, alpha: Any = 1) -> Any:
 
 def _zero(grad: OffloadedGradient) -> OffloadedGradient:
     gradient = grad.gradient
-    grad.gradient = gradient.fresh()
+    grad.stand_for(gradient.fresh())
     return grad
 
 

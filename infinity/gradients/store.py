@@ -278,7 +278,7 @@ class GradientStore:
             self._in_record[unit][index] = gradient
             if index in parts and parts[index].measure:
                 gradient.measured_by(parts[index], job)
-        job.on_processed = partial(_spilled, leases)
+        job.call_when_processed(partial(_spilled, leases))
         try:
             self._lane.submit(job)
         except BaseException as error:  # interrupted: nobody else has these gradients

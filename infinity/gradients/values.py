@@ -69,6 +69,12 @@ class StoredGradient(Thin):
     gradient: Gradient
     _store: weakref.ref[GradientStore]  # see gradient's note on what p.grad holds
 
+    def stand_for(self, gradient: Gradient, store: GradientStore | None = None) -> None:
+        """Own a stored gradient of the parameter, kept by `store`, or where the one before was."""
+        self.gradient = gradient
+        if store is not None:
+            self._store = weakref.ref(store)
+
     @property
     def store(self) -> GradientStore:
         """What keeps the gradient.
@@ -248,5 +254,5 @@ def store_changed(grad: StoredGradient, values: torch.Tensor, operation: str) ->
                 "what one of them draws), or assign p.grad, of which the ranks' mean is taken."
             )
     part = unit.record.part(index, host)
-    grad.gradient = store.replaced(old, part.clone() if is_part(part) else part)
+    grad.stand_for(store.replaced(old, part.clone() if is_part(part) else part))
     store.settle(unit)

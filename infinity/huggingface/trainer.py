@@ -168,13 +168,13 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
         checkpoint, ours = _checkpoint(args, state), _trains_ours(model)
         self._next = checkpoint / FOLDER if ours and not args.save_only_model else None
         if (shared := saving(model)) is not None:
-            shared.expected = checkpoint
+            shared.expect(checkpoint)
         if ours and self._brief is None:
             self._brief = _optimizer(optimizer).register_state_dict_post_hook(_without_moments)
 
     def _whole(self, model: nn.Module) -> None:
         if (shared := saving(model)) is not None:
-            shared.expected = None
+            shared.expect(None)
         if self._brief is not None:
             self._brief.remove()
             self._brief = None

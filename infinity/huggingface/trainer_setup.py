@@ -149,6 +149,10 @@ class Saving:
         self.expected: Path | None = None
         """The checkpoint that may come now, to which all ranks will come."""
 
+    def expect(self, checkpoint: Path | None) -> None:
+        """Say which checkpoint may come now; None for no one."""
+        self.expected = checkpoint
+
     def __call__(self, save_directory: Any, *more: Any, **options: Any) -> None:
         """Be called, of several ranks by rank 0 alone; options are those of transformers, or of PEFT.
 

@@ -24,6 +24,31 @@ class Counts:
     steps: int = 0
     plans: int = 0
 
+    def count_plan(self) -> None:
+        """A plan was made."""
+        self.plans += 1
+
+    def count_step(self) -> None:
+        """A step was closed."""
+        self.steps += 1
+
+    def count_use(self) -> None:
+        """A unit was used."""
+        self.uses += 1
+
+    def count_met(self, *, missed: bool = False) -> None:
+        """A use found its unit resident or on its way, or had to ask for it."""
+        self.misses += missed
+        self.hits += not missed
+
+    def note_divergences(self, so_far: int) -> None:
+        """So many uses were not the next one of the plan."""
+        self.divergences = so_far
+
+    def stalled(self, cause: str, seconds: float) -> None:
+        """Computing waited for a unit."""
+        self.stalls_s[cause] += seconds
+
 
 @dataclass(slots=True)
 class LaneTimes:

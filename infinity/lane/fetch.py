@@ -63,6 +63,10 @@ class FetchPass(Pass):
         self.on_finished.append(self._let_go)
         self.on_processed: Callable[[], None] | None = None
 
+    def call_when_processed(self, call: Callable[[], None]) -> None:
+        """Have `call`, and nothing else, called when the last tile was worked on, under the lane's lock."""
+        self.on_processed = call
+
     def take_over(self) -> None:
         """From now on the updates are this pass's."""
         if not self._taken:

@@ -74,7 +74,11 @@ class SpillPass(Pass):
         self._carried = carried
         self._source = source
         self._target = target
-        self.on_processed: Callable[[dict[int, SpillPart]], None] | None = None
+        self._on_processed: Callable[[dict[int, SpillPart]], None] | None = None
+
+    def call_when_processed(self, call: Callable[[dict[int, SpillPart]], None]) -> None:
+        """Have `call` called with the parts when the last tile was worked on, with the lane's lock held."""
+        self._on_processed = call
 
     def touched(self) -> Iterable[str]:
         """Gradients alone."""
@@ -123,8 +127,8 @@ class SpillPass(Pass):
     def done_processing(self) -> None:
         """Let go of the tensors."""
         parts, self._parts = self._parts, {}
-        if self.on_processed:
-            self.on_processed(parts)
+        if self._on_processed:
+            self._on_processed(parts)
 
 
 def _tiles_of(segment: Segment, numel: int, tile_numel: int) -> Iterator[tuple[int, int]]:

@@ -94,6 +94,10 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         super().__init__(params, defaults)
         self.take([one for group in self.param_groups for one in group["params"]])
 
+    def set_seed(self, seed: int) -> None:
+        """Round the moments by the random bits of this seed from now on."""
+        self.seed = seed
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take further parameters; room for their state is allocated now.
 

@@ -319,7 +319,7 @@ class _Walk:
         whole = SimulatedPass(job.unit, 0, 0.0, 0.0, 0.0)
 
         def came() -> None:
-            whole.processed = True
+            whole.end()
 
         nbytes = self._units[job.unit].gathered_nbytes
         job.on_processed.append(lambda: self._clock.serve("link", nbytes, came))
@@ -380,6 +380,6 @@ class _Walk:
             self._lane.submit(job, urgent=urgent)
             return
         self._inline_s += job.work_s * job.tiles
-        job.processed = True
+        job.end()
         for call in job.on_processed:
             call()

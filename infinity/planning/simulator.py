@@ -140,6 +140,10 @@ class SimulatedPass:
     processed: bool = False
     on_processed: list[Callable[[], object]] = field(default_factory=list)
 
+    def end(self) -> None:
+        """All of it was worked on."""
+        self.processed = True
+
 
 @dataclass(slots=True, eq=False)
 class _SimulatedTile:

@@ -69,16 +69,20 @@ _engines: Counter[str] = Counter()
 class Channel:
     """Collectives in one order, for one thread; see [Note: one order]."""
 
-    def __init__(self, ranks: Ranks, name: str, backend: str, timeout_s: float) -> None:
-        """Connect the ranks under a name, for data over `backend`. Every one of them does so."""
+    def __init__(
+        self, ranks: Ranks, name: str, backend: str, timeout_s: float, *, tells: bool = True
+    ) -> None:
+        """Connect the ranks under a name, for data over `backend`. Every one of them does so.
+
+        tells: whether a rank that waits long says so; see waiting.
+        """
         self.ranks = ranks
         self._timeout_s = timeout_s
         self._data = self._control = new_group(f"{name} {backend}", ranks, backend, timeout_s)
         if backend != "gloo":
             self._control = new_group(f"{name} gloo", ranks, "gloo", timeout_s)
         self._sequence = 0
-        self.tells = True
-        """Whether who waits long says so; see waiting."""
+        self._tells = tells
 
     def agree(self, what: str) -> None:
         """Return when every rank is about to do `what`.
@@ -137,7 +141,7 @@ class Channel:
         self._do(what, self._data, partial(dist.all_to_all_single, received, sent))
 
     def _do(self, what: str, group: Any, collective: Callable[..., Any]) -> None:
-        on_host = group is self._control and self.tells
+        on_host = group is self._control and self._tells
         began = time.perf_counter()
         try:
             with warnings.catch_warnings():
@@ -186,10 +190,10 @@ class Ranks:
         near = self._neighbours()
         self.local_rank, self.local_size = near.index(rank), len(near)  # on this machine
 
-    def channel(self) -> Channel:
-        """Open a further channel. Every rank does so, in the same order."""
+    def channel(self, *, tells: bool = True) -> Channel:
+        """Open a further channel. Every rank does so, in the same order. tells: see Channel."""
         name = f"{self._key} channel {len(self._channels)}"
-        channel = Channel(self, name, self._backend, self._timeout_s)
+        channel = Channel(self, name, self._backend, self._timeout_s, tells=tells)
         self._channels.append(channel)
         return channel
 

@@ -125,6 +125,7 @@ class TwinStore:
         self.store = store
         self.lazy = lazy
         self.step = 0
+        """The step of the last commit, for errors."""
         """Of the last commit."""
         self._twins: dict[int, Twin] = {}
         self._free: dict[int, list[int]] = {}
@@ -253,6 +254,10 @@ class TwinStore:
         with self._changed:
             for number, twin in self._twins.items():
                 twin.committing = twin.live if number in numbers else None
+
+    def be_at(self, step: int) -> None:
+        """The last commit is that of `step`."""
+        self.step = step
 
     def end_commit(self, step: int) -> None:
         """The commit is on disk: what the one before it named, and this one does not, is free."""

@@ -81,7 +81,7 @@ class NvmeStore:
         self.allocated_nbytes = self._file.nbytes // BLOCK * BLOCK
         self._end = 0
         self._free = FreeExtents()
-        self.engine.hang_s = _hang_s()
+        self.engine.say_hang_after(_hang_s())
         self._keeps: tuple[object, ...] = ()
         self._claimed: list[tuple[int, int]] = []
         self._gaps: list[tuple[int, int]] = []
@@ -247,8 +247,7 @@ def _named(error: aio.StorageFullError, what: str, allocated_nbytes: int) -> aio
     """Return `error` with what the space was for, and how much there is so far."""
     text = f"{error.strerror}\n  for: {what}; {format_size(allocated_nbytes)} are allocated so far"
     named = aio.StorageFullError(error.errno, text, error.filename)
-    named.needed, named.free = error.needed, error.free
-    return named
+    return named.with_sizes(needed=error.needed, free=error.free)
 
 
 def check_folder(folder: str) -> None:

@@ -26,12 +26,20 @@ class Changes:
     def __init__(self, parameters: Sequence[nn.Parameter], record: Record) -> None:
         """Of parameters that lie in `record`, and are not attached."""
         self.editors = 0
-        """How many `gathered(..., write=True)` are under way: changes are kept. Counted by gather."""
+        """How many `gathered(..., write=True)` are under way: changes are kept."""
         self._parameters = parameters
         self._record = record
         self._views: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._digests: dict[int, int] = {}
+
+    def begin_edit(self) -> None:
+        """Changes are kept from now on, until as many `end_edit`s."""
+        self.editors += 1
+
+    def end_edit(self) -> None:
+        """Undo one `begin_edit`."""
+        self.editors -= 1
 
     def begin(self, views: list[torch.Tensor]) -> None:
         """The parameters are attached to `views`."""

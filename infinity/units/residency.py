@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from infinity.device.blocks import Blocks, DeviceBlocks, HostBlocks
@@ -96,7 +97,7 @@ class Executor:
         self._sizes = self._fetched_sizes()
         hides = [unit.resident_nbytes for unit in self.units]
         self.cursor.follow(make_plan(trace, self._sizes, self._ahead.limit_nbytes, hides=hides))
-        self.counts.plans += 1
+        self.counts.count_plan()
 
     def _fetched_sizes(self) -> list[int]:
         return [0 if self._never_fetched(unit) else unit.resident_nbytes for unit in self.units]
@@ -152,12 +153,12 @@ class Executor:
         unit.residence.use()
 
     def _use(self, unit: Unit, phase: Phase) -> None:
-        self.counts.uses += 1
+        self.counts.count_use()
         unit.residence.count_use()
         self.frequencies.used(unit.index, kept=unit in self._staying)
         fetch, keep, foreseen = self.cursor.advance(Use(phase, unit.index))
         if not foreseen:
-            self.counts.divergences = self.cursor.divergences
+            self.counts.note_divergences(self.cursor.divergences)
             self._look_again(but=unit)
         if keep:
             self._staying.add(unit)
@@ -197,14 +198,13 @@ class Executor:
             if self._is_there(unit):
                 unit.allocate()
                 residence.come(THERE)
-                self.counts.hits += 1
+                self.counts.count_met()
                 return
             job = self._fetch(unit, urgent=True)
             missed = not job.processed  # asked once: the lane works on
-            self.counts.misses += missed
-            self.counts.hits += not missed
+            self.counts.count_met(missed=missed)
         else:
-            self.counts.hits += 1
+            self.counts.count_met()
         if not job.processed:
             self._lane.promote(unit.record)
             self._wait(job, "read")
@@ -224,7 +224,7 @@ class Executor:
         fed = min(began + job.starved_s - starved_s, ended)
         for name, since, until in (("slot", began, fed), (cause, fed, ended)):
             if until > since:
-                self.counts.stalls_s[name] += until - since
+                self.counts.stalled(name, until - since)
                 self._timeline.span("stall", name, since, until)
 
     def _no_longer_waiting(self, unit: Unit) -> None:
@@ -317,7 +317,7 @@ class Executor:
         self.frequencies.updated(unit.index)
         resident = self._device.is_host and lent is None and residence.processed
         job = self._pass(unit, upload=False, resident=resident)
-        job.on_processed = on_processed
+        job.call_when_processed(on_processed)
         if not resident:
             self._staying.discard(unit)  # what is on the device is stale from now on
             if not residence.users:
@@ -338,16 +338,15 @@ class Executor:
         job.works_in(unit.flat)
         unit.residence.lend(job)
         self._no_longer_waiting(unit)
-        before = job.on_processed
 
-        def give_back() -> None:
+        def give_back(before: Callable[[], None] | None) -> None:
             unit.residence.go()
             unit.deallocate()
             if before:
                 before()
             unit.residence.given_back()  # last, so that it says all of it is done
 
-        job.on_processed = give_back
+        job.call_when_processed(partial(give_back, job.on_processed))
         try:
             self._lane.submit(job)
         except BaseException as error:  # nobody would give the storage back
@@ -385,7 +384,7 @@ class Executor:
         if not self.cursor.trace:  # what it changed is stale, the rest is on its way
             self._evict_waiting(only_pending=True)
             return False
-        self.counts.steps += 1
+        self.counts.count_step()
         self.frequencies.close_step()
         self._owed.clear()
         self._staying.clear()

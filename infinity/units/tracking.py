@@ -47,3 +47,7 @@ class Tracking:
                     "Give an object that has both, such as torchdata's StatefulDataLoader."
                 )
         self.tracked = {**self.tracked, **given}
+
+    def track_what(self, earlier: Tracking) -> None:
+        """Take over what an earlier optimizer tracked, but for what has the same name here."""
+        self.tracked = {**earlier.tracked, **self.tracked}

@@ -2,16 +2,9 @@
 
 import ast
 from collections import defaultdict
-from pathlib import Path
 
-from packages import PACKAGE
+from packages import product
 from places import ROOT
-
-
-def product() -> list[Path]:
-    """Return the product's Python files, each once: links to folders are followed."""
-    folders = [PACKAGE, *(one for one in PACKAGE.iterdir() if one.is_dir())]
-    return sorted({path.resolve() for folder in folders for path in folder.rglob("*.py")})
 
 
 def test_every_file_of_the_product_is_looked_at() -> None:

@@ -1,5 +1,7 @@
 """The packages of the product, in the order in which they stand upon each other."""
 
+from pathlib import Path
+
 from places import ROOT
 
 PACKAGE = ROOT / "infinity"
@@ -31,3 +33,9 @@ PACKAGES = [
     "bench",
 ]
 """From the ground up. What each is for stands in its docstring."""
+
+
+def product() -> list[Path]:
+    """Return the product's Python files, each once: links to folders are followed."""
+    folders = [PACKAGE, *(one for one in PACKAGE.iterdir() if one.is_dir())]
+    return sorted({path.resolve() for folder in folders for path in folder.rglob("*.py")})
