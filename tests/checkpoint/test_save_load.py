@@ -80,8 +80,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "state_dtype"), CASES)
-@pytest.mark.parametrize("there", ["memory", "disk", "backward"])
+@pytest.mark.parametrize(
+    ("name", "state_dtype", "there"),
+    [
+        pytest.param(*case, there, marks=[] if number % 3 == way else [pytest.mark.slow])
+        for number, case in enumerate(CASES)
+        for way, there in enumerate(["memory", "disk", "backward"])
+    ],
+)
 def test_losses_go_on_bit_for_bit_wherever_it_is_loaded(folder, name, state_dtype, there):
     whole = start(name, state_dtype=state_dtype)
     torch.manual_seed(3)

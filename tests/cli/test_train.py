@@ -25,7 +25,7 @@ from infinity.storage.disk_speed import DiskSpeed
 
 pytestmark = pytest.mark.disk
 
-SCHEDULED = {"preset": "1m", "sequence": 48, "steps": 4, "warmup": 2, "lr": 3e-3}
+SCHEDULED = {"preset": "1m", "sequence": 16, "steps": 4, "warmup": 2, "lr": 3e-3}
 
 
 @pytest.fixture

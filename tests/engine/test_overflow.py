@@ -61,8 +61,14 @@ def sizes_in(message):
     return [parse_size(one.replace(" ", "")) for one in found.groups()]
 
 
-@pytest.mark.parametrize("init", [{}, {"dtype": "fp32"}, {"state_dtype": "int8"}])
-@pytest.mark.parametrize("build", [blocks, half_frozen, llama, with_types_of_its_own])
+@pytest.mark.parametrize(
+    ("build", "init"),
+    [
+        pytest.param(build, init, marks=[] if not init or build is blocks else [pytest.mark.slow])
+        for build in (blocks, half_frozen, llama, with_types_of_its_own)
+        for init in ({}, {"dtype": "fp32"}, {"state_dtype": "int8"})
+    ],
+)
 def test_the_host_memory_that_the_refusal_names_works_and_less_does_not(build, init):
     training, alone = sizes_in(refused(build, "16MiB", **init))
     with infinity.Init(host_memory=training, **init):

@@ -28,8 +28,17 @@ def compare(name, init, *, steps=5, update="forward", accumulate=1, clip=None, c
     return models.compare(name, {**SETTINGS, **optimizer}, init, steps=steps, **ways)
 
 
-@pytest.mark.parametrize("update", ["forward", "backward"])
-@pytest.mark.parametrize("memory", ["128KiB", "64MiB", None])
+@pytest.mark.parametrize(
+    ("memory", "update"),
+    [
+        ("128KiB", "forward"),
+        ("64MiB", "backward"),
+        (None, "forward"),
+        pytest.param("128KiB", "backward", marks=pytest.mark.slow),
+        pytest.param("64MiB", "forward", marks=pytest.mark.slow),
+        pytest.param(None, "backward", marks=pytest.mark.slow),
+    ],
+)
 def test_fp32_training_equals_the_recipe_at_any_budget(folder, memory, update):
     init = {"nvme": folder, "host_memory": memory} if memory else {"host_memory": "64MiB"}
     model, _ = compare("llama", {**init, "dtype": "fp32"}, update=update)

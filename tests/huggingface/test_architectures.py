@@ -53,10 +53,13 @@ def prepared(build, dtype):
 
 
 @pytest.mark.parametrize(
-    ("computes", "checkpointed"),
-    [("bf16", False), ("fp32", False), pytest.param("bf16", True, marks=pytest.mark.slow)],
+    ("name", "computes", "checkpointed"),
+    [  # by default each architecture once, in the two types by turns
+        pytest.param(name, computes, checkpointed, marks=[] if way == number % 2 else [pytest.mark.slow])
+        for number, name in enumerate(architectures.ARCHITECTURES)
+        for way, (computes, checkpointed) in enumerate([("bf16", False), ("fp32", False), ("bf16", True)])
+    ],
 )
-@pytest.mark.parametrize("name", architectures.ARCHITECTURES)
 def test_three_steps_equal_the_recipes(folder, name, computes, checkpointed):
     dtype = DTYPES[computes]
     build, batch = architectures.ARCHITECTURES[name]

@@ -29,7 +29,7 @@ def built(setting, nvme=None):
 
 
 def train(model, optimizer, micro_batches):
-    ids = torch.zeros(1, 16, dtype=torch.long)
+    ids = torch.zeros(1, 4, dtype=torch.long)
     for _ in range(micro_batches):
         model(input_ids=ids, labels=ids).loss.backward()
     trace = tuple(engine_of_model(model).executor.cursor.trace)

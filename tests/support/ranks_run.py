@@ -477,7 +477,7 @@ CASES = {
     "sweep": lambda: {"wrong": sweep.sweep(each_once=True)},
     "whole sweep": lambda: {"wrong": sweep.sweep()},
     "traffic": traffic,
-    "nvme traffic": lambda: nvme_traffic(replace(PRESETS["25m"], layers=4), 8),
+    "nvme traffic": lambda: nvme_traffic(replace(PRESETS["25m"], layers=3), 6),
     "nvme traffic of 25m": lambda: nvme_traffic(PRESETS["25m"], 16),
     "memory": memory,
     "node": node,
