@@ -51,7 +51,8 @@ def losses(log: list[dict]) -> list[float]:
 def test_three_steps_leave_three_lines_a_picture_and_a_table(folder, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     out = folder / "run"
-    arguments = ["--preset", "1m", "--steps", "3", "--lr", "1e-3", "--warmup", "1", "--host-memory", "2MiB"]
+    arguments = ["--preset", "1m", "--steps", "3", "--sequence", "32", "--lr", "1e-3", "--warmup", "1"]
+    arguments += ["--host-memory", "2MiB"]
     assert cli.main(["train", *arguments, "--out", str(out)]) == 0
     log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert [step["step"] for step in log] == [1, 2, 3]
