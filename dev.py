@@ -36,7 +36,7 @@ del sys.path[0]
 # What `dev.py demo` tells `infinity`, and what `dev.py gpu`, after its tests, tells Python.
 DEMO = ["train", "--preset", "demo", "--host-memory", "512MiB"]
 DEMO += ["--sequence", "64", "--steps", "40", "--warmup", "8", "--lr", "2e-4"]  # minutes, even without bf16
-GPU = ["-m", "infinity.bench.gpu", "--out", "bench/results"]
+GPU = ["-m", "infinity.bench.device.gpu", "--out", "bench/results"]
 
 TORCH = "torch==2.13.0"  # what the tests ran on; unpinned, a newer one may bring gigabytes of CUDA libraries
 BUILD = ["setuptools>=77", "wheel"]

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from infinity.bench.runs import here, machine, words
+from infinity.bench.engine.runs import here, machine, words
 from infinity.errors import ConfigError
 from infinity.timeline import new_file
 

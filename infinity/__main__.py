@@ -13,37 +13,37 @@ from infinity.cli.main import Command
 
 
 def _io() -> Command:
-    from infinity.bench import io
+    from infinity.bench.aio import io
 
     return io
 
 
 def _adam() -> Command:
-    from infinity.bench import adam
+    from infinity.bench.kernels import adam
 
     return adam
 
 
 def _step() -> Command:
-    from infinity.bench import step
+    from infinity.bench.engine import step
 
     return step
 
 
 def _tiles() -> Command:
-    from infinity.bench import tiles
+    from infinity.bench.tiling import tiles
 
     return tiles
 
 
 def _copy() -> Command:
-    from infinity.bench import copy
+    from infinity.bench.device import copy
 
     return copy
 
 
 def _plan() -> Command:
-    from infinity.bench import planning
+    from infinity.bench.planning import plan as planning
 
     return planning
 

@@ -4,8 +4,13 @@ import argparse
 
 import pytest
 
-from infinity.bench import copy, durability, io, planning, step, tiles
+from infinity.bench.aio import io
 from infinity.bench.arguments import positive, size_of, some_size
+from infinity.bench.device import copy
+from infinity.bench.durable import durability
+from infinity.bench.engine import step
+from infinity.bench.planning import plan as planning
+from infinity.bench.tiling import tiles
 
 
 def test_sizes_and_counts_are_read():

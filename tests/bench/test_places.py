@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from infinity.bench import io, losses, planning
+from infinity.bench.aio import io
+from infinity.bench.engine import losses
+from infinity.bench.engine.runs import folder_on
 from infinity.bench.places import check_apart, check_folder, shared
-from infinity.bench.runs import folder_on
+from infinity.bench.planning import plan as planning
 from infinity.errors import ConfigError
 
 

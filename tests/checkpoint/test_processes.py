@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.bench import checkpoints
+from infinity.bench.checkpoint import checkpoints
 
 pytestmark = [pytest.mark.disk, pytest.mark.multi]
 

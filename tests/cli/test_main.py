@@ -239,7 +239,7 @@ MEASUREMENTS = [*(["bench", one] for one in ("io", "adam", "step", "tiles", "cop
 @pytest.fixture
 def fake(monkeypatch):
     """Put a module in the place of `infinity bench io`; its run does what a test sets."""
-    module = types.ModuleType("infinity.bench.io")
+    module = types.ModuleType("infinity.bench.aio.io")
     module.HELP = "measures nothing"
     module.add_arguments = lambda parser: parser.add_argument("--depth", type=int)
     module.run = lambda options, console: options.depth

@@ -11,7 +11,7 @@ import transformers
 
 import models
 from infinity import AdamW, Init
-from infinity.bench.gpu import profiled
+from infinity.bench.device.gpu import profiled
 from infinity.device.device import CudaDevice, open_device
 from infinity.device.streams import TorchStreams
 from infinity.engine.engine import engine_of_model

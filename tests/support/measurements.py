@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from infinity.bench.fio import Bandwidth
-from infinity.bench.floor import Round, Speeds
-from infinity.bench.pace import Cores
-from infinity.bench.runs import Measured
+from infinity.bench.aio.fio import Bandwidth
+from infinity.bench.engine.floor import Round, Speeds
+from infinity.bench.engine.runs import Measured
+from infinity.bench.planning.pace import Cores
 
 RUN = Measured(
     parameters=1000,

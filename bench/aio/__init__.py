@@ -1,0 +1,1 @@
+"""The disk, by our requests and by fio's and libaio's."""

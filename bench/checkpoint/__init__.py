@@ -1,0 +1,1 @@
+"""Checkpoints: the seconds and the memory that they take."""

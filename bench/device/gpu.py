@@ -1,0 +1,299 @@
+"""The GPU's share: a step of a Llama with its state on the device, in host memory and on NVMe, beside plain
+PyTorch, and what the copies between host and device reach of a plain pinned copy's speed in the same run.
+
+    python -m infinity.bench.device.gpu --out bench/results
+
+Not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+import infinity
+from infinity import reference
+from infinity.bench.device.copy import DOWN, UP, CudaLink, rate
+from infinity.bench.engine.runs import SETTLING, SHAPES, here, machine, save
+from infinity.cli.presets import recompute_blocks
+from infinity.device.device import CudaDevice, Device, open_device
+from infinity.engine.engine import engine_of_model
+from infinity.storage.memory import Arena
+
+STEPS = 6
+TILE_NUMEL = 1 << 19
+"""As much as the lane moves at once, where its budget allows."""
+
+CASES: dict[str, dict[str, Any]] = {
+    "on the device": {"nvme": False, "host_memory": "16GiB", "device_memory": "16GiB"},
+    "in host memory": {"nvme": False, "host_memory": "16GiB", "device_memory": "256MiB"},
+    "on NVMe": {"nvme": True, "host_memory": "2GiB", "device_memory": "256MiB"},
+}
+"""Where the state lies, and the settings that put it there."""
+PLAIN = "plain PyTorch"
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """Return the seconds of a call and of all that it queues."""
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+# The link
+
+
+def link(nbytes: int = 1 << 28) -> dict[str, float]:
+    """Measure plain copies from and to pinned memory, each alone: bytes per second by direction."""
+    copies = CudaLink(nbytes, pinned=True)
+    return {direction: rate(copies, [direction], nbytes, seconds=0.5) for direction in (UP, DOWN)}
+
+
+def device_copies(device: Device, nbytes: int = 1 << 28) -> dict[str, float]:
+    """Measure Infinity's own copies, tile by tile: bytes per second by direction, best of five."""
+    arena = Arena(nbytes)
+    device.pin(arena.address, nbytes)
+    flat = torch.zeros(nbytes // 2, dtype=torch.bfloat16, device="cuda")
+    parts = flat.split(TILE_NUMEL)
+
+    def upload() -> None:
+        device.allocated(flat)
+        for number, part in enumerate(parts):
+            start = number * TILE_NUMEL
+            device.upload(flat, start, arena.address + 2 * start, part.numel())
+        device.arrived(flat)
+
+    def download() -> None:
+        for one in [device.download(part) for part in parts]:
+            one.wait()
+
+    found = {UP: upload, DOWN: download}
+    rates = {name: nbytes / min(timed(call) for _ in range(5)) for name, call in found.items()}
+    device.unpin(arena.address)
+    return rates
+
+
+# What a step copies
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """The copies of one direction in a profile."""
+
+    nbytes: int
+    seconds: float
+    """While the copies ran, one after the other."""
+    beside_s: float
+    """Seconds of them in which a kernel ran as well."""
+    pageable_nbytes: int
+    """Bytes from or to memory that was not pinned."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes per second of copying; 0 where nothing was copied."""
+        return self.nbytes / self.seconds if self.seconds else 0.0
+
+
+def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return (start, stop) spans in order, those that touch as one."""
+    found: list[tuple[float, float]] = []
+    for start, stop in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        else:
+            found.append((start, stop))
+    return found
+
+
+def common(first: Sequence[tuple[float, float]], second: Sequence[tuple[float, float]]) -> float:
+    """Return the length of what two lists of merged spans have in common."""
+    total, one, other = 0.0, 0, 0
+    while one < len(first) and other < len(second):
+        total += max(0.0, min(first[one][1], second[other][1]) - max(first[one][0], second[other][0]))
+        if first[one][1] < second[other][1]:
+            one += 1
+        else:
+            other += 1
+    return total
+
+
+def copies_in(events: Iterable[dict[str, Any]]) -> dict[str, Copies]:
+    """Return the copies, by direction, of a trace that torch.profiler has exported (its "traceEvents")."""
+    spans: dict[str, list[dict[str, Any]]] = {"kernel": [], "HtoD": [], "DtoH": []}
+    for event in events:
+        kind = {"kernel": "kernel", "gpu_memcpy": event.get("name", "")[7:11]}.get(event.get("cat", ""))
+        if kind in spans:
+            spans[kind].append(event)
+    times = {
+        kind: merged((one["ts"] / 1e6, (one["ts"] + one["dur"]) / 1e6) for one in found)
+        for kind, found in spans.items()
+    }
+    return {
+        direction: Copies(
+            sum(one["args"]["bytes"] for one in spans[kind]),
+            sum(stop - start for start, stop in times[kind]),
+            common(times[kind], times["kernel"]),
+            sum(one["args"]["bytes"] for one in spans[kind] if "Pageable" in one["name"]),
+        )
+        for direction, kind in ((UP, "HtoD"), (DOWN, "DtoH"))
+    }
+
+
+def profiled(call: Callable[[], Any]) -> dict[str, Copies]:
+    """Return the copies that a call makes."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        timed(call)
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profile.export_chrome_trace(file.name)
+        return copies_in(json.loads(Path(file.name).read_text())["traceEvents"])
+
+
+# Steps
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingResult:
+    """One way to train."""
+
+    seconds: float
+    """Per step: the median of the steady steps."""
+    device_nbytes: int
+    """Peak memory on the device."""
+    loss: float
+    """Of the last timed step."""
+    copies: dict[str, Copies]
+    """Of one further step."""
+    buffers: int
+    """Host buffers that were allocated for gradients after the first steps."""
+    pageable_reason: str
+
+
+def build(name: str, shape: str, folder: str) -> tuple[Any, Any]:
+    """Return a Llama and its optimizer."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = dict(SHAPES[shape])
+    config = transformers.LlamaConfig(**sizes)
+    if name == PLAIN:
+        model: Any = reference.prepare(transformers.LlamaForCausalLM(config))
+        model.cuda()
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    settings = {**CASES[name], "nvme": folder if CASES[name]["nvme"] else None}
+    with infinity.Init(device="cuda", **settings):
+        model = transformers.LlamaForCausalLM(config)
+    model.to(device="cuda")  # the buffers; parameters are there when they are used
+    return model, infinity.AdamW(model.parameters(), lr=1e-4, update="backward")
+
+
+def measure(name: str, shape: str, tokens: int, folder: str) -> TrainingResult:
+    """Train, and give everything back."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    model, optimizer = build(name, shape, folder)
+    model.train()
+    recompute_blocks(model)
+    engine = None if name == PLAIN else engine_of_model(model)
+    device = engine.device if engine else None
+    memory = device.memory if isinstance(device, CudaDevice) else None
+    generator = torch.Generator("cuda").manual_seed(0)
+    ids = torch.randint(0, SHAPES[shape]["vocab_size"], (1, tokens), device="cuda", generator=generator)
+    losses: list[torch.Tensor] = []
+    seconds, made = [], 0
+
+    def step() -> None:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+
+    for number in range(STEPS):
+        if number == SETTLING and memory:
+            made = memory.made
+        seconds.append(timed(step))
+    result = TrainingResult(
+        statistics.median(seconds[SETTLING:]),
+        torch.cuda.max_memory_allocated(),
+        losses[-1].item(),
+        profiled(step),
+        memory.made - made if memory else 0,
+        device.pageable_reason if device else "",
+    )
+    if engine:
+        engine.close()
+    return result
+
+
+def figures(result: TrainingResult, speeds: dict[str, float]) -> list[str]:
+    """Return the cells of a result: seconds, memory, and each direction's bytes, speed and overlap."""
+    cells = [f"{result.seconds:.3f} s", f"{result.device_nbytes / 2**20:.0f} MiB"]
+    for direction, one in result.copies.items():
+        share = one.beside_s / one.seconds if one.seconds else 0.0
+        cells.append(
+            f"{one.nbytes / 1e9:.2f} GB at {one.bytes_per_s / speeds[direction]:.0%} of the link, "
+            f"{share:.0%} beside kernels"
+        )
+    return cells
+
+
+def main() -> None:
+    """Measure, print tables, and write gpu.json where asked."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
+    parser.add_argument("--out", type=Path, help="folder for gpu.json")
+    parser.add_argument("--nvme", help="folder on the NVMe device; a temporary one by default")
+    parser.add_argument("--model", choices=SHAPES, default="269m")
+    parser.add_argument("--tokens", type=int, default=1024)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device is visible")
+    console = Console()
+    device = open_device("cuda")
+    speeds, own = link(), device_copies(device)
+    device.close()
+    for direction, speed in speeds.items():
+        console.print(
+            f"{direction}: {speed / 1e9:.1f} GB/s pinned, Infinity {own[direction] / speed:.0%} of that"
+        )
+    table = Table("state", "step", "peak on the device", UP, DOWN, title=torch.cuda.get_device_name())
+    results = {}
+    with tempfile.TemporaryDirectory(dir=arguments.nvme) as folder:
+        facts = {**here(), **machine(Path(folder))}
+        for name in (PLAIN, *CASES):
+            with console.status(name):
+                results[name] = measure(name, arguments.model, arguments.tokens, folder)
+            table.add_row(name, *figures(results[name], speeds))
+    console.print(table)
+    if arguments.out:
+        record = {
+            "machine": {**facts, "gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda},
+            "settings": {
+                "model": arguments.model,
+                "tokens": arguments.tokens,
+                "steps": STEPS,
+                "cases": CASES,
+            },
+            "link_bytes_per_s": speeds,
+            "infinity_bytes_per_s": own,
+            "steps": results,
+        }
+        save(arguments.out / "gpu.json", record)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Durable runs: what committing steps costs."""

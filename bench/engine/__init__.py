@@ -1,0 +1,1 @@
+"""Whole training steps: time, bytes, memory and losses, beside peers and limits."""

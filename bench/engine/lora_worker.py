@@ -1,0 +1,39 @@
+"""A contestant of its own: PEFT's LoRA on a base offloaded by Infinity. Its arguments are contestant.py's.
+
+Started by infinity.bench.engine.lora. Imports stand here, so that they count to the baseline of memory.
+"""
+
+from __future__ import annotations
+
+import peft
+import torch
+
+import infinity
+from infinity.bench.engine import contestant
+from infinity.bench.engine.contestant import RATES, Contestant, Spec, checkpointed, count, llama
+
+
+def lora(spec: Spec) -> Contestant:
+    """Adapters on the attention's queries and values; settings: of Config, and the adapters' rank."""
+    chosen = dict(spec.settings)
+    config = peft.LoraConfig(r=chosen.pop("rank"), target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    with infinity.Init(nvme=spec.nvme, **chosen):
+        base = llama(spec)
+    model = checkpointed(peft.get_peft_model(base, config))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, **RATES)
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def moved() -> tuple[int, int]:
+        stats = infinity.stats(model)
+        return stats.nvme_read_nbytes, stats.nvme_written_nbytes
+
+    return Contestant(model, count(model), torch.Tensor.backward, step, moved=moved)
+
+
+if __name__ == "__main__":
+    contestant.KINDS["lora"] = lora
+    contestant.main()

@@ -1,0 +1,188 @@
+"""The loss curves of the three dtypes of optimizer state: one text, one model, one seed, in one picture.
+
+    python -m infinity.bench.engine.losses --nvme DIR --png FILE.png --json FILE.json
+
+The loop of `infinity train` with its default text, the standard library's sources, a byte a token. Weights
+and batches are the same for all, so what differs between the curves is what rounding the moments does. Time
+does not matter: this may run on a busy machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch.optim.lr_scheduler import LambdaLR
+
+import infinity
+from infinity.bench.engine.runs import STATE_DTYPES, folder_on, here, machine, save, words
+from infinity.bench.places import check_folder
+from infinity.cli.presets import PRESETS, llama
+from infinity.cli.text import Sampler, Text, default_text
+from infinity.cli.train import learning_rate
+from infinity.engine.engine import engine_of_model
+from infinity.errors import ConfigError
+
+SMOOTHED = 20
+"""Steps in the mean that the picture shows strongly, and that the last losses are compared by."""
+
+
+@dataclass(frozen=True, slots=True)
+class CurveSettings:
+    """What all curves have in common."""
+
+    preset: str
+    steps: int
+    batch: int
+    """Sequences per step."""
+    sequence: int
+    """Bytes per sequence."""
+    lr: float
+    warmup: int
+    weight_decay: float
+    seed: int
+    host_memory: str
+
+
+def losses(settings: CurveSettings, state_dtype: str, text: Text, folder: Path) -> Iterator[float]:
+    """Train with moments of this dtype; yield the loss of each step, in nats per byte."""
+    torch.manual_seed(settings.seed)
+    with infinity.Init(nvme=str(folder), host_memory=settings.host_memory, state_dtype=state_dtype):
+        model = llama(PRESETS[settings.preset], settings.sequence)
+    model.train()
+    optimizer = infinity.AdamW(
+        model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay, update="backward"
+    )
+    schedule = LambdaLR(optimizer, lambda step: learning_rate(step, settings.warmup, settings.steps))
+    batches = Sampler(text, batch=settings.batch, sequence=settings.sequence, seed=settings.seed)
+    with closing(engine_of_model(model)):
+        for ids in islice(batches, settings.steps):
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            yield float(loss.detach())
+
+
+def smooth(values: Sequence[float], width: int = SMOOTHED) -> list[float]:
+    """Return, for each value, the mean of it and the up to `width` - 1 before it."""
+    return [statistics.fmean(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]
+
+
+def last(curves: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
+    """Return for each curve the smoothed loss at its end, and how far above exact state's it lies."""
+    ends = {name: smooth(values)[-1] for name, values in curves.items()}
+    base = ends.get(STATE_DTYPES[0])
+    return {
+        name: {"loss": end, **({} if base is None else {"above_exact": end - base})}
+        for name, end in ends.items()
+    }
+
+
+def plot(path: Path, curves: Mapping[str, Sequence[float]], title: str) -> None:
+    """Draw all curves in one PNG: every step faintly, the mean strongly."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    styles = ("-", "--", ":")  # the curves may lie on each other
+    for number, (name, values) in enumerate(curves.items()):
+        color, steps = f"C{number}", range(1, len(values) + 1)
+        axes.plot(steps, values, color=color, alpha=0.2, linewidth=0.8)
+        style = styles[number % len(styles)]
+        label = f"{name}: {smooth(values)[-1]:.3f} at the end"
+        axes.plot(steps, smooth(values), color=color, linestyle=style, linewidth=2, label=label)
+    axes.legend(title=f"moments; mean of the last {SMOOTHED} steps")
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", title=title)
+    axes.grid(visible=True, alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+def table(curves: Mapping[str, Sequence[float]]) -> Table:
+    """Lay the ends of the curves side by side."""
+    lines = Table(title=f"Loss, mean of the last {SMOOTHED} steps, nats per byte")
+    lines.add_column("moments")
+    for heading in ("first step", "at the end", "above exact state"):
+        lines.add_column(heading, justify="right")
+    for name, end in last(curves).items():
+        above = f"{end['above_exact']:+.4f}" if "above_exact" in end else ""
+        lines.add_row(name, f"{curves[name][0]:.4f}", f"{end['loss']:.4f}", above)
+    return lines
+
+
+def options_of(arguments: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m infinity.bench.engine.losses",
+        description="Loss curves of the dtypes of optimizer state",
+    )
+    parser.add_argument("--nvme", type=Path, required=True, metavar="DIR", help="a folder on the disk")
+    parser.add_argument("--state-dtype", nargs="+", choices=STATE_DTYPES, default=list(STATE_DTYPES))
+    parser.add_argument("--preset", choices=PRESETS, default="25m")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch", type=int, default=8, help="sequences per step")
+    parser.add_argument("--sequence", type=int, default=256, help="bytes per sequence")
+    parser.add_argument("--lr", type=float, default=6e-4, help="the highest learning rate")
+    parser.add_argument("--warmup", type=int, default=20)
+    parser.add_argument("--weight-decay", type=float, default=0.1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--host-memory", default="256MiB", metavar="SIZE")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the curves")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all losses")
+    options = parser.parse_args(arguments)
+    if options.steps < 1:
+        parser.error("--steps has to be at least 1")
+    if options.png and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--png needs matplotlib: pip install matplotlib")
+    try:
+        check_folder(options.nvme)
+    except ConfigError as error:
+        parser.error(str(error))
+    return options
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Train once per dtype; print the ends, draw the curves, write the record."""
+    options = options_of(arguments)
+    console = Console()
+    settings = CurveSettings(**{name: getattr(options, name) for name in CurveSettings.__dataclass_fields__})
+    text, about = default_text(), here()
+    curves: dict[str, list[float]] = {}
+    with folder_on(options.nvme) as folder:
+        facts = machine(folder)
+        for name in options.state_dtype:
+            progress: dict[str, Any] = {"total": settings.steps, "console": console}
+            found = track(losses(settings, name, text, folder), f"{name} state", **progress)
+            curves[name] = list(found)
+    parameters = PRESETS[settings.preset].parameters / 1e6
+    title = (
+        f"{parameters:.1f} M parameters, {settings.batch}x{settings.sequence} bytes of source text per step"
+    )
+    console.print(table(curves))
+    console.print(title)
+    console.print(words(about))
+    if options.png:
+        plot(options.png, curves, title)
+    if options.json:
+        read = {"files": text.files, "nbytes": text.nbytes}
+        record = {"about": about, "machine": facts, "text": read, "recipe": settings}
+        record |= {"smoothed_over_steps": SMOOTHED, "at_the_end": last(curves), "losses": curves}
+        save(options.json, record)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""What Infinity's own Python takes: of its lane for each request, and of the thread that computes for each
+use of a unit. Measured with real engines on models of next to no bytes and arithmetic, alone, and while
+something computes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity import AdamW, Init, kernels, stats
+from infinity.bench.engine import contestant
+from infinity.bench.engine.contestant import Spec
+from infinity.bench.engine.runs import settings_of
+from infinity.engine.engine import engine_of_model
+from infinity.lane.counts import LaneTimes
+from infinity.planning.budget import least_budget
+from infinity.records.updates import Update
+
+_SCALARS = kernels.AdamWScalars(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
+_REQUESTS = 8
+"""Of a tile of a whole record: hi, lo, m and v are read and written."""
+_SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+_SMALL["vocab_size"] = 256
+"""A Llama whose arithmetic takes no time to speak of; 256 KiB hold little of it."""
+_LEAST_SHARE = 0.02
+"""Of its speed, at which computing goes on at least: a forecast that stands still is of no use."""
+
+
+class Asking:
+    """A real lane over a real file, in tiles of a block or two, whose bytes count for nothing: what it takes
+    is Python, and asking the disk.
+    """
+
+    def __init__(self, folder: str, numel: int = 1 << 20) -> None:
+        """Build a record of `numel` elements in `folder`, within the least budget there is.
+
+        Raises: what Init raises.
+        """
+        with Init(nvme=folder, host_memory=least_budget()):
+            self._layer = nn.Linear(1024, numel // 1024, bias=False)
+        self._optimizer = AdamW(self._layer.parameters(), update="backward")
+        self._engine = engine_of_model(self._layer)
+        self._gradient = torch.full((numel,), 0.5, dtype=torch.bfloat16)
+        self._requests = _REQUESTS * -(-numel // self._engine.budget.tile_numel)
+        self._ended = False
+        self._began_s, self._before = 0.0, LaneTimes()
+        self._walks = 0
+        self._thread = threading.Thread(target=self._run, name="infinity-asking", daemon=True)
+        self._walk()  # moments there are from the first update on
+
+    def _walk(self) -> None:
+        unit = self._engine.units[0]
+        unit.pending[0] = Update(_SCALARS, self._gradient, None)
+        self._engine.executor.flush(unit)
+        self._engine.lane.drain()
+        self._walks += 1
+
+    def alone(self, seconds: float = 0.5) -> float:
+        """Walk for so long; return the lane's seconds for each request."""
+        self._start_counting()
+        while time.perf_counter() - self._began_s < seconds:
+            self._walk()
+        return self._busy_s() / self._asked()
+
+    def start(self) -> None:
+        """Walk on a thread until `stop`."""
+        self._start_counting()
+        self._thread.start()
+
+    def stop(self) -> tuple[float, float]:
+        """Return the seconds for each request since `start`: of the lane, and of the clock."""
+        self._ended = True
+        self._thread.join()
+        return self._busy_s() / self._asked(), (time.perf_counter() - self._began_s) / self._asked()
+
+    def _run(self) -> None:
+        while not self._ended:
+            self._walk()
+
+    def _start_counting(self) -> None:
+        times = self._engine.lane.times
+        self._before = LaneTimes(times.read_wait_s, times.work_s, times.write_wait_s, times.idle_s)
+        self._began_s, self._walks = time.perf_counter(), 0
+
+    def _asked(self) -> int:
+        return max(1, self._walks) * self._requests
+
+    def _busy_s(self) -> float:
+        """Return the seconds since the start in which the lane waited for nothing."""
+        times, before = self._engine.lane.times, self._before
+        waited_s = (
+            times.read_wait_s - before.read_wait_s,
+            times.write_wait_s - before.write_wait_s,
+            times.idle_s - before.idle_s,
+        )
+        return max(time.perf_counter() - self._began_s - sum(waited_s), 1e-9)
+
+
+def request_toll(folder: str, compute: Callable[[], object], steps: int = 2) -> tuple[float, float, float]:
+    """Return the lane's seconds for a request, how fast it asks while `compute` is called again and again,
+    of what it does alone, and how fast `compute` then goes.
+
+    Others than the lane take part: the disk's thread, and whoever waits for the interpreter. So computing may
+    lose more for a request than the lane's own time for it, which then counts as the lane's.
+    """
+    lane = Asking(folder)
+    alone_s = lane.alone()
+    computing_s = statistics.median(_seconds(compute) for _ in range(steps))
+    lane.start()
+    try:
+        beside_s = statistics.median(_seconds(compute) for _ in range(steps))
+    finally:
+        asked_s, passed_s = lane.stop()
+    lost_s = passed_s * (1 - min(1.0, computing_s / beside_s))
+    taken_s = max(alone_s, asked_s, lost_s / (1 - _LEAST_SHARE))
+    return alone_s, alone_s / taken_s, 1 - lost_s / taken_s
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def use_toll(folder: str) -> float:
+    """Return the seconds of its thread that a use of a unit takes: of a step of a small model in Infinity,
+    beyond those of the same step without.
+    """
+    ours = Spec("infinity", _SMALL, 1, 8, folder, "", settings=settings_of("256KiB"))
+    without, within = contestant.forward_backward(ours), contestant.infinity(ours)
+    contestant.one_step(within, ours, 0)  # now the order of uses is known, and there are moments
+    before = stats(within.model).uses
+    contestant.one_step(within, ours, 0)
+    uses = stats(within.model).uses - before
+    within_s, without_s = (_least_s(partial(contestant.one_step, one, ours, 0)) for one in (within, without))
+    return max(0.0, within_s - without_s) / uses
+
+
+def tolls(folder: str, compute: Callable[[], object]) -> dict[str, float]:
+    """Return all of it, by its names in simulated.Rates; see `request_toll` for `compute`."""
+    names = ("request_s", "asking", "computing_asked")
+    return {**dict(zip(names, request_toll(folder, compute), strict=True)), "use_s": use_toll(folder)}
+
+
+def _least_s(call: Callable[[], Any], repeats: int = 5) -> float:
+    """Return the least of this thread's own time for some calls."""
+    found = []
+    for _ in range(repeats):
+        began = time.thread_time()
+        call()
+        found.append(time.thread_time() - began)
+    return min(found)

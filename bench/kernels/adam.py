@@ -1,0 +1,320 @@
+"""The CPU kernels beside the memory's own speed, measured in the same run, and beside torch's AdamW.
+
+    infinity bench adam --rounds 25 --json adam.json --plot adam.png
+
+A row is one kernel with one instruction set on some threads. Its *limit* is the time in which the same
+threads move the same bytes: the kernel's own fields, each read, updated or only written as the kernel does
+it, with next to no arithmetic. They lie in memory as training holds records in: in huge pages, where the
+machine gives them. (It may give them for one field and not for another: so the very same memory.) Everything
+is timed in turn, round after round, and what counts is the median over the rounds of limit over kernel; GB/s
+and parameters/s are those of the best round, the one that other users of the machine disturbed least. A ratio
+above 1 says that the limit's own loop was slower.
+
+Bytes are those that have to be moved. A kernel whose stores go through the caches first reads what it
+overwrites, which is not counted: split, join, widen, narrow and dequantize. sum_squares and the hash read
+little and compute much; the hash runs on one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from infinity import kernels
+from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, gb_per_s, show, write
+from infinity.bench.kernels.recipes import (
+    BESIDE,
+    BLOCK,
+    SPLIT,
+    FieldStream,
+    Memory,
+    Operation,
+    other_steps,
+    others,
+    steps,
+    torchs,
+)
+from infinity.bench.targets import Target
+from infinity.errors import ConfigError
+from infinity.kernels.library import MAX_THREADS, ffi, library
+from infinity.sizes import format_size
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+HELP = "how fast the CPU kernels are, beside the memory's limit and torch's AdamW"
+
+ISAS = ("avx512", "avx2", "scalar")
+LEAST_NBYTES = 64 << 20
+"""What a timing moves at least: smaller records are gone over several times."""
+SETTLE_S = 0.02  # torch's OpenMP threads spin after their work and would slow whatever comes next
+LEAST_ROUNDS = 3
+"""With fewer there is no verdict: the median of one or two timings is luck."""
+NBYTES = 56
+"""Of memory, per parameter: recipes.Memory takes 32, the two contestants of torch 20, making it 4 more."""
+LIMIT = 0.9
+GAIN = 1.8
+
+
+@dataclass(slots=True)
+class Timing:
+    """One row: seconds of the operation and of its limit, one per round."""
+
+    operation: Operation
+    isa: str
+    threads: int
+    numel: int
+    seconds: list[float] = field(default_factory=list)
+    limit_seconds: list[float] = field(default_factory=list)
+
+    @property
+    def ratios(self) -> list[float]:
+        """Each round's part of the limit that was reached."""
+        return [limit / own for limit, own in zip(self.limit_seconds, self.seconds, strict=True)]
+
+    @property
+    def parameters_per_s(self) -> float:
+        """In the best round."""
+        return self.numel / min(self.seconds)
+
+    def record(self) -> dict[str, Any]:
+        """Return the row for table and JSON."""
+        nbytes = self.operation.bytes_per_parameter
+        return {
+            "operation": self.operation.name,
+            "gradient": self.operation.gradient,
+            "isa": self.isa,
+            "threads": self.threads,
+            "parameters": self.numel,
+            "bytes_per_parameter": nbytes,
+            "parameters_per_s": self.parameters_per_s,
+            "bytes_per_s": nbytes * self.parameters_per_s,
+            "limit_bytes_per_s": nbytes * self.numel / min(self.limit_seconds),
+            "of_limit": statistics.median(self.ratios),
+            "of_limit_best": min(self.limit_seconds) / min(self.seconds),
+            "seconds": self.seconds,
+            "limit_seconds": self.limit_seconds,
+        }
+
+
+# Timing
+
+
+def timed(call: Callable[[], object], times: int) -> float:
+    """Return the seconds of one call, the mean of so many in a row behind one that does not count.
+
+    STREAM leaves its first out, too: pool and clock have yet to come up, all the more for wide registers.
+    """
+    time.sleep(SETTLE_S)
+    call()
+    start = time.perf_counter()
+    for _ in range(times):
+        call()
+    return (time.perf_counter() - start) / times
+
+
+def limit(streams: tuple[FieldStream, ...], numel: int) -> Callable[[], object]:
+    """Return a call that moves what an operation with these streams moves. What is updated keeps its values,
+    what is only written becomes 0.
+    """
+    described = [(ffi.cast("void *", one.address), one.nbytes, one.kind) for one in streams]
+    array = ffi.new("struct infinity_stream[]", described)
+    return lambda: library.infinity_traffic(numel, len(described), array)
+
+
+def one_round(timings: Sequence[Timing], best: str, *, keep: bool) -> None:
+    """Time every row once, those of the same limit right behind it."""
+    for streams in dict.fromkeys(timing.operation.streams for timing in timings):
+        rows = [timing for timing in timings if timing.operation.streams == streams]
+        times = max(1, round(LEAST_NBYTES / rows[0].operation.bytes_per_parameter / rows[0].numel))
+        kernels.set_isa(best)
+        bound = timed(limit(streams, rows[0].numel), times)
+        for row in rows:
+            kernels.set_isa(row.isa or best)
+            seconds = timed(row.operation.call, times)
+            if keep:
+                row.seconds.append(seconds)
+                row.limit_seconds.append(bound)
+
+
+def measured(
+    operations: Sequence[Operation], numel: int, threads: int, rounds: int, step: Callable[[], object]
+) -> list[Timing]:
+    """Time all operations on so many threads; one round more than counts, to warm up."""
+    kernels.set_threads(threads)
+    torch.set_num_threads(threads)
+    best = available()[0]
+    timings = [
+        Timing(operation, isa, threads, numel)
+        for operation in operations
+        if operation.on(threads)
+        for isa in operation.isas or ("",)
+    ]
+    for count in range(rounds + 1):
+        one_round(timings, best, keep=count > 0)
+        step()
+    return timings
+
+
+@contextmanager
+def settings_kept() -> Iterator[None]:
+    """Put instruction set and threads back, torch's too."""
+    isa, ours, theirs = kernels.isa(), kernels.threads(), torch.get_num_threads()
+    try:
+        yield
+    finally:
+        kernels.set_isa(isa)
+        kernels.set_threads(ours)
+        torch.set_num_threads(theirs)
+
+
+def available() -> tuple[str, ...]:
+    """Return the instruction sets that this machine and build have, best first."""
+    with settings_kept():
+        return tuple(isa for isa in ISAS if _has(isa))
+
+
+def _has(isa: str) -> bool:
+    try:
+        kernels.set_isa(isa)
+    except kernels.UnsupportedIsaError:
+        return False
+    return True
+
+
+# What it comes to
+
+
+def verdicts(timings: Sequence[Timing]) -> list[str]:
+    """Return a line for each recipe against its limit, and one against torch, on the most threads."""
+    most = max(timing.threads for timing in timings)
+    last = [timing for timing in timings if timing.threads == most]
+    lines = []
+    recipes = dict.fromkeys(
+        (timing.operation.name, timing.operation.gradient) for timing in last if timing.operation.is_step
+    )
+    for name, gradient in recipes:
+        own = _fastest(last, name, gradient)
+        target = Target("≥", LIMIT, f"of the memory limit: {name}, {gradient} gradient, {own.isa}")
+        lines.append(f"{target.verdict(own.ratios)} (best {own.record()['of_limit_best']:.2f})")
+    ours, theirs = _fastest(last, SPLIT, "bf16"), _fastest(last, BESIDE, "bf16")
+    gains = [theirs_s / ours_s for theirs_s, ours_s in zip(theirs.seconds, ours.seconds, strict=True)]
+    target = Target("≥", GAIN, f"times the parameters/s of {BESIDE}")
+    return [*lines, f"{target.verdict(gains)} (best {min(theirs.seconds) / min(ours.seconds):.2f})"]
+
+
+def _fastest(timings: Sequence[Timing], name: str, gradient: str) -> Timing:
+    """Return the row of an operation whose instruction set is best."""
+    rows = [row for row in timings if row.operation.name == name and row.operation.gradient == gradient]
+    return min(rows, key=lambda row: min(row.seconds))
+
+
+def findings(timings: Sequence[Timing], options: argparse.Namespace) -> Findings:
+    """Lay everything out."""
+    rows = [timing.record() for timing in timings]
+    columns = (
+        Column("operation", "operation"),
+        Column("gradient", "gradient"),
+        Column("isa", "instructions"),
+        Column("threads", "threads"),
+        Column("bytes_per_parameter", "B/param", lambda value: f"{value:.4g}"),
+        Column("parameters_per_s", "Mparam/s", lambda value: f"{value / 1e6:.0f}"),
+        Column("bytes_per_s", "best", gb_per_s),
+        Column("limit_bytes_per_s", "limit", gb_per_s),
+        Column("of_limit", "of limit, median", lambda value: f"{value:.2f}"),
+        Column("of_limit_best", "of limit, best", lambda value: f"{value:.2f}"),
+    )
+    title = f"CPU kernels on {options.numel / 1e6:.3g} M parameters, {options.rounds} rounds"
+    few = f"No verdicts: a median takes at least {LEAST_ROUNDS} rounds."
+    said = [few] if options.rounds < LEAST_ROUNDS else verdicts(timings)
+    return Findings(title, rows, columns, said, asked(options), lambda axes: _draw(axes, rows))
+
+
+def _draw(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+    most = max(row["threads"] for row in rows)
+    shown = [row for row in rows if row["threads"] == most][::-1]
+    names = [" ".join(filter(None, (row["operation"], row["gradient"], row["isa"]))) for row in shown]
+    axes.barh(names, [row["limit_bytes_per_s"] / 1e9 for row in shown], color="0.85", label="limit")
+    axes.barh(names, [row["bytes_per_s"] / 1e9 for row in shown], height=0.4, label="reached")
+    axes.set_xlabel(f"GB/s, {most} threads, best round")
+    axes.tick_params(axis="y", labelsize=6)
+    axes.legend(loc="lower right")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `infinity bench adam`."""
+    numel = (
+        f"parameters, whole blocks of {BLOCK}: far more than the caches hold, or few, to see tiles in them"
+    )
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--numel", type=int, default=1 << 24, metavar="N", help=f"{numel} (16,777,216)")
+    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="timings of every row (15)")
+    threads = "threads of kernels and of torch (1 and all cores)"
+    parser.add_argument(
+        "--threads", type=int, nargs="+", default=sorted({1, cores}), metavar="N", help=threads
+    )
+    isa = "instruction sets to time (all there are)"
+    parser.add_argument("--isa", nargs="+", choices=ISAS, default=list(available()), help=isa)
+    add_outputs(parser)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Refuse what cannot be measured, before anything is. Raises: ConfigError."""
+    if options.numel < BLOCK or options.numel % BLOCK:
+        raise ConfigError(f"--numel {options.numel}: expected a multiple of {BLOCK}, at least {BLOCK}")
+    needed, available_nbytes = NBYTES * options.numel, psutil.virtual_memory().available
+    if needed > available_nbytes:
+        raise ConfigError(
+            f"--numel {options.numel}: takes {format_size(needed)} of memory, {NBYTES} B per parameter, and "
+            f"{format_size(available_nbytes)} are available. Give a smaller --numel."
+        )
+    if options.rounds < 1:
+        raise ConfigError(f"--rounds {options.rounds}: expected at least 1")
+    if not all(1 <= count <= MAX_THREADS for count in options.threads):
+        raise ConfigError(f"--threads {options.threads}: expected 1 to {MAX_THREADS}")
+    missing = sorted(set(options.isa) - set(available()))
+    if missing:
+        raise ConfigError(f"--isa {missing}: this machine or build has {', '.join(available())}")
+    check_outputs(options)
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Measure, show, write. Raises: ConfigError for options that cannot be meant."""
+    check(options)
+    best = available()[0]
+    chosen = tuple(isa for isa in ISAS if isa in options.isa)
+    timings: list[Timing] = []
+    with console.status("taking memory"):
+        memory = Memory.of(options.numel)
+        operations = [
+            *steps(memory, chosen),
+            *other_steps(memory, chosen[0]),
+            *torchs(options.numel),
+            *others(memory, best),
+        ]
+    with settings_kept(), Progress(console=console, disable=not console.is_terminal) as progress:
+        for threads in options.threads:
+            name = f"{threads} thread{'s' * (threads > 1)}"
+            task = progress.add_task(name, total=options.rounds + 1)
+
+            def advance(task: Any = task) -> None:
+                progress.advance(task)
+
+            timings += measured(operations, options.numel, threads, options.rounds, advance)
+            if not console.is_terminal:
+                console.print(f"{name}: measured")
+    found = findings(timings, options)
+    show(found, console)
+    write(found, options)
+    return 0

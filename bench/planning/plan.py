@@ -1,0 +1,374 @@
+"""`infinity plan`: will it fit, how fast, what limits it.
+
+    infinity plan check --model 7b --host-memory 32GiB --nvme DIR --tokens 4x2048
+    infinity plan sweep host-memory=8GiB,32GiB --model 7b --nvme DIR
+    infinity plan check --model 1t --ranks 16 --local-ranks 8 --host-memory 128GiB --device-memory 40GiB \
+        --compute 150 --nvme-read 25 --nvme-write 20 --nvme-mixed 22 --link 50 --tokens 8x2048
+
+What would be decided in training is decided here by the same functions (see demand), and a step is walked on
+a simulated machine (see forecast). What was not told is measured on this machine, or left open.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from torch import nn
+
+from infinity.bench.arguments import positive, some_size
+from infinity.bench.findings import add_outputs, check_outputs, show, write
+from infinity.bench.places import check_folder
+from infinity.bench.planning import cuts, hindsight, outlook, pace
+from infinity.bench.planning.planned import Planned
+from infinity.bench.planning.sketch import outline_of, outline_of_model
+from infinity.cli.presets import PRESETS
+from infinity.errors import ConfigError, HostMemoryError
+from infinity.planning.demand import Setting, demand, least_host_nbytes
+from infinity.planning.forecast import forecast
+from infinity.planning.outline import Outline, timed
+from infinity.planning.simulator import Disk, Rates
+from infinity.storage.disk_speed import DiskSpeed, speed_of
+
+HELP = "say whether a model fits, how fast a step will be, and what limits it"
+_QUESTIONS = {
+    "check": "does this model fit these budgets, how fast is a step, what limits it",
+    "sweep": "plan for each of several values: a table, and a picture",
+    "compare": "hold forecasts against what `infinity bench step --json` has measured",
+    "zero": "what each stage of ZeRO takes of memory, and nothing else",
+}
+_SWEPT = (
+    "host-memory",
+    "device-memory",
+    "tokens",
+    "ranks",
+    "micro-batches",
+    "dtype",
+    "state-dtype",
+    "update",
+    "model",
+)
+
+
+def plan(
+    model: nn.Module | Outline,
+    setting: Setting,
+    *,
+    tokens: int = 2048,
+    sequence: int | None = None,
+    seconds: float | None = None,
+    rates: Rates | None = None,
+    inputs: Mapping[str, Any] | None = None,
+) -> Planned:
+    """Plan the training of a model, which may be on the meta device: what `infinity plan` tells, as data.
+
+    tokens: of a micro-batch on one rank, in sequences of `sequence` (all of them, if None). seconds: what
+    forward and backward of a step compute, with recomputation. rates: of one rank; without either there is no
+    forecast. inputs: see sketch.outline_of_model.
+
+    Raises: ConfigError for a model without parameters.
+    """
+    outline = model if isinstance(model, Outline) else outline_of_model(model, inputs=inputs)
+    length = sequence or tokens
+    began = time.perf_counter()
+    need, told, refusal = None, None, ""
+    try:
+        need = demand(outline, setting)
+    except HostMemoryError as error:
+        refusal = str(error)
+    planning_s = time.perf_counter() - began
+    if need is not None and seconds is not None and rates is not None:
+        script = timed(outline.script(tokens, length, setting.micro_batches), seconds)
+        told = forecast(script, need.plan, need.units, need.limits, rates)
+    least = least_host_nbytes(outline, setting)
+    return Planned(outline, setting, tokens, length, least, need, refusal, told, planning_s)
+
+
+# The command
+
+
+def spelled_out(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments behind the subcommand that they mean: without any, as it was written before there
+    were some, `infinity plan` is `check`, and --sweep, --check and --zero stand for the others.
+    """
+    given = list(arguments)
+    if given and given[0] in (*_QUESTIONS, "-h", "--help"):
+        return given
+    flags = {one.partition("=")[0] for one in given}
+    if "--zero" in flags:
+        return ["zero", *(one for one in given if one != "--zero")]
+    if "--check" in flags:
+        return ["compare", *(one.removeprefix("--check=") for one in given if one != "--check")]
+    swept, others, left = [], [], iter(given)
+    for one in left:
+        name, _, value = one.partition("=")
+        if name == "--sweep":
+            swept.append(value or next(left, ""))
+        else:
+            others.append(one)
+    return ["sweep", *swept, *others] if swept else ["check", *others]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what can be asked for."""
+    questions = parser.add_subparsers(dest="question", required=True, metavar=" | ".join(_QUESTIONS))
+    asks = {
+        name: questions.add_parser(name, help=summary, description=summary)
+        for name, summary in _QUESTIONS.items()
+    }
+    for name in ("check", "sweep"):
+        _add_training(asks[name])
+    asks["check"].set_defaults(sweep=[])
+    keys = f"plan for each value, and each combination where there are several keys: {', '.join(_SWEPT)}"
+    asks["sweep"].add_argument("sweep", nargs="+", type=_sweep, metavar="KEY=A,B,...", help=keys)
+    asks["compare"].add_argument("files", nargs="+", type=Path, metavar="FILE", help="its *.json")
+    _add_model(asks["zero"].add_argument)
+    _add_ranks(asks["zero"].add_argument)
+    for name, one in asks.items():
+        add_outputs(one, plots=name in ("sweep", "compare"))
+        one.add_argument("--traceback", action="store_true", help="show where an error came from")
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    """Add the training to plan for, and the machine."""
+    add = parser.add_argument
+    _add_model(add)
+    add(
+        "--tokens",
+        type=_tokens,
+        default=(1, 2048),
+        metavar="BxS",
+        help="batch x sequence of a micro-batch on one rank (1x2048)",
+    )
+    add(
+        "--host-memory",
+        type=some_size,
+        metavar="SIZE",
+        help="budget of each rank (half of what is available here)",
+    )
+    add(
+        "--device-memory",
+        type=some_size,
+        metavar="SIZE",
+        help="of each rank's GPU, for parameters (none: the CPU computes)",
+    )
+    add("--nvme", metavar="DIR", help="a folder on the disk to plan for: measured, unless it was before")
+    _add_ranks(add)
+    add("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="the type that computes (bf16)")
+    add("--state-dtype", choices=("fp32", "bf16", "int8"), default="fp32", help="of moments (fp32)")
+    _add_machine(parser.add_argument_group("a machine that is not this one").add_argument)
+    add = parser.add_argument_group("advanced").add_argument
+    updates = ("forward", "backward")
+    add("--update", choices=updates, default="forward", help="when updates are applied (forward)")
+    add("--micro-batches", type=positive, default=1, metavar="N", help="forwards and backwards per step (1)")
+    cuts.add_argument(add)
+    add("--no-nvme", action="store_true", help="keep all state in host memory")
+    seconds = "of forward and backward of a step, in the place of --compute"
+    add("--compute-seconds", type=_rate, metavar="S", help=seconds)
+    update_rate = "10^9 parameters that the update steps per second (measured here)"
+    add("--update-rate", type=_rate, metavar="G", help=update_rate)
+    add("--tbw", type=_rate, metavar="TB", help="that the NVMe of one machine may be written")
+
+
+def _add_model(add: Callable[..., object]) -> None:
+    names = f"{', '.join(PRESETS)}, or a config.json of Hugging Face (7b)"
+    add("--model", default="7b", metavar="NAME", help=names)
+
+
+def _add_ranks(add: Callable[..., object]) -> None:
+    add("--ranks", type=positive, default=1, metavar="N", help="in all (1)")
+    add("--local-ranks", type=positive, default=1, metavar="N", help="on each machine, sharing its NVMe (1)")
+
+
+def _add_machine(add: Callable[..., object]) -> None:
+    for name, what in (
+        ("read", "reads alone"),
+        ("write", "writes alone"),
+        ("mixed", "both at once, together"),
+    ):
+        add(f"--nvme-{name}", type=_rate, metavar="GB/s", help=f"of one machine: {what}")
+    add("--link", type=_rate, metavar="GB/s", help="of collectives, per rank (needed for several ranks)")
+    add(
+        "--compute",
+        type=_rate,
+        metavar="TFLOPS",
+        help="of each rank, as reached in training (measured here, where it can be)",
+    )
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Plan what was asked for, tell it; 1 where nothing fits, or a comparison fails.
+
+    Raises: ConfigError; OSError where a disk cannot be measured.
+    """
+    check_outputs(options)
+    if options.question == "compare":
+        findings, good = hindsight.check(options.files, console)
+    elif options.question == "zero":
+        Setting(1, ranks=options.ranks, local_ranks=options.local_ranks)  # refuses half a machine
+        findings, good = outlook.zero(outline_of(options.model), options.ranks), True
+    else:
+        planned = list(_planned(options, console))
+        good = any(one.demand is not None for _, one in planned)
+        tell = outlook.swept if options.question == "sweep" else outlook.single
+        findings = tell(planned, options)
+    show(findings, console)
+    write(findings, options)
+    return 0 if good else 1
+
+
+def _planned(options: argparse.Namespace, console: Console) -> Iterator[tuple[dict[str, Any], Planned]]:
+    """Plan for each combination of what is swept; yields what was chosen of it beside the plan."""
+    outlines: dict[str, Outline] = {}
+    disk = _disk(options)
+    seconds: dict[tuple[str, tuple[int, int]], float | None] = {}
+    names = [name for name, _ in options.sweep]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"sweep of {', '.join(names)}: each key once, with all its values")
+    combinations = list(itertools.product(*(values for _, values in options.sweep)))
+    for number, values in enumerate(combinations):
+        chosen = argparse.Namespace(**vars(options))
+        for name, value in zip(names, values, strict=True):
+            setattr(chosen, name.replace("-", "_"), value)
+        with console.status(f"plan {number + 1} of {len(combinations)}"):
+            if chosen.model not in outlines:
+                outlines[chosen.model] = outline_of(chosen.model)
+            outline = outlines[chosen.model]
+            key = chosen.model, chosen.tokens
+            if key not in seconds:
+                seconds[key] = _seconds(chosen, outline, console)
+            budgets = _host_nbytes(chosen), chosen.device_memory
+            tiled = cuts.tiled(outline, chosen.tile_above, *budgets, console)
+            one = _plan_one(chosen, tiled, disk, seconds[key])
+        if len(combinations) > 1 and not console.is_terminal:
+            console.print(f"planned {number + 1} of {len(combinations)}", highlight=False)
+        yield dict(zip(names, values, strict=True)), one
+
+
+def _host_nbytes(chosen: argparse.Namespace) -> int:
+    return int(chosen.host_memory or psutil.virtual_memory().available // 2)
+
+
+def _plan_one(
+    chosen: argparse.Namespace, outline: Outline, disk: Disk | None, seconds: float | None
+) -> Planned:
+    batch, sequence = chosen.tokens
+    setting = Setting(
+        host_nbytes=_host_nbytes(chosen),
+        nvme=not chosen.no_nvme,
+        device_nbytes=chosen.device_memory,
+        state_dtype=chosen.state_dtype,
+        dtype=chosen.dtype,
+        update=chosen.update,
+        micro_batches=chosen.micro_batches,
+        ranks=chosen.ranks,
+        local_ranks=chosen.local_ranks,
+    )
+    rates = _rates(chosen, disk)
+    whole_s = (
+        seconds * chosen.micro_batches if seconds is not None and not chosen.compute_seconds else seconds
+    )
+    return plan(outline, setting, tokens=batch * sequence, sequence=sequence, seconds=whole_s, rates=rates)
+
+
+# What the machine does
+
+
+def _disk(options: argparse.Namespace) -> Disk | None:
+    """Return what one machine's NVMe does; None where that is not known, and not needed.
+
+    Raises: ConfigError where only some of the rates are given, or a folder cannot be used or measured.
+    """
+    given = [options.nvme_read, options.nvme_write, options.nvme_mixed]
+    if options.no_nvme:
+        return Disk(1.0, 1.0, 1.0)  # never asked
+    if any(given):
+        if not all(given):
+            raise ConfigError(
+                "--nvme-read, --nvme-write and --nvme-mixed: give all three, or a folder (--nvme)"
+            )
+        return Disk(*(rate * 1e9 for rate in given))
+    if options.nvme is None:
+        return None
+    check_folder(options.nvme)
+    speed: DiskSpeed = speed_of(options.nvme)
+    if not speed.mixed:
+        raise ConfigError(
+            f"--nvme {options.nvme}: its disk could not be measured. Give --nvme-read, --nvme-write and "
+            "--nvme-mixed."
+        )
+    return Disk(speed.read, speed.write, speed.mixed)
+
+
+def _rates(options: argparse.Namespace, disk: Disk | None) -> Rates | None:
+    """Return what one rank has of its machine; None where too little is known."""
+    if disk is None or (options.ranks > 1 and not options.link):
+        return None
+    kernels = _kernels(options)
+    on_host = options.device_memory is None
+    shared = Disk(*(rate / options.local_ranks for rate in (disk.read, disk.write, disk.mixed)))
+    link = options.link * 1e9 if options.link else kernels.link
+    return replace(kernels, disk=shared, link=link, shared=kernels.shared and on_host)
+
+
+def _kernels(options: argparse.Namespace) -> Rates:
+    """Return the rates of this machine's cores."""
+    cores = pace.cores(options.state_dtype)
+    update = options.update_rate * 1e9 if options.update_rate else cores.update
+    return Rates(Disk(1.0, 1.0, 1.0), update, cores.checked, cores.copied, shared=cores.shared)
+
+
+def _seconds(options: argparse.Namespace, outline: Outline, console: Console) -> float | None:
+    """Return the seconds of a micro-batch's forward and backward (of a step's, if --compute-seconds gives
+    them); None where it is too large to be timed here.
+    """
+    batch, sequence = options.tokens
+    if options.compute_seconds:
+        return float(options.compute_seconds)
+    if options.compute:
+        return pace.flops(outline, batch * sequence, sequence) / (float(options.compute) * 1e12)
+    if options.ranks > 1 or options.device_memory is not None:
+        return None
+    try:
+        return pace.compute_seconds(options.model, outline, batch * sequence, sequence)
+    except ConfigError as error:
+        console.print(str(error), highlight=False, markup=False)
+        return None
+
+
+# What arguments may be
+
+
+def _rate(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1e12:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0")
+    return number
+
+
+def _tokens(text: str) -> tuple[int, int]:
+    batch, _, sequence = text.rpartition("x")
+    return positive(batch or "1"), positive(sequence)
+
+
+def _choice(text: str) -> str:
+    return text
+
+
+def _sweep(text: str) -> tuple[str, list[Any]]:
+    name, _, values = text.partition("=")
+    if name not in _SWEPT or not values:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected KEY=A,B,... with a KEY of {', '.join(_SWEPT)}")
+    kinds: dict[str, Any] = {"tokens": _tokens, "ranks": positive, "micro-batches": positive}
+    kinds |= {"host-memory": some_size, "device-memory": some_size}
+    return name, [kinds.get(name, _choice)(value) for value in values.split(",")]

@@ -1,0 +1,1 @@
+"""Operators in tiles: memory and time, beside the whole ones."""

@@ -1,0 +1,63 @@
+"""What LoRA reads and writes, beside its limits. Faked: measurements. Real: one run of 0.9 M parameters."""
+
+import importlib.util
+import json
+from dataclasses import replace
+
+import pytest
+
+from infinity.bench.engine import lora
+from infinity.errors import ConfigError
+from measurements import RUN
+
+ALLOWED = (2 << 20) + 3 * 4 * lora.block_parameters("1m") + lora.ALLOWANCE
+
+
+needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+
+
+def a_row(**changes):
+    return lora.row_of("1m", "2MiB", replace(RUN, **changes))
+
+
+def test_a_step_may_write_a_hundredth_of_what_it_reads():
+    assert a_row(read_per_parameter=2.0, written_per_parameter=0.02).met
+    assert not a_row(read_per_parameter=2.0, written_per_parameter=0.021).met
+
+
+def test_the_peak_may_be_the_bound_and_not_a_byte_more():
+    assert a_row(written_per_parameter=0.0, peak_nbytes=ALLOWED).met
+    assert not a_row(written_per_parameter=0.0, peak_nbytes=ALLOWED + 1).met
+
+
+def test_a_base_that_lies_in_memory_measures_nothing():
+    with pytest.raises(ConfigError, match=r"2MiB holds the whole base of 1,000 parameters.*Choose less"):
+        a_row(read_per_parameter=0.0)
+
+
+@needs_peft
+@pytest.mark.parametrize("written", [0.0, 1.0])
+def test_a_run_above_a_limit_ends_with_1(written, tmp_path, monkeypatch, capsys):
+    run = replace(RUN, read_per_parameter=2.0, written_per_parameter=written)
+    monkeypatch.setattr(lora, "measure", lambda *_: run)
+    arguments = ["--nvme", str(tmp_path), "--model", "1m"]
+    if written:
+        with pytest.raises(SystemExit) as ended:
+            lora.main(arguments)
+        assert ended.value.code == 1
+    else:
+        lora.main(arguments)
+    mark = "50.00 ✗" if written else "0.00 ✓"
+    assert f"≤ 1 % of the bytes read are written: {mark}" in capsys.readouterr().out
+
+
+@needs_peft
+@pytest.mark.disk
+def test_a_small_base_is_read_in_each_step_and_never_written(folder):
+    out = folder / "lora.json"
+    arguments = ["--nvme", str(folder), "--model", "1m", "--host-memory", "1MiB", "--steps", "1"]
+    lora.main([*arguments, "--json", str(out)])
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["read_nbytes"] > row["parameters"]
+    assert row["written_nbytes"] == 0
+    assert row["parameters"] > lora.SHAPES["1m"]["hidden_size"] ** 2

@@ -1,0 +1,62 @@
+"""Loss curves, compared and drawn. Trusted: training itself and matplotlib. Faked: the curves drawn."""
+
+import pytest
+
+from infinity.bench.engine import losses
+from infinity.bench.engine.losses import CurveSettings, last, smooth
+from infinity.cli.text import Text
+
+TINY = CurveSettings(
+    preset="1m",
+    steps=5,
+    batch=1,
+    sequence=16,
+    lr=1e-3,
+    warmup=1,
+    weight_decay=0.1,
+    seed=5,
+    host_memory="16MiB",
+)
+
+
+def test_a_smoothed_value_is_the_mean_of_as_many_as_there_are():
+    assert smooth([4.0, 2.0, 0.0, 7.0], width=2) == [4.0, 3.0, 1.0, 3.5]
+    assert smooth([]) == []
+
+
+def test_the_ends_of_curves_are_held_against_exact_state_s():
+    curves = {"fp32": [9.0, *[2.0] * losses.SMOOTHED], "int8": [9.0, *[2.5] * losses.SMOOTHED]}
+    assert last(curves) == {
+        "fp32": {"loss": 2.0, "above_exact": 0.0},
+        "int8": {"loss": 2.5, "above_exact": 0.5},
+    }
+
+
+def test_without_exact_state_there_is_nothing_to_be_above():
+    assert last({"int8": [3.0]}) == {"int8": {"loss": 3.0}}
+
+
+def test_the_picture_is_a_png(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "losses.png"
+    losses.plot(path, {"fp32": [3.0, 2.0], "bf16": [3.0, 2.1], "int8": [3.0, 2.2]}, "three curves")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_without_matplotlib_is_refused_before_anything_is_trained(monkeypatch, capsys):
+    monkeypatch.setattr(losses.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        losses.main(["--nvme", "nowhere", "--png", "losses.png"])
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+@pytest.mark.disk
+def test_all_curves_start_from_the_same_weights_and_text(folder, tmp_path):
+    pytest.importorskip("transformers")
+    source = tmp_path / "text.txt"
+    source.write_text("the quick brown fox jumps over the lazy dog\n" * 20)
+    curves = [list(losses.losses(TINY, name, Text(str(source)), folder)) for name in ("fp32", "bf16", "fp32")]
+    assert [len(curve) for curve in curves] == [5, 5, 5]
+    assert curves[0] == curves[2]
+    assert curves[0][0] == curves[1][0]
+    assert curves[0][-1] != curves[1][-1]  # rounded moments have moved the weights differently
