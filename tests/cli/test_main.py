@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from infinity import __main__ as cli
-from infinity import bench
 from infinity.aio import EngineUnavailableError
+from infinity.bench import aio as bench_of_aio
 from infinity.cli.main import describe
 from infinity.cli.text import TextError
 from infinity.errors import ConfigError, EngineFailedError, InfinityError
@@ -233,7 +233,14 @@ def test_doctor_looks_at_every_folder_and_measures_if_asked(
 
 # bench and plan
 
-MEASUREMENTS = [*(["bench", one] for one in ("io", "adam", "step", "tiles", "copy")), ["plan"]]
+MODULES = {
+    "bench io": "aio.io",
+    "bench adam": "kernels.adam",
+    "bench step": "engine.step",
+    "bench tiles": "tiling.tiles",
+    "bench copy": "device.copy",
+    "plan": "planning.plan",
+}
 
 
 @pytest.fixture
@@ -243,7 +250,7 @@ def fake(monkeypatch):
     module.HELP = "measures nothing"
     module.add_arguments = lambda parser: parser.add_argument("--depth", type=int)
     module.run = lambda options, console: options.depth
-    monkeypatch.setattr(bench, "io", module, raising=False)
+    monkeypatch.setattr(bench_of_aio, "io", module, raising=False)
     return module
 
 
@@ -265,13 +272,13 @@ def test_no_measurement_is_imported_before_it_is_asked_for():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("command", MEASUREMENTS, ids=" ".join)
+@pytest.mark.parametrize("command", MODULES)
 def test_each_measurement_explains_itself(capsys, command):
     with pytest.raises(SystemExit, match="0"):
-        cli.main([*command, "--help"])
-    module = importlib.import_module(f"infinity.bench.{'planning' if command == ['plan'] else command[1]}")
+        cli.main([*command.split(), "--help"])
+    module = importlib.import_module(f"infinity.bench.{MODULES[command]}")
     printed = capsys.readouterr().out
-    assert f"usage: infinity {' '.join(command)}" in printed
+    assert f"usage: infinity {command}" in printed
     assert module.HELP.split()[0] in printed
 
 
