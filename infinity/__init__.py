@@ -1,8 +1,8 @@
 """Infinity: train models larger than GPU and host memory, by streaming their state between NVMe, host memory
 and the device.
 
-A name is imported when it is first used: `infinity.planning` needs no torch, and `infinity --help` does not
-wait for it.
+A name is imported when it is first used, so that `import infinity.planning` and `infinity --help` do not
+import torch.
 """
 
 import importlib
@@ -47,28 +47,16 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "infinity.checkpoint.export": ("save_pretrained",),
-    "infinity.checkpoint.resume": (
-        "commit",
-        "resume",
-    ),
+    "infinity.checkpoint.resume": ("commit", "resume"),
     "infinity.checkpoint.safetensors_file": ("TensorFileError",),
-    "infinity.checkpoint.save_load": (
-        "load",
-        "save",
-    ),
-    "infinity.checkpoint.snapshot": (
-        "Snapshot",
-        "snapshot",
-    ),
+    "infinity.checkpoint.save_load": ("load", "save"),
+    "infinity.checkpoint.snapshot": ("Snapshot", "snapshot"),
     "infinity.config.settings": ("Config",),
     "infinity.durable.wiping": ("wipe",),
     "infinity.engine.gathered": ("gathered",),
     "infinity.engine.init": ("Init",),
     "infinity.engine.no_sync": ("no_sync",),
-    "infinity.engine.stats": (
-        "Stats",
-        "stats",
-    ),
+    "infinity.engine.stats": ("Stats", "stats"),
     "infinity.errors": (
         "ConfigError",
         "CorruptionError",
@@ -81,19 +69,13 @@ _MODULES = {
     ),
     "infinity.optim.base": ("OffloadedOptimizer",),
     "infinity.optim.elementwise": ("wrap_optimizer",),
-    "infinity.optim.optimizers": (
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Lion",
-        "SGD",
-    ),
+    "infinity.optim.optimizers": ("Adagrad", "Adam", "AdamW", "Lion", "SGD"),
     "infinity.storage.manifest": ("CheckpointError",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 _PACKAGES = ("deepspeed", "huggingface")
-"""Whose names are DeepSpeed's and Hugging Face's: `import infinity` is enough to use them."""
+"""Packages that `import infinity` is enough to use."""
 
 _OLD = {
     **{
@@ -110,44 +92,13 @@ _OLD = {
     "TrainerCallback": ("infinity.huggingface", "TrainerCallback", "infinity.huggingface.TrainerCallback"),
     "Elementwise": ("infinity.optim.elementwise", "Elementwise", "infinity.wrap_optimizer"),
 }
-"""What users wrote before, with the module and the name it has there, and what to write now."""
+"""Deprecated names: the module and the name there that each stands for, and what to write instead."""
 
-__all__ = [
-    "SGD",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "CheckpointError",
-    "Config",
-    "ConfigError",
-    "CorruptionError",
-    "EngineFailedError",
-    "HostMemoryError",
-    "InfinityError",
-    "Init",
-    "Lion",
-    "NotResidentError",
-    "RanksError",
-    "Snapshot",
-    "Stats",
-    "TensorFileError",
-    "UnsupportedError",
-    "commit",
-    "gathered",
-    "load",
-    "no_sync",
-    "resume",
-    "save",
-    "save_pretrained",
-    "snapshot",
-    "stats",
-    "wipe",
-    "wrap_optimizer",
-]
+__all__ = [name for name in _MODULE_OF if name != "OffloadedOptimizer"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what has this name; an old name warns, once."""
+    """Import a public name on first use; a deprecated one warns, once."""
     if name in _PACKAGES:
         found: Any = importlib.import_module(f"infinity.{name}")
     elif name in _MODULE_OF:
@@ -163,5 +114,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, too."""
+    """List the public names as well, whether or not they were imported yet."""
     return sorted({*globals(), *__all__})

@@ -1,6 +1,6 @@
-"""The command `infinity`, and `python -m infinity`: the command line, and the measurements that it offers.
+"""The command `infinity`, and `python -m infinity`: the command line and its measurements.
 
-A measurement is imported when it is chosen.
+Each measurement is imported only when it is chosen.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ BENCHES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line asks for, and return the exit code."""
+    """Run the command line and return its exit code."""
     return line.main(arguments, BENCHES, _plan)
 
 

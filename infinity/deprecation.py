@@ -1,4 +1,4 @@
-"""What still works for one release, under an old name or in an old way: a warning says what to write now."""
+"""Warnings for names and options that still work for one release."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PACKAGE = "infinity"
 
 
 def users_stacklevel() -> int:
-    """Return the stacklevel by which the caller's warnings.warn names the first line outside this package."""
+    """Return the stacklevel with which the caller's warnings.warn names the first line outside Infinity."""
     level = 1
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] == _PACKAGE:
@@ -19,7 +19,9 @@ def users_stacklevel() -> int:
 
 
 def warn_deprecated(what: str, instead: str) -> None:
-    """Warn, at the user's line, that `what` goes with the next release, and say what takes its place."""
+    """Warn, at the user's line, that the next release removes `what`, and say what to use `instead`."""
     warnings.warn(
-        f"{what} goes with the next release: {instead}", DeprecationWarning, stacklevel=users_stacklevel()
+        f"{what} will be removed in the next release: {instead}",
+        DeprecationWarning,
+        stacklevel=users_stacklevel(),
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class InfinityError(Exception):
-    """Any error that Infinity raises by itself (errors of the operating system stay OSError)."""
+    """The base of all errors that Infinity raises itself (errors of the operating system stay OSError)."""
 
 
 class ConfigError(InfinityError, ValueError):
@@ -15,7 +15,7 @@ class ConfigError(InfinityError, ValueError):
 
 
 class HostMemoryError(InfinityError, MemoryError):
-    """A request can never fit the host memory budget, or the memory the machine has."""
+    """A request that can never fit the host memory budget, or the machine's memory."""
 
 
 class NotResidentError(InfinityError, RuntimeError):
@@ -31,15 +31,15 @@ class EngineFailedError(InfinityError, RuntimeError):
 
 
 class UnsupportedError(InfinityError, RuntimeError):
-    """Something that cannot be done with offloaded parameters, refused by name."""
+    """An operation that does not work with offloaded parameters; the message names it."""
 
 
 class RanksError(InfinityError, RuntimeError):
-    """The ranks of a run did not do the same at the same time, or some of them are gone."""
+    """The ranks of a run did not run the same operations in the same order, or some of them have ended."""
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: which of the known ones it may be, or all."""
+    """Return the end of a message about an unknown name: the closest known name, or all of them."""
     names = list(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else f". It has {', '.join(names)}"

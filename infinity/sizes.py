@@ -1,13 +1,11 @@
-"""Sizes in bytes: parsing what users write, printing what they read, and rounding to whole blocks."""
+"""Sizes in bytes: parsing, formatting, and rounding to whole blocks."""
 
 from __future__ import annotations
 
 import re
 
 BLOCK = 4096
-"""Bytes. Every extent, transfer and slot is a whole number of these: the unit in which O_DIRECT works
-everywhere.
-"""
+"""Bytes. Every extent, transfer and slot is a multiple of it, as O_DIRECT needs on every drive."""
 
 _UNITS = {
     "": 1,
@@ -25,7 +23,7 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 def parse_size(size: int | str, what: str = "size") -> int:
     """Return `size` in bytes; text may carry a unit: "512MiB", "4GiB", "1.5 GB" (decimal), "64k" (binary).
 
-    Raises: ValueError naming `what`, for text that is no size and for negative numbers.
+    Raises: ValueError naming `what`, for text that is not a size and for negative numbers.
     """
     if isinstance(size, bool) or not isinstance(size, (int, str)):
         raise ValueError(f'{what}: expected bytes as int or a text like "4GiB", got {size!r}')  # noqa: TRY004 - one error for all
@@ -35,7 +33,7 @@ def parse_size(size: int | str, what: str = "size") -> int:
         match = _SIZE.fullmatch(size)
         if match is None or match[2].lower() not in _UNITS:
             raise ValueError(
-                f'{what}: {size!r} is no size; write bytes as int or a text like "512MiB" or "4GiB"'
+                f'{what}: {size!r} is not a size; write bytes as int or a text like "512MiB" or "4GiB"'
             )
         nbytes = int(float(match[1]) * _UNITS[match[2].lower()])
     if nbytes < 0:
@@ -44,7 +42,7 @@ def parse_size(size: int | str, what: str = "size") -> int:
 
 
 def format_size(nbytes: float) -> str:
-    """Return `nbytes` for people: "512.0 MiB"."""
+    """Return `nbytes` as text with a binary unit: "512.0 MiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(nbytes) < 1024:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Tensors as bytes and back, by safetensors' names of types."""
+"""Tensors as bytes and back, with the names that safetensors has for dtypes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def name_of_dtype(tensor: torch.Tensor, what: str) -> str:
-    """Return the name of a tensor's type.
+    """Return safetensors' name of a tensor's dtype.
 
-    Raises: ValueError naming `what` for a type, or a kind of tensor, that has none.
+    Raises: ValueError naming `what` for a dtype without a name, and for a tensor that is not strided.
     """
     name = _NAMES.get(tensor.dtype)
     if name is None or tensor.layout != torch.strided:
@@ -34,16 +34,16 @@ def name_of_dtype(tensor: torch.Tensor, what: str) -> str:
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return a tensor's elements, row by row, as bytes: its own memory where that is how it lies."""
+    """Return a tensor's elements in row-major order as bytes; no copy if it is contiguous and on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def empty(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor whose bytes are to be filled in."""
+    """Return an uninitialised tensor of a dtype that is given by safetensors' name."""
     return torch.empty(shape, dtype=DTYPES[dtype])
 
 
 def is_part(tensor: torch.Tensor) -> bool:
-    """Whether others lie in the same storage, as gradients of one call in slices do."""
+    """Whether the tensor's storage holds more than this tensor."""
     return tensor.untyped_storage().nbytes() > tensor.nbytes

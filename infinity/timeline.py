@@ -1,15 +1,15 @@
-"""When things happened: spans of time by lane, samples of memory, and where steps begin. Stdlib alone.
+"""A timeline: spans of time by lane, samples of memory, and where steps begin. Uses the stdlib alone.
 
 [Note: lanes of a timeline]
 "compute"   uses of units and phases of a step, on the thread that computes
-"stall"     that thread waits; the span's name is the cause ("read", "slot", "update", "gradients", …)
+"stall"     waits of that thread; a span's name is the cause ("read", "slot", "update", "gradients", …)
 "read"      one span per transfer from storage, with its bytes; transfers overlap
-"write"     the same, to storage
+"write"     the same for transfers to storage
 "work"      kernels that update or upload, on the lane's thread
-"gather"    units assembled from the ranks' shares, and what it waits for other ranks
-"reduce"    gradients summed over the ranks, the same
-Samples called "memory" hold bytes by tier ("device", "host", "nvme"), those called "host" the bytes of
-host_memory by what holds them. Times are time.perf_counter() seconds.
+"gather"    assembling units from the ranks' shards, waits for other ranks included
+"reduce"    summing gradients over the ranks, waits for other ranks included
+Samples named "memory" hold bytes by tier ("device", "host", "nvme"); samples named "host" hold the bytes of
+host_memory by their holder. Times are time.perf_counter() seconds.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 LANES = ("compute", "stall", "work", "read", "write", "gather", "reduce")
-"""The lanes that everybody knows, in the order to show them; see [Note: lanes of a timeline]."""
+"""The lanes of [Note: lanes of a timeline], in the order in which they are shown."""
 
 SAMPLED_LANES = frozenset({"compute", "stall"})
-"""Lanes of the thread that computes: only on that thread are samples taken."""
+"""Lanes of the thread that computes: the only thread that takes samples."""
 _APART_S, _APART_TO_COST = 0.005, 50
-"""Samples within steps: how far apart at least, in seconds and in the time that one takes."""
+"""The least distance of samples within a step: in seconds, and as a multiple of the time that one takes."""
 
 
 class Span(NamedTuple):
@@ -42,11 +42,11 @@ class Span(NamedTuple):
     began_s: float
     ended_s: float
     nbytes: int = 0
-    """Bytes that it moved, for what moves any."""
+    """Bytes that it moved; 0 for a span that moves none."""
 
 
 class Sample(NamedTuple):
-    """Numbers that held at one moment."""
+    """Numbers at one moment."""
 
     name: str
     when_s: float
@@ -54,16 +54,16 @@ class Sample(NamedTuple):
 
 
 class Timeline:
-    """A record of spans and samples, taken only while `recording`. Any thread may add to it.
+    """Spans and samples, kept only while `recording`. Any thread may add to it.
 
-    It keeps the newest `limit` spans, of about 200 B each, and as many samples; what was dropped is counted.
+    It keeps the newest `limit` spans, of about 200 B each, and as many samples; dropped ones are counted.
     """
 
     def __init__(self, limit: int = 1_000_000) -> None:
         """Start empty, and not recording."""
         self.recording = False
         self.dropped = 0
-        """Spans and samples that were given up for newer ones."""
+        """Spans and samples that were dropped for newer ones."""
         self._spans: deque[Span] = deque(maxlen=limit)
         self._samples: deque[Sample] = deque(maxlen=limit)
         self._marks: deque[float] = deque(maxlen=limit)
@@ -77,19 +77,19 @@ class Timeline:
         self.recording = True
 
     def stop(self) -> None:
-        """Record no more; what was recorded stays."""
+        """Stop recording; what was recorded stays."""
         self.recording = False
 
     def sample_with(self, look: Callable[[], Mapping[str, Mapping[str, int]]] | None) -> None:
-        """From now on, until None is given, take samples within steps of what `look` returns, by name.
+        """Take samples within steps from now on: `look` returns their values by name. None ends that.
 
-        They are taken when the thread that computes has ended a use, a phase or a wait: every few
-        milliseconds at most, and in no more than a fiftieth of the time. The newest limit / 20 are kept.
+        A sample is taken when the computing thread ends a use, a phase or a wait: every 5 ms at most, and in
+        no more than a fiftieth of the time. The newest limit / 20 are kept.
         """
         self._look = look
 
     def span(self, lane: str, name: str, began_s: float, ended_s: float, nbytes: int = 0) -> None:
-        """Note that `name` took from `began_s` to `ended_s` on `lane`; nothing unless recording."""
+        """Add a span of `lane`; does nothing unless recording."""
         if self.recording:
             self._keep(self._spans, Span(lane, name, began_s, ended_s, nbytes))
             if self._look is not None and lane in SAMPLED_LANES and ended_s >= self._next_look_s:
@@ -102,29 +102,29 @@ class Timeline:
         self._next_look_s = ended + max(_APART_S, _APART_TO_COST * (ended - began))
 
     def sample(self, name: str, when_s: float, values: Mapping[str, int]) -> None:
-        """Note numbers that hold at `when_s`, each until its next sample; nothing unless recording."""
+        """Add a sample: numbers that hold from `when_s` to the next one. Does nothing unless recording."""
         if self.recording:
             self._keep(self._samples, Sample(name, when_s, values))
 
     def mark_step(self, when_s: float) -> None:
-        """Note that a step begins, and the one before ends; nothing unless recording."""
+        """Mark the begin of a step, which ends the one before. Does nothing unless recording."""
         if self.recording:
             self._marks.append(when_s)
 
     def _keep(self, kept: deque[Any], one: Span | Sample) -> None:
-        if len(kept) == kept.maxlen:  # rarely, so the ordinary way takes no lock
+        if len(kept) == kept.maxlen:  # rare: the common case takes no lock
             with self._lock:
                 self.dropped += 1
         kept.append(one)
 
     @property
     def spans(self) -> list[Span]:
-        """All spans kept, in the order of their ends: a copy, made in one go, whoever goes on adding."""
+        """A copy of all spans kept, in the order of their ends; safe while other threads add spans."""
         return list(self._spans)
 
     @property
     def samples(self) -> list[Sample]:
-        """All samples kept, in the order they came."""
+        """All samples kept, by time."""
         return sorted([*self._samples, *self._looks], key=lambda sample: sample.when_s)
 
     @property
@@ -149,7 +149,7 @@ def busy_s(spans: Iterable[Span], since: float, until: float) -> float:
 
 
 def rows(spans: Iterable[Span]) -> list[list[Span]]:
-    """Spread spans over as few rows as leave no overlap within one: each goes to the first that is free."""
+    """Spread spans over as few rows as possible without overlap in a row: each takes the first free row."""
     filled: list[list[Span]] = []
     for one in sorted(spans, key=lambda span: (span.began_s, span.ended_s)):
         row = next((row for row in filled if row[-1].ended_s <= one.began_s), None)
@@ -160,7 +160,7 @@ def rows(spans: Iterable[Span]) -> list[list[Span]]:
 
 
 def lanes_of(spans: Iterable[Span]) -> list[str]:
-    """Name the lanes that occur, the known ones first."""
+    """Return the lanes that occur, those of LANES first."""
     there = dict.fromkeys(one.lane for one in spans)
     return [*(lane for lane in LANES if lane in there), *(lane for lane in there if lane not in LANES)]
 
@@ -168,7 +168,7 @@ def lanes_of(spans: Iterable[Span]) -> list[str]:
 # Chrome's format, which Perfetto reads: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
 PID = 1
-"""Of all events, and the first row's: in Linux traces, 0 stands for what runs when nothing does."""
+"""The process id of all events, and the thread id of the first row: 0 is the idle task in Linux traces."""
 
 
 def trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
@@ -203,7 +203,7 @@ def _named_row(row: int, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _complete(row: int, one: Span, origin: float) -> dict[str, Any]:
-    """One span; times in microseconds from the origin."""
+    """Return the event of one span; its times are microseconds since the origin."""
     event: dict[str, Any] = {"ph": "X", "pid": PID, "tid": row, "name": one.name, "cat": one.lane}
     began, ended = _us(one.began_s - origin), _us(one.ended_s - origin)
     event |= {"ts": began, "dur": ended - began}
@@ -211,10 +211,10 @@ def _complete(row: int, one: Span, origin: float) -> dict[str, Any]:
 
 
 def _us(seconds: float) -> float:
-    """Return microseconds, in whole eighths.
+    """Return microseconds, rounded to eighths.
 
-    Readers turn them into nanoseconds through floating point: these are exact there, so that a span that
-    begins where another ends does not overlap it, and is not dropped for that.
+    Readers convert them to nanoseconds in floating point. Eighths are exact there, so a span does not overlap
+    the one that ends where it begins; readers drop spans that overlap.
     """
     return round(seconds * 8e6) / 8
 
@@ -224,7 +224,7 @@ def _counter(name: str, when_s: float, value: int) -> dict[str, Any]:
 
 
 def _in_flight(lane: str, spans: Sequence[Span], origin: float) -> Iterator[dict[str, Any]]:
-    """Count the bytes under way on a lane that moves any."""
+    """Yield counters of the bytes in flight on a lane, if its spans move any."""
     changes = [(one.began_s, one.nbytes) for one in spans] + [(one.ended_s, -one.nbytes) for one in spans]
     flying = 0
     for when_s, change in sorted(changes):
@@ -234,11 +234,11 @@ def _in_flight(lane: str, spans: Sequence[Span], origin: float) -> Iterator[dict
 
 
 def write_chrome_trace(timeline: Timeline, path: Path) -> None:
-    """Write a timeline for chrome://tracing or ui.perfetto.dev, whole or not at all; an event per line.
+    """Write a timeline for chrome://tracing or ui.perfetto.dev, one event per line; after an error no file.
 
     Raises: FileExistsError where `path` exists; OSError where it cannot be written.
     """
-    with new_file(path) as file:  # event by event: all of them at once would take a multiple of their spans
+    with new_file(path) as file:  # event by event: all at once take several times the memory of their spans
         start = f'{{"displayTimeUnit": "ms", "otherData": {{"dropped": {timeline.dropped}}}, "traceEvents": ['
         file.write(start.encode())
         for number, event in enumerate(trace_events(timeline)):
@@ -249,7 +249,7 @@ def write_chrome_trace(timeline: Timeline, path: Path) -> None:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """Write a file that is there in the end, whole, or, after an error, not at all.
+    """Open a new file that appears at `path` at the end of the `with`; after an error no file is left.
 
     Raises: FileExistsError where `path` exists; OSError where it cannot be written.
     """

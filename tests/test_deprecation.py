@@ -41,7 +41,7 @@ def test_an_old_name_works_and_warns_once_with_the_new_place(old, new):
         found = getattr(infinity, old)
         again = getattr(infinity, old)
     (warning,) = caught
-    assert str(warning.message) == f"infinity.{old} goes with the next release: use {new}"
+    assert str(warning.message) == f"infinity.{old} will be removed in the next release: use {new}"
     assert (warning.category, warning.filename) == (DeprecationWarning, __file__)
     module, _, name = new.rpartition(".")
     assert found is again is getattr(importlib.import_module(module), name)

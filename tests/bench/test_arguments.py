@@ -53,10 +53,10 @@ def test_every_option_for_a_size_tells_what_is_wrong_with_it(command, option, ca
     command.add_arguments(parser)
     with pytest.raises(SystemExit):
         parser.parse_args([*(["check"] if command is planning else []), option, "3MiB+1"])
-    assert f"argument {option}: size: '3MiB+1' is no size" in capsys.readouterr().err
+    assert f"argument {option}: size: '3MiB+1' is not a size" in capsys.readouterr().err
 
 
 def test_the_one_of_the_durable_runs_too(capsys):
     with pytest.raises(SystemExit):
         durability.main(["--nvme", ".", "--disk-size", "3MiB+1"])
-    assert "argument --disk-size: size: '3MiB+1' is no size" in capsys.readouterr().err
+    assert "argument --disk-size: size: '3MiB+1' is not a size" in capsys.readouterr().err

@@ -73,7 +73,7 @@ def test_python_m_infinity_is_the_same_command():
         (["--sequence", "1"], "at least 2"),
         (["--lr", "-1"], "at least 0"),
         (["--lr", "nan"], "'nan'"),
-        (["--host-memory", "much"], "'much' is no size"),
+        (["--host-memory", "much"], "'much' is not a size"),
         (["--aio", "magic"], "magic"),
         (["--state-dtype", "fp8"], "fp8"),
         (["--dtype", "fp8"], "fp8"),

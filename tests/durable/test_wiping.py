@@ -216,7 +216,7 @@ def test_wiping_works_from_a_shell(folder):
 )
 def test_the_option_of_before_warns_at_the_line_that_gives_it(folder, make):
     with pytest.warns(
-        DeprecationWarning, match=r"^wipe=True goes with the next release: call infin"
+        DeprecationWarning, match=r"^wipe=True will be removed in the next release: call infin"
     ) as caught:
         make(folder)
     assert [one.filename for one in caught] == [__file__]
