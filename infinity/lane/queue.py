@@ -167,7 +167,7 @@ class Pass(ABC):
         transfers: list[Transfer] = []
         for start, stop in self.tiles():
             reads, writes = self.fields(start, stop)
-            at = {name: self.record.there(name, start) for name in dict.fromkeys((*reads, *writes))}
+            at = {name: self.record.host_address(name, start) for name in dict.fromkeys((*reads, *writes))}
             transfers += self.process(start, stop, at) or ()
             for name in writes:
                 self.note_written(name, start, stop)

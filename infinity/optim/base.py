@@ -1,20 +1,20 @@
-"""Optimizers over offloaded parameters: ordinary torch Optimizers whose arithmetic happens where the records
-pass. What each computes is its recipe; see recipes and optimizers.
+"""The base of optimizers over offloaded parameters: torch Optimizers whose updates are applied by the passes
+over the records. What an optimizer computes is its recipe; see update_rules in records.
 
 [Note: when an update happens]
 update="forward": step() decides (norm, clip factor, this step's scalars) and returns; a unit's update is
-applied when its record next passes through memory, which is the next forward's fetch. Whoever reads a
-parameter goes through the same fetch, so it sees the updated value. update="backward": the update is applied
-in the backward, as soon as a unit's gradients are complete, and no gradient is kept; that excludes clipping
-(the norm is not known yet) and a second backward before step(). Units in host memory need no transfers that
-could go on meanwhile: their gradients wait in the outgoing share, and are applied when it is full, or the
-backward ends.
+applied when its record next passes through memory, usually in the next forward's fetch. Every read of a
+parameter goes through such a fetch, so it sees the updated value. update="backward": the update is applied in
+the backward, as soon as a unit's gradients are complete, and no gradient is kept; that excludes clipping (the
+norm is not known yet) and a second backward before step(). Units in host memory need no transfers that an
+early update could overlap with: their gradients wait in the outgoing share, and are applied when it is full,
+or when the backward ends.
 
 [Note: missed steps]
-A gradient of zeros still decays weights and moments. An expert that no token was routed to has such gradients
-where zero_grad(set_to_none=False) made them. Moving its record for that would cost what routing was to save:
-so these updates wait, and are replayed one by one, element for element the same, when the record next passes.
-At most MISSED_LIMIT wait; then the record is fetched for their sake.
+A gradient of zeros still decays weights and moments. An expert to which no token was routed has such
+gradients after zero_grad(set_to_none=False). Moving its record for each would cost what routing saves. So
+these updates wait, and are replayed one by one, with the same bits, by the next pass over the record. At most
+MISSED_LIMIT wait; then the record is fetched to apply them.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ from infinity.errors import UnsupportedError
 from infinity.gradients.grad_tensor import OffloadedGradient
 from infinity.gradients.gradient import Form, Gradient, applied_message
 from infinity.lane.outgoing import end_all
-from infinity.optim.joining import check_record
-from infinity.optim.optimizer_state import check_room, checked_states
+from infinity.optim.checks import check_record, check_room, checked_states
 from infinity.optim.optimizer_view import ShowingState
 from infinity.optim.ownership import ParameterPlace, check_current, engine_for
 from infinity.records.update_rules import Recipe
@@ -48,20 +47,20 @@ from infinity.units.tracking import Tracking
 from infinity.units.unit import Unit
 
 MISSED_LIMIT = 100
-"""Steps with gradients of zeros that may wait for a record to pass; see [Note: missed steps]."""
+"""Steps with gradients of zeros that may wait for a pass over the record; see [Note: missed steps]."""
 
 
 class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[misc]  # state, on demand
-    """What all optimizers on parameters built inside `with infinity.Init(...)` share.
+    """The base of all optimizers on parameters built inside `with infinity.Init(...)`.
 
-    params: as every torch Optimizer takes them. defaults: of a param group's options; recipe: what the
-    optimizer computes, and keeps. max_norm: clip the global gradient norm, in fp32, inside the update (leave
-    it None where you call torch.nn.utils.clip_grad_norm_). update: "forward" or "backward"; see [Note: when
-    an update happens]. seed: of the random bits that round the moments of Config(state_dtype="bf16" or
-    "int8"); the same seed, the same bits. `state` shows what lies in records; see ParameterState.
+    params: as for every torch Optimizer. defaults: the options of a param group. recipe: what the optimizer
+    computes, and which state it keeps. max_norm: clip the global gradient norm, in fp32, inside the update
+    (leave it None if you call torch.nn.utils.clip_grad_norm_). update: "forward" or "backward"; see [Note:
+    when an update happens]. seed: of the random bits that round the moments of Config(state_dtype="bf16" or
+    "int8"); the same seed gives the same bits. `state` reads from the records; see ParameterState.
 
     Raises: ValueError for settings out of range and for parameters that were not built in Init;
-    UnsupportedError for options of torch's that it does not have.
+    UnsupportedError for torch's options that it does not have.
     """
 
     def __init__(
@@ -81,13 +80,13 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
             raise ValueError(f"max_norm={max_norm}: expected a number above 0, or None")
         if max_norm is not None and update == "backward":
             raise ValueError('max_norm needs the norm of all gradients before an update: update="forward"')
-        recipe.scalars(defaults, 1, 1.0)  # its checks are ours
+        recipe.scalars(defaults, 1, 1.0)  # checks the defaults
         self.recipe = recipe
         self.max_norm = max_norm
         self.update = update
         self.seed = seed
         self.grad_norm: float | None = None
-        """The global gradient norm of the last step, where max_norm made it known."""
+        """The global gradient norm of the last step, if max_norm is set."""
         self._decided: set[Unit] = set()
         self._warned = False
         self.own_nothing()
@@ -95,11 +94,11 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         self.take([one for group in self.param_groups for one in group["params"]])
 
     def set_seed(self, seed: int) -> None:
-        """Round the moments by the random bits of this seed from now on."""
+        """Set the seed of the random bits that round the moments from now on."""
         self.seed = seed
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take further parameters; room for their state is allocated now.
+        """Add parameters; room for their state is allocated now.
 
         Raises: ValueError for a parameter that was not built in Init, or belongs to another optimizer;
         UnsupportedError for a record that this optimizer cannot update; HostMemoryError, with the smallest
@@ -129,10 +128,10 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Decide the updates of every parameter that has a gradient; see [Note: when an update happens].
+        """Decide the updates of all parameters that have a gradient; see [Note: when an update happens].
 
-        Raises: UnsupportedError where gradients were clipped by hand although max_norm is set, and where a
-        later optimizer has taken the parameters over.
+        Raises: UnsupportedError if gradients were clipped by hand although max_norm is set, and if a later
+        optimizer has taken the parameters over.
         """
         check_current(self, "step()")
         loss = None
@@ -142,7 +141,9 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         for engine in self._engines.values():
             engine.arrivals.finish_backward()
         taken = [(group, one, self._gradient(one, grad)) for group, one, grad in self._with_gradient()]
-        torch.autograd.graph.increment_version([one for _, one, _ in taken])  # graphs with old values end
+        torch.autograd.graph.increment_version(
+            [one for _, one, _ in taken]
+        )  # graphs that saved old values raise
         taken = [
             (group, parameter, gradient)
             for group, parameter, gradient in taken
@@ -150,7 +151,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         ]
         self._warn_of_overflow([gradient for _, _, gradient in taken])
         factor = self._clip_factor([gradient for _, _, gradient in taken])
-        self._make_way([gradient for _, _, gradient in taken])
+        self._flush_earlier([gradient for _, _, gradient in taken])
         for group, parameter, gradient in taken:
             self._decide(group, parameter, gradient, factor)
         for unit in {gradient.unit for _, _, gradient in taken if gradient.form is not Form.ZERO}:
@@ -161,7 +162,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         return loss
 
     def _warn_of_overflow(self, gradients: list[Gradient]) -> None:
-        """Warn, once, where fp16 gradients come without the check that a scaled loss brings."""
+        """Warn, once, if fp16 gradients come without loss scaling, which checks them for overflows."""
         for gradient in gradients:
             dtype = gradient.unit.record.form.dtype
             if WEIGHTS[dtype].overflows and not gradient.checked and not self._warned:
@@ -169,7 +170,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
                 warn_unscaled(gradient.unit.name, dtype)
 
     def _with_gradient(self) -> list[tuple[dict[str, Any], nn.Parameter, torch.Tensor]]:
-        with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked
+        with torch._C.DisableTorchFunctionSubclass():  # reading p.grad needs no values: skip the guards
             return [
                 (group, parameter, grad)
                 for group in self.param_groups
@@ -178,9 +179,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
             ]
 
     def _gradient(self, parameter: nn.Parameter, grad: torch.Tensor) -> Gradient:
-        """Return the stored gradient behind `p.grad`; a plain tensor that the user put there is taken in
-        first.
-        """
+        """Return the stored gradient behind `p.grad`; one that the user assigned is stored first."""
         engine = self.mine[id(parameter)].engine
         unit, index = engine.unit_of(parameter)
         if isinstance(grad, OffloadedGradient) and grad.is_of(unit, index):
@@ -190,8 +189,8 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         return engine.arrivals.assigned(unit, index, grad.detach().clone())
 
     def _clip_factor(self, gradients: list[Gradient]) -> np.float32:
-        """Return the fp32 factor that brings the global norm to max_norm (1 without one), as the
-        reference recipe does.
+        """Return the fp32 factor that clips the global norm to max_norm, computed as in the reference recipe;
+        1 without max_norm.
         """
         if self.max_norm is None:
             return np.float32(1)
@@ -199,8 +198,8 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         if clipped is not None:
             raise UnsupportedError(
                 f"{clipped.unit.name}: gradients were scaled (clip_grad_norm_, GradScaler) although "
-                f"{type(self).__name__} has max_norm={self.max_norm}; leave max_norm out, and clip by "
-                "clip_grad_norm_"
+                f"{type(self).__name__} has max_norm={self.max_norm}. Leave max_norm out, and clip with "
+                "clip_grad_norm_."
             )
         total = sum(
             engine.gradients.square_sum_of_all(one for one in gradients if self._engine(one.unit) is engine)
@@ -210,8 +209,8 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         self.grad_norm = float(norm)
         return np.float32(np.minimum(np.float32(1), np.float32(self.max_norm) / (norm + np.float32(1e-6))))
 
-    def _make_way(self, gradients: list[Gradient]) -> None:
-        """Apply what earlier steps decided for units unused since; but see [Note: missed steps]."""
+    def _flush_earlier(self, gradients: list[Gradient]) -> None:
+        """Apply updates of earlier steps that are still pending; but see [Note: missed steps]."""
         busy = {gradient.unit for gradient in gradients if gradient.form is not Form.ZERO}
         decided, self._decided = self._decided, set()
         for unit in decided:
@@ -225,10 +224,12 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
     def _decide(
         self, group: dict[str, Any], parameter: nn.Parameter, gradient: Gradient, factor: np.float32
     ) -> None:
-        """Put one parameter's update among what is pending for its unit."""
+        """Add one parameter's update to those that are pending for its unit."""
         unit, engine = gradient.unit, self.mine[id(parameter)].engine
         if unit.residence.users:
-            raise UnsupportedError(f"{unit.name}: step() inside a forward or `with infinity.gathered(...)`")
+            raise UnsupportedError(
+                f"{unit.name}: step() inside a forward or `with infinity.gathered(...)`: call it afterwards"
+            )
         self.make_room(engine, parameter)
         before = unit.pending.get(gradient.index)
         scalars, key = self._scalars(group, parameter, float(np.float32(gradient.scale * factor)))
@@ -255,7 +256,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
     # Updating in the backward: engine.Updater
 
     def takes(self, unit: Unit) -> bool:
-        """Whether parameters of this unit are its own."""
+        """Whether it has parameters of this unit."""
         return any(id(parameter) in self.mine for parameter in unit.parameters)
 
     def applied(self, unit: Unit, index: int) -> bool:
@@ -263,7 +264,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         return id(unit.parameters[index]) in self._applied
 
     def apply(self, unit: Unit) -> bool:
-        """Apply a unit's complete gradients, if no further use of it in this backward can bring more."""
+        """Apply a unit's gradients and return True, if all are there and no later use can add to them."""
         gradients = self._engine(unit).gradients
         outgoing = gradients.outgoing_of(unit)
         if not outgoing or not self._engine(unit).hooks.used_once(unit):
@@ -278,7 +279,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         return True
 
     def backward_ended(self) -> None:
-        """Apply the gradients of units that were used more than once, and of those that got only some."""
+        """Apply the remaining gradients: of units that were used several times, or that got only some."""
         if self.update != "backward":
             return
         waiting: dict[Unit, list[Gradient]] = {}
@@ -307,9 +308,9 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return groups, step counts and state, as torch.optim would: plain CPU tensors under its names.
+        """Return groups, step counts and state as torch.optim does: plain CPU tensors under its names.
 
-        Raises: HostMemoryError, with the numbers, where they do not fit the machine's memory.
+        Raises: HostMemoryError, with the sizes, if the state does not fit the machine's memory.
         """
         check_current(self, "state_dict()")
         packed: dict[str, Any] = super().state_dict()
@@ -324,9 +325,9 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take groups, step counts and state from what `state_dict` returned here or in torch's optimizer.
+        """Load groups, step counts and state that `state_dict` returned, here or of torch's optimizer.
 
-        Raises: ValueError where groups or shapes do not match; nothing is changed then.
+        Raises: ValueError, with nothing changed, if groups or shapes do not match.
         """
         check_current(self, "load_state_dict()")
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]

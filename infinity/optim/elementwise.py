@@ -1,10 +1,10 @@
 """Any elementwise optimizer of torch over offloaded parameters: torch's own step, on parts of a parameter.
 
 [Note: what is elementwise]
-An optimizer whose step treats every element by itself gives the same bits whether it is given a parameter
-whole or in parts. That is tried before it is taken: three steps of random values, whole and cut. Of its
-state, a count of steps and at most two tensors of the parameter's shape have a place in a record; what keeps
-other numbers (NAdam, ASGD), more tensors, or sums over rows (Adafactor, Muon) is refused by name.
+An optimizer that treats every element by itself gives the same bits for a whole parameter as for its parts.
+This is tested before a class is accepted: three steps on random values, whole and cut. A record has room for
+a step count and at most two tensors of the parameter's shape; classes with other scalars (NAdam, ASGD), more
+tensors, or sums over rows (Adafactor, Muon) are refused by name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from infinity.records.weights import KERNEL_DTYPE, WEIGHTS, WIDEN, Weights
 from infinity.storage.memory import view
 
 CHUNK_NUMEL = 1 << 18
-"""Elements of a step: their master, gradient and state are in memory in fp32."""
+"""Elements that are stepped at a time: their master, gradient and state are copied in fp32."""
 
 _FIELDS = ("m", "v")
 _PROBED_NUMEL, _CUT = 1000, 307
@@ -38,22 +38,23 @@ def wrap_optimizer(
     update: Literal["forward", "backward"] = "forward",
     **options: Any,
 ) -> Elementwise:
-    """Return an optimizer that steps offloaded parameters as a class of torch.optim does: slower, and exact.
+    """Return an optimizer that steps offloaded parameters by any elementwise class of torch.optim.
 
-    It is for classes that this package has no kernel for. kind: the class, such as torch.optim.RMSprop;
-    options: its own. Masters, state and arithmetic are fp32; the bits are those of kind(..., foreach=False)
-    in memory, on fp32 parameters with the same gradients. params, max_norm, update: as OffloadedOptimizer.
+    It is for classes without a kernel in this package, and slower. kind: the class, such as
+    torch.optim.RMSprop; options: its own. Masters, state and arithmetic are fp32; the bits are those of
+    kind(..., foreach=False) in memory, on fp32 parameters with the same gradients. params, max_norm, update:
+    as OffloadedOptimizer.
 
         optimizer = infinity.wrap_optimizer(torch.optim.RMSprop, model.parameters(), lr=1e-3, momentum=0.9)
 
-    Raises: UnsupportedError for a class that is not elementwise, or whose state finds no place; see [Note:
-    what is elementwise]. What `kind` itself raises for its options.
+    Raises: UnsupportedError for a class that is not elementwise, or whose state a record has no room for; see
+    [Note: what is elementwise]. What `kind` itself raises for its options.
     """
     return Elementwise(kind, params, max_norm=max_norm, update=update, **options)
 
 
 class Elementwise(OffloadedOptimizer):
-    """What wrap_optimizer returns: the steps of a class of torch.optim, on offloaded parameters."""
+    """What wrap_optimizer returns: a class of torch.optim on offloaded parameters."""
 
     def __init__(
         self,
@@ -64,14 +65,14 @@ class Elementwise(OffloadedOptimizer):
         update: Literal["forward", "backward"] = "forward",
         **options: Any,
     ) -> None:
-        """Try the class, and take the parameters; room for their state is allocated now."""
+        """Test the class, and take the parameters; room for their state is allocated now."""
         chosen = _OptimizerKind(kind, options)
         super().__init__(params, chosen.defaults, chosen.recipe(), max_norm=max_norm, update=update)
 
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """What one step of one parameter gets."""
+    """The scalars of one parameter's step."""
 
     options: Mapping[str, Any]
     step: int
@@ -79,10 +80,10 @@ class _Given:
 
 
 class _OptimizerKind:
-    """One class of optimizers, and what is known of it."""
+    """One class of optimizers, tested, with the names of its state."""
 
     def __init__(self, kind: type[Optimizer], options: Mapping[str, Any]) -> None:
-        """Try it with these options.
+        """Test it with these options.
 
         Raises: see wrap_optimizer.
         """
@@ -91,12 +92,12 @@ class _OptimizerKind:
         plain = {"foreach": False, "fused": False}
         self.defaults = {name: plain.get(name, value) for name, value in made.defaults.items()}
         self._count: Callable[[int], Any] | None = None
-        """Makes the count of steps that its state holds."""
-        self._state = self._try(self.defaults)
-        self._tried = {self._key(self.defaults)}
+        """Converts a step count to the form of its state; None if its state has none."""
+        self._state = self._tested(self.defaults)
+        self._known = {self._key(self.defaults)}
 
     def recipe(self) -> Recipe:
-        """Return what OffloadedOptimizer needs to know."""
+        """Return its update rule for OffloadedOptimizer."""
         state = dict(zip(_FIELDS, self._state, strict=False))
         kernels = {(dtype, "fp32"): self._on(weights) for dtype, weights in WEIGHTS.items()}
         return Recipe(f"Elementwise({self._kind.__name__})", state, self._scalars, kernels)
@@ -108,17 +109,17 @@ class _OptimizerKind:
     def _scalars(self, group: Mapping[str, Any], step: int, clip: float) -> _Given:
         options = {name: group[name] for name in self.defaults}
         key = self._key(options)
-        if key not in self._tried:
-            state = self._try(options)
+        if key not in self._known:
+            state = self._tested(options)
             if state != self._state:
                 raise ValueError(
-                    f"{self._kind.__name__} began with the state {self._state}, and needs {state} with "
-                    "options that were changed since: give them when it is made"
+                    f"{self._kind.__name__} was made with options that keep the state {self._state}; "
+                    f"those of a param group need {state}: give them when the optimizer is made"
                 )
-            self._tried.add(key)
+            self._known.add(key)
         return _Given(options, step, clip)
 
-    # Its steps
+    # Steps
 
     def _step(
         self, values: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], options: Mapping[str, Any]
@@ -161,10 +162,10 @@ class _OptimizerKind:
         for name, one in stored.items():
             one.copy_(state[name])
 
-    # Trying it
+    # The test
 
-    def _try(self, options: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the names of its state; see [Note: what is elementwise]."""
+    def _tested(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+        """Test it with these options; return the names of its state. See [Note: what is elementwise]."""
         generator = torch.Generator().manual_seed(0)
         drawn = torch.randn((4, _PROBED_NUMEL), generator=generator)
         name = self._kind.__name__
@@ -175,7 +176,7 @@ class _OptimizerKind:
             raise UnsupportedError(f"{name} cannot step flat parts of a parameter: {error}") from error
         if not torch.equal(whole, torch.cat(parts)):
             raise UnsupportedError(
-                f"{name} is not elementwise: parts of a parameter step otherwise than all of it"
+                f"{name} is not elementwise: its step on parts of a parameter differs from that on the whole"
             )
         tensors = tuple(key for key, one in state.items() if getattr(one, "shape", ()) == whole.shape)
         others = sorted(set(state) - {*tensors, "step"} - {key for key, one in state.items() if one is None})

@@ -1,4 +1,4 @@
-"""`optimizer.state` as torch has it, where state lies in records: read and written one by one, on demand."""
+"""`optimizer.state` with torch's interface, over state in records that is read and written on demand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from infinity.records.update_rules import Recipe
 
 
 class StateCopy(torch.Tensor):
-    """A copy of what lies in a record: to change the copy in place would be lost, and is refused."""
+    """A copy of state in a record; changes of it in place would be lost, so they raise."""
 
     @classmethod
     def __torch_function__(
@@ -26,14 +26,14 @@ class StateCopy(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run `func`; what it returns is an ordinary tensor, unless it is a view of this one."""
+        """Run `func`; the result is an ordinary tensor, unless it is a view of this one."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         changed = kwargs.get("out"), (args[0] if args and _changes(name) else None)
         if any(isinstance(one, cls) for one in pytree.tree_leaves(changed)):
             raise UnsupportedError(
-                f"{name}() on a copy of an optimizer's state, which lies in records: the change would be "
-                "lost. Assign a value: optimizer.state[parameter][name] = tensor."
+                f"{name}() on a copy of an optimizer's state, which is kept in records: the change would be "
+                "lost. Assign a tensor: optimizer.state[parameter][name] = tensor."
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
@@ -45,11 +45,11 @@ class StateCopy(torch.Tensor):
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """Be copied as an ordinary tensor."""
+        """Copy it as an ordinary tensor."""
         return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Be pickled as an ordinary tensor."""
+        """Pickle it as an ordinary tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
@@ -61,17 +61,17 @@ def _changes(name: str) -> bool:
 
 
 class ParameterState:
-    """`optimizer.state[parameter]`: "step", and torch's names of what the optimizer keeps. Empty before the
+    """`optimizer.state[parameter]`: "step", and the optimizer's tensors by torch's names. Empty before the
     parameter's first step.
 
-    Reading one gives a new fp32 tensor on the CPU, with all updates applied; on several ranks all of them
-    read, or assign, together. It is no dict, but behaves as one: dict(state) reads everything.
+    Reading a tensor returns a new one, fp32 on the CPU, with all updates applied. All ranks have to read, and
+    assign, together. It behaves as a dict; dict(state) reads everything.
 
-    Raises: UnsupportedError where a later optimizer has taken the parameters over.
+    Raises: UnsupportedError if a later optimizer has taken the parameters over.
     """
 
     def __init__(self, optimizer: ShowingState, parameter: nn.Parameter) -> None:
-        """Show the state of `parameter`."""
+        """Give access to the state of `parameter`."""
         self._optimizer, self._parameter = optimizer, parameter
 
     def keys(self) -> list[str]:
@@ -81,11 +81,11 @@ class ParameterState:
         return ["step", *self._optimizer.recipe.state.values()]
 
     def __iter__(self) -> Iterator[str]:
-        """Go through the names."""
+        """Iterate over the names."""
         return iter(self.keys())
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of names."""
         return len(self.keys())
 
     def __contains__(self, name: object) -> bool:
@@ -93,7 +93,7 @@ class ParameterState:
         return name in self.keys()
 
     def __getitem__(self, name: str) -> Any:
-        """Return the count of steps, or read a tensor."""
+        """Return the step count, or read a tensor."""
         field = self._field(name)
         if field is None:
             return self._optimizer.counts[self._parameter]["step"]
@@ -102,7 +102,7 @@ class ParameterState:
         return engine.read(self._parameter, [field])[0].as_subclass(StateCopy)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Set the count of steps, or write a tensor."""
+        """Set the step count, or write a tensor."""
         field = self._field(name)
         check_current(self._optimizer, "state")
         if field is None:
@@ -116,29 +116,29 @@ class ParameterState:
         engine.write(self._parameter, {field: value.detach().as_subclass(torch.Tensor)})
 
     def _field(self, name: str) -> str | None:
-        """Return the record's field for a name, None for "step"."""
+        """Return the record's field of a name; None for "step"."""
         if name not in self:
-            raise KeyError(f"{name!r}: there is {self.keys() or 'nothing before the first step'}")
+            raise KeyError(f"{name!r}: expected one of {self.keys() or 'none, before the first step'}")
         fields = {known: field for field, known in self._optimizer.recipe.state.items()}
         return fields.get(name)
 
     def get(self, name: str, otherwise: Any = None) -> Any:
-        """Return one, or `otherwise` where there is none of that name."""
+        """Return one value, or `otherwise` for an unknown name."""
         try:
             return self[name]
         except KeyError:
             return otherwise
 
     def values(self) -> list[Any]:
-        """Read all."""
+        """Read all values."""
         return [self[name] for name in self]
 
     def items(self) -> list[tuple[str, Any]]:
-        """Read all, with their names."""
+        """Read all values, with their names."""
         return [(name, self[name]) for name in self]
 
     def __repr__(self) -> str:
-        """What is known without reading."""
+        """Show what is known without reading."""
         shape = tuple(self._parameter.shape)
         step = {"step": self["step"]} if self else {}
         return str(step | {name: f"fp32 {shape}, read when asked for" for name in self if name != "step"})
@@ -148,17 +148,17 @@ class States(MutableMapping[torch.Tensor, Any]):
     """`optimizer.state`: a ParameterState for each parameter that has stepped."""
 
     def __init__(self, optimizer: ShowingState) -> None:
-        """Show the state of an optimizer's parameters."""
+        """Give access to the state of an optimizer's parameters."""
         self._optimizer = optimizer
 
     def __getitem__(self, parameter: Any) -> ParameterState:
         """Return one parameter's state."""
         if id(parameter) not in self._optimizer.mine:
-            raise KeyError(f"{parameter!r} is no parameter of this {type(self._optimizer).__name__}")
+            raise KeyError(f"{parameter!r} is not a parameter of this {type(self._optimizer).__name__}")
         return ParameterState(self._optimizer, parameter)
 
     def __setitem__(self, parameter: Any, value: Any) -> None:
-        """Set values of one parameter's state, by their names."""
+        """Set values of one parameter's state, by name."""
         state = self[parameter]
         if isinstance(value, ParameterState) and value._parameter is parameter:  # noqa: SLF001 - its own
             return
@@ -166,53 +166,53 @@ class States(MutableMapping[torch.Tensor, Any]):
             state[name] = one
 
     def __delitem__(self, parameter: Any) -> None:
-        """Refuse to forget state."""
-        raise UnsupportedError(_anew(self._optimizer))
+        """Raise: state cannot be dropped."""
+        raise UnsupportedError(_not_dropped(self._optimizer))
 
     def __contains__(self, parameter: object) -> bool:
         """Whether a parameter has stepped."""
         return parameter in self._optimizer.counts
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        """Go through the parameters that have stepped."""
+        """Iterate over the parameters that have stepped."""
         return iter(self._optimizer.counts)
 
     def __len__(self) -> int:
-        """Return how many have."""
+        """Return how many parameters have stepped."""
         return len(self._optimizer.counts)
 
     def __repr__(self) -> str:
-        """What is known without reading."""
+        """Show what is known without reading."""
         return repr(dict(self.items()))
 
 
 class ShowingState(Owning):
-    """The part of an optimizer that shows its state."""
+    """The part of an optimizer that gives access to its state."""
 
     recipe: Recipe
 
     @property
     def counts(self) -> dict[Any, dict[str, int]]:
-        """The steps that parameters have made: what torch's own code keeps as an optimizer's state."""
+        """Step counts by parameter, in the dict that torch's own code keeps as the optimizer's state."""
         counts: dict[Any, dict[str, int]] = self.__dict__["state"]
         return counts
 
     @property
     def state(self) -> States:
-        """State as torch has it; see ParameterState."""
+        """The state by parameter, as torch has it; see ParameterState."""
         return States(self)
 
     @state.setter
     def state(self, value: defaultdict[Any, Any]) -> None:
-        """Begin with none, as torch's constructor does."""
+        """Take the empty dict that torch's constructor assigns; raise for later assignments."""
         if "state" in self.__dict__:
-            raise UnsupportedError(_anew(self))
+            raise UnsupportedError(_not_dropped(self))
         self.__dict__["state"] = value
 
 
-def _anew(optimizer: object) -> str:
+def _not_dropped(optimizer: object) -> str:
     return (
-        f"{type(optimizer).__name__}: state lies in records, beside its weights, and is not dropped one by "
-        "one. Make a new optimizer, whose state begins with zeros, or assign: "
+        f"{type(optimizer).__name__}: state is kept in records, beside the weights, and cannot be dropped. "
+        "Make a new optimizer, whose state begins with zeros, or assign: "
         "optimizer.state[parameter][name] = tensor."
     )

@@ -1,8 +1,8 @@
-"""The optimizers that users name: torch's signatures, and Infinity's own options behind them.
+"""The public optimizers: torch's signatures, followed by Infinity's options.
 
-All take max_norm, update and seed as OffloadedOptimizer does, and param groups as torch's. Options that only
-choose among implementations of torch (foreach, fused) are taken and change nothing; amsgrad, maximize,
-capturable and differentiable are taken where they are False.
+All take torch's param groups, and max_norm, update and seed as OffloadedOptimizer. Options that only choose
+among torch's implementations (foreach, fused) are accepted and have no effect; amsgrad, maximize, capturable
+and differentiable are accepted if False.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class AdamW(OffloadedOptimizer):
     """AdamW with decoupled weight decay, on parameters built inside `with infinity.Init(...)`.
 
     params, lr, betas, eps, weight_decay: as torch.optim.AdamW, per group too. max_norm: clip the global
-    gradient norm, in fp32, inside the update (leave it None where you call torch.nn.utils.clip_grad_norm_).
-    update: "forward" or "backward"; see [Note: when an update happens] in optim. seed: of the random bits
-    that round the moments of Config(state_dtype="bf16" or "int8"); the same seed, the same bits.
+    gradient norm, in fp32, inside the update (leave it None if you call torch.nn.utils.clip_grad_norm_).
+    update: "forward" or "backward"; see [Note: when an update happens] in optim/base.py. seed: of the random
+    bits that round the moments of Config(state_dtype="bf16" or "int8"); the same seed gives the same bits.
 
     Raises: ValueError for settings out of range and for parameters that were not built in Init.
     """
@@ -53,7 +53,7 @@ class AdamW(OffloadedOptimizer):
 
 
 class Adam(OffloadedOptimizer):
-    """Adam, whose weight decay is part of the gradient (L2), as torch.optim.Adam; else as AdamW here."""
+    """Adam as torch.optim.Adam: weight decay is part of the gradient (L2). Arguments and errors as AdamW."""
 
     def __init__(
         self,
@@ -75,10 +75,9 @@ class Adam(OffloadedOptimizer):
 
 
 class SGD(OffloadedOptimizer):
-    """Stochastic gradient descent, with momentum or without, as torch.optim.SGD.
+    """Stochastic gradient descent, with or without momentum, as torch.optim.SGD.
 
-    Without momentum in any of the groups that it begins with, it keeps no state at all; then none can be
-    given a momentum later.
+    If none of the groups it is made with has a momentum, it keeps no state; no group can get one later.
 
     Raises: ValueError as AdamW, and for a dampening without momentum, or with Nesterov's.
     """
@@ -99,7 +98,7 @@ class SGD(OffloadedOptimizer):
         """Take the parameters; room for their momentum is allocated now."""
         settle(SGD, torch.optim.SGD, options, params)
         if nesterov and not momentum:
-            raise ValueError(f"nesterov=True with momentum={momentum}: Nesterov's momentum is above 0")
+            raise ValueError(f"nesterov=True with momentum={momentum}: Nesterov needs a momentum above 0")
         groups = list(params)
         momenta = [group.get("momentum", momentum) for group in groups if isinstance(group, dict)]
         recipe = recipes.MOMENTUM if any(momenta or [momentum]) else recipes.SGD
@@ -136,7 +135,7 @@ class Adagrad(OffloadedOptimizer):
         super().__init__(params, defaults, recipes.ADAGRAD, max_norm=max_norm, update=update)
 
     def make_room(self, engine: Engine, parameter: nn.Parameter) -> None:
-        """Give the parameter's record its sum, with its initial value."""
+        """Make room for the sum of squared gradients, with its initial value."""
         begins = id(parameter) not in self._begun
         super().make_room(engine, parameter)
         first = self.param_groups[self.mine[id(parameter)].group]["initial_accumulator_value"]
@@ -145,9 +144,9 @@ class Adagrad(OffloadedOptimizer):
 
 
 class Lion(OffloadedOptimizer):
-    """Lion: each weight moves by lr, whichever way its momentum points (Chen et al., arXiv 2302.06675).
+    """Lion: each weight moves by lr along the sign of its momentum (Chen et al., arXiv 2302.06675).
 
-    lr, betas, weight_decay (decoupled): as the authors' own.
+    lr, betas, weight_decay (decoupled): as in the authors' implementation.
 
     Raises: ValueError as AdamW.
     """

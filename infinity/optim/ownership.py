@@ -1,11 +1,11 @@
 """Which optimizer a parameter belongs to: the one that was made last.
 
 [Note: superseded]
-Two optimizers of plain PyTorch may have the same parameters: each keeps its own moments, and who steps
-decides. Here moments lie beside their weights, once. So an optimizer that is made for parameters of another,
-as a notebook's cell does that is run again, takes them over: what the earlier one has decided stays, moments
-and counts of steps begin anew, as those of every new optimizer do, and the earlier one steps no more. It
-could only step with moments that are not its own.
+In plain PyTorch several optimizers may have the same parameters, each with moments of its own. Here a record
+has one set of moments, beside the weights. So a new optimizer for another's parameters (as when a notebook's
+cell is run again) takes them over: updates that the earlier one has decided stay, moments and step counts
+begin anew, as for every new optimizer, and the earlier one's step() raises, since it would use moments that
+are not its own.
 """
 
 from __future__ import annotations
@@ -20,63 +20,62 @@ from torch import nn
 from infinity.deprecation import users_stacklevel
 from infinity.engine.engine import Engine, engine_of
 from infinity.errors import UnsupportedError
-from infinity.optim.joining import check_fits
+from infinity.optim.checks import check_fits
 from infinity.records.update_rules import Recipe
 
 
 def engine_for(parameter: nn.Parameter) -> Engine:
-    """Return the engine of a parameter that an optimizer is given.
+    """Return the engine of a parameter that is given to an optimizer.
 
-    Raises: ValueError for one that was not built in Init; UnsupportedError where its model is being built.
+    Raises: ValueError for one that was not built in Init; UnsupportedError while its model is being built.
     """
     engine, what = engine_of(parameter), f"a parameter of shape {tuple(parameter.shape)}"
     if engine is None and not (parameter.is_floating_point() or parameter.is_complex()):
         raise ValueError(
-            f"{what} is {parameter.dtype}: it has no gradient, and is not offloaded. Give the optimizer what "
-            "can be trained: [p for p in model.parameters() if p.is_floating_point()]"
+            f"{what} is {parameter.dtype}: it has no gradient, and is not offloaded. Give the optimizer "
+            "trainable parameters alone: [p for p in model.parameters() if p.is_floating_point()]"
         )
     if engine is None:
         raise ValueError(
             f"{what} was not built inside `with infinity.Init(config):`. Build the whole "
-            "model there, or give ordinary parameters to an optimizer of torch."
+            "model there, or give ordinary parameters to one of torch's optimizers."
         )
     if engine.is_building:
         raise UnsupportedError(
-            "an optimizer inside `with infinity.Init(...)`, where its model is still being built: make the "
-            "optimizer after the `with`"
+            "an optimizer inside `with infinity.Init(...)`, where its model is still being built: make it after "
+            "the `with`"
         )
     return engine
 
 
 def check_current(optimizer: Owning, what: str) -> None:
-    """See that an optimizer still has its parameters.
+    """Check that no later optimizer has taken an optimizer's parameters over. what: the call, for the error.
 
-    Raises: UnsupportedError where a later one has taken them over.
+    Raises: UnsupportedError if one has.
     """
     if optimizer.superseded:
         raise UnsupportedError(
-            f"{what} of a superseded {type(optimizer).__name__}: a later optimizer was made for parameters "
-            f"of its own ({optimizer.superseded}), and has begun their moments anew. Use the later one, with "
-            "schedulers made for it; where several optimizers train parts of a model, give each its own "
-            "parameters."
+            f"{what} of a superseded {type(optimizer).__name__}: a later optimizer was made for its "
+            f"parameters ({optimizer.superseded}), and has set their moments to zero. Use the later one, with schedulers "
+            "made for it; if several optimizers train parts of a model, give each its own parameters."
         )
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterPlace:
-    """Where one parameter of an optimizer belongs."""
+    """A parameter's engine, and its place in the optimizer."""
 
     engine: Engine
-    position: int  # in the order in which they came
+    position: int  # in the order in which parameters were added
     group: int
 
 
 class Owning:
-    """The part of an optimizer that knows its parameters, and gives them room for their state.
+    """The part of an optimizer that knows its parameters, and allocates room for their state.
 
     Attributes:
-        mine: its parameters, by id().
-        superseded: names of those that a later optimizer has taken over; "" for none.
+        mine: its parameters' places, by the parameters' id().
+        superseded: names of parameters that a later optimizer has taken over, for errors; "" for none.
     """
 
     recipe: Recipe
@@ -85,7 +84,7 @@ class Owning:
     _begun: set[int]
 
     def own_nothing(self) -> None:
-        """Begin without parameters."""
+        """Start without parameters."""
         self.mine, self.superseded = {}, ""
         self._engines: dict[int, Engine] = {}
         self._begun = set()
@@ -94,7 +93,7 @@ class Owning:
 
     @property
     def engines(self) -> list[Engine]:
-        """Those that keep its parameters."""
+        """The engines that keep its parameters."""
         return list(self._engines.values())
 
     @property
@@ -103,10 +102,11 @@ class Owning:
         return bool(self._applied)
 
     def take(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Make room for the state of parameters, and be told of their gradients from now on.
+        """Make room for the state of parameters, and join their engines.
 
-        Raises: ValueError for a parameter of another optimizer, unless this one is being made: then it takes
-        the parameter over.
+        An optimizer that is being made takes over other optimizers' parameters: [Note: superseded].
+
+        Raises: ValueError for a parameter of another optimizer, if this one is already made.
         """
         if self._made:
             _refuse_taken(self, parameters)
@@ -127,7 +127,7 @@ class Owning:
         self._made = True
 
     def make_room(self, engine: Engine, parameter: nn.Parameter) -> None:
-        """Give the parameter's record its state: zero, at first, whatever an earlier optimizer left."""
+        """Make room for the parameter's state; the first time, set the state to zero."""
         record = engine.unit_of(parameter)[0].record
         if any(name not in record for name in self.recipe.fields(record.form)):
             self._add_fields(parameter)
@@ -136,12 +136,12 @@ class Owning:
             self._forget(engine, parameter)
 
     def _missing(self, parameter: nn.Parameter) -> list[str]:
-        """Return the fields of a parameter's state for which its record has no room yet."""
+        """Return the fields of a parameter's state that its record does not have yet."""
         record = self.mine[id(parameter)].engine.unit_of(parameter)[0].record
         return [name for name in self.recipe.fields(record.form) if name not in record]
 
     def _missing_nbytes(self, parameters: Sequence[nn.Parameter]) -> int:
-        """Bytes that records have to grow by for all these parameters."""
+        """Return the bytes by which records grow for the state of these parameters."""
         records = [self.mine[id(one)].engine.unit_of(one)[0].record for one in parameters]
         missing = zip(records, map(self._missing, parameters), strict=True)
         fields = {(record, name) for record, names in missing for name in names}
@@ -158,12 +158,12 @@ class Owning:
             unit.record.add(name, engine.store)
 
     def _forget(self, engine: Engine, parameter: nn.Parameter) -> None:
-        """Set state that an earlier optimizer has left to zero, as that of a new one is."""
+        """Set state that an earlier optimizer has left to zero."""
         unit, index = engine.unit_of(parameter)
         segment = unit.record.shard.segments[index]
         start = segment.start
         if unit.pending:
-            engine.executor.flush(unit)  # decided by the earlier one, and by its recipe
+            engine.executor.flush(unit)  # of the earlier optimizer, by its recipe
         under_way = not engine.lane.settled(unit.record)
         if segment.numel and (
             under_way or any(unit.record.written(name, start) for name in self.recipe.state)
@@ -174,23 +174,21 @@ class Owning:
 
 
 def _refuse_taken(optimizer: Owning, parameters: Iterable[nn.Parameter]) -> None:
-    """See that no other optimizer has any of these, which are to become a further group of `optimizer`.
+    """Check that no other optimizer has any of these parameters of a new group.
 
-    Raises: ValueError naming the first that one has.
+    Raises: ValueError naming the first that another has.
     """
     for parameter in parameters:
         engine = engine_for(parameter)
         if any(id(parameter) in other.mine for other in _others(optimizer, engine)):
             raise ValueError(
                 f"{engine.name_of(parameter)} already belongs to another infinity optimizer. Delete that one "
-                "first, or make one optimizer of all these parameters, which takes them over."
+                "first, or make one new optimizer for all these parameters, which takes them over."
             )
 
 
 def _supersede(optimizer: Owning, parameters: Sequence[nn.Parameter]) -> None:
-    """Let `optimizer`, which is being made, take over what others have of `parameters`; see [Note:
-    superseded].
-    """
+    """Take `parameters` over from other optimizers, with a warning; see [Note: superseded]."""
     taken: dict[Owning, list[str]] = {}
     for parameter in parameters:
         engine = engine_for(parameter)
@@ -202,8 +200,8 @@ def _supersede(optimizer: Owning, parameters: Sequence[nn.Parameter]) -> None:
         applied = " (those of the last backward among them)" if other.has_applied else ""
         warnings.warn(
             f"{type(optimizer).__name__} is made for parameters that an earlier {kind} has ({shown}), and "
-            f"supersedes it: the earlier one's updates{applied} stay, moments and counts of steps begin "
-            "anew, and its step() raises from now on. Make its schedulers again, for the new one.",
+            f"supersedes it: the earlier one's updates{applied} stay, moments and step counts begin anew, "
+            "and its step() raises from now on. Make its schedulers again, for the new one.",
             stacklevel=users_stacklevel(),
         )
         for engine in other.engines:

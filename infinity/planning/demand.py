@@ -207,7 +207,7 @@ def _least(sizes: _Sizes) -> int:
 
 def _holds(sizes: _Sizes, total_nbytes: int) -> bool:
     """Whether a host_memory holds a model without NVMe: its weights while it is built, and then everything,
-    as joining.check_fits adds it up.
+    as checks.check_fits adds it up.
     """
     if total_nbytes < least_budget(sizes.form):
         return False

@@ -1,1 +1,1 @@
-"""One unit's fields: where they lie, their checksums, how masters and update rules read them."""
+"""One unit's fields: where they are stored, their checksums, and how masters and update rules use them."""

@@ -1,4 +1,4 @@
-"""Checksums of the tiles that a pass works on: what was read is compared, what is written is kept."""
+"""Checksums of the tiles that a pass works on: compared after a read, kept before a write."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from infinity.planning.layout import Format
 
 
 class FieldTile(NamedTuple):
-    """A tile of a field in memory, and what is asked about it."""
+    """A tile of a field in memory, and what to do with its checksum."""
 
     name: str
     tile: int
@@ -19,13 +19,13 @@ class FieldTile(NamedTuple):
     nbytes: int
     compared: bool
     hashes: array[int] | None
-    """Where the checksum of what is written goes; None for what is not."""
+    """The field's checksums, which get that of a tile to be written; None for a tile that is only read."""
 
 
 class TileChecksums:
-    """Checksums of some tiles of a record that a pass works on: compared before, kept behind.
+    """Checksums of some tiles of a record: compared before the pass works on them, kept afterwards.
 
-    All in one call where it can be, or, by a kernel that works on `fields`, in none: see kernels.
+    They are computed in one call, or by the kernel of an update itself, which is given `fields`: see kernels.
     """
 
     def __init__(
@@ -36,8 +36,8 @@ class TileChecksums:
         *,
         taken: bool,
     ) -> None:
-        """Prepare to sum up `parts`, or, not `taken`, to note alone which are written. compare: the record's,
-        called with field, tile, its bytes and the checksum of what was read.
+        """Prepare to sum `parts`; without `taken`, only to note which are written. compare: Record.compare,
+        called with the field, the tile, its bytes and the checksum of what was read.
         """
         self._parts, self._compare = parts, compare
         of, numel = form.nbytes, kernels.STRETCH_NUMEL
@@ -46,10 +46,10 @@ class TileChecksums:
             for one in (parts if taken else ())
         ]
         self.fields = kernels.Checksums(fields) if fields else None
-        """What a kernel is given."""
+        """What a kernel that takes checksums is given; None if there is nothing to sum."""
 
     def compare(self, *, taken: bool = False) -> None:
-        """Compare what was read with what was once written; `taken`: a kernel has summed it up.
+        """Compare what was read with what was written before. taken: a kernel has summed it already.
 
         Raises: CorruptionError naming unit, field, file and offset.
         """
@@ -62,7 +62,7 @@ class TileChecksums:
                 self._compare(one.name, one.tile, one.nbytes, self.fields.before(index) or 1)
 
     def keep(self, *, taken: bool = False) -> None:
-        """Keep the checksums of what is to be written: from now on it counts as such."""
+        """Keep the checksums of what is to be written, which counts as written from now on."""
         if self.fields is not None and not taken:
             self.fields.take_after()
         for index, one in enumerate(self._parts):

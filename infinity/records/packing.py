@@ -1,15 +1,15 @@
-"""Fields of which several tiles share a block of the disk: a pass reads each block once, and writes it once.
+"""Fields whose tiles share blocks of the drive: a pass reads each block once, and writes it once.
 
 [Note: packed fields]
-The scales of 8-bit moments take 8 bytes for 256 elements: of a small tile far less than a block, which is the
-least that a transfer can move. So the tiles of such a field lie one behind the other, and a *span* of them,
-as many as fill whole blocks, is moved at once (see Format.span). Passes work tile by tile all the same, in
-their slots. Meanwhile the span waits in memory of its own, a block as a rule, from the read of its first tile
-on until its last tile was worked on and it is written: of two spans at a time in a pass, beside the slots.
+The scales of 8-bit moments take 8 bytes per 256 elements: for a small tile far less than a block, the least
+that a transfer can move. So the tiles of such a field are stored back to back, and moved by *spans*: as many
+tiles as fill whole blocks (see Format.span). Passes still work tile by tile, in their slots. A span, usually
+one block, has memory of its own from the read of its first tile until its last tile is done and the span is
+written; a pass holds at most two spans at a time, beside its slots.
 
-A pass may leave tiles out. So a span that was ever written is read before a part of it is written. And a span
-counts as written, for all of its tiles, from the end of its last one on: until then each tile of a pass finds
-it as the first one did.
+A pass may skip tiles, so a span that was ever written is read before a part of it is replaced. A span counts
+as written, for all of its tiles, only once its last tile is done: until then every tile of the pass sees the
+state that the first one saw.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from infinity.storage.store import Together, Transfer
 
 
 class _Span:
-    """A span in memory; zero as far as it was never written."""
+    """A span in memory: zeros, if it was never written."""
 
     def __init__(self, record: Record, name: str, start: int, *, urgent: bool) -> None:
-        """Begin to read the span of a field from element `start` on, if it was ever written."""
+        """Start to read the span of a field at element `start`, if it was ever written."""
         self.name, self.start = name, start
         self.stop = min(start + record.span(name), record.shard.numel)
         self.changed = False
@@ -39,9 +39,9 @@ class _Span:
             self.reading = record.read(name, start, self.stop, at, self._memory, urgent=urgent)
 
     def address(self, start: int) -> int:
-        """Return the address of element `start`, when the span is there.
+        """Wait for the span, and return the address of element `start`.
 
-        Raises: CorruptionError; what the disk says.
+        Raises: CorruptionError; the error of the read.
         """
         if self.reading is not None:
             self.reading.wait()
@@ -50,7 +50,7 @@ class _Span:
         return self._memory.address + self._record.form.nbytes(self.name, start - self.start)
 
     def write(self) -> Transfer:
-        """Begin to write all of it."""
+        """Start to write the whole span."""
         self._sums(writes=(self.name,)).keep()
         return self._record.write(self.name, self.start, self.stop, self._memory.address, self._memory)
 
@@ -59,10 +59,10 @@ class _Span:
 
 
 class _Piece:
-    """One tile's part of a span that is read: it is where it belongs when it was waited for."""
+    """One tile's part of a span that is read; `wait` copies it to the tile's slot."""
 
     def __init__(self, packed: PackedSpans, span: _Span, start: int, nbytes: int, address: int) -> None:
-        """Prepare to copy `nbytes` from element `start` on to `address`."""
+        """Prepare to copy `nbytes`, from element `start` on, to `address`."""
         self._packed, self._span, self._start = packed, span, start
         self._nbytes, self._address = nbytes, address
         self._reading = span.reading
@@ -79,18 +79,18 @@ class _Piece:
 
     @property
     def ended_s(self) -> float | None:
-        """When that was over: of the span's first tile alone, since it is one transfer."""
+        """When the read ended: for the span's first tile alone, so that one transfer is counted once."""
         first = self._start == self._span.start
         return self._reading.ended_s if first and self._reading is not None else None
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for the span, and copy."""
         kernels.copy(self._nbytes, self._address, self._span.address(self._start))
-        self._packed.let_go(self._span)
+        self._packed.drop_before(self._span)
 
 
 class _Later:
-    """Stands for the write of a tile that is written with others of its span."""
+    """The write of a tile whose span is written later, with its other tiles: done at once."""
 
     done = True
     began_s = 0.0
@@ -104,21 +104,21 @@ _LATER = _Later()
 
 
 class PackedSpans:
-    """The spans that one pass over a record works on, tile after tile in rising order; see the Note above."""
+    """The spans that one pass over a record works on, tile by tile in rising order: [Note: packed fields]."""
 
     def __init__(self, record: Record) -> None:
-        """Begin with none."""
+        """Start without spans."""
         self._record = record
         self._spans: dict[tuple[str, int], _Span] = {}
         self._noted: list[tuple[str, int, int]] = []
 
     def read(self, name: str, start: int, stop: int, address: int, *, urgent: bool) -> Transfer:
-        """Begin to bring elements [start, stop), a tile, to `address`: with what else is in their span."""
+        """Start to read elements [start, stop), a tile, to `address`, with the rest of their span."""
         span = self._span(name, start, urgent=urgent)
         return _Piece(self, span, start, self._record.form.nbytes(name, stop - start), address)
 
     def write(self, name: str, start: int, stop: int, address: int) -> Transfer:
-        """Take elements [start, stop), a tile, from `address`; begin to write what that completes."""
+        """Copy elements [start, stop), a tile, from `address`; start to write the spans this completes."""
         span = self._span(name, start, urgent=True)
         kernels.copy(self._record.form.nbytes(name, stop - start), span.address(start), address)
         span.changed = True
@@ -126,18 +126,18 @@ class PackedSpans:
         return Together(begun) if begun else _LATER
 
     def note_written(self, name: str, start: int, stop: int) -> None:
-        """Remember that a tile was written where it lies."""
+        """Remember that a tile was changed in place, in host memory."""
         self._noted.append((name, start, stop))
 
     def settle(self) -> list[Transfer]:
-        """The pass was at its last tile: begin to write what is left, and let all count as written."""
+        """After the last tile of the pass: start to write what is left; all tiles count as written."""
         for noted in self._noted:
             self._record.note_written(*noted)
         self._noted.clear()
         return [one for name in {name for name, _ in self._spans} for one in self._write(name)]
 
-    def let_go(self, reached: _Span) -> None:
-        """A tile of a span is worked on: earlier ones that nothing has changed are needed no more."""
+    def drop_before(self, reached: _Span) -> None:
+        """Drop the field's unchanged spans before `reached`, which the pass has left behind."""
         for key, span in list(self._spans.items()):
             if span.name == reached.name and span.start < reached.start and not span.changed:
                 del self._spans[key]
@@ -149,7 +149,7 @@ class PackedSpans:
         return self._spans[name, begin]
 
     def _write(self, name: str, until: int | None = None) -> Iterator[Transfer]:
-        """Begin to write the changed spans of a field that end by element `until`; forget them."""
+        """Start to write a field's changed spans that end by element `until`, and drop them."""
         for key, span in list(self._spans.items()):
             if span.name == name and (until is None or span.stop <= until):
                 del self._spans[key]

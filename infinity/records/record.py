@@ -1,9 +1,8 @@
-"""Where records lie: extents on NVMe and in host memory, and the hashes that prove what is read is what was
-written.
+"""Records: a unit's fields in extents on NVMe and in host memory, and the checksums of what was written.
 
-A *record* has one place per field, in one of two tiers. A field in host memory is worked on where it lies; a
-field on NVMe is read into memory, worked on and written back. A field moves up (is pinned) without any
-transfer of its own: the pass that has read it leaves it in its target. It moves down by being written.
+A field in host memory is worked on in place; a field on NVMe is read into memory, worked on and written back.
+Pinning a field in host memory needs no transfer of its own: the pass that reads it puts it into its target
+extent. A field moves back to NVMe by being written there.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from infinity.storage.store import DONE, DiskStore, Extent, HostStore, Request, 
 if TYPE_CHECKING:
     import torch
 SAMPLED = 16
-"""With verify="sample": one tile in so many is compared when it is read."""
+"""With verify="sample", one tile in this many is compared when it is read."""
 
 _GOLDEN = 2654435769  # 2**32 / the golden ratio: multiples of it, mod 2**32, are spread evenly
 
@@ -39,11 +38,10 @@ class Traffic:
 
 
 class Record:
-    """One unit's fields on storage, by tiles.
+    """One unit's fields, by tiles, in host memory or on NVMe.
 
-    A field that lies in host memory is worked on where it is. A field on NVMe is read and written tile by
-    tile, and each tile is hashed as it is written; where several tiles share a block, `span` of them at once.
-    A field that was never written is absent: it has no extent and no bytes.
+    A field on NVMe is read and written tile by tile, and each tile is hashed as it is written; where tiles
+    share a block, `span` elements at once. A field that was never added has no extent and no bytes.
     """
 
     def __init__(
@@ -57,34 +55,34 @@ class Record:
         whole: Shard | None = None,
         name: str = "?",
     ) -> None:
-        """Describe a record of `shard` with no field yet; it is a rank's share of `whole`. verify: "always",
+        """Make a record of `shard`, this rank's part of the unit `whole`, without fields. verify: "always",
         "sample" or "off"; see Config.
         """
         self.name = name
         self.shard = shard
         self.whole = whole or shard
-        """The unit of which `shard` is this rank's share: itself, where there is one rank."""
+        """The unit that `shard` is this rank's part of; the same with one rank."""
         self.form = form
         self.targets: dict[str, Extent] = {}
-        """Extents in host memory that fields on NVMe are to lie in: the next pass that has all of such a
-        field in memory puts it there, and `adopt`s the extent.
+        """Extents in host memory for fields that are on NVMe and to be pinned: the next pass that reads all
+        of such a field puts it there, and calls `adopt`.
         """
         self.changed_in_host: set[str] = set()
-        """Fields in host memory that were changed there since somebody took them out of this set."""
+        """Fields that were changed in host memory; a commit takes those it writes out of this set."""
         self.tile_numel = tile_numel
-        """Elements of a tile: what passes read, work on and write at once."""
+        """Elements that passes read, work on and write at once."""
         self._traffic = traffic
         self._hashes_tiles = verify != "off"
         self._samples = verify == "sample"
-        """Whether only some of the tiles are compared when they are read."""
+        """Whether only a sample of the tiles that are read is compared."""
         self._reads = 0
         self.all_in_host = True
-        """Whether every field it has, spilled gradients apart, lies in host memory."""
+        """Whether all of `fields` are in host memory."""
         self._extents: dict[str, Extent] = {}
         self.fields: tuple[str, ...] = ()
-        """The weights, and the state that its optimizers keep, as far as it has them: no gradients."""
+        """Its fields of weights and optimizer state; no spilled gradients."""
         self.packed: frozenset[str] = frozenset()
-        """Those of them of which several tiles share a block; see packing."""
+        """Those of `fields` whose tiles share blocks; see packing."""
         self._cuts = FieldCuts(form, tile_numel)
         self._hashes: dict[str, array[int]] = {}
         self._whole: dict[str, int] | None = None
@@ -99,7 +97,7 @@ class Record:
 
     @contextmanager
     def comparing_all(self) -> Iterator[None]:
-        """Compare every tile that is read in this while, whatever `verify` says of samples."""
+        """Compare every tile that is read within the `with`, also with verify="sample"."""
         samples, self._samples = self._samples, False
         try:
             yield
@@ -116,13 +114,13 @@ class Record:
         return whole.reshape(-1)[segment.first : segment.first + segment.numel]
 
     def written(self, name: str, start: int) -> bool:
-        """Whether the tile at element `start` of a field was ever written, or one that shares a block with
-        it; what was not counts as zero.
+        """Whether the tile at element `start` of a field, or one in the same span, was ever written. A tile
+        that was not counts as zeros.
         """
         return name in self._hashes and self._hashes[name][start // self.span(name)] != 0
 
     def tier(self, name: str) -> str:
-        """Where a field lies."""
+        """Return the name of the tier that a field is in."""
         return self._extents[name].store.tier
 
     def tiers(self) -> tuple[tuple[str, str], ...]:
@@ -130,7 +128,7 @@ class Record:
         return tuple((name, extent.store.tier) for name, extent in self._extents.items())
 
     def in_host(self, name: str) -> bool:
-        """Whether a field lies in host memory."""
+        """Whether a field is in host memory."""
         return isinstance(self._extents[name].store, HostStore)
 
     def nbytes(self, tier: str) -> int:
@@ -138,11 +136,11 @@ class Record:
         return sum(extent.nbytes for extent in self._extents.values() if extent.store.tier == tier)
 
     def span(self, name: str) -> int:
-        """Elements of a field that are moved, and hashed, at once: a tile, or more where it is `packed`."""
+        """Elements of a field that are moved and hashed at once: a tile, or several if it is `packed`."""
         return self._cuts.span(name)
 
     def new_hashes(self, name: str) -> array[int]:
-        """Return the hashes of a field, as the record has it, of which nothing is written."""
+        """Return the checksums of a field, one per span, all "never written"."""
         return array("Q", bytes(8 * -(-self.shard.numel // self.span(name))))
 
     def field_nbytes(self, name: str) -> int:
@@ -150,19 +148,19 @@ class Record:
         return self.tile_nbytes(name, self.shard.numel)
 
     def tile_nbytes(self, name: str, numel: int) -> int:
-        """Bytes that `numel` elements from the start of a span take, on NVMe as in memory: whole blocks."""
+        """Bytes, in whole blocks, of `numel` elements from the start of a span, on NVMe and in memory."""
         return self._cuts.nbytes(name, numel)
 
-    # Where fields lie
+    # Places of fields
 
     def add(self, name: str, store: Store) -> None:
-        """Give the record a field in `store`; its content is undefined until each tile is written."""
+        """Add a field in `store`; each tile is undefined until it is written."""
         self._extents[name] = store.allocate(self.field_nbytes(name), f"{self.name}.{name}")
         self._moved()
         self._hashes[name] = self.new_hashes(name)
 
     def drop(self, name: str) -> None:
-        """Take a field away and give its extent back."""
+        """Remove a field and free its extent, if the record has it."""
         target = self.targets.pop(name, None)
         if target is not None:
             target.store.free(target)
@@ -174,7 +172,7 @@ class Record:
             del self._hashes[name]
 
     def adopt(self, name: str) -> None:
-        """Let a field lie in its target, which holds all of it."""
+        """Move a field to its target, into which a pass has put all of it."""
         old = self._extents[name]
         self._extents[name] = self.targets.pop(name)
         self._moved()
@@ -182,7 +180,7 @@ class Record:
         old.store.free(old)
 
     def move(self, name: str, extent: Extent, hashes: array[int]) -> None:
-        """Let a field lie in `extent`, on NVMe, where its tiles with these `hashes` were written."""
+        """Move a field to `extent` on NVMe, where it was written with these checksums."""
         old = self._extents[name]
         self._extents[name], self._hashes[name] = extent, hashes
         self._moved()
@@ -196,12 +194,12 @@ class Record:
         self._whole = None
 
     def place(self, name: str) -> tuple[Extent, array[int]]:
-        """Return where a field lies, and its tiles' hashes, both as they are now."""
+        """Return a field's extent and its checksums, as they are now."""
         return self._extents[name], self._hashes[name]
 
     def span_of(self, name: str, nbytes: int) -> int | None:
-        """Return the span of a field that takes `nbytes`, as a run has left it: before fields were packed,
-        each tile had blocks of its own. None where it is of another unit, or another format.
+        """Return the span with which a field takes `nbytes`: older runs, written before fields were packed,
+        have blocks of their own for each tile. None where neither fits: another unit, or another format.
         """
         for span in (self.form.span(name, self.tile_numel), self.tile_numel):
             if self.form.stored_nbytes(name, self.shard.numel, span) == nbytes:
@@ -209,7 +207,7 @@ class Record:
         return None
 
     def restore(self, name: str, extent: Extent, hashes: array[int], span: int) -> None:
-        """Let a field, whether or not the record has it, lie in `extent`, and have this span and hashes."""
+        """Set a field's extent, span and checksums; replace the field if the record has it."""
         self.drop(name)
         self._extents[name], self._hashes[name] = extent, hashes
         self._cuts.put(name, span)
@@ -217,11 +215,10 @@ class Record:
 
     def address(self, name: str, start: int) -> int | None:
         """Return the address of element `start` of a field in host memory; None for a field on NVMe."""
-        extent = self._extents[name]
-        return extent.offset + self._cuts.offset(name, start) if isinstance(extent.store, HostStore) else None
+        return self.host_address(name, start) if self.in_host(name) else None
 
-    def there(self, name: str, start: int) -> int:
-        """Return the address of element `start` of a field, which lies in host memory."""
+    def host_address(self, name: str, start: int) -> int:
+        """Return the address of element `start` of a field that is in host memory."""
         return self._extents[name].offset + self._cuts.offset(name, start)
 
     def target_address(self, name: str, start: int) -> int:
@@ -229,12 +226,12 @@ class Record:
         return self.targets[name].offset + self._cuts.offset(name, start)
 
     def memory(self, name: str) -> mmap | None:
-        """Return the host memory that holds a field, or is going to; None where there is none."""
+        """Return the host memory of a field's target, or of the field itself; None for one on NVMe alone."""
         extent = self.targets.get(name, self._extents[name])
         return extent.store.memory(extent) if isinstance(extent.store, HostStore) else None
 
     def leave(self, name: str) -> None:
-        """Move a field in host memory to new memory: others keep the old, with the values it has."""
+        """Give a field in host memory new memory; who holds the old one keeps it, with its values."""
         extent = self._extents[name]
         if isinstance(extent.store, HostStore):
             self._extents[name] = extent.store.replace(extent)
@@ -253,8 +250,8 @@ class Record:
         urgent: bool = False,
         more: bool = False,
     ) -> Transfer:
-        """Begin to read elements [start, stop) of a field, whole spans, to `address`; compare their `sums`
-        when the transfer is over. urgent, more: see Request.
+        """Start to read elements [start, stop) of a field, whole spans, to `address`. The caller compares
+        their `sums` when the transfer has ended. urgent, more: see Request.
         """
         extent, nbytes = self._extents[name], self.tile_nbytes(name, stop - start)
         disk = self._disk(extent, name)
@@ -263,15 +260,15 @@ class Record:
         return disk.read(Request(extent, offset, address, nbytes, what, owner, urgent, more))
 
     def _disk(self, extent: Extent, name: str) -> DiskStore:
-        """Return the store of a field's extent, which has to be one on NVMe."""
+        """Return the store of a field's extent, which has to be on NVMe."""
         if isinstance(extent.store, HostStore):
-            raise TypeError(f"{self.name}.{name} lies in host memory: it is used there, not transferred")
+            raise TypeError(f"{self.name}.{name} is in host memory: it is used in place, not transferred")
         return extent.store
 
     def write(
         self, name: str, start: int, stop: int, address: int, owner: object, *, more: bool = False
     ) -> Transfer:
-        """Begin to write elements [start, stop) of a field, whole spans, whose checksums were kept: see
+        """Start to write elements [start, stop) of a field, whole spans, whose checksums were kept with
         `sums`. more: see Request.
         """
         return self._write(self._extents[name], name, start, stop, address, owner, more=more)
@@ -286,8 +283,8 @@ class Record:
         address: int,
         owner: object,
     ) -> Transfer:
-        """Begin to write elements [start, stop) of a field in host memory to an extent, and put their
-        checksums into `hashes`: all spans that end among them.
+        """Start to write those spans of a field in host memory that end within elements [start, stop) to an
+        extent, and put their checksums into `hashes`.
         """
         span = self.span(name)
         first, last = start // span * span, stop if stop == self.shard.numel else stop // span * span
@@ -314,31 +311,31 @@ class Record:
         return disk.write(Request(extent, offset, address, nbytes, what, owner, more=more))
 
     def in_one_piece(self, names: Sequence[str]) -> bool:
-        """Whether fields lie without gaps between their tiles, and each was written altogether or not at
-        all: then any range of tiles can be worked on at once, where it lies.
+        """Whether fields have no gaps between their tiles, and each was written completely or never: then
+        any range of tiles can be worked on at once, in place.
         """
         hashes = [self._hashes[name] for name in names]
         return self._is_even(names) and all(0 not in one or not any(one) for one in hashes)
 
     def _is_even(self, names: Sequence[str]) -> bool:
-        """Whether no field has a gap behind its tiles."""
+        """Whether no field has gaps between its tiles."""
         return all(self.form.nbytes(name, self.span(name)) % BLOCK == 0 for name in names)
 
     def whole_in_host(self) -> dict[str, int] | None:
-        """Return the addresses of `fields`, if they lie in host memory without gaps and every tile of them
-        was written, else None.
+        """Return the addresses of `fields` if all are in host memory, without gaps and completely written;
+        else None.
         """
         if self._whole is not None:
             return self._whole
         written = all(0 not in self._hashes[name] for name in self.fields)
         if written and self.all_in_host and self._is_even(self.fields):
-            self._whole = {name: self.there(name, 0) for name in self.fields}
+            self._whole = {name: self.host_address(name, 0) for name in self.fields}
         return self._whole
 
     def note_written(self, name: str, start: int, stop: int) -> None:
-        """Remember that elements [start, stop) of a field were written where they lie.
+        """Mark elements [start, stop) of a field in host memory as written there.
 
-        Of a hash in host memory only that it is not 0 counts.
+        Checksums of host memory are not compared: any value but 0 means "written".
         """
         hashes, span = self._hashes[name], self.span(name)
         self.changed_in_host.add(name)
@@ -348,8 +345,8 @@ class Record:
     def sums(
         self, start: int, stop: int, at: Mapping[str, int], reads: Sequence[str], writes: Sequence[str]
     ) -> TileChecksums:
-        """Return the checksums of elements [start, stop), whole spans, which are `at` these addresses: of the
-        fields that were read, to compare, and of those to be written, to keep.
+        """Return the checksums of elements [start, stop), whole spans, at these addresses: to compare for the
+        fields that were read, and to keep for those that are to be written.
         """
         return self._sums(start, stop, at, reads, {name: self._hashes[name] for name in writes})
 
@@ -377,12 +374,12 @@ class Record:
         return TileChecksums(self.form, parts, self.compare, taken=self._hashes_tiles)
 
     def _is_compared(self) -> bool:
-        """Whether the next tile that is read is compared."""
+        """Whether to compare the next tile that is read."""
         self._reads += 1
         return not self._samples or self._reads * _GOLDEN % (1 << 32) < (1 << 32) // SAMPLED
 
     def compare(self, name: str, tile: int, nbytes: int, found: int) -> None:
-        """Compare the checksum of a tile that was read with that of what was written.
+        """Compare the checksum of a tile that was read with the one kept when it was written.
 
         Raises: CorruptionError naming unit, field, file and offset.
         """

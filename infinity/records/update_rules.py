@@ -1,8 +1,8 @@
-"""The optimizers' steps: which state each keeps in a record, which scalars, and which kernel, by record.
+"""Update rules: the state that each optimizer keeps in a record, its scalars, and its kernel per format.
 
 [Note: masters that are not split]
-Of AdamW there is a kernel for each record. The others' work on split masters: of another record, a part that
-fits the caches is split, stepped, and joined again, which loses no bit.
+AdamW has a kernel for each format of a record. The other optimizers' kernels work on split masters (hi, lo):
+in other formats a part that fits the caches is split, stepped and joined again, which loses no bit.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from infinity import kernels
 from infinity.planning.layout import Format
 
 CHUNK_NUMEL = 1 << 15
-"""Elements that are split, stepped and joined at once."""
+"""Elements that are split, stepped and joined at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateSpan:
-    """A part of one parameter that makes a step: where its fields and its gradient are."""
+    """A part of one parameter that makes a step: the addresses of its fields and of its gradient."""
 
     n: int
     at: Mapping[str, int]
@@ -30,25 +30,25 @@ class UpdateSpan:
     dtype: kernels.AnyGradientDtype
     """Of the gradient."""
     key: int = 0
-    """Of the random bits that round a 16- or 8-bit state; see kernels."""
+    """Of the random bits that round 16- and 8-bit state; see kernels."""
     first: int = 0
-    """The parameter's element with which it begins."""
+    """The parameter's element at which the part begins."""
     sums: kernels.Checksums | None = None
-    """To be taken on the way, by a kernel that does so; see Recipe."""
+    """Checksums for the kernel to take; see Recipe.summing."""
 
 
 Kernel = Callable[[UpdateSpan, Any], None]
-"""Makes a step, by its scalars."""
+"""Makes a step, given the recipe's scalars."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What an optimizer is made of.
+    """An optimizer's update rule.
 
-    state: a record's fields that it keeps, by names of torch.optim's state, all fp32 but where a kernel says
-    otherwise. scalars: what a kernel gets, from a param group, this step's count and the factor on the
-    gradient; it raises ValueError for options out of range. kernels: by the types that compute and that keep
-    the state, as Format has them.
+    state: the record's fields that it keeps, with their names in torch.optim's state; fp32, unless the
+    format's moments are narrower. scalars: returns the kernel's scalars from a param group, the step's count
+    (from 1) and the factor on the gradient; raises ValueError for options out of range. kernels: by Format's
+    dtype and state_dtype.
     """
 
     name: str
@@ -56,12 +56,10 @@ class Recipe:
     scalars: Callable[[Mapping[str, Any], int, float], Any]
     kernels: Mapping[tuple[str, str], Kernel]
     summing: frozenset[tuple[str, str]] = frozenset()
-    """For which of these records the kernel takes checksums on its way."""
+    """Those whose kernel takes the checksums of the fields on its way."""
 
     def fields(self, form: Format) -> tuple[str, ...]:
-        """Return the fields of a record that this optimizer needs: scales go with the moments they belong
-        to.
-        """
+        """Return the fields of a record that hold its state, the scales of 8-bit moments included."""
         return tuple(name for name in form.moments if name in self.state or (name == "scale" and self.state))
 
 
@@ -81,8 +79,8 @@ def _sgd_scalars(group: Mapping[str, Any], step: int, clip: float) -> kernels.SG
 def _plain_sgd_scalars(group: Mapping[str, Any], step: int, clip: float) -> kernels.SGDScalars:
     if group["momentum"]:
         raise ValueError(
-            f"momentum={group['momentum']}: this SGD began without momentum, and keeps none. Give it one "
-            "when it is made."
+            f"momentum={group['momentum']}: this SGD was made without momentum, so its records have no "
+            "room for it. Give it a momentum when it is made."
         )
     return _sgd_scalars(group, step, clip)
 
@@ -99,7 +97,7 @@ def _lion_scalars(group: Mapping[str, Any], _step: int, clip: float) -> kernels.
 
 
 def _fields(*names: str) -> Callable[[Any], Callable[[UpdateSpan, Any], None]]:
-    """Return what turns a kernel over addresses of these fields into a Kernel."""
+    """Return a function that turns a kernel over the addresses of these fields into a Kernel."""
 
     def of(call: Any) -> Kernel:
         def step(span: UpdateSpan, scalars: Any) -> None:
@@ -111,7 +109,7 @@ def _fields(*names: str) -> Callable[[Any], Callable[[UpdateSpan, Any], None]]:
 
 
 def _rounding(*names: str) -> Callable[[Any], Callable[[UpdateSpan, Any], None]]:
-    """The same, of a kernel that also rounds at random."""
+    """The same for kernels that round at random."""
 
     def of(call: Any) -> Kernel:
         def step(span: UpdateSpan, scalars: Any) -> None:
@@ -124,7 +122,7 @@ def _rounding(*names: str) -> Callable[[Any], Callable[[UpdateSpan, Any], None]]
 
 
 def _on_every_record(step: Kernel) -> dict[tuple[str, str], Kernel]:
-    """See [Note: masters that are not split]."""
+    """Return kernels for every format from one for split masters; see [Note: masters that are not split]."""
 
     def on_fp32(span: UpdateSpan, scalars: Any) -> None:
         _through_split(step, span, scalars, "hi")
@@ -150,7 +148,7 @@ def _through_split(step: Kernel, span: UpdateSpan, scalars: Any, field: str) -> 
 
 
 def _without_momentum(span: UpdateSpan, scalars: Any) -> None:
-    """Step by the gradient alone: the kernel's momentum, that of a first step, is written and not kept."""
+    """Step by the gradient alone: as a first step with momentum, whose momentum is not kept."""
     momentum = torch.empty(min(span.n, CHUNK_NUMEL))
     width = 4 if span.dtype == "f32" else 2
     for start in range(0, span.n, CHUNK_NUMEL):

@@ -1,4 +1,4 @@
-"""What step() has decided for parameters, and no pass over their record has applied yet."""
+"""Updates that step() has decided and no pass over the record has applied yet."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from infinity.storage.store import DONE, Transfer
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What step() decided for one parameter: the step's scalars, and where the gradient is.
+    """The update of one parameter: the step's scalars, and where the gradient is.
 
-    tensor: the gradient in host memory, contiguous, 16-bit or fp32, once `arriving` is over. field: else the
-    record's field that holds it. Neither: a gradient of zeros. key: of the random bits that round a 16- or
-    8-bit state; see kernels. missed: scalars and keys of the steps before this one, whose gradients were all
-    zero; see optim. recipe: of the optimizer.
+    tensor: the gradient in host memory, contiguous, 16-bit or fp32, valid once `arriving` has ended. field:
+    else the record's field that holds it. Neither: a gradient of zeros. key: of the random bits that round
+    16- and 8-bit state; see kernels. missed: scalars and keys of the steps just before this one, whose
+    gradients were zeros; see [Note: missed steps] in optim. recipe: the optimizer's update rule.
     """
 
     scalars: Any
@@ -33,20 +33,20 @@ class Update:
 
     @property
     def misses(self) -> float:
-        """Steps with gradients of zeros in a row up to this one; infinity if this one has a gradient."""
+        """Steps in a row, up to this one, with gradients of zeros; infinity if this one has a gradient."""
         return math.inf if self.tensor is not None or self.field is not None else 1 + len(self.missed)
 
 
 class PendingUpdates(dict[int, Update]):
-    """A unit's updates by parameter, from step() on until the pass that applies them is queued."""
+    """A unit's updates by parameter's index, from step() until the pass that applies them is queued."""
 
     def take(self) -> dict[int, Update]:
-        """Return them all, which are its caller's from now on."""
+        """Remove all updates and return them; the caller has to apply them, or put them back."""
         taken = dict(self)
         self.clear()
         return taken
 
     def put_back(self, taken: Mapping[int, Update]) -> None:
-        """Undo `take`, where what was to apply them was not queued; what was decided since stays."""
+        """Undo `take`, for a pass that was not queued; updates decided since then stay."""
         for index, update in taken.items():
             self.setdefault(index, update)

@@ -1,9 +1,9 @@
-"""The weights of each record: how the fp32 master and what computes are kept, and turned into each other.
+"""The weights of each format of a record: how the fp32 master and the compute weight are kept and converted.
 
 [Note: three records]
-bf16   hi, lo       the halves of the master: every bit of it comes back; see kernels
-fp16   hi, master   16 more bits cannot rebuild an fp32 master from an fp16: hi is its rounding, ties to even
-fp32   hi           is its own master
+bf16   hi, lo       the halves of the master, which join to its exact bits; see kernels
+fp16   hi, master   hi is the master rounded, ties to even; 16 more bits cannot restore an fp32 from an fp16
+fp32   hi           its own master
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from infinity import kernels
 from infinity.storage.memory import view
 
 At = Mapping[str, int]
-"""Addresses of a record's fields, by their names."""
+"""Addresses of a record's fields by name."""
 
 KERNEL_DTYPE: dict[torch.dtype, kernels.AnyGradientDtype] = {
     torch.bfloat16: "bf16",
     torch.float16: "f16",
     torch.float32: "f32",
 }
-"""Types of gradients, as kernels call them."""
+"""The kernels' names of gradient dtypes."""
 
 ACCUMULATE: dict[torch.dtype, Callable[[int, int, int], None]] = {
     torch.bfloat16: kernels.accumulate,
     torch.float16: kernels.accumulate_f16,
     torch.float32: kernels.accumulate_f32,
 }
-"""fp32 += a gradient: (n, acc, grad)."""
+"""Add a gradient to an fp32 sum: (n, sum, gradient)."""
 
 
 def _copy_f32(n: int, source: int, target: int) -> None:
@@ -44,32 +44,32 @@ WIDEN: dict[torch.dtype, Callable[[int, int, int], None]] = {
     torch.float16: kernels.widen_f16,
     torch.float32: _copy_f32,
 }
-"""A gradient to fp32: (n, source, target)."""
+"""Convert a gradient to fp32: (n, source, target)."""
 
 NARROW: dict[torch.dtype, Callable[[int, int, int], None]] = {
     torch.bfloat16: kernels.narrow,
     torch.float16: kernels.narrow_f16,
     torch.float32: _copy_f32,
 }
-"""fp32 to a gradient's type, ties to even: (n, source, target)."""
+"""Round fp32 to a gradient's dtype, ties to even: (n, source, target)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What is done with n elements of a record's weights; see [Note: three records]."""
+    """Operations on n elements of a record's weights; see [Note: three records]."""
 
     dtype: torch.dtype
-    """Of `hi`, which computes."""
+    """Of `hi`, the compute weight."""
     overflows: bool
-    """Whether gradients of this type need a scaled loss."""
+    """Whether gradients of this dtype need loss scaling."""
     read_master: Callable[[int, At, int], None]
-    """Put the fp32 master at an address."""
+    """Copy the fp32 master to an address: (n, fields, target)."""
     write_master: Callable[[int, int, At], None]
-    """Take the fp32 master from an address."""
+    """Set the master, and with it the weights, from fp32 values: (n, source, fields)."""
     take: Callable[[int, int, At], None]
-    """Take weights, of the type that computes, which are their own masters."""
+    """Set weights of the compute dtype, which become their own masters: (n, source, fields)."""
     rewrite: Callable[[int, int, At], None]
-    """The same, but what did not change keeps its master."""
+    """The same, but a weight that did not change keeps its master: (n, source, fields)."""
     rounded: Callable[[int, int, int], None]
     """Round fp32 masters to weights: (n, source, target)."""
 
@@ -137,4 +137,4 @@ WEIGHTS = {
         rounded=_copy_f32,
     ),
 }
-"""By the name of the type that computes, as Config and Format have it."""
+"""By the name of the compute dtype in Config and Format."""

@@ -135,7 +135,7 @@ def test_what_would_apply_an_overflow_is_refused(folder):
     with pytest.raises(UnsupportedError, match=r"update=\"backward\" with dtype='fp16'.*update=\"forward\""):
         infinity.AdamW(model.parameters(), update="backward")
     optimizer = infinity.AdamW(model.parameters(), max_norm=1.0)
-    with pytest.raises(UnsupportedError, match="leave max_norm out"):
+    with pytest.raises(UnsupportedError, match="Leave max_norm out"):
         train_scaled(model, optimizer, accumulate=1, clip=None, steps=1, planted=())
 
 

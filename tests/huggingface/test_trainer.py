@@ -444,7 +444,7 @@ def test_data_parallel_and_other_optimizers_are_refused(folder, monkeypatch):
         trainer_of(model, folder)
     monkeypatch.undo()
     for kwargs, says in (
-        ({"optimizer_cls_and_kwargs": (infinity.AdamW, {"max_norm": 1.0})}, "leave max_norm out"),
+        ({"optimizer_cls_and_kwargs": (infinity.AdamW, {"max_norm": 1.0})}, "Leave max_norm out"),
         ({"optimizer_cls_and_kwargs": (infinity.AdamW, {"update": "backward"})}, 'use update="forward"'),
         ({}, r"torch\.optim.* cannot step .*For the Trainer: optimizer_cls_and_kwargs=\(infinity\.AdamW, {"),
     ):

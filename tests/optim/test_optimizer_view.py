@@ -61,7 +61,7 @@ def test_what_has_not_stepped_has_no_state_and_what_is_not_its_own_is_refused(st
         {},
         False,
     )
-    with pytest.raises(KeyError, match="nothing before the first step"):
+    with pytest.raises(KeyError, match="none, before the first step"):
         optimizer.state[unused]["exp_avg"] = torch.zeros(8, 8)
     with pytest.raises(KeyError, match="is no parameter of this AdamW"):
         optimizer.state[nn.Parameter(torch.zeros(1))]

@@ -190,7 +190,7 @@ def test_what_an_optimizer_cannot_do_is_refused_by_name(folder):
     with infinity.Init(nvme=folder, host_memory="1MiB"):
         layer = torch.nn.Linear(8, 8)
     for options, says in (
-        ({"nesterov": True}, "Nesterov's momentum is above 0"),
+        ({"nesterov": True}, "Nesterov needs a momentum above 0"),
         ({"dampening": 0.5}, "dampening"),
         ({"lr": -1.0}, "lr=-1.0"),
     ):
@@ -201,7 +201,7 @@ def test_what_an_optimizer_cannot_do_is_refused_by_name(folder):
     optimizer = infinity.SGD(layer.parameters())
     layer(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
     optimizer.param_groups[0]["momentum"] = 0.9
-    with pytest.raises(ValueError, match="began without momentum"):
+    with pytest.raises(ValueError, match="was made without momentum"):
         optimizer.step()
     optimizer.param_groups[0]["momentum"] = 0.0
     optimizer.step()
@@ -290,7 +290,10 @@ def test_options_that_change_the_state_later_are_refused(folder):
     optimizer = infinity.wrap_optimizer(torch.optim.RMSprop, layer.parameters())
     layer(torch.ones(1, 8)).sum().backward()
     optimizer.param_groups[0]["momentum"] = 0.9
-    with pytest.raises(ValueError, match=r"RMSprop began with the state .*give them when it is made"):
+    with pytest.raises(
+        ValueError,
+        match=r"RMSprop was made with options that keep the state .*give them when the optimizer is made",
+    ):
         optimizer.step()
 
 

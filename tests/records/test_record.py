@@ -82,10 +82,10 @@ def test_spans_lie_one_behind_the_other_on_whole_blocks_and_fill_the_field(recor
     record, name, tile_numel = record_name_tile
     assert (record.span(name) > tile_numel) == (name == "scale")
     assert (name in record.packed) == (name == "scale" and record.shard.numel > tile_numel)
-    base = record.there(name, 0)
+    base = record.host_address(name, 0)
     end = base
     for start, stop in tiles(record.shard.numel, record.span(name)):
-        assert record.there(name, start) == end
+        assert record.host_address(name, start) == end
         assert end % BLOCK == 0
         end += record.tile_nbytes(name, stop - start)
         assert record.tile_nbytes(name, stop - start) >= record.form.nbytes(name, stop - start)
@@ -97,8 +97,8 @@ def test_elements_within_a_tile_lie_as_their_format_says(record_name_tile, data)
     record, name, tile_numel = record_name_tile
     for start, stop in tiles(record.shard.numel, tile_numel):
         block = data.draw(st.integers(0, (stop - start) // 256 - 1))  # what shares a scale stays together
-        address = record.there(name, start + 256 * block)
-        assert address == record.there(name, start) + record.form.nbytes(name, 256 * block)
+        address = record.host_address(name, start + 256 * block)
+        assert address == record.host_address(name, start) + record.form.nbytes(name, 256 * block)
         assert address == record.address(name, start + 256 * block)
 
 
@@ -108,8 +108,8 @@ def test_8_bit_scales_of_several_tiles_share_a_block():
     assert record.span("scale") == 32 * TILE
     record.add("scale", host())
     assert record.field_nbytes("scale") == record.nbytes("host") == 2 * BLOCK
-    assert record.there("scale", 2 * TILE) - record.there("scale", 0) == 256
-    assert record.there("scale", TILE + 512) - record.there("scale", TILE) == 16
+    assert record.host_address("scale", 2 * TILE) - record.host_address("scale", 0) == 256
+    assert record.host_address("scale", TILE + 512) - record.host_address("scale", TILE) == 16
     record.note_written("scale", 0, TILE)
     assert [record.written("scale", tile * TILE) for tile in (0, 1, 31, 32)] == [True, True, True, False]
 
@@ -339,13 +339,13 @@ def test_a_field_that_moves_down_lies_where_its_tiles_were_written(seed):
 def test_memory_that_is_left_keeps_its_values_and_the_field_goes_on_with_the_same_ones():
     record, store = record_of(TILE), host()
     record.add("hi", store)
-    view(record.there("hi", 0), 2 * TILE)[:] = bytes([7]) * 2 * TILE
+    view(record.host_address("hi", 0), 2 * TILE)[:] = bytes([7]) * 2 * TILE
     record.note_written("hi", 0, TILE)
     old, held = record.memory("hi"), store.ledger.held_nbytes
     record.leave("hi")
     assert record.memory("hi") is not old
-    assert bytes(view(record.there("hi", 0), 2 * TILE)) == bytes([7]) * 2 * TILE
-    view(record.there("hi", 0), 2 * TILE)[:] = bytes([8]) * 2 * TILE
+    assert bytes(view(record.host_address("hi", 0), 2 * TILE)) == bytes([7]) * 2 * TILE
+    view(record.host_address("hi", 0), 2 * TILE)[:] = bytes([8]) * 2 * TILE
     assert old[:] == bytes([7]) * 2 * TILE
     assert record.written("hi", 0)
     assert store.ledger.held_nbytes == held, "who holds the old memory pays for it"
@@ -361,13 +361,13 @@ def test_a_record_is_whole_in_host_memory_once_every_tile_of_every_field_was_wri
         record.note_written(name, 0, TILE)
         assert record.whole_in_host() is None, "its second tile was not"
         record.note_written(name, TILE, 2 * TILE)
-        assert record.whole_in_host() == {one: record.there(one, 0) for one in record.fields}
+        assert record.whole_in_host() == {one: record.host_address(one, 0) for one in record.fields}
     record.leave("lo")
-    assert record.whole_in_host() == {one: record.there(one, 0) for one in ("hi", "lo")}
+    assert record.whole_in_host() == {one: record.host_address(one, 0) for one in ("hi", "lo")}
     record.move("lo", FakeDisk().allocate(record.field_nbytes("lo"), "lo"), array("Q", [1, 1]))
     assert record.whole_in_host() is None, "a field lies on NVMe"
     record.drop("lo")
-    assert record.whole_in_host() == {"hi": record.there("hi", 0)}
+    assert record.whole_in_host() == {"hi": record.host_address("hi", 0)}
 
 
 def test_tiles_with_gaps_between_them_are_never_whole_in_host_memory():

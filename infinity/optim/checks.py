@@ -1,0 +1,92 @@
+"""The checks of an optimizer: of a record's format, of the memory for its state, of a state_dict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from infinity.engine.engine import Engine
+from infinity.engine.needs import gradients_nbytes
+from infinity.errors import HostMemoryError, UnsupportedError
+from infinity.planning.layout import Format
+from infinity.ranks.machine_memory import available_nbytes
+from infinity.records.update_rules import Recipe
+from infinity.records.weights import WEIGHTS
+from infinity.sizes import format_size
+
+
+def check_fits(engine: Engine, what: str, nbytes: int) -> None:
+    """Check, without an NVMe tier, that `nbytes` of new state and a step's gradients fit host memory.
+
+    what: the optimizer, for the error.
+
+    Raises: HostMemoryError with the smallest host_memory that works.
+    """
+    if engine.nvme_store is not None:
+        return
+    gradients, kept = gradients_nbytes(engine.units), engine.kept
+    if kept.held_nbytes + nbytes + gradients > kept.limit_nbytes:
+        largest = max(engine.units, key=lambda unit: unit.resident_nbytes)
+        raise HostMemoryError(
+            f"{what}: without an NVMe tier all state stays in host memory (its largest unit is "
+            f"{largest.name}): weights {format_size(kept.held_nbytes)}, moments {format_size(nbytes)}, "
+            f"gradients {format_size(gradients)}, but host_memory={format_size(engine.budget.total_nbytes)} "
+            f"leaves {format_size(kept.limit_nbytes)} for them. The smallest host_memory that works is "
+            f"{format_size(engine.least_total(more_nbytes=nbytes))}; or give Config a folder on NVMe "
+            "(nvme=...)."
+        )
+
+
+def check_record(recipe: Recipe, form: Format, update: str) -> None:
+    """Check that an optimizer can update records of this format.
+
+    Raises: UnsupportedError naming the option to change.
+    """
+    if (form.dtype, form.state_dtype) not in recipe.kernels:
+        raise UnsupportedError(
+            f"{recipe.name} keeps its state in fp32, and the model was built with "
+            f'state_dtype={form.state_dtype!r}, which only AdamW has: use Config(state_dtype="fp32")'
+        )
+    if WEIGHTS[form.dtype].overflows and update == "backward":
+        raise UnsupportedError(
+            f'update="backward" with dtype={form.dtype!r}: gradients would be applied before it is '
+            'known whether they have overflowed. Use update="forward", or dtype="bf16".'
+        )
+
+
+def check_room(recipe: Recipe, parameters: Sequence[torch.Tensor]) -> None:
+    """Check that fp32 copies of these parameters' state fit the machine's memory.
+
+    Raises: HostMemoryError with both sizes.
+    """
+    needed = sum(4 * len(recipe.state) * one.numel() for one in parameters)
+    available = available_nbytes()
+    if needed > available:
+        raise HostMemoryError(
+            f"optimizer.state_dict: the moments take {format_size(needed)}, but only "
+            f"{format_size(available)} of memory are available. infinity.save streams them to files."
+        )
+
+
+def checked_states(
+    recipe: Recipe, states: Mapping[int, Mapping[str, Any]], parameters: Mapping[int, torch.Tensor]
+) -> dict[int, Mapping[str, Any]]:
+    """Return those states of a state_dict, by parameter's number, that belong to `parameters` and have begun.
+
+    Raises: ValueError for the state of another optimizer, or of another shape.
+    """
+    found = {}
+    for number, state in states.items():
+        keys = recipe.state.values()
+        if number not in parameters or any(state.get(key, number) is None for key in keys):
+            continue  # torch's SGD has None as the momentum before the first step
+        for key in keys:
+            if key not in state:
+                raise ValueError(f"parameter {number} has no {key}: its state is that of another optimizer")
+            shape, expected = tuple(state[key].shape), tuple(parameters[number].shape)
+            if shape != expected:
+                raise ValueError(f"{key} of parameter {number}: {shape}, expected {expected}")
+        found[number] = state
+    return found
