@@ -313,7 +313,7 @@ class Durable:
             job.flushed = True
             self._notify()
         except BaseException as error:  # noqa: BLE001 - who waits for the lane raises it
-            self.ranks.put_down(f"a step could not be committed: {error}")
+            self.ranks.post_failure(f"a step could not be committed: {error}")
             self._lane.fail(error, raised=False)  # first: the lane may wait in the store for this commit
             self.store.fail(error)
             self._notify()

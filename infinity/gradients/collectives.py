@@ -110,9 +110,9 @@ class CollectiveLane:
             while self._turn():
                 pass  # with nothing in this frame: see ending's note
             if self._lane.failure is not None:
-                self._channel.ranks.put_down(_reason(self._lane.failure))
+                self._channel.ranks.post_failure(_reason(self._lane.failure))
         except BaseException as error:
-            self._channel.ranks.put_down(_reason(error))
+            self._channel.ranks.post_failure(_reason(error))
             logger.debug("%s stops", self._name, exc_info=error)
             self._lane.fail(error, raised=False)
 

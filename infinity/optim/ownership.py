@@ -42,8 +42,8 @@ def engine_for(parameter: nn.Parameter) -> Engine:
         )
     if engine.is_building:
         raise UnsupportedError(
-            "an optimizer inside `with infinity.Init(...)`, where its model is still being built: make it after "
-            "the `with`"
+            "an optimizer inside `with infinity.Init(...)`, where its model is still being built: make it "
+            "after the `with`"
         )
     return engine
 
@@ -56,8 +56,9 @@ def check_current(optimizer: Owning, what: str) -> None:
     if optimizer.superseded:
         raise UnsupportedError(
             f"{what} of a superseded {type(optimizer).__name__}: a later optimizer was made for its "
-            f"parameters ({optimizer.superseded}), and has set their moments to zero. Use the later one, with schedulers "
-            "made for it; if several optimizers train parts of a model, give each its own parameters."
+            f"parameters ({optimizer.superseded}), and has set their moments to zero. Use the later one, "
+            "with schedulers made for it; if several optimizers train parts of a model, give each its own "
+            "parameters."
         )
 
 

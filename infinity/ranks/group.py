@@ -1,22 +1,22 @@
-"""The processes that train one model together, and what they say to each other. Over torch.distributed.
+"""The processes that train one model together, and their collectives, over torch.distributed.
 
 [Note: one order]
-A collective is right only if every rank calls the same one at the same time. So each *channel* has groups of
-its own and is used by one thread, and what is sent through it is decided by the thread that computes, whose
-steps are the same on every rank. Before anything moves, the ranks compare what they are about to move: ranks
-that disagree (their models took different ways through their forward) get an error that names both, where
-plain collectives would hang, or mix two weights of one size.
+Every rank has to call the same collectives in the same order. So each *channel* has groups of its own and is
+used by one thread, and its collectives are decided by the thread that computes, whose steps are the same on
+every rank. Before data moves, the ranks compare what they are about to move: ranks that disagree (because
+their models took different paths through the forward) get an error that names both operations. Plain
+collectives would hang, or mix two weights of the same size.
 
 [Note: names]
-Ranks meet under names of their own: the members of their group, and how many engines these have had. Torch
-would name a group after how many others each process knows, and after one row of a mesh has built two engines
-and another row one, the ranks of a column would wait for each other under different names. So disjoint groups
-build at the same time, any number of engines each, and nobody but its members need know of a group.
+A group is named by its members, and by how many engines they have built before. Torch names a group by a
+count that each process keeps for itself: after one row of a mesh has built two engines and another row one,
+the ranks of a column would wait for each other under different names. With our names disjoint groups may
+build any number of engines at the same time, and only its members have to know of a group.
 
-[Note: who is missing]
-Who waits longer than the timeout, or loses a connection, puts down why in the store that the processes met
-through, and looks there for the others: whoever has put down nothing within a few seconds is named. Long
-before that a wait is told of: see waiting.
+[Note: missing ranks]
+A rank whose wait exceeds the timeout, or that loses a connection, posts its reason in the store through which
+the processes met, and reads the reasons of the others there; a rank that posts nothing within a few seconds
+is named in the error. Long before that, a slow wait is logged: see waiting.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ logger = logging.getLogger("infinity")
 
 
 class _Rank(logging.Filter):
-    """Puts this process's rank into every record, as `rank`."""
+    """Adds this process's rank to every log record, as `rank`."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
@@ -61,20 +61,20 @@ logger.addFilter(_Rank())
 
 _TEXT_NBYTES = 256
 _GRACE_S = 5.0
-"""Seconds in which ranks that wait, too, find out what happened."""
+"""Seconds that a rank gives the others to post why they failed."""
 _engines: Counter[str] = Counter()
-"""How many groups of the same members this process has met, by their name; see [Note: names]."""
+"""How many engines this process has built with the same members; see [Note: names]."""
 
 
 class Channel:
-    """Collectives in one order, for one thread; see [Note: one order]."""
+    """Collectives of one thread, in one order; see [Note: one order]."""
 
     def __init__(
         self, ranks: Ranks, name: str, backend: str, timeout_s: float, *, tells: bool = True
     ) -> None:
-        """Connect the ranks under a name, for data over `backend`. Every one of them does so.
+        """Connect the ranks under `name`, for data over `backend`. All ranks call this.
 
-        tells: whether a rank that waits long says so; see waiting.
+        tells: whether long waits are logged; see waiting.
         """
         self.ranks = ranks
         self._timeout_s = timeout_s
@@ -87,7 +87,7 @@ class Channel:
     def agree(self, what: str) -> None:
         """Return when every rank is about to do `what`.
 
-        Raises: RanksError, naming what each is about to do, where they differ.
+        Raises: RanksError naming what each rank is about to do, if they differ.
         """
         self._sequence += 1
         mine = [self._sequence, xxhash.xxh3_64_intdigest(what.encode()) >> 1]
@@ -100,44 +100,44 @@ class Channel:
         doing = "; ".join(f"rank {rank}: {bytes(row).decode().strip()}" for rank, row in enumerate(rows))
         return RanksError(
             f"the ranks are about to do different things: {doing}. Likely cause: their forwards take "
-            "different ways through the model (experts or branches chosen by the data, a loop that is longer "
-            "on one rank, state_dict() or an evaluation on one rank alone). Let every rank run the same "
-            "modules in the same order."
+            "different paths through the model (experts or branches chosen by the data, a longer loop on one "
+            "rank, state_dict() or an evaluation on one rank alone). Let every rank run the same modules in "
+            "the same order."
         )
 
     def numbers(self, values: Sequence[float], what: str) -> list[list[float]]:
-        """Return every rank's fp64 values, which are as many on each."""
+        """Return every rank's fp64 values; all ranks give the same number of them."""
         return self.rows(torch.tensor(values, dtype=torch.float64), what)
 
     def integers(self, values: Sequence[int], what: str) -> list[list[int]]:
-        """Return every rank's integers of 63 bits, which are as many on each."""
+        """Return every rank's 63-bit integers; all ranks give the same number of them."""
         return self.rows(torch.tensor(values, dtype=torch.int64), what)
 
     def rows(self, mine: torch.Tensor, what: str) -> list[list[Any]]:
-        """Return every rank's numbers, of one type, as many on each."""
+        """Return every rank's numbers; all ranks give the same number of them, of the same dtype."""
         rows = torch.empty(self.ranks.size * mine.numel(), dtype=mine.dtype)
         self._do(what, self._control, partial(all_gather, rows, mine))
         whole: list[list[Any]] = rows.view(self.ranks.size, -1).tolist()
         return whole
 
     def gather_bytes(self, rows: torch.Tensor, mine: torch.Tensor, what: str) -> None:
-        """Fill `rows` with every rank's bytes, which lie in host memory."""
+        """Fill `rows` with every rank's bytes, in host memory."""
         self._do(what, self._control, partial(all_gather, rows, mine))
 
     def gather(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> None:
-        """Fill `whole` with every rank's `part`, in their order; `part` may be its place in `whole`."""
+        """Fill `whole` with every rank's `part`, in the order of ranks; `part` may be a view of `whole`."""
         self._do(what, self._over(whole), partial(all_gather, whole, part))
 
     def spread(self, values: torch.Tensor, root: int, what: str) -> None:
-        """Fill `values`, which are as many on every rank, with those of rank `root`."""
+        """Fill `values`, of the same size on every rank, with those of rank `root`."""
         source = self.ranks.members[root]
         self._do(what, self._over(values), partial(dist.broadcast, values, source))
 
     def _over(self, values: torch.Tensor) -> Any:
-        return self._data if values.is_cuda else self._control  # what is in host memory goes over gloo
+        return self._data if values.is_cuda else self._control  # host memory goes over gloo
 
     def exchange(self, received: torch.Tensor, sent: torch.Tensor, what: str) -> None:
-        """Send the i-th equal part of `sent` to rank i; `received` gets what came, in the order of ranks."""
+        """Send the i-th equal part of `sent` to rank i; fill `received` in the order of ranks."""
         self._do(what, self._data, partial(dist.all_to_all_single, received, sent))
 
     def _do(self, what: str, group: Any, collective: Callable[..., Any]) -> None:
@@ -145,7 +145,7 @@ class Channel:
         began = time.perf_counter()
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # names that torch 2.13 has changed
+                warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renamed them
                 work = collective(group=group, async_op=on_host)
             if on_host:
                 self.ranks.waiting.until(work, what)
@@ -153,35 +153,35 @@ class Channel:
             raise self.ranks.broken(what, time.perf_counter() - began, self._timeout_s, error) from error
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         with contextlib.suppress(Exception):  # the world may be gone
             for group in {id(one): one for one in (self._data, self._control)}.values():
                 dist.destroy_process_group(group)
 
 
 class Ranks:
-    """The ranks of one engine. With one rank nothing is connected, and every answer is its own."""
+    """The ranks of one engine. A single rank connects nothing, and gets its own values back."""
 
     def __init__(
         self, members: Sequence[int], rank: int, backend: str, timeout_s: float, device: str = "cpu"
     ) -> None:
-        """Connect `members`, ranks of the world, of which this process is the one at `rank`.
+        """Connect `members`, ranks of the world; this process is the one at index `rank`.
 
-        Raises: RanksError naming those who do not come.
+        Raises: RanksError naming the ranks that do not come.
         """
         self.rank, self.size = rank, len(members)
         self.device = device
-        """Where this rank computes."""
+        """The device on which this rank computes."""
         self.members, self._backend, self._timeout_s = list(members), backend, timeout_s
         group = "-".join(map(str, members))
         self._key = f"infinity/{group}/{_engines[group]}"
         self.waiting = Waiting(self._key, rank, self.size, timeout_s)
-        self._put_down = False
+        self._posted = False
         self._lost = False
         self._lock = threading.Lock()
         self._channels: list[Channel] = []
         self.closing: list[Callable[[], object]] = []
-        """Called before the connections are given back: to let what uses them end."""
+        """Called before the connections are closed, to end what uses them."""
         self._control: Channel | None = None
         if self.size > 1:
             _engines[group] += 1
@@ -191,28 +191,28 @@ class Ranks:
         self.local_rank, self.local_size = near.index(rank), len(near)  # on this machine
 
     def channel(self, *, tells: bool = True) -> Channel:
-        """Open a further channel. Every rank does so, in the same order. tells: see Channel."""
+        """Open another channel. All ranks do so, in the same order. tells: see Channel."""
         name = f"{self._key} channel {len(self._channels)}"
         channel = Channel(self, name, self._backend, self._timeout_s, tells=tells)
         self._channels.append(channel)
         return channel
 
     def _await_all(self) -> None:
-        """Return when every rank is here.
+        """Return when every rank has come.
 
-        Raises: RanksError naming those who do not come within the timeout.
+        Raises: RanksError naming the ranks that do not come within the timeout.
         """
         meeting, places = store(), [f"{self._key} here {rank}" for rank in range(self.size)]
         meeting.set(places[self.rank], "")
-        with contextlib.suppress(RuntimeError):  # torch's says nothing of ranks
+        with contextlib.suppress(RuntimeError):  # torch's error names no ranks
             meeting.wait(places, timedelta(seconds=self._timeout_s))
             return
         missing = [one for one, place in zip(self.members, places, strict=True) if not meeting.check([place])]
         absent, group = (", ".join(map(str, some)) for some in (missing, self.members))
         raise RanksError(
             f"rank {absent} of the world did not come to Init within {self._timeout_s:.0f} s, to build with "
-            f"ranks {group}. Likely cause: it has ended, or builds with another process_group first. Every "
-            "rank of a group builds in it, those of several groups in the same order; "
+            f"ranks {group}. Likely cause: it has ended, or builds with another process_group first. All "
+            "ranks of a group have to build in it, and those of several groups in the same order; "
             "Config(timeout_s=...) sets how long a rank waits."
         )
 
@@ -231,7 +231,7 @@ class Ranks:
             self._control.agree(what)
 
     def totals(self, values: Sequence[float], what: str) -> list[float]:
-        """Return the sums over all ranks, in fp64 and in the order of ranks."""
+        """Return the sums over all ranks, in fp64, added in the order of ranks."""
         if self._control is None:
             return list(values)
         return [sum(column) for column in zip(*self._control.numbers(values, what), strict=True)]
@@ -243,13 +243,13 @@ class Ranks:
         return min(row[0] for row in self._control.integers([value], what))
 
     def same(self, digest: int, what: str) -> bool:
-        """Whether every rank has the same digest, an integer of 63 bits."""
+        """Whether every rank has the same digest, a 63-bit integer."""
         if self._control is None:
             return True
         return all(row == [digest] for row in self._control.integers([digest], what))
 
     def first(self, values: bytes, what: str) -> bytes:
-        """Return rank 0's bytes, which are as many on every rank."""
+        """Return rank 0's bytes; all ranks give the same number of them."""
         if self._control is None:
             return values
         return bytes(self._control.rows(torch.frombuffer(bytearray(values), dtype=torch.uint8), what)[0])
@@ -260,7 +260,7 @@ class Ranks:
             self._control.spread(values, root, what)
 
     def each(self, said: bytes, what: str) -> list[bytes]:
-        """Return what every rank says, in the order of ranks: bytes, of any number."""
+        """Return every rank's bytes, in the order of ranks; their number may differ."""
         if self._control is None:
             return [said]
         self._control.agree(what)
@@ -276,10 +276,10 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Do something that may fail on one rank alone, and that nobody goes on from unless all have done it:
-        the ranks meet at the end of the `with`.
+        """Run something that may fail on some ranks alone: the ranks meet at the end of the `with`, and none
+        goes on if it failed on any.
 
-        Raises: what failed here; where it failed on other ranks, RanksError naming them and their reasons.
+        Raises: the error of this rank; if it failed on other ranks, RanksError naming them and their reasons.
         """
         try:
             with self.waiting.alone(what):
@@ -293,19 +293,19 @@ class Ranks:
             reasons = "; ".join(f"rank {rank}: {why}" for rank, why in failed.items())
             raise RanksError(f"rank {self.rank} of {self.size}: {what} failed elsewhere: {reasons}")
 
-    # When it breaks; see [Note: who is missing]
+    # Failures; see [Note: missing ranks]
 
-    def put_down(self, why: str) -> None:
-        """Tell the others, should they come to ask, why this rank does not go on."""
+    def post_failure(self, why: str) -> None:
+        """Post the reason why this rank does not go on, for ranks that look for it."""
         with self._lock, contextlib.suppress(Exception):  # the store may have died with its process
-            if self.size > 1 and not self._put_down:
-                self._put_down = True
+            if self.size > 1 and not self._posted:
+                self._posted = True
                 store().set(f"{self._key}/{self.rank}", why[:2000] or "it failed")
 
     def broken(self, what: str, waited_s: float, timeout_s: float, error: Exception) -> RanksError:
         """Return the error for a collective that failed after `waited_s`."""
         self._lost = True
-        self.put_down(f"it waited for the others, at {what}")
+        self.post_failure(f"it waited for the others, at {what}")
         told, missing = self._ask(_GRACE_S)
         lines = [f"rank {rank}: {why}" for rank, why in told.items()]
         if missing:
@@ -320,7 +320,7 @@ class Ranks:
         )
 
     def _ask(self, grace_s: float) -> tuple[dict[int, str], list[int]]:
-        """Return what the other ranks have put down, and those who have put down nothing."""
+        """Return the reasons that other ranks have posted, and the ranks that have posted none."""
         told: dict[int, str] = {}
         others = [rank for rank in range(self.size) if rank != self.rank]
         end_s = time.monotonic() + grace_s
@@ -339,7 +339,7 @@ class Ranks:
         return told, [rank for rank in others if rank not in told]
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         for settle in self.closing:
             settle()
         self.closing.clear()
@@ -349,7 +349,7 @@ class Ranks:
 
 
 ALONE = Ranks([0], 0, "gloo", 0)
-"""One rank."""
+"""A single rank."""
 
 
 def _in_one_line(error: Exception) -> str:
@@ -357,12 +357,12 @@ def _in_one_line(error: Exception) -> str:
 
 
 def open_ranks(group: Any | DeviceMesh | None, device: str, timeout_s: float) -> Ranks:
-    """Return the ranks of `group`, a process group or a DeviceMesh of one dimension; else those of the world.
+    """Return the ranks of `group`, a process group or a one-dimensional DeviceMesh; of the world for None.
 
-    Under torchrun, where nobody has called torch.distributed.init_process_group yet, this does, with gloo for
-    the CPU and NCCL for CUDA.
+    Under torchrun it calls torch.distributed.init_process_group if nothing has yet, with gloo for the CPU and
+    NCCL for CUDA.
 
-    Raises: ConfigError for a group that this process is not in, or a mesh of several dimensions.
+    Raises: ConfigError for a group that this process is not in.
     """
     backend = "nccl" if device.startswith("cuda") else "gloo"
     if not dist.is_available() or not (dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1):

@@ -1,4 +1,4 @@
-"""What is asked of torch.distributed: groups under names of ours, and the store of its processes."""
+"""Calls of torch.distributed that have no public form: groups by name, and the store of its processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 class Members(Protocol):
-    """Ranks of the world that form a group, and which of them this process is."""
+    """Ranks of the world that form a group, and the index of this process among them."""
 
     size: int
     rank: int
@@ -19,7 +19,7 @@ class Members(Protocol):
 
 
 def new_group(name: str, ranks: Members, backend: str, timeout_s: float) -> Any:
-    """Do as dist.new_group, under a name of ours."""
+    """Make a group as dist.new_group does, but under the given name."""
     c10d: Any = dist.distributed_c10d
     timeout = timedelta(seconds=timeout_s)
     group, _ = c10d._new_process_group_helper(  # noqa: SLF001 - new_group takes no name
@@ -31,22 +31,22 @@ def new_group(name: str, ranks: Members, backend: str, timeout_s: float) -> Any:
 
 
 def all_gather(whole: torch.Tensor, part: torch.Tensor, **how: Any) -> Any:
-    """Do as dist.all_gather_into_tensor, by the name that this torch has for it."""
+    """Call dist.all_gather_into_tensor, by its name in this version of torch."""
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return call(whole, part, **how)
 
 
 def store() -> Any:
-    """Return what the processes have met through."""
-    return dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch offers it to nobody else
+    """Return the store through which the processes met."""
+    return dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public name
 
 
 def meet(backend: str) -> None:
-    """Connect all processes of torchrun. It keeps its store when it restarts them, with the addresses of
-    those that are gone, so each life has names of its own.
+    """Connect all processes of torchrun. It keeps its store, with the addresses of ended processes, when it
+    restarts them, so each restart uses names of its own.
     """
     connect: Any = dist.rendezvous  # type: ignore[attr-defined]
     meeting, rank, size = next(connect("env://"))
-    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    own = dist.distributed_c10d.PrefixStore(f"infinity/life {life}", meeting)
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    own = dist.distributed_c10d.PrefixStore(f"infinity/restart {restart}", meeting)
     dist.init_process_group(backend, store=own, rank=rank, world_size=size)

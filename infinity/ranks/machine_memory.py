@@ -1,4 +1,4 @@
-"""How much memory this machine has for us: its own, or less, where a control group (a container) says so."""
+"""The memory that this process may use: the machine's, or less in a control group (a container)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from infinity.sizes import format_size
 
 _ROOT = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
-# By version: the folder under the root, the files of limit and use, and the page cache among that use.
+# By cgroup version: folder under the root, files of limit and use, key of the reclaimable cache in that use.
 _V2 = ("", "memory.max", "memory.current", "inactive_file")
 _V1 = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def total_nbytes() -> tuple[int, str]:
-    """Return the bytes that processes here may use, and what says so."""
+    """Return the bytes of memory that processes here may use, and the origin of the limit, for errors."""
     total, why = int(psutil.virtual_memory().total), "this machine has"
     for folder, limit, _ in _groups():
         if limit < total:
@@ -28,15 +28,17 @@ def total_nbytes() -> tuple[int, str]:
 
 
 def available_nbytes() -> int:
-    """Return the bytes that may still be taken."""
+    """Return the bytes of memory that can still be allocated."""
     left = (max(0, limit - used) for _, limit, used in _groups())
     return min(int(psutil.virtual_memory().available), *left, 1 << 62)
 
 
 def share_of(host_nbytes: int | None, ranks: Ranks) -> int:
-    """Return a rank's share of a machine's host_memory, None for half of what is available: the least of all.
+    """Return each rank's share, in bytes, of a machine's host_memory: the smallest of all machines'.
 
-    Raises: HostMemoryError, on every rank RanksError, where a machine has less.
+    host_nbytes: None stands for half of the available memory.
+
+    Raises: HostMemoryError if this machine has less; RanksError if another machine has.
     """
     with ranks.together("comparing host_memory with the machine's"):
         if host_nbytes is not None:
@@ -46,9 +48,9 @@ def share_of(host_nbytes: int | None, ranks: Ranks) -> int:
 
 
 def check_holds(host_nbytes: int) -> None:
-    """See that a host_memory can be kept by this machine, whose ranks divide it.
+    """Check that this machine, whose ranks divide it, has as much memory as host_memory.
 
-    Raises: HostMemoryError with both numbers, and what to set.
+    Raises: HostMemoryError with both sizes, and the one to set.
     """
     total, why = total_nbytes()
     if host_nbytes > total:
@@ -61,7 +63,7 @@ def check_holds(host_nbytes: int) -> None:
 
 
 def _groups() -> Iterator[tuple[Path, int, int]]:
-    """Yield the control groups of this process that limit memory: folder, limit, and what cannot be freed."""
+    """Yield this process's control groups with a memory limit: folder, limit and unreclaimable bytes."""
     try:
         lines = _OWN.read_text().splitlines()
     except OSError:

@@ -1,12 +1,12 @@
-"""What a rank that waits for others says, in seconds: for what, who has not come, and why that may be.
+"""Warnings of a rank that waits for others for seconds: for what, for which ranks, and the likely cause.
 
-[Note: who has not come]
-A collective that takes seconds puts down in the store what it is, and so does a rank that does something
-alone for which the others wait (see Ranks.together). Who has waited a little longer looks there. A rank that
-waits at the same place has come; one that does something alone comes when it is done; whoever has put down
-nothing of the kind, or waits elsewhere, is named in a warning, one for all that waits at the time. The wait
-goes on: the rank may only be slow. Ranks that meet about different things at once get an error at once (see
-Channel.agree), and so do those that lose one that has ended.
+[Note: late ranks]
+A rank posts in the store what it waits for once a collective takes seconds, and what it does alone while
+others wait for it (see Ranks.together). After a few more seconds it reads what the others have posted. A rank
+that waits at the same place has come, and one that does something alone will come; a rank that has posted
+nothing, or waits elsewhere, is named in a warning, one for all waits at the time. The wait goes on: the rank
+may only be slow. Ranks that meet for different operations get an error at once (see Channel.agree), and so do
+ranks that lose the connection to one that has ended.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from infinity.ranks.groups import store
 logger = logging.getLogger("infinity")
 
 TELLS_S = 2.0
-"""Seconds after which a wait is put down."""
+"""Seconds after which a wait is posted."""
 LOOKS_S = 5.0
-"""Seconds after which a wait looks for who has not come."""
+"""Seconds after which a waiting rank looks for the late ones."""
 _APART_S = 60.0
 """Seconds from one warning to the next: several threads may wait for the same rank."""
 
 
 class Waiting:
-    """The waits of one rank, on any of its threads; see [Note: who has not come]."""
+    """The waits of one rank, on all of its threads; see [Note: late ranks]."""
 
     def __init__(self, key: str, rank: int, size: int, timeout_s: float) -> None:
-        """Know the ranks; `key` begins their names in the store."""
+        """key: the prefix of the ranks' keys in the store."""
         self._key, self._rank, self._size = f"{key} at", rank, size
         self._timeout_s, self._told_s = timeout_s, -_APART_S
         self._lock = threading.Lock()
@@ -43,13 +43,13 @@ class Waiting:
         self._alone: list[str] = []
 
     def until(self, work: Any, what: str) -> None:
-        """Return when a collective over gloo is done.
+        """Wait for a collective over gloo.
 
-        Raises: what it does.
+        Raises: its error.
         """
         if _done_within(work, TELLS_S):
             return
-        with self._put_down(self._waits, what):
+        with self._posted(self._waits, what):
             if _done_within(work, LOOKS_S - TELLS_S):
                 return
             self._look(what)
@@ -57,15 +57,15 @@ class Waiting:
 
     @contextlib.contextmanager
     def alone(self, what: str) -> Iterator[None]:
-        """Note that this rank does something for which the others may wait."""
+        """Post that this rank does something for which the others may wait."""
         if self._size == 1:
             yield
             return
-        with self._put_down(self._alone, what):
+        with self._posted(self._alone, what):
             yield
 
     @contextlib.contextmanager
-    def _put_down(self, among: list[str], what: str) -> Iterator[None]:
+    def _posted(self, among: list[str], what: str) -> Iterator[None]:
         self._change(among.append, what)
         try:
             yield
@@ -81,7 +81,7 @@ class Waiting:
             store().set(f"{self._key} {self._rank}", text)
 
     def _look(self, what: str) -> None:
-        """Warn of the ranks that have not come."""
+        """Warn of the late ranks."""
         missing = []
         try:
             for rank in range(self._size):
@@ -91,14 +91,14 @@ class Waiting:
                 others = [one.removeprefix("waits ") for one in said]
                 missing.append(f"rank {rank} " + (f"waits at {others[0]}" if others else "has not come"))
         except Exception as error:
-            logger.debug("asking who has not come", exc_info=error)
+            logger.debug("looking for late ranks", exc_info=error)
         if missing and time.monotonic() - self._told_s > _APART_S:
             self._told_s = time.monotonic()
             logger.warning(
                 "rank %d of %d has waited %.0f s at %s: %s. Likely cause: evaluation, generation or "
                 "state_dict on some ranks alone (`if rank == 0: model(x)`), while others wait in a barrier "
-                "or go on. Whatever reads parameters is for every rank: let all of them run it. A rank that "
-                "is only slow may yet come; the wait goes on, to the timeout of %.0f s.",
+                "or go on. All ranks have to run what reads parameters. The rank may also be slow: the wait "
+                "goes on, up to the timeout of %.0f s.",
                 *(self._rank, self._size, LOOKS_S, what, "; ".join(missing), self._timeout_s),
             )
 
@@ -109,9 +109,9 @@ class Waiting:
 
 
 def _done_within(work: Any, seconds: float) -> bool:
-    """Whether a collective is done within some seconds.
+    """Wait for a collective for some seconds; return whether it is done.
 
-    Raises: what it does.
+    Raises: its error.
     """
     began = time.monotonic()
     try:

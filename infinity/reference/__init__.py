@@ -1,27 +1,10 @@
 """The recipe in memory, in plain PyTorch, that everything is compared with."""
 
-from infinity.reference.recipe import (
-    ReferenceAdamW,
-    adamw_small_step,
-    adamw_step,
-    canonical_,
-    clip_grad_norm_,
-    fused,
-    prepare,
-    root,
-    rounded,
-    sum_squares,
-)
-
-__all__ = [
-    "ReferenceAdamW",
-    "adamw_small_step",
-    "adamw_step",
-    "canonical_",
-    "clip_grad_norm_",
-    "fused",
-    "prepare",
-    "root",
-    "rounded",
-    "sum_squares",
-]
+from infinity.reference.recipe import ReferenceAdamW as ReferenceAdamW
+from infinity.reference.recipe import adamw_small_step as adamw_small_step
+from infinity.reference.recipe import adamw_step as adamw_step
+from infinity.reference.recipe import canonical_ as canonical_
+from infinity.reference.recipe import clip_grad_norm_ as clip_grad_norm_
+from infinity.reference.recipe import fused as fused
+from infinity.reference.recipe import prepare as prepare
+from infinity.reference.recipe import rounded as rounded

@@ -1,35 +1,36 @@
-"""How the reference recipe stores Adam's moments: in fp32, in bf16 or in 8 bits, in plain torch.
+"""How the reference recipe stores Adam's moments: in fp32, bf16 or 8 bits, in plain torch.
 
-A step on small moments widens the stored ones to fp32, computes [Note: the small step] on them, and stores
-the new fp32 moments, rounded. The weight sees them unrounded. kernels.h has the same rules, and the kernels
-give the same bits.
+A step on bf16 or 8-bit moments widens them to fp32, computes [Note: the small step] of recipe.py on them, and
+stores the new moments rounded. The weight is computed from the unrounded ones. kernels.h has the same rules,
+and the kernels give the same bits.
 
-[Note: rounding at random]
-A moment between two stored values becomes the upper with probability (x - lower) / (upper - lower), else the
-lower: right on average. To nearest, v would freeze: with beta2 = 0.999 a step changes it by 0.1 %, and half
-the distance of two bf16 is 0.2 % to 0.4 %.
+[Note: stochastic rounding]
+A moment between two stored values becomes the upper one with probability (x - lower) / (upper - lower), else
+the lower one: its mean is exact. Rounded to nearest, v would freeze: with beta2 = 0.999 a step changes it by
+0.1 %, and half the distance of two bf16 values is 0.2 % to 0.4 %.
 
 [Note: the noise]
-A pair of elements of a parameter, 2 j and 2 j + 1, has 32 random bits in step t: a hash of
-state_key(seed, parameter, t) and j. They depend on nothing else: no generator, no order, no threads. What is
-rounded takes the lowest or the highest 16 or 20 of them: the even element's m and the odd one's v the lowest,
-the odd one's m and the even one's v the highest. So m and v of one element are rounded independently; that
-two elements share bits changes no mean. (Of 20, 8 are in both ends, lowest in one and highest in the other.)
+In step t each pair of elements of a parameter, 2 j and 2 j + 1, has 32 random bits: a hash of
+state_key(seed, parameter, t) and j. They depend on nothing else, such as a generator, an order or threads.
+Each rounding uses the lowest or the highest 16 or 20 of them: the even element's m and the odd one's v the
+lowest, the odd one's m and the even one's v the highest. So m and v of one element are rounded independently;
+that two elements share bits does not change their means. (With 20 bits, 8 are in both: the lowest of one and
+the highest of the other.)
 
 [Note: bf16 moments]
-The upper 16 bits of (bits of the fp32 + 16 random bits). Zeros, infinities and NaNs stay what they are; a
-finite value beyond the largest finite bf16 is cut to that.
+The upper 16 bits of (bits of the fp32 + 16 random bits). Zeros, infinities and NaNs are kept; a finite value
+beyond the largest finite bf16 is truncated to it.
 
 [Note: 8-bit moments]
-Each 256 elements of a parameter have a scale for m and one for v (Dettmers et al., arXiv 2110.02861, whose
-codes index a table of values; ours are computed). The grid is that of all floats with 3 bits of mantissa: in
-their bits, 2^20 apart. A magnitude is first rounded to it: (bits of the fp32 + 20 random bits) >> 20. The
-scale is the block's largest grid point, at least 2^-90 (stored as 0 where all are 0). Code c is the float c -
-127 (m, with a sign bit) or c - 255 (v) grid points from the scale; c = 0 is 0. Below code 1, m becomes it or
-0, at random; a v whose grid point is not 0 (2^-129 and more) becomes it, so that v is never 0 where m is not,
-which would make a step of m / eps. v has twice m's range in powers of two, being of the size of its square.
-Infinities and NaNs are on the grid; a finite value beyond the largest finite grid
-point is cut to that.
+Each block of 256 elements of a parameter has a scale for m and one for v (after Dettmers et al., arXiv
+2110.02861, whose codes index a table of values; ours are computed). The grid consists of the floats with 3
+bits of mantissa; their bits are 2^20 apart. A magnitude is first rounded to it: (bits of the fp32 + 20 random
+bits) >> 20. The scale is the block's largest grid point, at least 2^-90 (stored as 0 if all are 0). Code c
+stands for the float that is c - 127 (m, which also has a sign bit) or c - 255 (v) grid points from the scale;
+c = 0 stands for 0. A value of m below code 1 becomes code 1 or 0, stochastically; a v below it becomes code 1
+unless its grid point is 0 (below 2^-129), so that v is never 0 where m is not, which would make a step of
+m / eps. v has twice m's range in powers of two, since it has the size of m's square. Infinities and NaNs are
+on the grid; a finite value beyond the largest finite grid point is truncated to it.
 """
 
 from typing import Any, Literal, TypeAlias
@@ -54,7 +55,7 @@ M_CODES, V_CODES = 127, 255
 def state_key(seed: int, parameter: int, step: int) -> int:
     """Return the 64-bit key of [Note: the noise]: each number goes through a round of splitmix64.
 
-    `parameter` is its place in the optimizer's flattened param_groups, `step` its own step count.
+    parameter: its position in the optimizer's flattened param_groups; step: its own step count.
     """
     key = 0
     for number in (seed, parameter, step):
@@ -68,10 +69,10 @@ def state_key(seed: int, parameter: int, step: int) -> int:
 def noise(key: int, n: int, width: int) -> tuple[Tensor, Tensor]:
     """Return the random bits of m and of v, `width` each, for elements 0 to n - 1: [Note: the noise].
 
-    The hash is Wellons' lowbias32 without its first shift, the key's lower half added after the first
-    product, the upper xored in between rounds.
+    The hash is Wellons' lowbias32 without its first shift; the key's lower half is added after the first
+    product, and its upper half is xored in between the rounds.
     """
-    x = torch.arange(-(-n // 2)) * 0x7FEB352D  # int64 wraps around: the low 32 bits are right
+    x = torch.arange(-(-n // 2)) * 0x7FEB352D  # int64 overflows, but the low 32 bits are right
     x = (x + (key & U32_MASK)) & U32_MASK
     x ^= x >> 15
     x ^= key >> 32
@@ -83,24 +84,24 @@ def noise(key: int, n: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def bits_of(values: Tensor) -> Tensor:
-    """Return the bits of fp32 values, as int64 of at least 0."""
+    """Return the bits of fp32 values as non-negative int64."""
     return values.view(torch.int32).long() & U32_MASK
 
 
 def float_of(bits: Tensor) -> Tensor:
-    """Return the fp32 values of bits."""
+    """Return the fp32 values with these bits."""
     return bits.to(torch.int32).view(torch.float32)
 
 
 def bf16_at_random(values: Tensor, random: Tensor) -> Tensor:
-    """Round fp32 values by their 16 random bits: [Note: bf16 moments]."""
+    """Round fp32 values to bf16 with 16 random bits each: [Note: bf16 moments]."""
     bits = bits_of(values)
     bits = torch.where((bits & SIZE_MASK) < BF16_MAX, bits + random, bits)
     return (bits >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def in_blocks(flat: Tensor) -> Tensor:
-    """Return a view of shape (blocks, STATE_BLOCK), the last block filled up with zeros."""
+    """Return the values as (blocks, STATE_BLOCK), the last block padded with zeros."""
     blocks = -(-len(flat) // STATE_BLOCK)
     return torch.nn.functional.pad(flat, (0, blocks * STATE_BLOCK - len(flat))).view(blocks, STATE_BLOCK)
 
@@ -108,7 +109,7 @@ def in_blocks(flat: Tensor) -> Tensor:
 def encode_at_random(values: Tensor, random: Tensor, codes: int) -> tuple[Tensor, Tensor]:
     """Return the 8-bit codes of flat fp32 values and their blocks' scales: [Note: 8-bit moments].
 
-    `random` are 20 bits per value; `codes` is M_CODES (signed) or V_CODES (values of at least 0).
+    random: 20 bits per value; codes: M_CODES (signed) or V_CODES (non-negative values).
     """
     bits, random = in_blocks(bits_of(values)), in_blocks(random)
     size = bits & SIZE_MASK
@@ -129,7 +130,7 @@ def encode_at_random(values: Tensor, random: Tensor, codes: int) -> tuple[Tensor
 
 
 def decode(code: Tensor, scale: Tensor, codes: int) -> Tensor:
-    """Return the fp32 values of flat 8-bit codes, exactly."""
+    """Return the exact fp32 values of flat 8-bit codes."""
     blocks = in_blocks(code.long())
     magnitude = blocks & codes
     base = bits_of(scale).unsqueeze(1) - codes * GRID_STEP
@@ -139,10 +140,10 @@ def decode(code: Tensor, scale: Tensor, codes: int) -> Tensor:
 
 
 def zero_moments(master: Tensor, state_dtype: StateDtype) -> dict[str, Tensor]:
-    """Return the stored moments of a parameter that has made no step.
+    """Return the stored moments of a parameter before its first step.
 
-    `exp_avg` and `exp_avg_sq` have the parameter's shape; in 8 bits, `scale` holds m's and v's scale of each
-    block in turn, as fp32.
+    `exp_avg` and `exp_avg_sq` have the parameter's shape; with 8 bits, `scale` holds the scales of m and v
+    for each block in turn, in fp32.
     """
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}[state_dtype]
     moments = {name: torch.zeros_like(master, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
@@ -152,7 +153,7 @@ def zero_moments(master: Tensor, state_dtype: StateDtype) -> dict[str, Tensor]:
 
 
 def widened(state: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return m and v in fp32: the stored tensors themselves where they are fp32."""
+    """Return m and v in fp32: the stored tensors themselves if they are fp32."""
     m, v = state["exp_avg"], state["exp_avg_sq"]
     if "scale" in state:
         m_scale, v_scale = state["scale"].view(-1, 2).unbind(1)
@@ -162,9 +163,9 @@ def widened(state: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def store(state: dict[str, Any], m: Tensor, v: Tensor, key: int) -> None:
-    """Put new fp32 moments into a parameter's state, rounded by the noise of `key` where it is narrower."""
+    """Store new fp32 moments in a parameter's state; a narrower state is rounded with the noise of `key`."""
     if state["exp_avg"].dtype == torch.float32:
-        return  # they are the stored tensors, and the step was in place
+        return  # m and v are the stored tensors
     width = 20 if "scale" in state else 16
     m_random, v_random = (random.to(m.device) for random in noise(key, m.numel(), width))
     m, v = m.flatten(), v.flatten()

@@ -1,8 +1,8 @@
 """The reference recipe: what Infinity computes, in memory, in plain torch.
 
 Train a copy of the model with it and compare: the engine's losses, gradients and weights after any number of
-steps equal this file's bit for bit, at any budget, tier and number of paths. How moments are stored in bf16
-or 8 bits is in reference_state.py.
+steps equal this file's bit for bit, at any budget, tier and number of paths. moments.py has how moments are
+stored in bf16 and 8 bits.
 
     model = reference.prepare(model)                    # 16-bit weights, fp32 masters beside them
     optimizer = reference.ReferenceAdamW(model.parameters(), lr=3e-4, weight_decay=0.1, max_norm=1.0)
@@ -13,22 +13,22 @@ or 8 bits is in reference_state.py.
 
 [Note: the split master]
 The compute weight is the fp32 master rounded to bf16, to nearest, ties away from zero: with u the master's
-bits, hi = (u + 0x8000) >> 16. (Ties to even would not let master - hi fit 16 bits.) NaN becomes 0x7FC0. A
+bits, hi = (u + 0x8000) >> 16. (With ties to even, master - hi would not fit 16 bits.) NaN becomes 0x7FC0. A
 weight that the user has changed since the last step becomes its own master.
 
 [Note: the stored gradient]
-A backward gives a 16-bit gradient, as torch does: p.grad. A second backward before zero_grad() does not add
-in 16 bits: the stored gradient becomes fp32 and the new one is added to it, in fp32. p.grad then shows the
-sum rounded to p.dtype; it *is* the sum as long as it is neither replaced nor changed in place. If it is,
-what it holds is the gradient from then on: so zero_grad() starts anew, set_to_none or not. The gradient of a
-parameter's own `register_hook` is seen if that hook was registered before `prepare`.
+A backward gives a 16-bit gradient in p.grad, as in torch. A second backward before zero_grad() does not add
+in 16 bits: the stored gradient becomes fp32, and the new one is added to it in fp32. p.grad then shows the
+sum rounded to p.dtype, and stands for the exact sum until it is replaced or changed in place. From then on
+its own values are the gradient: so zero_grad() starts anew, with set_to_none or without. A parameter's own
+`register_hook` changes the gradient if it was registered before `prepare`.
 
 [Note: the norm]
 norm = fp32(sqrt(the sum over parameters, in order, of the fp64 sums of the squares of the stored gradients)).
 With max_norm: clip = min(1, max_norm / (norm + 1e-6)) in fp32 arithmetic.
 
 [Note: the adamw step]
-In this order, on fp32, each operation rounded by itself (kernels.h has the same lines):
+In this order, in fp32, each operation rounded by itself (kernels.h has the same lines):
     g     = f32(grad) * clip
     p     = p * decay                            decay = 1 - lr * weight_decay
     m     = m + (g - m) * (1 - beta1)            where 1 - beta1 < 0.5, else
@@ -37,12 +37,12 @@ In this order, on fp32, each operation rounded by itself (kernels.h has the same
     v     = v + ((1 - beta2) * g) * g
     denom = sqrt(v) / sqrt(1 - beta2^step) + eps
     p     = p + (-(lr / (1 - beta1^step)) * m) / denom
-Every scalar is computed in fp64 and rounded to fp32 once; clip is an fp32 already.
-Every NaN is stored as 0x7FC00000.
+Every scalar is computed in fp64 and rounded to fp32 once; clip is fp32 already. Every NaN is stored as
+0x7FC00000.
 
 [Note: the small step]
-The same step with its constants multiplied together, for moments in bf16 or 8 bits: their own rounding is far
-coarser than the few last places by which this differs, and it is quicker. With c = sqrt(1 - beta2^step):
+The same step with its constants multiplied together, for moments in bf16 or 8 bits. It is faster, and differs
+in the last places alone, far less than the rounding of such moments. With c = sqrt(1 - beta2^step):
     t = f32(grad) * (clip * sqrt(1 - beta2))
     m = fma(m, beta1, f32(grad) * (clip * (1 - beta1)))
     v = fma(t, t, v * beta2)
@@ -73,25 +73,26 @@ COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A stored gradient that p.grad cannot hold itself; void once p.grad is another tensor or was changed."""
+    """A stored gradient that p.grad cannot hold itself; invalid once p.grad is replaced or changed."""
 
     shown: Tensor  # what p.grad was set to
-    version: int  # of `shown`, which every change in place raises
+    version: int  # of `shown`, raised by every change in place
     value: Tensor  # the stored gradient: 16-bit after one backward, fp32 after several
     factor: Tensor  # fp32, what clip_grad_norm_ recorded, else 1
 
 
-# Per Parameter object, for as long as it lives: deepcopies and pickles of a model start without.
+# By Parameter object, while it lives: deepcopies and pickles of a model start without entries.
 _masters: Any = WeakIdKeyDictionary()  # Parameter -> Tensor, fp32
 _hooked: Any = WeakIdKeyDictionary()  # Parameter -> True
 _pending: Any = WeakIdKeyDictionary()  # Parameter -> _Pending
 
 
 def prepare(model: ModelT, dtype: torch.dtype = torch.bfloat16) -> ModelT:
-    """Turn every floating Parameter of the model, frozen ones too, into its rounding; remember fp32 masters.
+    """Round every floating-point Parameter of the model, frozen ones too, to `dtype`, and keep fp32 masters.
 
-    The Parameter objects stay the same, buffers are not touched. The masters are the values drawn, in fp32; a
-    parameter that is already 16-bit is its own master. float16 (ties to even) and float32 are taken too.
+    The Parameter objects stay the same, and buffers are not changed. The masters are the initial values in
+    fp32; a parameter that is already 16-bit is its own master. dtype may also be float16 (ties to even) or
+    float32.
     """
     if dtype not in COMPUTE_DTYPES:
         raise ValueError(f"dtype={dtype}: expected one of {', '.join(map(str, COMPUTE_DTYPES))}")
@@ -103,7 +104,7 @@ def prepare(model: ModelT, dtype: torch.dtype = torch.bfloat16) -> ModelT:
 
 @torch.no_grad()
 def _adopt(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the parameter's master; the first time, make it and switch the parameter to dtype."""
+    """Return the parameter's master; the first time, make it and convert the parameter to dtype."""
     if parameter not in _masters:
         if parameter.dtype not in COMPUTE_DTYPES:
             raise TypeError(f"a parameter of {parameter.dtype} has no fp32 master that equals it")
@@ -124,16 +125,16 @@ def rounded(master: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def canonical_(values: Tensor) -> Tensor:
-    """Make every NaN 0x7FC00000, in place: payloads would depend on the order of operands."""
+    """Replace every NaN by 0x7FC00000, in place: NaN payloads depend on the order of operands."""
     return values.masked_fill_(values.isnan(), math.nan)
 
 
 def _accumulate_in_fp32(parameter: Tensor) -> None:
     """Make a second backward add in fp32: [Note: the stored gradient].
 
-    torch adds into p.grad itself, in 16 bits. So the first hook, before that, keeps both terms; the second,
-    after it, puts the right sum in place. (Emptying p.grad in the first hook would need no copy, but
-    torch.autograd.grad runs that hook too, and then nothing refills it.)
+    torch adds into p.grad itself, in 16 bits. So a first hook, before that, keeps both terms, and a second,
+    after it, replaces the sum. (Setting p.grad to None in the first hook would need no copy, but
+    torch.autograd.grad runs that hook too, and would lose the gradient.)
     """
     terms: list[tuple[Tensor, Tensor]] = []
     owner = weakref.ref(parameter)  # a hook that held its parameter would keep it for ever
@@ -155,7 +156,7 @@ def _accumulate_in_fp32(parameter: Tensor) -> None:
 
 
 def _store(parameter: Tensor, value: Tensor, factor: Tensor) -> None:
-    """Make `value`, to be multiplied by the fp32 `factor` in the update, what p.grad stands for."""
+    """Set the stored gradient: `value`, to be multiplied by the fp32 `factor` in the update."""
     with torch.no_grad():
         shown = (value.float() * factor).to(parameter.dtype)
         parameter.grad = shown
@@ -163,13 +164,15 @@ def _store(parameter: Tensor, value: Tensor, factor: Tensor) -> None:
 
 
 def _stored(parameter: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what p.grad stands for: the stored gradient and its fp32 factor. p.grad is not None."""
+    """Return the stored gradient behind p.grad, which is not None, and its fp32 factor."""
     shown = cast("Tensor", parameter.grad)
     pending = _pending.get(parameter)
     if pending is not None and pending.shown is shown and pending.version == shown._version:
         bits = {2: torch.int16, 4: torch.int32}[shown.element_size()]
         before = (pending.value.float() * pending.factor).to(shown.dtype)
-        if torch.equal(before.view(bits), shown.detach().view(bits)):  # `.data` is changed without a version
+        if torch.equal(
+            before.view(bits), shown.detach().view(bits)
+        ):  # changes of `.data` do not raise the version
             return pending.value, pending.factor
     return shown.detach(), torch.ones(())
 
@@ -188,16 +191,16 @@ def adamw_step(
     """
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     g = grad.float() * clip
-    p.mul_(_f32(1 - lr * group["weight_decay"]))
-    lerp_weight = _f32(1 - beta1)
+    p.mul_(f32(1 - lr * group["weight_decay"]))
+    lerp_weight = f32(1 - beta1)
     if lerp_weight < HALF:
         m.copy_(m + (g - m) * lerp_weight)
     else:
-        m.copy_(g - (g - m) * _f32(beta1))
-    v.mul_(_f32(beta2))
-    v.add_((_f32(1 - beta2) * g) * g)
-    denom = root(v) / _f32((1 - beta2**step) ** 0.5) + _f32(group["eps"])
-    p.add_((_f32(-(lr / (1 - beta1**step))) * m) / denom)
+        m.copy_(g - (g - m) * f32(beta1))
+    v.mul_(f32(beta2))
+    v.add_((f32(1 - beta2) * g) * g)
+    denom = root(v) / f32((1 - beta2**step) ** 0.5) + f32(group["eps"])
+    p.add_((f32(-(lr / (1 - beta1**step))) * m) / denom)
     for state in (p, m, v):
         canonical_(state)
 
@@ -208,12 +211,12 @@ def adamw_small_step(
     """Apply [Note: the small step] in place; arguments as in `adamw_step`."""
     lr, (beta1, beta2), factor = float(group["lr"]), group["betas"], float(clip)
     correction = (1 - beta2**step) ** 0.5
-    t = grad.float() * _f32(factor * (1 - beta2) ** 0.5)
-    m.copy_(fused(m, _f32(beta1), grad.float() * _f32(factor * (1 - beta1))))
-    v.copy_(fused(t, t, v * _f32(beta2)))
-    denom = root(v) + _f32(group["eps"] * correction)
-    move = (_f32(-(lr / (1 - beta1**step) * correction)) * m) / denom
-    p.copy_(fused(p, _f32(1 - lr * group["weight_decay"]), move))
+    t = grad.float() * f32(factor * (1 - beta2) ** 0.5)
+    m.copy_(fused(m, f32(beta1), grad.float() * f32(factor * (1 - beta1))))
+    v.copy_(fused(t, t, v * f32(beta2)))
+    denom = root(v) + f32(group["eps"] * correction)
+    move = (f32(-(lr / (1 - beta1**step) * correction)) * m) / denom
+    p.copy_(fused(p, f32(1 - lr * group["weight_decay"]), move))
     for state in (p, m, v):
         canonical_(state)
 
@@ -221,35 +224,36 @@ def adamw_small_step(
 def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """Return a * b + c of fp32 tensors, rounded once, as an FMA does; torch has none.
 
-    The product is exact in fp64. The sum is rounded to odd there: where it is inexact (what it lacks is
-    Knuth's TwoSum) and even, it becomes its neighbour on the side of the exact one. Rounding that to fp32
-    gives what rounding the exact one would (Boldo and Melquiond, 2008).
+    The product is exact in fp64. The sum is rounded to odd there: if it is inexact (Knuth's TwoSum gives its
+    error) and even, it becomes its neighbour towards the exact sum. Rounded to fp32, that equals the exact
+    sum rounded to fp32 (Boldo and Melquiond, 2008).
     """
     product, addend = a.double() * b.double(), c.double()
     total = product + addend
     part = total - product
     lacking = (product - (total - part)) + (addend - part)
     bits = total.view(torch.int64)
-    towards = torch.where((lacking > 0) == (total > 0), 1, -1)  # of an infinity or NaN nothing is lacking
+    towards = torch.where((lacking > 0) == (total > 0), 1, -1)  # unused for infinities and NaNs
     is_off = lacking.isfinite() & (lacking != 0) & (bits % 2 == 0)
     return torch.where(is_off, bits + towards, bits).view(torch.float64).float()
 
 
 def root(values: Tensor) -> Tensor:
-    """Return the correctly rounded square roots: torch's fp32 ones, MKL's, are up to one ULP off."""
+    """Return correctly rounded fp32 square roots; torch's own, by MKL, are up to one ULP off."""
     return values.double().sqrt().float()
 
 
-def _f32(scalar: float) -> Tensor:
+def f32(scalar: float) -> Tensor:
+    """Return a scalar as a tensor, rounded to fp32."""
     return torch.tensor(scalar, dtype=torch.float32)
 
 
 class ReferenceAdamW(torch.optim.Optimizer):
-    """AdamW as the recipe has it, over parameters that `prepare` has seen, or that are their own masters.
+    """The recipe's AdamW, over parameters that `prepare` has converted, or that are their own masters.
 
-    With `max_norm` the gradients are clipped to that global norm in step(); clip_grad_norm_ is then refused.
-    `state_dtype` is how the moments are stored, "fp32", "bf16" or "int8"; `seed` decides how the last two are
-    rounded. State per parameter: `master` (fp32), `step` (int), and what `zero_moments` names.
+    max_norm: clip the gradients to this global norm in step(); clip_grad_norm_ then raises. state_dtype: how
+    the moments are stored, "fp32", "bf16" or "int8"; seed: of the rounding of the last two. State of each
+    parameter: `master` (fp32), `step` (int), and the tensors of `zero_moments`.
     """
 
     def __init__(
@@ -285,7 +289,7 @@ class ReferenceAdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group, and for each of its parameters the master and moments of 0."""
+        """Add a param group, and for each of its parameters the master and zero moments."""
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             master = _adopt(parameter, parameter.dtype)
@@ -293,7 +297,7 @@ class ReferenceAdamW(torch.optim.Optimizer):
             self.state[parameter] = {"step": 0, "master": master, **moments}
 
     def masters(self) -> dict[Tensor, Tensor]:
-        """Return the fp32 master of every parameter, by Parameter object."""
+        """Return every parameter's fp32 master, by Parameter object."""
         return {parameter: self.state[parameter]["master"] for parameter in self._parameters()}
 
     def _parameters(self) -> Iterator[Tensor]:
@@ -301,7 +305,7 @@ class ReferenceAdamW(torch.optim.Optimizer):
             yield from group["params"]
 
     def _clip_factor(self) -> Tensor | None:
-        """Return the fp32 factor that max_norm asks for ([Note: the norm]), None without max_norm."""
+        """Return the fp32 clip factor of [Note: the norm]; None without max_norm."""
         if self.max_norm is None:
             return None
         total = 0.0
@@ -309,16 +313,14 @@ class ReferenceAdamW(torch.optim.Optimizer):
             if parameter.grad is not None:
                 value, factor = _stored(parameter)
                 if factor != 1:
-                    raise RuntimeError(
-                        "clip_grad_norm_ was called, but max_norm clips already: use one of them"
-                    )
+                    raise RuntimeError("clip_grad_norm_ was called, but max_norm clips too: use only one")
                 total += sum_squares(value)
         norm = torch.tensor(total, dtype=torch.float64).sqrt().float()
-        return torch.clamp(_f32(self.max_norm) / (norm + _f32(1e-6)), max=1.0)
+        return torch.clamp(f32(self.max_norm) / (norm + f32(1e-6)), max=1.0)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter whose grad is not None: master, moments and compute weight."""
+        """Update master, moments and compute weight of every parameter whose grad is not None."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -349,11 +351,11 @@ class ReferenceAdamW(torch.optim.Optimizer):
             for name, moment in expected.items():
                 if name not in saved or saved[name].dtype != moment.dtype:
                     raise ValueError(
-                        f"{name} was saved with another state_dtype than {self.state_dtype!r}: "
-                        "make the optimizer with the one it was saved with"
+                        f"{name} was not saved with state_dtype={self.state_dtype!r}: make the optimizer "
+                        "with the state_dtype that it was saved with"
                     )
         super().load_state_dict(state_dict)
-        # torch has cast the state to each parameter's 16-bit dtype: it is taken again, from the original.
+        # torch has cast the state to each parameter's 16-bit dtype: copy it again from the original.
         saved_ids = [saved for group in state_dict["param_groups"] for saved in group["params"]]
         for parameter, saved_id in zip(self._parameters(), saved_ids, strict=True):
             saved = state_dict["state"][saved_id]
@@ -366,7 +368,7 @@ class ReferenceAdamW(torch.optim.Optimizer):
 
 
 def _take_edits(parameter: Tensor, master: Tensor) -> None:
-    """Where the user has changed a compute weight since it was rounded, it becomes its own master."""
+    """Make compute weights that the user has changed since the last rounding their own masters."""
     as_bits = {2: torch.int16, 4: torch.int32}[parameter.element_size()]
     edited = parameter.view(as_bits) != rounded(master, parameter.dtype).view(as_bits)
     master.copy_(torch.where(edited, parameter.float(), master))
@@ -374,13 +376,13 @@ def _take_edits(parameter: Tensor, master: Tensor) -> None:
 
 @torch.no_grad()
 def clip_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
-    """Clip as torch.nn.utils.clip_grad_norm_ does, in fp64; return the total norm, an fp64 scalar.
+    """Clip as torch.nn.utils.clip_grad_norm_, but in fp64; return the total norm, an fp64 scalar.
 
-    coef = min(1, max_norm / (norm + 1e-6)) in fp64, rounded to fp32, is recorded as the factor that step()
-    applies to the fp32-cast gradient; p.grad shows the product, rounded to p.dtype.
+    min(1, max_norm / (norm + 1e-6)) in fp64, rounded to fp32, becomes the factor by which step() multiplies
+    the gradient in fp32; p.grad shows the product, rounded to p.dtype.
     """
     if getattr(optimizer, "max_norm", None) is not None:
-        raise RuntimeError("max_norm clips in step() already: use either max_norm or clip_grad_norm_")
+        raise RuntimeError("max_norm already clips in step(): use either max_norm or clip_grad_norm_")
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     stored = [_stored(parameter) for parameter in parameters]
     norms = [torch.linalg.vector_norm(value.double()) * factor.double() for value, factor in stored]

@@ -1,10 +1,9 @@
-"""The steps of optimizers other than AdamW as the recipes have them, in plain torch.
+"""The steps of the optimizers other than AdamW, in plain torch.
 
 All work in place on fp32 masters and moments, in the order of [Note: other recipes] in kernels.h, each
-operation rounded by itself; the kernels give the same bits. `grad` has any floating type, `clip` is an fp32
-scalar tensor, `step` counts this step, and `group` is a param group as torch.optim names its options. Every
-NaN is stored as 0x7FC00000. torch.optim's own steps fuse multiplications with additions: they differ by their
-roundings.
+operation rounded by itself; the kernels give the same bits. `grad` has any floating dtype, `clip` is an fp32
+scalar tensor, `step` is this step's count, and `group` a param group with torch.optim's names. Every NaN is
+stored as 0x7FC00000. torch.optim's own steps fuse multiplications with additions, so they round differently.
 """
 
 from typing import Any
@@ -12,34 +11,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infinity.reference.recipe import adamw_step, canonical_, root
-
-
-def _f32(scalar: float) -> Tensor:
-    return torch.tensor(scalar, dtype=torch.float32)
+from infinity.reference.recipe import adamw_step, canonical_, f32, root
 
 
 def _gradient(p: Tensor, grad: Tensor, clip: Tensor, weight_decay: float) -> Tensor:
-    """Return the fp32 gradient with its factor and the L2 decay."""
+    """Return the fp32 gradient, scaled by `clip`, with L2 decay."""
     g = grad.float() * clip
-    return g + _f32(weight_decay) * p if weight_decay else g
+    return g + f32(weight_decay) * p if weight_decay else g
 
 
 def adam_step(
     p: Tensor, m: Tensor, v: Tensor, grad: Tensor, clip: Tensor, step: int, group: dict[str, Any]
 ) -> None:
-    """Apply a step of Adam, whose weight decay is part of the gradient."""
+    """Apply a step of Adam; the weight decay is part of the gradient."""
     g = _gradient(p, grad, clip, group["weight_decay"])
-    adamw_step(p, m, v, g, _f32(1.0), step, {**group, "weight_decay": 0.0})
+    adamw_step(p, m, v, g, f32(1.0), step, {**group, "weight_decay": 0.0})
 
 
 def sgd_step(p: Tensor, m: Tensor, grad: Tensor, clip: Tensor, step: int, group: dict[str, Any]) -> None:
-    """Apply a step of SGD; `m` is the momentum, written and not read in the first."""
-    momentum = _f32(group["momentum"])
+    """Apply a step of SGD; `m` is the momentum, which the first step does not read."""
+    momentum = f32(group["momentum"])
     g = _gradient(p, grad, clip, group["weight_decay"])
-    m.copy_(g if step == 1 else m * momentum + _f32(1 - group["dampening"]) * g)
+    m.copy_(g if step == 1 else m * momentum + f32(1 - group["dampening"]) * g)
     direction = g + momentum * m if group["nesterov"] else m
-    p.add_(_f32(-group["lr"]) * direction)
+    p.add_(f32(-group["lr"]) * direction)
     canonical_(p)
     canonical_(m)
 
@@ -49,7 +44,7 @@ def adagrad_step(p: Tensor, v: Tensor, grad: Tensor, clip: Tensor, step: int, gr
     g = _gradient(p, grad, clip, group["weight_decay"])
     v.add_(g * g)
     lr = group["lr"] / (1 + (step - 1) * group["lr_decay"])
-    p.add_((_f32(-lr) * g) / (root(v) + _f32(group["eps"])))
+    p.add_((f32(-lr) * g) / (root(v) + f32(group["eps"])))
     canonical_(p)
     canonical_(v)
 
@@ -58,9 +53,9 @@ def lion_step(p: Tensor, m: Tensor, grad: Tensor, clip: Tensor, group: dict[str,
     """Apply a step of Lion (Chen et al., arXiv 2302.06675); `group` holds lr, betas and weight_decay."""
     lr, (beta1, beta2) = group["lr"], group["betas"]
     g = grad.float() * clip
-    p.mul_(_f32(1 - lr * group["weight_decay"]))
-    direction = m * _f32(beta1) + _f32(1 - beta1) * g
-    p.add_(_f32(-lr) * torch.sign(direction))  # of a NaN, torch's sign is 0
-    m.copy_(m * _f32(beta2) + _f32(1 - beta2) * g)
+    p.mul_(f32(1 - lr * group["weight_decay"]))
+    direction = m * f32(beta1) + f32(1 - beta1) * g
+    p.add_(f32(-lr) * torch.sign(direction))  # of a NaN, torch's sign is 0
+    m.copy_(m * f32(beta2) + f32(1 - beta2) * g)
     canonical_(p)
     canonical_(m)

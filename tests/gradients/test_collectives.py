@@ -18,7 +18,7 @@ class Channel:
 
     def __init__(self):
         self.others_come, self.done, self.told = threading.Event(), [], []
-        self.ranks = types.SimpleNamespace(put_down=self.told.append)
+        self.ranks = types.SimpleNamespace(post_failure=self.told.append)
 
     def agree(self, what):
         assert self.others_come.wait(10), what
