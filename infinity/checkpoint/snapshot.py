@@ -88,7 +88,7 @@ def snapshot(model: nn.Module, folder: str | os.PathLike[str], *, overwrite: boo
         copying = _Copying(durable, commit, place)
         taken.cloned = copying.cloned
     except BaseException as error:
-        durable.let_go()
+        durable.release()
         filling.__exit__(type(error), error, None)
         raise
 
@@ -100,7 +100,7 @@ def snapshot(model: nn.Module, folder: str | os.PathLike[str], *, overwrite: boo
         except BaseException as raised:  # noqa: BLE001 - `wait` raises it
             error = raised
         finally:
-            durable.let_go()
+            durable.release()
         taken._error = error  # noqa: SLF001 - it is ours
 
     taken._thread = threading.Thread(target=copy, name="infinity-snapshot")  # noqa: SLF001
@@ -129,7 +129,7 @@ def _of_ranks(durable: Durable, at: Path, older: Older) -> Snapshot:
             taken.cloned = copying.cloned
             copying.finish()
     finally:
-        durable.let_go()
+        durable.release()
     return taken
 
 

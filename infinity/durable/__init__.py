@@ -1,1 +1,1 @@
-"""Commits of steps: what a run leaves on NVMe, so that it goes on after a crash."""
+"""Commits of steps: the state that a durable run keeps on NVMe, from which it resumes after a crash."""

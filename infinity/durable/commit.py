@@ -1,16 +1,17 @@
-"""The record of one committed step: where everything lies, with which hashes, and where the training stood.
-Pure: no torch, no I/O.
+"""A commit: the description of one committed step, as bytes and back. Pure: no torch, no I/O.
 
 [Note: two slots]
-A commit is written over the one before the last, after all that it names is on disk; so at any moment one of
-the two slots is whole. A slot says so itself: a header with lengths and a hash of all of it, JSON, and bytes.
-What does not fit its hash was cut short by a crash, and does not count. Slots take turns by sequence number,
-so the newest is known without a third place. Nothing in a slot is ever executed.
+A commit overwrites the one before the last, after all data that it names is on disk; so at any moment at
+least one of the two slots is whole. A slot consists of a header with lengths and a hash of everything, of
+JSON, and of raw bytes. One that does not match its hash was cut short by a crash, and is ignored. Slots
+alternate by sequence number, so the newest commit is found without further data. Nothing in a slot is ever
+executed.
 
-[Note: what is in it]
-Per field of each record: where its two sides lie, which one is live where (see generations), and the
-checksum of each tile (see kernels), 8 bytes for up to 512 Ki elements. Then the steps of each parameter,
-options of param groups, states of generators and of what the user tracks, and the model's buffers.
+[Note: contents of a commit]
+For each field of each record: the places of its two sides, which side is live in which bytes (see
+generations), and the checksum of each tile (see kernels), 8 bytes for up to 512 Ki elements. Besides: step
+counts of parameters, options of param groups, states of generators and of tracked objects, and the model's
+buffers.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ class FieldAt:
 
     name: str
     nbytes: int
-    """Of each side."""
+    """Bytes of each side."""
     sides: tuple[Any, ...]
-    """Where the two sides lie, as their store describes it; None for one without room yet."""
+    """The places of the two sides, as their store describes them; None for one without room yet."""
     runs: tuple[tuple[int, int], ...]
-    """(stop, side): which side is live in which bytes."""
+    """(stop, side): the live side of the bytes up to `stop`."""
     hashes: bytes
-    """The checksum of each tile, little-endian; 0 for one that was never written."""
+    """The checksum of each span of tiles, little-endian; 0 for one that was never written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class RecordAt:
 
 @dataclass(frozen=True, slots=True)
 class PlainTensor:
-    """A tensor that is no parameter of a record, by value."""
+    """A tensor outside the records, by value."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -67,28 +68,28 @@ class PlainTensor:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """See the module's docstring."""
+    """One rank's description of a committed step; see [Note: contents of a commit]."""
 
     run: str
-    """The run's own name, in that of its files."""
+    """The run's id, which is part of its files' names."""
     sequence: int
-    """Counts commits; its parity is the slot."""
+    """The number of the commit; its parity selects the slot."""
     step: int
-    """The optimizer's steps so far."""
+    """The number of optimizer steps done."""
     tile_numel: int
     state_dtype: str
     paths: int
-    """How many folders the records are striped over."""
+    """The number of folders that the records are striped over."""
     records: tuple[RecordAt, ...]
     said: Mapping[str, Any] = field(default_factory=dict)
-    """What is no tensor, in the form of manifest.encode."""
+    """Everything but tensors, in the form of manifest.encode."""
     tensors: Mapping[str, PlainTensor] = field(default_factory=dict)
     rank: int = 0
-    """Whose records these are, of `ranks`."""
+    """The rank, of `ranks`, that has these records."""
     ranks: int = 1
 
     def to_bytes(self) -> bytes:
-        """Return the bytes of its slot."""
+        """Return the bytes of the commit's slot."""
         body = {
             "run": self.run,
             "step": self.step,
@@ -120,9 +121,9 @@ class Commit:
 
 
 def read_slot(data: bytes, what: str) -> Commit | None:
-    """Return the commit in a slot's bytes; None where there is no whole one.
+    """Return the commit in a slot's bytes; None if there is no whole one. what: the slot, for errors.
 
-    Raises: CheckpointError for a whole one that this version cannot read.
+    Raises: CheckpointError for a whole commit that this version cannot read.
     """
     if len(data) < _HEADER.size:
         return None
@@ -164,13 +165,13 @@ def _commit(sequence: int, body: Mapping[str, Any], behind: memoryview) -> Commi
     tensors = {}
     for key, dtype, shape, nbytes in body["tensors"]:
         if dtype not in WIDTHS:
-            raise ValueError(f"{key}: {dtype} is no type")
+            raise ValueError(f"{key}: {dtype} is not a known dtype")
         tensors[str(key)] = PlainTensor(dtype, tuple(map(_count, shape)), take(nbytes))
     counts = {name: _count(body[name]) for name in ("step", "tile_numel", "paths")}
     counts |= {name: _count(body.get(name, alone)) for name, alone in (("rank", 0), ("ranks", 1))}
     run, state_dtype = str(body["run"]), str(body["state_dtype"])
     if not run.isalnum() or not isinstance(body["said"], dict):
-        raise ValueError(f"a run of the name {run!r}")
+        raise ValueError(f"{run!r} is not the id of a run")
     return Commit(
         run, sequence, state_dtype=state_dtype, records=records, said=body["said"], tensors=tensors, **counts
     )
@@ -178,7 +179,7 @@ def _commit(sequence: int, body: Mapping[str, Any], behind: memoryview) -> Commi
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 62:
-        raise ValueError(f"{value!r} is no count")
+        raise ValueError(f"{value!r} is not a count")
     return value
 
 
@@ -188,7 +189,7 @@ def _pair(sides: Any) -> tuple[Any, Any]:
 
 
 def _runs(runs: Any, nbytes: int) -> tuple[tuple[int, int], ...]:
-    """Return runs that cover `nbytes`, each behind the one before."""
+    """Return runs, checked to cover `nbytes` in rising order."""
     found = tuple((_count(stop), _count(side)) for stop, side in runs)
     stops = [stop for stop, _ in found]
     if (
@@ -202,9 +203,9 @@ def _runs(runs: Any, nbytes: int) -> tuple[tuple[int, int], ...]:
 
 
 def hashes_of(data: bytes, count: int, what: str) -> array[int]:
-    """Return the hashes of `count` tiles.
+    """Return the `count` hashes in `data`. what: the field, for errors.
 
-    Raises: CheckpointError for any other number.
+    Raises: CheckpointError for another number of them.
     """
     if len(data) != 8 * count:
         raise CheckpointError(f"{what}: {len(data) // 8} hashes in the commit, expected {count}")

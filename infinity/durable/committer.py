@@ -1,20 +1,21 @@
-"""Commits: when a step's state is whole, where it is written, and who waits for whom.
+"""Commits of a durable run's steps: when a step's state is complete, and how it gets to disk.
 
-[Note: the way of a commit]
-closed    step() has decided step k: generators and the data's position are taken down
-marked    the first forward after it begins: all else that belongs to k, a scheduler's state among it
-applied   every update of k was applied and written; fields that lie in host memory are written now
-captured  sides and hashes of all records are taken down: from here on k+1 may be written
-flushed   the files, then the commit itself, are on the drive: what k-1 was is free to be overwritten
+[Note: phases of a commit]
+closed    step() has decided step k: the states of generators and of the data loader are captured
+marked    the next forward begins: all else that belongs to k, such as a scheduler's state, is captured
+applied   all updates of k are applied and written; fields in host memory are written now
+captured  sides and hashes of all records are captured: from here on step k+1 may write
+flushed   the files, then the commit itself, are on disk: the state of k-1 may be overwritten
 
-From `marked` on it happens on a thread of its own, behind the next forward and backward. Whoever is about to
-change a record for k+1 waits until k is captured; with update="forward" that is long over by then. Nothing
-waits for the flush but a write to a range whose both sides are named (see generations), a whole step later.
+From `marked` on, a commit runs on a thread of its own, during the next forward and backward. What changes a
+record for k+1 waits until k is captured; with update="forward" that is long before. Only a write to a range
+whose two sides are both named by commits waits for the flush (see generations): a whole step later.
 
 [Note: several ranks]
-Each rank has its own folder, files and commits. When its commit is on its drive, it waits until all ranks
-have theirs, before `flushed` frees the older generation. So a rank is ahead by one commit at most, and has
-the one before whole: a run goes on at the last step that all have, and who is ahead forgets his newest first.
+Each rank has its own folder, files and commits. When a rank's commit is on disk, it waits until all ranks
+have theirs, before `flushed` frees the older generation. So a rank is ahead by one commit at most, and still
+has the one before. A run resumes from the last step that all ranks have committed; ranks that are ahead drop
+their newest commit first.
 """
 
 from __future__ import annotations
@@ -45,29 +46,31 @@ from infinity.storage.stripes import open_nvme
 from infinity.units.unit import Unit
 
 _LAST_S = 10.0
-"""Seconds that the end of a run waits for the other ranks' commit of its last step."""
+"""Seconds that the end of a run waits for the other ranks to commit the last step."""
 Said = tuple[Mapping[str, Any], Mapping[str, PlainTensor]]
 
 
 class TrainingStateSource(Protocol):
-    """What knows the training beside its records: see tracking."""
+    """The source of a step's state outside the records; see checkpoint/training_state.py."""
 
     def at_step(self) -> Mapping[str, Any]:
-        """Return what belongs to a step that was just decided, as plain values."""
+        """Return, in step(), the state that belongs to the step just decided, as plain values."""
 
     def at_forward(self, said: Mapping[str, Any], *, begun: bool) -> Said:
-        """Return that and all else, before the next step's forward, which has `begun` or not, changes it."""
+        """Return `said`, the result of at_step, with all other state of the step. begun: the next forward has
+        begun, which draws from the generators.
+        """
 
     def restore_at_forward(self) -> None:
-        """The first forward after a resume begins."""
+        """Restore the generators as the first forward after a resume begins."""
 
     def succeed(self, earlier: Any, later: Any) -> None:
-        """An optimizer takes the place of another."""
+        """Replace an optimizer by a later one that has taken its parameters over."""
 
 
 @dataclass(eq=False)
 class _Job:
-    """One commit under way."""
+    """A commit in progress."""
 
     step: int
     said: Mapping[str, Any]
@@ -77,7 +80,7 @@ class _Job:
 
 
 class Durable:
-    """The commits of one engine; see [Note: the way of a commit]."""
+    """The commits of one engine; see [Note: phases of a commit]."""
 
     def __init__(
         self,
@@ -88,8 +91,8 @@ class Durable:
         wipe: bool = False,
         ranks: Ranks = ALONE,
     ) -> None:
-        """Lock the run's folders, and open its files, or new ones where no step was ever committed. Every
-        rank does so.
+        """Lock the run's folders and open its files, or create them if no step was ever committed. All ranks
+        call this.
 
         every: steps from one commit to the next. wipe: remove a committed run first.
 
@@ -98,12 +101,12 @@ class Durable:
         """
         self.every = every
         self.step = 0
-        """Steps that the optimizer has closed, those before a resume counted."""
+        """The number of steps that the optimizer has closed, including those before a resume."""
         self.committed_step: int | None = None
-        """The last one on disk, on every rank."""
+        """The last step that is on disk on every rank."""
         self._source: Callable[[], TrainingStateSource | None] = lambda: None
         self.found: tuple[Commit, ...] = ()
-        """Commits of an earlier process, the newest first, until one of them is taken up."""
+        """Commits of an earlier process, the newest first, until the run is resumed."""
         self._places: dict[str, Extent] = {}
         self._thread: threading.Thread | None = None
         self._said_at_step: Mapping[str, Any] | None = None
@@ -114,8 +117,8 @@ class Durable:
         self.ranks = ranks
         self._channel: Channel | None = None
         if ranks.size > 1:
-            self._channel = ranks.channel(tells=False)  # one disk may take longer than another
-            ranks.closing.append(partial(self._join, _LAST_S))  # not longer: a rank may be gone
+            self._channel = ranks.channel(tells=False)  # disks differ in speed
+            ranks.closing.append(partial(self._join, _LAST_S))  # no longer: another rank may have ended
         self.folders: list[RunFolder] = []
         with contextlib.ExitStack() as opened:
             with ranks.together("locking the durable run"):
@@ -134,7 +137,7 @@ class Durable:
             opened.pop_all()
 
     def _open(self, folders: Sequence[str], engine_kind: str | None, opened: contextlib.ExitStack) -> None:
-        """Open the files."""
+        """Open the run's files, or create those of a new run."""
         if not self.found:
             for folder in self.folders:
                 folder.wipe()
@@ -151,10 +154,10 @@ class Durable:
 
     @property
     def source(self) -> TrainingStateSource | None:
-        """What `follow` was given, None before that: see infinity.resume."""
+        """The source that `follow` was given; None before that. See infinity.resume."""
         return self._source()
 
-    # What is there
+    # The files of an earlier process
 
     def _openings(self) -> Iterator[Opening]:
         for number, folder in enumerate(self.folders):
@@ -162,7 +165,7 @@ class Durable:
             yield partial(_open, opening, state_name(self.run, number))
 
     def _claim(self) -> None:
-        """Keep what the commits name out of reach of allocation."""
+        """Reserve the places that the found commits name, so that they are not allocated."""
         what = f"the commit in {self.folders[0].path}"
         try:
             for commit in self.found:
@@ -176,30 +179,32 @@ class Durable:
             raise CheckpointError(f"{error}. {wiping(self.folders)} removes the run.") from error
 
     def extent_of(self, at: FieldAt) -> Extent:
-        """Return a committed field's place; what it names stays as it is until the next commit."""
+        """Return the extent of a committed field; its committed bytes stay until the next commit."""
         sides = [None if place is None else self._places[repr(place)] for place in at.sides]
         return self.store.take_over(at.nbytes, sides, at.runs)
 
-    # What the training calls
+    # Called by the training
 
     def open(
         self, units: Sequence[Unit], lane: StreamLane, flush: Callable[[Unit], None], cut: tuple[int, str]
     ) -> None:
-        """Commit these units' records from now on; `flush` applies what is pending for one, `cut` is the
-        elements of a tile and the name of the format, as the run's Config has them.
+        """Set what is committed: these units' records. flush: applies a unit's pending updates. cut: elements
+        per tile and name of the format, which a later process has to have too.
         """
         self._units, self._lane, self._cut = units, lane, cut
-        self._flush = weakref.WeakMethod(flush)  # a thread of a commit may wait for ever: see ending's note
+        self._flush = weakref.WeakMethod(
+            flush
+        )  # the commit's thread may wait for ever: see the note in engine/ending
 
     def follow(self, source: TrainingStateSource, step: int, *, resumed: bool) -> None:
-        """Begin to commit: after `step` steps. `source`, and with it the model, is the caller's to keep."""
+        """Start to commit, after `step` steps. The caller has to keep `source`, and with it the model."""
         self._source, self.step = weakref.ref(source), step
         self.committed_step = step if resumed else None
         self.store.be_at(step)
         self.found = ()
 
     def before_change(self) -> None:
-        """Somebody is about to change records: what was marked before is captured first."""
+        """Wait, before records are changed, until the marked step is captured."""
         job = self._job
         if job is None or job.captured:
             return
@@ -209,27 +214,27 @@ class Durable:
         self._wait(lambda: job.captured)
 
     def before_step(self) -> None:
-        """The optimizer is about to decide a step.
+        """Wait, before the optimizer decides a step, until the marked step is captured.
 
-        Raises: UnsupportedError where it is not known whether the run is new or goes on.
+        Raises: UnsupportedError if infinity.resume was not called.
         """
         if self.source is None:
             state = f"holds a run committed at step {self.found[0].step}" if self.found else "is new"
             raise UnsupportedError(
                 f"durable: {self.folders[0].path} {state}. Call infinity.resume(model, optimizer) once "
-                "before training: it goes on with the run in the folder, or begins one."
+                "before training: it resumes the run in the folder, or begins a new one."
             )
         self.before_change()
 
     def step_closed(self) -> None:
-        """The optimizer has decided a step."""
+        """Count a step that the optimizer has decided, and capture what belongs to it."""
         self.step += 1
         self._said_at_step = None
         if self.source is not None and self.step % self.every == 0 and not self._held:
             self._said_at_step = self.source.at_step()
 
     def forward_began(self, _module: object) -> None:
-        """A forward of the training begins: the step before it is marked, if it was only closed so far."""
+        """Mark the last closed step, as the next forward of the training begins."""
         if self.source is not None:
             self.source.restore_at_forward()
             self._mark(begun=True)
@@ -246,9 +251,9 @@ class Durable:
         self._thread.start()
 
     def commit_now(self) -> None:
-        """Commit the last step, whole, and return when it is on disk. Nothing to do where that is so.
+        """Commit the last step, if that is not done yet, and return when it is on disk.
 
-        Raises: what made it fail.
+        Raises: the error that made the commit fail.
         """
         self._wait(lambda: not self._held)
         if self.source is None:
@@ -261,7 +266,7 @@ class Durable:
         self._wait_for_last()
 
     def hold(self) -> Commit:
-        """Commit the last step now, and no other before `let_go`: what the commit names stays as it is."""
+        """Commit the last step now, and no other until `release`, so that the commit's data stays."""
         self.commit_now()
         while self._last is None:  # resumed, and no step since
             self.committed_step = None
@@ -269,8 +274,8 @@ class Durable:
         self._held = True
         return self._last
 
-    def let_go(self) -> None:
-        """Commit steps again."""
+    def release(self) -> None:
+        """Commit steps again, after `hold`."""
         self._held = False
         self._notify()
 
@@ -286,7 +291,7 @@ class Durable:
                 self._changed.wait(0.1)
 
     def forget_newest(self) -> None:
-        """The run goes on from the older of two commits: the newest is no commit any more."""
+        """Drop the newest of two commits, since the run resumes from the older one."""
         self._sequence = self.found[0].sequence - 1
         self._forget(self.found[0])
 
@@ -312,7 +317,7 @@ class Durable:
             self.committed_step, self._last = job.step, commit
             job.flushed = True
             self._notify()
-        except BaseException as error:  # noqa: BLE001 - who waits for the lane raises it
+        except BaseException as error:  # noqa: BLE001 - raised by the next wait for the lane
             self.ranks.post_failure(f"a step could not be committed: {error}")
             self._lane.fail(error, raised=False)  # first: the lane may wait in the store for this commit
             self.store.fail(error)
@@ -323,7 +328,7 @@ class Durable:
             self._changed.notify_all()
 
     def _settle(self) -> None:
-        """Wait until every update decided so far is applied and written."""
+        """Wait until all updates decided so far are applied and written."""
         left = list(self._units)
         jobs: list[Pass] = []
         with self._lane.lock:
@@ -337,7 +342,7 @@ class Durable:
                     self._lane.changed.wait(0.5)
 
     def _captured(self, job: _Job) -> Commit:
-        """Take everything down, once all of it is on NVMe: meanwhile a field may move to host memory."""
+        """Return the commit, once every field is written: while some are, others may move to host memory."""
         while True:
             with self._lane.lock:
                 passes = self.homes.passes(self._units)
@@ -346,7 +351,7 @@ class Durable:
             write_out(self._lane, passes)
 
     def _capture(self, job: _Job) -> Commit:
-        """Take down where everything lies."""
+        """Return the commit: the places and hashes of all fields as they are now."""
         named: list[Extent] = []
         records = []
         for unit in self._units:
@@ -376,11 +381,13 @@ class Durable:
     # The end
 
     def _join(self, timeout_s: float | None = None) -> None:
-        if self._thread is not None and self._thread is not threading.current_thread():  # which may collect
+        if (
+            self._thread is not None and self._thread is not threading.current_thread()
+        ):  # which may run finalizers
             self._thread.join(timeout_s)
 
     def close(self) -> None:
-        """Let the commit under way end, and let go of the folder; a run without commit leaves nothing."""
+        """Finish the commit in progress and unlock the folders; a run without a commit leaves no files."""
         self._join()
         with self._changed:
             while self._held:
@@ -390,7 +397,7 @@ class Durable:
             for folder in self.folders:
                 with contextlib.suppress(OSError):
                     folder.wipe()
-        for folder in self.folders if not self.nvme.hung else ():  # else a late write may meet another run
+        for folder in self.folders if not self.nvme.hung else ():  # else a late write could hit another run
             folder.close()
 
 

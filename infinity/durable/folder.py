@@ -1,11 +1,11 @@
-"""The folder of a durable run: checked, locked, and opened once; everything in it is reached through that.
+"""The folder of a durable run: opened once, checked and locked; its files are opened relative to it.
 
-[Note: whose folder]
-Under the folder that `nvme` names lies RUN, in it one folder per rank. Both belong to us, nobody else may
-write in them, and no link is followed on the way; the folder above may be anybody's only if names in it
-cannot be taken away from us (sticky). So no name of ours can be replaced by another user. Files are 0600,
-plain, with one name. A lock on the rank's folder, held as long as a process has it open, keeps a second run
-out, and is gone the instant the process is; a forked child closes it at once.
+[Note: ownership of the folder]
+The folder that `nvme` names has a folder RUN, with one folder per rank. Both belong to this user, no other
+user may write in them, and no symbolic link is followed on the way. The folder above may be writable by
+others only if it is sticky, so that they cannot rename what is ours. So no other user can replace a file of
+the run. Files are regular, mode 0600, with one name. A lock on the rank's folder keeps a second run out; it
+ends with the process, and a forked child closes its copy at once.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _PART = "part-of"
 _RANK = re.compile(r"rank([0-9]{1,9})")
 _STATE = re.compile(r"state-([0-9a-f]{16})-[0-9]+")
 _SHOWN = 5
-"""Names of a folder that is not ours, in the error that refuses it."""
+"""Names of files that the error for a folder without a run lists."""
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class RunFolder:
-    """One rank's folder of a durable run, under one path; see [Note: whose folder]."""
+    """One rank's folder of a durable run, under one path; see [Note: ownership of the folder]."""
 
     def __init__(
         self,
@@ -44,10 +44,11 @@ class RunFolder:
         create: bool = True,
         otherwise: str = "give this one another folder (nvme=...)",
     ) -> None:
-        """Open it, make it if need be, and lock it. otherwise: what to do where another run has locked it.
+        """Open the folder, create it if missing, and lock it. otherwise: the cure that the error names if
+        another process has locked it.
 
-        Raises: ConfigError naming the path for a folder that cannot be trusted, that is not there (without
-        `create`), or that another run has locked.
+        Raises: ConfigError naming the path, if other users could change the folder, if it does not exist
+        (without `create`), or if another process has locked it.
         """
         self.base = base
         self.path = str(Path(base, RUN, f"rank{rank}"))
@@ -64,8 +65,8 @@ class RunFolder:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise
             raise ConfigError(
-                f"{self.path} belongs to a durable run that is under way in another process. Wait for it to "
-                f"end, or {otherwise}."
+                f"{self.path} belongs to a durable run that another process has open. Wait for it to end, or "
+                f"{otherwise}."
             ) from None
         self._slots: dict[int, Descriptor] = {}
         self._allocated = [0, 0]
@@ -78,7 +79,7 @@ class RunFolder:
     # The two slots; see commit
 
     def read_slots(self) -> list[bytes]:
-        """Return what the slots hold; nothing for one that is not there."""
+        """Return the slots' bytes; none for a slot that does not exist."""
         found = []
         for name in _SLOTS:
             try:
@@ -102,9 +103,7 @@ class RunFolder:
             fd = self._slots[number].fd
             if len(data) > self._allocated[number]:
                 nbytes = max(len(data) * 5 // 4, 1 << 16)
-                with contextlib.suppress(
-                    OSError
-                ):  # where it cannot be promised, writing says whether it fits
+                with contextlib.suppress(OSError):  # not every file system can: then the write finds out
                     os.posix_fallocate(fd, 0, nbytes)
                 self._allocated[number] = nbytes
             while written < len(data):
@@ -118,10 +117,10 @@ class RunFolder:
                 code, "write", file, offset=0, nbytes=len(data), failed_at=written, what="a commit"
             ) from error
 
-    # Which run's second, third, ... folder it is
+    # Further folders of a striped run
 
     def read_part(self) -> tuple[str, str] | None:
-        """Return the name of the run that this folder is a further one of, and where its first one is."""
+        """Return the id and first folder of the run that has this as a further folder; None if none has."""
         try:
             with _plain_file(self.fd, _PART, os.O_RDONLY, self.path) as fd:
                 run, _, first = _read(fd).decode(errors="replace").partition(" ")
@@ -130,7 +129,7 @@ class RunFolder:
         return run, first.strip()
 
     def write_part(self, run: str, first: str) -> None:
-        """Note that, for good."""
+        """Mark this as a further folder of `run`, whose first one is `first`, on disk."""
         with _plain_file(self.fd, _PART, os.O_RDWR | os.O_CREAT, self.path) as fd:
             os.pwrite(fd, f"{run} {first}\n".encode(), 0)
             os.fdatasync(fd)
@@ -139,27 +138,27 @@ class RunFolder:
     # The file of extents
 
     def create_state(self, engine: aio.IoEngine, name: str) -> aio.File:
-        """Create the file of a new run's extents."""
+        """Create the file for a new run's extents."""
         file = engine.create_named(self.fd, name)
         os.fsync(self.fd)
         return file
 
     def open_state(self, engine: aio.IoEngine, name: str) -> aio.File:
-        """Open the file of a committed run's extents.
+        """Open the file with a committed run's extents.
 
-        Raises: ConfigError where it is not there, or not a file of ours.
+        Raises: ConfigError if it does not exist, or is not a file of this user's run.
         """
         try:
             with _plain_file(self.fd, name, os.O_RDONLY, self.path):
                 return engine.open_named(self.fd, name)
         except FileNotFoundError:
             raise ConfigError(
-                f"{self.path} has no file {name}, which its commit names. Name the folders in the order of "
-                f"the run that is to go on, all of them; or start anew: {wiping([self])}."
+                f"{self.path} has no file {name}, which its commit names. Name all folders of the run, in "
+                f"its order; or start anew: {wiping([self])}."
             ) from None
 
     def remove_states(self, but: str | None = None) -> None:
-        """Remove files of extents that no commit names: all, but those of one run."""
+        """Remove the files of extents, except those of the run `but`."""
         for name in os.listdir(self.fd):  # noqa: PTH208 - of a descriptor
             match = _STATE.fullmatch(name)
             if match is not None and match[1] != but:
@@ -167,21 +166,21 @@ class RunFolder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the run's files on disk.
+        """The bytes of the run's files on disk.
 
-        Raises: ConfigError for a folder in the place of a file, which could not be removed.
+        Raises: ConfigError if there is a folder instead of a file, which `wipe` could not remove.
         """
         found = 0
         for name in os.listdir(self.fd):  # noqa: PTH208 - of a descriptor
             if name in (*_SLOTS, _PART) or _STATE.fullmatch(name):
                 status = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
                 if stat.S_ISDIR(status.st_mode):
-                    raise ConfigError(f"{self.path}/{name} is a folder, and not a file of a run. Remove it.")
+                    raise ConfigError(f"{self.path}/{name} is a folder, expected a file of a run. Remove it.")
                 found += status.st_blocks * 512
         return found
 
     def wipe(self) -> None:
-        """Remove the run: commits first, so that nothing names what is no longer there."""
+        """Remove the run: its commits first, so that no commit names a file that is gone."""
         for name in (*_SLOTS, _PART):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=self.fd)
@@ -189,17 +188,17 @@ class RunFolder:
         self.remove_states()
 
     def close(self) -> None:
-        """Let go of it: the lock ends."""
+        """Close and unlock the folder."""
         for slot in getattr(self, "_slots", {}).values():
             slot.close()
         self._folder.close()
 
 
 def ranks_in(base: str) -> list[int]:
-    """Return the ranks that have a folder of a run under a path; none in one that is empty.
+    """Return the ranks that have a folder of a run under a path; none for an empty folder.
 
-    Raises: ConfigError naming the path for a folder that is not there, that cannot be trusted, or that holds
-    other things and no run.
+    Raises: ConfigError naming the path, if it does not exist, if other users could change it, or if it holds
+    other files and no run.
     """
     if Path(base).exists() and not Path(base).is_dir():
         raise ConfigError(f"{base} is a file. Name the folder that nvme=... names in the run's Config.")
@@ -223,14 +222,14 @@ def ranks_in(base: str) -> list[int]:
 
 
 def wiping(folders: Sequence[RunFolder]) -> str:
-    """Return the call that removes the run in these folders, for messages."""
+    """Return the call that removes the run in these folders, for error messages."""
     bases = [folder.base for folder in folders]
     return f"infinity.wipe({bases[0]!r})" if len(bases) == 1 else f"infinity.wipe({bases!r})"
 
 
 def run_files(folder: Path) -> set[str] | None:
-    """Return the files of a run in `folder`, or of a snapshot, relative to it; None where there is none, and
-    for one that is under way.
+    """Return the files, relative to `folder`, of the run or snapshot in it; None if there is none, or if a
+    process has it open.
     """
     found: set[str] = set()
     places = [place for run in (RUN, f"path*/{RUN}") for place in folder.glob(f"{run}/rank*")]
@@ -252,7 +251,7 @@ def run_files(folder: Path) -> set[str] | None:
 
 
 def state_name(run: str, path: int) -> str:
-    """Return the name of the file of a run's extents in one of its folders."""
+    """Return the name of the file with a run's extents in the folder of index `path`."""
     return f"state-{run}-{path}"
 
 
@@ -265,7 +264,7 @@ def _opened(
     create: bool,
     follow: bool = False,
 ) -> int:
-    """Open a folder of ours, relative to the one above."""
+    """Open a folder relative to the one above, and check that only this user can write in it."""
     path = str(Path(where, name))
     if create:
         with contextlib.suppress(FileExistsError):
@@ -275,49 +274,50 @@ def _opened(
     try:
         fd = os.open(name, _FLAGS & ~os.O_NOFOLLOW if follow else _FLAGS, dir_fd=above)
     except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such folder, and so no durable run") from None
+        raise ConfigError(f"{path}: there is no such folder, so no durable run") from None
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENOTDIR):
             raise
-        raise ConfigError(f"{path} is a link or a file, and not a folder of ours. Remove it.") from None
+        raise ConfigError(f"{path} is a link or a file, expected a folder. Remove it.") from None
     opened.callback(os.close, fd)
     if above is not None:
         status = os.fstat(fd)
         if status.st_uid != os.geteuid() or status.st_mode & 0o022:
             raise ConfigError(
-                f"{path} belongs to user {status.st_uid}, mode {stat.filemode(status.st_mode)}: only user "
-                f"{os.geteuid()} may be able to write in it. Choose another folder (nvme=...), or chmod go-w."
+                f"{path} belongs to user {status.st_uid}, mode {stat.filemode(status.st_mode)}; it has to "
+                f"belong to user {os.geteuid()}, and nobody else may write in it. Choose another folder "
+                "(nvme=...), or chmod go-w."
             )
     return fd
 
 
 def _check_above(fd: int, path: str) -> None:
-    """See that nobody else can take names out of the folder above the run's."""
+    """Check that no other user can rename or remove files in the folder above the run's."""
     status = os.fstat(fd)
     others = status.st_mode & 0o002 and not status.st_mode & stat.S_ISVTX
     if others or status.st_uid not in (0, os.geteuid()):
         raise ConfigError(
             f"nvme={path!r}: mode {stat.filemode(status.st_mode)}, user {status.st_uid}: another user could "
-            "put a folder of their own in the place of a durable run. Choose another folder, or chmod o-w."
+            "replace the durable run's folder. Choose another folder, or chmod o-w."
         )
 
 
 @contextlib.contextmanager
 def _plain_file(folder: int, name: str, flags: int, where: str) -> Iterator[int]:
-    """Open a file of ours: no link, no second name, nobody else's."""
+    """Open a file of the run, and check that it is regular, this user's, and has one name."""
     path = str(Path(where, name))
     try:
         fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600, dir_fd=folder)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENXIO):
             raise
-        raise ConfigError(f"{path} is a link, and not a file of ours. Remove it.") from None
+        raise ConfigError(f"{path} is a link, expected a file of a run. Remove it.") from None
     try:
         status = os.fstat(fd)
         plain = stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid == os.geteuid()
         if not plain or status.st_mode & 0o077:
             raise ConfigError(
-                f"{path} is not a file that this run has made: {stat.filemode(status.st_mode)}, "
+                f"{path} is not a file that a run has created: {stat.filemode(status.st_mode)}, "
                 f"{status.st_nlink} names, user {status.st_uid}. Remove it."
             )
         yield fd

@@ -1,4 +1,4 @@
-"""Durable runs: fields in host memory, written to where a commit can name them; all of a record, compared."""
+"""The places on NVMe to which a durable run writes fields that are in host memory, and passes for commits."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from infinity.storage.store import Extent, Store, Transfer
 from infinity.units.unit import Unit
 
 Home: TypeAlias = "tuple[Extent, array[int]]"
-"""Where a field lies on the drive, and its tiles' hashes."""
+"""A field's extent on NVMe, and the hashes of its spans."""
 ABREAST_NBYTES = 4 << 20
-"""Of what a commit writes from host memory, queued at a time: the forward's reads do not wait behind all."""
+"""Bytes of host memory that a commit queues for writing at a time, so that reads do not wait behind all."""
 
 
 class KeepPass(Pass):
@@ -72,8 +72,8 @@ class KeepPass(Pass):
 
 
 def write_out(lane: StreamLane, passes: Sequence[KeepPass]) -> None:
-    """Have a lane do passes, a few at a time, and return when they are finished. The last go first: in the
-    other order each would stand in the way of the forward that uses its record just then.
+    """Run passes on a lane, a few at a time, and return when all are finished. The last record is first:
+    in the order of the model each pass would delay the forward that uses its record at the same time.
     """
     queued: deque[KeepPass] = deque()
     nbytes = 0
@@ -109,24 +109,24 @@ class CheckPass(Pass):
 
 
 class Homes:
-    """Where a durable run writes the fields that lie in host memory; all else is where it lies."""
+    """The places on NVMe of a durable run's fields that are in host memory; others are on NVMe already."""
 
     def __init__(self, store: Store) -> None:
-        """Take places from `store`."""
+        """Allocate places in `store`."""
         self._store = store
         self._of: dict[tuple[Record, str], Home] = {}
 
     def place(self, record: Record, name: str) -> Home:
-        """Return where a field can be read from the drive, and its tiles' hashes."""
+        """Return where a field can be read from NVMe, and its hashes."""
         return self._of.get((record, name)) or record.place(name)
 
     def passes(self, units: Sequence[Unit]) -> list[KeepPass]:
-        """Return the passes that write what changed in host memory since it was last written."""
+        """Return the passes that write fields in host memory which changed since they were last written."""
         changed = ((unit.record, self._changed(unit.record)) for unit in units)
         return [KeepPass(record, homes, record.tile_numel) for record, homes in changed if homes]
 
     def _changed(self, record: Record) -> dict[str, Home]:
-        """Return where the fields of a record that are to be written have their places."""
+        """Return a record's fields that are to be written, with their places."""
         homes = {}
         for name in record.form.fields:
             if name not in record or not record.in_host(name):
@@ -137,7 +137,7 @@ class Homes:
         return homes
 
     def _home(self, record: Record, name: str) -> Home:
-        """Return the place of a field in host memory."""
+        """Return the place of a field in host memory; allocate it the first time."""
         home = self._of.get((record, name))
         if home is None:
             place = self._store.allocate(record.field_nbytes(name), f"{record.name}.{name}")
@@ -146,7 +146,7 @@ class Homes:
         return home
 
     def _leave(self, record: Record, name: str) -> None:
-        """Give back the place of a field that lies on NVMe by itself again."""
+        """Free the place of a field that is on NVMe itself again."""
         home = self._of.pop((record, name), None)
         if home is not None:
             self._store.free(home[0])

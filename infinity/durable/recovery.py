@@ -1,4 +1,4 @@
-"""What an earlier process has left in the folders of a durable run. Looking changes nothing."""
+"""The commits that an earlier process has left in a durable run's folders; nothing is changed here."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from infinity.storage.manifest import CheckpointError
 
 
 def find(folders: Sequence[RunFolder]) -> tuple[Commit, ...]:
-    """Return the commits in the folders of a run, the newest first; none in new ones.
+    """Return the commits in a run's folders, the newest first; none for new folders.
 
-    Raises: ConfigError for folders that are not those of one run; CheckpointError for a damaged one.
+    Raises: ConfigError if the folders are not those of one run; CheckpointError if both commits are damaged.
     """
     first, *others = folders
     slots = first.read_slots()
@@ -26,38 +26,38 @@ def find(folders: Sequence[RunFolder]) -> tuple[Commit, ...]:
     whole = sorted((one for one in read if one is not None), key=lambda one: -one.sequence)
     if not whole and all(slots):
         raise CheckpointError(
-            f"{first.path}: both commits are damaged, so no step can be found. {wiping(folders)} removes "
+            f"{first.path}: both commits are damaged, so no step can be resumed. {wiping(folders)} removes "
             "them, and the run starts anew."
         )
     found = tuple(one for one in whole if one.run == whole[0].run)
     if found and found[0].paths != len(folders):
         raise ConfigError(
-            f"{first.path}: the committed run lies in {found[0].paths} folders, and nvme names "
-            f"{len(folders)}. Name the same ones, in the same order."
+            f"{first.path}: the committed run is striped over {found[0].paths} folders, but nvme names "
+            f"{len(folders)}. Name the same folders, in the same order."
         )
     for number, folder in enumerate(folders):
         part = folder.read_part()
         run = found[0].run if found and number else None
         if part is not None and part[0] != run:
             raise ConfigError(
-                f"{folder.path} is a further folder of the run in {part[1]}. Name that run's folders, all of "
-                f"them, in their order; or remove what is in those that are named: {wiping(folders)}."
+                f"{folder.path} is a further folder of the run in {part[1]}. Name all folders of that run, "
+                f"in their order; or remove what the named folders hold: {wiping(folders)}."
             )
     for folder in others:
         if any(folder.read_slots()):
             raise ConfigError(
-                f"{folder.path} holds a run of its own. Name it alone, or another folder in its place; or "
+                f"{folder.path} holds a run of its own. Name it alone, name another folder instead, or "
                 f"remove that run: {wiping([folder])}."
             )
     return found
 
 
 def in_common(found: tuple[Commit, ...], ranks: Ranks) -> tuple[Commit, ...]:
-    """Return those of this rank's commits that every rank has, the newest first. Every rank calls it, and on
-    all of them it raises the same.
+    """Return those of this rank's commits that every rank has, the newest first. All ranks call this, and get
+    the same error.
 
-    Raises: ConfigError for the folders of several runs, or of another number of ranks; CheckpointError where
-    some ranks have commits and others not those.
+    Raises: ConfigError if the folders are of several runs, or of another number of ranks; CheckpointError if
+    the ranks have commits, but none in common.
     """
     mine = [[one.run, one.rank, one.ranks, one.sequence, one.step] for one in found]
     rows = [json.loads(row) for row in ranks.each(json.dumps(mine).encode(), "compare commits")]
@@ -70,7 +70,7 @@ def in_common(found: tuple[Commit, ...], ranks: Ranks) -> tuple[Commit, ...]:
     if wrong:
         raise ConfigError(
             f"the durable runs in the folders of {ranks.size} ranks do not fit together: {'; '.join(wrong)}. "
-            "Start as many ranks as the run had, with the same folders for each; or remove it: "
+            "Start as many ranks as the run had, each with the folders it had; or remove the run: "
             "infinity.wipe(folder)."
         )
     everywhere = set.intersection(*({tuple(one[3:]) for one in row} for row in rows))
@@ -80,28 +80,28 @@ def in_common(found: tuple[Commit, ...], ranks: Ranks) -> tuple[Commit, ...]:
             for rank, row in enumerate(rows)
         )
         raise CheckpointError(
-            f"the ranks have committed no step in common: {has}. Likely cause: a rank's folder is another "
-            "than it was, or a commit in it is damaged. Give each its own again; or start anew: "
+            f"the ranks have committed no step in common: {has}. Likely cause: a rank has another folder "
+            "than before, or a commit in it is damaged. Give each rank its own folder again; or start anew: "
             "infinity.wipe(folder)."
         )
     return tuple(one for one in found if (one.sequence, one.step) in everywhere)
 
 
 def check_cut(commit: Commit, path: str, tile_numel: int, form: Format) -> None:
-    """See that a new process has the records of the committed run, and cuts them as it did.
+    """Check that a new process has the record format and the tile size of the committed run.
 
-    Raises: ConfigError with what would do.
+    Raises: ConfigError with the settings that work.
     """
     if commit.state_dtype != form.name:
         raise ConfigError(
-            f"dtype, state_dtype: {form.name!r}; the run in {path} has {commit.state_dtype!r}. Give that, "
-            "another folder, or infinity.wipe(folder)."
+            f"dtype, state_dtype: {form.name!r}; the run in {path} has {commit.state_dtype!r}. Set that, "
+            "name another folder, or remove the run with infinity.wipe(folder)."
         )
     if commit.tile_numel != tile_numel:
         least, most = totals_in_tiles_of(commit.tile_numel, form)
         upto = "or more" if most is None else f"to {format_size(most)}"
         raise ConfigError(
             f"host_memory: the run in {path} has records in tiles of {commit.tile_numel} elements, and this "
-            f"host_memory makes tiles of {tile_numel}. Give {format_size(least)} {upto} for each rank, "
-            "another folder, or infinity.wipe(folder), which loses the run."
+            f"host_memory makes tiles of {tile_numel}. Set {format_size(least)} {upto} for each rank, name "
+            "another folder, or remove the run with infinity.wipe(folder)."
         )

@@ -1,4 +1,4 @@
-"""The NVMe tier of an engine: nameless files, or a durable run's."""
+"""The NVMe tier of an engine: unnamed files, or the files of a durable run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from infinity.storage.nvme import NvmeStore
 from infinity.storage.stripes import StripedStore, open_nvme
 
 NvmeTier = Durable | NvmeStore | StripedStore
-"""What has to be closed in the end."""
+"""What an engine closes at its end."""
 
 
 def open_tier(
     config: Config, folders: Sequence[str], sharers: int, ranks: Ranks, tile_numel: int
 ) -> tuple[Durable | None, NvmeStore | StripedStore | None]:
-    """Open the NVMe tier that a configuration asks for, durable or not; None for what it does not.
+    """Open the NVMe tier of a configuration: (its commits, its store), None for each that it does not have.
 
     Raises: ConfigError, CheckpointError, RanksError, or an OSError naming the path.
     """

@@ -1,4 +1,4 @@
-"""Removing a durable run: what a user asks for, and no training does by itself."""
+"""Removing a durable run, which only the user asks for."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from infinity.errors import ConfigError
 
 
 def wipe(folder: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> int:
-    """Remove the durable run in a folder, all its ranks' files, and return the bytes that these took.
+    """Remove the durable run in a folder, all its ranks' files, and return the bytes that they took.
 
-    folder: what `nvme` names in the run's Config: one folder, or a list of them, all of which are checked
-    before anything is removed. What else lies there stays. An empty folder, or one that was wiped before, has
-    nothing to remove. Of several ranks, one on each machine calls it, before any of them enters Init.
-    What the blocks held is not overwritten: a disk that must not keep it needs encryption (dm-crypt) or
-    discard.
+    folder: `nvme` of the run's Config, one folder or a list; all are checked before anything is removed.
+    Other files there stay. An empty folder, or one that was wiped before, returns 0. With several ranks, one
+    on each machine calls this, before any rank enters Init. The blocks are not overwritten: if the disk must
+    not keep their contents, use encryption (dm-crypt) or discard.
 
-    Raises: ConfigError, with nothing removed, for a folder that is not there, that holds no run and is not
-    empty, in which another user could write, or whose run is under way.
+    Raises: ConfigError, with nothing removed, for a folder that does not exist, that holds other files and no
+    run, in which another user could write, or whose run another process has open.
     """
     with contextlib.ExitStack() as opened:
         try:
@@ -36,7 +35,7 @@ def wipe(folder: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> i
 
 
 def _locked(bases: Sequence[str], opened: contextlib.ExitStack) -> list[RunFolder]:
-    """Open the folders of every rank's run under these paths; no process can begin one there meanwhile."""
+    """Open and lock the run folders of all ranks under these paths, so that no process can use them."""
     folders = []
     for base in bases:
         for rank in ranks_in(base):

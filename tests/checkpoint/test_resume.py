@@ -196,7 +196,7 @@ def test_a_run_that_never_committed_leaves_nothing(folder):
 
 def test_two_runs_on_one_folder_are_refused_and_the_first_goes_on(folder):
     run = Run(folder)
-    with pytest.raises(ConfigError, match="under way in another process"):
+    with pytest.raises(ConfigError, match="that another process has open"):
         Run(folder)
     assert len(run.train(3)) == 3
 
@@ -353,7 +353,7 @@ def test_striped_records_are_resumed_from_all_folders_in_their_order(folder, uni
     run = Run([*map(str, folders)])
     run.train(4)
     run.kill()
-    with pytest.raises(ConfigError, match="the committed run lies in 3 folders, and nvme names 1"):
+    with pytest.raises(ConfigError, match="the committed run is striped over 3 folders, but nvme names 1"):
         Run(str(folders[0]))
     with pytest.raises(ConfigError, match="which its commit names"):
         Run([str(folders[index]) for index in (0, 2, 1)])

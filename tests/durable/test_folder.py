@@ -73,7 +73,7 @@ def test_a_forked_child_does_not_keep_the_lock(folder, run):
 def test_another_process_is_refused(folder, run):
     code = f"from infinity.durable.folder import RunFolder; RunFolder({str(folder)!r})"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "under way in another process" in ended.stderr
+    assert "that another process has open" in ended.stderr
 
 
 @pytest.mark.parametrize("name", [RUN, f"{RUN}/rank0"])
@@ -89,7 +89,7 @@ def test_a_link_in_the_place_of_a_folder_is_refused_and_what_it_leads_to_untouch
     at = folder / name
     at.parent.mkdir(mode=0o700, exist_ok=True)
     at.symlink_to(elsewhere)
-    with pytest.raises(ConfigError, match="is a link or a file, and not a folder of ours"):
+    with pytest.raises(ConfigError, match="is a link or a file, expected a folder"):
         RunFolder(str(folder))
     assert to != "folder" or list(elsewhere.iterdir()) == []
     assert to != "file" or elsewhere.read_text() == "precious"
@@ -143,7 +143,7 @@ def test_a_folder_that_others_may_write_in_is_refused(folder, run, mode):
 
 def test_everybodys_folder_is_refused_unless_names_in_it_stay(folder):
     folder.chmod(0o777)
-    with pytest.raises(ConfigError, match="another user could put a folder of their own"):
+    with pytest.raises(ConfigError, match="another user could replace the durable run"):
         RunFolder(str(folder))
     folder.chmod(0o1777)
     RunFolder(str(folder)).close()

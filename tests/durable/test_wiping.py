@@ -136,7 +136,7 @@ def test_a_link_in_the_place_of_a_folder_is_refused_and_what_it_leads_to_stays(f
         planted(base, 0)
     (base / name).symlink_to(elsewhere / name)
     before = tree(folder)
-    with pytest.raises(ConfigError, match="is a link or a file, and not a folder of ours"):
+    with pytest.raises(ConfigError, match="is a link or a file, expected a folder"):
         infinity.wipe(base)
     assert tree(folder) == before
 
@@ -155,7 +155,7 @@ def test_a_folder_in_the_place_of_a_file_is_refused_before_anything_is_removed(f
     planted(folder, 0, 1)
     (folder / RUN / "rank1" / "part-of").mkdir()
     before = tree(folder)
-    with pytest.raises(ConfigError, match="part-of is a folder, and not a file of a run"):
+    with pytest.raises(ConfigError, match="part-of is a folder, expected a file of a run"):
         infinity.wipe(folder)
     assert tree(folder) == before
 
