@@ -1,16 +1,17 @@
-"""Folders that appear whole, or not at all.
+"""Folders that appear complete, or not at all.
 
 [Note: how a folder is put in place]
-It is filled beside its place, under a hidden name; files and folder are brought to the disk (fsync); then one
-rename puts it there, and an fsync of the folder above keeps it there. An existing folder is exchanged in one
-step (renameat2, RENAME_EXCHANGE) and deleted afterwards: at no moment is there neither the old nor the new.
-Whoever fills a folder holds a lock on it; one without is what a killed process left, and the next goes.
+It is filled beside its place, under a hidden name; files and folder are synced to disk (fsync); then a rename
+puts it in place, and an fsync of the parent makes that durable. An existing folder is exchanged in one step
+(renameat2, RENAME_EXCHANGE) and deleted afterwards: at any moment either the old or the new one is there. The
+process that fills a folder holds a lock on it; one without a lock was left by a killed process, and the next
+save deletes it.
 
-[Note: what is somebody else's]
-Replaced are files of ours alone, in a folder that holds what we write there. Whatever else is in it (a
-tokenizer, notes) gets a second name in the new folder, by a hard link, before the exchange; a copy where the
-file system has no links. A folder with nothing of ours is never touched. Where what is to be saved would be
-lost with the process that holds it, it is put beside such a folder, under a free name, and the error says so.
+[Note: foreign files]
+Only files that we wrote are replaced, in a folder of the same kind. Other files in it (a tokenizer, notes)
+get a second name in the new folder before the exchange: a hard link, or a copy if the file system has none. A
+folder without files of ours is never changed. If what is being saved would be lost with the process, it is
+put beside such a folder, under a free name, which the error names.
 """
 
 from __future__ import annotations
@@ -36,15 +37,14 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Older:
-    """What may give way to a new folder; see [Note: what is somebody else's].
+    """The kind of folder that a new one may replace; see [Note: foreign files].
 
     Attributes:
-        what: it is, in errors.
-        names: returns the files in a folder that are ours, relative to it; None for a folder that is no such
-            thing.
-        overwrite: it may be replaced.
-        how: the user says so.
-        rescues: what would be lost goes beside a folder that may not be replaced.
+        what: the kind, for errors.
+        names: returns the files of ours in a folder, relative to it; None if the folder is of another kind.
+        overwrite: whether such a folder may be replaced.
+        how: the option that allows it, for errors.
+        rescues: if the folder may not be replaced, put the new one beside it, under another name.
     """
 
     what: str
@@ -56,12 +56,13 @@ class Older:
 
 @contextlib.contextmanager
 def new_folder(path: Path, older: Older) -> Iterator[Path]:
-    """Give an empty folder to fill; at the end of the `with` it is at `path`. After an error nothing is left.
+    """Give an empty folder to fill, which is at `path` after the `with`; after an error nothing is left.
 
-    older: what may be replaced there. Folders above that are missing are made.
+    older: what may be replaced there. Missing parents are created.
 
-    Raises: FileExistsError where it may not be replaced, after the `with` if `older.rescues`: its filename2
-    says where the new folder is; UnsupportedError on a file system that cannot exchange folders; OSError.
+    Raises: FileExistsError if what is there may not be replaced; with `older.rescues` after the `with`, and
+    its filename2 is where the new folder is. UnsupportedError on a file system that cannot exchange folders;
+    OSError.
     """
     path = path.absolute()
     _make(path.parent)
@@ -86,13 +87,13 @@ def new_folder(path: Path, older: Older) -> Iterator[Path]:
         _sync(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     finally:
         os.close(fd)
-        shutil.rmtree(filling, ignore_errors=True)  # what was replaced, or what an error has left
+        shutil.rmtree(filling, ignore_errors=True)  # the replaced folder, or what an error left
 
 
 def _looked_at(path: Path, older: Older) -> tuple[Collection[str] | None, str]:
-    """Return which files are to be replaced, None for no folder; and why none may be, "" where that is so.
+    """Return the files to replace, None without a folder; and why none may be replaced, "" if they may.
 
-    Raises: what `check_replaceable` does, where nothing has to be rescued.
+    Raises: as `check_replaceable`, unless `older.rescues`.
     """
     try:
         return check_replaceable(path, older), ""
@@ -103,9 +104,9 @@ def _looked_at(path: Path, older: Older) -> tuple[Collection[str] | None, str]:
 
 
 def _kept_others(path: Path, filling: Path, replaced: Collection[str], older: Older) -> str:
-    """Carry over what is somebody else's; return why that cannot be, "" where it is done.
+    """Carry foreign files over; return why that failed, "" if it did not.
 
-    Raises: OSError for that, where nothing has to be rescued.
+    Raises: OSError if it failed, unless `older.rescues`.
     """
     try:
         _carry_over(path, filling, replaced)
@@ -121,10 +122,10 @@ def _why(error: Exception) -> str:
 
 
 def check_replaceable(path: Path, older: Older) -> Collection[str] | None:
-    """Return which files in the folder at `path` are to be replaced; None where there is nothing.
+    """Return the files of the folder at `path` that are to be replaced; None if there is nothing.
 
-    Raises: FileExistsError where something is there that may not be replaced; UnsupportedError where the file
-    system cannot do so in one step.
+    Raises: FileExistsError if what is there may not be replaced; UnsupportedError if the file system cannot
+    exchange folders in one step.
     """
     path = path.absolute()
     replaced = _check(path, older)
@@ -143,7 +144,7 @@ def _check(path: Path, older: Older) -> Collection[str] | None:
     if not os.path.lexists(path):
         return None
     if path.is_symlink() or not path.is_dir():
-        raise _refused(path, "a file or a link is there, and is never replaced: name a new folder")
+        raise _refused(path, "there is a file or a link, which is never replaced: name a new folder")
     there = sorted(entry.name for entry in path.iterdir())
     if not there:
         return None
@@ -165,18 +166,18 @@ def _refused(path: Path, why: str, beside: Path | None = None) -> FileExistsErro
 
 
 def _rescued(filling: Path, path: Path, refused: str) -> FileExistsError:
-    """Put a filled folder beside the one that may not be replaced; return the error to raise."""
+    """Put a filled folder beside one that may not be replaced; return the error to raise."""
     number = 2
     while os.path.lexists(beside := path.with_name(f"{path.name}-{number}")):
         number += 1
     filling.rename(beside)
     _sync(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    why = f"{refused}. So that nothing is lost, what was to be saved there is in {beside}, whole"
+    why = f"{refused}. So that nothing is lost, everything was saved in {beside} instead"
     return _refused(path, why, beside)
 
 
 def _make(folder: Path) -> None:
-    """Make a folder, and those above it that are missing, and bring their names to the disk."""
+    """Create a folder and its missing parents, and sync their names to disk."""
     if folder.is_dir():
         return
     if os.path.lexists(folder):
@@ -187,7 +188,7 @@ def _make(folder: Path) -> None:
 
 
 def _sync_all(folder: Path) -> None:
-    """Bring all that lies in a folder, and its own entries, to the disk."""
+    """Sync a folder and everything in it to disk."""
     for below, _, files in os.walk(folder):
         for name in files:
             _sync(Path(below, name), os.O_RDONLY)
@@ -195,9 +196,9 @@ def _sync_all(folder: Path) -> None:
 
 
 def _carry_over(old: Path, new: Path, replaced: Collection[str]) -> None:
-    """Give everything in `old` but the files that are `replaced` a name in `new`, too, on the disk.
+    """Give everything in `old`, except the `replaced` files, a second name in `new`, and sync that to disk.
 
-    Raises: FileExistsError where that cannot be, before anything is carried.
+    Raises: FileExistsError if that is impossible, before anything is carried over.
     """
     for within in list(_others(old, new, replaced, old.stat().st_dev)):
         target = new / within
@@ -211,7 +212,7 @@ def _carry_over(old: Path, new: Path, replaced: Collection[str]) -> None:
 
 
 def _others(old: Path, new: Path, replaced: Collection[str], device: int, below: str = "") -> Iterator[str]:
-    """Yield what in `old` is somebody else's: files, links and empty folders, relative to it."""
+    """Yield the foreign files, links and empty folders in `old`, relative to it."""
     with os.scandir(old / below) as found:
         entries = sorted(found, key=lambda entry: entry.name)
     for entry in entries:
@@ -225,13 +226,13 @@ def _others(old: Path, new: Path, replaced: Collection[str], device: int, below:
         elif within not in replaced:
             if os.path.lexists(new / within):
                 raise _refused(
-                    old, f"{within} in it is not ours, and has the name of a file to be written: not replaced"
+                    old, f"{within} in it is not ours, but has the name of a file to be written: not replaced"
                 )
             yield within
 
 
 def _second_name(file: Path, target: Path) -> None:
-    """Let a file, or a link, be found at `target` as well."""
+    """Give a file, or a link, the second name `target`; copy it if the file system has no hard links."""
     try:
         os.link(file, target, follow_symlinks=False)
     except OSError as error:
@@ -243,7 +244,7 @@ def _second_name(file: Path, target: Path) -> None:
 
 
 def _sync(path: Path, flags: int) -> None:
-    """Bring a file, or a folder's entries, to the disk."""
+    """Sync a file, or a folder's entries, to disk."""
     fd = os.open(path, flags | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -252,12 +253,12 @@ def _sync(path: Path, flags: int) -> None:
 
 
 def _lock(fd: int) -> None:
-    with contextlib.suppress(OSError):  # some network file systems have no locks: then nobody removes it
+    with contextlib.suppress(OSError):  # some network file systems have no locks, and then no cleanup
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _remove_abandoned(parent: Path, prefix: str) -> None:
-    """Remove what killed processes have left half filled."""
+    """Remove half-filled folders of killed processes."""
     for left in parent.glob(f"{glob.escape(prefix)}*"):
         with contextlib.suppress(OSError):
             fd = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -269,7 +270,7 @@ def _remove_abandoned(parent: Path, prefix: str) -> None:
 
 
 def _try_exchange(folder: Path) -> None:
-    """See that the file system can exchange folders before hours are spent on filling one."""
+    """Check that the file system can exchange folders, before hours are spent on filling one."""
     one, other = folder / "one", folder / "other"
     one.mkdir()
     other.mkdir()

@@ -1,14 +1,14 @@
-"""Weights and optimizer state out of a checkpoint of DeepSpeed's ZeRO stage 3.
+"""Loading weights and optimizer state from a checkpoint of DeepSpeed's ZeRO stage 3.
 
 [Note: DeepSpeed's files]
-A folder per tag; the file `latest` names one. Each rank has two files there: zero_pp_rank_R_mp_rank_00_
-model_states.pt: buffers, names and shapes of parameters by param group, the rank's part of frozen ones; and
-..._optim_states.pt: fp32 masters as flat sub-groups, and their moments. Laid end to end, the sub-groups hold
-of each parameter, in the order of the shapes, the rank's ceil(numel / ranks) elements; the last rank's part
-is padded. (After zero_to_fp32.py in DeepSpeed, by its authors.)
+There is a folder per tag; the file `latest` names one. Each rank has two files in it.
+zero_pp_rank_R_mp_rank_00_model_states.pt has buffers, names and shapes of parameters by param group, and the
+rank's part of frozen ones; ..._optim_states.pt has fp32 masters as flat sub-groups, and their moments. Laid
+end to end, the sub-groups hold the rank's ceil(numel / ranks) elements of each parameter, in the order of the
+shapes; the last rank's part is padded. (After zero_to_fp32.py in DeepSpeed, by its authors.)
 
-Files are mapped, not read, and unpickled with weights_only: of DeepSpeed's own classes nothing is run, they
-become `Ignored`.
+Files are mapped, not read, and unpickled with weights_only: no code of DeepSpeed's classes runs, their
+objects become `Ignored`.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_(model|optim)_states\.pt$")
 
 
 class Ignored:
-    """Stands for an object of DeepSpeed that holds nothing of the model."""
+    """A stand-in for objects of DeepSpeed's classes, which hold no part of the model."""
 
     def __init__(self, *_arguments: object) -> None:
-        """Hold nothing."""
+        """Drop the arguments."""
 
     def __setstate__(self, _state: object) -> None:
-        """Hold nothing."""
+        """Drop the state."""
 
 
 _IGNORED = (
@@ -50,7 +50,7 @@ _IGNORED = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     # Python 3.11.0 to 3.11.3 pickle a member of an enum as getattr(class, name): ignored as the class is
     "builtins.getattr",
-    "__builtin__.getattr",  # what pickle's protocol 2 calls it
+    "__builtin__.getattr",  # its name in pickle's protocol 2
 )
 
 
@@ -62,13 +62,13 @@ def load_deepspeed(
 ) -> None:
     """Load a checkpoint of DeepSpeed's ZeRO stage 3, of any number of ranks, into a model built in Init.
 
-    optimizer: gets moments and step counts as well; None for weights and buffers alone. Param groups keep the
-    options they have here. tag: of the checkpoint; None for the one that the file `latest` names.
+    optimizer: gets moments and step counts as well; None loads weights and buffers alone. Param groups keep
+    their present options. tag: of the checkpoint; None for the one that the file `latest` names.
 
-    Every rank of ours calls this, and reads the parts that it holds.
+    All ranks call this; each reads the parts that it holds.
 
-    Raises: CheckpointError naming all that does not fit, before anything is changed, and for files that are
-    not what they should be; FileNotFoundError; RanksError where another rank failed, with its reason.
+    Raises: CheckpointError naming all that does not fit, before anything is changed, and for files that
+    cannot be read; FileNotFoundError; RanksError if another rank failed, with its reason.
     """
     folder = Path(folder)
     inventory = Inventory(model, optimizer)
@@ -84,7 +84,7 @@ def load_deepspeed(
 
 
 def _check_fits(saved: _TagFiles, inventory: Inventory) -> tuple[Iterable[str], _Moments | None]:
-    """See that everything has its place; return the names of buffers, and the moments."""
+    """Check that checkpoint and model fit; return the names of buffers, and the moments."""
     shared = saved.shared
     plains = {name: form for name, form in inventory.plains().items() if name not in shared}
     found = compare(saved.forms(), inventory.masters(), "parameters")
@@ -92,7 +92,7 @@ def _check_fits(saved: _TagFiles, inventory: Inventory) -> tuple[Iterable[str], 
     moments = saved.moments() if inventory.optimizer is not None else None
     if moments is not None and not {"m", "v"} <= set(_state(inventory)):
         kind = type(inventory.optimizer).__name__
-        found.append(f"it has Adam's moments, and the optimizer is {kind}; give AdamW or Adam, or None")
+        found.append(f"it has Adam's moments, but the optimizer is {kind}; give AdamW or Adam, or None")
     if found:
         raise CheckpointError("\n  ".join([f"{saved.folder} does not fit; nothing was loaded:", *found]))
     return plains, moments
@@ -121,7 +121,7 @@ def _fill(saved: _TagFiles, moments: _Moments | None, inventory: Inventory, mode
 
 
 _Moments = dict[str, list[list[torch.Tensor]]]
-"""Each rank's moments by sub-group, by DeepSpeed's names of them."""
+"""By DeepSpeed's names: each rank's moments by sub-group."""
 
 
 class _TagFiles:
@@ -139,7 +139,7 @@ class _TagFiles:
         if not ranks or any(sorted(of_kind) != list(range(ranks)) for of_kind in files.values()):
             names = {kind: sorted(of_kind) for kind, of_kind in files.items()}
             raise CheckpointError(
-                f"{folder}: no whole checkpoint of ZeRO stage 3, which has two files for each rank: found "
+                f"{folder}: not a complete checkpoint of ZeRO stage 3, which has two files a rank: found "
                 f"those of ranks {names['model']} for the model, {names['optim']} for the optimizer"
             )
         try:
@@ -154,9 +154,11 @@ class _TagFiles:
             self._masters: list[Sequence[torch.Tensor]] = [one["fp32_flat_groups"] for one in self._states]
             partitions = self._states[0]["partition_count"]
         except (KeyError, TypeError) as error:
-            raise CheckpointError(f"{folder}: no checkpoint of ZeRO stage 3: {error!r} is missing") from error
+            raise CheckpointError(
+                f"{folder}: not a checkpoint of ZeRO stage 3: {error!r} is missing"
+            ) from error
         if partitions != ranks:
-            raise CheckpointError(f"{folder}: saved by {partitions} ranks, the files of {ranks} are here")
+            raise CheckpointError(f"{folder}: saved by {partitions} ranks, but there are files of {ranks}")
         self._starts = dict(
             zip(
                 self.trained,
@@ -166,22 +168,22 @@ class _TagFiles:
         )
 
     def _numel(self, shape: torch.Size) -> int:
-        """Elements of a parameter that each rank has."""
+        """Return the number of a parameter's elements that each rank has."""
         return math.ceil(shape.numel() / len(self._states))
 
     def forms(self) -> dict[str, Form]:
-        """Return type and shape of all parameters' masters."""
+        """Return dtype and shape of all parameters' masters."""
         return {name: ("F32", tuple(shape)) for name, shape in {**self.trained, **self.frozen}.items()}
 
     def buffers(self) -> dict[str, Form]:
-        """Return type and shape of all buffers."""
+        """Return dtype and shape of all buffers."""
         kept = {name: self.module[name] for name in self._models[0]["buffer_names"]}
         return {name: (name_of_dtype(one, name), tuple(one.shape)) for name, one in kept.items()}
 
     def moments(self) -> _Moments | None:
-        """Return each rank's moments by sub-group; None where none were saved.
+        """Return each rank's moments by sub-group; None if none were saved.
 
-        Raises: CheckpointError where they do not belong to the masters, as when they lay on NVMe.
+        Raises: CheckpointError if they do not match the masters, as when DeepSpeed kept them on NVMe.
         """
         states = [one["optimizer_state_dict"]["state"] for one in self._states]
         if not any(states):
@@ -203,7 +205,7 @@ class _TagFiles:
         return found
 
     def step(self, name: str) -> int:
-        """Return how often a parameter was updated."""
+        """Return the number of updates of a parameter."""
         end = self._starts[name] + 1
         sizes = itertools.accumulate(master.numel() for master in self._masters[0])
         index = next(number for number, size in enumerate(sizes) if size >= end)
@@ -212,7 +214,7 @@ class _TagFiles:
         return int(step)
 
     def master(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return elements [start, stop) of a parameter: fp32 masters; of a frozen one what there is."""
+        """Return elements [start, stop) of a parameter in fp32: of its master, or of a frozen parameter."""
         if name in self.trained:
             return self.part(name, self._masters, start, stop)
         parts = [model["frozen_param_fragments"][name] for model in self._models]
@@ -221,7 +223,7 @@ class _TagFiles:
     def part(
         self, name: str, groups: Sequence[Sequence[torch.Tensor]], start: int, stop: int
     ) -> torch.Tensor:
-        """Return elements [start, stop) of a trained parameter out of every rank's flat sub-groups."""
+        """Return elements [start, stop) of a trained parameter from all ranks' flat sub-groups."""
         shape = self.trained[name]
         first, numel = self._starts[name], self._numel(shape)
         parts = []
@@ -252,9 +254,9 @@ def _cut(parts: Sequence[torch.Tensor], start: int, stop: int) -> torch.Tensor:
 
 
 def _unpickled(path: Path) -> dict[str, Any]:
-    """Map a file of torch.save, running nothing that it says.
+    """Map a file of torch.save, without running code from it.
 
-    Raises: CheckpointError for a file that needs more than plain values and tensors.
+    Raises: CheckpointError for a file that holds more than plain values and tensors.
     """
     allowed: list[Any] = [(Ignored, name) for name in _IGNORED]
     try:

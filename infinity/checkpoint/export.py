@@ -1,6 +1,7 @@
-"""Weights for everybody else: Hugging Face's files, out of a model or out of a checkpoint. `infinity export`.
+"""Hugging Face's files from a model or from a checkpoint: save_pretrained and `infinity export`.
 
-Streamed: one chunk is in memory, and of weights that files have in another form (see hub) one tensor.
+Weights are streamed: one range is in memory, or one tensor of those that have another form in files (see
+hub).
 """
 
 from __future__ import annotations
@@ -48,16 +49,16 @@ HELP = "Hugging Face's files from a checkpoint, for from_pretrained and all else
 
 
 class _SavedType(NamedTuple):
-    """A type in which weights may be written."""
+    """A dtype in which weights can be written."""
 
     name: str
-    form: str
-    weights: str  # the record whose weights are of this type
+    form: str  # safetensors' name
+    weights: str  # the format of records that compute in it
 
     def check(self, engine: Engine) -> None:
-        """See that weights of the engine's can be written in this type.
+        """Check that the engine's weights can be written in this dtype.
 
-        Raises: ValueError.
+        Raises: ValueError naming those in which they can.
         """
         if engine.form.dtype != self.weights and self.form != "F32":
             raise ValueError(
@@ -66,11 +67,11 @@ class _SavedType(NamedTuple):
             )
 
     def field(self, form: Format) -> str:
-        """The field to read of records of this format."""
+        """Return the field to read from records of this format."""
         return "hi" if form.dtype == self.weights else "master"
 
     def rounded(self, field: str, values: memoryview) -> memoryview:
-        """Return the bytes of a field's values in this type."""
+        """Return a field's values, as bytes, in this dtype."""
         if field == "hi" or self.form == "F32" or not values:
             return values
         masters = torch.frombuffer(values, dtype=torch.float32)
@@ -96,21 +97,20 @@ def save_pretrained(
 ) -> None:
     """Write a model as Hugging Face's safetensors files, streamed, for `from_pretrained` without Infinity.
 
-    Every rank calls this, with the same folder, on a file system that all ranks share; each writes its part.
+    All ranks call this, with the same folder, on a file system that they share; each writes its part.
 
-    model: built in Init; of transformers, its configuration is written too. folder: new, or empty; it appears
-    when everything is in it. dtype: the type that computes, or torch.float32, the masters; None: of each
-    weight the type that it computes in. max_shard_size: of one file. overwrite: an older export of ours there
-    is replaced, in one step, once the new one is complete; files beside it that are not ours (a tokenizer's)
-    stay.
+    model: built in Init; for a model of transformers, its configuration is written too. folder: new or empty;
+    it appears when it is complete. dtype: the compute dtype, or torch.float32 for the masters; None for each
+    weight's own compute dtype. max_shard_size: the most bytes of one file. overwrite: an older export there
+    is replaced in one step once the new one is complete; foreign files beside it (a tokenizer's) stay.
 
-    Of a model of PEFT the adapters are written, by PEFT, without reading the base; those that were not built
-    in Init stay in their type.
+    For a PEFT model PEFT writes the adapters, without reading the base; those that were not built in Init
+    keep their dtype.
 
-    Raises: FileExistsError for a folder that is not to be replaced, once all is written to a new one beside
-    it, as by `save`; StorageFullError; ValueError for a dtype that is none of these and for a model that was
-    not built in Init; UnsupportedError for one whose state_dict has other names than its parameters;
-    ConfigError and RanksError as `save`.
+    Raises: FileExistsError for a folder that may not be replaced, after everything was written to a new one
+    beside it, as `save`; StorageFullError; ValueError for another dtype and for a model that was not built in
+    Init; UnsupportedError for one whose state_dict has other names than its parameters; ConfigError and
+    RanksError as `save`.
     """
     if is_adapted(model):
         engine = engine_of_model(model)
@@ -127,7 +127,9 @@ def save_pretrained(
     forms, names = _forms_of_model(model, inventory, saved)
     with (
         shared_folder(ranks, Path(folder), _older(overwrite=overwrite, rescues=True)) as filling,
-        contextlib.closing(HubWriter(filling, model, forms, _nbytes(max_shard_size))) as files,
+        contextlib.closing(
+            HubWriter(filling, model, forms, parse_size(max_shard_size, "max_shard_size"))
+        ) as files,
     ):
         with ranks.together(f"making files of {folder}"):
             if ranks.rank == 0:
@@ -150,7 +152,7 @@ def save_pretrained(
 def _write_parts(
     files: HubWriter, inventory: Inventory, names: Mapping[str, str], saved: Mapping[Unit, _SavedType]
 ) -> None:
-    """Write what this rank holds of all weights that are in files as they are."""
+    """Write this rank's parts of the weights that have the same form in files."""
     direct = {name: of_file for name, of_file in names.items() if of_file not in files.converted}
     wanted = (
         (engine, unit, (saved[unit].field(unit.record.form),))
@@ -173,7 +175,7 @@ def _write_converted(
     names: Mapping[str, str],
     saved: Mapping[Unit, _SavedType],
 ) -> None:
-    """Put together one weight after the other that files have in another form; rank 0 writes it."""
+    """Assemble the weights that have another form in files, one by one; rank 0 converts and writes them."""
     ranks = inventory.engine.ranks
     for name, parameter in model.named_parameters():
         of_file = names.get(name)
@@ -207,10 +209,6 @@ def _saved(dtype: torch.dtype) -> _SavedType:
     return saved
 
 
-def _nbytes(max_shard_size: int | str) -> int:
-    return parse_size(max_shard_size, "max_shard_size")
-
-
 def _older(*, overwrite: bool, rescues: bool = False, how: str = "overwrite=True") -> Older:
     return Older(EXPORT, exported_files, overwrite, how, rescues)
 
@@ -218,7 +216,7 @@ def _older(*, overwrite: bool, rescues: bool = False, how: str = "overwrite=True
 def _forms_of_model(
     model: nn.Module, inventory: Inventory, saved: Mapping[Unit, _SavedType]
 ) -> tuple[dict[str, Form], dict[str, str]]:
-    """Return type and shape of all that is written, and each offloaded parameter's name in it."""
+    """Return dtype and shape of all tensors to write, and the offloaded parameters' names among them."""
     parameters = dict(model.named_parameters())
     names = {name: file_name(model, parameters[name], name) for name in inventory.masters()}
     kept = set(kept_names(model, [*names.values(), *inventory.plain]))
@@ -240,13 +238,14 @@ def export_checkpoint(
     overwrite: bool = False,
     how: str = "overwrite=True",
 ) -> None:
-    """Write the weights of a checkpoint as `save_pretrained` does; the model is not built, its values are not
-    in memory. dtype: torch.bfloat16 (None too) or torch.float16, to which masters are rounded as they are in
-    training, or torch.float32. how: what errors say of `overwrite`.
+    """Write the weights of a checkpoint as `save_pretrained` does, streamed, without building the model.
 
-    Raises: FileExistsError for a folder that is not to be replaced, before anything is read; CheckpointError
-    for a folder that is no checkpoint, or one of a model that is not of transformers; CorruptionError; else
-    as save_pretrained.
+    dtype: torch.bfloat16 (None too) or torch.float16, to which masters are rounded as in training, or
+    torch.float32. how: the option for `overwrite`, for errors.
+
+    Raises: FileExistsError for a folder that may not be replaced, before anything is read; CheckpointError
+    for a folder that is not a checkpoint, or whose model is not of transformers; CorruptionError; else as
+    save_pretrained.
     """
     saved = _saved(dtype or torch.bfloat16)
     older = _older(overwrite=overwrite, how=how)
@@ -266,7 +265,7 @@ def export_checkpoint(
     with new_folder(Path(folder), older) as filling, contextlib.ExitStack() as stack:
         readers = open_files(manifest, Path(checkpoint), stack)
         files = stack.enter_context(
-            contextlib.closing(HubWriter(filling, model, forms, _nbytes(max_shard_size)))
+            contextlib.closing(HubWriter(filling, model, forms, parse_size(max_shard_size, "max_shard_size")))
         )
         files.create()
         for of_file, form in forms.items():
@@ -285,7 +284,7 @@ def export_checkpoint(
 
 
 def _values(tensor: Tensor, readers: Mapping[str, TensorReader], saved: _SavedType) -> Iterator[memoryview]:
-    """Return a tensor's bytes in chunks, masters in the type that is to be written."""
+    """Yield a tensor's bytes range by range, masters in the dtype to write."""
     source = TensorSource(tensor, readers)
     width = WIDTHS[tensor.dtype]
     for start in range(0, tensor.numel, CHUNK_NUMEL):
@@ -296,7 +295,7 @@ def _values(tensor: Tensor, readers: Mapping[str, TensorReader], saved: _SavedTy
 
 
 def _hollow_model(manifest: Manifest, checkpoint: Path) -> nn.Module:
-    """Return the model that a checkpoint is of, without values."""
+    """Return a checkpoint's model on the meta device."""
     if manifest.model is None:
         raise CheckpointError(
             f"{checkpoint} is of a model without a configuration of transformers. Build the model in Init, "
@@ -305,7 +304,7 @@ def _hollow_model(manifest: Manifest, checkpoint: Path) -> nn.Module:
     try:
         import transformers
     except ImportError as error:
-        raise UnsupportedError("transformers is not installed; `pip install transformers`") from error
+        raise UnsupportedError("transformers is not installed: `pip install transformers`") from error
     name, config = manifest.model["class"], dict(manifest.model["config"])
     kind: Any = getattr(transformers, name, None)
     if kind is None:
@@ -322,9 +321,9 @@ def _hollow_model(manifest: Manifest, checkpoint: Path) -> nn.Module:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what `infinity export` takes."""
-    parser.add_argument("checkpoint", type=Path, help="a folder that infinity.save has written")
-    parser.add_argument("folder", type=Path, help="a new one, for the files")
+    """Add the arguments of `infinity export`."""
+    parser.add_argument("checkpoint", type=Path, help="a folder that infinity.save wrote")
+    parser.add_argument("folder", type=Path, help="a new folder for the files")
     parser.add_argument("--dtype", choices=[one.name for one in _DTYPES.values()], default="bfloat16")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: 5GB)")
     overwrite = "replace an older export in FOLDER; files beside it stay"
@@ -332,7 +331,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Do what `infinity export` was asked for; return the exit code."""
+    """Run `infinity export`; return the exit code."""
     dtype = next(dtype for dtype, one in _DTYPES.items() if one.name == options.dtype)
     with console.status(f"Writing {options.folder}"):
         size, overwrite = options.max_shard_size, options.overwrite

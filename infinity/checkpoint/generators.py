@@ -1,4 +1,4 @@
-"""The states of the random number generators that a training draws from, as plain values."""
+"""The states of the random number generators that a training uses, as plain values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import xxhash
 
 
 def capture() -> dict[str, Any]:
-    """Return the states of torch's generators, Python's, and numpy's where it is in use."""
+    """Return the states of torch's and Python's generators, and numpy's if it is imported."""
     version, words, gauss = random.getstate()
     states: dict[str, Any] = {
         "torch": _out(torch.get_rng_state()),
@@ -27,7 +27,7 @@ def capture() -> dict[str, Any]:
 
 
 def restore(states: Mapping[str, Any]) -> None:
-    """Set what `capture` has returned; generators of devices that are not here are left out."""
+    """Set the states that `capture` returned; those of missing devices are skipped."""
     torch.set_rng_state(_in(states["torch"]))
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words), gauss))
@@ -41,11 +41,11 @@ def restore(states: Mapping[str, Any]) -> None:
 
 
 def begin(states: Mapping[str, Any], number: int) -> None:
-    """Begin all generators anew, from what `capture` has returned elsewhere and a number: other draws than
-    there, the same each time.
+    """Seed all generators from another rank's states, as `capture` returned them, and this rank's `number`:
+    reproducible, and different from that rank's draws.
     """
     seed = xxhash.xxh3_64_intdigest(f"{number} {states['torch']}".encode()) >> 1
-    torch.manual_seed(seed)  # those of CUDA, too
+    torch.manual_seed(seed)  # of CUDA as well
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)

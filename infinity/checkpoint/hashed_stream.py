@@ -1,4 +1,4 @@
-"""A logical tensor's bytes as a stream: hashed as they are written, checked before they are used."""
+"""A tensor's bytes as a stream: hashed as they are written, checked when they are read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from infinity.storage.manifest import RANGE_NBYTES, WIDTHS, Tensor, TensorPiece
 
 @dataclass(slots=True)
 class Sink:
-    """Takes one piece of a tensor, in order, to a file."""
+    """Writes one piece of a tensor to a file, in order, and hashes it by ranges."""
 
     writer: TensorWriter
     key: str
@@ -38,14 +38,14 @@ class Sink:
         self._hasher.reset()
 
     def finish(self, start: int, stop: int) -> TensorPiece:
-        """Return what the manifest says of the piece, elements [start, stop) of its tensor."""
+        """Return the manifest's entry of the piece, elements [start, stop) of its tensor."""
         if self.written_nbytes % RANGE_NBYTES:
             self._close_range()
         return TensorPiece(self.writer.path.name, self.key, start, stop, tuple(self.hashes))
 
 
 class TensorSource:
-    """Gives a tensor's bytes, in order, whatever pieces they lie in."""
+    """Reads a tensor's bytes in order, across its pieces."""
 
     def __init__(self, tensor: Tensor, files: Mapping[str, TensorReader], first: int = 0) -> None:
         """Start at element `first` of `tensor`, whose pieces lie in `files`."""
@@ -54,7 +54,7 @@ class TensorSource:
         self._width = WIDTHS[tensor.dtype]
         self._at = first * self._width
         self._range = memoryview(b"")
-        """What is checked and not yet given out."""
+        """Bytes that are checked and not yet returned."""
 
     def read(self, into: memoryview) -> None:
         """Fill `into` with the next bytes.
@@ -82,7 +82,7 @@ class TensorSource:
             raise CorruptionError(
                 f"{reader.path}: bytes {first} to {first + nbytes} of {piece.key} ({self._tensor.kind} of "
                 f"{self._tensor.name}) are not those that were saved (xxh3 {found}, expected "
-                f"{piece.hashes[number]}). Likely cause: the disk or a copy damaged them. What was loaded "
-                "before is in the model: load another checkpoint before going on."
+                f"{piece.hashes[number]}). Likely cause: the disk or a copy damaged them. The model is "
+                "partly loaded: load another checkpoint before going on."
             )
         return values[within:]

@@ -1,10 +1,10 @@
 """A model's weights in Hugging Face's files: shards of safetensors, an index and the configuration.
 
 [Note: names in files]
-Some models keep their weights otherwise than their files do: Mixtral's experts are one tensor in the model
-and one each in the files. transformers can turn values back; it is asked with tensors without memory first,
-to learn what comes of which, and then with one weight at a time. Where files need several weights of the
-model for one of theirs, the model's own names are written, which from_pretrained takes as well.
+Some models and their files keep weights in different forms: Mixtral's experts are one tensor in the model,
+and one tensor each in the files. transformers converts them back. It is called with meta tensors first, to
+learn the names and shapes of the results, and then with one weight at a time. If a tensor of the files needs
+several weights of the model, the model's own names are written, which from_pretrained reads as well.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ logger = logging.getLogger("infinity")
 
 _INDEX = "model.safetensors.index.json"
 MARK = {"written_by": "infinity"}
-"""In the metadata of weights that were written here: such a folder may be replaced by another."""
+"""Metadata of the weights' files that Infinity writes: it marks a folder that may be replaced."""
 EXPORT = "an export of infinity.save_pretrained"
 _WEIGHTS = re.compile(r"(.*/)?(model(-\d{5}-of-\d{5})?|adapter_model)\.safetensors")
 _BESIDE = re.compile(
     r"model\.safetensors\.index\.json|(generation_)?config\.json|(.*/)?(adapter_config\.json|README\.md)"
 )
-"""What is written beside weights; README.md by PEFT, which keeps what stands in one."""
+"""Files written beside weights; README.md is PEFT's, which keeps the contents of an older one."""
 
 
 def check_names(model: nn.Module) -> None:
-    """Refuse a module whose state_dict is not what its parameters are: nobody else could use its files.
+    """Check that no module gives its state_dict other names or values than its parameters have.
 
-    Raises: UnsupportedError naming it.
+    Raises: UnsupportedError naming the first that does: files of its parameters would not fit the model.
     """
     for name, module in model.named_modules():
         for hook in module._state_dict_hooks.values():  # noqa: SLF001 - torch has no public name for it
@@ -56,8 +56,8 @@ def check_names(model: nn.Module) -> None:
                 raise UnsupportedError(
                     f"{name or type(model).__name__} ({type(module).__name__}) gives its state_dict other "
                     f"names or values than its parameters have ({getattr(hook, '__qualname__', hook)}), so "
-                    "they cannot be streamed to files. Call model.save_pretrained(folder), which holds all "
-                    "of them in memory."
+                    "they cannot be streamed to files. Call model.save_pretrained(folder), which holds "
+                    "all weights in memory."
                 )
 
 
@@ -67,7 +67,7 @@ def is_hub_model(model: nn.Module) -> bool:
 
 
 def stored_names(model: nn.Module, forms: Mapping[str, Form]) -> dict[str, dict[str, Form]]:
-    """Return what each tensor of a model is in files, {its name: {name in files: type and shape}}.
+    """Return the form of each tensor of a model in files, {name: {name in files: dtype and shape}}.
 
     See [Note: names in files].
     """
@@ -80,8 +80,8 @@ def stored_names(model: nn.Module, forms: Mapping[str, Form]) -> dict[str, dict[
     if len(joined) == len(together) and dict(joined) == together:
         return alone
     logger.warning(
-        "%s: its files take several weights of the model in one; weights are written under the model's own "
-        "names, which transformers' from_pretrained reads as well",
+        "%s: its files join several weights of the model in one tensor; weights are written under the "
+        "model's own names, which transformers' from_pretrained reads as well",
         type(model).__name__,
     )
     return own
@@ -98,16 +98,16 @@ def _forms(tensors: Mapping[str, torch.Tensor]) -> dict[str, Form]:
 
 
 def _reverted(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors of a model as its files have them."""
+    """Return tensors of a model in the form that its files have."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # before 5.0 models and files were the same
+    except ImportError:  # before 5.0 models and files had the same form
         return tensors
     return dict(revert_weight_conversion(model, tensors))
 
 
 def exported_files(folder: Path) -> set[str] | None:
-    """Return the files of an export of ours; None for any other folder, one of other weights among them."""
+    """Return the files of an export by Infinity; None for any other folder, or one with other weights too."""
     files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
     weights = [name for name in files if _WEIGHTS.fullmatch(name)]
     try:
@@ -125,17 +125,17 @@ def exported_files(folder: Path) -> set[str] | None:
 
 
 class HubWriter:
-    """The files of a model that is being written, by one process or by several."""
+    """The files of a model that one process or several are writing."""
 
     def __init__(
         self, folder: Path, model: nn.Module, forms: Mapping[str, Form], max_shard_nbytes: int
     ) -> None:
-        """Lay out the shards; forms: of the model's tensors, by name."""
+        """Lay out the shards. forms: dtype and shape of the model's tensors, by name."""
         self._folder = folder
         self._model = model
         self._stored = stored_names(model, forms)
         self.converted = {name for name, form in forms.items() if list(self._stored[name].values()) != [form]}
-        """Tensors that files have in another form."""
+        """Names of tensors that have another form in files."""
         self._entries = [
             TensorEntry(name, dtype, shape)
             for of_one in self._stored.values()
@@ -145,11 +145,11 @@ class HubWriter:
         self._writer_of: dict[str, TensorWriter] = {}
 
     def create(self) -> None:
-        """Create all shards. One process does."""
+        """Create all shards; one process calls this."""
         self._open(TensorWriter)
 
     def join(self) -> None:
-        """Open the shards that another process has created."""
+        """Open the shards that another process created."""
         self._open(TensorJoiner)
 
     def _open(self, make: Callable[[Path, Sequence[TensorEntry], Mapping[str, str]], TensorWriter]) -> None:
@@ -203,7 +203,7 @@ class HubWriter:
 
 
 def _cut(entries: Iterable[TensorEntry], most_nbytes: int) -> list[list[TensorEntry]]:
-    """Cut tensors into shards of at most so many bytes; a larger tensor has one of its own."""
+    """Split tensors into shards of at most `most_nbytes`; a larger tensor gets its own."""
     shards: list[list[TensorEntry]] = [[]]
     nbytes = 0
     for entry in entries:
@@ -216,7 +216,7 @@ def _cut(entries: Iterable[TensorEntry], most_nbytes: int) -> list[list[TensorEn
 
 
 def write_configuration(model: nn.Module, folder: Path, dtype: str) -> None:
-    """Write a model's configuration, and that of its generation, saying weights are `dtype` ("bfloat16")."""
+    """Write a model's configuration, with weights of `dtype` ("bfloat16"), and its generation_config."""
     if not is_hub_model(model):
         return
     config: Any = copy.deepcopy(model.config)
@@ -229,7 +229,7 @@ def write_configuration(model: nn.Module, folder: Path, dtype: str) -> None:
 
 
 def configuration(model: nn.Module) -> dict[str, Any] | None:
-    """Return class and configuration of a model of transformers as plain values, None for any other."""
+    """Return a transformers model's class and configuration as plain values; None for other models."""
     if not is_hub_model(model):
         return None
     config, generation = model.config, getattr(model, "generation_config", None)
@@ -243,13 +243,13 @@ def configuration(model: nn.Module) -> dict[str, Any] | None:
 
 
 def kept_names(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Return those of `names` that belong into files."""
+    """Return those of `names` that are written to files."""
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     return [name for name in names if name not in ignored]
 
 
 def file_name(model: nn.Module, parameter: nn.Parameter, name: str) -> str:
-    """Return the name under which files have a parameter that the model has several times."""
+    """Return a parameter's name in files, where a tied parameter has only one of its names."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     if name not in tied:
         return name

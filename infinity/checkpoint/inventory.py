@@ -1,4 +1,4 @@
-"""What a model and its optimizer consist of, as logical tensors: what a checkpoint has to hold."""
+"""The tensors of a model and its optimizer that a checkpoint has to hold, by kind and name."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from infinity.tensors import name_of_dtype
 from infinity.units.unit import Unit
 
 REPLACED = "(replaced)"
-"""The name of a parameter that is in no model any more; see init."""
+"""The name of a parameter that was replaced, and is in no model any more; see init."""
 
 KINDS = {"m": "exp_avg", "v": "exp_avg_sq", "scale": "exp_avg_scale"}
-"""A record's fields for an optimizer's state, by the names under which they are saved, those of Adam's."""
+"""The kinds of optimizer state in a checkpoint, by field of the record: Adam's names, for all optimizers."""
 
 _TYPES = {
     "fp32": {"m": "F32", "v": "F32"},
@@ -31,23 +31,24 @@ _TYPES = {
 
 
 class Inventory:
-    """The offloaded parameters of a model by unit, its other tensors by name, and what an optimizer keeps."""
+    """A model's offloaded parameters by unit, its other tensors by name, and its optimizer's state."""
 
     def __init__(self, model: nn.Module, optimizer: OffloadedOptimizer | None) -> None:
-        """Look at a model built in Init.
+        """Take stock of a model built in Init.
 
         Raises: ValueError for a model that was not, and for parameters of `optimizer` that are not in it;
-        UnsupportedError for what cannot be saved by name; TypeError for another kind of optimizer.
+        UnsupportedError for a module with extra state, or an incomplete model; TypeError for another kind of
+        optimizer.
         """
         if optimizer is not None and not isinstance(optimizer, OffloadedOptimizer):
             raise TypeError(
                 f"expected an optimizer of infinity (AdamW, ...), or None, got {type(optimizer).__name__}; "
-                "save an optimizer of torch by its state_dict()"
+                "save one of torch's optimizers by its state_dict()"
             )
         self.optimizer = optimizer
         self.engine = engine_of_model(model)
         self.names: dict[int, str] = {}
-        """Of offloaded parameters, by their id."""
+        """Names of offloaded parameters, by the parameters' id()."""
         self.plain: dict[str, torch.Tensor] = {}
         """Persistent buffers and ordinary parameters."""
         self._engines: dict[Unit, Engine] = {}
@@ -67,8 +68,8 @@ class Inventory:
         for prefix, module in model.named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 raise UnsupportedError(
-                    f"{prefix or type(module).__name__} has extra state of its own (get_extra_state); "
-                    "give it to save as extra=, and set it after load"
+                    f"{prefix or type(module).__name__} has extra state of its own (get_extra_state): "
+                    "pass it to save as extra=, and set it again after load"
                 )
             fleeting = module._non_persistent_buffers_set  # noqa: SLF001 - torch has no public name for it
             for name, buffer in module.named_buffers(recurse=False):
@@ -82,7 +83,7 @@ class Inventory:
             for segment, parameter in zip(unit.shard.segments, unit.parameters, strict=True):
                 if id(parameter) not in self.names and segment.name != REPLACED:
                     raise UnsupportedError(
-                        f"{unit.name} has a parameter, {segment.name}, that is not in the model given; save "
+                        f"{unit.name} has a parameter, {segment.name}, that is not in this model: save "
                         "and load the whole model"
                     )
 
@@ -98,12 +99,12 @@ class Inventory:
                     )
 
     def units(self) -> Iterator[tuple[Engine, Unit]]:
-        """Return the units with the engine that keeps each, in the order of the model."""
+        """Yield the units, each with its engine, in the order of the model."""
         for unit, engine in self._engines.items():
             yield engine, unit
 
     def names_in(self, unit: Unit) -> list[str | None]:
-        """Return the names of a unit's parameters; None for one that is in no model any more."""
+        """Return the names of a unit's parameters; None for a replaced one."""
         return [self.names.get(id(parameter)) for parameter in unit.parameters]
 
     @property
@@ -113,19 +114,19 @@ class Inventory:
 
     @property
     def group_names(self) -> list[list[str]]:
-        """Names of the parameters in each param group."""
+        """The names of the parameters in each param group."""
         return [[self.names[id(one)] for one in group["params"]] for group in self.groups]
 
     @property
     def steps(self) -> dict[str, int]:
-        """How many updates each parameter has had; one that had none is not there, and has no moments."""
+        """The number of updates of each parameter that had any; the others have no moments."""
         state = self.optimizer.counts if self.optimizer is not None else {}
         return {self.names[id(one)]: int(kept["step"]) for one, kept in state.items() if kept.get("step")}
 
-    # Types and shapes
+    # Dtypes and shapes
 
     def masters(self) -> dict[str, Form]:
-        """Return the masters of all offloaded parameters."""
+        """Return the forms of all offloaded parameters' masters, by name."""
         return {
             name: ("F32", tuple(parameter.shape))
             for _, unit in self.units()
@@ -134,11 +135,11 @@ class Inventory:
         }
 
     def plains(self) -> dict[str, Form]:
-        """Return all other tensors."""
+        """Return the forms of all other tensors, by name."""
         return {name: (name_of_dtype(one, name), tuple(one.shape)) for name, one in self.plain.items()}
 
     def fields(self, form: Format) -> tuple[str, ...]:
-        """Return the fields of a record of this format that the optimizer keeps its state in."""
+        """Return the fields of the optimizer's state in a record of this format."""
         return () if self.optimizer is None else self.optimizer.recipe.fields(form)
 
     def _types(self, unit: Unit) -> dict[str, str]:
@@ -146,7 +147,7 @@ class Inventory:
         return {field: _TYPES[form.state_dtype][field] for field in self.fields(form)}
 
     def moments(self, names: set[str]) -> dict[tuple[str, str], Form]:
-        """Return the moments, by kind and name, that the parameters of these names have once stepped."""
+        """Return the forms of these parameters' moments, by kind and name; they are there after a step."""
         found: dict[tuple[str, str], Form] = {}
         for _, unit in self.units():
             types = self._types(unit)
@@ -159,7 +160,7 @@ class Inventory:
         return found
 
     def held(self) -> dict[tuple[str, str], tuple[int, int]]:
-        """Return which elements [start, stop) this rank has of masters and moments, by kind and name."""
+        """Return the elements [start, stop) of masters and moments that this rank has, by kind and name."""
         found: dict[tuple[str, str], tuple[int, int]] = {}
         for _, unit in self.units():
             types = self._types(unit)
@@ -171,7 +172,7 @@ class Inventory:
 
 
 def range_of(field: str, segment: Segment) -> tuple[int, int]:
-    """Return the elements [start, stop) of a field's tensor that belong to a rank's part of a parameter."""
+    """Return the elements [start, stop) of a field's tensor in this rank's part of a parameter."""
     start, stop = segment.first, segment.first + segment.numel
     if field == "scale":  # two for each block
         return 2 * (start // STATE_BLOCK), 2 * -(-stop // STATE_BLOCK) if segment.numel else 0

@@ -1,8 +1,8 @@
-"""PEFT's adapters on an offloaded base: what belongs to them, and their files, without the base's values.
+"""PEFT's adapters on an offloaded base: their weights and files, without reading the base.
 
-[Note: PEFT chooses]
-PEFT takes an adapter's weights out of the whole model's state_dict, which would hold the base in memory. It
-is asked twice: first with tensors that have no memory, to see which it takes, then with the values of those.
+[Note: PEFT's selection]
+PEFT selects an adapter's weights from the whole model's state_dict, which would hold the base in memory. So
+it is called twice: first with meta tensors, to see which it selects, then with the values of those alone.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _CARD = "README.md"
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether a model is one of PEFT's, which consists of a base and its adapters."""
+    """Whether a model is a PeftModel."""
     peft: Any = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def adapter_state(model: nn.Module, field: str = "hi") -> dict[str, torch.Tensor]:
-    """Return the values of all adapters of a model of PEFT, by their names in it. Every rank calls this.
+    """Return the weights of all adapters of a PEFT model, by their names in it. All ranks call this.
 
-    field: of those that were built in Init, "hi" or "master"; others are what they are.
+    field: "hi" or "master", of weights that were built in Init; others are returned as they are.
     """
     import peft
 
@@ -60,28 +60,28 @@ def adapter_state(model: nn.Module, field: str = "hi") -> dict[str, torch.Tensor
 
 
 def write_adapters(model: nn.Module, folder: Path, field: str = "hi", **options: Any) -> None:
-    """Let PEFT write the adapters' files to `folder`, as its save_pretrained, which takes `options`, does.
+    """Write the adapters' files to `folder` with PEFT's save_pretrained, which gets `options`.
 
-    Every rank calls this; rank 0 writes.
+    All ranks call this; rank 0 writes.
     """
     state = adapter_state(model, field)
     ranks = engine_of_model(model).ranks
     with ranks.together(f"writing adapters to {folder}"):
         if ranks.rank == 0:
-            kind: Any = type(model)  # on the model itself may be what the Trainer is given
+            kind: Any = type(model)  # the model's own attribute may be a wrapper for the Trainer
             kind.save_pretrained(model, str(folder), **{**options, "state_dict": state})
 
 
 def save_adapters(model: nn.Module, folder: Path, field: str, *, overwrite: bool = False) -> None:
-    """Write the adapters' files to a folder that is new, or empty, and appears when they are in it.
+    """Write the adapters' files to a new or empty folder, which appears when they are complete.
 
-    overwrite: as export.save_pretrained.
+    overwrite: as for export.save_pretrained.
     """
     ranks = engine_of_model(model).ranks
     with shared_folder(ranks, folder, Older(EXPORT, exported_files, overwrite, rescues=True)) as filling:
         card = folder / _CARD
         if ranks.rank == 0 and overwrite and card.is_file():
-            shutil.copy2(card, filling / _CARD)  # PEFT brings one that is there up to date
+            shutil.copy2(card, filling / _CARD)  # PEFT updates an existing one
         write_adapters(model, filling, field)
         with ranks.together(f"marking adapters in {folder}"):
             if ranks.rank == 0:

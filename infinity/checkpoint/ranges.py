@@ -1,7 +1,7 @@
-"""Ranges of a unit in the form in which they are stored, out of its record and into it.
+"""Copies of ranges of a unit, out of its record and into it.
 
-Moments leave and enter as their bytes are, whatever their type; weights as the fp32 master, in whatever
-fields it is kept.
+Moments are copied as they are stored, whatever their dtype; weights as the fp32 master, in whatever fields
+the record keeps it.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
     from infinity.engine.engine import Engine
 
 CHUNK_NUMEL = 1 << 21
-"""Elements that are moved at once: what checkpoints and exports hold in memory is a few of these."""
+"""Elements that are copied at a time; checkpoints and exports hold a few such ranges in memory."""
 
 
 def chunks(record: Record) -> Iterator[tuple[int, int]]:
-    """Cut a unit into element ranges of whole tiles."""
+    """Split a unit into element ranges of whole tiles."""
     tile_numel = record.tile_numel
     return tiles(record.shard.numel, max(tile_numel, CHUNK_NUMEL // tile_numel * tile_numel))
 
 
 def field_nbytes(record: Record, field: str, numel: int) -> int:
-    """Bytes of `numel` elements of a field, "master" included."""
+    """Return the bytes of `numel` elements of a field, or of the fp32 "master"."""
     return 4 * numel if field == "master" else record.form.nbytes(field, numel)
 
 
 def buffers(record: Record, fields: Sequence[str], numel: int) -> dict[str, torch.Tensor]:
-    """Return zeroed bytes for `numel` elements of each field."""
+    """Return a zeroed byte buffer for `numel` elements of each field."""
     return {field: torch.zeros(field_nbytes(record, field, numel), dtype=torch.uint8) for field in fields}
 
 
@@ -131,17 +131,17 @@ class RangePart:
     index: int  # of the parameter in its unit
     field: str
     first: int
-    """The element of the field's tensor, as it is saved, with which the part begins."""
+    """The element of the field's tensor, as it is saved, at which the part begins."""
     values: memoryview
 
 
 def parts(record: Record, start: int, stop: int, values: Mapping[str, torch.Tensor]) -> Iterator[RangePart]:
-    """Cut the values of elements [start, stop) into their parameters' parts, padding left out."""
+    """Split the values of elements [start, stop) by parameter, without padding."""
     views = {field: as_bytes(one) for field, one in values.items()}
     for piece in pieces(record.shard, start, stop):
         for field, whole in views.items():
             first = field_nbytes(record, field, piece.start - start)
-            # Scales are there for whole blocks, the last one too.
+            # There are scales for whole blocks, even if the last one is not full.
             numel = -(-piece.numel // STATE_BLOCK) * STATE_BLOCK if field == "scale" else piece.numel
             element = 2 * (piece.element // STATE_BLOCK) if field == "scale" else piece.element
             yield RangePart(
@@ -152,7 +152,7 @@ def parts(record: Record, start: int, stop: int, values: Mapping[str, torch.Tens
 def copied_out(
     wanted: Iterable[tuple[Engine, Unit, Sequence[str]]],
 ) -> Iterator[tuple[Unit, CopyOutPass]]:
-    """Copy fields of units out, updates applied, chunk by chunk; the next is read while one is worked on."""
+    """Copy fields of units out, with updates applied, range by range; the next is read ahead."""
     ahead: tuple[Engine, Unit, CopyOutPass] | None = None
     for engine, unit, fields in wanted:
         engine.executor.flush(unit)

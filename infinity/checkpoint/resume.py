@@ -1,4 +1,4 @@
-"""Go on after a kill at the last committed step: `resume`; and commit one now: `commit`."""
+"""`resume`: go on from a durable run's last committed step; `commit`: commit the last step now."""
 
 from __future__ import annotations
 
@@ -20,29 +20,28 @@ from infinity.units.unit import Unit
 def resume(
     model: nn.Module, optimizer: OffloadedOptimizer, *, older: bool = False, check: bool = False
 ) -> int:
-    """Begin a durable run, or go on with the one in its folder; return the steps that are done, 0 for a new
-    one.
+    """Resume the durable run in the model's folder, or begin a new one; return the number of steps done.
 
-    model, optimizer: built as in the run that is to go on, in Init with Config(durable=...), and not yet
-    trained; what is tracked has been given to optimizer.track. Weights, moments, param groups, buffers, what
-    is tracked and the generators of torch, Python and numpy become those of the last committed step, so that
-    what follows equals, bit for bit, a run that was never interrupted. Records are not read for that: each is
-    compared with its hash when it is first used.
+    model, optimizer: built as in the run to resume, in Init with Config(durable=...), and not yet trained;
+    tracked objects have been given to optimizer.track. Weights, moments, param groups, buffers, tracked
+    objects and the generators of torch, Python and numpy get the state of the last committed step: training
+    goes on with the same bits as if it had not been interrupted. Records are not read now; each is compared
+    with its hashes when it is first used.
 
-    older: go on with the generation before the last, all of which is read and compared first: a way out where
-    the last one is damaged, as long as no later step has overwritten the older one. check: read and compare
-    all of the last one first.
+    older: resume from the commit before the last, and read and compare all of it first: for a damaged last
+    commit, as long as no later step has overwritten the older one. check: read and compare all of the last
+    commit first.
 
-    Every rank calls this, and goes on with its own records, generators and what it tracks, at the last step
-    that all ranks have committed. They have to be as many as the run had.
+    All ranks call this, as many as the run had. Each resumes with its own records, generators and tracked
+    objects, from the last step that all ranks have committed.
 
     Raises: ConfigError without `durable`; CheckpointError naming what does not fit, before anything changes;
-    CorruptionError naming unit, field, file and offset; RanksError where another rank failed.
+    CorruptionError naming unit, field, file and offset; RanksError if another rank failed.
     """
     engine = engine_of_model(model)
     durable = _of(engine)
     if durable.source is not None:
-        raise UnsupportedError("resume: this run has begun already. Build model and optimizer anew.")
+        raise UnsupportedError("resume: this run was begun already. Build model and optimizer anew.")
     training = Training(Inventory(model, optimizer), model)
     if not durable.found:
         if older:
@@ -68,10 +67,10 @@ def resume(
 def commit(model: nn.Module) -> int:
     """Commit the last step of a durable run now, and return its number when it is on disk.
 
-    A step is committed by itself behind the forward that follows it. So call this where none does: at the end
-    of a training, or before the process is given up on purpose.
+    A step is committed automatically during the forward that follows it. Call this when no forward follows:
+    at the end of the training, or before ending the process on purpose.
 
-    Raises: ConfigError without `durable`; what made the commit fail.
+    Raises: ConfigError without `durable`; the error that made the commit fail.
     """
     durable = durable_of(model)
     durable.commit_now()
@@ -79,9 +78,9 @@ def commit(model: nn.Module) -> int:
 
 
 def durable_of(model: nn.Module) -> Durable:
-    """Return what commits the steps of a model.
+    """Return the Durable that commits a model's steps.
 
-    Raises: ConfigError where nothing does.
+    Raises: ConfigError for a model without one.
     """
     return _of(engine_of_model(model))
 
@@ -104,9 +103,9 @@ def _chosen(durable: Durable, *, older: bool) -> Commit:
 
 
 def _check_fits(commit: Commit, training: Training, durable: Durable) -> None:
-    """See that all of the commit has its place, and the other way round.
+    """Check that commit, model and optimizer fit.
 
-    Raises: CheckpointError.
+    Raises: CheckpointError naming all that does not.
     """
     engine, said = training.inventory.engine, commit.said
     found = []
@@ -155,7 +154,7 @@ def _named(commit: Commit, durable: Durable) -> str:
 
 
 def _restore_records(engine: Engine, durable: Durable, commit: Commit, training: Training) -> None:
-    """Let all records be what was committed of them.
+    """Restore the places and hashes of all records from the commit.
 
     Raises: CheckpointError, before anything changes.
     """
@@ -170,7 +169,7 @@ def _restore_records(engine: Engine, durable: Durable, commit: Commit, training:
 
 
 def _restore(engine: Engine, durable: Durable, unit: Unit, at: RecordAt) -> None:
-    """Let a unit's record be what was committed of it."""
+    """Restore the places and hashes of a unit's record."""
     record = unit.record
     there = {one.name for one in at.fields}
     for one in at.fields:
@@ -186,7 +185,7 @@ def _restore(engine: Engine, durable: Durable, unit: Unit, at: RecordAt) -> None
 
 
 def _read_all(engine: Engine) -> None:
-    """Read and compare everything.
+    """Read all records and compare their hashes.
 
     Raises: CorruptionError.
     """

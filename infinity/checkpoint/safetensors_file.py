@@ -1,9 +1,9 @@
-"""Safetensors files, written and read piece by piece: a whole file never lies in memory.
+"""Safetensors files, written and read in pieces: a file is never in memory as a whole. Without torch.
 
-The format (huggingface/safetensors): 8 bytes, the header's length; the header, JSON, padded with spaces; the
-tensors one behind the other. So the header is known before any value is, and values may come in any order.
-The library of that name wants all tensors of a file at once, and reads by mapping: a reader's resident memory
-then grows with the file. Nothing here knows torch.
+The format (huggingface/safetensors): 8 bytes with the header's length; the header, JSON, padded with spaces;
+the tensors back to back. So the header is known before any value, and values may be written in any order. The
+safetensors library needs all tensors of a file at once to write it, and reads by mapping, so that a reader's
+resident memory grows with the file.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ WIDTHS = {
     "F8_E5M2": 1,
     "BOOL": 1,
 }
-"""Bytes of one element, by the format's names of types."""
+"""Bytes of one element, by the format's names of dtypes."""
 
 Bytes = bytes | memoryview
 
 _MORE = "Free space there, or write to another drive"
 _PIECE_NBYTES = 16 << 20
 _HEADER_NBYTES_MOST = 100_000_000
-"""As in the library: longer headers are refused there."""
+"""The longest header that the library reads."""
 
 
 class TensorFileError(InfinityError, ValueError):
-    """A file is no safetensors file, or not the one that was expected."""
+    """A file that is not in the safetensors format, or not the expected one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +65,19 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """The number of bytes in the file."""
         return self.numel * WIDTHS[self.dtype]
 
 
 def storage_full(path: Path, needed: int, free: int, number: int = errno.ENOSPC) -> StorageFullError:
-    """Return the error for a file or folder of `needed` bytes where `free` are to be had, or another limit
-    than the file system's room is in the way.
+    """Return the error for a file or folder of `needed` bytes where `free` bytes are available.
+
+    number: the errno, which tells a full file system from a quota and from a limit of file sizes.
     """
     why = f"{format_size(needed)} are needed"
     if number == errno.EFBIG:
@@ -85,7 +86,7 @@ def storage_full(path: Path, needed: int, free: int, number: int = errno.ENOSPC)
         what = (
             f"this process may write files of {format_size(limit)}"
             if of_process
-            else "the file system's is less"
+            else "the file system allows less"
         )
         cure = (
             "`ulimit -f unlimited` in the shell that starts it"
@@ -99,7 +100,7 @@ def storage_full(path: Path, needed: int, free: int, number: int = errno.ENOSPC)
         limits = (
             "this user's quota"
             if number == errno.EDQUOT
-            else "a quota, or what is kept back or promised to others"
+            else "a quota, or space that the file system reserves,"
         )
         why += f", and {limits} does not allow it although {format_size(free)} are free. {_MORE}"
     full = StorageFullError(number, f"{path}: {os.strerror(number)}: {why}.", str(path))
@@ -107,10 +108,10 @@ def storage_full(path: Path, needed: int, free: int, number: int = errno.ENOSPC)
 
 
 class TensorWriter:
-    """A new file, whose tensors are written in any order, in pieces."""
+    """A new file whose tensors are written in pieces, in any order."""
 
     def __init__(self, path: Path, entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> None:
-        """Create the file, write its header and allocate the rest.
+        """Create the file, allocate its space and write its header.
 
         Raises: aio.StorageFullError with the numbers; FileExistsError.
         """
@@ -132,7 +133,7 @@ class TensorWriter:
         self._write(0, len(text).to_bytes(8, "little") + text)
 
     def _lay_out(self, entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> bytes:
-        """Decide where everything lies; return the header."""
+        """Set the tensors' offsets; return the header."""
         self._offsets: dict[str, int] = {}
         header: dict[str, Any] = {"__metadata__": dict(metadata)}
         at = 0
@@ -148,7 +149,7 @@ class TensorWriter:
         self.nbytes = self._start + at
         self._left_nbytes = at
         self.written_nbytes = 0
-        """Of tensors, by this process."""
+        """Bytes of tensors that this process has written."""
         return text
 
     def _allocate(self) -> None:
@@ -158,7 +159,7 @@ class TensorWriter:
             raise self._full(error) from error
 
     def _full(self, error: OSError) -> OSError:
-        """Return the error to raise for one of a write: with numbers where the file system is full."""
+        """Return the error to raise for a failed write: with sizes, if the file system is full."""
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return OSError(error.errno, error.strerror, str(self.path))
         there = os.statvfs(self.path.parent)
@@ -166,7 +167,7 @@ class TensorWriter:
         return storage_full(self.path, self.nbytes, free, error.errno)
 
     def write(self, name: str, offset: int, values: Bytes) -> None:
-        """Write a part of a tensor, from byte `offset` of the tensor on. Every byte is to be written once."""
+        """Write a part of a tensor, at byte `offset` of the tensor. Every byte has to be written once."""
         nbytes = memoryview(values).nbytes
         self._write(self._start + self._offsets[name] + offset, values)
         self._left_nbytes -= nbytes
@@ -183,30 +184,30 @@ class TensorWriter:
             left, at = left[done:], at + done
 
     def _finish_if_whole(self) -> None:
-        """Bring a file that is written to the disk, and close it."""
+        """Finish a file that is completely written."""
         if self._left_nbytes == 0:
             self.finish()
 
     def finish(self) -> None:
-        """Bring what this process has written to the disk, and close the file."""
+        """Sync what this process has written to disk, and close the file."""
         if self._fd >= 0:
             os.fsync(self._fd)
             self.close()
 
     def close(self) -> None:
-        """Close the file, whether or not it is whole."""
+        """Close the file, complete or not."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
     def check_whole(self) -> None:
-        """Raises: TensorFileError if anything is missing."""
+        """Raise TensorFileError if bytes were not written."""
         if self._left_nbytes:
             raise TensorFileError(f"{self.path}: {self._left_nbytes} of {self.nbytes} bytes were not written")
 
 
 class TensorJoiner(TensorWriter):
-    """A file that another process has created, from the same entries, and to which this one writes parts.
+    """A file that another process has created from the same entries, opened to write parts of it.
 
     Raises: TensorFileError for a file of another size; FileNotFoundError.
     """
@@ -245,7 +246,7 @@ class TensorReader:
         length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
         if length > min(_HEADER_NBYTES_MOST, self.nbytes - 8):
             raise TensorFileError(
-                f"{self.path}: no safetensors file, or cut off: a header of {length} bytes in a file of "
+                f"{self.path}: not a safetensors file, or truncated: a header of {length} bytes in a file of "
                 f"{self.nbytes}"
             )
         self._start = 8 + length
@@ -271,7 +272,7 @@ class TensorReader:
             raise TensorFileError(f"{self.path}: the safetensors header cannot be read: {error}") from error
 
     def read(self, name: str, offset: int, into: Bytes) -> None:
-        """Fill `into` with a tensor's bytes from byte `offset` of the tensor on."""
+        """Fill `into` with a tensor's bytes, from byte `offset` of the tensor on."""
         left = memoryview(into).cast("B")
         if offset + len(left) > self.entries[name].nbytes:
             raise TensorFileError(f"{self.path}: {name}: {offset + len(left)} bytes asked for")
@@ -279,7 +280,7 @@ class TensorReader:
         while left:
             done = os.preadv(self._fd, [left], at)
             if not done:
-                raise TensorFileError(f"{self.path}: the file ended at byte {at}: it was cut off meanwhile")
+                raise TensorFileError(f"{self.path}: the file ended at byte {at}: it was truncated meanwhile")
             left, at = left[done:], at + done
 
     def close(self) -> None:
@@ -289,18 +290,18 @@ class TensorReader:
             os.close(fd)
 
     def __enter__(self) -> TensorReader:  # noqa: PYI034 - Self is of Python 3.11
-        """For `with`."""
+        """Return the reader."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close."""
+        """Close the file."""
         self.close()
 
 
 def add_metadata(path: Path, more: Mapping[str, str]) -> None:
-    """Write a file anew, in pieces, with more metadata in its header."""
+    """Rewrite a file, in pieces, with more metadata in its header."""
     filling = path.with_name(f"{path.name}.filling")
     with TensorReader(path) as old:
         entries = list(old.entries.values())

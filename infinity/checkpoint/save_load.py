@@ -1,18 +1,17 @@
-"""Save and load a training: weights, moments, and where it stood. Streamed, hashed, atomic, never unpickled.
+"""Save and load a training: weights, moments and progress. Streamed, hashed, atomic, never unpickled.
 
-[Note: what lies where]
-manifest.json          everything that is no array, and what the files hold; see manifest
-weights-*.safetensors  fp32 masters, buffers and ordinary parameters, by their names in the model: any reader
-                       of safetensors can read them, torch.distributed.checkpoint too. Of several ranks each
-                       has files of its own, and of most tensors a flat part, "NAME[START:STOP]"
-moments-*.safetensors  "exp_avg.NAME", "exp_avg_sq.NAME" in the type in which they are kept; 8-bit ones have
-                       "exp_avg_scale.NAME", two fp32 scales for each 256 elements. The one state of SGD and
-                       Lion is there as exp_avg, that of Adagrad as exp_avg_sq
-extra-*.safetensors    tensors among what the user gave
+[Note: files of a checkpoint]
+manifest.json          everything but tensors, and the contents of the files; see manifest
+weights-*.safetensors  fp32 masters, buffers and ordinary parameters, by their names in the model, for any
+                       reader of safetensors, torch.distributed.checkpoint included. Each of several ranks has
+                       files of its own, with a flat part of most tensors, "NAME[START:STOP]"
+moments-*.safetensors  "exp_avg.NAME", "exp_avg_sq.NAME" in the dtype in which they are kept; 8-bit ones have
+                       "exp_avg_scale.NAME", two fp32 scales for each 256 elements. The state of SGD and Lion
+                       is saved as exp_avg, that of Adagrad as exp_avg_sq
+extra-*.safetensors    the user's tensors
 
-Each rank writes and reads what it holds, its units one after the other in chunks, which is all that is in
-memory. Rank 0 writes the manifest when everything that it names is on the disk. Updates that were decided
-and wait are applied first, as for any reader. Gradients are not saved.
+Each rank writes and reads the parts that it holds, unit by unit, with a few ranges in memory. Rank 0 writes
+the manifest when all files are on disk. Pending updates are applied first. Gradients are not saved.
 """
 
 from __future__ import annotations
@@ -73,20 +72,21 @@ def save(
     extra: Any = None,
     overwrite: bool = False,
 ) -> None:
-    """Save a training to a new folder: all of it, or, after an error or a kill, nothing.
+    """Save a training to a new folder, which is complete, or, after an error or a kill, not there.
 
-    Every rank calls this, with the same folder, on a file system that all ranks share.
+    All ranks call this, with the same folder, on a file system that they share.
 
     model: built in Init. optimizer: its optimizer; None saves weights and buffers alone. scheduler: its
-    state_dict has to be plain. extra: plain values and tensors of your own, such as the position in the data;
-    load returns them; each rank's are kept. overwrite: an older checkpoint there is replaced, in one step,
-    once the new one is complete; files beside it that are not ours stay. The generators of torch, Python and
-    numpy are saved as well. Gradients are not.
+    state_dict may hold plain values and tensors. extra: plain values and tensors of your own, such as the
+    position in the data; each rank's are saved, and load returns them. overwrite: an older checkpoint there
+    is replaced in one step once the new one is complete; foreign files beside it stay. The generators of
+    torch, Python and numpy are saved as well. Gradients are not.
 
-    Raises: FileExistsError for a folder that is not to be replaced, once all is saved in a new one beside it
-    (FOLDER-2, ...; the error's filename2): no training is lost by that; StorageFullError with the numbers;
-    CheckpointError naming a value that is not plain; ValueError for a model that was not built in Init;
-    ConfigError where the ranks share no such folder; RanksError where another rank failed, with its reason.
+    Raises: FileExistsError for a folder that may not be replaced, after everything was saved in a new one
+    beside it (FOLDER-2, ...; the error's filename2), so that no training is lost; StorageFullError with the
+    sizes; CheckpointError naming a value that is not plain; ValueError for a model that was not built in
+    Init; ConfigError if the ranks do not share the folder; RanksError if another rank failed, with its
+    reason.
     """
     inventory = Inventory(model, optimizer)
     ranks = inventory.engine.ranks
@@ -102,14 +102,14 @@ def save(
         return key
 
     with ranks.together(f"saving to {folder}"):
-        optimizer_and_lines = {
+        shared = {
             "optimizer": optimizer_out(inventory, keep),
             "scheduler": encode(
                 scheduler.state_dict() if scheduler else None, "scheduler.state_dict()", keep
             ),
         }
         if ranks.rank:
-            kept.clear()  # they are rank 0's; extra is everybody's own
+            kept.clear()  # rank 0 writes these; every rank writes its own extra
         own = encode(extra, "extra", keep)
     older = Older(CHECKPOINT, checkpoint_files, overwrite, rescues=True)
     with shared_folder(ranks, Path(folder), older) as filling:
@@ -122,13 +122,13 @@ def save(
                 written = RankManifest(files.pieces(), files.files(), generators.capture(), own)
         manifests = ranks.each(written.to_json(), f"say what files of {folder} hold")
         if ranks.rank == 0:
-            said = {**optimizer_and_lines, "model": configuration(model)}
-            manifest = joined([RankManifest.from_json(text) for text in manifests], said)
+            shared["model"] = configuration(model)
+            manifest = joined([RankManifest.from_json(text) for text in manifests], shared)
             (filling / NAME).write_text(manifest.to_json())
 
 
 def optimizer_out(inventory: Inventory, keep: Any) -> dict[str, Any] | None:
-    """Return an optimizer's groups, steps and seed, in the form of manifest.encode."""
+    """Return an optimizer's groups, steps and seed in the form of manifest.encode."""
     if inventory.optimizer is None:
         return None
     groups = [
@@ -149,13 +149,8 @@ def optimizer_out(inventory: Inventory, keep: Any) -> dict[str, Any] | None:
     }
 
 
-def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is a checkpoint of ours."""
-    return checkpoint_files(folder) is not None
-
-
 def checkpoint_files(folder: Path) -> set[str] | None:
-    """Return the files of a checkpoint of ours; None for any other folder."""
+    """Return the files of the checkpoint in a folder; None if there is none."""
     try:
         return {NAME, *read_manifest(folder).files}
     except (OSError, CheckpointError):
@@ -172,16 +167,16 @@ def load(
     *,
     scheduler: Stateful | None = None,
 ) -> Any:
-    """Load what `save` has saved into a model, optimizer and scheduler of the same kind; return `extra`.
+    """Load a checkpoint of `save` into a model, optimizer and scheduler of the same kind; return `extra`.
 
-    Budgets, tiers and `update` may be others than they were. With an optimizer the random number generators
-    are set as well, and the training goes on as if it had never stopped; with None weights and buffers alone
-    are loaded. Every rank calls this; there may be any number of them. As many as have saved get back each
-    its own generators and `extra`; of another number all get rank 0's `extra`, and those beyond the number
-    that has saved begin generators of their own.
+    Budgets, tiers and `update` may differ. With an optimizer the random number generators are restored as
+    well, and the training goes on as if it had never stopped; with None only weights and buffers are loaded.
+    All ranks call this; their number may differ. If it does not, each rank gets its own generators and
+    `extra` back; if it does, all get rank 0's `extra`, and ranks beyond the saved number seed generators of
+    their own.
 
     Raises: CheckpointError naming everything that does not fit, before anything is changed; CorruptionError
-    naming file and tensor where a hash does not fit; FileNotFoundError.
+    naming file and tensor if a hash does not match; FileNotFoundError.
     """
     folder = Path(folder)
     inventory = Inventory(model, optimizer)
@@ -199,7 +194,7 @@ def load(
         of_rank = manifest.of_rank(ranks.rank) if ranks.size == 1 + len(manifest.further) else None
         with readable(f"{folder / NAME}"):
             extra = decode(of_rank["extra"] if of_rank else manifest.extra, tensor_of)
-            lines = decode(manifest.scheduler, tensor_of)
+            schedule = decode(manifest.scheduler, tensor_of)
             groups = decode((manifest.optimizer or {}).get("groups", []), tensor_of)
         _begin_moments(manifest, inventory)
         _fill_units(manifest, inventory, files)
@@ -210,7 +205,7 @@ def load(
         with readable(f"{folder / NAME}"):
             optimizer_in(manifest.optimizer, groups, inventory, optimizer)
             if scheduler is not None:
-                scheduler.load_state_dict(lines)
+                scheduler.load_state_dict(schedule)
         saved = manifest.of_rank(ranks.rank)
         with readable(f"the generators' states in {folder / NAME}"):
             if saved is not None:
@@ -233,7 +228,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _check_fits(manifest: Manifest, inventory: Inventory, scheduler: Stateful | None, folder: Path) -> None:
-    """See that everything in the checkpoint has its place, and the other way round."""
+    """Check that checkpoint, model, optimizer and scheduler fit.
+
+    Raises: CheckpointError naming all that does not.
+    """
     tensors = manifest.tensors
     found = compare(names_of(tensors, MASTER), inventory.masters(), "parameters")
     found += compare(names_of(tensors, PLAIN), inventory.plains(), "buffers and ordinary parameters")
@@ -242,12 +240,14 @@ def _check_fits(manifest: Manifest, inventory: Inventory, scheduler: Stateful | 
         if scheduler is not None and manifest.scheduler is None:
             found.append("no scheduler was saved")
     elif scheduler is not None:
-        found.append("a scheduler is loaded with its optimizer, not without")
+        found.append("a scheduler is loaded together with its optimizer: give both")
     if found:
         raise CheckpointError("\n  ".join([f"{folder} does not fit; nothing was loaded:", *found]))
     for _, unit in inventory.units():
         if unit.residence.users:
-            raise UnsupportedError(f"{unit.name}: load inside a forward or `with infinity.gathered(...)`")
+            raise UnsupportedError(
+                f"{unit.name}: load inside a forward or `with infinity.gathered(...)`: call it afterwards"
+            )
 
 
 def _optimizer_complaints(manifest: Manifest, inventory: Inventory) -> list[str]:
@@ -256,7 +256,7 @@ def _optimizer_complaints(manifest: Manifest, inventory: Inventory) -> list[str]
         return ["it was saved without an optimizer: load it with optimizer=None"]
     kind, ours = saved.get("kind", "AdamW"), type(inventory.optimizer).__name__
     if inventory.optimizer is not None and kind != inventory.optimizer.recipe.name:
-        return [f"it has the state of infinity.{kind}, and the optimizer is {ours}; make that, or give None"]
+        return [f"it has the state of infinity.{kind}, but the optimizer is {ours}; make that, or give None"]
     state_dtype = inventory.engine.form.state_dtype
     if saved["state_dtype"] != state_dtype:
         cure = f"build the model with Config(state_dtype={saved['state_dtype']!r})"
@@ -275,7 +275,10 @@ def _optimizer_complaints(manifest: Manifest, inventory: Inventory) -> list[str]
 
 
 def open_files(manifest: Manifest, folder: Path, stack: contextlib.ExitStack) -> dict[str, TensorReader]:
-    """Open the files, and see that each holds what the manifest says."""
+    """Open the files and check that they have the tensors of the manifest.
+
+    Raises: CheckpointError naming a file that has not; TensorFileError; FileNotFoundError.
+    """
     files = {
         name: stack.enter_context(TensorReader(folder / name))
         for name in dict.fromkeys(piece.file for one in manifest.tensors for piece in one.pieces)
@@ -303,8 +306,8 @@ def _read_whole(tensor: Tensor, files: Mapping[str, TensorReader]) -> torch.Tens
 
 
 def _begin_moments(manifest: Manifest, inventory: Inventory) -> None:
-    """Let the optimizer begin with every parameter that has moments, also one that is frozen for now: it
-    would begin, with moments of zero, when that is thawed.
+    """Make room for the moments of all parameters that have some in the checkpoint, frozen ones included:
+    otherwise they would begin with zeros when unfrozen.
     """
     if inventory.optimizer is None or manifest.optimizer is None:
         return
@@ -315,7 +318,7 @@ def _begin_moments(manifest: Manifest, inventory: Inventory) -> None:
 
 
 def _fill_units(manifest: Manifest, inventory: Inventory, files: Mapping[str, TensorReader]) -> None:
-    """Stream masters and moments into the records; what has no moments in the checkpoint gets none."""
+    """Stream masters and moments into the records; moments that the checkpoint does not have become zeros."""
     tensors = manifest.by_kind()
     before: tuple[Engine, CopyInPass] | None = None
     for engine, unit in inventory.units():
@@ -349,7 +352,7 @@ def _fill_units(manifest: Manifest, inventory: Inventory, files: Mapping[str, Te
 def _moments_to_fill(
     unit: Unit, names: Sequence[str | None], manifest: Manifest, inventory: Inventory
 ) -> Sequence[str]:
-    """Return the moments to set: all of them if any is in the checkpoint, or in the record."""
+    """Return the moments to set: all, if the checkpoint or the record has any of the unit's."""
     fields = inventory.fields(unit.record.form)
     saved = manifest.optimizer
     if inventory.optimizer is None or saved is None:
@@ -366,7 +369,7 @@ def optimizer_in(
     inventory: Inventory,
     optimizer: OffloadedOptimizer,
 ) -> None:
-    """Set step counts, groups' options and the seed of rounding from what `optimizer_out` has returned."""
+    """Set step counts, options of groups and the rounding's seed from what `optimizer_out` returned."""
     optimizer.set_seed(saved["seed"])
     for group, found in zip(optimizer.param_groups, groups, strict=True):
         group.update(found["options"])

@@ -1,10 +1,10 @@
-"""A folder that several ranks fill together, and that appears whole, or not at all.
+"""A folder that several ranks fill together, and that appears complete, or not at all.
 
 [Note: a failing rank]
-Rank 0 makes the folder, and puts it in place when all have said that what they wrote is on the disk. A rank
-that fails says so where the others wait for it; one that is killed is missed there. Either way nobody gets
-further, and rank 0 takes away what was written: what was there before stays. If rank 0 itself is killed, its
-lock on the folder is gone, and the next who saves takes it away.
+Rank 0 creates the folder, and puts it in place when all ranks have synced their files to disk. The others
+learn of a rank that fails, or that was killed, where they wait for it. Then no rank goes on, and rank 0
+removes what was written: what was at the path before stays. If rank 0 itself is killed, its lock on the
+folder ends, and the next save removes it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _APPEARS_S = 5.0
 
 @contextlib.contextmanager
 def shared_folder(ranks: Ranks, path: Path, older: Older) -> Iterator[Path]:
-    """Give every rank the same empty folder to fill; at the end of the `with` it is at `path`. What a rank
-    has written has to be on the disk by then. After an error on any rank nothing is left.
+    """Give all ranks the same empty folder to fill, which is at `path` after the `with`. Each rank syncs its
+    files within the `with`. After an error on any rank nothing is left.
 
-    Raises: as atomic.new_folder; ConfigError where a rank does not see what rank 0 writes; RanksError naming
-    the ranks that failed.
+    Raises: as atomic.new_folder; ConfigError if a rank does not see what rank 0 writes; RanksError naming the
+    ranks that failed.
     """
     if ranks.size == 1:
         with new_folder(path, older) as filling:
@@ -56,9 +56,9 @@ def shared_folder(ranks: Ranks, path: Path, older: Older) -> Iterator[Path]:
 
 
 def _check_shared(file: Path, expected: bytes) -> None:
-    """See that this rank reads what rank 0 has written.
+    """Check that this rank reads what rank 0 has written.
 
-    Raises: ConfigError.
+    Raises: ConfigError if it does not.
     """
     end_s = time.monotonic() + _APPEARS_S
     found = None

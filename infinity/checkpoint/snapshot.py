@@ -1,4 +1,4 @@
-"""A copy of a durable run's last step, in a folder of its own, while the training goes on."""
+"""Snapshots: copies of a durable run's last step, taken while the training goes on."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _KIND = "an older snapshot, or a run that no process has open"
 
 
 class Snapshot:
-    """A snapshot that is being taken.
+    """A snapshot in progress.
 
     Attributes:
-        folder: where it will be.
+        folder: the folder of the snapshot.
         step: the committed step that it holds.
-        cloned: whether the file system shared the blocks, which takes no time and no space.
+        cloned: whether the file system shares the blocks (reflink), which takes no time and no space.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
-        """Begin with nothing copied."""
+        """Describe a snapshot of which nothing is copied yet."""
         self.folder, self.step, self.cloned = folder, step, False
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -47,9 +47,9 @@ class Snapshot:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Return when the folder is there, and on disk.
+        """Return when the folder is complete and on disk.
 
-        Raises: what went wrong; then there is no folder.
+        Raises: the error that made it fail; then there is no folder.
         """
         if self._thread is not None:
             self._thread.join()
@@ -58,22 +58,21 @@ class Snapshot:
 
 
 def snapshot(model: nn.Module, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Snapshot:
-    """Copy the last step of a durable run to a new folder, from which it can be resumed as from its own.
+    """Copy the last step of a durable run to a new folder, from which it can be resumed like the run itself.
 
-    The step is committed first. Then the files share their blocks where the file system can (reflink: xfs,
-    btrfs); elsewhere a thread copies what the commit names, at twice its space since the copy is a run like
-    any other. While it copies, training goes on, but no further step is committed: what is copied is the last
-    commit. The folder appears when all is on disk, or not at all. To resume: nvme=FOLDER; for a striped run
-    nvme=[FOLDER/path0, FOLDER/path1, ...]. overwrite: an older snapshot there, or a run that no process
-    has open, is replaced, in one step, once the new one is complete.
+    The step is committed first. If the file system can (reflink: xfs, btrfs), the copy shares the run's
+    blocks; otherwise a thread copies what the commit names. Training goes on meanwhile, but no further step
+    is committed. The folder appears when everything is on disk, or not at all. To resume from it, set
+    nvme=FOLDER, or for a striped run nvme=[FOLDER/path0, FOLDER/path1, ...]. overwrite: an older snapshot
+    there, or a run that no process has open, is replaced in one step once the new one is complete.
 
-    Every rank calls this, with the same folder, on a file system that all ranks share. Of several ranks each
-    copies its own files, at the same step, before this returns: the ranks commit together, so none trains on
-    while another copies. As many ranks resume from it as the run has.
+    All ranks call this, with the same folder, on a file system that they share. Several ranks copy their
+    files before this returns: they commit together, so none can train on while another copies. As many ranks
+    have to resume from the snapshot as the run has.
 
-    Raises: FileExistsError for a folder that is not to be replaced; ConfigError without `durable`, or where
-    the ranks share no such folder; UnsupportedError for ranks whose own state is striped; OSError; RanksError
-    where another rank failed.
+    Raises: FileExistsError for a folder that may not be replaced; ConfigError without `durable`, or if the
+    ranks do not share the folder; UnsupportedError for several ranks with striped state; OSError; RanksError
+    if another rank failed.
     """
     durable = durable_of(model)
     at = Path(folder).absolute()
@@ -117,8 +116,8 @@ def _of_ranks(durable: Durable, at: Path, older: Older) -> Snapshot:
         if (count := len(durable.folders)) > 1:
             raise UnsupportedError(
                 f"snapshot: rank {ranks.rank} of {ranks.size} has its state in {count} folders, which "
-                "only one rank's snapshot can hold. Give nvme as many folders as a machine has ranks, or "
-                "fewer; or use infinity.save."
+                "a snapshot of several ranks cannot hold. Give nvme at most as many folders as a machine has "
+                "ranks; or use infinity.save."
             )
     try:
         with ranks.together(f"committing the step that a snapshot in {at} holds"):
@@ -134,7 +133,7 @@ def _of_ranks(durable: Durable, at: Path, older: Older) -> Snapshot:
 
 
 class _Copying:
-    """The copy of one rank's files: begun, and cloned where the file system can."""
+    """The copy of one rank's files: created, and cloned if the file system can."""
 
     def __init__(self, durable: Durable, commit: Commit, place: Path) -> None:
         self._commit, self._place = commit, place
@@ -148,7 +147,7 @@ class _Copying:
             raise
 
     def finish(self) -> None:
-        """Copy what is not cloned, and return when all is on disk."""
+        """Copy the files that are not cloned, and return when everything is on disk."""
         try:
             for path, (source, target) in enumerate(self._files):
                 if not self.cloned:
@@ -170,7 +169,7 @@ def _place(folder: Path, commit: Commit, path: int) -> Path:
 
 
 def _files(durable: Durable, commit: Commit, folder: Path) -> Iterator[tuple[int, int]]:
-    """Create the copies' files; yield descriptors of each file and of its copy."""
+    """Create the files of the copy; yield the descriptors of each file and of its copy."""
     for path, source in enumerate(durable.nvme.descriptors()):
         place = _place(folder, commit, path)
         for one in reversed([place, *place.parents]):
@@ -193,7 +192,7 @@ def _clone(source: int, target: int) -> bool:
 
 
 def _copy(source: int, target: int, ranges: list[tuple[int, int]]) -> None:
-    """Copy byte ranges, past the page cache as far as it goes, to a file with room for all."""
+    """Copy byte ranges to a preallocated file, dropping the source from the page cache."""
     os.posix_fallocate(target, 0, os.fstat(source).st_size)
     for start, stop in ranges:
         for at in range(start, stop, _COPIED_NBYTES):
@@ -216,7 +215,7 @@ def _ranges(commit: Commit, path: int) -> Iterator[tuple[int, int]]:
 
 
 def _write_commit(folder: Path, commit: Commit) -> None:
-    """Write the commit, and which run further folders belong to."""
+    """Write the commit, and in further folders of a striped run the mark of which run they belong to."""
     first = _place(folder, commit, 0)
     for path in range(commit.paths):
         name = f"commit-{commit.sequence % 2}" if path == 0 else "part-of"

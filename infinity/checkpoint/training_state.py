@@ -1,11 +1,11 @@
-"""What belongs to a step beside its records: taken down while the step is the present, put back on resume.
+"""The state of a step outside the records, captured for commits and restored on resume.
 
-[Note: when what is taken down]
-The data's position is what step() has trained on: taken down in step(), before the loop reads on. All else
-that is tracked, and the options of param groups, may still change behind step() (a scheduler's step), and is
-taken down when the next forward of the training begins. Generators are taken down at both moments: the first
-is put back by resume, so that what the loop draws before its next forward (a new epoch's order) is drawn
-again; the second when that forward begins, so that the model draws the same however the loop got there.
+[Note: when state is captured]
+The data loader's position is captured in step(), before the loop reads the next batch. Other tracked objects
+and the options of param groups may still change after step() (by a scheduler), and are captured when the next
+forward of the training begins. Generators are captured at both moments. resume restores the first, so that
+what the loop draws before its next forward (a new epoch's order) is drawn again; the second is restored when
+that forward begins, so that the model draws the same whatever the loop has drawn.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from infinity.units.tracking import Stateful
 
 
 class Training:
-    """One model and optimizer in training: what a durable run takes down of it; see
-    durable.TrainingStateSource.
+    """The state of a model and optimizer in training, for the commits of a durable run; it implements
+    durable.committer.TrainingStateSource.
     """
 
     def __init__(self, inventory: Inventory, model: nn.Module) -> None:
-        """Know where the model's buffers and ordinary parameters are."""
+        """Find the modules that hold the model's buffers and ordinary parameters."""
         if inventory.optimizer is None:
-            raise UnsupportedError("a durable run is resumed with its optimizer")
+            raise UnsupportedError("resume: a durable run needs its optimizer, got None")
         self.inventory, self.optimizer = inventory, inventory.optimizer
         self._plain: list[tuple[str, nn.Module, str]] = []
         self._rng_forward: Mapping[str, Any] | None = None
@@ -46,7 +46,7 @@ class Training:
 
     @property
     def tracked(self) -> Mapping[str, Stateful]:
-        """What the user tracks, by name."""
+        """The tracked objects, by name."""
         return self.optimizer.tracked
 
     def plain(self) -> dict[str, torch.Tensor]:
@@ -58,8 +58,8 @@ class Training:
         engine = self.inventory.engine
         if any(one is not self.optimizer for one in engine.optimizers):
             raise UnsupportedError(
-                "durable: a second optimizer has parameters of this model, and a commit holds one. Give all "
-                "of them to one AdamW, in param groups."
+                "durable: a second optimizer has parameters of this model, but a commit holds only one. Give "
+                "all parameters to one optimizer, in param groups."
             )
         tensors: dict[str, torch.Tensor] = {}
         loader = self._encoded("loader", tensors) if "loader" in self.tracked else None
@@ -84,8 +84,8 @@ class Training:
         return everything, values
 
     def succeed(self, earlier: Any, later: Any) -> None:
-        """See durable.TrainingStateSource. Commits hold the later one's state, and all that the earlier one
-        tracked.
+        """See durable.TrainingStateSource. Commits get the later optimizer's state, and the objects that the
+        earlier one tracked.
         """
         if earlier is self.optimizer:
             later.track_what(earlier)
@@ -103,7 +103,7 @@ class Training:
         return encode(self.tracked[name].state_dict(), f"{name}.state_dict()", keep)
 
     def restore(self, said: Mapping[str, Any], tensors: Mapping[str, PlainTensor]) -> None:
-        """Put back what was taken down, generators as they were in step()."""
+        """Restore what was captured; generators as they were in step()."""
         with torch.no_grad():
             for name, tensor in self.plain().items():
                 tensor.copy_(_given(tensors[f"plain.{name}"]))
@@ -113,7 +113,7 @@ class Training:
         self._rng_forward = said["rng_forward"]
 
     def restore_at_forward(self) -> None:
-        """See durable.TrainingStateSource and [Note: when what is taken down]."""
+        """See durable.TrainingStateSource and [Note: when state is captured]."""
         if self._rng_forward is not None:
             generators.restore(self._rng_forward)
             self._rng_forward = None

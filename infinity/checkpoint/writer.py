@@ -1,4 +1,4 @@
-"""The files that one rank writes of a checkpoint."""
+"""The files of a checkpoint that one rank writes."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from infinity.tensors import as_bytes, name_of_dtype
 from infinity.units.unit import Unit
 
 FILE_NBYTES = 4 << 30
-"""A file of a checkpoint takes about as much, or one tensor."""
+"""The most bytes of tensors in one file, unless it holds a single larger one."""
 
 _PREFIXES = {MASTER: "weights", PLAIN: "weights", "extra": "extra"}
-"""Of files, by the kind of tensors in them; all others are moments."""
+"""Prefixes of files by kind of tensor; all other kinds are moments."""
 
 
 class CheckpointWriter:
-    """The files that one rank writes of a checkpoint."""
+    """The files of a checkpoint that one rank writes."""
 
     def __init__(self, folder: Path, inventory: Inventory, kept: Mapping[str, torch.Tensor]) -> None:
-        """Create all files of this rank, so that a full disk is known before anything is written.
+        """Create and allocate all files of this rank, so that a full disk is noticed first.
 
         kept: tensors of this rank alone. Buffers and ordinary parameters, which all ranks have, are rank 0's.
         """
@@ -66,12 +66,12 @@ class CheckpointWriter:
         return math.prod(self._forms[kind, name][1])
 
     def _range(self, kind: str, name: str) -> tuple[int, int]:
-        """Return which elements of a tensor this rank writes."""
+        """Return the elements [start, stop) of a tensor that this rank writes."""
         alone = kind == "extra" or (kind == PLAIN and self._rank == 0)
         return (0, self._numel(kind, name)) if alone else self._held.get((kind, name), (0, 0))
 
     def _entry(self, kind: str, name: str) -> TensorEntry:
-        """Return this rank's piece of a tensor as a file has it: by the tensor's name if it is all of it."""
+        """Return the file's entry of this rank's piece of a tensor; a whole tensor keeps its name."""
         dtype, shape = self._forms[kind, name]
         start, stop = self._range(kind, name)
         key = name if kind in _PREFIXES else f"{kind}.{name}"
@@ -80,7 +80,7 @@ class CheckpointWriter:
         return TensorEntry(f"{key}[{start}:{stop}]", dtype, (stop - start,))
 
     def _cut(self, keys: Sequence[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-        """Cut tensors into files."""
+        """Split tensors into files."""
         together: list[tuple[str, str]] = []
         nbytes = 0
         for key in keys:
@@ -99,7 +99,7 @@ class CheckpointWriter:
             self._sinks[key] = Sink(writer, entry.name)
 
     def write_units(self, inventory: Inventory) -> None:
-        """Write masters and moments, chunk by chunk."""
+        """Write masters and moments, range by range."""
         for unit, chunk in copied_out(_ranges(inventory)):
             names = inventory.names_in(unit)
             for part in parts(chunk.record, chunk.start, chunk.stop, chunk.values):
@@ -109,14 +109,14 @@ class CheckpointWriter:
                     self._sinks[kind, name].write(part.values)
 
     def write_plain(self, tensors: Mapping[str, torch.Tensor], kept: Mapping[str, torch.Tensor]) -> None:
-        """Write what lies in ordinary memory, as far as it is this rank's."""
+        """Write the tensors in ordinary memory that belong to this rank."""
         for kind, of_kind in ((PLAIN, tensors), ("extra", kept)):
             for name, tensor in of_kind.items():
                 if (kind, name) in self._sinks:
                     self._sinks[kind, name].write(as_bytes(tensor))
 
     def pieces(self) -> dict[tuple[str, str], tuple[Form, TensorPiece | None]]:
-        """Return every tensor's form, and this rank's piece, now that all is written."""
+        """Return every tensor's form, and this rank's piece of it; everything has to be written."""
         for writer in self._writers:
             writer.check_whole()
         return {
@@ -125,7 +125,7 @@ class CheckpointWriter:
         }
 
     def files(self) -> dict[str, int]:
-        """Return the bytes of each file."""
+        """Return the size of each file in bytes."""
         return {writer.path.name: writer.nbytes for writer in self._writers}
 
     def close(self) -> None:
@@ -135,7 +135,7 @@ class CheckpointWriter:
 
 
 def _ranges(inventory: Inventory) -> Iterator[tuple[Engine, Unit, Sequence[str]]]:
-    """Return the units, each with the fields of it that are saved."""
+    """Yield the units, each with its fields that are saved."""
     steps = inventory.steps
     for engine, unit in inventory.units():
         stepped = any(name in steps for name in inventory.names_in(unit) if name is not None)

@@ -20,9 +20,9 @@ def test_sizes_and_counts_are_read():
 @pytest.mark.parametrize(
     ("read", "text", "why"),
     [
-        (size_of, "3MiB+1", "no size"),
+        (size_of, "3MiB+1", "not a size"),
         (some_size, "0 GiB", "a byte at least"),
-        (some_size, "much", "no size"),
+        (some_size, "much", "not a size"),
         (positive, "0", "whole number, at least 1"),
         (positive, "1.5", "whole number, at least 1"),
         (positive, "-1", "whole number, at least 1"),

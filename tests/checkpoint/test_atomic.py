@@ -133,7 +133,7 @@ def test_what_would_be_lost_goes_beside_what_may_not_be_replaced(tmp_path, there
     says = "overwrite=True replaces it" if there == "one of ours" else "is never replaced|not replaced"
     with pytest.raises(FileExistsError, match=says) as caught:
         fill(tmp_path / "it", "new", older)
-    assert f"what was to be saved there is in {tmp_path / 'it-3'}, whole" in str(caught.value)
+    assert f"everything was saved in {tmp_path / 'it-3'} instead" in str(caught.value)
     assert caught.value.filename2 == str(tmp_path / "it-3")
     assert (tmp_path / "it-3" / "file").read_text() == "new"
     old = tmp_path / "it" if there == "a file" else tmp_path / "it" / "file"

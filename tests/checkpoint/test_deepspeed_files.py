@@ -81,7 +81,7 @@ def test_a_rank_that_is_missing_is_named(folder, classes):
         "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
     ):
         (folder / "ds" / "global_step3" / kind).unlink()
-        with pytest.raises(CheckpointError, match=r"no whole checkpoint.*\[0, 2\] for the model"):
+        with pytest.raises(CheckpointError, match=r"not a complete checkpoint.*\[0, 2\] for the model"):
             load_deepspeed(model, optimizer, folder / "ds")
 
 

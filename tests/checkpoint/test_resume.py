@@ -165,7 +165,7 @@ def test_training_begins_only_when_it_is_known_whether_the_run_goes_on(folder):
     run.kill()
     run = Run(folder)
     assert run.first == 2
-    with pytest.raises(UnsupportedError, match="has begun already"):
+    with pytest.raises(UnsupportedError, match="was begun already"):
         infinity.resume(run.model, run.optimizer)
 
 

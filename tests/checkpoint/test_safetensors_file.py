@@ -121,7 +121,7 @@ def test_a_header_that_lies_is_refused(tmp_path, header, said):
 def test_a_file_that_is_cut_off_is_refused(tmp_path, content):
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
-    with pytest.raises(TensorFileError, match="no safetensors file, or cut off"):
+    with pytest.raises(TensorFileError, match="not a safetensors file, or truncated"):
         TensorReader(path)
 
 
@@ -145,7 +145,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_told(tmp_path):
     with TensorReader(path) as reader:
         with path.open("r+b") as file:
             file.truncate(reader.nbytes - 60)
-        with pytest.raises(TensorFileError, match="cut off meanwhile"):
+        with pytest.raises(TensorFileError, match="truncated meanwhile"):
             reader.read("w", 0, memoryview(bytearray(48)))
 
 
@@ -179,7 +179,10 @@ def test_a_limit_on_file_sizes_is_no_lack_of_space_and_its_cure_works(tmp_path):
 
 
 def test_space_that_is_there_and_may_not_be_used_is_not_called_short(tmp_path):
-    for number, why in ((errno.EDQUOT, "this user's quota"), (errno.ENOSPC, "kept back or promised")):
+    for number, why in (
+        (errno.EDQUOT, "this user's quota"),
+        (errno.ENOSPC, "space that the file system reserves"),
+    ):
         told = str(tensorfile.storage_full(tmp_path, 1 << 20, 1 << 30, number))
         assert why in told
         assert "short" not in told

@@ -16,7 +16,7 @@ import models
 from infinity import AdamW, CorruptionError, Init, UnsupportedError, gathered
 from infinity.aio import StorageFullError
 from infinity.checkpoint import writer as checkpoint_writer
-from infinity.checkpoint.save_load import is_checkpoint, load, save
+from infinity.checkpoint.save_load import checkpoint_files, load, save
 from infinity.engine.engine import engine_of
 from infinity.storage.manifest import CheckpointError
 from parity import differences, repeatable
@@ -251,7 +251,7 @@ def test_another_kind_of_optimizer_state_is_refused(folder):
 
 def test_what_cannot_be_saved_by_name_is_refused(folder):
     model, optimizer, _ = start()
-    with pytest.raises(UnsupportedError, match="not in the model given; save and load the whole"):
+    with pytest.raises(UnsupportedError, match="not in this model: save and load the whole"):
         save(_linear_and_part_of(model), None, folder / "part")
     with pytest.raises(ValueError, match="no parameter built inside"):
         save(nn.Linear(2, 2), None, folder / "plain")
@@ -314,7 +314,7 @@ def test_a_checkpoint_is_replaced_only_when_asked_and_nothing_else_ever(folder):
     (folder / "other" / "thesis.txt").write_text("mine")
     with pytest.raises(FileExistsError, match=r"thesis\.txt.*not a checkpoint of infinity\.save"):
         save(model, optimizer, folder / "other", extra=4, overwrite=True)
-    assert not is_checkpoint(folder / "other")
+    assert checkpoint_files(folder / "other") is None
     assert (folder / "other" / "thesis.txt").read_text() == "mine"
 
 
@@ -338,7 +338,7 @@ def test_a_training_is_not_lost_with_the_process_where_its_folder_is_taken(folde
             [sys.executable, "-c", script + end], cwd=folder, capture_output=True, text=True, check=False
         )
         assert run.returncode == 1
-        assert "what was to be saved there is in" in run.stderr
+        assert "everything was saved in" in run.stderr
     expected = dict(torch.load(folder / "weights.pt"))
     assert differences(expected, load_file(folder / "above-2" / "model.safetensors")) == []
     with Init(host_memory="4MiB"):

@@ -46,7 +46,7 @@ def test_slots_are_read_as_they_were_written(folder, run):
 
 
 def test_a_second_run_is_refused_by_name_until_the_first_ends(folder, run):
-    with pytest.raises(ConfigError, match="rank0 belongs to a durable run that is under way"):
+    with pytest.raises(ConfigError, match="rank0 belongs to a durable run that another process has open"):
         RunFolder(str(folder))
     run.close()
     RunFolder(str(folder)).close()
@@ -137,7 +137,7 @@ def test_a_planted_file_of_extents_is_refused(folder, run, tmp_path, kind):
 def test_a_folder_that_others_may_write_in_is_refused(folder, run, mode):
     run.close()
     (folder / RUN).chmod(mode)
-    with pytest.raises(ConfigError, match=r"only user \d+ may be able to write in it"):
+    with pytest.raises(ConfigError, match=r"belong to user \d+, and nobody else may write in it"):
         RunFolder(str(folder))
 
 
@@ -178,5 +178,5 @@ def test_wiping_removes_the_runs_files_and_nothing_else(folder, run):
 def test_a_folder_that_is_not_there_is_named(folder):
     with pytest.raises(ConfigError, match="there is no such folder"):
         RunFolder(str(folder / "nowhere"))
-    with pytest.raises(ConfigError, match="and so no durable run"):
+    with pytest.raises(ConfigError, match="so no durable run"):
         RunFolder(str(folder), create=False)

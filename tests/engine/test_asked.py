@@ -365,7 +365,7 @@ def test_an_optimizer_made_inside_init_is_told_to_come_later(folder, window):
         if window is not None:
             init._construction._window_nbytes = window
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        with pytest.raises(UnsupportedError, match=r"make the optimizer after the `with`"):
+        with pytest.raises(UnsupportedError, match=r"make it after the `with`"):
             infinity.AdamW(model.parameters())
         with pytest.raises(UnsupportedError, match=r"do this after the `with`"), infinity.gathered(model):
             pass

@@ -63,7 +63,7 @@ def test_what_has_not_stepped_has_no_state_and_what_is_not_its_own_is_refused(st
     )
     with pytest.raises(KeyError, match="none, before the first step"):
         optimizer.state[unused]["exp_avg"] = torch.zeros(8, 8)
-    with pytest.raises(KeyError, match="is no parameter of this AdamW"):
+    with pytest.raises(KeyError, match="is not a parameter of this AdamW"):
         optimizer.state[nn.Parameter(torch.zeros(1))]
 
 
@@ -100,7 +100,7 @@ CHANGES = {
 def test_changing_the_copy_in_place_is_refused_and_assigning_works(stepped, change):
     _, (ours, optimizer) = stepped
     state = optimizer.state[ours[0].weight]
-    with pytest.raises(UnsupportedError, match=r"would be lost. Assign a value: optimizer\.state"):
+    with pytest.raises(UnsupportedError, match=r"would be lost. Assign a tensor: optimizer\.state"):
         CHANGES[change](state["exp_avg"])
     copied = state["exp_avg"].clone()
     CHANGES[change](copied)

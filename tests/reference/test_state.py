@@ -95,7 +95,7 @@ def test_state_of_another_format_is_refused():
     for state_dtype in ("fp32", "int8"):
         model, other = build(state_dtype)
         before = model[0].weight.detach().clone()
-        with pytest.raises(ValueError, match=f"another state_dtype than '{state_dtype}'"):
+        with pytest.raises(ValueError, match=f"was not saved with state_dtype='{state_dtype}'"):
             other.load_state_dict(optimizer.state_dict())
         assert torch.equal(before, model[0].weight)
 
