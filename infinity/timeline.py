@@ -60,7 +60,6 @@ class Timeline:
     """
 
     def __init__(self, limit: int = 1_000_000) -> None:
-        """Start empty, and not recording."""
         self.recording = False
         self.dropped = 0
         """Spans and samples that were dropped for newer ones."""

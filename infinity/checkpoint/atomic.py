@@ -84,7 +84,7 @@ def new_folder(path: Path, older: Older) -> Iterator[Path]:
             _exchange(filling, path)
         else:
             filling.rename(path)
-        _sync(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        sync(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     finally:
         os.close(fd)
         shutil.rmtree(filling, ignore_errors=True)  # the replaced folder, or what an error left
@@ -171,7 +171,7 @@ def _rescued(filling: Path, path: Path, refused: str) -> FileExistsError:
     while os.path.lexists(beside := path.with_name(f"{path.name}-{number}")):
         number += 1
     filling.rename(beside)
-    _sync(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    sync(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     why = f"{refused}. So that nothing is lost, everything was saved in {beside} instead"
     return _refused(path, why, beside)
 
@@ -184,15 +184,15 @@ def _make(folder: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, "a file or a dangling link, expected a folder", str(folder))
     _make(folder.parent)
     folder.mkdir(exist_ok=True)
-    _sync(folder.parent, os.O_RDONLY | os.O_DIRECTORY)
+    sync(folder.parent, os.O_RDONLY | os.O_DIRECTORY)
 
 
 def _sync_all(folder: Path) -> None:
     """Sync a folder and everything in it to disk."""
     for below, _, files in os.walk(folder):
         for name in files:
-            _sync(Path(below, name), os.O_RDONLY)
-        _sync(Path(below), os.O_RDONLY | os.O_DIRECTORY)
+            sync(Path(below, name), os.O_RDONLY)
+        sync(Path(below), os.O_RDONLY | os.O_DIRECTORY)
 
 
 def _carry_over(old: Path, new: Path, replaced: Collection[str]) -> None:
@@ -208,7 +208,7 @@ def _carry_over(old: Path, new: Path, replaced: Collection[str]) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             _second_name(old / within, target)
     for below, _, _ in os.walk(new):
-        _sync(Path(below), os.O_RDONLY | os.O_DIRECTORY)
+        sync(Path(below), os.O_RDONLY | os.O_DIRECTORY)
 
 
 def _others(old: Path, new: Path, replaced: Collection[str], device: int, below: str = "") -> Iterator[str]:
@@ -240,10 +240,10 @@ def _second_name(file: Path, target: Path) -> None:
             raise
         shutil.copy2(file, target, follow_symlinks=False)
         if not target.is_symlink():
-            _sync(target, os.O_RDONLY)
+            sync(target, os.O_RDONLY)
 
 
-def _sync(path: Path, flags: int) -> None:
+def sync(path: Path, flags: int) -> None:
     """Sync a file, or a folder's entries, to disk."""
     fd = os.open(path, flags | os.O_CLOEXEC)
     try:

@@ -128,7 +128,6 @@ class _TagFiles:
     """The files of one tag."""
 
     def __init__(self, folder: Path) -> None:
-        """Open the files of every rank."""
         self.folder = folder
         files: dict[str, dict[int, Path]] = {"model": {}, "optim": {}}
         for path in sorted(folder.iterdir()):

@@ -48,7 +48,7 @@ class TensorSource:
     """Reads a tensor's bytes in order, across its pieces."""
 
     def __init__(self, tensor: Tensor, files: Mapping[str, TensorReader], first: int = 0) -> None:
-        """Start at element `first` of `tensor`, whose pieces lie in `files`."""
+        """Start at element `first` of `tensor`, whose pieces are in `files`."""
         self._tensor = tensor
         self._files = files
         self._width = WIDTHS[tensor.dtype]

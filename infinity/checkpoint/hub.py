@@ -13,7 +13,7 @@ import copy
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from infinity.checkpoint.safetensors_file import (
     TensorJoiner,
     TensorReader,
     TensorWriter,
+    split_by_size,
 )
 from infinity.engine import state_dict
 from infinity.errors import UnsupportedError
@@ -141,7 +142,7 @@ class HubWriter:
             for of_one in self._stored.values()
             for name, (dtype, shape) in of_one.items()
         ]
-        self._shards = _cut(self._entries, max_shard_nbytes)
+        self._shards = split_by_size(self._entries, max_shard_nbytes)
         self._writer_of: dict[str, TensorWriter] = {}
 
     def create(self) -> None:
@@ -200,19 +201,6 @@ class HubWriter:
         """Close the files."""
         for writer in self._writer_of.values():
             writer.close()
-
-
-def _cut(entries: Iterable[TensorEntry], most_nbytes: int) -> list[list[TensorEntry]]:
-    """Split tensors into shards of at most `most_nbytes`; a larger tensor gets its own."""
-    shards: list[list[TensorEntry]] = [[]]
-    nbytes = 0
-    for entry in entries:
-        nbytes += entry.nbytes
-        if shards[-1] and nbytes > most_nbytes:
-            shards.append([])
-            nbytes = entry.nbytes
-        shards[-1].append(entry)
-    return shards
 
 
 def write_configuration(model: nn.Module, folder: Path, dtype: str) -> None:

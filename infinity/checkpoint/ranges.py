@@ -120,7 +120,7 @@ class CopyInPass(_RangePass):
                 kernels.copy(self.record.form.nbytes(field, numel), at[field], source)
 
     def done_processing(self) -> None:
-        """Let go of the buffers."""
+        """Drop the buffers."""
         self.values = {}
 
 

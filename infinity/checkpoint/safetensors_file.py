@@ -14,7 +14,7 @@ import json
 import math
 import os
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -72,6 +72,19 @@ class TensorEntry:
     def nbytes(self) -> int:
         """The number of bytes in the file."""
         return self.numel * WIDTHS[self.dtype]
+
+
+def split_by_size(entries: Iterable[TensorEntry], most_nbytes: int) -> list[list[TensorEntry]]:
+    """Split tensors into files of at most `most_nbytes`; a larger tensor gets its own."""
+    files: list[list[TensorEntry]] = [[]]
+    nbytes = 0
+    for entry in entries:
+        nbytes += entry.nbytes
+        if files[-1] and nbytes > most_nbytes:
+            files.append([])
+            nbytes = entry.nbytes
+        files[-1].append(entry)
+    return files
 
 
 def storage_full(path: Path, needed: int, free: int, number: int = errno.ENOSPC) -> StorageFullError:
@@ -290,13 +303,11 @@ class TensorReader:
             os.close(fd)
 
     def __enter__(self) -> TensorReader:  # noqa: PYI034 - Self is of Python 3.11
-        """Return the reader."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the file."""
         self.close()
 
 

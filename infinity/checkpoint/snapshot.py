@@ -7,12 +7,12 @@ import errno
 import fcntl
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from torch import nn
 
-from infinity.checkpoint.atomic import Older, new_folder
+from infinity.checkpoint.atomic import Older, new_folder, sync
 from infinity.checkpoint.resume import durable_of
 from infinity.checkpoint.sharedfolder import shared_folder
 from infinity.durable.commit import Commit
@@ -36,7 +36,6 @@ class Snapshot:
     """
 
     def __init__(self, folder: Path, step: int) -> None:
-        """Describe a snapshot of which nothing is copied yet."""
         self.folder, self.step, self.cloned = folder, step, False
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -45,6 +44,18 @@ class Snapshot:
     def done(self) -> bool:
         """Whether `wait` would return at once."""
         return self._thread is None or not self._thread.is_alive()
+
+    def start(self, copy: Callable[[], None]) -> None:
+        """Call `copy` on a thread; `wait` raises its error."""
+
+        def run() -> None:
+            try:
+                copy()
+            except BaseException as error:  # noqa: BLE001 - `wait` raises it
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="infinity-snapshot")
+        self._thread.start()
 
     def wait(self) -> None:
         """Return when the folder is complete and on disk.
@@ -92,18 +103,13 @@ def snapshot(model: nn.Module, folder: str | os.PathLike[str], *, overwrite: boo
         raise
 
     def copy() -> None:
-        error: BaseException | None = None
         try:
             with filling:
                 copying.finish()
-        except BaseException as raised:  # noqa: BLE001 - `wait` raises it
-            error = raised
         finally:
             durable.release()
-        taken._error = error  # noqa: SLF001 - it is ours
 
-    taken._thread = threading.Thread(target=copy, name="infinity-snapshot")  # noqa: SLF001
-    taken._thread.start()  # noqa: SLF001
+    taken.start(copy)
     if taken.cloned:
         taken.wait()
     return taken
@@ -181,7 +187,7 @@ def _files(durable: Durable, commit: Commit, folder: Path) -> Iterator[tuple[int
 
 
 def _clone(source: int, target: int) -> bool:
-    """Let a file share all blocks of another; False where the file system cannot."""
+    """Clone a file, so that both share all blocks; return False if the file system cannot."""
     try:
         fcntl.ioctl(target, _FICLONE, source)
     except OSError as error:
@@ -229,6 +235,4 @@ def _write_commit(folder: Path, commit: Commit) -> None:
             os.fsync(file.fileno())
         for one in [place, *place.parents]:
             if one.is_relative_to(folder):
-                descriptor = os.open(one, os.O_RDONLY | os.O_DIRECTORY)
-                os.fsync(descriptor)
-                os.close(descriptor)
+                sync(one, os.O_RDONLY | os.O_DIRECTORY)

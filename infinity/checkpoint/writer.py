@@ -12,7 +12,7 @@ import torch
 from infinity.checkpoint.hashed_stream import Sink
 from infinity.checkpoint.inventory import KINDS, Inventory
 from infinity.checkpoint.ranges import copied_out, parts
-from infinity.checkpoint.safetensors_file import TensorEntry, TensorWriter, storage_full
+from infinity.checkpoint.safetensors_file import TensorEntry, TensorWriter, split_by_size, storage_full
 from infinity.engine.engine import Engine
 from infinity.storage.manifest import MASTER, PLAIN, Form, TensorPiece
 from infinity.tensors import as_bytes, name_of_dtype
@@ -43,21 +43,25 @@ class CheckpointWriter:
         self._held = inventory.held()
         self._sinks: dict[tuple[str, str], Sink] = {}
         self._writers: list[TensorWriter] = []
-        groups: dict[str, list[tuple[str, str]]] = {}
+        groups: dict[str, dict[TensorEntry, tuple[str, str]]] = {}
         for kind, name in self._forms:
             start, stop = self._range(kind, name)
             if start < stop or (self._rank == 0 and not self._numel(kind, name)):
-                groups.setdefault(_PREFIXES.get(kind, "moments"), []).append((kind, name))
+                group = groups.setdefault(_PREFIXES.get(kind, "moments"), {})
+                group[self._entry(kind, name)] = kind, name
         there = os.statvfs(folder)
         free = there.f_bavail * there.f_frsize
-        needed = sum(self._entry(*key).nbytes for keys in groups.values() for key in keys)
+        needed = sum(entry.nbytes for group in groups.values() for entry in group)
         if needed > free:
             raise storage_full(folder, needed, free)
         try:
-            for prefix, of_group in groups.items():
-                for number, together in enumerate(self._cut(of_group), 1):
-                    rank = f"rank{self._rank:05}-" if self._ranks > 1 else ""
-                    self._open(folder / f"{prefix}-{rank}{number:05}.safetensors", together)
+            rank = f"rank{self._rank:05}-" if self._ranks > 1 else ""
+            for prefix, group in groups.items():
+                for number, entries in enumerate(split_by_size(group, FILE_NBYTES), 1):
+                    path = folder / f"{prefix}-{rank}{number:05}.safetensors"
+                    self._writers.append(TensorWriter(path, entries, {"format": "pt"}))
+                    sinks = {group[entry]: Sink(self._writers[-1], entry.name) for entry in entries}
+                    self._sinks.update(sinks)
         except BaseException:
             self.close()
             raise
@@ -78,25 +82,6 @@ class CheckpointWriter:
         if stop - start == self._numel(kind, name):
             return TensorEntry(key, dtype, shape)
         return TensorEntry(f"{key}[{start}:{stop}]", dtype, (stop - start,))
-
-    def _cut(self, keys: Sequence[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-        """Split tensors into files."""
-        together: list[tuple[str, str]] = []
-        nbytes = 0
-        for key in keys:
-            nbytes += self._entry(*key).nbytes
-            if together and nbytes > FILE_NBYTES:
-                yield together
-                together, nbytes = [], self._entry(*key).nbytes
-            together.append(key)
-        yield together
-
-    def _open(self, path: Path, keys: Sequence[tuple[str, str]]) -> None:
-        entries = [self._entry(*key) for key in keys]
-        writer = TensorWriter(path, entries, {"format": "pt"})
-        self._writers.append(writer)
-        for key, entry in zip(keys, entries, strict=True):
-            self._sinks[key] = Sink(writer, entry.name)
 
     def write_units(self, inventory: Inventory) -> None:
         """Write masters and moments, range by range."""

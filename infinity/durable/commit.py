@@ -156,8 +156,8 @@ def _commit(sequence: int, body: Mapping[str, Any], behind: memoryview) -> Commi
             str(name),
             tuple((str(one), tuple(map(_count, shape))) for one, shape in segments),
             tuple(
-                FieldAt(str(of), _count(nbytes), _pair(sides), _runs(runs, nbytes), take(hashed))
-                for of, nbytes, sides, runs, hashed in fields
+                FieldAt(str(of), _count(nbytes), (one, other), _runs(runs, nbytes), take(hashed))
+                for of, nbytes, (one, other), runs, hashed in fields
             ),
         )
         for name, segments, fields in body["records"]
@@ -183,21 +183,12 @@ def _count(value: Any) -> int:
     return value
 
 
-def _pair(sides: Any) -> tuple[Any, Any]:
-    first, second = sides
-    return first, second
-
-
 def _runs(runs: Any, nbytes: int) -> tuple[tuple[int, int], ...]:
     """Return runs, checked to cover `nbytes` in rising order."""
     found = tuple((_count(stop), _count(side)) for stop, side in runs)
     stops = [stop for stop, _ in found]
-    if (
-        stops != sorted(set(stops))
-        or not stops
-        or stops[-1] != nbytes
-        or not {side for _, side in found} <= {0, 1}
-    ):
+    whole = stops == sorted(set(stops)) and stops[-1:] == [nbytes]
+    if not whole or not {side for _, side in found} <= {0, 1}:
         raise ValueError(f"{runs!r} do not cover {nbytes} B")
     return found
 

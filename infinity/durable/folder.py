@@ -58,6 +58,8 @@ class RunFolder:
             run = _opened(RUN, above, base, opened, create=create)
             fd = _opened(f"rank{rank}", run, str(Path(base, RUN)), opened, create=create)
             self._folder = Descriptor(os.dup(fd))
+        self._slots: dict[int, Descriptor] = {}
+        self._allocated = [0, 0]
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -68,8 +70,6 @@ class RunFolder:
                 f"{self.path} belongs to a durable run that another process has open. Wait for it to end, or "
                 f"{otherwise}."
             ) from None
-        self._slots: dict[int, Descriptor] = {}
-        self._allocated = [0, 0]
 
     @property
     def fd(self) -> int:
@@ -189,7 +189,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Close and unlock the folder."""
-        for slot in getattr(self, "_slots", {}).values():
+        for slot in self._slots.values():
             slot.close()
         self._folder.close()
 

@@ -112,7 +112,6 @@ class Homes:
     """The places on NVMe of a durable run's fields that are in host memory; others are on NVMe already."""
 
     def __init__(self, store: Store) -> None:
-        """Allocate places in `store`."""
         self._store = store
         self._of: dict[tuple[Record, str], Home] = {}
 

@@ -51,7 +51,8 @@ MISSED_LIMIT = 100
 
 
 class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[misc]  # state, on demand
-    """The base of all optimizers on parameters built inside `with infinity.Init(...)`.
+    """The base of all optimizers on parameters built inside `with infinity.Init(...)`. Making one
+    allocates room for their state.
 
     params: as for every torch Optimizer. defaults: the options of a param group. recipe: what the optimizer
     computes, and which state it keeps. max_norm: clip the global gradient norm, in fp32, inside the update
@@ -73,7 +74,6 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         update: Literal["forward", "backward"] = "forward",
         seed: int = 0,
     ) -> None:
-        """Take the parameters; room for their state is allocated now."""
         if update not in ("forward", "backward"):
             raise ValueError(f'update={update!r}: expected "forward" or "backward"')
         if max_norm is not None and not max_norm > 0:
@@ -141,9 +141,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         for engine in self._engines.values():
             engine.arrivals.finish_backward()
         taken = [(group, one, self._gradient(one, grad)) for group, one, grad in self._with_gradient()]
-        torch.autograd.graph.increment_version(
-            [one for _, one, _ in taken]
-        )  # graphs that saved old values raise
+        torch.autograd.graph.increment_version([one for _, one, _ in taken])  # graphs with old values end
         taken = [
             (group, parameter, gradient)
             for group, parameter, gradient in taken
@@ -170,7 +168,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
                 warn_unscaled(gradient.unit.name, dtype)
 
     def _with_gradient(self) -> list[tuple[dict[str, Any], nn.Parameter, torch.Tensor]]:
-        with torch._C.DisableTorchFunctionSubclass():  # reading p.grad needs no values: skip the guards
+        with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked
             return [
                 (group, parameter, grad)
                 for group in self.param_groups
@@ -179,7 +177,9 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
             ]
 
     def _gradient(self, parameter: nn.Parameter, grad: torch.Tensor) -> Gradient:
-        """Return the stored gradient behind `p.grad`; one that the user assigned is stored first."""
+        """Return the stored gradient behind `p.grad`; a plain tensor that the user put there is taken in
+        first.
+        """
         engine = self.mine[id(parameter)].engine
         unit, index = engine.unit_of(parameter)
         if isinstance(grad, OffloadedGradient) and grad.is_of(unit, index):
@@ -256,7 +256,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
     # Updating in the backward: engine.Updater
 
     def takes(self, unit: Unit) -> bool:
-        """Whether it has parameters of this unit."""
+        """Whether parameters of this unit are its own."""
         return any(id(parameter) in self.mine for parameter in unit.parameters)
 
     def applied(self, unit: Unit, index: int) -> bool:
@@ -264,7 +264,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         return id(unit.parameters[index]) in self._applied
 
     def apply(self, unit: Unit) -> bool:
-        """Apply a unit's gradients and return True, if all are there and no later use can add to them."""
+        """Apply a unit's complete gradients, if no further use of it in this backward can bring more."""
         gradients = self._engine(unit).gradients
         outgoing = gradients.outgoing_of(unit)
         if not outgoing or not self._engine(unit).hooks.used_once(unit):
@@ -279,7 +279,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         return True
 
     def backward_ended(self) -> None:
-        """Apply the remaining gradients: of units that were used several times, or that got only some."""
+        """Apply the gradients of units that were used more than once, and of those that got only some."""
         if self.update != "backward":
             return
         waiting: dict[Unit, list[Gradient]] = {}

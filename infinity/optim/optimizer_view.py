@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -60,37 +60,33 @@ def _changes(name: str) -> bool:
     return name.endswith("_") and name != "requires_grad_"
 
 
-class ParameterState:
+class ParameterState(Mapping[str, Any]):
     """`optimizer.state[parameter]`: "step", and the optimizer's tensors by torch's names. Empty before the
     parameter's first step.
 
     Reading a tensor returns a new one, fp32 on the CPU, with all updates applied. All ranks have to read, and
-    assign, together. It behaves as a dict; dict(state) reads everything.
+    assign, together. values(), items() and dict(state) read everything.
 
     Raises: UnsupportedError if a later optimizer has taken the parameters over.
     """
 
     def __init__(self, optimizer: ShowingState, parameter: nn.Parameter) -> None:
-        """Give access to the state of `parameter`."""
         self._optimizer, self._parameter = optimizer, parameter
 
-    def keys(self) -> list[str]:
-        """Return the names."""
+    @property
+    def _names(self) -> list[str]:
         if self._parameter not in self._optimizer.counts:
             return []
         return ["step", *self._optimizer.recipe.state.values()]
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the names."""
-        return iter(self.keys())
+        return iter(self._names)
 
     def __len__(self) -> int:
-        """Return the number of names."""
-        return len(self.keys())
+        return len(self._names)
 
     def __contains__(self, name: object) -> bool:
-        """Whether it is one of the names."""
-        return name in self.keys()
+        return name in self._names
 
     def __getitem__(self, name: str) -> Any:
         """Return the step count, or read a tensor."""
@@ -118,27 +114,11 @@ class ParameterState:
     def _field(self, name: str) -> str | None:
         """Return the record's field of a name; None for "step"."""
         if name not in self:
-            raise KeyError(f"{name!r}: expected one of {self.keys() or 'none, before the first step'}")
+            raise KeyError(f"{name!r}: expected one of {self._names or 'none, before the first step'}")
         fields = {known: field for field, known in self._optimizer.recipe.state.items()}
         return fields.get(name)
 
-    def get(self, name: str, otherwise: Any = None) -> Any:
-        """Return one value, or `otherwise` for an unknown name."""
-        try:
-            return self[name]
-        except KeyError:
-            return otherwise
-
-    def values(self) -> list[Any]:
-        """Read all values."""
-        return [self[name] for name in self]
-
-    def items(self) -> list[tuple[str, Any]]:
-        """Read all values, with their names."""
-        return [(name, self[name]) for name in self]
-
     def __repr__(self) -> str:
-        """Show what is known without reading."""
         shape = tuple(self._parameter.shape)
         step = {"step": self["step"]} if self else {}
         return str(step | {name: f"fp32 {shape}, read when asked for" for name in self if name != "step"})
@@ -148,11 +128,9 @@ class States(MutableMapping[torch.Tensor, Any]):
     """`optimizer.state`: a ParameterState for each parameter that has stepped."""
 
     def __init__(self, optimizer: ShowingState) -> None:
-        """Give access to the state of an optimizer's parameters."""
         self._optimizer = optimizer
 
     def __getitem__(self, parameter: Any) -> ParameterState:
-        """Return one parameter's state."""
         if id(parameter) not in self._optimizer.mine:
             raise KeyError(f"{parameter!r} is not a parameter of this {type(self._optimizer).__name__}")
         return ParameterState(self._optimizer, parameter)
@@ -166,23 +144,18 @@ class States(MutableMapping[torch.Tensor, Any]):
             state[name] = one
 
     def __delitem__(self, parameter: Any) -> None:
-        """Raise: state cannot be dropped."""
         raise UnsupportedError(_not_dropped(self._optimizer))
 
     def __contains__(self, parameter: object) -> bool:
-        """Whether a parameter has stepped."""
         return parameter in self._optimizer.counts
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        """Iterate over the parameters that have stepped."""
         return iter(self._optimizer.counts)
 
     def __len__(self) -> int:
-        """Return how many parameters have stepped."""
         return len(self._optimizer.counts)
 
     def __repr__(self) -> str:
-        """Show what is known without reading."""
         return repr(dict(self.items()))
 
 

@@ -46,7 +46,6 @@ class AdamW(OffloadedOptimizer):
         seed: int = 0,
         **options: Any,
     ) -> None:
-        """Take the parameters; room for their moments is allocated now."""
         settle(AdamW, torch.optim.AdamW, {"amsgrad": amsgrad, **options}, params)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, recipes.ADAMW, max_norm=max_norm, update=update, seed=seed)
@@ -68,7 +67,6 @@ class Adam(OffloadedOptimizer):
         update: When = "forward",
         **options: Any,
     ) -> None:
-        """Take the parameters; room for their moments is allocated now."""
         settle(Adam, torch.optim.Adam, {"amsgrad": amsgrad, **options}, params)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, recipes.ADAM, max_norm=max_norm, update=update)
@@ -95,7 +93,6 @@ class SGD(OffloadedOptimizer):
         update: When = "forward",
         **options: Any,
     ) -> None:
-        """Take the parameters; room for their momentum is allocated now."""
         settle(SGD, torch.optim.SGD, options, params)
         if nesterov and not momentum:
             raise ValueError(f"nesterov=True with momentum={momentum}: Nesterov needs a momentum above 0")
@@ -126,7 +123,6 @@ class Adagrad(OffloadedOptimizer):
         update: When = "forward",
         **options: Any,
     ) -> None:
-        """Take the parameters; room for their sums is allocated now."""
         settle(Adagrad, torch.optim.Adagrad, options, params)
         if not initial_accumulator_value >= 0:
             raise ValueError(f"initial_accumulator_value={initial_accumulator_value}: expected at least 0")
@@ -162,7 +158,6 @@ class Lion(OffloadedOptimizer):
         update: When = "forward",
         **options: Any,
     ) -> None:
-        """Take the parameters; room for their momentum is allocated now."""
         settle(Lion, None, options, params)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         super().__init__(params, defaults, recipes.LION, max_norm=max_norm, update=update)

@@ -107,7 +107,6 @@ class PackedSpans:
     """The spans that one pass over a record works on, tile by tile in rising order: [Note: packed fields]."""
 
     def __init__(self, record: Record) -> None:
-        """Start without spans."""
         self._record = record
         self._spans: dict[tuple[str, int], _Span] = {}
         self._noted: list[tuple[str, int, int]] = []

@@ -88,7 +88,6 @@ class Record:
         self._whole: dict[str, int] | None = None
 
     def __contains__(self, name: str) -> bool:
-        """Whether the record has this field."""
         return name in self._extents
 
     def name_unit(self, name: str) -> None:
@@ -231,7 +230,7 @@ class Record:
         return extent.store.memory(extent) if isinstance(extent.store, HostStore) else None
 
     def leave(self, name: str) -> None:
-        """Give a field in host memory new memory; who holds the old one keeps it, with its values."""
+        """Give a field in host memory new memory; holders of the old memory keep its values."""
         extent = self._extents[name]
         if isinstance(extent.store, HostStore):
             self._extents[name] = extent.store.replace(extent)
