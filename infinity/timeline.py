@@ -131,10 +131,6 @@ class Timeline:
         """(began, ended) of each step whose end was marked."""
         return list(pairwise(self._marks))
 
-    def busy_s(self, lane: str, since: float, until: float) -> float:
-        """Return the seconds between `since` and `until` in which at least one span of `lane` ran."""
-        return busy_s((one for one in self.spans if one.lane == lane), since, until)
-
 
 def busy_s(spans: Iterable[Span], since: float, until: float) -> float:
     """Return the seconds between `since` and `until` in which at least one of `spans` ran."""

@@ -160,9 +160,7 @@ def _check(path: Path, older: Older) -> Collection[str] | None:
 
 
 def _refused(path: Path, why: str, beside: Path | None = None) -> FileExistsError:
-    if beside is None:
-        return FileExistsError(errno.EEXIST, why, str(path))
-    return FileExistsError(errno.EEXIST, why, str(path), None, str(beside))
+    return FileExistsError(errno.EEXIST, why, str(path), None, beside and str(beside))
 
 
 def _rescued(filling: Path, path: Path, refused: str) -> FileExistsError:

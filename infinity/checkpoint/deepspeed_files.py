@@ -89,17 +89,14 @@ def _check_fits(saved: _TagFiles, inventory: Inventory) -> tuple[Iterable[str], 
     plains = {name: form for name, form in inventory.plains().items() if name not in shared}
     found = compare(saved.forms(), inventory.masters(), "parameters")
     found += compare(saved.buffers(), plains, "buffers")
-    moments = saved.moments() if inventory.optimizer is not None else None
-    if moments is not None and not {"m", "v"} <= set(_state(inventory)):
-        kind = type(inventory.optimizer).__name__
+    optimizer = inventory.optimizer
+    moments = saved.moments() if optimizer is not None else None
+    if optimizer is not None and moments is not None and not {"m", "v"} <= set(optimizer.recipe.state):
+        kind = type(optimizer).__name__
         found.append(f"it has Adam's moments, but the optimizer is {kind}; give AdamW or Adam, or None")
     if found:
         raise CheckpointError("\n  ".join([f"{saved.folder} does not fit; nothing was loaded:", *found]))
     return plains, moments
-
-
-def _state(inventory: Inventory) -> Iterable[str]:
-    return inventory.optimizer.recipe.state if inventory.optimizer is not None else ()
 
 
 def _fill(saved: _TagFiles, moments: _Moments | None, inventory: Inventory, model: nn.Module) -> None:

@@ -38,8 +38,7 @@ def resume(
     Raises: ConfigError without `durable`; CheckpointError naming what does not fit, before anything changes;
     CorruptionError naming unit, field, file and offset; RanksError if another rank failed.
     """
-    engine = engine_of_model(model)
-    durable = _of(engine)
+    engine, durable = engine_of_model(model), durable_of(model)
     if durable.source is not None:
         raise UnsupportedError("resume: this run was begun already. Build model and optimizer anew.")
     training = Training(Inventory(model, optimizer), model)
@@ -82,16 +81,13 @@ def durable_of(model: nn.Module) -> Durable:
 
     Raises: ConfigError for a model without one.
     """
-    return _of(engine_of_model(model))
-
-
-def _of(engine: Engine) -> Durable:
-    if engine.durable is None:
+    durable = engine_of_model(model).durable
+    if durable is None:
         raise ConfigError(
             "the model was built without durable=True, so no step is committed. Give Init Config(nvme=..., "
             "durable=True); for checkpoints there are infinity.save and load."
         )
-    return engine.durable
+    return durable
 
 
 def _chosen(durable: Durable, *, older: bool) -> Commit:

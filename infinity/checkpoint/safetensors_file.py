@@ -95,26 +95,16 @@ def storage_full(path: Path, needed: int, free: int, number: int = errno.ENOSPC)
     why = f"{format_size(needed)} are needed"
     if number == errno.EFBIG:
         limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-        of_process = limit != resource.RLIM_INFINITY and limit < needed
-        what = (
-            f"this process may write files of {format_size(limit)}"
-            if of_process
-            else "the file system allows less"
-        )
-        cure = (
-            "`ulimit -f unlimited` in the shell that starts it"
-            if of_process
-            else "Write to another file system"
-        )
+        if limit != resource.RLIM_INFINITY and limit < needed:
+            what = f"this process may write files of {format_size(limit)}"
+            cure = "`ulimit -f unlimited` in the shell that starts it"
+        else:
+            what, cure = "the file system allows less", "Write to another file system"
         why += f" in one file, and {what} (the limit of file sizes; {format_size(free)} are free). {cure}"
     elif needed > free:
         why += f", {format_size(free)} free, {format_size(needed - free)} short. {_MORE}"
     else:
-        limits = (
-            "this user's quota"
-            if number == errno.EDQUOT
-            else "a quota, or space that the file system reserves,"
-        )
+        limits = "this user's quota" if number == errno.EDQUOT else "a quota, or space that is reserved,"
         why += f", and {limits} does not allow it although {format_size(free)} are free. {_MORE}"
     full = StorageFullError(number, f"{path}: {os.strerror(number)}: {why}.", str(path))
     return full.with_sizes(needed=needed, free=free)
@@ -136,7 +126,8 @@ class TensorWriter:
         except BaseException:
             self.close()
             raise
-        self._finish_if_whole()
+        if not self._left_nbytes:
+            self.finish()
 
     def _open(self) -> int:
         return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -185,7 +176,8 @@ class TensorWriter:
         self._write(self._start + self._offsets[name] + offset, values)
         self._left_nbytes -= nbytes
         self.written_nbytes += nbytes
-        self._finish_if_whole()
+        if not self._left_nbytes:
+            self.finish()
 
     def _write(self, at: int, values: Bytes) -> None:
         left = memoryview(values).cast("B")
@@ -195,11 +187,6 @@ class TensorWriter:
             except OSError as error:
                 raise self._full(error) from error
             left, at = left[done:], at + done
-
-    def _finish_if_whole(self) -> None:
-        """Finish a file that is completely written."""
-        if self._left_nbytes == 0:
-            self.finish()
 
     def finish(self) -> None:
         """Sync what this process has written to disk, and close the file."""

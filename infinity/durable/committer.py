@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from infinity import aio
 from infinity.durable.commit import Commit, FieldAt, PlainTensor, RecordAt
 from infinity.durable.folder import RunFolder, state_name, wiping
 from infinity.durable.homes import Homes, write_out
@@ -162,7 +161,7 @@ class Durable:
     def _openings(self) -> Iterator[Opening]:
         for number, folder in enumerate(self.folders):
             opening = folder.open_state if self.found else folder.create_state
-            yield partial(_open, opening, state_name(self.run, number))
+            yield partial(opening, name=state_name(self.run, number))
 
     def _claim(self) -> None:
         """Reserve the places that the found commits name, so that they are not allocated."""
@@ -399,7 +398,3 @@ class Durable:
                     folder.wipe()
         for folder in self.folders if not self.nvme.hung else ():  # else a late write could hit another run
             folder.close()
-
-
-def _open(opening: Callable[[aio.IoEngine, str], aio.File], name: str, engine: aio.IoEngine) -> aio.File:
-    return opening(engine, name)

@@ -105,10 +105,6 @@ class Channel:
             "the same order."
         )
 
-    def numbers(self, values: Sequence[float], what: str) -> list[list[float]]:
-        """Return every rank's fp64 values; all ranks give the same number of them."""
-        return self.rows(torch.tensor(values, dtype=torch.float64), what)
-
     def integers(self, values: Sequence[int], what: str) -> list[list[int]]:
         """Return every rank's 63-bit integers; all ranks give the same number of them."""
         return self.rows(torch.tensor(values, dtype=torch.int64), what)
@@ -116,13 +112,9 @@ class Channel:
     def rows(self, mine: torch.Tensor, what: str) -> list[list[Any]]:
         """Return every rank's numbers; all ranks give the same number of them, of the same dtype."""
         rows = torch.empty(self.ranks.size * mine.numel(), dtype=mine.dtype)
-        self._do(what, self._control, partial(all_gather, rows, mine))
+        self.gather(rows, mine, what)
         whole: list[list[Any]] = rows.view(self.ranks.size, -1).tolist()
         return whole
-
-    def gather_bytes(self, rows: torch.Tensor, mine: torch.Tensor, what: str) -> None:
-        """Fill `rows` with every rank's bytes, in host memory."""
-        self._do(what, self._control, partial(all_gather, rows, mine))
 
     def gather(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> None:
         """Fill `whole` with every rank's `part`, in the order of ranks; `part` may be a view of `whole`."""
@@ -234,7 +226,8 @@ class Ranks:
         """Return the sums over all ranks, in fp64, added in the order of ranks."""
         if self._control is None:
             return list(values)
-        return [sum(column) for column in zip(*self._control.numbers(values, what), strict=True)]
+        rows = self._control.rows(torch.tensor(values, dtype=torch.float64), what)
+        return [sum(column) for column in zip(*rows, strict=True)]
 
     def least(self, value: int, what: str) -> int:
         """Return the smallest of the ranks' integers."""
@@ -270,7 +263,7 @@ class Ranks:
             return [b""] * self.size
         padded = torch.frombuffer(bytearray(said.ljust(most)), dtype=torch.uint8)
         rows = torch.empty(self.size * most, dtype=torch.uint8)
-        self._control.gather_bytes(rows, padded, what)
+        self._control.gather(rows, padded, what)
         whole = memoryview(rows.numpy())  # type: ignore[arg-type]
         return [bytes(whole[rank * most : rank * most + size]) for rank, size in enumerate(sizes)]
 

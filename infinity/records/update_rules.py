@@ -96,29 +96,15 @@ def _lion_scalars(group: Mapping[str, Any], _step: int, clip: float) -> kernels.
     return kernels.LionScalars(float(group["lr"]), beta1, beta2, group["weight_decay"], clip)
 
 
-def _fields(*names: str) -> Callable[[Any], Callable[[UpdateSpan, Any], None]]:
-    """Return a function that turns a kernel over the addresses of these fields into a Kernel."""
+def _over(call: Any, *names: str, rounds: bool = False) -> Kernel:
+    """Return a Kernel from a kernel over the addresses of these fields. rounds: it rounds stochastically."""
 
-    def of(call: Any) -> Kernel:
-        def step(span: UpdateSpan, scalars: Any) -> None:
-            call(span.n, *(span.at[name] for name in names), span.grad, span.dtype, scalars, span.sums)
+    def step(span: UpdateSpan, scalars: Any) -> None:
+        fields = (span.at[name] for name in names)
+        random_bits = (span.key, span.first) if rounds else ()
+        call(span.n, *fields, span.grad, span.dtype, scalars, *random_bits, span.sums)
 
-        return step
-
-    return of
-
-
-def _rounding(*names: str) -> Callable[[Any], Callable[[UpdateSpan, Any], None]]:
-    """The same for kernels that round at random."""
-
-    def of(call: Any) -> Kernel:
-        def step(span: UpdateSpan, scalars: Any) -> None:
-            fields = (span.at[name] for name in names)
-            call(span.n, *fields, span.grad, span.dtype, scalars, span.key, span.first, span.sums)
-
-        return step
-
-    return of
+    return step
 
 
 def _on_every_record(step: Kernel) -> dict[tuple[str, str], Kernel]:
@@ -158,41 +144,24 @@ def _without_momentum(span: UpdateSpan, scalars: Any) -> None:
         kernels.sgd(n, hi, lo, momentum.data_ptr(), grad, span.dtype, replace(scalars, step=1))
 
 
-_SPLIT = _fields("hi", "lo", "m", "v")
-_MOMENTUM = _fields("hi", "lo", "m")
 _ADAMW_KERNELS = {
-    ("bf16", "fp32"): _SPLIT(kernels.adamw),
-    ("bf16", "bf16"): _rounding("hi", "lo", "m", "v")(kernels.adamw_bf16),
-    ("bf16", "int8"): _rounding("hi", "lo", "m", "v", "scale")(kernels.adamw_int8),
-    ("fp16", "fp32"): _fields("hi", "master", "m", "v")(kernels.adamw_fp16),
-    ("fp32", "fp32"): _fields("hi", "m", "v")(kernels.adamw_fp32),
+    ("bf16", "fp32"): _over(kernels.adamw, "hi", "lo", "m", "v"),
+    ("bf16", "bf16"): _over(kernels.adamw_bf16, "hi", "lo", "m", "v", rounds=True),
+    ("bf16", "int8"): _over(kernels.adamw_int8, "hi", "lo", "m", "v", "scale", rounds=True),
+    ("fp16", "fp32"): _over(kernels.adamw_fp16, "hi", "master", "m", "v"),
+    ("fp32", "fp32"): _over(kernels.adamw_fp32, "hi", "m", "v"),
 }
 
+_ADAM_KERNELS = _on_every_record(_over(kernels.adam, "hi", "lo", "m", "v"))
+_SGD_KERNELS = _on_every_record(_over(kernels.sgd, "hi", "lo", "m"))
+_ADAGRAD_KERNELS = _on_every_record(_over(kernels.adagrad, "hi", "lo", "v"))
+_LION_KERNELS = _on_every_record(_over(kernels.lion, "hi", "lo", "m"))
+_ADAM_STATE = {"m": "exp_avg", "v": "exp_avg_sq"}
 _SPLIT_ALONE = frozenset({("bf16", "fp32")})
 
-ADAMW = Recipe(
-    "AdamW",
-    {"m": "exp_avg", "v": "exp_avg_sq"},
-    _adam_scalars,
-    _ADAMW_KERNELS,
-    frozenset(_ADAMW_KERNELS),
-)
-ADAM = Recipe("Adam", ADAMW.state, _adam_scalars, _on_every_record(_SPLIT(kernels.adam)), _SPLIT_ALONE)
+ADAMW = Recipe("AdamW", _ADAM_STATE, _adam_scalars, _ADAMW_KERNELS, frozenset(_ADAMW_KERNELS))
+ADAM = Recipe("Adam", _ADAM_STATE, _adam_scalars, _ADAM_KERNELS, _SPLIT_ALONE)
 SGD = Recipe("SGD", {}, _plain_sgd_scalars, _on_every_record(_without_momentum))
-MOMENTUM = Recipe(
-    "SGD",
-    {"m": "momentum_buffer"},
-    _sgd_scalars,
-    _on_every_record(_MOMENTUM(kernels.sgd)),
-    _SPLIT_ALONE,
-)
-ADAGRAD = Recipe(
-    "Adagrad",
-    {"v": "sum"},
-    _adagrad_scalars,
-    _on_every_record(_fields("hi", "lo", "v")(kernels.adagrad)),
-    _SPLIT_ALONE,
-)
-LION = Recipe(
-    "Lion", {"m": "exp_avg"}, _lion_scalars, _on_every_record(_MOMENTUM(kernels.lion)), _SPLIT_ALONE
-)
+MOMENTUM = Recipe("SGD", {"m": "momentum_buffer"}, _sgd_scalars, _SGD_KERNELS, _SPLIT_ALONE)
+ADAGRAD = Recipe("Adagrad", {"v": "sum"}, _adagrad_scalars, _ADAGRAD_KERNELS, _SPLIT_ALONE)
+LION = Recipe("Lion", {"m": "exp_avg"}, _lion_scalars, _LION_KERNELS, _SPLIT_ALONE)

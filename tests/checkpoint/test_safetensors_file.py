@@ -181,7 +181,7 @@ def test_a_limit_on_file_sizes_is_no_lack_of_space_and_its_cure_works(tmp_path):
 def test_space_that_is_there_and_may_not_be_used_is_not_called_short(tmp_path):
     for number, why in (
         (errno.EDQUOT, "this user's quota"),
-        (errno.ENOSPC, "space that the file system reserves"),
+        (errno.ENOSPC, "space that is reserved"),
     ):
         told = str(tensorfile.storage_full(tmp_path, 1 << 20, 1 << 30, number))
         assert why in told
