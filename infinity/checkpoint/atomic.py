@@ -170,7 +170,7 @@ def _rescued(filling: Path, path: Path, refused: str) -> FileExistsError:
         number += 1
     filling.rename(beside)
     sync(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    why = f"{refused}. So that nothing is lost, everything was saved in {beside} instead"
+    why = f"{refused.rstrip('.')}. So that nothing is lost, everything was saved in {beside} instead"
     return _refused(path, why, beside)
 
 

@@ -256,7 +256,7 @@ def test_a_field_in_host_memory_is_used_there_and_never_transferred():
     record, memory = record_of(TILE), filled(2 * TILE)
     record.add("hi", host())
     for transfer in (record.read, record.write):
-        with pytest.raises(TypeError, match=r"layers\.3\.hi lies in host memory"):
+        with pytest.raises(TypeError, match=r"layers\.3\.hi is in host memory"):
             transfer("hi", 0, TILE, memory.address, memory)
     assert not record.written("hi", 0)
     assert not record._traffic.read + record._traffic.written
