@@ -1,4 +1,4 @@
-"""The places on NVMe to which a durable run writes fields that are in host memory, and passes for commits."""
+"""Durable runs: fields in host memory, written to where a commit can name them; all of a record, compared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from infinity.storage.store import Extent, Store, Transfer
 from infinity.units.unit import Unit
 
 Home: TypeAlias = "tuple[Extent, array[int]]"
-"""A field's extent on NVMe, and the hashes of its spans."""
+"""Where a field lies on the drive, and its tiles' hashes."""
 ABREAST_NBYTES = 4 << 20
 """Bytes of host memory that a commit queues for writing at a time, so that reads do not wait behind all."""
 

@@ -90,7 +90,7 @@ class _Piece:
 
 
 class _Later:
-    """The write of a tile whose span is written later, with its other tiles: done at once."""
+    """Stands for the write of a tile that is written with others of its span."""
 
     done = True
     began_s = 0.0
