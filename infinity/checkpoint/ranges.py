@@ -35,7 +35,7 @@ def chunks(record: Record) -> Iterator[tuple[int, int]]:
 
 
 def field_nbytes(record: Record, field: str, numel: int) -> int:
-    """Return the bytes of `numel` elements of a field, or of the fp32 "master"."""
+    """Bytes of `numel` elements of a field, "master" included."""
     return 4 * numel if field == "master" else record.form.nbytes(field, numel)
 
 
@@ -120,7 +120,7 @@ class CopyInPass(_RangePass):
                 kernels.copy(self.record.form.nbytes(field, numel), at[field], source)
 
     def done_processing(self) -> None:
-        """Drop the buffers."""
+        """Let go of the buffers."""
         self.values = {}
 
 
