@@ -207,7 +207,7 @@ def test_two_runs_on_one_folder_are_refused_and_the_first_goes_on(folder):
         ({"state_dtype": "bf16"}, r"the run in .* has 'fp32'\."),
         (
             {"host_memory": "1GiB"},
-            r"records in tiles of \d+ elements, and this host_memory makes tiles of 524288. Give 1.0 MiB to",
+            r"records in tiles of \d+ elements, and this host_memory makes tiles of 524288. Set 1.0 MiB to",
         ),
         ({"track": False}, r"tracked: only in the commit loader, scheduler, only here none"),
     ],
