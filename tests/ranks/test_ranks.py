@@ -307,7 +307,7 @@ def test_every_method_of_a_tensor_does_so_on_two_ranks_at_every_budget(tmp_path)
 def test_the_command_trains_on_two_ranks_with_one_log_as_on_one_with_twice_the_batch(
     tmp_path, monkeypatch, capfd, repeatable
 ):
-    """Under torchrun. Losses within what bf16 sums of other orders explain; the table has each rank's figures."""
+    """Under torchrun. Losses within what bf16 sums of other orders explain; the table has both's figures."""
     monkeypatch.setenv("COLUMNS", "200")
     options = ["--preset", "1m", "--steps", "2", "--sequence", "32", "--no-nvme", "--host-memory", "256MiB"]
     runs = {2: ["--batch", "1", "--out", f"{tmp_path}/two"], 1: ["--batch", "2", "--out", f"{tmp_path}/one"]}

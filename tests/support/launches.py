@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import importlib
 import os
 import runpy
 import socket
@@ -40,8 +41,7 @@ def torchrun(ranks, *arguments, restarts=0, limit_s=250, **more):
 @functools.cache
 def warm_up():
     """Import what a training imports only while it runs."""
-    import torch._dynamo
-
+    importlib.import_module("torch._dynamo")
     for name in ("llama", "gpt2", "mixtral"):
         models.MODELS[name]()
 
@@ -65,7 +65,7 @@ def forked(ranks, program, folder, *arguments, limit_s=280.0, **more):
             with printed[number].open("w") as file:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
-            sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: PTH123, SIM115
+            sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
             sys.argv = [str(program), str(folder), *map(str, arguments)]
             variables = {**of_all, "RANK": number, "LOCAL_RANK": number, **more}
             os.environ.update({key: str(one) for key, one in variables.items()})
