@@ -21,7 +21,7 @@ from places import ROOT, SEED, disk
 
 DURATIONS = ROOT / "tests/durations.csv"
 
-# Workers divide the cores, before torch is imported: its threads spin where there are more of them than cores.
+# Workers divide the cores: where there are more of torch's threads than cores, they spin. Torch reads it once.
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))
 
