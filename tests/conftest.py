@@ -21,7 +21,7 @@ from places import ROOT, SEED, disk
 
 DURATIONS = ROOT / "tests/durations.csv"
 
-# Workers divide the cores: where there are more of torch's threads than cores, they spin. Torch reads it once.
+# Workers divide the cores, before torch is imported: where its threads are more than the cores, they spin.
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))
 
