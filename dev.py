@@ -246,6 +246,7 @@ def test(rest: list[str], *, everything: bool) -> NoReturn:
     # A file's tests share what they set up; tests/durations.csv has the order in which the files begin.
     parallel = ["-n", str(min(os.cpu_count() or 1, 4)), "--dist=loadfile", "--no-loadscope-reorder"]
     workers = parallel * (not missing(python, ["xdist"]))
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the tests start many interpreters
     become(python, str(python), "-m", "pytest", "-m", kinds, *workers, *rest)
 
 

@@ -21,6 +21,10 @@ from places import ROOT, SEED, disk
 
 DURATIONS = ROOT / "tests/durations.csv"
 
+# Workers divide the cores, before torch is imported: where its threads are more than the cores, they spin.
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))
+
 # Two cores and a busy disk make single examples slow at random: time is pytest-timeout's business.
 hypothesis.settings.register_profile("infinity", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("infinity")

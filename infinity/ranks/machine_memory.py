@@ -16,6 +16,8 @@ _OWN = Path("/proc/self/cgroup")
 # By cgroup version: folder under the root, files of limit and use, key of the reclaimable cache in that use.
 _V2 = ("", "memory.max", "memory.current", "inactive_file")
 _V1 = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_NO_LIMIT = 1 << 62
+"""Bytes: version 1 writes a limit above it where none is set."""
 
 
 def total_nbytes() -> tuple[int, str]:
@@ -83,8 +85,11 @@ def _groups() -> Iterator[tuple[Path, int, int]]:
 
 def _numbers(folder: Path, limit: str, use: str, cache: str) -> tuple[int, int] | None:
     try:
-        most, used = (folder / limit).read_text().strip(), int((folder / use).read_text())
+        most = (folder / limit).read_text().strip()
+        if not most.isdigit() or int(most) > _NO_LIMIT:
+            return None
+        used = int((folder / use).read_text())
         rows = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return (int(most), used - int(rows.get(cache, 0))) if most.isdigit() else None
+        return int(most), used - int(rows.get(cache, 0))
     except (OSError, ValueError):
         return None

@@ -20,6 +20,7 @@ from infinity.cli import train as module
 from infinity.cli.interrupted import Interrupted
 from infinity.cli.presets import PRESETS, llama, recompute_blocks
 from infinity.cli.settings import TrainSettings
+from infinity.cli.text import default_text
 from infinity.cli.train import disk_speed, learning_rate, train
 from infinity.storage.disk_speed import DiskSpeed
 
@@ -37,10 +38,21 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def text_found_once(monkeypatch):
+    """The standard library's 2,000 files are looked through once for all trainings."""
+    monkeypatch.setattr(module, "default_text", found_text)
+
+
+found_text = functools.cache(default_text)
+
+
 def run(folder: Path, name: str, **settings: object) -> list[dict]:
-    """Train, and return the lines of the log."""
+    """Train, and return the lines of the log; no picture is drawn."""
     out = folder / name
-    train(TrainSettings(**{**SCHEDULED, **settings}, out=str(out)), Console(quiet=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "plot_loss", lambda *_: None)
+        train(TrainSettings(**{**SCHEDULED, **settings}, out=str(out)), Console(quiet=True))
     return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer and Accelerate on two ranks: real processes under torchrun, over gloo.
+"""Hugging Face's Trainer and Accelerate on two ranks: real processes over gloo.
 
 Trusted: the same Trainer, training the reference of several ranks; what the ranks do is in trainer_ranks_run.
 One launch runs all cases: starting processes costs more than they do.
@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import infinity
-from launches import torchrun
+from launches import forked
 from places import SUPPORT
 from trainers import ADAM
 from trainers_of_ranks import OPTIONS, ROWS, build_llama
@@ -27,10 +27,8 @@ if importlib.util.find_spec("peft"):
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trainer")
-    run = torchrun(2, SUPPORT / "trainer_ranks_run.py", folder, *CASES, RANKS_DISK=str(folder))
-    paths = [folder / f"{rank}.json" for rank in range(2)]
-    assert all(path.exists() for path in paths), run.stderr[-3000:]
-    both = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    forked(2, SUPPORT / "trainer_ranks_run.py", folder, *CASES, RANKS_DISK=folder)
+    both = [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
 
     def answer(case):
         given = [one.get(case, {"error": "an earlier case ended the run"}) for one in both]

@@ -14,15 +14,18 @@ from infinity.planning.demand import Setting, demand, least_host_nbytes
 from infinity.planning.outline import llama, trace_of
 
 PRESET = presets.Preset(layers=3, hidden=256, intermediate=704, heads=4)
-OUTLINE = llama("small", PRESET.layers, PRESET.hidden, PRESET.intermediate, presets.VOCABULARY)
+HALF = presets.Preset(layers=3, hidden=128, intermediate=352, heads=4)
+OUTLINE, HALF_OUTLINE = (
+    llama("small", one.layers, one.hidden, one.intermediate, presets.VOCABULARY) for one in (PRESET, HALF)
+)
 MIB = 1 << 20
 
 
-def built(setting, nvme=None):
+def built(setting, nvme=None, preset=PRESET):
     """A model in Init and its optimizer, at the budget of a setting."""
     types = {"dtype": setting.dtype, "state_dtype": setting.state_dtype}
     with infinity.Init(nvme=nvme, host_memory=setting.host_nbytes, **types):
-        model = presets.llama(PRESET, sequence=16)
+        model = presets.llama(preset, sequence=16)
     model.train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model, infinity.AdamW(model.parameters(), update=setting.update)
@@ -53,26 +56,26 @@ def moved(engine):
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*no loss scaling")
 @pytest.mark.parametrize(
-    ("mib", "changes"),
+    ("kib", "changes"),
     [
-        (4, {"update": "backward"}),
-        pytest.param(4, {"update": "forward"}, marks=pytest.mark.slow),
-        pytest.param(24, {"update": "backward"}, marks=pytest.mark.slow),
-        (24, {"update": "forward"}),
-        (1, {"update": "forward", "micro_batches": 2}),
-        pytest.param(24, {"update": "forward", "micro_batches": 2}, marks=pytest.mark.slow),
-        pytest.param(24, {"update": "forward", "micro_batches": 3}, marks=pytest.mark.slow),
-        (16, {"update": "backward", "state_dtype": "int8"}),
-        pytest.param(256, {"update": "backward"}, marks=pytest.mark.slow),
-        (24, {"update": "backward", "dtype": "fp32"}),
-        (24, {"update": "forward", "dtype": "fp16"}),
-        pytest.param(1, {"update": "forward", "micro_batches": 2, "dtype": "fp32"}, marks=pytest.mark.slow),
+        (1024, {"update": "backward"}),
+        pytest.param(1024, {"update": "forward"}, marks=pytest.mark.slow),
+        pytest.param(6144, {"update": "backward"}, marks=pytest.mark.slow),
+        (6144, {"update": "forward"}),
+        (256, {"update": "forward", "micro_batches": 2}),
+        pytest.param(6144, {"update": "forward", "micro_batches": 2}, marks=pytest.mark.slow),
+        pytest.param(6144, {"update": "forward", "micro_batches": 3}, marks=pytest.mark.slow),
+        (4096, {"update": "backward", "state_dtype": "int8"}),
+        pytest.param(65536, {"update": "backward"}, marks=pytest.mark.slow),
+        (6144, {"update": "backward", "dtype": "fp32"}),
+        (6144, {"update": "forward", "dtype": "fp16"}),
+        pytest.param(256, {"update": "forward", "micro_batches": 2, "dtype": "fp32"}, marks=pytest.mark.slow),
     ],
 )
-def test_the_engine_moves_what_was_planned(mib, changes, folder):
-    setting = Setting(mib * MIB, **changes)
-    need = demand(OUTLINE, setting)
-    model, optimizer = built(setting, str(folder))
+def test_the_engine_moves_what_was_planned(kib, changes, folder):
+    setting = Setting(kib << 10, **changes)
+    need = demand(HALF_OUTLINE, setting)
+    model, optimizer = built(setting, str(folder), HALF)
     engine = engine_of_model(model)
     for _ in range(4):
         trace = train(model, optimizer, setting.micro_batches)
@@ -80,7 +83,7 @@ def test_the_engine_moves_what_was_planned(mib, changes, folder):
     for _ in range(2):
         train(model, optimizer, setting.micro_batches)
     took = {key: nbytes / 2 for key, nbytes in (moved(engine) - before).items()}
-    assert trace == trace_of(OUTLINE.script(micro_batches=setting.micro_batches))
+    assert trace == trace_of(HALF_OUTLINE.script(micro_batches=setting.micro_batches))
     assert engine.budget == need.budget
     assert sum(took.values()) == pytest.approx(need.read_nbytes + need.written_nbytes, rel=0.05)
     for key in {*took, *need.moved}:

@@ -21,8 +21,9 @@ pytestmark = [pytest.mark.disk, pytest.mark.multi, pytest.mark.timeout(300)]
 
 
 @pytest.mark.usefixtures("repeatable")
-def test_a_sample_of_every_kind_of_fault_kill_and_power_cut(folder, capsys):
-    few = {"kills": 2, "ranks": 1, "cuts": 2, "every": 100, "seed": SEED, "place": folder}
+@pytest.mark.parametrize("every", [200, pytest.param(100, marks=pytest.mark.slow)])
+def test_a_sample_of_every_kind_of_fault_kill_and_power_cut(every, folder, capsys):
+    few = {"kills": 2, "ranks": 1, "cuts": 2, "every": every, "seed": SEED, "place": folder}
     try:
         ended = faults.main([word for name, value in few.items() for word in (f"--{name}", str(value))])
     finally:

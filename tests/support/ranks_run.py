@@ -1,6 +1,6 @@
-"""What several ranks do in the tests of them, under torchrun: cases by name, an answer as JSON each.
+"""What several ranks do in the tests of them: cases by name, an answer as JSON each.
 
-    torchrun --nproc-per-node 2 tests/support/ranks_run.py FOLDER CASE [CASE ...]
+    torchrun --nproc-per-node 2 tests/support/ranks_run.py FOLDER CASE [CASE ...]  # or launches.forked
 
 Rank R writes FOLDER/R.json: {case: answer, or {"error": text}}. The reference of N ranks is plain: each holds
 the whole model, and every gradient becomes the mean over the ranks, summed in fp32 in their order, divided
@@ -15,7 +15,6 @@ import sys
 import time
 import traceback
 import warnings
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +29,7 @@ import parity
 import surgery
 import sweep
 from children import ended
-from infinity.cli.presets import PRESETS, llama
+from infinity.cli.presets import PRESETS, Preset, llama
 from infinity.engine.engine import engine_of_model
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.reference import recipe as reference
@@ -473,11 +472,12 @@ CASES = {
     "changed by one": changed_by_one,
     "fragments": fragments,
     "seeds": seeds,
-    "surgery": lambda: {"wrong": surgery.on_ranks(os.environ["RANKS_DISK"])},
-    "sweep": lambda: {"wrong": sweep.sweep(each_once=True)},
+    "surgery": lambda: {"wrong": surgery.on_ranks(os.environ["RANKS_DISK"], every_nth=3)},
+    "whole surgery": lambda: {"wrong": surgery.on_ranks(os.environ["RANKS_DISK"])},
+    "sweep": lambda: {"wrong": sweep.sweep(every_nth=12)},
     "whole sweep": lambda: {"wrong": sweep.sweep()},
     "traffic": traffic,
-    "nvme traffic": lambda: nvme_traffic(replace(PRESETS["25m"], layers=3), 6),
+    "nvme traffic": lambda: nvme_traffic(Preset(layers=3, hidden=256, intermediate=688, heads=4), 2),
     "nvme traffic of 25m": lambda: nvme_traffic(PRESETS["25m"], 16),
     "memory": memory,
     "node": node,

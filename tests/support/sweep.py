@@ -294,10 +294,10 @@ class Sweep:
         return self.budget != "little" or "WORLD_SIZE" in os.environ
 
 
-def sweep(budgets=BUDGETS, only=None, *, each_once=False):
-    """Run every case in every situation at these budgets; return what is wrong, a line each.
+def sweep(budgets=BUDGETS, only=None, *, every_nth=1):
+    """Run the cases in every situation at these budgets; return what is wrong, a line each.
 
-    only: names of methods; each_once: a case at one of the budgets, in turn.
+    only: names of methods. every_nth: of n cases, one at each budget, and at each budget another one.
     """
     found = []
     with repeatable(), warnings.catch_warnings():
@@ -307,7 +307,7 @@ def sweep(budgets=BUDGETS, only=None, *, each_once=False):
             with pair_at(budget) as pair:
                 run = Sweep(pair, budget, found)
                 run.reset()
-                for case in every[number :: len(budgets)] if each_once else every:
+                for case in every[number % every_nth :: every_nth]:
                     for situation in (run.released, run.gathered, run.forward):
                         situation(case)
                         if case.changes:

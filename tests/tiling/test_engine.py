@@ -185,7 +185,7 @@ def test_a_layer_eight_times_the_budget_trains(folder):
     def losses(model, optimizer):
         found = []
         for step in range(2):
-            x = torch.randn(4, 4096, generator=torch.Generator().manual_seed(step)).bfloat16()
+            x = torch.randn(4, 2048, generator=torch.Generator().manual_seed(step)).bfloat16()
             loss = model(x).float().square().mean()
             loss.backward()
             optimizer.step()
@@ -194,14 +194,14 @@ def test_a_layer_eight_times_the_budget_trains(folder):
         return found
 
     torch.manual_seed(0)
-    with infinity.Init(nvme=str(folder), host_memory="4MiB", tile_above="1MiB"):
-        ours = nn.Sequential(nn.Linear(4096, 4096))
+    with infinity.Init(nvme=str(folder), host_memory="1MiB", tile_above="256KiB"):
+        ours = nn.Sequential(nn.Linear(2048, 2048))
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(4096, 4096))
-    tiling.tile_(plain, above=1 << 20)
+    plain = nn.Sequential(nn.Linear(2048, 2048))
+    tiling.tile_(plain, above=1 << 18)
     plain = prepare(plain)
     engine = engine_of_model(ours)
-    assert 8 * engine.budget.total_nbytes == 2 * 4096 * 4096
+    assert 8 * engine.budget.total_nbytes == 2 * 2048 * 2048
     found = losses(ours, infinity.AdamW(ours.parameters(), lr=1e-3))
     assert found == losses(plain, ReferenceAdamW(plain.parameters(), lr=1e-3))
     assert torch.equal(ours.state_dict()["0.weight"], plain.state_dict()["0.weight"])
