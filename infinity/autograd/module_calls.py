@@ -7,7 +7,7 @@ first in a module, and refuse by name.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any, Protocol
 
@@ -57,18 +57,9 @@ class _Hook:
 class Entering(_Hook):
     """The hook that begins a module's forward; it keeps `owner`, the engine, alive."""
 
-    def __init__(
-        self,
-        owner: object,
-        hooks: Follower,
-        units: list[Unit],
-        below: list[Unit],
-        watch: Callable[[Any, Any], object] | None = None,
-    ) -> None:
-        """Fetch `units`, and where one call is many of each child, all `below`; show `watch` the arguments,
-        positional and by name.
-        """
-        self._owner, self._hooks, self._watch = owner, hooks, watch
+    def __init__(self, owner: object, hooks: Follower, units: list[Unit], below: list[Unit]) -> None:
+        """Fetch `units`, or all those `below` where one call of the module calls each child many times."""
+        self._owner, self._hooks = owner, hooks
         self._units, self._below = units, below
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -79,8 +70,6 @@ class Entering(_Hook):
             self._hooks.enter(module, units, (args, kwargs))
         else:
             self._enter_transformed(module, units, (args, kwargs))
-        if self._watch is not None:
-            self._watch(args, kwargs)
 
     def _enter_transformed(self, module: nn.Module, units: list[Unit], inputs: Any) -> None:
         """Begin a forward under a transform of torch.func, in which every tensor that is made is wrapped."""

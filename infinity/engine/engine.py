@@ -21,7 +21,6 @@ from infinity.autograd.arrivals import Arrivals
 from infinity.autograd.foreign import ForeignSteps, Strangers
 from infinity.autograd.hooks import Hooks
 from infinity.autograd.module_calls import Entering, Leaving
-from infinity.autograd.slices import SlicedParameters
 from infinity.config.settings import Config
 from infinity.device.device import choose_cores, open_device
 from infinity.durable.committer import TrainingStateSource
@@ -117,7 +116,6 @@ class Engine:
         self.hooks = Hooks(self.executor, self.boundaries, self.parts)
         if self.boundaries is not None:
             self.hooks.backward_ended.append(self.boundaries.backward_ended)
-        self.slices = SlicedParameters()
         self.arrivals = Arrivals(
             self.units, self.hooks, self.gradients, self.outgoing, self.lane, self.durable
         )
@@ -271,7 +269,7 @@ class Engine:
         """Follow a module's forward, which uses `units`, its state_dict and load_state_dict; `below` are the
         units of all modules in it.
         """
-        entering = Entering(self, self.hooks, units, below, self.slices.watch(module, self.keeps))
+        entering = Entering(self, self.hooks, units, below)
         module.register_forward_pre_hook(entering, prepend=True, with_kwargs=True)
         module.register_forward_hook(Leaving(self.hooks), with_kwargs=True, always_call=True)
         self.exchange.hook(module)
@@ -387,7 +385,6 @@ class Engine:
         pending = any(optimizer.update == "forward" for optimizer in self.optimizers)
         if self.executor.close_step(updates_at_fetch=pending):
             self.hooks.begin_step()
-            self.slices.close_step()
             if self.pins is not None:
                 self.pins.close_step()
             if self.durable is not None:
