@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
+from torch import nn
 
 from infinity.autograd.hooks import Hooks, graph_task
 from infinity.durable.committer import Durable
@@ -45,19 +47,21 @@ class Arrivals:
     def __init__(
         self,
         units: list[Unit],
+        unit_of: Callable[[nn.Parameter], tuple[Unit, int]],
         hooks: Hooks,
         gradients: GradientStore,
         outgoing: Outgoing,
         lane: StreamLane,
         durable: Durable | None,
     ) -> None:
-        """Take those of `units`, a list that the engine fills, from autograd to `gradients`. durable: has to
-        know before records change.
+        """Take those of `units`, a list that the engine fills, from autograd to `gradients`. unit_of: says
+        where a parameter is. durable: has to know before records change.
         """
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         """Who takes parameters of the engine; see `join`."""
         self._takers: dict[Unit, list[weakref.ref[Updater]]] = {}
         self._units = units
+        self._unit_of = unit_of
         self._hooks = hooks
         self._gradients = gradients
         self._outgoing = outgoing
@@ -75,8 +79,23 @@ class Arrivals:
         self.optimizers.discard(optimizer)
         self._takers.clear()
 
-    def accumulated(self, parameter: torch.Tensor, unit: Unit, index: int) -> None:
-        """Take over a parameter's gradient, as soon as autograd has accumulated it."""
+    def catch(self, parameter: nn.Parameter) -> None:
+        """Take over the gradients of a parameter as soon as autograd has accumulated them."""
+        arrivals = weakref.ref(self)  # and no unit: torch would keep it, and its parameters, for ever
+
+        def caught(parameter: torch.Tensor) -> None:
+            alive = arrivals()
+            if alive is not None:
+                alive.accumulated(cast("nn.Parameter", parameter))
+
+        required = parameter.requires_grad
+        parameter.requires_grad = True  # torch refuses the hook on a parameter that is frozen for now
+        parameter.register_post_accumulate_grad_hook(caught)
+        parameter.requires_grad = required
+
+    def accumulated(self, parameter: nn.Parameter) -> None:
+        """Take over a gradient that autograd has accumulated."""
+        unit, index = self._unit_of(parameter)
         grad = parameter.grad
         if grad is None:
             return

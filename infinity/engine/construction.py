@@ -29,7 +29,6 @@ from infinity.engine.overflow import Overflow
 from infinity.engine.pretrained import Mapped, check_values
 from infinity.engine.scripting import refuse_script
 from infinity.errors import UnsupportedError
-from infinity.lane.passes import WritePass
 from infinity.planning.layout import Format
 from infinity.planning.tile_size import tile_choice
 from infinity.records.record import Record
@@ -232,7 +231,7 @@ class Construction:
                 part = entry.record.part(entry.index, tensor.contiguous())
                 values.setdefault(entry.record, {})[entry.index] = {"master": part}
         for record, fields in () if self._overflow else values.items():
-            self._engine.run(WritePass(record, record.tile_numel, fields))
+            self._engine.parameters.write_record(record, fields)
         for entry, parameter in alive:
             release(parameter, placeholder(parameter.shape, entry.dtype, parameter.device))
             self.asked.note(parameter, entry.asked)
@@ -276,7 +275,7 @@ class Construction:
             elif operation not in _OVERWRITES or (args and args[0] is not parameter):
                 computes = entry.dtype == computes_in(entry.record)
                 field, dtype = ("hi", entry.dtype) if computes else ("master", torch.float32)
-                read = self._engine.read_record(entry.record, entry.index, {field: dtype})
+                read = self._engine.parameters.read_record(entry.record, entry.index, {field: dtype})
                 values.copy_(read[field].view(parameter.shape))
             restore(parameter, values)
             self.asked.note(parameter, asked)

@@ -8,9 +8,8 @@ gone, so is the engine, its thread, its memory and its files.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,15 +26,13 @@ from infinity.durable.committer import TrainingStateSource
 from infinity.durable.tiers import open_tier
 from infinity.engine.ending import Ending
 from infinity.engine.needs import least_total_with
+from infinity.engine.parameters import Parameters
 from infinity.engine.partition import Partition
 from infinity.engine.state_dict import Exchange
-from infinity.errors import UnsupportedError
 from infinity.gradients.reduction import Reduction
 from infinity.gradients.store import GradientStore
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import Outgoing
-from infinity.lane.passes import ReadPass, WritePass
-from infinity.lane.queue import Pass
 from infinity.planning.budget import Budget, divide
 from infinity.planning.layout import Format, format_beside, lay_out, share
 from infinity.ranks.group import open_ranks
@@ -74,7 +71,6 @@ class Engine:
         self.device = open_device(self.ranks.device)
         self.timeline, self.traffic = Timeline(), Traffic()
         self.units: list[Unit] = []
-        self._indices: dict[int, tuple[Unit, int]] = {}
         self._building: Touch | None = None
         self._training: TrainingStateSource | None = None
         self.pins: Pins | None = None
@@ -94,6 +90,8 @@ class Engine:
         if self.ranks.size > 1:
             self.partition = Partition(self.ranks, self.lane, self.device, self.timeline, self.units)
         self.executor = Executor(self.lane, self.device, self.timeline, self.partition)
+        self.parameters = Parameters(self.lane, self.executor, self.partition, self.durable)
+        self.exchange = Exchange(self.parameters)
         self.outgoing = Outgoing(self.lane, self.device, self.timeline)
         self.gradients = GradientStore(
             self.lane,
@@ -117,10 +115,15 @@ class Engine:
         if self.boundaries is not None:
             self.hooks.backward_ended.append(self.boundaries.backward_ended)
         self.arrivals = Arrivals(
-            self.units, self.hooks, self.gradients, self.outgoing, self.lane, self.durable
+            self.units,
+            self.parameters.unit_of,
+            self.hooks,
+            self.gradients,
+            self.outgoing,
+            self.lane,
+            self.durable,
         )
         self.optimizers = self.arrivals.optimizers
-        self.exchange = Exchange(self)
         store = self.durable or self.nvme_store
         self.ending = Ending(self.lane, self.partition, self.parts, self.device, store)
 
@@ -221,10 +224,10 @@ class Engine:
             place = self.device.torch_device
             unit.open(self.executor.blocks, place, self.hooks.by_storage, in_place=in_place)
             self.units.append(unit)
-            for index, parameter in enumerate(parameters):
+            self.parameters.add(unit)
+            for parameter in parameters:
                 set_owner(parameter, self)
-                self._indices[id(parameter)] = (unit, index)
-                self._catch_gradient(parameter)
+                self.arrivals.catch(parameter)
         largest = max((unit.resident_nbytes for unit in self.units), default=0)
         self.budget = divide(self.budget.total_nbytes, largest, self.form)
         self.kept.resize(self.budget.kept_nbytes)
@@ -241,7 +244,7 @@ class Engine:
             frequencies = self.executor.frequencies
             self.pins = Pins(self.units, frequencies, self.lane, self.kept, stores)
         if self.partition is not None:
-            self.hooks.forward_began.append(Strangers(self.keeps).look)
+            self.hooks.forward_began.append(Strangers(self.parameters.keeps).look)
         if self.durable is None:
             steps = ForeignSteps(self.close_step, self._all_frozen)
             self.hooks.backward_ended.append(steps.backward_ended)
@@ -252,19 +255,6 @@ class Engine:
             self.durable.open(self.units, self.lane, self.executor.flush, cut)
         logger.info("%d units, %s; %s", len(self.units), self.config, self.budget)
 
-    def _catch_gradient(self, parameter: nn.Parameter) -> None:
-        engine = weakref.ref(self)  # and no unit: torch would keep it, and its parameters, for ever
-
-        def caught(parameter: torch.Tensor) -> None:
-            alive = engine()
-            if alive is not None:
-                alive.arrivals.accumulated(parameter, *alive.unit_of(cast("nn.Parameter", parameter)))
-
-        required = parameter.requires_grad
-        parameter.requires_grad = True  # torch refuses the hook on what is frozen for now
-        parameter.register_post_accumulate_grad_hook(caught)
-        parameter.requires_grad = required
-
     def hook(self, module: nn.Module, units: list[Unit], below: list[Unit]) -> None:
         """Follow a module's forward, which uses `units`, its state_dict and load_state_dict; `below` are the
         units of all modules in it.
@@ -273,31 +263,6 @@ class Engine:
         module.register_forward_pre_hook(entering, prepend=True, with_kwargs=True)
         module.register_forward_hook(Leaving(self.hooks), with_kwargs=True, always_call=True)
         self.exchange.hook(module)
-
-    def keeps(self, parameter: nn.Parameter) -> bool:
-        """Whether this engine keeps `parameter`."""
-        return id(parameter) in self._indices
-
-    def unit_of(self, parameter: nn.Parameter) -> tuple[Unit, int]:
-        """Return a parameter's unit and its index there.
-
-        Raises: UnsupportedError while the model is being built.
-        """
-        if self._building is not None:
-            raise UnsupportedError(
-                "inside `with infinity.Init(...)` the model is still being built: do this after the `with`"
-            )
-        return self._indices[id(parameter)]
-
-    def part_numel(self, parameter: nn.Parameter) -> int:
-        """Return how many of a parameter's elements this rank holds."""
-        unit, index = self.unit_of(parameter)
-        return unit.record.shard.segments[index].numel
-
-    def name_of(self, parameter: nn.Parameter) -> str:
-        """Return a parameter's name in the model."""
-        unit, index = self.unit_of(parameter)
-        return unit.shard.segments[index].name
 
     def follow(self, training: TrainingStateSource, step: int, *, resumed: bool) -> None:
         """Let a durable run, which does not keep `training`, commit what it takes down."""
@@ -313,67 +278,16 @@ class Engine:
             return self._building(parameters, operation, args)
         if self.hooks.in_forward:
             for parameter in parameters:
-                self.hooks.touch(self.unit_of(parameter)[0])
+                self.hooks.touch(self.parameters.unit_of(parameter)[0])
             return None
         answer = self.exchange.answer(parameters[0], operation, args)
         if answer is not None:
             return answer
-        name = self.name_of(parameters[0])
+        name = self.parameters.name_of(parameters[0])
         if operation in CONVERSIONS:
             where = f"{self.config.device!r} in {self.weights.dtype}"
             raise not_converted(name, operation, where)
         raise not_resident(parameters[0], operation, name)
-
-    def before_change(self) -> None:
-        """Called before records are changed: a durable run first takes down the step that they belong to."""
-        if self.durable is not None:
-            self.durable.before_change()
-
-    # Reading and writing parameters
-
-    def read(self, parameter: nn.Parameter, fields: Sequence[str]) -> list[torch.Tensor]:
-        """Return fields ("hi", "master", "m", "v") of a parameter as new CPU tensors in its shape, updates
-        applied.
-        """
-        unit, index = self.unit_of(parameter)
-        self.executor.flush(unit)
-        dtypes = {field: unit.flat.dtype if field == "hi" else torch.float32 for field in fields}
-        values = self.read_record(unit.record, index, dtypes)
-        return [values[field].view(parameter.shape) for field in fields]
-
-    def read_record(
-        self, record: Record, index: int, dtypes: dict[str, torch.dtype]
-    ) -> dict[str, torch.Tensor]:
-        """Return fields of a parameter, by their types, as one-dimensional CPU tensors."""
-        numel = record.shard.segments[index].numel
-        into = {field: torch.empty(numel, dtype=dtype) for field, dtype in dtypes.items()}
-        self.run(ReadPass(record, index, record.tile_numel, into))
-        if self.partition is None:
-            return into
-        return {field: self.partition.collect(record, index, part) for field, part in into.items()}
-
-    def write(self, parameter: nn.Parameter, values: dict[str, torch.Tensor]) -> None:
-        """Set fields ("master", "m", "v") of a parameter, after the updates that are pending."""
-        self.before_change()
-        unit, index = self.unit_of(parameter)
-        self.write_part(parameter, {field: unit.record.part(index, one) for field, one in values.items()})
-
-    def write_part(self, parameter: nn.Parameter, values: dict[str, torch.Tensor]) -> None:
-        """Set fields of this rank's part of a parameter; see `write`."""
-        unit, index = self.unit_of(parameter)
-        self.executor.flush(unit)
-        host = {}
-        for field, tensor in values.items():
-            own = (field, tensor.dtype) == ("master", unit.flat.dtype)
-            host[field] = tensor.detach().to("cpu", None if own else torch.float32).contiguous()
-        if "master" in values:
-            self.executor.changed(unit)
-        self.run(WritePass(unit.record, unit.record.tile_numel, {index: host}))
-
-    def run(self, job: Pass) -> None:
-        """Do a pass now."""
-        self.lane.submit(job, urgent=True)
-        self.lane.wait(job)
 
     # Steps
 

@@ -13,7 +13,6 @@ from torch import nn
 
 from infinity.engine.engine import Engine, engine_of
 from infinity.errors import HostMemoryError, NotResidentError, UnsupportedError
-from infinity.lane.passes import WritePass
 from infinity.ranks.machine_memory import available_nbytes
 from infinity.sizes import format_size
 from infinity.tensors import as_bytes
@@ -140,7 +139,7 @@ def _units_of(what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> dict[U
             raise ValueError(
                 f"gathered: a parameter of shape {shape} was not built inside `with infinity.Init(...)`"
             )
-        units[engine.unit_of(parameter)[0]] = engine
+        units[engine.parameters.unit_of(parameter)[0]] = engine
     return units
 
 
@@ -180,7 +179,7 @@ def _write_back(engine: Engine, unit: Unit) -> None:
     if engine.ranks.size > 1:
         _check_same(engine, unit, whole)
     values = {index: {"master": unit.record.part(index, one)} for index, one in enumerate(whole)}
-    engine.before_change()
+    engine.parameters.before_change()
     engine.executor.flush(unit)
     unit.values_changed()
-    engine.run(WritePass(unit.record, unit.record.tile_numel, values, rewrite=True))
+    engine.parameters.write_record(unit.record, values, rewrite=True)

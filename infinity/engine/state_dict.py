@@ -10,39 +10,23 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
+from infinity.engine.parameters import Parameters
 from infinity.errors import HostMemoryError, UnsupportedError
 from infinity.ranks.machine_memory import available_nbytes
 from infinity.sizes import format_size
-from infinity.units.unit import Unit
-
-
-class ParameterKeeper(Protocol):
-    """What keeps the parameters that are asked for: an engine."""
-
-    def keeps(self, parameter: nn.Parameter) -> bool:
-        """Whether it keeps `parameter`."""
-
-    def unit_of(self, parameter: nn.Parameter) -> tuple[Unit, int]:
-        """Return a parameter's unit and its index there."""
-
-    def read(self, parameter: nn.Parameter, fields: Sequence[str]) -> list[torch.Tensor]:
-        """Return fields of a parameter."""
-
-    def write(self, parameter: nn.Parameter, values: dict[str, torch.Tensor]) -> None:
-        """Set fields of a parameter."""
 
 
 class Exchange:
     """Answers what state_dict and load_state_dict ask of one engine's released parameters."""
 
-    def __init__(self, engine: ParameterKeeper) -> None:
-        """Serve `engine`, which owns this."""
-        self._engine = weakref.ref(engine)
+    def __init__(self, parameters: Parameters) -> None:
+        """Read and write `parameters`."""
+        self._parameters = parameters
         self._module: weakref.ref[nn.Module] | None = None
         self._depth = 0
         self._copies: dict[int, torch.Tensor] = {}
@@ -92,17 +76,11 @@ class Exchange:
         """Copy what a state_dict took from attached parameters (inside `gathered`): their memory will be
         given back.
         """
-        engine = self._engine()
         for name, parameter in module._parameters.items():
             value = state.get(prefix + name)
-            if (
-                engine is None
-                or parameter is None
-                or not isinstance(value, torch.Tensor)
-                or isinstance(value, nn.Parameter)
-            ):
+            if parameter is None or not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
                 continue
-            if engine.keeps(parameter) and engine.unit_of(parameter)[0].attached:
+            if self._parameters.keeps(parameter) and self._parameters.unit_of(parameter)[0].attached:
                 state[prefix + name] = value.clone()
 
     def answer(self, parameter: nn.Parameter, operation: str, args: Sequence[Any]) -> object:
@@ -110,19 +88,14 @@ class Exchange:
         else.
         """
         module = self._module() if self._module is not None else None
-        engine = self._engine()
-        if (
-            module is None
-            or engine is None
-            or not any(parameter is one for one in module._parameters.values())
-        ):
+        if module is None or not any(parameter is one for one in module._parameters.values()):
             return None
         if operation == "detach":
             if id(parameter) not in self._copies:
-                self._copies[id(parameter)] = engine.read(parameter, ["hi"])[0]
+                self._copies[id(parameter)] = self._parameters.read(parameter, ["hi"])[0]
             return self._copies[id(parameter)]
         if operation == "copy_":
-            engine.write(parameter, {"master": args[1].expand(parameter.shape)})
+            self._parameters.write(parameter, {"master": args[1].expand(parameter.shape)})
             return parameter
         return None
 

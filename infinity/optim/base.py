@@ -113,7 +113,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         try:
             for parameter in group:
                 engine = engine_for(parameter)
-                check_record(self.recipe, engine.unit_of(parameter)[0].record.form, self.update)
+                check_record(self.recipe, engine.parameters.unit_of(parameter)[0].record.form, self.update)
                 self.mine[id(parameter)] = ParameterPlace(engine, len(self.mine), len(self.param_groups) - 1)
             if self._made:
                 self.take(group)
@@ -182,11 +182,13 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         first.
         """
         engine = self.mine[id(parameter)].engine
-        unit, index = engine.unit_of(parameter)
+        unit, index = engine.parameters.unit_of(parameter)
         if isinstance(grad, OffloadedGradient) and grad.is_of(unit, index):
             return grad.gradient
         if grad.layout != torch.strided:
-            raise UnsupportedError(f"{engine.name_of(parameter)}: sparse gradients are not supported")
+            raise UnsupportedError(
+                f"{engine.parameters.name_of(parameter)}: sparse gradients are not supported"
+            )
         return engine.arrivals.assigned(unit, index, grad.detach().clone())
 
     def _clip_factor(self, gradients: list[Gradient]) -> np.float32:
@@ -317,7 +319,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         check_room(self.recipe, [one for index, one in enumerate(parameters) if index in packed["state"]])
         for index, parameter in enumerate(parameters):
             if index in packed["state"]:  # a hook may leave state out
-                values = self.mine[id(parameter)].engine.read(parameter, list(self.recipe.state))
+                values = self.mine[id(parameter)].engine.parameters.read(parameter, list(self.recipe.state))
                 step = torch.tensor(float(self.counts[parameter]["step"]))
                 named = dict(zip(self.recipe.state.values(), values, strict=True))
                 packed["state"][index] = {"step": step, **named}
@@ -342,4 +344,6 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
             engine = self.mine[id(parameter)].engine
             self.make_room(engine, parameter)
             if self.recipe.state:
-                engine.write(parameter, {field: state[key] for field, key in self.recipe.state.items()})
+                engine.parameters.write(
+                    parameter, {field: state[key] for field, key in self.recipe.state.items()}
+                )

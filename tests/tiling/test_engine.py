@@ -77,7 +77,7 @@ def test_a_recomputation_holds_one_tile_at_a_time(folder):
     engine, most = engine_of_model(ours), [0]
     tiles = {id(module) for module in ours.modules() if isinstance(module, tiling.Tile)}
     units = {
-        engine.unit_of(parameter)[0]
+        engine.parameters.unit_of(parameter)[0]
         for module in ours.modules()
         if id(module) in tiles
         for parameter in module._parameters.values()
