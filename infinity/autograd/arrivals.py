@@ -14,11 +14,12 @@ from infinity.autograd.hooks import Hooks, graph_task
 from infinity.durable.committer import Durable
 from infinity.errors import UnsupportedError
 from infinity.gradients.grad_tensor import OffloadedGradient
-from infinity.gradients.gradient import Gradient, applied_message
+from infinity.gradients.gradient import Form, Gradient, applied_message
 from infinity.gradients.store import GradientStore
 from infinity.gradients.values import plain
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import Outgoing
+from infinity.records.updates import Update
 from infinity.units.unit import Unit
 
 
@@ -28,17 +29,20 @@ class Updater(Protocol):
     update: str
     """"backward": it applies a unit's gradients as soon as they are complete."""
 
-    def takes(self, unit: Unit) -> bool:
-        """Whether it has parameters of this unit."""
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter is its own."""
 
-    def applied(self, unit: Unit, index: int) -> bool:
-        """Whether it has applied one since the last step."""
+    def applied(self, parameter: nn.Parameter) -> bool:
+        """Whether it has decided an update of a parameter in a backward since the last step."""
 
-    def apply(self, unit: Unit) -> bool:
-        """Apply a unit's complete gradients; False if that has to wait for the end of the backward."""
+    def decide_now(self, gradient: Gradient) -> Update:
+        """Decide the update of a gradient's parameter, which is applied in the backward."""
 
-    def backward_ended(self) -> None:
-        """Apply what had to wait for the end of the backward."""
+
+def _check_dense(grad: torch.Tensor, unit: Unit, index: int) -> None:
+    if grad.layout != torch.strided:
+        name = unit.shard.segments[index].name
+        raise UnsupportedError(f"{name}: sparse gradients are not supported; use sparse=False")
 
 
 class Arrivals:
@@ -103,10 +107,8 @@ class Arrivals:
         if updater is not None and self._durable is not None:
             self._durable.before_change()
         if not isinstance(grad, OffloadedGradient):
-            if grad.layout != torch.strided:
-                name = unit.shard.segments[index].name
-                raise UnsupportedError(f"{name}: sparse gradients are not supported; use sparse=False")
-            if updater is not None and updater.applied(unit, index):
+            _check_dense(grad, unit, index)
+            if updater is not None and updater.applied(parameter):
                 raise UnsupportedError(applied_message(unit, "a second backward before step()"))
             grad = self._received(parameter, plain(grad))
             gradient = self._gradients.arrive(unit, index, grad, keep=updater is None)
@@ -125,10 +127,20 @@ class Arrivals:
         parameter.grad = None  # should it be refused
         return self._gradients.received(grad)
 
-    def assigned(self, unit: Unit, index: int, grad: torch.Tensor) -> Gradient:
-        """Take a gradient that the user made, and nobody else holds; with several ranks it is this rank's."""
-        gradient = self._gradients.arrive(unit, index, grad, keep=True)
-        unit.parameters[index].grad = OffloadedGradient(unit.parameters[index], gradient, self._gradients)
+    def gradient_of(self, parameter: nn.Parameter) -> Gradient | None:
+        """Return the stored gradient behind `p.grad`, None where there is none. A plain tensor that the user
+        has put there, with several ranks this rank's, is taken in first.
+        """
+        unit, index = self._unit_of(parameter)
+        with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked
+            grad = parameter.grad
+        if grad is None:
+            return None
+        if isinstance(grad, OffloadedGradient) and grad.is_of(unit, index):
+            return grad.gradient
+        _check_dense(grad, unit, index)
+        gradient = self._gradients.arrive(unit, index, grad.detach().clone(), keep=True)
+        parameter.grad = OffloadedGradient(parameter, gradient, self._gradients)
         self._gradients.settle_ranks([unit])
         self._gradients.settle(unit)
         return gradient
@@ -143,7 +155,20 @@ class Arrivals:
         return self._hooks.used_once(unit) and unit.record.all_in_host and self._lane.runs_here(unit.record)
 
     def _use_gradients(self, unit: Unit, updater: Updater | None) -> None:
-        if updater is None or not updater.apply(unit):
+        """Apply a complete unit's gradients, if no further use in this backward can bring more; else keep
+        them.
+        """
+        outgoing = self._gradients.outgoing_of(unit)
+        if (
+            updater is not None
+            and self._hooks.used_once(unit)
+            and all(
+                updater.has(unit.parameters[index]) and one.form is Form.OUTGOING and one.is_current
+                for index, one in outgoing.items()
+            )
+        ):
+            self._gradients.apply(unit, list(outgoing.values()), updater.decide_now)
+        else:
             self._gradients.settle(unit)
 
     def updater(self, unit: Unit) -> Updater | None:
@@ -151,7 +176,8 @@ class Arrivals:
         complete.
         """
         if unit not in self._takers:
-            self._takers[unit] = [weakref.ref(one) for one in self.optimizers if one.takes(unit)]
+            takers = [one for one in self.optimizers if any(map(one.has, unit.parameters))]
+            self._takers[unit] = [weakref.ref(one) for one in takers]
         for taker in self._takers[unit]:
             optimizer = taker()
             if optimizer is not None and optimizer.update == "backward":
@@ -164,8 +190,11 @@ class Arrivals:
         for unit in self._units:
             if self._gradients.outgoing_of(unit):
                 self._gradients.settle(unit)
-        for optimizer in list(self.optimizers):
-            optimizer.backward_ended()
+        for updater in [one for one in self.optimizers if one.update == "backward"]:
+            for unit in self._units:
+                gradients = [self.gradient_of(one) for one in unit.parameters if updater.has(one)]
+                waiting = [one for one in gradients if one and one.form in (Form.HOST, Form.SPILLED)]
+                self._gradients.apply(unit, waiting, updater.decide_now)
 
     def finish_backward(self) -> None:
         """Settle what a backward that raised has left behind. Called before a step is decided."""

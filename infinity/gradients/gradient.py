@@ -109,6 +109,15 @@ class Gradient:
         return unit
 
     @property
+    def is_current(self) -> bool:
+        """Whether its parameter's `p.grad` stands for it: zero_grad() may have dropped it meanwhile. The
+        parameter is asked, not who refers to this: so ranks that run the same code get the same answer.
+        """
+        with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked
+            grad = self.unit.parameters[self.index].grad
+        return getattr(grad, "gradient", None) is self
+
+    @property
     def job(self) -> Pass | None:
         """The pass that fills in `parts`; None where there is none, or it is over and forgotten."""
         return None if self._job is None else self._job()

@@ -126,7 +126,7 @@ class Reduction:
     def reduce(self, unit: Unit, into: MeanSink) -> None:
         """Begin to reduce a unit's local gradients. Every rank does so at the same point of its step."""
         local = self._local.pop(unit, {})
-        taken = {index: one for index, one in sorted(local.items()) if _counts(unit, one.gradient)}
+        taken = {index: one for index, one in sorted(local.items()) if one.gradient.is_current}
         if taken:
             job, mean = self._begin(unit, {index: one.values for index, one in taken.items()})
             for index, one in taken.items():
@@ -191,12 +191,6 @@ class Reduction:
 
 def _on_device(device: torch.device, numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(numel, dtype=dtype, device=device)
-
-
-def _counts(unit: Unit, gradient: Gradient) -> bool:
-    """Whether anybody still has the gradient: zero_grad() may have dropped it meanwhile."""
-    owner = unit.parameters[gradient.index].grad
-    return getattr(owner, "gradient", None) is gradient
 
 
 def _pack(unit: Unit, grads: dict[int, torch.Tensor], sent: torch.Tensor) -> None:

@@ -14,8 +14,8 @@ import torch
 
 from infinity import kernels
 from infinity.device.device import Device
-from infinity.errors import HostMemoryError
-from infinity.gradients.gradient import Form, Gradient, total_of
+from infinity.errors import HostMemoryError, UnsupportedError
+from infinity.gradients.gradient import Form, Gradient, applied_message, total_of
 from infinity.gradients.reduction import Reduction
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import Lease, Outgoing, end_all
@@ -23,22 +23,17 @@ from infinity.lane.passes import ReadPass, SpillPart, SpillPass
 from infinity.planning.budget import Budget
 from infinity.ranks.group import Ranks
 from infinity.records.record import Record
+from infinity.records.updates import Update
 from infinity.records.weights import WEIGHTS
 from infinity.sizes import format_size
 from infinity.storage.memory import Ledger
 from infinity.storage.store import DONE, Store, Transfer
 from infinity.tensors import is_part
+from infinity.units.residency import Executor
 from infinity.units.unit import Unit
 
 _OWN_NBYTES = 1 << 18
 """Bytes. Smaller gradients stay where torch has put them."""
-
-
-class Flusher(Protocol):
-    """What the store needs of those who own the units."""
-
-    def flush(self, unit: Unit) -> None:
-        """Apply a unit's pending updates, before its gradient changes."""
 
 
 class Peers(Protocol):
@@ -58,7 +53,7 @@ class GradientStore:
         kept: Ledger,
         spill_store: Store,
         outgoing: Outgoing,
-        flusher: Flusher,
+        executor: Executor,
         least_total: Callable[[str], int],
         ranks: Ranks,
         sharing: tuple[Peers, Reduction] | None,
@@ -73,7 +68,7 @@ class GradientStore:
         self._spill_store = spill_store
         self._kept = kept
         self._share = outgoing
-        self._flusher = flusher
+        self._executor = executor
         self._least_total = least_total
         self.ranks = ranks
         self._peers: Peers | None
@@ -198,7 +193,7 @@ class GradientStore:
         gradient.arriving.wait()
         gradient.comes(DONE)
         if gradient.index in unit.pending:
-            self._flusher.flush(unit)
+            self._executor.flush(unit)
         if gradient.form is Form.OUTGOING:
             self.spill(unit)
         if gradient.form is Form.SPILLED:
@@ -227,10 +222,6 @@ class GradientStore:
         """Return a unit's gradients, by parameter, that wait for the rest of them to be spilled together."""
         return dict(self._outgoing.get(unit, {}))
 
-    def take_outgoing(self, unit: Unit) -> dict[int, Gradient]:
-        """Return the same, which wait no more."""
-        return self._outgoing.pop(unit, {})
-
     def settle(self, unit: Unit) -> None:
         """Keep a complete unit's outgoing gradients: in host memory where they fit by now, else in the
         record.
@@ -243,18 +234,36 @@ class GradientStore:
                 gradient.keep(gradient.in_memory)
         self.spill(unit)
 
+    def apply(self, unit: Unit, gradients: Sequence[Gradient], decide: Callable[[Gradient], Update]) -> None:
+        """Use up a unit's gradients in an update now, in the backward. decide: says what the optimizer makes
+        of each.
+
+        Raises: UnsupportedError for one that was clipped: it comes too late.
+        """
+        if not gradients:
+            return
+        leases = []
+        for gradient in gradients:
+            if gradient.scale != 1:
+                raise UnsupportedError(applied_message(unit, "clipping"))
+            unit.pending[gradient.index] = decide(gradient)
+            self._outgoing[unit].pop(gradient.index, None)
+            leases.append(gradient.apply())
+        unit.values_changed()
+        self._share.sent(self._executor.apply(unit, partial(end_all, leases)))
+
     def spill(self, unit: Unit) -> None:
         """Write a unit's outgoing gradients to its record."""
         if not self.outgoing_of(unit):
             return
         if any(update.field for update in unit.pending.values()):
-            self._flusher.flush(unit)  # what a step has decided reads what is stored now
-        outgoing = self.take_outgoing(unit)
+            self._executor.flush(unit)  # what a step has decided reads what is stored now
+        outgoing = self._outgoing.pop(unit)
         stored = {index: one for index, one in self._in_record[unit].items() if one.form is Form.SPILLED}
-        for index, gradient in stored.items():
-            if outgoing.get(index, gradient) is not gradient:
-                self._take_out(gradient)
         adds = {index for index, gradient in outgoing.items() if gradient.form is Form.SPILLED}
+        for index, gradient in stored.items():
+            if index in outgoing and index not in adds:
+                self._take_out(gradient)
         carried = {index: gradient for index, gradient in stored.items() if index not in outgoing}
         wide = bool(adds) or any(gradient.in_memory.dtype == torch.float32 for gradient in outgoing.values())
         survivors = [*carried.values(), *(outgoing[index] for index in adds)]
