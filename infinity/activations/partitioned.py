@@ -11,13 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import xxhash
 
 from infinity.activations.boundaries import Boundaries, Boundary, flattened, is_boundary, stands_between
 from infinity.errors import RanksError
 from infinity.ranks.group import Channel, Ranks, open_ranks
 from infinity.sizes import BLOCK
-from infinity.tensors import as_bytes
+from infinity.tensors import digest
 
 stands_between(__name__)
 
@@ -73,8 +72,7 @@ class Parts:
         return BoundaryPart(self, tensor, self._saved)
 
     def _check_copies(self, tensor: torch.Tensor) -> None:
-        digest = xxhash.xxh3_64_intdigest(as_bytes(flattened(tensor))) >> 1
-        if not self._ranks.same(digest, "comparing the first activation"):
+        if not self._ranks.same(digest(flattened(tensor)), "comparing the first activation"):
             raise RanksError(
                 f"partition_activations: the first input of a checkpoint, {tuple(tensor.shape)}, is not the "
                 f"same on the {self._ranks.size} ranks of the group, which are to hold copies of it. Likely "

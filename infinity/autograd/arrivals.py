@@ -1,4 +1,16 @@
-"""Gradients as autograd accumulates them: taken over, reduced over the ranks, then kept or applied."""
+"""Gradients as autograd accumulates them: taken over, reduced over the ranks, then kept or applied.
+
+[Note: from loss.backward() to the record]
+1. Autograd accumulates a parameter's gradient, and calls `accumulated` here. `GradientStore.arrive` brings it
+   to host memory; of several ranks each keeps its own first (`Reduction.arrive`). `p.grad` becomes an
+   `OffloadedGradient`, which owns what is stored.
+2. When the last gradient of a unit has come, the ranks sum theirs (`Reduction.reduce`). Then, with
+   update="backward", the optimizer decides, and a pass over the record applies the update at once
+   (`GradientStore.apply`). Else gradients stay in host memory as far as the budget's kept share has room, and
+   a `SpillPass` writes the others to the record, as the field grad16 or grad32 (`GradientStore.settle`).
+3. step() puts an update, with the gradient's tensor or field, with its unit (`_decide` in optim/base.py). The
+   unit's next fetch takes it, updates hi, lo, m and v tile by tile, and writes them (lane/fetch.py).
+"""
 
 from __future__ import annotations
 
@@ -24,10 +36,10 @@ from infinity.units.unit import Unit
 
 
 class Updater(Protocol):
-    """An optimizer that may apply gradients in the backward."""
+    """An optimizer, which may decide updates in the backward."""
 
     update: str
-    """"backward": it applies a unit's gradients as soon as they are complete."""
+    """"backward": a unit's gradients are applied as soon as they are complete; "forward": after step()."""
 
     def has(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter is its own."""
@@ -62,7 +74,7 @@ class Arrivals:
         where a parameter is. durable: has to know before records change.
         """
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Who takes parameters of the engine; see `join`."""
+        """Those that have parameters of the engine; see `join`."""
         self._takers: dict[Unit, list[weakref.ref[Updater]]] = {}
         self._units = units
         self._unit_of = unit_of
@@ -98,7 +110,7 @@ class Arrivals:
         parameter.requires_grad = required
 
     def accumulated(self, parameter: nn.Parameter) -> None:
-        """Take over a gradient that autograd has accumulated."""
+        """Take over a parameter's gradient, which autograd has just accumulated."""
         unit, index = self._unit_of(parameter)
         grad = parameter.grad
         if grad is None:
@@ -116,8 +128,8 @@ class Arrivals:
         if self._hooks.accumulated(unit, index):
             self._gradients.reduce(unit, at_once=updater is not None)
             if updater is not None and self._may_wait(unit):
-                # All at once takes less time: after each of its operations torch's threads look for work for
-                # a while, on the cores that the update needs.
+                # Many updates at once take less time: after each operation of torch its threads look for
+                # work for a while, on the cores that the update needs.
                 self._outgoing.defer(partial(self._use_gradients, unit, updater))
             else:
                 self._use_gradients(unit, updater)
@@ -146,9 +158,9 @@ class Arrivals:
         return gradient
 
     def _may_wait(self, unit: Unit) -> bool:
-        """Whether to apply a unit's gradients is mere computing, and no further use of it can bring more.
+        """Whether a unit's update needs no I/O, and no later use in this backward can add to its gradients.
 
-        With several ranks never: where records lie may differ among them, what is fetched when may not.
+        With several ranks never: records may lie elsewhere on each, but all must fetch in the same order.
         """
         if self._gradients.shared:
             return False
@@ -197,7 +209,7 @@ class Arrivals:
                 self._gradients.apply(unit, waiting, updater.decide_now)
 
     def finish_backward(self) -> None:
-        """Settle what a backward that raised has left behind. Called before a step is decided."""
+        """Settle what a backward that raised has left. Called before a step is decided."""
         if graph_task() == -1:
             self._hooks.end_backward()
             self._gradients.settle_ranks(self._units)

@@ -124,5 +124,4 @@ def set_gradient(parameter: nn.Parameter, value: torch.Tensor, *, local: bool = 
     old.check("setting a gradient")
     part = _part(engine, parameter, value, local=local)
     store.settle_ranks([old.unit])
-    grad.stand_for(store.replaced(old, part))
-    store.settle(old.unit)
+    grad.replace(part)

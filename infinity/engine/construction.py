@@ -24,7 +24,6 @@ from torch.utils import _pytree as pytree
 
 from infinity.engine.asked import KEPT, Asked
 from infinity.engine.engine import Engine, engine_of
-from infinity.engine.entry import ParameterEntry, computes_in, has_views, other_dtype
 from infinity.engine.overflow import Overflow
 from infinity.engine.pretrained import Mapped, check_values
 from infinity.engine.scripting import refuse_script
@@ -32,6 +31,7 @@ from infinity.errors import UnsupportedError
 from infinity.planning.layout import Format
 from infinity.planning.tile_size import tile_choice
 from infinity.records.record import Record
+from infinity.records.weights import WEIGHTS
 from infinity.sizes import format_size
 from infinity.tiling import Whole, assembled, stand_in
 from infinity.units.released import Released, not_resident, placeholder, release, restore, set_owner
@@ -55,13 +55,57 @@ _OVERWRITES = frozenset(
 """Operations that do not look at what was there: an evicted parameter need not be read for them."""
 
 
+class _Entry:
+    """One parameter of a model that is being built."""
+
+    __slots__ = ("asked", "dtype", "index", "module", "name", "parameter", "record")
+
+    def __init__(
+        self, parameter: nn.Parameter, module: nn.Module, name: str, asked: torch.dtype | None
+    ) -> None:
+        self.parameter = weakref.ref(parameter)
+        self.module = weakref.ref(module)
+        self.name = name
+        self.dtype = parameter.dtype
+        self.asked = asked
+        """The type that it is to compute in; None for Config's."""
+        self.record: Record | None = None
+        """Where it was evicted to; None as long as it never was."""
+        self.index = 0
+
+    def lie_in(self, record: Record, index: int) -> None:
+        """Its values are those of a parameter of `record`."""
+        self.record, self.index = record, index
+
+    def take(self, parameter: nn.Parameter, asked: torch.dtype | None, form: Format) -> None:
+        """Look at what `p.data = ...` made of it: another dtype, or what needs another record than it has.
+
+        asked: the type that it is to compute in now, in a record of this format.
+        """
+        if parameter.dtype not in KEPT:
+            raise UnsupportedError(_wrong_dtype(self.module(), self.name, parameter))
+        self.dtype = parameter.dtype
+        if self.record is not None and (
+            self.record.form is not form
+            or self.record.shard.segments[self.index].shape != tuple(parameter.shape)
+        ):
+            self.record = None
+        self.asked = asked
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes while real."""
+        parameter = self.parameter()
+        return 0 if parameter is None else parameter.numel() * self.dtype.itemsize
+
+
 class Construction:
     """The models being built inside one `with`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._entries: dict[int, ParameterEntry] = {}
-        self._real: dict[int, ParameterEntry] = {}  # oldest touch first
+        self._entries: dict[int, _Entry] = {}
+        self._real: dict[int, _Entry] = {}  # oldest touch first
         self._records: list[Record] = []
         self._mapped: Mapped | None = None
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
@@ -145,7 +189,7 @@ class Construction:
                 if parameter is not None:
                     self._take(part, name, parameter, self.asked.of(parameter))
 
-    def _entry(self, parameter: torch.Tensor | None) -> ParameterEntry | None:
+    def _entry(self, parameter: torch.Tensor | None) -> _Entry | None:
         """Return what is known of a parameter."""
         entry = self._entries.get(id(parameter))
         return entry if entry is not None and entry.parameter() is parameter else None
@@ -169,7 +213,7 @@ class Construction:
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return False  # integers have no gradient: they stay ordinary, like buffers
         if parameter.is_complex():
-            raise UnsupportedError(other_dtype(module, name, parameter))
+            raise UnsupportedError(_wrong_dtype(module, name, parameter))
         if parameter.is_meta:
             self._mapped = self._mapped or Mapped()
             return False  # its values come with the parameter that replaces it
@@ -183,8 +227,8 @@ class Construction:
                 f"{what} is a {type(parameter).__name__}; only plain nn.Parameter can be offloaded"
             )
         if parameter.dtype not in KEPT:
-            raise UnsupportedError(other_dtype(module, name, parameter))
-        entry = self._entries[id(parameter)] = ParameterEntry(parameter, module, name, asked)
+            raise UnsupportedError(_wrong_dtype(module, name, parameter))
+        entry = self._entries[id(parameter)] = _Entry(parameter, module, name, asked)
         self._real[id(parameter)] = entry
         set_owner(parameter, self._engine)
         return True
@@ -211,11 +255,11 @@ class Construction:
             together = (
                 [entry] if module is None else [one for one in self._real.values() if one.module() is module]
             )
-            if not any(has_views(one.parameter()) for one in together):
+            if not any(_has_views(one.parameter()) for one in together):
                 real_nbytes -= sum(one.nbytes for one in together)
                 self._evict(together)
 
-    def _evict(self, entries: Sequence[ParameterEntry]) -> None:
+    def _evict(self, entries: Sequence[_Entry]) -> None:
         """Write real parameters of one module to their records, and release them."""
         alive = [(entry, parameter) for entry in entries if (parameter := entry.parameter()) is not None]
         for entry, parameter in alive:
@@ -226,7 +270,7 @@ class Construction:
         for entry, parameter in alive:
             if entry.record is not None:
                 tensor = parameter.detach()
-                as_it_is = tensor.dtype in (torch.float32, computes_in(entry.record))
+                as_it_is = tensor.dtype in (torch.float32, _computes_in(entry.record))
                 tensor = tensor.cpu() if as_it_is else tensor.cpu().float()
                 part = entry.record.part(entry.index, tensor.contiguous())
                 values.setdefault(entry.record, {})[entry.index] = {"master": part}
@@ -239,9 +283,9 @@ class Construction:
         if self._mapped is not None:
             self._mapped.taken(sum(entry.nbytes for entry, _ in alive))
 
-    def _give_records(self, fresh: Sequence[tuple[ParameterEntry, nn.Parameter]]) -> None:
+    def _give_records(self, fresh: Sequence[tuple[_Entry, nn.Parameter]]) -> None:
         """Make a record for parameters of one module, or one for each type that they compute in."""
-        by_form: dict[Format, list[tuple[ParameterEntry, nn.Parameter]]] = {}
+        by_form: dict[Format, list[tuple[_Entry, nn.Parameter]]] = {}
         for entry, parameter in fresh:
             by_form.setdefault(self._form(entry.asked), []).append((entry, parameter))
         for form, together in by_form.items():
@@ -273,7 +317,7 @@ class Construction:
             if self._overflow:
                 values.zero_()
             elif operation not in _OVERWRITES or (args and args[0] is not parameter):
-                computes = entry.dtype == computes_in(entry.record)
+                computes = entry.dtype == _computes_in(entry.record)
                 field, dtype = ("hi", entry.dtype) if computes else ("master", torch.float32)
                 read = self._engine.parameters.read_record(entry.record, entry.index, {field: dtype})
                 values.copy_(read[field].view(parameter.shape))
@@ -321,7 +365,7 @@ class Construction:
         self._hand_over(named, found)
 
     def _hand_over(self, named: list[tuple[str, nn.Module]], found: set[int]) -> None:
-        records: dict[Record, list[ParameterEntry]] = {}
+        records: dict[Record, list[_Entry]] = {}
         for entry in self._entries.values():
             if entry.record is not None:
                 records.setdefault(entry.record, []).append(entry)
@@ -368,7 +412,7 @@ class Construction:
                     record.drop(field)
 
     def _unit(
-        self, record: Record, entries: list[ParameterEntry], found: set[int]
+        self, record: Record, entries: list[_Entry], found: set[int]
     ) -> tuple[list[nn.Parameter], Record]:
         """Return a record's parameters in the order of its segments; one that was replaced since leaves a
         hole, never trained.
@@ -379,7 +423,7 @@ class Construction:
             parameter = by_index.get(index)
             if parameter is None or id(parameter) not in found:
                 parameter = nn.Parameter(
-                    placeholder(segment.shape, computes_in(record), "cpu"), requires_grad=False
+                    placeholder(segment.shape, _computes_in(record), "cpu"), requires_grad=False
                 )
             parameters.append(parameter)
         return parameters, record
@@ -402,3 +446,32 @@ def _named_modules(roots: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     for number, root in enumerate(roots):
         prefix = f"{type(root).__name__}{number}" if len(roots) > 1 else ""
         yield from root.named_modules(prefix=prefix)
+
+
+def _wrong_dtype(module: nn.Module | None, name: str, parameter: torch.Tensor) -> str:
+    """Say why a parameter cannot be offloaded in its type, and what to do."""
+    what = f"{type(module).__name__}.{name}"
+    message = f"{what} is {parameter.dtype}, which a record with an fp32 master cannot hold: "
+    if parameter.is_complex():
+        return (
+            f"{message}keep its real and imaginary parts, nn.Parameter(torch.view_as_real({name})), and let "
+            f"forward compute with torch.view_as_complex(self.{name})"
+        )
+    return f"{message}make it torch.float32, or a buffer (register_buffer) where it is not trained"
+
+
+def _computes_in(record: Record) -> torch.dtype:
+    """Return the type of what computes."""
+    return WEIGHTS[record.form.dtype].dtype
+
+
+def _shares(tensor: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+_ALONE = _shares(nn.Parameter(torch.zeros(1)))
+
+
+def _has_views(parameter: torch.Tensor | None) -> bool:
+    """Whether other tensors share a real parameter's memory."""
+    return parameter is not None and _shares(parameter) > _ALONE

@@ -17,7 +17,7 @@ from torch import nn
 from infinity.activations.boundaries import Boundaries
 from infinity.activations.partitioned import Parts, open_parts
 from infinity.autograd.arrivals import Arrivals
-from infinity.autograd.foreign import ForeignSteps, Strangers
+from infinity.autograd.foreign import ForeignParameters, ForeignSteps
 from infinity.autograd.hooks import Hooks
 from infinity.autograd.module_calls import Entering, Leaving
 from infinity.config.settings import Config
@@ -25,7 +25,7 @@ from infinity.device.device import choose_cores, open_device
 from infinity.durable.committer import TrainingStateSource
 from infinity.durable.tiers import open_tier
 from infinity.engine.ending import Ending
-from infinity.engine.needs import least_total_with
+from infinity.engine.needs import gradients_nbytes
 from infinity.engine.parameters import Parameters
 from infinity.engine.partition import Partition
 from infinity.engine.state_dict import Exchange
@@ -33,7 +33,7 @@ from infinity.gradients.reduction import Reduction
 from infinity.gradients.store import GradientStore
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import Outgoing
-from infinity.planning.budget import Budget, divide
+from infinity.planning.budget import Budget, divide, least_total
 from infinity.planning.layout import Format, format_beside, lay_out, share
 from infinity.ranks.group import open_ranks
 from infinity.ranks.machine_memory import share_of
@@ -244,7 +244,7 @@ class Engine:
             frequencies = self.executor.frequencies
             self.pins = Pins(self.units, frequencies, self.lane, self.kept, stores)
         if self.partition is not None:
-            self.hooks.forward_began.append(Strangers(self.parameters.keeps).look)
+            self.hooks.forward_began.append(ForeignParameters(self.parameters.keeps).look)
         if self.durable is None:
             steps = ForeignSteps(self.close_step, self._all_frozen)
             self.hooks.backward_ended.append(steps.backward_ended)
@@ -306,9 +306,12 @@ class Engine:
         self.executor.begin_step()
 
     def least_total(self, field: str | None = None, more_nbytes: int = 0) -> int:
-        """Return the host_memory that holds what it holds now, more, and every gradient; see needs."""
-        held_nbytes = self.kept.held_nbytes + more_nbytes
-        return least_total_with(self.units, held_nbytes, field, self.form) * self.ranks.local_size
+        """Return the host_memory, in bytes, that holds what is held now, `more_nbytes`, and every gradient,
+        in `field` or as one backward yields it.
+        """
+        held_nbytes = self.kept.held_nbytes + more_nbytes + gradients_nbytes(self.units, field)
+        largest = max(unit.resident_nbytes for unit in self.units)
+        return least_total(held_nbytes, largest, self.form) * self.ranks.local_size
 
     def held_nbytes(self) -> int:
         """Bytes of host_memory in use now."""

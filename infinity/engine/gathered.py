@@ -8,14 +8,12 @@ import weakref
 from collections.abc import Iterable, Iterator
 
 import torch
-import xxhash
 from torch import nn
 
 from infinity.engine.engine import Engine, engine_of
-from infinity.errors import HostMemoryError, NotResidentError, UnsupportedError
-from infinity.ranks.machine_memory import available_nbytes
-from infinity.sizes import format_size
-from infinity.tensors import as_bytes
+from infinity.errors import NotResidentError, UnsupportedError
+from infinity.ranks.machine_memory import check_available
+from infinity.tensors import digest
 from infinity.units.unit import Unit, saved_itself
 
 logger = logging.getLogger("infinity")
@@ -42,13 +40,14 @@ def gathered(
     `write`, or have other shapes or types than before; RanksError where that happened on another rank.
     """
     units = _units_of(what)
-    _check_room(units)
+    needed = sum(unit.resident_nbytes for unit, engine in units.items() if engine.device.is_host)
+    check_available(needed, "gathered: the values", "Gather fewer parameters at a time.")
     held: list[Unit] = []
     try:
         for unit, engine in units.items():
             _hold(engine, unit, write=write)
             held.append(unit)
-        shares = {unit: _shares(unit) for unit in units}
+        shares = {unit: unit.shares() for unit in units}
         yield
         for ranks in dict.fromkeys(engine.ranks for engine in units.values()):
             with ranks.together("gathered"):
@@ -58,7 +57,7 @@ def gathered(
                 _write_back(engine, unit)
                 unit.changes.mark()
         for unit in units:
-            if _shares(unit) > shares[unit] and unit.residence.users == 1:
+            if unit.shares() > shares[unit] and unit.residence.users == 1:
                 raise NotResidentError(
                     f"{unit.name}: a tensor that shares memory with its parameters outlives "
                     "`with infinity.gathered(...)`, where "
@@ -143,35 +142,17 @@ def _units_of(what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> dict[U
     return units
 
 
-def _check_room(units: dict[Unit, Engine]) -> None:
-    needed = sum(unit.resident_nbytes for unit, engine in units.items() if engine.device.is_host)
-    available = available_nbytes()
-    if needed > available:
-        raise HostMemoryError(
-            f"gathered: the values take {format_size(needed)}, {format_size(available)} of memory are "
-            "available. Gather fewer parameters at a time."
-        )
-
-
 def _check_same(engine: Engine, unit: Unit, whole: list[torch.Tensor]) -> None:
     """See that every rank writes the same.
 
     Raises: UnsupportedError, on every rank.
     """
-    digest = xxhash.xxh3_64()
-    for one in whole:
-        digest.update(as_bytes(one))
-    if not engine.ranks.same(digest.intdigest() >> 1, f"write {unit.name}"):
+    if not engine.ranks.same(digest(*whole), f"write {unit.name}"):
         raise UnsupportedError(
             f"{unit.name}: inside `with infinity.gathered(..., write=True)` the ranks have made different "
             "values of it; nothing is written. Let every rank do the same (torch.distributed.broadcast what "
             "one of them draws)."
         )
-
-
-def _shares(unit: Unit) -> int:
-    """Return how many tensors share the unit's storage."""
-    return int(torch._C._storage_Use_Count(unit.storage_key))
 
 
 def _write_back(engine: Engine, unit: Unit) -> None:

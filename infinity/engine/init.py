@@ -8,7 +8,6 @@ from types import TracebackType
 from typing import Any, cast
 
 import torch
-import xxhash
 from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -22,17 +21,17 @@ from infinity.engine.pretrained import loading_in_order
 from infinity.engine.scripting import refusing_scripts
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.ranks.group import Ranks
-from infinity.tensors import as_bytes
+from infinity.tensors import as_bytes, digest
 
 
 @contextlib.contextmanager
 def _drawing_as_rank_0(ranks: Ranks) -> Iterator[None]:
     """Give every rank the random numbers of rank 0 (torch's, of the CPU), then its own again."""
     own = torch.get_rng_state()
-    state = bytes(as_bytes(own))
-    if ranks.same(xxhash.xxh3_64_intdigest(state) >> 1, "compare seeds"):
+    if ranks.same(digest(own), "compare seeds"):
         yield
         return
+    state = bytes(as_bytes(own))
     torch.set_rng_state(torch.frombuffer(bytearray(ranks.first(state, "compare seeds")), dtype=torch.uint8))
     try:
         yield

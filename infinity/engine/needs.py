@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from infinity.planning.budget import Budget, divide, least_that, least_total
+from infinity.planning.budget import Budget, divide, least_that
 from infinity.planning.layout import Format
 from infinity.records.record import Record
 from infinity.units.unit import Unit
@@ -18,12 +18,6 @@ def gradients_nbytes(units: Sequence[Unit], field: str | None = None) -> int:
     least = [one.field_nbytes(one.form.gradient) for one in records]
     wanted = [one.field_nbytes(field) for one in records] if field else least
     return sum(map(max, least, wanted))
-
-
-def least_total_with(units: Sequence[Unit], held_nbytes: int, field: str | None, form: Format) -> int:
-    """Return the host_memory, in bytes, that holds so much, and every gradient in `field`; form: Config's."""
-    largest = max(unit.resident_nbytes for unit in units)
-    return least_total(held_nbytes + gradients_nbytes(units, field), largest, form)
 
 
 def least_total_to_build(built: Sequence[Record], model: Sequence[tuple[Record, bool]], form: Format) -> int:

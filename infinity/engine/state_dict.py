@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 from infinity.engine.parameters import Parameters
-from infinity.errors import HostMemoryError, UnsupportedError
-from infinity.ranks.machine_memory import available_nbytes
-from infinity.sizes import format_size
+from infinity.errors import UnsupportedError
+from infinity.ranks.machine_memory import check_available
 
 
 class Exchange:
@@ -62,7 +61,9 @@ class Exchange:
     def _begin(self, module: nn.Module) -> None:
         if not self._depth:
             self._copies = {}
-            _check_room(module)
+            needed = sum(one.numel() * one.element_size() for one in module.parameters())
+            cure = "Take the state_dict of one submodule at a time."
+            check_available(needed, "state_dict: plain copies of the parameters", cure)
         self._depth += 1
         self._module = weakref.ref(module)
 
@@ -98,14 +99,3 @@ class Exchange:
             self._parameters.write(parameter, {"master": args[1].expand(parameter.shape)})
             return parameter
         return None
-
-
-def _check_room(module: nn.Module) -> None:
-    needed = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-    available = available_nbytes()
-    if needed > available:
-        raise HostMemoryError(
-            f"state_dict: plain copies of the parameters take "
-            f"{format_size(needed)}, {format_size(available)} "
-            "of memory are available. Take the state_dict of one submodule at a time."
-        )

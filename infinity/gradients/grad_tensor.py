@@ -20,8 +20,8 @@ from infinity.units.unit import Unit
 
 
 class OffloadedGradient(StoredGradient):
-    """Stands for a stored gradient: clips, accumulates and zeroes it where it lies. Anything else works on
-    its dense values; what changes them, also through a view, is stored anew.
+    """Stands for a stored gradient: clips, accumulates and zeroes it where it lies. Other operations work on
+    its dense values; those that change them, also through a view, have them stored anew.
     """
 
     @staticmethod
@@ -115,8 +115,8 @@ def _multiply_all(grads: list[OffloadedGradient], factor: Any) -> Any:
 
 
 def _clips() -> bool:
-    """Whether torch.nn.utils.clip_grad_norm_ has called: its factor is recorded, and applied in fp32. What
-    anybody else multiplies is rounded to the gradient's own type, as ever.
+    """Whether torch.nn.utils.clip_grad_norm_ has called: its factor is recorded, and applied in fp32. After
+    any other product the gradient is rounded to its own type, as in torch.
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
@@ -133,7 +133,7 @@ def _scale(grad: OffloadedGradient, factor: Any) -> OffloadedGradient:
 
 
 def _unscale(grads: list[OffloadedGradient], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
-    """As GradScaler asks for it: scale all, and say whether any, on any rank, was not finite before."""
+    """Scale all, for GradScaler, and say whether any, on any rank, was not finite before."""
     for store in dict.fromkeys(grad.store for grad in grads):
         sums = store.square_sums([grad.gradient for grad in grads if grad.store is store])
         if not all(map(math.isfinite, sums)):
@@ -144,7 +144,7 @@ def _unscale(grads: list[OffloadedGradient], found_inf: torch.Tensor, inverse: t
 
 
 def _add(grad: OffloadedGradient, new: Any, *, alpha: Any = 1) -> Any:
-    """Accumulate, as autograd does; what anybody else adds is no further gradient."""
+    """Accumulate, where autograd adds; a sum that others make is computed on dense values."""
     if (
         torch._C._current_graph_task_id() == -1
         or not isinstance(new, torch.Tensor)

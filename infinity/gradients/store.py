@@ -1,4 +1,6 @@
-"""The owner of stored gradients: takes them as they accumulate, keeps them, spills them, sums them."""
+"""Stored gradients: taken as they accumulate, kept in host memory or spilled to records, used up, measured
+and read.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ class Peers(Protocol):
 
 
 class GradientStore:
-    """Takes gradients as they accumulate and keeps them until they are used or dropped."""
+    """Keeps gradients where `Gradient` says that they are. Used by the thread that computes."""
 
     def __init__(
         self,
@@ -76,7 +78,7 @@ class GradientStore:
         self._peers, self._reduction = sharing or (None, None)
         self._at_once: dict[int, int] = {}
         self._in_record: defaultdict[Unit, WeakValueDictionary[int, Gradient]]
-        self._in_record = defaultdict(WeakValueDictionary)  # those that somebody has
+        self._in_record = defaultdict(WeakValueDictionary)  # spilled ones that somebody refers to
         self._outgoing: defaultdict[Unit, dict[int, Gradient]] = defaultdict(dict)
         self._received: Callable[[torch.Tensor], torch.Tensor] | None = None
 
@@ -88,11 +90,13 @@ class GradientStore:
     # What a backward brings
 
     def receive_by(self, call: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Have `call` say what a gradient counts as that a backward brings; a DeepSpeedEngine's."""
+        """Have `call` return the gradient that counts for each that a backward brings, as a DeepSpeedEngine
+        does.
+        """
         self._received = call
 
     def receive_plainly(self, call: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Take gradients as they come, where `call` has had a say."""
+        """Undo `receive_by`, unless another call has taken the place of `call`."""
         if self._received == call:
             self._received = None
 
@@ -104,7 +108,7 @@ class GradientStore:
 
     @property
     def shared(self) -> bool:
-        """Whether other ranks have their part in each gradient."""
+        """Whether each rank has a part of each gradient: there are several."""
         return self._reduction is not None
 
     def deferring(self) -> contextlib.AbstractContextManager[None]:
@@ -112,14 +116,14 @@ class GradientStore:
         return contextlib.nullcontext() if self._reduction is None else self._reduction.deferring()
 
     def reduce(self, unit: Unit, *, at_once: bool) -> None:
-        """Begin to sum a unit's gradients, all of which have come, over the ranks: where that is deferred,
-        only if it has to be `at_once`.
+        """Begin to sum a unit's gradients, all of which have come, over the ranks; where that is deferred,
+        only with `at_once`.
         """
         if self._reduction is not None and (at_once or not self._reduction.deferred):
             self._reduction.reduce(unit, self)
 
     def end_backward(self, units: Iterable[Unit]) -> None:
-        """Sum over the ranks what has not been, unless that is deferred."""
+        """Sum over the ranks the gradients that have not been summed, unless that is deferred."""
         if self._reduction is not None and not self._reduction.deferred:
             self._reduction.settle(units, self)
 
@@ -127,12 +131,6 @@ class GradientStore:
         """Have the ranks sum the gradients of units, if they have not yet."""
         if self._reduction is not None:
             self._reduction.settle(units, self)
-
-    def _collect(self, gradient: Gradient, part: torch.Tensor) -> torch.Tensor:
-        """Put the ranks' parts of a parameter's gradient together."""
-        if self._peers is None:
-            return part
-        return self._peers.collect(gradient.unit.record, gradient.index, part)
 
     def reduced(self, gradient: Gradient, mean: torch.Tensor, arriving: Transfer, *, keep: bool) -> None:
         """Give a local gradient this rank's part of the mean, which may be read when `arriving` is over."""
@@ -167,8 +165,8 @@ class GradientStore:
         return gradient
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy in memory of ours of a large gradient of the CPU's: it stays for a while; see
-        buffers. Of one that is part of something larger, too: all of that would stay.
+        """Return a copy, in a buffer, of a large gradient that torch has allocated on the CPU, since it stays
+        for a while (see buffers), and of one that is part of a larger storage, all of which would stay.
         """
         if not self._device.is_host:
             return tensor
@@ -219,12 +217,14 @@ class GradientStore:
         self._outgoing[gradient.unit][gradient.index] = gradient
 
     def outgoing_of(self, unit: Unit) -> dict[int, Gradient]:
-        """Return a unit's gradients, by parameter, that wait for the rest of them to be spilled together."""
+        """Return a unit's gradients, by parameter, that wait for the others to be applied or spilled with
+        them.
+        """
         return dict(self._outgoing.get(unit, {}))
 
     def settle(self, unit: Unit) -> None:
-        """Keep a complete unit's outgoing gradients: in host memory where they fit by now, else in the
-        record.
+        """Keep a complete unit's outgoing gradients: in host memory as far as they fit now, the others in
+        the record.
         """
         for index, gradient in self.outgoing_of(unit).items():
             if gradient.form is Form.OUTGOING and gradient.parts is None and gradient.arriving.done:
@@ -263,7 +263,7 @@ class GradientStore:
         adds = {index for index, gradient in outgoing.items() if gradient.form is Form.SPILLED}
         for index, gradient in stored.items():
             if index in outgoing and index not in adds:
-                self._take_out(gradient)
+                gradient.bring_back(self._read(gradient))  # somebody has it still, though no p.grad
         carried = {index: gradient for index, gradient in stored.items() if index not in outgoing}
         wide = bool(adds) or any(gradient.in_memory.dtype == torch.float32 for gradient in outgoing.values())
         survivors = [*carried.values(), *(outgoing[index] for index in adds)]
@@ -295,10 +295,6 @@ class GradientStore:
             raise
         self._share.sent(job)
 
-    def _take_out(self, gradient: Gradient) -> None:
-        """Bring a gradient whose place a later one takes to memory: no p.grad holds it, but somebody does."""
-        gradient.bring_back(self._read(gradient))
-
     def _make_space(self, unit: Unit, field: str) -> None:
         """Give the record of `unit` a field for its gradients.
 
@@ -321,8 +317,8 @@ class GradientStore:
         return self.ranks.totals([sum(map(self.square_sum, gradients), 0.0)], "norm")[0]
 
     def square_sum(self, gradient: Gradient) -> float:
-        """Return the fp64 sum of the squares of what this rank has of a stored gradient, clipping not
-        applied; waits for a pass that is computing it.
+        """Return the fp64 sum of the squares of what this rank has of a stored gradient, without clipping;
+        NaN where one is not finite. Waits for the pass that computes it.
         """
         gradient.check("clipping, or reading a gradient,")
         self.settle_ranks([gradient.unit])
@@ -338,7 +334,9 @@ class GradientStore:
         return parts.square_sum if parts.finite else math.nan
 
     def dense(self, gradient: Gradient, dtype: torch.dtype) -> torch.Tensor:
-        """Return the gradient as a new tensor, clipping applied, in the parameter's shape and device."""
+        """Return the gradient as a new tensor, clipped, in the parameter's shape and on its device. With
+        several ranks every rank calls it.
+        """
         parameter = gradient.unit.parameters[gradient.index]
         gradient.check("reading a gradient")
         self.settle_ranks([gradient.unit])
@@ -348,8 +346,9 @@ class GradientStore:
             return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
         spilled = gradient.form is Form.SPILLED
         part = self._read(gradient) if spilled else gradient.await_tensor()
-        values = self._collect(gradient, part)
-        scaled = values.float().mul(float(gradient.scale)).to(dtype)
+        if self._peers is not None:
+            part = self._peers.collect(gradient.unit.record, gradient.index, part)
+        scaled = part.float().mul(float(gradient.scale)).to(dtype)
         return scaled.view(parameter.shape).to(parameter.device)
 
     def _read(self, gradient: Gradient) -> torch.Tensor:

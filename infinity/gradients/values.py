@@ -8,17 +8,16 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch.utils import _pytree as pytree
 
 from infinity.errors import NotResidentError, UnsupportedError
 from infinity.gradients.gradient import GONE, Gradient
 from infinity.gradients.store import GradientStore
-from infinity.tensors import as_bytes, is_part
+from infinity.tensors import digest, is_part
 
 
 class Thin(torch.Tensor):
-    """What a thin tensor answers from a dense copy, and what it cannot: it has no memory to hand out."""
+    """A tensor without memory: what it answers from a dense copy, and what it refuses."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -28,11 +27,11 @@ class Thin(torch.Tensor):
         raise NotImplementedError
 
     def made(self, dense: torch.Tensor) -> torch.Tensor:
-        """Return of the gradient's dense values those that this stands for."""
+        """Return the part of the gradient's dense values that this stands for."""
         raise NotImplementedError
 
     def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
-        """The values, to be read: nobody would see what is written there."""
+        """The values, read-only: what was written there would be lost."""
         array = self.clone().numpy(force=force)
         array.flags.writeable = False
         return array
@@ -70,10 +69,15 @@ class StoredGradient(Thin):
     _store: weakref.ref[GradientStore]  # see gradient's note on what p.grad holds
 
     def stand_for(self, gradient: Gradient, store: GradientStore | None = None) -> None:
-        """Own a stored gradient of the parameter, kept by `store`, or where the one before was."""
+        """Own a stored gradient of the parameter, kept by `store`; None: by the same as the one before."""
         self.gradient = gradient
         if store is not None:
             self._store = weakref.ref(store)
+
+    def replace(self, part: torch.Tensor) -> None:
+        """Stand for a new gradient, of which `part`, nobody else's memory, is what this rank holds."""
+        self.stand_for(self.store.replaced(self.gradient, part))
+        self.store.settle(self.gradient.unit)
 
     @property
     def store(self) -> GradientStore:
@@ -97,8 +101,8 @@ class StoredGradient(Thin):
 
 
 class GradientView(Thin):
-    """A view of an offloaded gradient: it has the values that this has when it is used, and what changes it
-    changes this.
+    """A view of an offloaded gradient: it has the values that the gradient has when the view is used, and a
+    change of the view changes the gradient.
     """
 
     _of: StoredGradient
@@ -125,7 +129,7 @@ class GradientView(Thin):
 
     @property
     def whole(self) -> StoredGradient:
-        """Of what it is a view."""
+        """The gradient that it is a view of."""
         return self._of
 
     def made(self, dense: torch.Tensor) -> torch.Tensor:
@@ -133,7 +137,7 @@ class GradientView(Thin):
         return self._make(dense)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Of what it is a view."""
+        """Name the gradient that it is a view of."""
         return f"GradientView(shape={tuple(self.shape)}, of {self._of!r})"
 
     @classmethod
@@ -145,7 +149,7 @@ class GradientView(Thin):
 
 
 def plain(grad: torch.Tensor) -> torch.Tensor:
-    """Return a gradient without its graph; a plain tensor, too, where it is a view of an offloaded one."""
+    """Return a gradient without its graph; for a view of an offloaded one, a plain tensor."""
     return grad.clone() if isinstance(grad, GradientView) else grad.detach()
 
 
@@ -200,8 +204,8 @@ def _makes_views(func: Any) -> bool:
 
 
 def _views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what `func`, of a gradient or a view of one, makes: views whose values are taken when they are
-    used.
+    """Return the views that `func` makes of a gradient, or of a view of one: their values are taken when they
+    are used.
     """
     first, *rest = args
     whole, before = first.whole, first.made
@@ -222,8 +226,8 @@ def _views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _dtype(grad: StoredGradient, *, changes: bool) -> torch.dtype:
-    """Return the type in which operations work on a gradient: the parameter's. But what is to be stored of an
-    fp16 one times a factor would vanish in that.
+    """Return the type in which operations work on a gradient: the parameter's; but fp32 for a change of an
+    fp16 gradient that was scaled, which could vanish in fp16.
     """
     own = grad.gradient.unit.flat.dtype
     wide = changes and own == torch.float16 and grad.gradient.scale != 1
@@ -245,14 +249,11 @@ def store_changed(grad: StoredGradient, values: torch.Tensor, operation: str) ->
             f"it stays {tuple(grad.shape)}, {own}. Work on a copy: p.grad.clone()."
         )
     host = values.detach().to("cpu").contiguous()
-    if store.ranks.size > 1:
-        digest = xxhash.xxh3_64_intdigest(as_bytes(host)) >> 1
-        if not store.ranks.same(digest, f"change the gradient of {name}"):
-            raise UnsupportedError(
-                f"{name}: {operation}() on a gradient, which is the mean over all ranks, has made different "
-                "values on them; nothing is changed. Let every rank do the same (torch.distributed.broadcast "
-                "what one of them draws), or assign p.grad, of which the ranks' mean is taken."
-            )
+    if store.ranks.size > 1 and not store.ranks.same(digest(host), f"change the gradient of {name}"):
+        raise UnsupportedError(
+            f"{name}: {operation}() on a gradient, which is the mean over all ranks, has made different "
+            "values on them; nothing is changed. Let every rank do the same (torch.distributed.broadcast "
+            "what one of them draws), or assign p.grad, of which the ranks' mean is taken."
+        )
     part = unit.record.part(index, host)
-    grad.stand_for(store.replaced(old, part.clone() if is_part(part) else part))
-    store.settle(unit)
+    grad.replace(part.clone() if is_part(part) else part)

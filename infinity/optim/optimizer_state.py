@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 
-from infinity.errors import HostMemoryError
-from infinity.ranks.machine_memory import available_nbytes
+from infinity.ranks.machine_memory import check_available
 from infinity.records.update_rules import Recipe
-from infinity.sizes import format_size
 
 
 def check_room(recipe: Recipe, parameters: Sequence[torch.Tensor]) -> None:
@@ -19,12 +17,7 @@ def check_room(recipe: Recipe, parameters: Sequence[torch.Tensor]) -> None:
     Raises: HostMemoryError, with the numbers.
     """
     needed = sum(4 * len(recipe.state) * one.numel() for one in parameters)
-    available = available_nbytes()
-    if needed > available:
-        raise HostMemoryError(
-            f"optimizer.state_dict: the moments take {format_size(needed)}, {format_size(available)} of "
-            "memory are available"
-        )
+    check_available(needed, "optimizer.state_dict: the moments")
 
 
 def checked_states(
