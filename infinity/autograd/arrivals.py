@@ -25,10 +25,9 @@ from torch import nn
 from infinity.autograd.hooks import Hooks, graph_task
 from infinity.durable.committer import Durable
 from infinity.errors import UnsupportedError
-from infinity.gradients.grad_tensor import OffloadedGradient
+from infinity.gradients.grad_tensor import OffloadedGradient, plain
 from infinity.gradients.gradient import Form, Gradient, applied_message
 from infinity.gradients.store import GradientStore
-from infinity.gradients.values import plain
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import Outgoing
 from infinity.records.updates import Update

@@ -30,35 +30,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 _MAKES = frozenset(
-    {
-        "arange",
-        "as_tensor",
-        "asarray",
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "eye",
-        "full",
-        "full_like",
-        "linspace",
-        "logspace",
-        "new_empty",
-        "new_full",
-        "new_ones",
-        "new_tensor",
-        "new_zeros",
-        "normal",
-        "ones",
-        "ones_like",
-        "rand",
-        "rand_like",
-        "randn",
-        "randn_like",
-        "scalar_tensor",
-        "tensor",
-        "zeros",
-        "zeros_like",
-    }
+    {f"{how}{what}" for how in ("", "new_") for what in ("empty", "full", "ones", "tensor", "zeros")}
+    | {f"{what}_like" for what in ("empty", "full", "ones", "rand", "randn", "zeros")}
+    | {"arange", "as_tensor", "asarray", "empty_strided", "eye", "linspace", "logspace", "normal", "rand"}
+    | {"randn", "scalar_tensor"}
 )
 _CONVERTS: dict[str, torch.dtype | None] = {
     "float": torch.float32,

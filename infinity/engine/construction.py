@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,22 +35,12 @@ from infinity.records.weights import WEIGHTS
 from infinity.sizes import format_size
 from infinity.tiling import Whole, assembled, stand_in
 from infinity.units.released import Released, not_resident, placeholder, release, restore, set_owner
-from infinity.units.unit import Unit
 
 logger = logging.getLogger("infinity")
 
 _OVERWRITES = frozenset(
-    {
-        "normal_",
-        "uniform_",
-        "zero_",
-        "fill_",
-        "copy_",
-        "constant_",
-        "kaiming_uniform_",
-        "kaiming_normal_",
-        "xavier_uniform_",
-    }
+    {"normal_", "uniform_", "zero_", "fill_", "copy_", "constant_"}
+    | {f"{whose}_{how}_" for whose in ("kaiming", "xavier") for how in ("uniform", "normal")}
 )
 """Operations that do not look at what was there: an evicted parameter need not be read for them."""
 
@@ -347,98 +337,63 @@ class Construction:
             self._sweep(root)
         named = list(_named_modules(roots))
         check_values(named)
-        found = {
-            id(parameter)
-            for _, module in named
-            for parameter in module._parameters.values()
-            if parameter is not None
-        }
         for _, module in named:
-            real = [
-                self._real[id(one)]
-                for one in module._parameters.values()
-                if one is not None and id(one) in self._real
-            ]
-            if real:
-                self._evict(real)
+            self._evict([self._real[id(one)] for one in module._parameters.values() if id(one) in self._real])
         self._real.clear()
-        self._hand_over(named, found)
+        self._hand_over(named)
 
-    def _hand_over(self, named: list[tuple[str, nn.Module]], found: set[int]) -> None:
-        records: dict[Record, list[_Entry]] = {}
-        for entry in self._entries.values():
-            if entry.record is not None:
-                records.setdefault(entry.record, []).append(entry)
-        units: list[tuple[list[nn.Parameter], Record]] = []
-        units_of: dict[int, list[int]] = {}
-        taken: dict[Record, int] = {}
-        for name, module in named:
-            for parameter in module._parameters.values():
-                known = self._entries.get(id(parameter)) if parameter is not None else None
-                record = known.record if known is not None and known.parameter() is parameter else None
-                if record is None:
-                    continue
-                if record not in taken:
-                    taken[record] = len(units)
-                    record.name_unit(self._name(name or type(module).__name__, record))
-                    units.append(self._unit(record, records[record], found))
-                if taken[record] not in units_of.setdefault(id(module), []):
-                    units_of[id(module)].append(taken[record])
-        self._name_segments(named, units)
+    def _hand_over(self, named: list[tuple[str, nn.Module]]) -> None:
+        units, units_of = self._units(named)
         self._overflow.refuse(self._records, units)
-        self._drop_all_but(taken)
+        for record in self._records:
+            if record not in units:  # of parameters that are in no model
+                for field in record.form.weights:
+                    record.drop(field)
         self._engine.build_with(None)
-        self._engine.open(units)
+        opened = self._engine.open(units)
         for _, module in named:
             if any(True for _ in module.parameters()):
                 # MultiheadAttention uses its child's weight itself, and its fast path only if it is there.
                 whole = module.modules() if isinstance(module, nn.MultiheadAttention) else (module,)
-                self._engine.hook(
-                    module, self._units(whole, units_of), self._units(module.modules(), units_of)
+                used, below = (
+                    list(dict.fromkeys(opened[one] for part in parts for one in units_of.get(id(part), ())))
+                    for parts in (whole, module.modules())
                 )
+                self._engine.hook(module, used, below)
 
-    def _name(self, module: str, record: Record) -> str:
-        return module if record.form is self._engine.form else f"{module} ({record.form.dtype})"
-
-    def _units(self, modules: Iterable[nn.Module], units_of: dict[int, list[int]]) -> list[Unit]:
-        indices = dict.fromkeys(index for part in modules for index in units_of.get(id(part), []))
-        return [self._engine.units[index] for index in indices]
-
-    def _drop_all_but(self, taken: Container[Record]) -> None:
-        """Give back the records of parameters that are in no model."""
-        for record in self._records:
-            if record not in taken:
-                for field in record.form.weights:
-                    record.drop(field)
-
-    def _unit(
-        self, record: Record, entries: list[_Entry], found: set[int]
-    ) -> tuple[list[nn.Parameter], Record]:
-        """Return a record's parameters in the order of its segments; one that was replaced since leaves a
-        hole, never trained.
+    def _units(
+        self, named: list[tuple[str, nn.Module]]
+    ) -> tuple[dict[Record, list[nn.Parameter]], dict[int, list[Record]]]:
+        """Name the records of the models; return the parameters in each, in the order of its segments, and
+        the records that each module uses, by the module's id().
         """
-        by_index = {entry.index: entry.parameter() for entry in entries}
-        parameters: list[nn.Parameter] = []
-        for index, segment in enumerate(record.shard.segments):
-            parameter = by_index.get(index)
-            if parameter is None or id(parameter) not in found:
-                parameter = nn.Parameter(
-                    placeholder(segment.shape, _computes_in(record), "cpu"), requires_grad=False
-                )
-            parameters.append(parameter)
-        return parameters, record
-
-    @staticmethod
-    def _name_segments(
-        named: list[tuple[str, nn.Module]], units: list[tuple[list[nn.Parameter], Record]]
-    ) -> None:
         names: dict[int, str] = {}
+        units: dict[Record, list[nn.Parameter]] = {}
+        units_of: dict[int, list[Record]] = {}
         for prefix, module in named:
             for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    names.setdefault(id(parameter), f"{prefix}.{name}" if prefix else name)
-        for parameters, record in units:
+                names.setdefault(id(parameter), f"{prefix}.{name}" if prefix else name)
+                entry = self._entry(parameter)
+                if parameter is None or entry is None or entry.record is None:
+                    continue
+                record = entry.record
+                if record not in units:
+                    other = "" if record.form is self._engine.form else f" ({record.form.dtype})"
+                    record.name_unit(f"{prefix or type(module).__name__}{other}")
+                    units[record] = _holes(record)
+                units[record][entry.index] = parameter
+                units_of.setdefault(id(module), []).append(record)
+        for record, parameters in units.items():
             record.rename([names.get(id(parameter), "(replaced)") for parameter in parameters])
+        return units, units_of
+
+
+def _holes(record: Record) -> list[nn.Parameter]:
+    """Return parameters, never trained, for those of a record that were replaced since."""
+    return [
+        nn.Parameter(placeholder(segment.shape, _computes_in(record), "cpu"), requires_grad=False)
+        for segment in record.shard.segments
+    ]
 
 
 def _named_modules(roots: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

@@ -8,7 +8,7 @@ gone, so is the engine, its thread, its memory and its files.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ from infinity.engine.needs import gradients_nbytes
 from infinity.engine.parameters import Parameters
 from infinity.engine.partition import Partition
 from infinity.engine.state_dict import Exchange
-from infinity.gradients.reduction import Reduction
 from infinity.gradients.store import GradientStore
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import Outgoing
@@ -102,7 +101,8 @@ class Engine:
             self.executor,
             self.least_total,
             self.ranks,
-            self._sharing(),
+            self.partition,
+            deferred=config.stage == 1,
         )
         self.boundaries = self._open_boundaries()
         """What offloads the inputs of checkpoints; None where they stay."""
@@ -134,20 +134,6 @@ class Engine:
             self.nvme_store.keep(pool, self.host_store)
         cpus = choose_cores(self.device)
         return StreamLane(pool, inline=self.device.is_host, timeline=self.timeline, cpus=cpus)
-
-    def _sharing(self) -> tuple[Partition, Reduction] | None:
-        """Return how several ranks share gradients."""
-        if self.partition is None:
-            return None
-        reduction = Reduction(
-            self.partition.reduces,
-            self.lane,
-            self.device,
-            self.kept,
-            self.outgoing,
-            deferred=self.config.stage == 1,
-        )
-        return self.partition, reduction
 
     def _open_boundaries(self) -> Boundaries | None:
         """Return what offloads the inputs of checkpoints, if anything is to."""
@@ -190,7 +176,7 @@ class Engine:
         self._building = touch
 
     def new_record(self, parameters: Sequence[nn.Parameter], name: str, form: Format) -> Record:
-        """Make a record of this format for the weights of `parameters`; `give_room` gives it room for them.
+        """Make a record of this format for the weights of `parameters`, which have no room yet.
 
         Raises: HostMemoryError where its blocks do not fit the slots.
         """
@@ -206,18 +192,12 @@ class Engine:
             name=name,
         )
 
-    def give_room(self, record: Record) -> None:
-        """Give a record room for its weights.
-
-        Raises: aio.StorageFullError or HostMemoryError naming the module, with the numbers.
+    def open(self, records: Mapping[Record, list[nn.Parameter]]) -> dict[Record, Unit]:
+        """Take over a finished model: the parameters in each record, in the order of its modules. Return the
+        unit that each record is of.
         """
-        for field in record.form.weights:
-            record.add(field, self.store)
-
-    def open(self, units: Iterable[tuple[list[nn.Parameter], Record]]) -> None:
-        """Take over a finished model: its units, in the order of its modules."""
         self.lane.drain()
-        for parameters, record in units:
+        for record, parameters in records.items():
             base = self.ranks.rank * record.shard.numel
             unit = Unit(len(self.units), parameters, record, base)
             in_place = self.device.is_host and self.ranks.size == 1
@@ -254,6 +234,7 @@ class Engine:
             cut = self.budget.tile_numel, self.form.name
             self.durable.open(self.units, self.lane, self.executor.flush, cut)
         logger.info("%d units, %s; %s", len(self.units), self.config, self.budget)
+        return {unit.record: unit for unit in self.units}
 
     def hook(self, module: nn.Module, units: list[Unit], below: list[Unit]) -> None:
         """Follow a module's forward, which uses `units`, its state_dict and load_state_dict; `below` are the

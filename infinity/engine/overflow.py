@@ -8,7 +8,7 @@ Then the model is refused with the smallest host_memory that works.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
@@ -34,24 +34,30 @@ class Overflow:
         return self._first is not None
 
     def give_room(self, record: Record) -> None:
-        """Give a record memory for its weights, if there is any."""
+        """Give a record memory for its weights, if there is any.
+
+        Raises: aio.StorageFullError, with the numbers, where the weights do not fit NVMe.
+        """
         if self._first is not None:
             return
         try:
-            self._engine.give_room(record)
+            for field in record.form.weights:
+                record.add(field, self._engine.store)
         except HostMemoryError:
             self._first, self._held_nbytes = record, self._engine.kept.held_nbytes
             logger.info("host memory is full at %s; what the rest of the model needs is counted", record.name)
 
-    def refuse(self, built: Sequence[Record], units: Sequence[tuple[Sequence[nn.Parameter], Record]]) -> None:
+    def refuse(self, built: Sequence[Record], model: Mapping[Record, Sequence[nn.Parameter]]) -> None:
         """Refuse a finished model if it does not fit. built: all records, those of replaced parameters too;
-        units: what the model keeps of them.
+        model: the parameters in each of those that the model keeps.
 
         Raises: HostMemoryError with the smallest host_memory that works.
         """
         if self._first is None:
             return
-        trained = [(record, any(one.requires_grad for one in parameters)) for parameters, record in units]
+        trained = [
+            (record, any(one.requires_grad for one in parameters)) for record, parameters in model.items()
+        ]
         frozen = [(record, False) for record, _ in trained]
         raise HostMemoryError(
             f"{self._where(self._first)}. The smallest host_memory that works is "

@@ -17,6 +17,7 @@ import torch
 from infinity import kernels
 from infinity.device.device import Device
 from infinity.errors import HostMemoryError, UnsupportedError
+from infinity.gradients.collectives import CollectiveLane
 from infinity.gradients.gradient import Form, Gradient, applied_message, total_of
 from infinity.gradients.reduction import Reduction
 from infinity.lane.lane import StreamLane
@@ -39,7 +40,10 @@ _OWN_NBYTES = 1 << 18
 
 
 class Peers(Protocol):
-    """The other ranks, each of which holds its part of every gradient."""
+    """What ranks do together that each hold a part of every gradient."""
+
+    reduces: CollectiveLane
+    """On which gradients are summed."""
 
     def collect(self, record: Record, index: int, part: torch.Tensor) -> torch.Tensor:
         """Return a parameter's values from the ranks' parts of them. Every rank calls it."""
@@ -58,12 +62,14 @@ class GradientStore:
         executor: Executor,
         least_total: Callable[[str], int],
         ranks: Ranks,
-        sharing: tuple[Peers, Reduction] | None,
+        peers: Peers | None,
+        *,
+        deferred: bool,
     ) -> None:
         """Keep gradients in `kept`; what does not fit goes to `spill_store`, by `outgoing` and `lane`.
 
-        least_total: says which host_memory, in bytes, holds all gradients in a field as well. sharing: how
-        several ranks share each gradient; None with one rank.
+        least_total: says which host_memory, in bytes, holds all gradients in a field as well. peers: None for
+        one rank. deferred: ranks sum gradients only when a step is decided.
         """
         self._lane = lane
         self._device = device
@@ -73,9 +79,10 @@ class GradientStore:
         self._executor = executor
         self._least_total = least_total
         self.ranks = ranks
-        self._peers: Peers | None
-        self._reduction: Reduction | None
-        self._peers, self._reduction = sharing or (None, None)
+        self._peers = peers
+        self._reduction: Reduction | None = None
+        if peers is not None:
+            self._reduction = Reduction(peers.reduces, lane, device, kept, outgoing, deferred=deferred)
         self._at_once: dict[int, int] = {}
         self._in_record: defaultdict[Unit, WeakValueDictionary[int, Gradient]]
         self._in_record = defaultdict(WeakValueDictionary)  # spilled ones that somebody refers to
