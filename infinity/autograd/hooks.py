@@ -33,7 +33,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _pytree as pytree
 
 from infinity.activations.boundaries import Boundaries, Boundary, stands_between
-from infinity.activations.partitioned import BoundaryPart, Parts
+from infinity.activations.partitioned import BoundaryPart, PartitionedBoundaries
 from infinity.autograd.module_calls import differentiates, refuse, refuse_transform, runs_in_itself
 from infinity.planning.trace import Phase
 from infinity.tiling import Tile, runs_in_slices
@@ -88,7 +88,9 @@ class Hooks:
     a time.
     """
 
-    def __init__(self, executor: Executor, boundaries: Boundaries | None, parts: Parts | None) -> None:
+    def __init__(
+        self, executor: Executor, boundaries: Boundaries | None, parts: PartitionedBoundaries | None
+    ) -> None:
         """Follow nothing yet.
 
         boundaries: what offloads the inputs of checkpoints; None where they stay. parts: what divides them

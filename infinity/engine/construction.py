@@ -64,11 +64,11 @@ class _Entry:
         self.index = 0
 
     def lie_in(self, record: Record, index: int) -> None:
-        """Its values are those of a parameter of `record`."""
+        """Note that its values are those of parameter `index` of `record`."""
         self.record, self.index = record, index
 
     def take(self, parameter: nn.Parameter, asked: torch.dtype | None, form: Format) -> None:
-        """Look at what `p.data = ...` made of it: another dtype, or what needs another record than it has.
+        """Follow `p.data = ...`: note the dtype, and forget a record of another shape or format.
 
         asked: the type that it is to compute in now, in a record of this format.
         """
@@ -95,7 +95,7 @@ class Construction:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._entries: dict[int, _Entry] = {}
-        self._real: dict[int, _Entry] = {}  # oldest touch first
+        self._real: dict[int, _Entry] = {}  # the one touched longest ago first
         self._records: list[Record] = []
         self._mapped: Mapped | None = None
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
@@ -108,7 +108,7 @@ class Construction:
     # Registration
 
     def registered(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        """A module got a parameter; return what it gets instead, None for nothing else."""
+        """Called when a module gets a parameter; return what it gets instead, None for no other."""
         self._modules[id(module)] = weakref.ref(module)
         if parameter is None:
             return None
@@ -157,8 +157,8 @@ class Construction:
         return whole
 
     def adopted(self, module: nn.Module, name: str, child: nn.Module | None) -> nn.Module | None:
-        """A module got a child, perhaps a copy whose parameters were never registered; return the tiled one
-        that takes its place, None for nothing else.
+        """Called when a module gets a child, perhaps a copy whose parameters were never registered; return
+        the tiled one that takes its place, None for no other.
         """
         self._modules[id(module)] = weakref.ref(module)
         if isinstance(child, torch.jit.ScriptModule):
@@ -293,7 +293,7 @@ class Construction:
         return None
 
     def _converted(self, parameter: nn.Parameter) -> None:
-        """A parameter, which may be in a record, was asked for in another type."""
+        """Called when a parameter, which may be in a record, is asked for in another type."""
         if isinstance(parameter, Released):
             self.touch([parameter], "data", ())
 
@@ -320,7 +320,7 @@ class Construction:
     # The end
 
     def failed(self, error: BaseException) -> None:
-        """The building ended with `error`. Raises: HostMemoryError if memory had ended before."""
+        """Called when building ends with `error`. Raises: HostMemoryError if memory had run out before."""
         self._overflow.refuse_half(self._records, error)
 
     def finish(self) -> None:

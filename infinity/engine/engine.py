@@ -1,8 +1,8 @@
-"""The engine of one `Init`: owns the budget, the stores, the lane and the units, and lets modules, autograd
-and the optimizer meet.
+"""The engine of one `Init`: owns the budget, the stores, the lane and the units, and wires them to modules,
+autograd and optimizers.
 
-Nobody holds it but the hooks on the model's modules, the optimizer, and whoever asked: when the model is
-gone, so is the engine, its thread, its memory and its files.
+Only the hooks on the model's modules, and optimizers, refer to it: when they are gone, so are the engine, its
+thread, its memory and its files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from infinity.activations.boundaries import Boundaries
-from infinity.activations.partitioned import Parts, open_parts
+from infinity.activations.partitioned import PartitionedBoundaries, open_parts
 from infinity.autograd.arrivals import Arrivals
 from infinity.autograd.foreign import ForeignParameters, ForeignSteps
 from infinity.autograd.hooks import Hooks
@@ -85,7 +85,7 @@ class Engine:
         self.store: Store = self.durable.store if self.durable else spill_store
         self.lane = self._open_lane()
         self.partition: Partition | None = None
-        """What several ranks need; None where there is one."""
+        """What several ranks do together; None where there is one."""
         if self.ranks.size > 1:
             self.partition = Partition(self.ranks, self.lane, self.device, self.timeline, self.units)
         self.executor = Executor(self.lane, self.device, self.timeline, self.partition)
@@ -106,7 +106,7 @@ class Engine:
         )
         self.boundaries = self._open_boundaries()
         """What offloads the inputs of checkpoints; None where they stay."""
-        self.parts: Parts | None = None
+        self.parts: PartitionedBoundaries | None = None
         """What divides them among ranks first; None where each rank keeps its own."""
         if copies is not None:
             place = self.device.torch_device
@@ -168,7 +168,9 @@ class Engine:
         return self._building is not None
 
     def build_with(self, touch: Touch | None) -> None:
-        """Send uses of released parameters to `touch` while a model is built; None when it is."""
+        """Send uses of released parameters to `touch`, from now until this is called with None: while a
+        model is built.
+        """
         if touch is not None:
             map_large_blocks()
         else:
@@ -246,7 +248,7 @@ class Engine:
         self.exchange.hook(module)
 
     def follow(self, training: TrainingStateSource, step: int, *, resumed: bool) -> None:
-        """Let a durable run, which does not keep `training`, commit what it takes down."""
+        """Have a durable run, if this is one, commit what `training` captures; it lives with the engine."""
         if self.durable is not None:
             self._training = training
             self.durable.follow(training, step, resumed=resumed)

@@ -36,8 +36,8 @@ def gathered(
     `.data`, or of a NumPy array that shares the memory.
 
     Raises: HostMemoryError, with the numbers, where the values do not fit memory; ValueError for parameters
-    that are not ours; UnsupportedError, and nothing is written, where parameters were changed without
-    `write`, or have other shapes or types than before; RanksError where that happened on another rank.
+    that were not built in Init; UnsupportedError, and nothing is written, where parameters were changed
+    without `write`, or have other shapes or types than before; RanksError where that is so on another rank.
     """
     units = _units_of(what)
     needed = sum(unit.resident_nbytes for unit, engine in units.items() if engine.device.is_host)
@@ -68,7 +68,7 @@ def gathered(
     finally:
         for unit in held:
             if not write:
-                unit.changes.begin_edit()  # what was changed here has been told by now
+                unit.changes.begin_edit()  # a change in here has been reported by now
             units[unit].executor.drop(unit)
             unit.changes.end_edit()
 
@@ -86,7 +86,7 @@ def _hold(engine: Engine, unit: Unit, *, write: bool) -> None:
     engine.executor.hold_aside(unit)
     if write:
         unit.changes.begin_edit()
-    if write and engine.ranks.size == 1:  # several are told together, at the end
+    if write and engine.ranks.size == 1:  # several ranks raise together, at the end
         unit.guard()
     unit.changes.watch_all()
 
@@ -107,7 +107,7 @@ def _check_forms(units: Iterable[Unit]) -> None:
 
 
 def _warn_of_graphs(units: dict[Unit, Engine]) -> None:
-    """Tell, once, of graphs whose backward fails after the `with`."""
+    """Warn, once, of graphs whose backward fails after the `with`."""
     for unit, engine in units.items():
         if unit.residence.users > 1 or engine in _warned:
             continue

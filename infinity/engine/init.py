@@ -1,4 +1,4 @@
-"""Init: build any model without ever holding it; how, says construction."""
+"""Init: builds a model of any size without holding all of it in memory; construction says how."""
 
 from __future__ import annotations
 
@@ -80,13 +80,14 @@ class Init:
         self._engine: Engine | None = None
         self._construction: Construction | None = None
         self._hooks: list[Any] = []
-        self._in_order = contextlib.ExitStack()
+        self._contexts = contextlib.ExitStack()
 
     def __enter__(self) -> Init:  # noqa: PYI034 - Self is of Python 3.11
         """Open the engine and listen to registrations."""
         if Init._active is not None:
             raise UnsupportedError(
-                "Init inside another Init: build models one after the other, and initialize behind the `with`"
+                "Init inside another Init: build models one after the other, and "
+                "call initialize() after the `with`"
             )
         self._engine = Engine(self.config, self._process_group, self._copies)
         construction = self._construction = Construction(self._engine)
@@ -96,10 +97,10 @@ class Init:
             register_module_parameter_registration_hook(cast("Any", construction.registered)),
             register_module_module_registration_hook(cast("Any", construction.adopted)),
         ]
-        self._in_order.enter_context(loading_in_order())
-        self._in_order.enter_context(refusing_scripts())
-        self._in_order.enter_context(_drawing_as_rank_0(self._engine.ranks))
-        self._in_order.enter_context(construction.asked)
+        self._contexts.enter_context(loading_in_order())
+        self._contexts.enter_context(refusing_scripts())
+        self._contexts.enter_context(_drawing_as_rank_0(self._engine.ranks))
+        self._contexts.enter_context(construction.asked)
         Init._active = self
         return self
 
@@ -121,7 +122,7 @@ class Init:
     ) -> None:
         """Hand the finished models over; after an error give everything back."""
         Init._active = None
-        self._in_order.close()
+        self._contexts.close()
         for hook in self._hooks:
             hook.remove()
         engine, construction = self._engine, self._construction

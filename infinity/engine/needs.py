@@ -1,4 +1,4 @@
-"""What a model whose records lie in host memory needs of it."""
+"""How much host memory a model needs whose records lie there."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from infinity.units.unit import Unit
 
 
 def gradients_nbytes(units: Sequence[Unit], field: str | None = None) -> int:
-    """Bytes of every gradient in `field`, where one backward does not yield more than that holds; None: as
-    one backward yields it.
+    """Bytes of the gradients of all trainable units: as one backward yields them, or, where that is more, in
+    `field` of their records.
     """
     records = [unit.record for unit in units if unit.trainable]
     least = [one.field_nbytes(one.form.gradient) for one in records]

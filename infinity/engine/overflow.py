@@ -1,7 +1,8 @@
 """A model that host memory does not hold, found while it is built: the rest of it is counted, not kept.
 
-The first record that does not fit says where memory ended, and not how much would do: that is known when the
-model is built to its end. So building goes on; records get no memory, values are dropped and read as zeros.
+The first record that does not fit tells where memory ran out, but not how much would be enough: that is known
+only when the whole model is built. So building goes on: records get no memory, values are dropped and read as
+zeros.
 Then the model is refused with the smallest host_memory that works.
 """
 

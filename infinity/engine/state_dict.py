@@ -1,4 +1,4 @@
-"""state_dict and load_state_dict of a model whose parameters are elsewhere: plain CPU copies out, masters
+"""state_dict and load_state_dict of a model whose parameters are offloaded: plain CPU copies out, masters
 written in.
 
 torch's own code runs unchanged: it calls `parameter.detach()` and `parameter.copy_(value)` on each parameter

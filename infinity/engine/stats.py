@@ -100,7 +100,7 @@ class Stats:
     placement_reason: str = ""
     """Of the last such decision, also of one to leave all as it is."""
     predicted_step_s: float | None = None
-    """What a step takes by its plan and what was measured; None where that is not known: see predicted."""
+    """Seconds that a step should take, by its plan and what was measured; None where that is not known."""
 
     @property
     def nvme_read_nbytes(self) -> int:
@@ -114,7 +114,7 @@ class Stats:
 
     @property
     def stall_s(self) -> float:
-        """Seconds that computing waited, for whatever."""
+        """Seconds that computing waited, for any cause."""
         return sum(self.stalls_s.values())
 
     @property
