@@ -88,14 +88,8 @@ class Hooks:
     a time.
     """
 
-    def __init__(
-        self, executor: Executor, boundaries: Boundaries | None, parts: PartitionedBoundaries | None
-    ) -> None:
-        """Follow nothing yet.
-
-        boundaries: what offloads the inputs of checkpoints; None where they stay. parts: what divides them
-        among ranks first; None where each rank keeps its own.
-        """
+    def __init__(self, executor: Executor, boundaries: Boundaries | PartitionedBoundaries | None) -> None:
+        """Follow nothing yet. boundaries: what keeps the inputs of checkpoints; None where they stay."""
         self._executor = executor
         self._frames: list[Frame] = []
         self.by_storage: dict[int, Unit] = {}
@@ -110,9 +104,9 @@ class Hooks:
         """Parameters whose gradient has accumulated since the unit was last complete in this backward."""
         self._forward_uses: Counter[Unit] = Counter()
         """Uses in forwards since the last step."""
-        self._boundaries = parts or boundaries
+        self._boundaries = boundaries
         self.backward_ended: list[Any] = []
-        """Callables run when the outermost backward is over."""
+        """Called when the outermost backward is over, in the order in which they were appended."""
         self.forward_began: list[Any] = []
         """Called with a module whose forward begins that a backward may follow."""
 

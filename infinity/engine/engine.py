@@ -111,7 +111,7 @@ class Engine:
         if copies is not None:
             place = self.device.torch_device
             self.parts = open_parts(copies, config.device, config.timeout_s, place, self.boundaries)
-        self.hooks = Hooks(self.executor, self.boundaries, self.parts)
+        self.hooks = Hooks(self.executor, self.parts or self.boundaries)
         if self.boundaries is not None:
             self.hooks.backward_ended.append(self.boundaries.backward_ended)
         self.arrivals = Arrivals(
