@@ -121,8 +121,11 @@ class Arrivals:
             _check_dense(grad, unit, index)
             if updater is not None and updater.applied(parameter):
                 raise UnsupportedError(applied_message(unit, "a second backward before step()"))
-            grad = self._received(parameter, plain(grad))
-            gradient = self._gradients.arrive(unit, index, grad, keep=updater is None)
+            grad = plain(grad)
+            parameter.grad = None  # should it be refused
+            gradient = self._gradients.arrive(
+                unit, index, self._gradients.received(grad), keep=updater is None
+            )
             parameter.grad = OffloadedGradient(unit.parameters[index], gradient, self._gradients)
         if self._hooks.accumulated(unit, index):
             self._gradients.reduce(unit, at_once=updater is not None)
@@ -133,10 +136,6 @@ class Arrivals:
             else:
                 self._use_gradients(unit, updater)
             self._hooks.end_unit(unit)
-
-    def _received(self, parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        parameter.grad = None  # should it be refused
-        return self._gradients.received(grad)
 
     def gradient_of(self, parameter: nn.Parameter) -> Gradient | None:
         """Return the stored gradient behind `p.grad`, None where there is none. A plain tensor that the user
