@@ -313,8 +313,8 @@ class Boundaries:
         return flat
 
     def give_back(self, record: Record, flat: torch.Tensor | None, passes: list[Pass]) -> None:
-        """Give back what held a boundary, and memory that it came back to and that nobody took, when these
-        passes are over.
+        """When these passes are over, give back the place of a boundary, and the memory that it came back to
+        if nothing has taken it.
         """
 
         def over() -> None:

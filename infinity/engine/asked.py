@@ -116,7 +116,7 @@ class Asked(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Do what was asked for, and remember it."""
+        """Make the call, and note the type that it asks for."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if not self._quiet:

@@ -42,7 +42,7 @@ _OVERWRITES = frozenset(
     {"normal_", "uniform_", "zero_", "fill_", "copy_", "constant_"}
     | {f"{whose}_{how}_" for whose in ("kaiming", "xavier") for how in ("uniform", "normal")}
 )
-"""Operations that do not look at what was there: an evicted parameter need not be read for them."""
+"""Operations that do not look at the values: an evicted parameter need not be read for them."""
 
 
 class _Entry:
@@ -229,7 +229,7 @@ class Construction:
     # Eviction and its reverse
 
     def _make_room(self, keep: Iterable[nn.Module | None]) -> None:
-        """Evict the modules touched longest ago until what is real fits the window.
+        """Evict the modules touched longest ago until the real parameters fit the window.
 
         Never a part of `keep`, nor what others hold a view of (`w = p.data`): they may yet write to it.
         """
@@ -331,7 +331,7 @@ class Construction:
         for root in roots:
             if isinstance(root._parameters.get("weight"), Whole):
                 raise UnsupportedError(
-                    f"{type(root).__name__}: a layer to be tiled is nobody's child; put it into a module "
+                    f"{type(root).__name__} is to be tiled, and is in no other module: put it into one "
                     "(nn.Sequential), inside Init, or leave tile_above out"
                 )
             self._sweep(root)

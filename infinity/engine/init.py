@@ -56,8 +56,8 @@ class Init:
         with infinity.Init(config):
             model = LlamaForCausalLM(llama_config)  # or LlamaForCausalLM.from_pretrained(folder)
 
-    Raises: ConfigError, HostMemoryError, or an OSError naming the path, on entering; on an error inside the
-    `with`, what was written is given back.
+    Raises: ConfigError, HostMemoryError, or an OSError naming the path, on entering; after an error inside
+    the `with`, its memory and files are given back.
     """
 
     _active: Init | None = None

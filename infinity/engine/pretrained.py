@@ -6,7 +6,7 @@ other (setattr, so registration tells Init). A parameter without values is there
 replaced. Pages of the files that were read would count as this process's memory until the last is loaded, so
 they are paged out now and then; they stay in the page cache, where the other ranks of this machine find them.
 Nothing of transformers is replaced: one of its own settings makes it load in order, since its threads would
-convert types far ahead of what is evicted.
+convert types far ahead of eviction.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Mapped:
     """Files that were mapped into this process since a point in time; see [Note: from_pretrained]."""
 
     def __init__(self) -> None:
-        """Remember what is mapped now: that is not touched."""
+        """Note which files are mapped now: those are not touched."""
         self._before = set(_mappings())
         self._nbytes = 0
 

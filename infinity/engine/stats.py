@@ -59,7 +59,7 @@ class Stats:
     budget_nbytes: int
     """host_memory."""
     budget_held_nbytes: int
-    """Bytes of the budget in use now: slots, what waits, gradients, pinned fields."""
+    """Bytes of the budget in use now: slots, units that wait for their use, gradients, pinned fields."""
     io_engine: str
     """The I/O engine, or "none" without an NVMe tier."""
     plan: str

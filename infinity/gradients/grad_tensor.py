@@ -92,7 +92,7 @@ class OffloadedGradient(Thin):
         return tensor
 
     def replace(self, part: torch.Tensor) -> None:
-        """Stand for a new gradient, of which `part`, nobody else's memory, is what this rank holds."""
+        """Stand for a new gradient. part: what this rank holds of it, in memory that nothing else uses."""
         self.gradient = self.store.replaced(self.gradient, part)
         self.store.settle(self.gradient.unit)
 

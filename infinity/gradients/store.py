@@ -219,7 +219,7 @@ class GradientStore:
         self._send(gradient, tensor)
 
     def _send(self, gradient: Gradient, tensor: torch.Tensor) -> None:
-        """Let a gradient wait for the rest of its unit; a spilled one is added to what is stored."""
+        """Let a gradient wait for the others of its unit; a spilled one is added to what is stored."""
         gradient.send(tensor, self._share.lease(tensor.nbytes))
         self._outgoing[gradient.unit][gradient.index] = gradient
 
@@ -264,7 +264,7 @@ class GradientStore:
         if not self.outgoing_of(unit):
             return
         if any(update.field for update in unit.pending.values()):
-            self._executor.flush(unit)  # what a step has decided reads what is stored now
+            self._executor.flush(unit)  # pending updates read the gradients that are stored now
         outgoing = self._outgoing.pop(unit)
         stored = {index: one for index, one in self._in_record[unit].items() if one.form is Form.SPILLED}
         adds = {index for index, gradient in outgoing.items() if gradient.form is Form.SPILLED}
@@ -297,7 +297,7 @@ class GradientStore:
         job.call_when_processed(partial(_spilled, leases))
         try:
             self._lane.submit(job)
-        except BaseException as error:  # interrupted: nobody else has these gradients
+        except BaseException as error:  # interrupted: nothing else refers to these gradients
             self._lane.fail(error)
             raise
         self._share.sent(job)

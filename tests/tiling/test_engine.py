@@ -110,7 +110,7 @@ def test_a_backward_after_a_step_is_refused_though_a_tile_takes_its_weight_anew(
 
 def test_a_layer_that_is_nobodys_child_is_refused(folder):
     with (
-        pytest.raises(infinity.UnsupportedError, match="nobody's child"),
+        pytest.raises(infinity.UnsupportedError, match="is in no other module"),
         infinity.Init(nvme=str(folder), host_memory="1MiB", tile_above=ABOVE),
     ):
         kept = nn.Linear(64, 64)
