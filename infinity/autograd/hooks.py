@@ -226,20 +226,15 @@ class Hooks:
             for leaf in leaves
         )
 
-    def touch(self, unit: Unit) -> bool:
-        """Make a unit resident until the module, or the node of a backward, that runs ends; False outside
-        both.
-        """
+    def touch(self, unit: Unit) -> None:
+        """Make a unit resident until the module, or the node of a backward, that runs ends: `in_forward`."""
         if self._frames:
             if differentiates():
                 refuse_transform([unit])
             with temporarily_clear_interpreter_stack():
                 self._hold(unit, self._frames[-1])
-        elif graph_task() != -1:
-            self._lend(unit)
         else:
-            return False
-        return True
+            self._lend(unit)
 
     # Backward
 
