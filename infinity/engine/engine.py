@@ -25,7 +25,6 @@ from infinity.device.device import choose_cores, open_device
 from infinity.durable.committer import TrainingStateSource
 from infinity.durable.tiers import open_tier
 from infinity.engine.ending import Ending
-from infinity.engine.needs import gradients_nbytes
 from infinity.engine.parameters import Parameters
 from infinity.engine.partition import Partition
 from infinity.engine.state_dict import Exchange
@@ -292,9 +291,18 @@ class Engine:
         """Return the host_memory, in bytes, that holds what is held now, `more_nbytes`, and every gradient,
         in `field` or as one backward yields it.
         """
-        held_nbytes = self.kept.held_nbytes + more_nbytes + gradients_nbytes(self.units, field)
+        held_nbytes = self.kept.held_nbytes + more_nbytes + self.gradients_nbytes(field)
         largest = max(unit.resident_nbytes for unit in self.units)
         return least_total(held_nbytes, largest, self.form) * self.ranks.local_size
+
+    def gradients_nbytes(self, field: str | None = None) -> int:
+        """Bytes of the gradients of all trainable units: as one backward yields them, or, where that is more,
+        in `field` of their records.
+        """
+        records = [unit.record for unit in self.units if unit.trainable]
+        least = [one.field_nbytes(one.form.gradient) for one in records]
+        wanted = [one.field_nbytes(field) for one in records] if field else least
+        return sum(map(max, least, wanted))
 
     def held_nbytes(self) -> int:
         """Bytes of host_memory in use now."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from infinity.engine.engine import Engine
-from infinity.engine.needs import gradients_nbytes
 from infinity.errors import HostMemoryError, UnsupportedError
 from infinity.planning.layout import Format
 from infinity.records.update_rules import Recipe
@@ -18,7 +17,7 @@ def check_fits(engine: Engine, what: str, nbytes: int) -> None:
     """
     if engine.nvme_store is not None:
         return
-    gradients, kept = gradients_nbytes(engine.units), engine.kept
+    gradients, kept = engine.gradients_nbytes(), engine.kept
     if kept.held_nbytes + nbytes + gradients > kept.limit_nbytes:
         largest = max(engine.units, key=lambda unit: unit.resident_nbytes)
         raise HostMemoryError(
