@@ -15,8 +15,8 @@ begin to come back, as far as that share has room; without room they come when t
 with the graph that holds it, whether a backward, an error or Ctrl-C ends it.
 
 [Note: changes in place]
-What a boundary is written from is let go of by the thread that computes, when it saves or takes the next:
-no operation is running then, so the tensor's version tells whether anything changed it in the meantime.
+The tensor that a boundary is written from is released by the thread that computes, when it saves or takes the
+next: no operation is running then, so the tensor's version tells whether anything changed it in the meantime.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ LOOKAHEAD = 2
 _SAVERS = (checkpoint.__name__, slices.__name__)
 """Modules whose code saves the inputs of checkpoints."""
 _between = {__name__, functions_of_users.__name__}
-"""Modules whose code may be between who saves and who asks; see stands_between."""
+"""Modules whose frames may lie between the code that saves and the hook; see stands_between."""
 
 
 class Boundary:
@@ -131,7 +131,7 @@ class Boundary:
         self._passes.append(job)
 
     def settle(self) -> None:
-        """Let go of the tensor, which has been read; see [Note: changes in place]."""
+        """Release the tensor, which has been read; see [Note: changes in place]."""
         tensor, self._tensor = self._tensor, None
         if tensor is not None:
             self._check_version(tensor)
@@ -313,8 +313,8 @@ class Boundaries:
         return flat
 
     def give_back(self, record: Record, flat: torch.Tensor | None, passes: list[Pass]) -> None:
-        """Give back what held a boundary, and memory that it came back to and that nobody took, when these
-        passes are over.
+        """When these passes are over, give back the place of a boundary, and the memory that it came back to
+        if nothing has taken it.
         """
 
         def over() -> None:
@@ -330,7 +330,7 @@ class Boundaries:
                 over()
 
     def backward_ended(self) -> None:
-        """Say so, once, if no boundary was found."""
+        """Warn, once, if no boundary was found."""
         if not self._saved and not self._told:
             self._told = True
             logger.warning(
@@ -355,7 +355,7 @@ def _over(moving: SavePass | Transfer) -> bool:
 
 
 def stands_between(module: str) -> None:
-    """Note that a module, by its own `__name__`, hands on what is saved: who saves is behind it."""
+    """Note that a module, by its `__name__`, only hands on what is saved: its callers save it."""
     _between.add(module)
 
 

@@ -11,13 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import xxhash
 
 from infinity.activations.boundaries import Boundaries, Boundary, flattened, is_boundary, stands_between
 from infinity.errors import RanksError
 from infinity.ranks.group import Channel, Ranks, open_ranks
 from infinity.sizes import BLOCK
-from infinity.tensors import as_bytes
+from infinity.tensors import digest
 
 stands_between(__name__)
 
@@ -27,7 +26,7 @@ class BoundaryPart:
 
     __slots__ = ("_all", "_dtype", "_held", "_name", "_numel", "_shape", "_stride", "nbytes")
 
-    def __init__(self, parts: Parts, tensor: torch.Tensor, number: int) -> None:
+    def __init__(self, parts: PartitionedBoundaries, tensor: torch.Tensor, number: int) -> None:
         """Keep this rank's part of `tensor`, which may be changed or go afterwards."""
         self._all = parts
         self._shape, self._stride, self._dtype = tensor.shape, tensor.stride(), tensor.dtype
@@ -51,7 +50,7 @@ class BoundaryPart:
         return whole.as_strided(self._shape, self._stride)
 
 
-class Parts:
+class PartitionedBoundaries:
     """The partitioned boundaries of one engine's models. Called from the threads that compute."""
 
     def __init__(self, ranks: Ranks, device: torch.device, offload: Boundaries | None) -> None:
@@ -73,8 +72,7 @@ class Parts:
         return BoundaryPart(self, tensor, self._saved)
 
     def _check_copies(self, tensor: torch.Tensor) -> None:
-        digest = xxhash.xxh3_64_intdigest(as_bytes(flattened(tensor))) >> 1
-        if not self._ranks.same(digest, "comparing the first activation"):
+        if not self._ranks.same(digest(flattened(tensor)), "comparing the first activation"):
             raise RanksError(
                 f"partition_activations: the first input of a checkpoint, {tuple(tensor.shape)}, is not the "
                 f"same on the {self._ranks.size} ranks of the group, which are to hold copies of it. Likely "
@@ -99,13 +97,13 @@ class Parts:
         return whole
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         self._ranks.close()
 
 
 def open_parts(
     group: Any, name: str, timeout_s: float, device: torch.device, offload: Boundaries | None
-) -> Parts | None:
+) -> PartitionedBoundaries | None:
     """Connect the ranks of `group`, a process group or DeviceMesh, for the device `name`; None for one."""
     ranks = open_ranks(group, name, timeout_s)
-    return Parts(ranks, device, offload) if ranks.size > 1 else None
+    return PartitionedBoundaries(ranks, device, offload) if ranks.size > 1 else None

@@ -1,4 +1,4 @@
-"""The passes of what checkpoints save: to a record of its own, and back. See activations."""
+"""The passes of what checkpoints save: to a record of its own, and back. See boundaries."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SavePass(Pass):
         kernels.copy(nbytes, at[FIELD], self._tensor.data_ptr() + first)
 
     def done_processing(self) -> None:
-        """Let go of the tensor."""
+        """Release the tensor."""
         self._tensor = None
         self._over()
 

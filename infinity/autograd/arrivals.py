@@ -1,42 +1,59 @@
-"""Gradients as autograd accumulates them: taken over, reduced over the ranks, then kept or applied."""
+"""Gradients as autograd accumulates them: taken over, reduced over the ranks, then kept or applied.
+
+[Note: from loss.backward() to the record]
+1. Autograd accumulates a parameter's gradient, and calls `accumulated` here. `GradientStore.arrive` brings it
+   to host memory; of several ranks each keeps its own first (`Reduction.arrive`). `p.grad` becomes an
+   `OffloadedGradient`, which owns what is stored.
+2. When the last gradient of a unit has come, the ranks sum theirs (`Reduction.reduce`). Then, with
+   update="backward", the optimizer decides, and a pass over the record applies the update at once
+   (`GradientStore.apply`). Else gradients stay in host memory as far as the budget's kept share has room, and
+   a `SpillPass` writes the others to the record, as the field grad16 or grad32 (`GradientStore.settle`).
+3. step() puts an update, with the gradient's tensor or field, with its unit (`_decide` in optim/base.py). The
+   unit's next fetch takes it, updates hi, lo, m and v tile by tile, and writes them (lane/fetch.py).
+"""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
+from torch import nn
 
 from infinity.autograd.hooks import Hooks, graph_task
 from infinity.durable.committer import Durable
 from infinity.errors import UnsupportedError
-from infinity.gradients.grad_tensor import OffloadedGradient
-from infinity.gradients.gradient import Gradient, applied_message
+from infinity.gradients.grad_tensor import OffloadedGradient, plain
+from infinity.gradients.gradient import Form, Gradient, applied_message
 from infinity.gradients.store import GradientStore
-from infinity.gradients.values import plain
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import Outgoing
+from infinity.records.updates import Update
 from infinity.units.unit import Unit
 
 
 class Updater(Protocol):
-    """An optimizer that may apply gradients in the backward."""
+    """An optimizer, which may decide updates in the backward."""
 
     update: str
-    """"backward": it applies a unit's gradients as soon as they are complete."""
+    """"backward": a unit's gradients are applied as soon as they are complete; "forward": after step()."""
 
-    def takes(self, unit: Unit) -> bool:
-        """Whether it has parameters of this unit."""
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter is its own."""
 
-    def applied(self, unit: Unit, index: int) -> bool:
-        """Whether it has applied one since the last step."""
+    def applied(self, parameter: nn.Parameter) -> bool:
+        """Whether it has decided an update of a parameter in a backward since the last step."""
 
-    def apply(self, unit: Unit) -> bool:
-        """Apply a unit's complete gradients; False if that has to wait for the end of the backward."""
+    def decide_now(self, gradient: Gradient) -> Update:
+        """Decide the update of a gradient's parameter, which is applied in the backward."""
 
-    def backward_ended(self) -> None:
-        """Apply what had to wait for the end of the backward."""
+
+def _check_dense(grad: torch.Tensor, unit: Unit, index: int) -> None:
+    if grad.layout != torch.strided:
+        name = unit.shard.segments[index].name
+        raise UnsupportedError(f"{name}: sparse gradients are not supported; use sparse=False")
 
 
 class Arrivals:
@@ -45,19 +62,21 @@ class Arrivals:
     def __init__(
         self,
         units: list[Unit],
+        unit_of: Callable[[nn.Parameter], tuple[Unit, int]],
         hooks: Hooks,
         gradients: GradientStore,
         outgoing: Outgoing,
         lane: StreamLane,
         durable: Durable | None,
     ) -> None:
-        """Take those of `units`, a list that the engine fills, from autograd to `gradients`. durable: has to
-        know before records change.
+        """Take those of `units`, a list that the engine fills, from autograd to `gradients`. unit_of: says
+        where a parameter is. durable: has to know before records change.
         """
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Who takes parameters of the engine; see `join`."""
+        """Those that have parameters of the engine; see `join`."""
         self._takers: dict[Unit, list[weakref.ref[Updater]]] = {}
         self._units = units
+        self._unit_of = unit_of
         self._hooks = hooks
         self._gradients = gradients
         self._outgoing = outgoing
@@ -75,8 +94,23 @@ class Arrivals:
         self.optimizers.discard(optimizer)
         self._takers.clear()
 
-    def accumulated(self, parameter: torch.Tensor, unit: Unit, index: int) -> None:
-        """Take over a parameter's gradient, as soon as autograd has accumulated it."""
+    def catch(self, parameter: nn.Parameter) -> None:
+        """Take over the gradients of a parameter as soon as autograd has accumulated them."""
+        arrivals = weakref.ref(self)  # and no unit: torch would keep it, and its parameters, for ever
+
+        def caught(parameter: torch.Tensor) -> None:
+            alive = arrivals()
+            if alive is not None:
+                alive.accumulated(cast("nn.Parameter", parameter))
+
+        required = parameter.requires_grad
+        parameter.requires_grad = True  # torch refuses the hook on a parameter that is frozen for now
+        parameter.register_post_accumulate_grad_hook(caught)
+        parameter.requires_grad = required
+
+    def accumulated(self, parameter: nn.Parameter) -> None:
+        """Take over a parameter's gradient, which autograd has just accumulated."""
+        unit, index = self._unit_of(parameter)
         grad = parameter.grad
         if grad is None:
             return
@@ -84,47 +118,67 @@ class Arrivals:
         if updater is not None and self._durable is not None:
             self._durable.before_change()
         if not isinstance(grad, OffloadedGradient):
-            if grad.layout != torch.strided:
-                name = unit.shard.segments[index].name
-                raise UnsupportedError(f"{name}: sparse gradients are not supported; use sparse=False")
-            if updater is not None and updater.applied(unit, index):
+            _check_dense(grad, unit, index)
+            if updater is not None and updater.applied(parameter):
                 raise UnsupportedError(applied_message(unit, "a second backward before step()"))
-            grad = self._received(parameter, plain(grad))
-            gradient = self._gradients.arrive(unit, index, grad, keep=updater is None)
+            grad = plain(grad)
+            parameter.grad = None  # should it be refused
+            gradient = self._gradients.arrive(
+                unit, index, self._gradients.received(grad), keep=updater is None
+            )
             parameter.grad = OffloadedGradient(unit.parameters[index], gradient, self._gradients)
         if self._hooks.accumulated(unit, index):
             self._gradients.reduce(unit, at_once=updater is not None)
             if updater is not None and self._may_wait(unit):
-                # All at once takes less time: after each of its operations torch's threads look for work for
-                # a while, on the cores that the update needs.
+                # Many updates at once take less time: after each operation of torch its threads look for
+                # work for a while, on the cores that the update needs.
                 self._outgoing.defer(partial(self._use_gradients, unit, updater))
             else:
                 self._use_gradients(unit, updater)
             self._hooks.end_unit(unit)
 
-    def _received(self, parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        parameter.grad = None  # should it be refused
-        return self._gradients.received(grad)
-
-    def assigned(self, unit: Unit, index: int, grad: torch.Tensor) -> Gradient:
-        """Take a gradient that the user made, and nobody else holds; with several ranks it is this rank's."""
-        gradient = self._gradients.arrive(unit, index, grad, keep=True)
-        unit.parameters[index].grad = OffloadedGradient(unit.parameters[index], gradient, self._gradients)
+    def gradient_of(self, parameter: nn.Parameter) -> Gradient | None:
+        """Return the stored gradient behind `p.grad`, None where there is none. A plain tensor that the user
+        has put there, with several ranks this rank's, is taken in first.
+        """
+        unit, index = self._unit_of(parameter)
+        with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked
+            grad = parameter.grad
+        if grad is None:
+            return None
+        if isinstance(grad, OffloadedGradient) and grad.is_of(unit, index):
+            return grad.gradient
+        _check_dense(grad, unit, index)
+        gradient = self._gradients.arrive(unit, index, grad.detach().clone(), keep=True)
+        parameter.grad = OffloadedGradient(parameter, gradient, self._gradients)
         self._gradients.settle_ranks([unit])
         self._gradients.settle(unit)
         return gradient
 
     def _may_wait(self, unit: Unit) -> bool:
-        """Whether to apply a unit's gradients is mere computing, and no further use of it can bring more.
+        """Whether a unit's update needs no I/O, and no later use in this backward can add to its gradients.
 
-        With several ranks never: where records lie may differ among them, what is fetched when may not.
+        With several ranks never: records may lie elsewhere on each, but all must fetch in the same order.
         """
         if self._gradients.shared:
             return False
         return self._hooks.used_once(unit) and unit.record.all_in_host and self._lane.runs_here(unit.record)
 
     def _use_gradients(self, unit: Unit, updater: Updater | None) -> None:
-        if updater is None or not updater.apply(unit):
+        """Apply a complete unit's gradients, if no further use in this backward can bring more; else keep
+        them.
+        """
+        outgoing = self._gradients.outgoing_of(unit)
+        if (
+            updater is not None
+            and self._hooks.used_once(unit)
+            and all(
+                updater.has(unit.parameters[index]) and one.form is Form.OUTGOING and one.is_current
+                for index, one in outgoing.items()
+            )
+        ):
+            self._gradients.apply(unit, list(outgoing.values()), updater.decide_now)
+        else:
             self._gradients.settle(unit)
 
     def updater(self, unit: Unit) -> Updater | None:
@@ -132,7 +186,8 @@ class Arrivals:
         complete.
         """
         if unit not in self._takers:
-            self._takers[unit] = [weakref.ref(one) for one in self.optimizers if one.takes(unit)]
+            takers = [one for one in self.optimizers if any(map(one.has, unit.parameters))]
+            self._takers[unit] = [weakref.ref(one) for one in takers]
         for taker in self._takers[unit]:
             optimizer = taker()
             if optimizer is not None and optimizer.update == "backward":
@@ -145,11 +200,14 @@ class Arrivals:
         for unit in self._units:
             if self._gradients.outgoing_of(unit):
                 self._gradients.settle(unit)
-        for optimizer in list(self.optimizers):
-            optimizer.backward_ended()
+        for updater in [one for one in self.optimizers if one.update == "backward"]:
+            for unit in self._units:
+                gradients = [self.gradient_of(one) for one in unit.parameters if updater.has(one)]
+                waiting = [one for one in gradients if one and one.form in (Form.HOST, Form.SPILLED)]
+                self._gradients.apply(unit, waiting, updater.decide_now)
 
     def finish_backward(self) -> None:
-        """Settle what a backward that raised has left behind. Called before a step is decided."""
+        """Settle what a backward that raised has left. Called before a step is decided."""
         if graph_task() == -1:
             self._hooks.end_backward()
             self._gradients.settle_ranks(self._units)

@@ -1,4 +1,4 @@
-"""Parameters that are trained beside a model built in Init: by steps of their own, and by nobody's rules."""
+"""Parameters that were not built in Init and are trained beside those that were: by optimizers of torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 logger = logging.getLogger("infinity")
 
 
-class Strangers:
-    """Tells, once, of trainable parameters that were not built in Init, with several ranks: nobody but
+class ForeignParameters:
+    """With several ranks, warns once of trainable parameters that were not built in Init: nothing but
     DistributedDataParallel reduces their gradients, and without it the ranks' models drift apart.
     """
 
@@ -42,8 +42,8 @@ class Strangers:
 
 class ForeignSteps:
     """Steps that no optimizer of ours decides, as of adapters beside weights that are all frozen: a forward
-    that follows a backward begins the next. So what these weights are used for is planned and placed, too;
-    not in durable runs, whose steps are what they commit.
+    that follows a backward begins the next one. So uses of these weights are planned, and the weights placed,
+    too. Not in durable runs, which commit steps of our optimizers.
     """
 
     def __init__(self, close: Callable[[], None], foreign: Callable[[], bool]) -> None:

@@ -1,12 +1,12 @@
-"""What a forward and a backward do with units: module hooks, saved-tensor hooks, and leases that end when
-gradients have come.
+"""What forwards and backwards do with units: called by the hooks on modules and saved tensors, it holds units
+while they are used and drops them afterwards.
 
 [Note: what autograd sees]
 A module's units are held during its forward. What autograd saves of a weight is packed as (unit, alias) and
 unpacked by fetching the unit again, so a released weight costs nothing between its forward and its backward.
 Inside a checkpoint autograd saves nothing in the forward; what the recomputation saves in the backward is the
-real storage, so units used there are held until their gradients have accumulated. In all that, nothing relies
-on the model's structure.
+real storage, so units used there are held until their gradients have accumulated. Nothing here relies on the
+model's structure.
 
 [Note: graph tasks]
 Reentrant checkpoints run a backward inside a backward, each a graph task with a higher id. A hold begun by a
@@ -14,9 +14,9 @@ recomputation in task p ends when the unit's gradients accumulate in p itself (n
 started right under p (reentrant).
 
 [Note: leases]
-A node of the graph may have saved several weights, and unpacks them one by one. So what it unpacks is leased
-until another node of the same graph task unpacks something, or the task is over. A node that starts a
-backward of its own keeps its lease meanwhile.
+A node of the graph may have saved several weights, and unpacks them one by one. So the units that it unpacks
+are leased to it until another node of the same graph task unpacks something, or the task is over. A node that
+starts a backward of its own keeps its lease meanwhile.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _pytree as pytree
 
 from infinity.activations.boundaries import Boundaries, Boundary, stands_between
-from infinity.activations.partitioned import BoundaryPart, Parts
+from infinity.activations.partitioned import BoundaryPart, PartitionedBoundaries
 from infinity.autograd.module_calls import differentiates, refuse, refuse_transform, runs_in_itself
 from infinity.planning.trace import Phase
 from infinity.tiling import Tile, runs_in_slices
@@ -51,11 +51,11 @@ def graph_task() -> int:
 
 @dataclass(slots=True, eq=False)
 class Frame:
-    """One module's forward that is under way."""
+    """A module's forward that is under way."""
 
     module: int  # id()
     task: int  # the graph task it runs in, -1 for an ordinary forward
-    inputs: Any  # those whose gradients end the holds on frozen units; None where no hold outlives the frame
+    inputs: Any  # whose gradients end the holds on frozen units; None where no hold outlives the frame
     saving: torch.autograd.graph.saved_tensors_hooks | None
     keeps: bool  # the backward needs what a recomputation here saves of the weights
     counts: bool  # each use in it brings a gradient
@@ -65,7 +65,7 @@ class Frame:
 
 @dataclass(slots=True, eq=False)
 class PackedWeight:
-    """What autograd keeps of a weight."""
+    """What autograd keeps in the place of a weight."""
 
     unit: Unit
     shape: torch.Size
@@ -88,16 +88,12 @@ class Hooks:
     a time.
     """
 
-    def __init__(self, executor: Executor, boundaries: Boundaries | None, parts: Parts | None) -> None:
-        """Follow nothing yet.
-
-        boundaries: what offloads the inputs of checkpoints; None where they stay. parts: what divides them
-        among ranks first; None where each rank keeps its own.
-        """
+    def __init__(self, executor: Executor, boundaries: Boundaries | PartitionedBoundaries | None) -> None:
+        """Follow nothing yet. boundaries: what keeps the inputs of checkpoints; None where they stay."""
         self._executor = executor
         self._frames: list[Frame] = []
         self.by_storage: dict[int, Unit] = {}
-        """Units by the key of the storage they are resident in: so a weight is known that autograd saves."""
+        """Units by the key of the storage they are resident in: it tells which weight autograd saves."""
         self._tasks: list[int] = []
         self._leases: list[BackwardLease] = []
         self._counting = False
@@ -108,9 +104,9 @@ class Hooks:
         """Parameters whose gradient has accumulated since the unit was last complete in this backward."""
         self._forward_uses: Counter[Unit] = Counter()
         """Uses in forwards since the last step."""
-        self._boundaries = parts or boundaries
+        self._boundaries = boundaries
         self.backward_ended: list[Any] = []
-        """Callables run when the outermost backward is over."""
+        """Called when the outermost backward is over, in the order in which they were appended."""
         self.forward_began: list[Any] = []
         """Called with a module whose forward begins that a backward may follow."""
 
@@ -120,9 +116,7 @@ class Hooks:
         return bool(self._frames) or graph_task() != -1
 
     def used_once(self, unit: Unit) -> bool:
-        """Whether no more than one forward since the last step has used a unit: nothing else can bring
-        gradients.
-        """
+        """Whether at most one forward since the last step has used a unit: no other can bring gradients."""
         return self._forward_uses[unit] <= 1
 
     def begin_step(self) -> None:
@@ -171,7 +165,7 @@ class Hooks:
             self._watch(unit, _differentiable(frame.inputs))
 
     def _packing(self, pack: Any, unpack: Any) -> torch.autograd.graph.saved_tensors_hooks:
-        """Pack weights from here on; what is no weight goes to the pair that was there before."""
+        """Pack weights from here on; tensors that are not weights go to the hooks installed before."""
 
         def ours(tensor: torch.Tensor) -> Any:
             return self._pack(tensor, pack)
@@ -195,7 +189,7 @@ class Hooks:
         self._executor.raise_refused()
 
     def _abandon_frames(self) -> None:
-        """End what a forward left behind that was interrupted (KeyboardInterrupt runs no hooks)."""
+        """End the frames of a forward that was interrupted (KeyboardInterrupt runs no hooks)."""
         while self._frames:
             frame = self._frames[-1]
             while frame.units:
@@ -203,11 +197,11 @@ class Hooks:
             self._end_frame(frame, None)
 
     def _end_frame(self, frame: Frame, output: Any) -> None:
-        """End the innermost frame. What a Ctrl-C leaves of it is seen to by `_abandon_frames`."""
+        """End the innermost frame. Where a Ctrl-C interrupts this, `_abandon_frames` ends the rest."""
         try:
             while frame.units:
                 self._end_use(frame.units.pop(0), frame, output)
-        finally:  # where the engine has failed, too: what stays on torch's stack of hooks keeps the model
+        finally:  # also where the engine has failed: hooks left on torch's stack would keep the model
             saving, frame.saving = frame.saving, None
             if saving is not None:
                 saving.__exit__(None, None, None)
@@ -232,20 +226,15 @@ class Hooks:
             for leaf in leaves
         )
 
-    def touch(self, unit: Unit) -> bool:
-        """Make a unit resident until the module, or the node of a backward, that runs ends; False outside
-        both.
-        """
+    def touch(self, unit: Unit) -> None:
+        """Make a unit resident until the module, or the node of a backward, that runs ends: `in_forward`."""
         if self._frames:
             if differentiates():
                 refuse_transform([unit])
             with temporarily_clear_interpreter_stack():
                 self._hold(unit, self._frames[-1])
-        elif graph_task() != -1:
-            self._lend(unit)
         else:
-            return False
-        return True
+            self._lend(unit)
 
     # Backward
 
@@ -275,7 +264,7 @@ class Hooks:
                 'with retain_graph, call step() after the last backward (and not update="backward").'
             )
         if graph_task() == -1 or torch.is_grad_enabled():
-            # Looked at outside a backward, or by create_graph=True, whose graph outlives this node.
+            # Read outside a backward, or for create_graph=True, whose graph outlives this node.
             self._executor.hold_aside(unit)
             copy = unit.flat.as_strided(packed.shape, packed.stride, packed.offset).clone()
             self._executor.drop(unit)
@@ -308,20 +297,20 @@ class Hooks:
                 self._executor.drop(unit)
 
     def _hold_for_backward(self, unit: Unit, task: int, output: Any) -> None:
-        """Keep the frame's hold until the backward is through with what the recomputation saved."""
+        """Keep the frame's hold until the backward has used what the recomputation saved."""
         if not unit.trainable:
             leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
             if leaves and not any(leaf.requires_grad for leaf in leaves):
-                self._executor.drop(unit)  # nothing goes back through it
+                self._executor.drop(unit)  # no gradient goes back through it
                 return
         self._holds[unit].append(task)
         self._held.add(unit)
 
     def _watch(self, unit: Unit, inputs: list[torch.Tensor]) -> None:
-        """End one hold on a frozen unit when the gradients of all these inputs are there: it has no other
-        sign of being done.
+        """End one hold on a frozen unit when the gradients of all these inputs have come: nothing else tells
+        that the backward is done with it.
         """
-        count = missing = len(inputs)  # the hook may not know the inputs: they would hold each other for ever
+        count = missing = len(inputs)  # the hook may not refer to the inputs: a cycle that is never collected
 
         def arrived(_grad: torch.Tensor) -> None:
             nonlocal missing
@@ -338,8 +327,8 @@ class Hooks:
             one.register_hook(arrived)
 
     def accumulated(self, unit: Unit, index: int) -> bool:
-        """Note that a parameter's gradient has accumulated; True when the unit's have all, and `end_unit` is
-        due.
+        """Note that a parameter's gradient has accumulated; return whether all of the unit's have, so that
+        `end_unit` is to be called.
         """
         self._note_backward(graph_task())
         arrived = self._arrived[unit]
@@ -372,7 +361,7 @@ class Hooks:
             self._executor.drop(unit)
 
     def _note_backward(self, task: int) -> None:
-        """Keep the stack of running graph tasks; the first event of a backward asks to be told of its end."""
+        """Keep the stack of running graph tasks; on a backward's first event, have torch tell its end."""
         if not self._tasks:
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         while self._tasks and self._tasks[-1] > task:
@@ -381,7 +370,7 @@ class Hooks:
             self._tasks.append(task)
 
     def end_backward(self) -> None:
-        """End every hold of the backward that is over (or died), and tell those who wait for it."""
+        """End the holds of the backward that is over, or has raised, and make the calls that follow it."""
         self._tasks.clear()
         self._end_leases(-1)
         for unit in list(self._held):
@@ -398,8 +387,8 @@ def _differentiable(inputs: Any) -> list[torch.Tensor]:
 
 
 def _mark(node: Any) -> object:
-    """Return an object that stands for a node of the graph, and does not hold it: a lease outlives a backward
-    that raised, and what hangs on the graph leads back to here, where Python's collector cannot follow.
+    """Return an object that stands for a node of the graph without keeping it: a lease outlives a backward
+    that raised, and the graph leads back to this object in a way that Python's collector cannot follow.
     """
     return None if node is None else node.metadata.setdefault(_mark, object())
 

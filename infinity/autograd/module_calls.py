@@ -1,13 +1,13 @@
-"""How torch calls modules: the hooks that follow a forward, and the callers that would go around them.
+"""How torch calls modules: the hooks that follow a forward, and callers that would go around them.
 
-Torch's hooks are objects here, not functions: what torch.save and copy.deepcopy meet
-first in a module, and refuse by name.
+The hooks are objects, not functions: torch.save and copy.deepcopy come to them first in a module, and they
+refuse to be pickled or copied, with a text that says why.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ from infinity.units.unit import Unit
 
 
 class Follower(Protocol):
-    """Whoever follows forwards: infinity.autograd.hooks.Hooks."""
+    """What follows forwards: infinity.autograd.hooks.Hooks."""
 
     def enter(self, module: nn.Module, units: list[Unit], inputs: Any, *, saves: bool = True) -> None:
         """Begin a module's forward; without `saves` the graph that is built takes no hooks."""
@@ -33,7 +33,7 @@ class Follower(Protocol):
 
 
 class _Hook:
-    """What the hooks have in common: they stay with their module."""
+    """What both hooks have in common: they cannot be copied away from their module."""
 
     def __reduce_ex__(self, protocol: object) -> Any:
         """Refuse to be pickled or copied with the module."""
@@ -48,7 +48,7 @@ class _Hook:
 
     @property
     def __name__(self) -> str:
-        """None; but TorchScript, which compiles a module's hooks by their names, is refused by its own."""
+        """No name; but TorchScript, which compiles hooks by their names, gets an error of its own."""
         if str(sys._getframe(1).f_globals.get("__name__", "")).startswith(f"{torch.jit.__name__}."):
             raise UnsupportedError(advice.export("torch.jit.script"))
         raise AttributeError("a hook of Infinity has no __name__")
@@ -57,18 +57,9 @@ class _Hook:
 class Entering(_Hook):
     """The hook that begins a module's forward; it keeps `owner`, the engine, alive."""
 
-    def __init__(
-        self,
-        owner: object,
-        hooks: Follower,
-        units: list[Unit],
-        below: list[Unit],
-        watch: Callable[[Any, Any], object] | None = None,
-    ) -> None:
-        """Fetch `units`, and where one call is many of each child, all `below`; show `watch` the arguments,
-        positional and by name.
-        """
-        self._owner, self._hooks, self._watch = owner, hooks, watch
+    def __init__(self, owner: object, hooks: Follower, units: list[Unit], below: list[Unit]) -> None:
+        """Fetch `units`, or all those `below` where one call of the module calls each child many times."""
+        self._owner, self._hooks = owner, hooks
         self._units, self._below = units, below
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -79,8 +70,6 @@ class Entering(_Hook):
             self._hooks.enter(module, units, (args, kwargs))
         else:
             self._enter_transformed(module, units, (args, kwargs))
-        if self._watch is not None:
-            self._watch(args, kwargs)
 
     def _enter_transformed(self, module: nn.Module, units: list[Unit], inputs: Any) -> None:
         """Begin a forward under a transform of torch.func, in which every tensor that is made is wrapped."""
@@ -110,7 +99,10 @@ class Leaving(_Hook):
 
 
 def refuse(module: nn.Module) -> None:
-    """Refuse what would run around the hooks."""
+    """Refuse calls of a module that would go around the hooks.
+
+    Raises: UnsupportedError.
+    """
     if getattr(module, "_is_replica", False):
         raise UnsupportedError(
             "nn.DataParallel copies parameters that are not resident. "
@@ -130,7 +122,7 @@ def refuse(module: nn.Module) -> None:
 
 
 def differentiates() -> bool:
-    """Whether torch.func.grad, vjp, jacrev or hessian is under way, whose graph takes no hooks."""
+    """Whether torch.func.grad, vjp, jacrev or hessian runs, whose graphs take no hooks on saved tensors."""
     levels: Any = torch._C._functorch.get_interpreter_stack()  # None outside of torch.func
     return levels is not None and any(
         level.key() == torch._C._functorch.TransformType.Grad for level in levels
@@ -138,12 +130,15 @@ def differentiates() -> bool:
 
 
 def refuse_transform(units: Iterable[Unit]) -> None:
-    """Refuse to bring weights that a transform needs again when they are gone."""
+    """Refuse weights that are not attached: a transform uses them again when they are released.
+
+    Raises: UnsupportedError.
+    """
     for unit in units:
         if not unit.attached:
             raise UnsupportedError(
-                f"{unit.name}: torch.func.grad, vjp, jacrev and hessian use weights when the forward that "
-                "fetches and releases them is over. Call them inside "
+                f"{unit.name}: torch.func.grad, vjp, jacrev and hessian use weights after the forward that "
+                "fetches and releases them. Call them inside "
                 "`with torch.no_grad(), infinity.gathered(model):`, or give torch.func.functional_call plain "
                 "tensors for all parameters, as model.state_dict() has them."
             )
@@ -161,7 +156,7 @@ def _inside_compile() -> bool:
 
 
 def runs_in_itself(module: nn.Module) -> bool:
-    """Whether a forward of `module` is under way further up the stack than the one that begins."""
+    """Whether a forward of `module` is under way in which this one, of the same module, begins."""
     calls = 0
     frame: FrameType | None = sys._getframe()
     while frame is not None and calls < 2:

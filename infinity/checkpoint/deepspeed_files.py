@@ -114,7 +114,7 @@ def _fill(saved: _TagFiles, moments: _Moments | None, inventory: Inventory, mode
                 values[field] = saved.part(name, moments[key], start, stop)
             optimizer.make_room(engine, parameter)
             optimizer.counts[parameter] = {"step": saved.step(name)}
-        engine.write_part(parameter, values)
+        engine.parameters.write_part(parameter, values)
 
 
 _Moments = dict[str, list[list[torch.Tensor]]]

@@ -182,10 +182,10 @@ def _write_converted(
         engine = engine_of(parameter)
         if of_file not in files.converted or of_file is None or engine is None:
             continue
-        unit = engine.unit_of(parameter)[0]
+        unit = engine.parameters.unit_of(parameter)[0]
         written, field = saved[unit], saved[unit].field(unit.record.form)
         with ranks.together(f"writing {name}"):
-            (whole,) = engine.read(parameter, [field])
+            (whole,) = engine.parameters.read(parameter, [field])
             if ranks.rank == 0:
                 converted = empty(written.form, tuple(whole.shape))
                 as_bytes(converted)[:] = written.rounded(field, as_bytes(whole))

@@ -58,7 +58,7 @@ class Inventory:
                 self.plain[name] = parameter
             else:
                 self.names[id(parameter)] = name
-                self._engines[engine.unit_of(parameter)[0]] = engine
+                self._engines[engine.parameters.unit_of(parameter)[0]] = engine
         self._take_buffers(model)
         self._check_units()
         self._check_optimizer()

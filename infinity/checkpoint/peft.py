@@ -55,7 +55,7 @@ def adapter_state(model: nn.Module, field: str = "hi") -> dict[str, torch.Tensor
         if engine is None:
             values[name] = tensors[name].detach()
         else:
-            (values[name],) = engine.read(tensors[name], [field])  # type: ignore[arg-type]
+            (values[name],) = engine.parameters.read(tensors[name], [field])  # type: ignore[arg-type]
     return values
 
 

@@ -322,7 +322,7 @@ def _fill_units(manifest: Manifest, inventory: Inventory, files: Mapping[str, Te
     tensors = manifest.by_kind()
     before: tuple[Engine, CopyInPass] | None = None
     for engine, unit in inventory.units():
-        engine.before_change()
+        engine.parameters.before_change()
         engine.executor.flush(unit)
         engine.executor.changed(unit)
         names = inventory.names_in(unit)

@@ -16,7 +16,6 @@ from torch import nn
 from infinity.engine.engine import Engine, engine_of
 from infinity.errors import UnsupportedError
 from infinity.gradients.grad_tensor import OffloadedGradient
-from infinity.lane.passes import ReadPass
 from infinity.tensors import is_part
 
 
@@ -35,10 +34,10 @@ def _field(engine: Engine, parameter: nn.Parameter, key: str | None) -> str:
             if key in names:
                 return str(names[key])
             raise ValueError(
-                f"{engine.name_of(parameter)}: {type(optimizer).__name__} keeps no {key!r}, but "
+                f"{engine.parameters.name_of(parameter)}: {type(optimizer).__name__} keeps no {key!r}, but "
                 f"{', '.join(map(repr, names)) or 'nothing'}"
             )
-    raise ValueError(f"{engine.name_of(parameter)} belongs to no optimizer, and has no {key!r}")
+    raise ValueError(f"{engine.parameters.name_of(parameter)} belongs to no optimizer, and has no {key!r}")
 
 
 def field(parameter: nn.Parameter, key: str | None, *, local: bool = False) -> torch.Tensor | None:
@@ -52,12 +51,8 @@ def field(parameter: nn.Parameter, key: str | None, *, local: bool = False) -> t
         return None
     name = _field(engine, parameter, key)
     if not local:
-        return engine.read(parameter, [name])[0].to(parameter.device)
-    unit, index = engine.unit_of(parameter)
-    engine.executor.flush(unit)
-    part = torch.empty(engine.part_numel(parameter), dtype=torch.float32)
-    engine.run(ReadPass(unit.record, index, unit.record.tile_numel, {name: part}))
-    return part.to(parameter.device)
+        return engine.parameters.read(parameter, [name])[0].to(parameter.device)
+    return engine.parameters.read_part(parameter, name).to(parameter.device)
 
 
 def set_field(parameter: nn.Parameter, key: str | None, value: torch.Tensor, *, local: bool = False) -> None:
@@ -69,29 +64,26 @@ def set_field(parameter: nn.Parameter, key: str | None, value: torch.Tensor, *, 
     if engine is None:
         return
     name = _field(engine, parameter, key)
-    unit, index = engine.unit_of(parameter)
+    unit, _ = engine.parameters.unit_of(parameter)
     if unit.residence.users:
         raise UnsupportedError(
-            f"{engine.name_of(parameter)} is set inside a forward, a backward or `with infinity.gathered("
-            "...)`: set it between steps"
+            f"{engine.parameters.name_of(parameter)} is set inside a forward, a backward or "
+            "`with infinity.gathered(...)`: set it between steps"
         )
     values = {name: _part(engine, parameter, value, local=local)}
     if unit.record.form.state_dtype == "int8" and key is not None:  # both moments have one scale's blocks
         for other in {"m", "v"} - {name}:
-            values[other] = torch.empty(engine.part_numel(parameter), dtype=torch.float32)
-            engine.executor.flush(unit)
-            engine.run(ReadPass(unit.record, index, unit.record.tile_numel, {other: values[other]}))
-    engine.before_change()
-    engine.write_part(parameter, values)
+            values[other] = engine.parameters.read_part(parameter, other)
+    engine.parameters.write_part(parameter, values)
 
 
 def _part(engine: Engine, parameter: nn.Parameter, value: torch.Tensor, *, local: bool) -> torch.Tensor:
     """Return this rank's part of a value, or `value`, which is that, in fp32 on the host."""
-    unit, index = engine.unit_of(parameter)
-    expected = engine.part_numel(parameter) if local else parameter.numel()
+    unit, index = engine.parameters.unit_of(parameter)
+    expected = engine.parameters.part_numel(parameter) if local else parameter.numel()
     if value.numel() != expected:
         raise ValueError(
-            f"{engine.name_of(parameter)}: a value of {value.numel()} elements; "
+            f"{engine.parameters.name_of(parameter)}: a value of {value.numel()} elements; "
             f"{'this rank has a part of' if local else 'it has'} {expected}"
         )
     whole = value.detach().to("cpu", torch.float32).contiguous().reshape(-1)
@@ -132,5 +124,4 @@ def set_gradient(parameter: nn.Parameter, value: torch.Tensor, *, local: bool = 
     old.check("setting a gradient")
     part = _part(engine, parameter, value, local=local)
     store.settle_ranks([old.unit])
-    grad.stand_for(store.replaced(old, part))
-    store.settle(old.unit)
+    grad.replace(part)

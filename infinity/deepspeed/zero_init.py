@@ -178,7 +178,7 @@ def _changed_by(modifier: int, engine: Engine, parameters: list[nn.Parameter]) -
     for parameter, by in zip(parameters, zip(*ranks.each(changed, what), strict=True), strict=True):
         if any(by) and not by[modifier]:
             raise UnsupportedError(
-                f"{engine.name_of(parameter)} was changed inside {what} by rank "
+                f"{engine.parameters.name_of(parameter)} was changed inside {what} by rank "
                 f"{', '.join(str(rank) for rank, did in enumerate(by) if did)}, and not by rank {modifier}, "
                 "whose values are kept: nothing is written. Name the rank that changes it as modifier_rank, "
                 "or change it on every rank."

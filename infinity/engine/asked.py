@@ -1,12 +1,13 @@
-"""Which types were asked for while a model is built: by `dtype=`, by `.float()` and its kin.
+"""Which types were asked for while a model is built: by `dtype=`, by `.float()` and the like.
 
 [Note: types that are asked for]
-Inside Init parameters are drawn in torch's default type, and compute in Config's. One that somebody asked for
-in a type of its own stays in it, and may look like any other, as fp32 does. So a function mode looks at
-torch's calls. A tensor made with `dtype=`, and what a parameter's conversion returns, is *asked for*, and so
-is all that shares its storage, and its copies (copy.deepcopy). What is computed from it is not.
+Inside Init parameters are drawn in torch's default type, and compute in Config's. A parameter that a script
+asks for in a type of its own keeps it; and it may look like any other, where that is torch's default type. So
+a function mode looks at torch's calls. A tensor made with `dtype=`, and what a parameter's conversion
+returns, is *asked for*, and so is every tensor that shares its storage, and its copies (copy.deepcopy). What
+is computed from it is not.
 
-Not asked for is what somebody else decides:
+These do not count as asking:
 - torch.set_default_dtype, which from_pretrained uses for a checkpoint's type;
 - a type read off a parameter in the same expression (`dtype=old.weight.dtype`): it means "as that one";
 - what PEFT converts: it takes types off the base's weights, as they are drawn.
@@ -30,35 +31,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 _MAKES = frozenset(
-    {
-        "arange",
-        "as_tensor",
-        "asarray",
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "eye",
-        "full",
-        "full_like",
-        "linspace",
-        "logspace",
-        "new_empty",
-        "new_full",
-        "new_ones",
-        "new_tensor",
-        "new_zeros",
-        "normal",
-        "ones",
-        "ones_like",
-        "rand",
-        "rand_like",
-        "randn",
-        "randn_like",
-        "scalar_tensor",
-        "tensor",
-        "zeros",
-        "zeros_like",
-    }
+    {f"{how}{what}" for how in ("", "new_") for what in ("empty", "full", "ones", "tensor", "zeros")}
+    | {f"{what}_like" for what in ("empty", "full", "ones", "rand", "randn", "zeros")}
+    | {"arange", "as_tensor", "asarray", "empty_strided", "eye", "linspace", "logspace", "normal", "rand"}
+    | {"randn", "scalar_tensor"}
 )
 _CONVERTS: dict[str, torch.dtype | None] = {
     "float": torch.float32,
@@ -74,23 +50,23 @@ _ASIDE = frozenset(
     {"_has_compatible_shallow_copy_type", "_parse_to", "_set_grad_enabled", "dim", "is_complex"}
     | {"is_floating_point", "numel", "size"}
 )
-"""What is called between a conversion and the use of its result, as by nn.Module.to, and changes nothing."""
+"""Calls between a conversion and the use of its result, as in nn.Module.to, that change nothing."""
 KEPT = (torch.float32, torch.bfloat16, torch.float16)
 """Types in which a parameter may be asked for."""
 
 _FOLLOWING = "peft"
 _DEEP = 8
-"""Frames in which a property like `model.dtype` may be between who asks and the parameter."""
+"""Frames that a property like `model.dtype` may have between the code that asks and the parameter."""
 
 _Like = tuple[torch.dtype | None, dict[int, int]]
 """What was asked for a parameter whose dtype was read, and where: the last instruction of each frame."""
 
 
 class Asked(TorchFunctionMode):
-    """Looks at what torch is called with, while it is entered; see [Note: types that are asked for]."""
+    """Looks at the calls of torch while it is entered; see [Note: types that are asked for]."""
 
     def __init__(self, converted: Callable[[nn.Parameter], None]) -> None:
-        """converted: told of a parameter that was converted to the type that it has, nothing changed."""
+        """converted: called with a parameter that was converted to the type that it has already."""
         super().__init__()
         self._converted = converted
         self._of: dict[int, tuple[StorageWeakRef, torch.dtype]] = {}
@@ -105,7 +81,7 @@ class Asked(TorchFunctionMode):
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        """Overlook what is done meanwhile: it is Infinity's own."""
+        """Overlook calls inside the `with`: they are Infinity's own."""
         self._quiet += 1
         try:
             yield
@@ -140,7 +116,7 @@ class Asked(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Do what was asked for, and remember it."""
+        """Make the call, and note the type that it asks for."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if not self._quiet:
@@ -198,7 +174,7 @@ class Asked(TorchFunctionMode):
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Return what tells a tensor's storage from all others; 0 for one that has none, as a sparse one."""
+    """Return a number that identifies a tensor's storage; 0 where it has none, as a sparse tensor."""
     with torch._C.DisableTorchFunction():
         try:
             return int(tensor.untyped_storage()._cdata)
@@ -216,7 +192,7 @@ def _requested(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torc
 
 
 def _frames() -> Iterator[FrameType]:
-    """Return the frames that lead here, but for this file's."""
+    """Return the frames that lead here, without this file's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals is not globals():
@@ -225,7 +201,7 @@ def _frames() -> Iterator[FrameType]:
 
 
 def _caller() -> FrameType | None:
-    """Return the frame of whoever called torch."""
+    """Return the frame of the code that called torch."""
     return next(
         (one for one in _frames() if str(one.f_globals.get("__name__")).split(".")[0] != "torch"), None
     )

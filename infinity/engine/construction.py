@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,36 +24,69 @@ from torch.utils import _pytree as pytree
 
 from infinity.engine.asked import KEPT, Asked
 from infinity.engine.engine import Engine, engine_of
-from infinity.engine.entry import ParameterEntry, computes_in, has_views, other_dtype
 from infinity.engine.overflow import Overflow
 from infinity.engine.pretrained import Mapped, check_values
 from infinity.engine.scripting import refuse_script
 from infinity.errors import UnsupportedError
-from infinity.lane.passes import WritePass
 from infinity.planning.layout import Format
 from infinity.planning.tile_size import tile_choice
 from infinity.records.record import Record
+from infinity.records.weights import WEIGHTS
 from infinity.sizes import format_size
 from infinity.tiling import Whole, assembled, stand_in
 from infinity.units.released import Released, not_resident, placeholder, release, restore, set_owner
-from infinity.units.unit import Unit
 
 logger = logging.getLogger("infinity")
 
 _OVERWRITES = frozenset(
-    {
-        "normal_",
-        "uniform_",
-        "zero_",
-        "fill_",
-        "copy_",
-        "constant_",
-        "kaiming_uniform_",
-        "kaiming_normal_",
-        "xavier_uniform_",
-    }
+    {"normal_", "uniform_", "zero_", "fill_", "copy_", "constant_"}
+    | {f"{whose}_{how}_" for whose in ("kaiming", "xavier") for how in ("uniform", "normal")}
 )
-"""Operations that do not look at what was there: an evicted parameter need not be read for them."""
+"""Operations that do not look at the values: an evicted parameter need not be read for them."""
+
+
+class _Entry:
+    """One parameter of a model that is being built."""
+
+    __slots__ = ("asked", "dtype", "index", "module", "name", "parameter", "record")
+
+    def __init__(
+        self, parameter: nn.Parameter, module: nn.Module, name: str, asked: torch.dtype | None
+    ) -> None:
+        self.parameter = weakref.ref(parameter)
+        self.module = weakref.ref(module)
+        self.name = name
+        self.dtype = parameter.dtype
+        self.asked = asked
+        """The type that it is to compute in; None for Config's."""
+        self.record: Record | None = None
+        """Where it was evicted to; None as long as it never was."""
+        self.index = 0
+
+    def lie_in(self, record: Record, index: int) -> None:
+        """Note that its values are those of parameter `index` of `record`."""
+        self.record, self.index = record, index
+
+    def take(self, parameter: nn.Parameter, asked: torch.dtype | None, form: Format) -> None:
+        """Follow `p.data = ...`: note the dtype, and forget a record of another shape or format.
+
+        asked: the type that it is to compute in now, in a record of this format.
+        """
+        if parameter.dtype not in KEPT:
+            raise UnsupportedError(_wrong_dtype(self.module(), self.name, parameter))
+        self.dtype = parameter.dtype
+        if self.record is not None and (
+            self.record.form is not form
+            or self.record.shard.segments[self.index].shape != tuple(parameter.shape)
+        ):
+            self.record = None
+        self.asked = asked
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes while real."""
+        parameter = self.parameter()
+        return 0 if parameter is None else parameter.numel() * self.dtype.itemsize
 
 
 class Construction:
@@ -61,8 +94,8 @@ class Construction:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._entries: dict[int, ParameterEntry] = {}
-        self._real: dict[int, ParameterEntry] = {}  # oldest touch first
+        self._entries: dict[int, _Entry] = {}
+        self._real: dict[int, _Entry] = {}  # the one touched longest ago first
         self._records: list[Record] = []
         self._mapped: Mapped | None = None
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
@@ -75,7 +108,7 @@ class Construction:
     # Registration
 
     def registered(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        """A module got a parameter; return what it gets instead, None for nothing else."""
+        """Called when a module gets a parameter; return what it gets instead, None for no other."""
         self._modules[id(module)] = weakref.ref(module)
         if parameter is None:
             return None
@@ -124,8 +157,8 @@ class Construction:
         return whole
 
     def adopted(self, module: nn.Module, name: str, child: nn.Module | None) -> nn.Module | None:
-        """A module got a child, perhaps a copy whose parameters were never registered; return the tiled one
-        that takes its place, None for nothing else.
+        """Called when a module gets a child, perhaps a copy whose parameters were never registered; return
+        the tiled one that takes its place, None for no other.
         """
         self._modules[id(module)] = weakref.ref(module)
         if isinstance(child, torch.jit.ScriptModule):
@@ -146,7 +179,7 @@ class Construction:
                 if parameter is not None:
                     self._take(part, name, parameter, self.asked.of(parameter))
 
-    def _entry(self, parameter: torch.Tensor | None) -> ParameterEntry | None:
+    def _entry(self, parameter: torch.Tensor | None) -> _Entry | None:
         """Return what is known of a parameter."""
         entry = self._entries.get(id(parameter))
         return entry if entry is not None and entry.parameter() is parameter else None
@@ -170,7 +203,7 @@ class Construction:
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return False  # integers have no gradient: they stay ordinary, like buffers
         if parameter.is_complex():
-            raise UnsupportedError(other_dtype(module, name, parameter))
+            raise UnsupportedError(_wrong_dtype(module, name, parameter))
         if parameter.is_meta:
             self._mapped = self._mapped or Mapped()
             return False  # its values come with the parameter that replaces it
@@ -184,8 +217,8 @@ class Construction:
                 f"{what} is a {type(parameter).__name__}; only plain nn.Parameter can be offloaded"
             )
         if parameter.dtype not in KEPT:
-            raise UnsupportedError(other_dtype(module, name, parameter))
-        entry = self._entries[id(parameter)] = ParameterEntry(parameter, module, name, asked)
+            raise UnsupportedError(_wrong_dtype(module, name, parameter))
+        entry = self._entries[id(parameter)] = _Entry(parameter, module, name, asked)
         self._real[id(parameter)] = entry
         set_owner(parameter, self._engine)
         return True
@@ -196,7 +229,7 @@ class Construction:
     # Eviction and its reverse
 
     def _make_room(self, keep: Iterable[nn.Module | None]) -> None:
-        """Evict the modules touched longest ago until what is real fits the window.
+        """Evict the modules touched longest ago until the real parameters fit the window.
 
         Never a part of `keep`, nor what others hold a view of (`w = p.data`): they may yet write to it.
         """
@@ -212,11 +245,11 @@ class Construction:
             together = (
                 [entry] if module is None else [one for one in self._real.values() if one.module() is module]
             )
-            if not any(has_views(one.parameter()) for one in together):
+            if not any(_has_views(one.parameter()) for one in together):
                 real_nbytes -= sum(one.nbytes for one in together)
                 self._evict(together)
 
-    def _evict(self, entries: Sequence[ParameterEntry]) -> None:
+    def _evict(self, entries: Sequence[_Entry]) -> None:
         """Write real parameters of one module to their records, and release them."""
         alive = [(entry, parameter) for entry in entries if (parameter := entry.parameter()) is not None]
         for entry, parameter in alive:
@@ -227,12 +260,12 @@ class Construction:
         for entry, parameter in alive:
             if entry.record is not None:
                 tensor = parameter.detach()
-                as_it_is = tensor.dtype in (torch.float32, computes_in(entry.record))
+                as_it_is = tensor.dtype in (torch.float32, _computes_in(entry.record))
                 tensor = tensor.cpu() if as_it_is else tensor.cpu().float()
                 part = entry.record.part(entry.index, tensor.contiguous())
                 values.setdefault(entry.record, {})[entry.index] = {"master": part}
         for record, fields in () if self._overflow else values.items():
-            self._engine.run(WritePass(record, record.tile_numel, fields))
+            self._engine.parameters.write_record(record, fields)
         for entry, parameter in alive:
             release(parameter, placeholder(parameter.shape, entry.dtype, parameter.device))
             self.asked.note(parameter, entry.asked)
@@ -240,9 +273,9 @@ class Construction:
         if self._mapped is not None:
             self._mapped.taken(sum(entry.nbytes for entry, _ in alive))
 
-    def _give_records(self, fresh: Sequence[tuple[ParameterEntry, nn.Parameter]]) -> None:
+    def _give_records(self, fresh: Sequence[tuple[_Entry, nn.Parameter]]) -> None:
         """Make a record for parameters of one module, or one for each type that they compute in."""
-        by_form: dict[Format, list[tuple[ParameterEntry, nn.Parameter]]] = {}
+        by_form: dict[Format, list[tuple[_Entry, nn.Parameter]]] = {}
         for entry, parameter in fresh:
             by_form.setdefault(self._form(entry.asked), []).append((entry, parameter))
         for form, together in by_form.items():
@@ -260,7 +293,7 @@ class Construction:
         return None
 
     def _converted(self, parameter: nn.Parameter) -> None:
-        """A parameter, which may be in a record, was asked for in another type."""
+        """Called when a parameter, which may be in a record, is asked for in another type."""
         if isinstance(parameter, Released):
             self.touch([parameter], "data", ())
 
@@ -274,9 +307,9 @@ class Construction:
             if self._overflow:
                 values.zero_()
             elif operation not in _OVERWRITES or (args and args[0] is not parameter):
-                computes = entry.dtype == computes_in(entry.record)
+                computes = entry.dtype == _computes_in(entry.record)
                 field, dtype = ("hi", entry.dtype) if computes else ("master", torch.float32)
-                read = self._engine.read_record(entry.record, entry.index, {field: dtype})
+                read = self._engine.parameters.read_record(entry.record, entry.index, {field: dtype})
                 values.copy_(read[field].view(parameter.shape))
             restore(parameter, values)
             self.asked.note(parameter, asked)
@@ -287,7 +320,7 @@ class Construction:
     # The end
 
     def failed(self, error: BaseException) -> None:
-        """The building ended with `error`. Raises: HostMemoryError if memory had ended before."""
+        """Called when building ends with `error`. Raises: HostMemoryError if memory had run out before."""
         self._overflow.refuse_half(self._records, error)
 
     def finish(self) -> None:
@@ -298,104 +331,69 @@ class Construction:
         for root in roots:
             if isinstance(root._parameters.get("weight"), Whole):
                 raise UnsupportedError(
-                    f"{type(root).__name__}: a layer to be tiled is nobody's child; put it into a module "
+                    f"{type(root).__name__} is to be tiled, and is in no other module: put it into one "
                     "(nn.Sequential), inside Init, or leave tile_above out"
                 )
             self._sweep(root)
         named = list(_named_modules(roots))
         check_values(named)
-        found = {
-            id(parameter)
-            for _, module in named
-            for parameter in module._parameters.values()
-            if parameter is not None
-        }
         for _, module in named:
-            real = [
-                self._real[id(one)]
-                for one in module._parameters.values()
-                if one is not None and id(one) in self._real
-            ]
-            if real:
-                self._evict(real)
+            self._evict([self._real[id(one)] for one in module._parameters.values() if id(one) in self._real])
         self._real.clear()
-        self._hand_over(named, found)
+        self._hand_over(named)
 
-    def _hand_over(self, named: list[tuple[str, nn.Module]], found: set[int]) -> None:
-        records: dict[Record, list[ParameterEntry]] = {}
-        for entry in self._entries.values():
-            if entry.record is not None:
-                records.setdefault(entry.record, []).append(entry)
-        units: list[tuple[list[nn.Parameter], Record]] = []
-        units_of: dict[int, list[int]] = {}
-        taken: dict[Record, int] = {}
-        for name, module in named:
-            for parameter in module._parameters.values():
-                known = self._entries.get(id(parameter)) if parameter is not None else None
-                record = known.record if known is not None and known.parameter() is parameter else None
-                if record is None:
-                    continue
-                if record not in taken:
-                    taken[record] = len(units)
-                    record.name_unit(self._name(name or type(module).__name__, record))
-                    units.append(self._unit(record, records[record], found))
-                if taken[record] not in units_of.setdefault(id(module), []):
-                    units_of[id(module)].append(taken[record])
-        self._name_segments(named, units)
+    def _hand_over(self, named: list[tuple[str, nn.Module]]) -> None:
+        units, units_of = self._units(named)
         self._overflow.refuse(self._records, units)
-        self._drop_all_but(taken)
+        for record in self._records:
+            if record not in units:  # of parameters that are in no model
+                for field in record.form.weights:
+                    record.drop(field)
         self._engine.build_with(None)
-        self._engine.open(units)
+        opened = self._engine.open(units)
         for _, module in named:
             if any(True for _ in module.parameters()):
                 # MultiheadAttention uses its child's weight itself, and its fast path only if it is there.
                 whole = module.modules() if isinstance(module, nn.MultiheadAttention) else (module,)
-                self._engine.hook(
-                    module, self._units(whole, units_of), self._units(module.modules(), units_of)
+                used, below = (
+                    list(dict.fromkeys(opened[one] for part in parts for one in units_of.get(id(part), ())))
+                    for parts in (whole, module.modules())
                 )
+                self._engine.hook(module, used, below)
 
-    def _name(self, module: str, record: Record) -> str:
-        return module if record.form is self._engine.form else f"{module} ({record.form.dtype})"
-
-    def _units(self, modules: Iterable[nn.Module], units_of: dict[int, list[int]]) -> list[Unit]:
-        indices = dict.fromkeys(index for part in modules for index in units_of.get(id(part), []))
-        return [self._engine.units[index] for index in indices]
-
-    def _drop_all_but(self, taken: Container[Record]) -> None:
-        """Give back the records of parameters that are in no model."""
-        for record in self._records:
-            if record not in taken:
-                for field in record.form.weights:
-                    record.drop(field)
-
-    def _unit(
-        self, record: Record, entries: list[ParameterEntry], found: set[int]
-    ) -> tuple[list[nn.Parameter], Record]:
-        """Return a record's parameters in the order of its segments; one that was replaced since leaves a
-        hole, never trained.
+    def _units(
+        self, named: list[tuple[str, nn.Module]]
+    ) -> tuple[dict[Record, list[nn.Parameter]], dict[int, list[Record]]]:
+        """Name the records of the models; return the parameters in each, in the order of its segments, and
+        the records that each module uses, by the module's id().
         """
-        by_index = {entry.index: entry.parameter() for entry in entries}
-        parameters: list[nn.Parameter] = []
-        for index, segment in enumerate(record.shard.segments):
-            parameter = by_index.get(index)
-            if parameter is None or id(parameter) not in found:
-                parameter = nn.Parameter(
-                    placeholder(segment.shape, computes_in(record), "cpu"), requires_grad=False
-                )
-            parameters.append(parameter)
-        return parameters, record
-
-    @staticmethod
-    def _name_segments(
-        named: list[tuple[str, nn.Module]], units: list[tuple[list[nn.Parameter], Record]]
-    ) -> None:
         names: dict[int, str] = {}
+        units: dict[Record, list[nn.Parameter]] = {}
+        units_of: dict[int, list[Record]] = {}
         for prefix, module in named:
             for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    names.setdefault(id(parameter), f"{prefix}.{name}" if prefix else name)
-        for parameters, record in units:
+                names.setdefault(id(parameter), f"{prefix}.{name}" if prefix else name)
+                entry = self._entry(parameter)
+                if parameter is None or entry is None or entry.record is None:
+                    continue
+                record = entry.record
+                if record not in units:
+                    other = "" if record.form is self._engine.form else f" ({record.form.dtype})"
+                    record.name_unit(f"{prefix or type(module).__name__}{other}")
+                    units[record] = _holes(record)
+                units[record][entry.index] = parameter
+                units_of.setdefault(id(module), []).append(record)
+        for record, parameters in units.items():
             record.rename([names.get(id(parameter), "(replaced)") for parameter in parameters])
+        return units, units_of
+
+
+def _holes(record: Record) -> list[nn.Parameter]:
+    """Return parameters, never trained, for those of a record that were replaced since."""
+    return [
+        nn.Parameter(placeholder(segment.shape, _computes_in(record), "cpu"), requires_grad=False)
+        for segment in record.shard.segments
+    ]
 
 
 def _named_modules(roots: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -403,3 +401,32 @@ def _named_modules(roots: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     for number, root in enumerate(roots):
         prefix = f"{type(root).__name__}{number}" if len(roots) > 1 else ""
         yield from root.named_modules(prefix=prefix)
+
+
+def _wrong_dtype(module: nn.Module | None, name: str, parameter: torch.Tensor) -> str:
+    """Say why a parameter cannot be offloaded in its type, and what to do."""
+    what = f"{type(module).__name__}.{name}"
+    message = f"{what} is {parameter.dtype}, which a record with an fp32 master cannot hold: "
+    if parameter.is_complex():
+        return (
+            f"{message}keep its real and imaginary parts, nn.Parameter(torch.view_as_real({name})), and let "
+            f"forward compute with torch.view_as_complex(self.{name})"
+        )
+    return f"{message}make it torch.float32, or a buffer (register_buffer) where it is not trained"
+
+
+def _computes_in(record: Record) -> torch.dtype:
+    """Return the type of what computes."""
+    return WEIGHTS[record.form.dtype].dtype
+
+
+def _shares(tensor: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+_ALONE = _shares(nn.Parameter(torch.zeros(1)))
+
+
+def _has_views(parameter: torch.Tensor | None) -> bool:
+    """Whether other tensors share a real parameter's memory."""
+    return parameter is not None and _shares(parameter) > _ALONE

@@ -1,11 +1,11 @@
-"""The end of an engine: what it gives back when nobody has it any more.
+"""The end of an engine: what it gives back when nothing refers to it any more.
 
 [Note: what lives for ever]
 A thread that runs, and weakref's registry of finalizers, are never collected, nor is anything they reach. Of
 an engine they may reach what they work with, and no more: never the engine itself, a model, or an error,
-whose traceback has the frames, and so the variables, of whoever trains. The threads wait with nothing in
-their hands. The end of an engine needs nearly all of it; so it is no finalizer but a `__del__`, which no
-registry holds, and which the garbage collector calls while all that it reaches is whole.
+whose traceback has the frames, and so the variables, of the code that trains. While a thread waits, its
+frames refer to no work. The end of an engine needs nearly all of it; so it is not a finalizer but a
+`__del__`, which no registry holds, and which the garbage collector calls while all that it reaches is whole.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import weakref
 
-from infinity.activations.partitioned import Parts
+from infinity.activations.partitioned import PartitionedBoundaries
 from infinity.device.device import Device
 from infinity.durable.tiers import NvmeTier
 from infinity.engine.partition import Partition
@@ -27,11 +27,11 @@ class Ending:
         self,
         lane: StreamLane,
         partition: Partition | None,
-        parts: Parts | None,
+        parts: PartitionedBoundaries | None,
         device: Device,
         store: NvmeTier | None,
     ) -> None:
-        """Be in charge of these."""
+        """Close these at the end."""
         self._lane, self._partition, self._parts = lane, partition, parts
         self._device, self._store = device, store
         self._pid = os.getpid()
@@ -56,7 +56,7 @@ class Ending:
             self._store.close()
 
     def __del__(self) -> None:
-        """Nobody has the engine any more."""
+        """Close, when nothing refers to the engine any more."""
         self.close()
 
 

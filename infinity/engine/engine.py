@@ -1,43 +1,37 @@
-"""The engine of one `Init`: owns the budget, the stores, the lane and the units, and lets modules, autograd
-and the optimizer meet.
+"""The engine of one `Init`: owns the budget, the stores, the lane and the units, and wires them to modules,
+autograd and optimizers.
 
-Nobody holds it but the hooks on the model's modules, the optimizer, and whoever asked: when the model is
-gone, so is the engine, its thread, its memory and its files.
+Only the hooks on the model's modules, and optimizers, refer to it: when they are gone, so are the engine, its
+thread, its memory and its files.
 """
 
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from infinity.activations.boundaries import Boundaries
-from infinity.activations.partitioned import Parts, open_parts
+from infinity.activations.partitioned import PartitionedBoundaries, open_parts
 from infinity.autograd.arrivals import Arrivals
-from infinity.autograd.foreign import ForeignSteps, Strangers
+from infinity.autograd.foreign import ForeignParameters, ForeignSteps
 from infinity.autograd.hooks import Hooks
 from infinity.autograd.module_calls import Entering, Leaving
-from infinity.autograd.slices import SlicedParameters
 from infinity.config.settings import Config
 from infinity.device.device import choose_cores, open_device
 from infinity.durable.committer import TrainingStateSource
 from infinity.durable.tiers import open_tier
 from infinity.engine.ending import Ending
-from infinity.engine.needs import least_total_with
+from infinity.engine.parameters import Parameters
 from infinity.engine.partition import Partition
 from infinity.engine.state_dict import Exchange
-from infinity.errors import UnsupportedError
-from infinity.gradients.reduction import Reduction
 from infinity.gradients.store import GradientStore
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import Outgoing
-from infinity.lane.passes import ReadPass, WritePass
-from infinity.lane.queue import Pass
-from infinity.planning.budget import Budget, divide
+from infinity.planning.budget import Budget, divide, least_total
 from infinity.planning.layout import Format, format_beside, lay_out, share
 from infinity.ranks.group import open_ranks
 from infinity.ranks.machine_memory import share_of
@@ -75,7 +69,6 @@ class Engine:
         self.device = open_device(self.ranks.device)
         self.timeline, self.traffic = Timeline(), Traffic()
         self.units: list[Unit] = []
-        self._indices: dict[int, tuple[Unit, int]] = {}
         self._building: Touch | None = None
         self._training: TrainingStateSource | None = None
         self.pins: Pins | None = None
@@ -91,10 +84,12 @@ class Engine:
         self.store: Store = self.durable.store if self.durable else spill_store
         self.lane = self._open_lane()
         self.partition: Partition | None = None
-        """What several ranks need; None where there is one."""
+        """What several ranks do together; None where there is one."""
         if self.ranks.size > 1:
             self.partition = Partition(self.ranks, self.lane, self.device, self.timeline, self.units)
         self.executor = Executor(self.lane, self.device, self.timeline, self.partition)
+        self.parameters = Parameters(self.lane, self.executor, self.partition, self.durable)
+        self.exchange = Exchange(self.parameters)
         self.outgoing = Outgoing(self.lane, self.device, self.timeline)
         self.gradients = GradientStore(
             self.lane,
@@ -105,24 +100,29 @@ class Engine:
             self.executor,
             self.least_total,
             self.ranks,
-            self._sharing(),
+            self.partition,
+            deferred=config.stage == 1,
         )
         self.boundaries = self._open_boundaries()
         """What offloads the inputs of checkpoints; None where they stay."""
-        self.parts: Parts | None = None
+        self.parts: PartitionedBoundaries | None = None
         """What divides them among ranks first; None where each rank keeps its own."""
         if copies is not None:
             place = self.device.torch_device
             self.parts = open_parts(copies, config.device, config.timeout_s, place, self.boundaries)
-        self.hooks = Hooks(self.executor, self.boundaries, self.parts)
+        self.hooks = Hooks(self.executor, self.parts or self.boundaries)
         if self.boundaries is not None:
             self.hooks.backward_ended.append(self.boundaries.backward_ended)
-        self.slices = SlicedParameters()
         self.arrivals = Arrivals(
-            self.units, self.hooks, self.gradients, self.outgoing, self.lane, self.durable
+            self.units,
+            self.parameters.unit_of,
+            self.hooks,
+            self.gradients,
+            self.outgoing,
+            self.lane,
+            self.durable,
         )
         self.optimizers = self.arrivals.optimizers
-        self.exchange = Exchange(self)
         store = self.durable or self.nvme_store
         self.ending = Ending(self.lane, self.partition, self.parts, self.device, store)
 
@@ -133,20 +133,6 @@ class Engine:
             self.nvme_store.keep(pool, self.host_store)
         cpus = choose_cores(self.device)
         return StreamLane(pool, inline=self.device.is_host, timeline=self.timeline, cpus=cpus)
-
-    def _sharing(self) -> tuple[Partition, Reduction] | None:
-        """Return how several ranks share gradients."""
-        if self.partition is None:
-            return None
-        reduction = Reduction(
-            self.partition.reduces,
-            self.lane,
-            self.device,
-            self.kept,
-            self.outgoing,
-            deferred=self.config.stage == 1,
-        )
-        return self.partition, reduction
 
     def _open_boundaries(self) -> Boundaries | None:
         """Return what offloads the inputs of checkpoints, if anything is to."""
@@ -181,7 +167,9 @@ class Engine:
         return self._building is not None
 
     def build_with(self, touch: Touch | None) -> None:
-        """Send uses of released parameters to `touch` while a model is built; None when it is."""
+        """Send uses of released parameters to `touch`, from now until this is called with None: while a
+        model is built.
+        """
         if touch is not None:
             map_large_blocks()
         else:
@@ -189,7 +177,7 @@ class Engine:
         self._building = touch
 
     def new_record(self, parameters: Sequence[nn.Parameter], name: str, form: Format) -> Record:
-        """Make a record of this format for the weights of `parameters`; `give_room` gives it room for them.
+        """Make a record of this format for the weights of `parameters`, which have no room yet.
 
         Raises: HostMemoryError where its blocks do not fit the slots.
         """
@@ -205,28 +193,22 @@ class Engine:
             name=name,
         )
 
-    def give_room(self, record: Record) -> None:
-        """Give a record room for its weights.
-
-        Raises: aio.StorageFullError or HostMemoryError naming the module, with the numbers.
+    def open(self, records: Mapping[Record, list[nn.Parameter]]) -> dict[Record, Unit]:
+        """Take over a finished model: the parameters in each record, in the order of its modules. Return the
+        unit that each record is of.
         """
-        for field in record.form.weights:
-            record.add(field, self.store)
-
-    def open(self, units: Iterable[tuple[list[nn.Parameter], Record]]) -> None:
-        """Take over a finished model: its units, in the order of its modules."""
         self.lane.drain()
-        for parameters, record in units:
+        for record, parameters in records.items():
             base = self.ranks.rank * record.shard.numel
             unit = Unit(len(self.units), parameters, record, base)
             in_place = self.device.is_host and self.ranks.size == 1
             place = self.device.torch_device
             unit.open(self.executor.blocks, place, self.hooks.by_storage, in_place=in_place)
             self.units.append(unit)
-            for index, parameter in enumerate(parameters):
+            self.parameters.add(unit)
+            for parameter in parameters:
                 set_owner(parameter, self)
-                self._indices[id(parameter)] = (unit, index)
-                self._catch_gradient(parameter)
+                self.arrivals.catch(parameter)
         largest = max((unit.resident_nbytes for unit in self.units), default=0)
         self.budget = divide(self.budget.total_nbytes, largest, self.form)
         self.kept.resize(self.budget.kept_nbytes)
@@ -243,7 +225,7 @@ class Engine:
             frequencies = self.executor.frequencies
             self.pins = Pins(self.units, frequencies, self.lane, self.kept, stores)
         if self.partition is not None:
-            self.hooks.forward_began.append(Strangers(self.keeps).look)
+            self.hooks.forward_began.append(ForeignParameters(self.parameters.keeps).look)
         if self.durable is None:
             steps = ForeignSteps(self.close_step, self._all_frozen)
             self.hooks.backward_ended.append(steps.backward_ended)
@@ -253,56 +235,19 @@ class Engine:
             cut = self.budget.tile_numel, self.form.name
             self.durable.open(self.units, self.lane, self.executor.flush, cut)
         logger.info("%d units, %s; %s", len(self.units), self.config, self.budget)
-
-    def _catch_gradient(self, parameter: nn.Parameter) -> None:
-        engine = weakref.ref(self)  # and no unit: torch would keep it, and its parameters, for ever
-
-        def caught(parameter: torch.Tensor) -> None:
-            alive = engine()
-            if alive is not None:
-                alive.arrivals.accumulated(parameter, *alive.unit_of(cast("nn.Parameter", parameter)))
-
-        required = parameter.requires_grad
-        parameter.requires_grad = True  # torch refuses the hook on what is frozen for now
-        parameter.register_post_accumulate_grad_hook(caught)
-        parameter.requires_grad = required
+        return {unit.record: unit for unit in self.units}
 
     def hook(self, module: nn.Module, units: list[Unit], below: list[Unit]) -> None:
         """Follow a module's forward, which uses `units`, its state_dict and load_state_dict; `below` are the
         units of all modules in it.
         """
-        entering = Entering(self, self.hooks, units, below, self.slices.watch(module, self.keeps))
+        entering = Entering(self, self.hooks, units, below)
         module.register_forward_pre_hook(entering, prepend=True, with_kwargs=True)
         module.register_forward_hook(Leaving(self.hooks), with_kwargs=True, always_call=True)
         self.exchange.hook(module)
 
-    def keeps(self, parameter: nn.Parameter) -> bool:
-        """Whether this engine keeps `parameter`."""
-        return id(parameter) in self._indices
-
-    def unit_of(self, parameter: nn.Parameter) -> tuple[Unit, int]:
-        """Return a parameter's unit and its index there.
-
-        Raises: UnsupportedError while the model is being built.
-        """
-        if self._building is not None:
-            raise UnsupportedError(
-                "inside `with infinity.Init(...)` the model is still being built: do this after the `with`"
-            )
-        return self._indices[id(parameter)]
-
-    def part_numel(self, parameter: nn.Parameter) -> int:
-        """Return how many of a parameter's elements this rank holds."""
-        unit, index = self.unit_of(parameter)
-        return unit.record.shard.segments[index].numel
-
-    def name_of(self, parameter: nn.Parameter) -> str:
-        """Return a parameter's name in the model."""
-        unit, index = self.unit_of(parameter)
-        return unit.shard.segments[index].name
-
     def follow(self, training: TrainingStateSource, step: int, *, resumed: bool) -> None:
-        """Let a durable run, which does not keep `training`, commit what it takes down."""
+        """Have a durable run, if this is one, commit what `training` captures; it lives with the engine."""
         if self.durable is not None:
             self._training = training
             self.durable.follow(training, step, resumed=resumed)
@@ -315,67 +260,16 @@ class Engine:
             return self._building(parameters, operation, args)
         if self.hooks.in_forward:
             for parameter in parameters:
-                self.hooks.touch(self.unit_of(parameter)[0])
+                self.hooks.touch(self.parameters.unit_of(parameter)[0])
             return None
         answer = self.exchange.answer(parameters[0], operation, args)
         if answer is not None:
             return answer
-        name = self.name_of(parameters[0])
+        name = self.parameters.name_of(parameters[0])
         if operation in CONVERSIONS:
             where = f"{self.config.device!r} in {self.weights.dtype}"
             raise not_converted(name, operation, where)
         raise not_resident(parameters[0], operation, name)
-
-    def before_change(self) -> None:
-        """Called before records are changed: a durable run first takes down the step that they belong to."""
-        if self.durable is not None:
-            self.durable.before_change()
-
-    # Reading and writing parameters
-
-    def read(self, parameter: nn.Parameter, fields: Sequence[str]) -> list[torch.Tensor]:
-        """Return fields ("hi", "master", "m", "v") of a parameter as new CPU tensors in its shape, updates
-        applied.
-        """
-        unit, index = self.unit_of(parameter)
-        self.executor.flush(unit)
-        dtypes = {field: unit.flat.dtype if field == "hi" else torch.float32 for field in fields}
-        values = self.read_record(unit.record, index, dtypes)
-        return [values[field].view(parameter.shape) for field in fields]
-
-    def read_record(
-        self, record: Record, index: int, dtypes: dict[str, torch.dtype]
-    ) -> dict[str, torch.Tensor]:
-        """Return fields of a parameter, by their types, as one-dimensional CPU tensors."""
-        numel = record.shard.segments[index].numel
-        into = {field: torch.empty(numel, dtype=dtype) for field, dtype in dtypes.items()}
-        self.run(ReadPass(record, index, record.tile_numel, into))
-        if self.partition is None:
-            return into
-        return {field: self.partition.collect(record, index, part) for field, part in into.items()}
-
-    def write(self, parameter: nn.Parameter, values: dict[str, torch.Tensor]) -> None:
-        """Set fields ("master", "m", "v") of a parameter, after the updates that are pending."""
-        self.before_change()
-        unit, index = self.unit_of(parameter)
-        self.write_part(parameter, {field: unit.record.part(index, one) for field, one in values.items()})
-
-    def write_part(self, parameter: nn.Parameter, values: dict[str, torch.Tensor]) -> None:
-        """Set fields of this rank's part of a parameter; see `write`."""
-        unit, index = self.unit_of(parameter)
-        self.executor.flush(unit)
-        host = {}
-        for field, tensor in values.items():
-            own = (field, tensor.dtype) == ("master", unit.flat.dtype)
-            host[field] = tensor.detach().to("cpu", None if own else torch.float32).contiguous()
-        if "master" in values:
-            self.executor.changed(unit)
-        self.run(WritePass(unit.record, unit.record.tile_numel, {index: host}))
-
-    def run(self, job: Pass) -> None:
-        """Do a pass now."""
-        self.lane.submit(job, urgent=True)
-        self.lane.wait(job)
 
     # Steps
 
@@ -387,7 +281,6 @@ class Engine:
         pending = any(optimizer.update == "forward" for optimizer in self.optimizers)
         if self.executor.close_step(updates_at_fetch=pending):
             self.hooks.begin_step()
-            self.slices.close_step()
             if self.pins is not None:
                 self.pins.close_step()
             if self.durable is not None:
@@ -395,9 +288,21 @@ class Engine:
         self.executor.begin_step()
 
     def least_total(self, field: str | None = None, more_nbytes: int = 0) -> int:
-        """Return the host_memory that holds what it holds now, more, and every gradient; see needs."""
-        held_nbytes = self.kept.held_nbytes + more_nbytes
-        return least_total_with(self.units, held_nbytes, field, self.form) * self.ranks.local_size
+        """Return the host_memory, in bytes, that holds what is held now, `more_nbytes`, and every gradient,
+        in `field` or as one backward yields it.
+        """
+        held_nbytes = self.kept.held_nbytes + more_nbytes + self.gradients_nbytes(field)
+        largest = max(unit.resident_nbytes for unit in self.units)
+        return least_total(held_nbytes, largest, self.form) * self.ranks.local_size
+
+    def gradients_nbytes(self, field: str | None = None) -> int:
+        """Bytes of the gradients of all trainable units: as one backward yields them, or, where that is more,
+        in `field` of their records.
+        """
+        records = [unit.record for unit in self.units if unit.trainable]
+        least = [one.field_nbytes(one.form.gradient) for one in records]
+        wanted = [one.field_nbytes(field) for one in records] if field else least
+        return sum(map(max, least, wanted))
 
     def held_nbytes(self) -> int:
         """Bytes of host_memory in use now."""

@@ -8,15 +8,12 @@ import weakref
 from collections.abc import Iterable, Iterator
 
 import torch
-import xxhash
 from torch import nn
 
 from infinity.engine.engine import Engine, engine_of
-from infinity.errors import HostMemoryError, NotResidentError, UnsupportedError
-from infinity.lane.passes import WritePass
-from infinity.ranks.machine_memory import available_nbytes
-from infinity.sizes import format_size
-from infinity.tensors import as_bytes
+from infinity.errors import NotResidentError, UnsupportedError
+from infinity.ranks.machine_memory import check_available
+from infinity.tensors import digest
 from infinity.units.unit import Unit, saved_itself
 
 logger = logging.getLogger("infinity")
@@ -39,17 +36,18 @@ def gathered(
     `.data`, or of a NumPy array that shares the memory.
 
     Raises: HostMemoryError, with the numbers, where the values do not fit memory; ValueError for parameters
-    that are not ours; UnsupportedError, and nothing is written, where parameters were changed without
-    `write`, or have other shapes or types than before; RanksError where that happened on another rank.
+    that were not built in Init; UnsupportedError, and nothing is written, where parameters were changed
+    without `write`, or have other shapes or types than before; RanksError where that is so on another rank.
     """
     units = _units_of(what)
-    _check_room(units)
+    needed = sum(unit.resident_nbytes for unit, engine in units.items() if engine.device.is_host)
+    check_available(needed, "gathered: the values", "Gather fewer parameters at a time.")
     held: list[Unit] = []
     try:
         for unit, engine in units.items():
             _hold(engine, unit, write=write)
             held.append(unit)
-        shares = {unit: _shares(unit) for unit in units}
+        shares = {unit: unit.shares() for unit in units}
         yield
         for ranks in dict.fromkeys(engine.ranks for engine in units.values()):
             with ranks.together("gathered"):
@@ -59,7 +57,7 @@ def gathered(
                 _write_back(engine, unit)
                 unit.changes.mark()
         for unit in units:
-            if _shares(unit) > shares[unit] and unit.residence.users == 1:
+            if unit.shares() > shares[unit] and unit.residence.users == 1:
                 raise NotResidentError(
                     f"{unit.name}: a tensor that shares memory with its parameters outlives "
                     "`with infinity.gathered(...)`, where "
@@ -70,7 +68,7 @@ def gathered(
     finally:
         for unit in held:
             if not write:
-                unit.changes.begin_edit()  # what was changed here has been told by now
+                unit.changes.begin_edit()  # a change in here has been reported by now
             units[unit].executor.drop(unit)
             unit.changes.end_edit()
 
@@ -88,7 +86,7 @@ def _hold(engine: Engine, unit: Unit, *, write: bool) -> None:
     engine.executor.hold_aside(unit)
     if write:
         unit.changes.begin_edit()
-    if write and engine.ranks.size == 1:  # several are told together, at the end
+    if write and engine.ranks.size == 1:  # several ranks raise together, at the end
         unit.guard()
     unit.changes.watch_all()
 
@@ -109,7 +107,7 @@ def _check_forms(units: Iterable[Unit]) -> None:
 
 
 def _warn_of_graphs(units: dict[Unit, Engine]) -> None:
-    """Tell, once, of graphs whose backward fails after the `with`."""
+    """Warn, once, of graphs whose backward fails after the `with`."""
     for unit, engine in units.items():
         if unit.residence.users > 1 or engine in _warned:
             continue
@@ -140,18 +138,8 @@ def _units_of(what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> dict[U
             raise ValueError(
                 f"gathered: a parameter of shape {shape} was not built inside `with infinity.Init(...)`"
             )
-        units[engine.unit_of(parameter)[0]] = engine
+        units[engine.parameters.unit_of(parameter)[0]] = engine
     return units
-
-
-def _check_room(units: dict[Unit, Engine]) -> None:
-    needed = sum(unit.resident_nbytes for unit, engine in units.items() if engine.device.is_host)
-    available = available_nbytes()
-    if needed > available:
-        raise HostMemoryError(
-            f"gathered: the values take {format_size(needed)}, {format_size(available)} of memory are "
-            "available. Gather fewer parameters at a time."
-        )
 
 
 def _check_same(engine: Engine, unit: Unit, whole: list[torch.Tensor]) -> None:
@@ -159,10 +147,7 @@ def _check_same(engine: Engine, unit: Unit, whole: list[torch.Tensor]) -> None:
 
     Raises: UnsupportedError, on every rank.
     """
-    digest = xxhash.xxh3_64()
-    for one in whole:
-        digest.update(as_bytes(one))
-    if not engine.ranks.same(digest.intdigest() >> 1, f"write {unit.name}"):
+    if not engine.ranks.same(digest(*whole), f"write {unit.name}"):
         raise UnsupportedError(
             f"{unit.name}: inside `with infinity.gathered(..., write=True)` the ranks have made different "
             "values of it; nothing is written. Let every rank do the same (torch.distributed.broadcast what "
@@ -170,17 +155,12 @@ def _check_same(engine: Engine, unit: Unit, whole: list[torch.Tensor]) -> None:
         )
 
 
-def _shares(unit: Unit) -> int:
-    """Return how many tensors share the unit's storage."""
-    return int(torch._C._storage_Use_Count(unit.storage_key))
-
-
 def _write_back(engine: Engine, unit: Unit) -> None:
     whole = [parameter.detach().to("cpu").contiguous() for parameter in unit.parameters]
     if engine.ranks.size > 1:
         _check_same(engine, unit, whole)
     values = {index: {"master": unit.record.part(index, one)} for index, one in enumerate(whole)}
-    engine.before_change()
+    engine.parameters.before_change()
     engine.executor.flush(unit)
     unit.values_changed()
-    engine.run(WritePass(unit.record, unit.record.tile_numel, values, rewrite=True))
+    engine.parameters.write_record(unit.record, values, rewrite=True)

@@ -1,4 +1,4 @@
-"""Init: build any model without ever holding it; how, says construction."""
+"""Init: builds a model of any size without holding all of it in memory; construction says how."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from types import TracebackType
 from typing import Any, cast
 
 import torch
-import xxhash
 from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -22,17 +21,17 @@ from infinity.engine.pretrained import loading_in_order
 from infinity.engine.scripting import refusing_scripts
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.ranks.group import Ranks
-from infinity.tensors import as_bytes
+from infinity.tensors import as_bytes, digest
 
 
 @contextlib.contextmanager
 def _drawing_as_rank_0(ranks: Ranks) -> Iterator[None]:
     """Give every rank the random numbers of rank 0 (torch's, of the CPU), then its own again."""
     own = torch.get_rng_state()
-    state = bytes(as_bytes(own))
-    if ranks.same(xxhash.xxh3_64_intdigest(state) >> 1, "compare seeds"):
+    if ranks.same(digest(own), "compare seeds"):
         yield
         return
+    state = bytes(as_bytes(own))
     torch.set_rng_state(torch.frombuffer(bytearray(ranks.first(state, "compare seeds")), dtype=torch.uint8))
     try:
         yield
@@ -57,8 +56,8 @@ class Init:
         with infinity.Init(config):
             model = LlamaForCausalLM(llama_config)  # or LlamaForCausalLM.from_pretrained(folder)
 
-    Raises: ConfigError, HostMemoryError, or an OSError naming the path, on entering; on an error inside the
-    `with`, what was written is given back.
+    Raises: ConfigError, HostMemoryError, or an OSError naming the path, on entering; after an error inside
+    the `with`, its memory and files are given back.
     """
 
     _active: Init | None = None
@@ -81,13 +80,14 @@ class Init:
         self._engine: Engine | None = None
         self._construction: Construction | None = None
         self._hooks: list[Any] = []
-        self._in_order = contextlib.ExitStack()
+        self._contexts = contextlib.ExitStack()
 
     def __enter__(self) -> Init:  # noqa: PYI034 - Self is of Python 3.11
         """Open the engine and listen to registrations."""
         if Init._active is not None:
             raise UnsupportedError(
-                "Init inside another Init: build models one after the other, and initialize behind the `with`"
+                "Init inside another Init: build models one after the other, and "
+                "call initialize() after the `with`"
             )
         self._engine = Engine(self.config, self._process_group, self._copies)
         construction = self._construction = Construction(self._engine)
@@ -97,10 +97,10 @@ class Init:
             register_module_parameter_registration_hook(cast("Any", construction.registered)),
             register_module_module_registration_hook(cast("Any", construction.adopted)),
         ]
-        self._in_order.enter_context(loading_in_order())
-        self._in_order.enter_context(refusing_scripts())
-        self._in_order.enter_context(_drawing_as_rank_0(self._engine.ranks))
-        self._in_order.enter_context(construction.asked)
+        self._contexts.enter_context(loading_in_order())
+        self._contexts.enter_context(refusing_scripts())
+        self._contexts.enter_context(_drawing_as_rank_0(self._engine.ranks))
+        self._contexts.enter_context(construction.asked)
         Init._active = self
         return self
 
@@ -122,7 +122,7 @@ class Init:
     ) -> None:
         """Hand the finished models over; after an error give everything back."""
         Init._active = None
-        self._in_order.close()
+        self._contexts.close()
         for hook in self._hooks:
             hook.remove()
         engine, construction = self._engine, self._construction

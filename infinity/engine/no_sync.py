@@ -16,7 +16,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     backward after it, or the step, adds to them and reduces the sum, once, in fp32.
 
     As DistributedDataParallel.no_sync: less traffic for more memory, 2 bytes per parameter and rank (4 from
-    the second backward on), of the host_memory. With one rank, and with update="backward", it changes
+    the second backward on), in host_memory. With one rank, and with update="backward", it changes
     nothing. `tiling.tile_batch` saves the same traffic, and the memory.
 
     Raises: HostMemoryError, in a backward, where the gradients do not fit; ValueError for a model that was

@@ -1,20 +1,22 @@
 """A model that host memory does not hold, found while it is built: the rest of it is counted, not kept.
 
-The first record that does not fit says where memory ended, and not how much would do: that is known when the
-model is built to its end. So building goes on; records get no memory, values are dropped and read as zeros.
+The first record that does not fit tells where memory ran out, but not how much would be enough: that is known
+only when the whole model is built. So building goes on: records get no memory, values are dropped and read as
+zeros.
 Then the model is refused with the smallest host_memory that works.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 from infinity.engine.engine import Engine
-from infinity.engine.needs import least_total_to_build
 from infinity.errors import HostMemoryError
+from infinity.planning.budget import Budget, divide, least_that
+from infinity.planning.layout import Format
 from infinity.records.record import Record
 from infinity.sizes import format_size
 
@@ -34,24 +36,30 @@ class Overflow:
         return self._first is not None
 
     def give_room(self, record: Record) -> None:
-        """Give a record memory for its weights, if there is any."""
+        """Give a record memory for its weights, if there is any.
+
+        Raises: aio.StorageFullError, with the numbers, where the weights do not fit NVMe.
+        """
         if self._first is not None:
             return
         try:
-            self._engine.give_room(record)
+            for field in record.form.weights:
+                record.add(field, self._engine.store)
         except HostMemoryError:
             self._first, self._held_nbytes = record, self._engine.kept.held_nbytes
             logger.info("host memory is full at %s; what the rest of the model needs is counted", record.name)
 
-    def refuse(self, built: Sequence[Record], units: Sequence[tuple[Sequence[nn.Parameter], Record]]) -> None:
+    def refuse(self, built: Sequence[Record], model: Mapping[Record, Sequence[nn.Parameter]]) -> None:
         """Refuse a finished model if it does not fit. built: all records, those of replaced parameters too;
-        units: what the model keeps of them.
+        model: the parameters in each of those that the model keeps.
 
         Raises: HostMemoryError with the smallest host_memory that works.
         """
         if self._first is None:
             return
-        trained = [(record, any(one.requires_grad for one in parameters)) for parameters, record in units]
+        trained = [
+            (record, any(one.requires_grad for one in parameters)) for record, parameters in model.items()
+        ]
         frozen = [(record, False) for record, _ in trained]
         raise HostMemoryError(
             f"{self._where(self._first)}. The smallest host_memory that works is "
@@ -86,4 +94,30 @@ class Overflow:
 
     def _least(self, built: Sequence[Record], model: Sequence[tuple[Record, bool]]) -> str:
         engine = self._engine
-        return format_size(least_total_to_build(built, model, engine.form) * engine.ranks.local_size)
+        return format_size(_least_total(built, model, engine.form) * engine.ranks.local_size)
+
+
+def _least_total(built: Sequence[Record], model: Sequence[tuple[Record, bool]], form: Format) -> int:
+    """Return the host_memory, in bytes, that holds the weights of `built` at once, and then a model's weights
+    with moments (AdamW's) and gradients of its trainable records.
+
+    model: records, and whether they are trained; form: Config's.
+    """
+
+    def needed(records: Sequence[Record], budget: Budget, *, trained: bool = False) -> int:
+        return sum(_stored_nbytes(record, budget, trained=trained) for record in records)
+
+    def holds(total_nbytes: int) -> bool:
+        building, training = divide(total_nbytes, form=form), divide(total_nbytes, largest, form)
+        learn = needed([record for record, trained in model if trained], building, trained=True)
+        rest = needed([record for record, trained in model if not trained], building)
+        return needed(built, building) <= building.kept_nbytes and learn + rest <= training.kept_nbytes
+
+    largest = max((record.form.width * record.whole.numel for record, _ in model), default=0)
+    return least_that(holds, form)
+
+
+def _stored_nbytes(record: Record, budget: Budget, *, trained: bool) -> int:
+    form, numel, tile_numel = record.form, record.shard.numel, budget.tile_of(record.form)
+    names = (*form.fields, form.gradient) if trained else form.weights
+    return sum(form.stored_nbytes(name, numel, form.span(name, tile_numel)) for name in names)

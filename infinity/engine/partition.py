@@ -1,4 +1,4 @@
-"""What an engine has beside its own lane where its state is partitioned over ranks (ZeRO)."""
+"""What an engine has where its state is partitioned over ranks (ZeRO): two lanes for collectives."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ class Partition:
         return {kind: counted[kind] for kind in ("gather", "reduce", "read")}
 
     def settle(self) -> None:
-        """End the lanes of collectives; what they need of the engine has to be there still."""
+        """End the lanes of collectives, while everything that they use is still there."""
         for lane in (self.gathers, self.reduces):
             lane.close()
 
     def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         self.ranks.close()

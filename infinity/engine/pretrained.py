@@ -4,9 +4,9 @@
 Hugging Face builds a model on the meta device, maps the safetensors files and sets one parameter after the
 other (setattr, so registration tells Init). A parameter without values is therefore left alone until it is
 replaced. Pages of the files that were read would count as this process's memory until the last is loaded, so
-they are let go now and then; they stay in the page cache, where the other ranks of this machine find them.
+they are paged out now and then; they stay in the page cache, where the other ranks of this machine find them.
 Nothing of transformers is replaced: one of its own settings makes it load in order, since its threads would
-convert types far ahead of what is evicted.
+convert types far ahead of eviction.
 """
 
 from __future__ import annotations
@@ -46,21 +46,20 @@ class Mapped:
     """Files that were mapped into this process since a point in time; see [Note: from_pretrained]."""
 
     def __init__(self) -> None:
-        """Remember what is mapped now: that is not touched."""
+        """Note which files are mapped now: those are not touched."""
         self._before = set(_mappings())
         self._nbytes = 0
 
     def taken(self, nbytes: int) -> None:
-        """So much of the files was taken in; now and then, take what is mapped out of memory."""
+        """Count bytes that were taken from the files; page the files out after every few of them."""
         self._nbytes += nbytes
         if self._nbytes >= _TOGETHER_NBYTES:
             self.page_out()
 
     def page_out(self) -> None:
-        """Take the files' pages out of this process's memory. Whoever reads one again finds the same values.
+        """Take the files' pages out of this process's memory. A page that is read again has the same values.
 
-        A mapping that somebody has changed holds pages of its own, which are no file's: they are paged out,
-        where the kernel can do that.
+        Pages that somebody has changed are this process's own: the kernel pages them out, if it can.
         """
         self._nbytes = 0
         libc = ctypes.CDLL(None)
@@ -71,7 +70,7 @@ class Mapped:
 
 
 def _mappings() -> Iterator[tuple[int, int]]:
-    """Return address and bytes of every large mapped file that is no code."""
+    """Return address and bytes of every large mapped file that is not code."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, access, _offset, _device, _inode, *path = line.split(maxsplit=5)
         start, stop = (int(address, 16) for address in addresses.split("-"))
@@ -81,7 +80,7 @@ def _mappings() -> Iterator[tuple[int, int]]:
 
 
 def _changed() -> Iterator[int]:
-    """Return the address of every mapping with pages that are no file's."""
+    """Return the address of every mapping with pages that are not the file's."""
     start = 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         key, *values = line.split()

@@ -1,4 +1,4 @@
-"""state_dict and load_state_dict of a model whose parameters are elsewhere: plain CPU copies out, masters
+"""state_dict and load_state_dict of a model whose parameters are offloaded: plain CPU copies out, masters
 written in.
 
 torch's own code runs unchanged: it calls `parameter.detach()` and `parameter.copy_(value)` on each parameter
@@ -10,39 +10,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from infinity.errors import HostMemoryError, UnsupportedError
-from infinity.ranks.machine_memory import available_nbytes
-from infinity.sizes import format_size
-from infinity.units.unit import Unit
-
-
-class ParameterKeeper(Protocol):
-    """What keeps the parameters that are asked for: an engine."""
-
-    def keeps(self, parameter: nn.Parameter) -> bool:
-        """Whether it keeps `parameter`."""
-
-    def unit_of(self, parameter: nn.Parameter) -> tuple[Unit, int]:
-        """Return a parameter's unit and its index there."""
-
-    def read(self, parameter: nn.Parameter, fields: Sequence[str]) -> list[torch.Tensor]:
-        """Return fields of a parameter."""
-
-    def write(self, parameter: nn.Parameter, values: dict[str, torch.Tensor]) -> None:
-        """Set fields of a parameter."""
+from infinity.engine.parameters import Parameters
+from infinity.errors import UnsupportedError
+from infinity.ranks.machine_memory import check_available
 
 
 class Exchange:
     """Answers what state_dict and load_state_dict ask of one engine's released parameters."""
 
-    def __init__(self, engine: ParameterKeeper) -> None:
-        """Serve `engine`, which owns this."""
-        self._engine = weakref.ref(engine)
+    def __init__(self, parameters: Parameters) -> None:
+        """Read and write `parameters`."""
+        self._parameters = parameters
         self._module: weakref.ref[nn.Module] | None = None
         self._depth = 0
         self._copies: dict[int, torch.Tensor] = {}
@@ -78,7 +61,9 @@ class Exchange:
     def _begin(self, module: nn.Module) -> None:
         if not self._depth:
             self._copies = {}
-            _check_room(module)
+            needed = sum(one.numel() * one.element_size() for one in module.parameters())
+            cure = "Take the state_dict of one submodule at a time."
+            check_available(needed, "state_dict: plain copies of the parameters", cure)
         self._depth += 1
         self._module = weakref.ref(module)
 
@@ -92,17 +77,11 @@ class Exchange:
         """Copy what a state_dict took from attached parameters (inside `gathered`): their memory will be
         given back.
         """
-        engine = self._engine()
         for name, parameter in module._parameters.items():
             value = state.get(prefix + name)
-            if (
-                engine is None
-                or parameter is None
-                or not isinstance(value, torch.Tensor)
-                or isinstance(value, nn.Parameter)
-            ):
+            if parameter is None or not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
                 continue
-            if engine.keeps(parameter) and engine.unit_of(parameter)[0].attached:
+            if self._parameters.keeps(parameter) and self._parameters.unit_of(parameter)[0].attached:
                 state[prefix + name] = value.clone()
 
     def answer(self, parameter: nn.Parameter, operation: str, args: Sequence[Any]) -> object:
@@ -110,29 +89,13 @@ class Exchange:
         else.
         """
         module = self._module() if self._module is not None else None
-        engine = self._engine()
-        if (
-            module is None
-            or engine is None
-            or not any(parameter is one for one in module._parameters.values())
-        ):
+        if module is None or not any(parameter is one for one in module._parameters.values()):
             return None
         if operation == "detach":
             if id(parameter) not in self._copies:
-                self._copies[id(parameter)] = engine.read(parameter, ["hi"])[0]
+                self._copies[id(parameter)] = self._parameters.read(parameter, ["hi"])[0]
             return self._copies[id(parameter)]
         if operation == "copy_":
-            engine.write(parameter, {"master": args[1].expand(parameter.shape)})
+            self._parameters.write(parameter, {"master": args[1].expand(parameter.shape)})
             return parameter
         return None
-
-
-def _check_room(module: nn.Module) -> None:
-    needed = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-    available = available_nbytes()
-    if needed > available:
-        raise HostMemoryError(
-            f"state_dict: plain copies of the parameters take "
-            f"{format_size(needed)}, {format_size(available)} "
-            "of memory are available. Take the state_dict of one submodule at a time."
-        )

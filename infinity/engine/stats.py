@@ -44,22 +44,6 @@ class UnitStats:
 
 
 @dataclass(frozen=True, slots=True)
-class SliceStats:
-    """One parameter of which a step may touch a part: rows of an nn.Embedding, experts of a 3-D parameter.
-    It is fetched whole. What is not known for sure is left out: see slices.
-    """
-
-    name: str
-    slices: int
-    touched_fraction: float
-    """The share of the slices that a step is expected to touch."""
-    would_save_nbytes: float
-    """NVMe bytes per step that fetching and updating touched slices alone would save, with the record's
-    fields where they lie now.
-    """
-
-
-@dataclass(frozen=True, slots=True)
 class Stats:
     """A snapshot of one engine. Uses, bytes moved and seconds count from when the model was built, or, in
     what `since` returns, from the earlier snapshot; all else holds now. Printed, and in a notebook, it is a
@@ -75,7 +59,7 @@ class Stats:
     budget_nbytes: int
     """host_memory."""
     budget_held_nbytes: int
-    """Bytes of the budget in use now: slots, what waits, gradients, pinned fields."""
+    """Bytes of the budget in use now: slots, units that wait for their use, gradients, pinned fields."""
     io_engine: str
     """The I/O engine, or "none" without an NVMe tier."""
     plan: str
@@ -111,13 +95,12 @@ class Stats:
     """Bytes that the ranks exchanged, of what was exchanged as a whole: units to "gather", gradients to
     "reduce", parameters to "read" by state_dict and the like.
     """
-    slices: tuple[SliceStats, ...] = ()
     placement_revisions: int = field(default=0, metadata=_TOTAL)
     """How often it was decided anew which fields lie in host memory, and something moved."""
     placement_reason: str = ""
     """Of the last such decision, also of one to leave all as it is."""
     predicted_step_s: float | None = None
-    """What a step takes by its plan and what was measured; None where that is not known: see predicted."""
+    """Seconds that a step should take, by its plan and what was measured; None where that is not known."""
 
     @property
     def nvme_read_nbytes(self) -> int:
@@ -131,7 +114,7 @@ class Stats:
 
     @property
     def stall_s(self) -> float:
-        """Seconds that computing waited, for whatever."""
+        """Seconds that computing waited, for any cause."""
         return sum(self.stalls_s.values())
 
     @property
@@ -174,7 +157,7 @@ class Stats:
             rows.append(("ranks exchanged", ", ".join(exchanged)))
         if self.predicted_step_s is not None:
             rows.append(("predicted step", f"{self.predicted_step_s:.2f} s"))
-        rows.append(("more", ".units, .slices, .frequency, .plan, .since(earlier); dataclasses.asdict(...)"))
+        rows.append(("more", ".units, .frequency, .plan, .since(earlier); dataclasses.asdict(...)"))
         return [(what, textwrap.shorten(value, _WIDTH, placeholder=" ...")) for what, value in rows]
 
     def __repr__(self) -> str:
@@ -219,28 +202,6 @@ def _unit_stats(engine: Engine) -> Iterator[UnitStats]:
             frequencies.fetches(unit.index),
             frequencies.updates(unit.index),
         )
-
-
-def _slice_stats(engine: Engine) -> Iterator[SliceStats]:
-    for unit in engine.units:
-        for parameter, segment in zip(unit.parameters, unit.shard.segments, strict=True):
-            counts = engine.slices.counted(parameter)
-            if counts is not None:
-                saved = counts.would_save(_moved_nbytes(engine, unit, segment.numel))
-                yield SliceStats(segment.name, segment.shape[0], counts.touched_fraction, saved)
-
-
-def _moved_nbytes(engine: Engine, unit: Unit, numel: int) -> float:
-    """NVMe bytes that a step is expected to move of `numel` elements of a unit: see placement."""
-    fetches = engine.executor.frequencies.fetches(unit.index)
-    updates = engine.executor.frequencies.updates(unit.index)
-    record = unit.record
-    reads = {"hi": fetches - (updates if "hi" in record.form.derived else 0)}
-    return sum(
-        record.form.nbytes(name, numel) * (reads.get(name, updates) + updates)
-        for name, tier in record.tiers()
-        if tier == "nvme" and name in record.fields
-    )
 
 
 def predicted_step_s(engine: Engine, load: Load, done: Stats, speed: Speed) -> float | None:
@@ -323,7 +284,6 @@ def stats(model: nn.Module) -> Stats:
         rank=engine.ranks.rank,
         ranks=engine.ranks.size,
         exchanged_nbytes=engine.partition.nbytes if engine.partition is not None else {},
-        slices=tuple(_slice_stats(engine)),
         placement_revisions=engine.pins.revisions if engine.pins is not None else 0,
         placement_reason=engine.pins.reason if engine.pins is not None else "",
     )

@@ -1,7 +1,7 @@
 """The lanes on which ranks exchange what they hold: units are assembled, gradients summed.
 
 A collective is queued by the thread that computes, in the order that all ranks share, and runs on a thread
-of its own as soon as what it needs is there: so units of later uses are assembled, and gradients summed,
+of its own as soon as its inputs are there: so units of later uses are assembled, and gradients summed,
 while computing goes on.
 """
 

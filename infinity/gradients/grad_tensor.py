@@ -1,28 +1,84 @@
-"""The thin tensor that stands for a stored gradient as `p.grad`."""
+"""The tensors without memory that stand for stored gradients: `p.grad` itself, and views of it.
+
+What clipping, accumulating and zeroing do happens where the gradient lies (`_OPERATIONS`); every other
+operation runs on dense values, and those that it changes are stored anew.
+"""
 
 from __future__ import annotations
 
 import math
 import sys
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad
+from torch.utils import _pytree as pytree
 
-from infinity.errors import UnsupportedError
-from infinity.gradients.gradient import Gradient
+from infinity.errors import NotResidentError, UnsupportedError
+from infinity.gradients.gradient import GONE, Gradient
 from infinity.gradients.store import GradientStore
-from infinity.gradients.values import StoredGradient, Thin, run_on_values, store_changed
+from infinity.tensors import digest, is_part
 from infinity.units.unit import Unit
 
 
-class OffloadedGradient(StoredGradient):
-    """Stands for a stored gradient: clips, accumulates and zeroes it where it lies. Anything else works on
-    its dense values; what changes them, also through a view, is stored anew.
+class Thin(torch.Tensor):
+    """A tensor without memory: what it answers from a dense copy, and what it refuses."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def whole(self) -> OffloadedGradient:
+        """The gradient that this is, or is a view of."""
+        raise NotImplementedError
+
+    def made(self, dense: torch.Tensor) -> torch.Tensor:
+        """Return the part of the gradient's dense values that this stands for."""
+        raise NotImplementedError
+
+    def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
+        """The values, read-only: what was written there would be lost."""
+        array = self.clone().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def __array__(self, dtype: Any = None) -> np.ndarray[Any, Any]:
+        """As `numpy`."""
+        return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
+
+    def tolist(self) -> Any:
+        """The values."""
+        return self.clone().tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """A plain tensor with the values."""
+        memo[id(self)] = copy = self.clone()
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Be pickled as a plain tensor with the values."""
+        return self.clone().__reduce_ex__(protocol)
+
+    def _refuse(self, *_args: Any, **_named: Any) -> Any:
+        raise UnsupportedError(
+            "an offloaded gradient has no memory that could be handed out or shared; take that of a copy, "
+            "p.grad.clone()"
+        )
+
+    data_ptr = untyped_storage = storage = share_memory_ = __dlpack__ = _refuse
+
+
+class OffloadedGradient(Thin):
+    """Stands for a stored gradient: clips, accumulates and zeroes it where it lies. Other operations work on
+    its dense values; those that change them, also through a view, have them stored anew.
     """
+
+    gradient: Gradient
+    _store: weakref.ref[GradientStore]  # see gradient's note on what p.grad holds
 
     @staticmethod
     def __new__(  # noqa: PYI034 - torch makes it
@@ -32,8 +88,38 @@ class OffloadedGradient(StoredGradient):
         tensor: OffloadedGradient = torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )
-        tensor.stand_for(gradient, store)
+        tensor.gradient, tensor._store = gradient, weakref.ref(store)
         return tensor
+
+    def replace(self, part: torch.Tensor) -> None:
+        """Stand for a new gradient. part: what this rank holds of it, in memory that nothing else uses."""
+        self.gradient = self.store.replaced(self.gradient, part)
+        self.store.settle(self.gradient.unit)
+
+    def zero(self) -> OffloadedGradient:
+        """Stand for a new gradient, of zeros."""
+        self.gradient = self.gradient.fresh()
+        return self
+
+    @property
+    def store(self) -> GradientStore:
+        """What keeps the gradient.
+
+        Raises: NotResidentError where it is gone with the model.
+        """
+        store = self._store()
+        if store is None:
+            raise NotResidentError(GONE)
+        return store
+
+    @property
+    def whole(self) -> OffloadedGradient:
+        """Itself."""
+        return self
+
+    def made(self, dense: torch.Tensor) -> torch.Tensor:
+        """See Thin."""
+        return dense
 
     def is_of(self, unit: Unit, index: int) -> bool:
         """Whether it stands for this parameter's gradient, and not for another's."""
@@ -55,7 +141,7 @@ class OffloadedGradient(StoredGradient):
     @data.setter
     def data(self, values: torch.Tensor) -> None:
         if values is not self:
-            store_changed(self, values.detach().clone(), "setting data of")
+            _store_changed(self, values.detach().clone(), "setting data of")
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Where the gradient is."""
@@ -71,7 +157,169 @@ class OffloadedGradient(StoredGradient):
             answer = special(*args, **(kwargs or {}))
             if answer is not NotImplemented:
                 return answer
-        return run_on_values(func, args, kwargs or {})
+        return _run_on_values(func, args, kwargs or {})
+
+
+class GradientView(Thin):
+    """A view of an offloaded gradient: it has the values that the gradient has when the view is used, and a
+    change of the view changes the gradient.
+    """
+
+    _of: OffloadedGradient
+    _make: Callable[[torch.Tensor], torch.Tensor]
+
+    @staticmethod
+    def __new__(  # noqa: PYI034 - torch makes it
+        cls: type[GradientView],
+        of: OffloadedGradient,
+        make: Callable[[torch.Tensor], torch.Tensor],
+        like: torch.Tensor,
+    ) -> GradientView:
+        """Make a tensor that lies as `like`, without memory; `make` makes the view of `of`'s dense values."""
+        tensor: GradientView = torch.Tensor._make_wrapper_subclass(
+            cls,
+            like.shape,
+            strides=like.stride(),
+            storage_offset=int(like.storage_offset()),
+            dtype=like.dtype,
+            device=of.device,
+        )
+        tensor._of, tensor._make = of, make
+        return tensor
+
+    @property
+    def whole(self) -> OffloadedGradient:
+        """The gradient that it is a view of."""
+        return self._of
+
+    def made(self, dense: torch.Tensor) -> torch.Tensor:
+        """See Thin."""
+        return self._make(dense)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Name the gradient that it is a view of."""
+        return f"GradientView(shape={tuple(self.shape)}, of {self._of!r})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run `func` on dense values."""
+        return _run_on_values(func, args, kwargs or {})
+
+
+def plain(grad: torch.Tensor) -> torch.Tensor:
+    """Return a gradient without its graph; for a view of an offloaded one, a plain tensor."""
+    return grad.clone() if isinstance(grad, GradientView) else grad.detach()
+
+
+def _run_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `func` on the dense values of the gradients, and views of them, among its arguments, and store
+    those that it changes.
+    """
+    if _makes_views(func) and isinstance(args[0], Thin):
+        return _views(func, args, kwargs)
+    changed = {
+        id(one.whole): one.whole
+        for one in pytree.tree_leaves(_written(func, args, kwargs))
+        if isinstance(one, Thin)
+    }
+    for grad in changed.values():
+        grad.gradient.check(f"{_name(func)}() on a gradient")
+    values: dict[int, torch.Tensor] = {}
+    stood_for: dict[int, torch.Tensor] = {}
+
+    def dense(one: Thin) -> torch.Tensor:
+        whole = one.whole
+        if id(whole) not in values:
+            values[id(whole)] = whole.store.dense(whole.gradient, _dtype(whole, changes=id(whole) in changed))
+        tensor = one.made(values[id(whole)])
+        stood_for[id(tensor)] = one
+        return tensor
+
+    dense_args, dense_kwargs = pytree.tree_map_only(Thin, dense, (args, kwargs))
+    answer = func(*dense_args, **dense_kwargs)
+    for key, grad in changed.items():
+        _store_changed(grad, values[key], _name(func))
+    return pytree.tree_map_only(torch.Tensor, lambda one: stood_for.get(id(one), one), answer)
+
+
+def _name(func: Any) -> str:
+    return str(func.overloadpacket.__name__)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that `func` changes."""
+    arguments = func._schema.arguments
+    given = {one.name: value for one, value in zip(arguments, args, strict=False)} | kwargs
+    return [
+        given[one.name]
+        for one in arguments
+        if one.alias_info is not None and one.alias_info.is_write and one.name in given
+    ]
+
+
+def _makes_views(func: Any) -> bool:
+    return not func._schema.is_mutable and any(one.alias_info is not None for one in func._schema.returns)
+
+
+def _views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the views that `func` makes of a gradient, or of a view of one: their values are taken when they
+    are used.
+    """
+    first, *rest = args
+    whole, before = first.whole, first.made
+    without = torch.empty(whole.shape, dtype=whole.gradient.unit.flat.dtype, device="meta")
+    like = func(before(without), *rest, **kwargs)
+
+    def view(number: int | None, one: torch.Tensor) -> GradientView:
+        def made(dense: torch.Tensor) -> torch.Tensor:
+            views = func(before(dense), *rest, **kwargs)
+            tensor: torch.Tensor = views if number is None else views[number]
+            return tensor
+
+        return GradientView(whole, made, one)
+
+    if isinstance(like, torch.Tensor):
+        return view(None, like)
+    return [view(number, one) for number, one in enumerate(like)]
+
+
+def _dtype(grad: OffloadedGradient, *, changes: bool) -> torch.dtype:
+    """Return the type in which operations work on a gradient: the parameter's; but fp32 for a change of an
+    fp16 gradient that was scaled, which could vanish in fp16.
+    """
+    own = grad.gradient.unit.flat.dtype
+    wide = changes and own == torch.float16 and grad.gradient.scale != 1
+    return torch.float32 if wide else own
+
+
+def _store_changed(grad: OffloadedGradient, values: torch.Tensor, operation: str) -> None:
+    """Let `grad` stand for `values`, which `operation` has made of it; of several ranks each stores its part.
+
+    Raises: UnsupportedError for another shape or dtype, and, on every rank, where the ranks' values differ.
+    """
+    store, old = grad.store, grad.gradient
+    unit, index = old.unit, old.index
+    name = unit.shard.segments[index].name
+    own = unit.flat.dtype
+    if values.shape != grad.shape or values.dtype not in (own, grad.dtype):
+        raise UnsupportedError(
+            f"{name}: {operation}() would make an offloaded gradient {tuple(values.shape)}, {values.dtype}; "
+            f"it stays {tuple(grad.shape)}, {own}. Work on a copy: p.grad.clone()."
+        )
+    host = values.detach().to("cpu").contiguous()
+    if store.ranks.size > 1 and not store.ranks.same(digest(host), f"change the gradient of {name}"):
+        raise UnsupportedError(
+            f"{name}: {operation}() on a gradient, which is the mean over all ranks, has made different "
+            "values on them; nothing is changed. Let every rank do the same (torch.distributed.broadcast "
+            "what one of them draws), or assign p.grad, of which the ranks' mean is taken."
+        )
+    part = unit.record.part(index, host)
+    grad.replace(part.clone() if is_part(part) else part)
+
+
+# What runs where the gradient lies
 
 
 def _all_whole(grads: Any) -> bool:
@@ -115,8 +363,8 @@ def _multiply_all(grads: list[OffloadedGradient], factor: Any) -> Any:
 
 
 def _clips() -> bool:
-    """Whether torch.nn.utils.clip_grad_norm_ has called: its factor is recorded, and applied in fp32. What
-    anybody else multiplies is rounded to the gradient's own type, as ever.
+    """Whether torch.nn.utils.clip_grad_norm_ has called: its factor is recorded, and applied in fp32. After
+    any other product the gradient is rounded to its own type, as in torch.
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
@@ -133,7 +381,7 @@ def _scale(grad: OffloadedGradient, factor: Any) -> OffloadedGradient:
 
 
 def _unscale(grads: list[OffloadedGradient], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
-    """As GradScaler asks for it: scale all, and say whether any, on any rank, was not finite before."""
+    """Scale all, for GradScaler, and say whether any, on any rank, was not finite before."""
     for store in dict.fromkeys(grad.store for grad in grads):
         sums = store.square_sums([grad.gradient for grad in grads if grad.store is store])
         if not all(map(math.isfinite, sums)):
@@ -144,7 +392,7 @@ def _unscale(grads: list[OffloadedGradient], found_inf: torch.Tensor, inverse: t
 
 
 def _add(grad: OffloadedGradient, new: Any, *, alpha: Any = 1) -> Any:
-    """Accumulate, as autograd does; what anybody else adds is no further gradient."""
+    """Accumulate, where autograd adds; a sum that others make is computed on dense values."""
     if (
         torch._C._current_graph_task_id() == -1
         or not isinstance(new, torch.Tensor)
@@ -164,19 +412,9 @@ def _add(grad: OffloadedGradient, new: Any, *, alpha: Any = 1) -> Any:
     return grad
 
 
-def _zero(grad: OffloadedGradient) -> OffloadedGradient:
-    gradient = grad.gradient
-    grad.stand_for(gradient.fresh())
-    return grad
-
-
 def _zero_all(grads: list[OffloadedGradient]) -> None:
     for grad in grads:
-        _zero(grad)
-
-
-def _same(grad: OffloadedGradient) -> OffloadedGradient:
-    return grad
+        grad.zero()
 
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
@@ -186,9 +424,8 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "_foreach_mul_": _multiply_all,
     "_amp_foreach_non_finite_check_and_unscale_": _unscale,
     "add_": _add,
-    "zero_": _zero,
+    "zero_": OffloadedGradient.zero,
     "_foreach_zero_": _zero_all,
-    "detach": _same,
-    "detach_": _same,
+    "detach": lambda grad: grad,
+    "detach_": lambda grad: grad,
 }
-"""What runs where the gradient lies."""

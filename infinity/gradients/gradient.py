@@ -1,10 +1,20 @@
-"""Gradients after they have accumulated: where they are kept until they are used.
+"""One stored gradient: its form, where its values lie, and what it has taken of the budget.
 
 [Note: who owns a gradient]
 `p.grad` is an `OffloadedGradient`, and it owns the stored gradient: when it goes (zero_grad), so does the
-gradient. step() reads it and leaves it there, as torch does. A gradient of one backward is kept as it came,
-in 16 bits; a second backward turns the stored one into fp32 and adds. It lies in host memory while
-the kept share has room, else in its unit's record.
+gradient. step() reads it and leaves it there, as torch does. Whatever else refers to a gradient (a sum over
+ranks, an update in the backward) asks the parameter before it uses it: `is_current`. A gradient of one
+backward is kept as it came, in 16 bits; a second backward turns the stored one into fp32 and adds. It lies in
+host memory while the kept share has room, else in its unit's record.
+
+[Note: who frees its memory]
+Nothing has to be freed by hand, whatever fails. Its memory is a buffer that comes back when nothing refers to
+the tensor any more: neither the gradient nor a pass or an update that has taken the tensor
+(device/buffers.py). Its bytes of the kept share go back with the gradient itself (`__del__` here). Its bytes
+of the outgoing share are a lease, which goes with the tensor and ends by itself when nothing refers to it
+(lane/outgoing.py). So a read or a write of the record that fails frees nothing by itself: it stops the lane,
+which raises the error where somebody waits (`fail` in lane/lane.py), and passes that wait in its queue keep
+their tensors until the engine goes.
 
 [Note: nothing that p.grad holds may hold the parameter]
 Python's collector does not see the way from a parameter to its `grad`, which is torch's: a cycle through
@@ -109,6 +119,15 @@ class Gradient:
         return unit
 
     @property
+    def is_current(self) -> bool:
+        """Whether its parameter's `p.grad` stands for it: zero_grad() may have dropped it meanwhile. The
+        parameter decides, not references to the gradient: so ranks that run the same code agree.
+        """
+        with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked
+            grad = self.unit.parameters[self.index].grad
+        return getattr(grad, "gradient", None) is self
+
+    @property
     def job(self) -> Pass | None:
         """The pass that fills in `parts`; None where there is none, or it is over and forgotten."""
         return None if self._job is None else self._job()
@@ -123,7 +142,7 @@ class Gradient:
         self.parts, self._job = parts, weakref.ref(job)
 
     def measure(self, tensor: torch.Tensor) -> SpillPart:
-        """Sum the squares of `tensor`, which it is, and return them."""
+        """Sum the squares of `tensor`, the gradient's values, and return them."""
         dtype = KERNEL_DTYPE[tensor.dtype]
         square_sum, finite = kernels.sum_squares(tensor.numel(), tensor.data_ptr(), dtype)
         self.parts, self._job = SpillPart(tensor.new_empty(0), square_sum=square_sum, finite=finite), None
@@ -134,7 +153,7 @@ class Gradient:
         self.scale = np.float32(self.scale * np.float32(factor))
 
     def was_seen_finite(self) -> None:
-        """Note that somebody has seen that it is finite, or will not use it if it is not."""
+        """Note that somebody has seen that it is finite, or skips the step where it is not."""
         self.checked = True
 
     def fresh(self) -> Gradient:
@@ -149,7 +168,7 @@ class Gradient:
         self.form = form
 
     def be_local(self) -> None:
-        """Wait for the ranks to sum theirs."""
+        """Be this rank's alone, until the ranks sum theirs."""
         self._become(Form.LOCAL)
 
     def comes(self, arriving: Transfer) -> None:
@@ -175,21 +194,23 @@ class Gradient:
         self.end_lease()
 
     def send(self, tensor: torch.Tensor, lease: Lease) -> None:
-        """Wait, as `tensor`, for the rest of the unit; a spilled one is to be added to what is stored."""
+        """Wait, as `tensor`, for the other gradients of the unit; if it is spilled already, `tensor` is to be
+        added to what is stored.
+        """
         if self.form is not Form.SPILLED:
             self._become(Form.OUTGOING)
         self.tensor, self._lease = tensor, lease
 
     def spill(self, field: str) -> Lease | None:
-        """Let a pass write the tensor to a field of the record, if there is one; return its lease."""
+        """Let a pass write the tensor, if there is one, to a field of the record; return its lease."""
         self._become(Form.SPILLED)
         self.field = field
-        return self._let_go()
+        return self._give_tensor()
 
     def bring_back(self, values: torch.Tensor) -> None:
-        """Be in host memory again; where the kept share cannot pay, as a copy that the user made."""
+        """Be in host memory again, like a copy that the user made where the kept share has no room for it."""
         self._become(Form.HOST)
-        self._let_go()
+        self._give_tensor()
         self.tensor = values
         self.charge(values.nbytes)
 
@@ -197,21 +218,21 @@ class Gradient:
         """Belong to an update that is decided; return the lease of its tensor, if it has one."""
         self._become(Form.APPLIED)
         self.charge(0)
-        return self._let_go()
+        return self._give_tensor()
 
-    def _let_go(self) -> Lease | None:
+    def _give_tensor(self) -> Lease | None:
         self.tensor, self.arriving = None, DONE
         lease, self._lease = self._lease, None
         return lease
 
     def end_lease(self) -> None:
-        """The tensor is on its way out no more."""
+        """End the lease of the tensor, if it has one: the tensor is not on its way out any more."""
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.end()
 
     def charge(self, nbytes: int) -> bool:
-        """Make the gradient pay for `nbytes` in all of the kept share; False if they are not to be had."""
+        """Take `nbytes` in all of the kept share; False, and nothing changes, if it has no room."""
         if nbytes > self._charged and not self._ledger.try_reserve(nbytes - self._charged):
             return False
         if nbytes < self._charged:

@@ -44,7 +44,7 @@ class MeanSink(Protocol):
 
 @dataclass(slots=True)
 class _Local:
-    """A gradient of this rank, and its values. keep: whether it is kept until the step."""
+    """A gradient of this rank, and its values. keep: whether the mean is kept until the step."""
 
     gradient: Gradient
     values: torch.Tensor
@@ -64,8 +64,8 @@ class Reduction:
         *,
         deferred: bool,
     ) -> None:
-        """Reduce by `collectives`; what is on its way has leases of `outgoing`. deferred: local gradients
-        stay so until the step, in `kept`.
+        """Reduce by `collectives`, with leases of `outgoing` for what is on its way. deferred: gradients stay
+        local until the step, charged to `kept`.
         """
         self._deferred = deferred
         self._collectives = collectives
@@ -85,22 +85,17 @@ class Reduction:
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """Let the gradients that come in this while stay local."""
+        """Let the gradients that come inside the `with` stay local."""
         before, self._deferred = self._deferred, True
         try:
             yield
         finally:
             self._deferred = before
 
-    def local(self, unit: Unit, index: int) -> Gradient:
-        """Return a gradient that other ranks have their part in; `reduced` says what it is."""
+    def arrive(self, unit: Unit, index: int, grad: torch.Tensor, *, keep: bool) -> Gradient:
+        """Take a gradient of this rank that starts anew. keep: whether the mean is kept until the step."""
         gradient = Gradient(unit, index, self._kept)
         gradient.be_local()
-        return gradient
-
-    def arrive(self, unit: Unit, index: int, grad: torch.Tensor, *, keep: bool) -> Gradient:
-        """Take a gradient of this rank that starts anew. keep: until the step."""
-        gradient = self.local(unit, index)
         self._hold(gradient, grad, keep=keep)
         return gradient
 
@@ -126,7 +121,7 @@ class Reduction:
     def reduce(self, unit: Unit, into: MeanSink) -> None:
         """Begin to reduce a unit's local gradients. Every rank does so at the same point of its step."""
         local = self._local.pop(unit, {})
-        taken = {index: one for index, one in sorted(local.items()) if _counts(unit, one.gradient)}
+        taken = {index: one for index, one in sorted(local.items()) if one.gradient.is_current}
         if taken:
             job, mean = self._begin(unit, {index: one.values for index, one in taken.items()})
             for index, one in taken.items():
@@ -165,7 +160,7 @@ class Reduction:
         return job, mean
 
     def _lease(self, nbytes: int) -> Lease:
-        """Wait for earlier reductions until half of the outgoing share has room, or nothing is under way."""
+        """Return a lease when half of the outgoing share has room for it, or no reduction is under way."""
         while self._under_way and self._under_way[0][0].done:
             self._under_way.popleft()
         limit = self._outgoing.ledger.limit_nbytes // 2
@@ -175,14 +170,14 @@ class Reduction:
         return self._outgoing.lease_anyway(nbytes)
 
     def _sum_up(self, into: MeanSink, *, wait: bool = False) -> None:
-        """Add the means of further backwards to those of earlier ones, in order, as far as they are there."""
+        """Add the means of further backwards to the stored ones, in order, as far as they have come."""
         while self._sums and (wait or self._sums[0][2].done):
             gradient, mean, job = self._sums.popleft()
             self._outgoing.stall(job)
             into.add_mean(gradient, mean)
 
     def settle(self, units: Iterable[Unit], into: MeanSink) -> None:
-        """Reduce what is local of `units`, and return when everything is where it belongs."""
+        """Reduce what is local of `units`, and return when every mean has come and been added."""
         for unit in units:
             if self._local.get(unit):
                 self.reduce(unit, into)
@@ -191,12 +186,6 @@ class Reduction:
 
 def _on_device(device: torch.device, numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(numel, dtype=dtype, device=device)
-
-
-def _counts(unit: Unit, gradient: Gradient) -> bool:
-    """Whether anybody still has the gradient: zero_grad() may have dropped it meanwhile."""
-    owner = unit.parameters[gradient.index].grad
-    return getattr(owner, "gradient", None) is gradient
 
 
 def _pack(unit: Unit, grads: dict[int, torch.Tensor], sent: torch.Tensor) -> None:

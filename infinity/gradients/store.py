@@ -1,4 +1,6 @@
-"""The owner of stored gradients: takes them as they accumulate, keeps them, spills them, sums them."""
+"""Stored gradients: taken as they accumulate, kept in host memory or spilled to records, used up, measured
+and read.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ import torch
 
 from infinity import kernels
 from infinity.device.device import Device
-from infinity.errors import HostMemoryError
-from infinity.gradients.gradient import Form, Gradient, total_of
+from infinity.errors import HostMemoryError, UnsupportedError
+from infinity.gradients.collectives import CollectiveLane
+from infinity.gradients.gradient import Form, Gradient, applied_message, total_of
 from infinity.gradients.reduction import Reduction
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import Lease, Outgoing, end_all
@@ -23,33 +26,31 @@ from infinity.lane.passes import ReadPass, SpillPart, SpillPass
 from infinity.planning.budget import Budget
 from infinity.ranks.group import Ranks
 from infinity.records.record import Record
+from infinity.records.updates import Update
 from infinity.records.weights import WEIGHTS
 from infinity.sizes import format_size
 from infinity.storage.memory import Ledger
 from infinity.storage.store import DONE, Store, Transfer
 from infinity.tensors import is_part
+from infinity.units.residency import Executor
 from infinity.units.unit import Unit
 
 _OWN_NBYTES = 1 << 18
 """Bytes. Smaller gradients stay where torch has put them."""
 
 
-class Flusher(Protocol):
-    """What the store needs of those who own the units."""
-
-    def flush(self, unit: Unit) -> None:
-        """Apply a unit's pending updates, before its gradient changes."""
-
-
 class Peers(Protocol):
-    """The other ranks, each of which holds its part of every gradient."""
+    """What ranks do together that each hold a part of every gradient."""
+
+    reduces: CollectiveLane
+    """On which gradients are summed."""
 
     def collect(self, record: Record, index: int, part: torch.Tensor) -> torch.Tensor:
         """Return a parameter's values from the ranks' parts of them. Every rank calls it."""
 
 
 class GradientStore:
-    """Takes gradients as they accumulate and keeps them until they are used or dropped."""
+    """Keeps gradients where `Gradient` says that they are. Used by the thread that computes."""
 
     def __init__(
         self,
@@ -58,30 +59,33 @@ class GradientStore:
         kept: Ledger,
         spill_store: Store,
         outgoing: Outgoing,
-        flusher: Flusher,
+        executor: Executor,
         least_total: Callable[[str], int],
         ranks: Ranks,
-        sharing: tuple[Peers, Reduction] | None,
+        peers: Peers | None,
+        *,
+        deferred: bool,
     ) -> None:
         """Keep gradients in `kept`; what does not fit goes to `spill_store`, by `outgoing` and `lane`.
 
-        least_total: says which host_memory, in bytes, holds all gradients in a field as well. sharing: how
-        several ranks share each gradient; None with one rank.
+        least_total: says which host_memory, in bytes, holds all gradients in a field as well. peers: None for
+        one rank. deferred: ranks sum gradients only when a step is decided.
         """
         self._lane = lane
         self._device = device
         self._spill_store = spill_store
         self._kept = kept
         self._share = outgoing
-        self._flusher = flusher
+        self._executor = executor
         self._least_total = least_total
         self.ranks = ranks
-        self._peers: Peers | None
-        self._reduction: Reduction | None
-        self._peers, self._reduction = sharing or (None, None)
+        self._peers = peers
+        self._reduction: Reduction | None = None
+        if peers is not None:
+            self._reduction = Reduction(peers.reduces, lane, device, kept, outgoing, deferred=deferred)
         self._at_once: dict[int, int] = {}
         self._in_record: defaultdict[Unit, WeakValueDictionary[int, Gradient]]
-        self._in_record = defaultdict(WeakValueDictionary)  # those that somebody has
+        self._in_record = defaultdict(WeakValueDictionary)  # spilled ones that somebody refers to
         self._outgoing: defaultdict[Unit, dict[int, Gradient]] = defaultdict(dict)
         self._received: Callable[[torch.Tensor], torch.Tensor] | None = None
 
@@ -93,11 +97,13 @@ class GradientStore:
     # What a backward brings
 
     def receive_by(self, call: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Have `call` say what a gradient counts as that a backward brings; a DeepSpeedEngine's."""
+        """Have `call` return the gradient that counts for each that a backward brings, as a DeepSpeedEngine
+        does.
+        """
         self._received = call
 
     def receive_plainly(self, call: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Take gradients as they come, where `call` has had a say."""
+        """Undo `receive_by`, unless another call has taken the place of `call`."""
         if self._received == call:
             self._received = None
 
@@ -109,7 +115,7 @@ class GradientStore:
 
     @property
     def shared(self) -> bool:
-        """Whether other ranks have their part in each gradient."""
+        """Whether each rank has a part of each gradient: there are several."""
         return self._reduction is not None
 
     def deferring(self) -> contextlib.AbstractContextManager[None]:
@@ -117,14 +123,14 @@ class GradientStore:
         return contextlib.nullcontext() if self._reduction is None else self._reduction.deferring()
 
     def reduce(self, unit: Unit, *, at_once: bool) -> None:
-        """Begin to sum a unit's gradients, all of which have come, over the ranks: where that is deferred,
-        only if it has to be `at_once`.
+        """Begin to sum a unit's gradients, all of which have come, over the ranks; where that is deferred,
+        only with `at_once`.
         """
         if self._reduction is not None and (at_once or not self._reduction.deferred):
             self._reduction.reduce(unit, self)
 
     def end_backward(self, units: Iterable[Unit]) -> None:
-        """Sum over the ranks what has not been, unless that is deferred."""
+        """Sum over the ranks the gradients that have not been summed, unless that is deferred."""
         if self._reduction is not None and not self._reduction.deferred:
             self._reduction.settle(units, self)
 
@@ -132,12 +138,6 @@ class GradientStore:
         """Have the ranks sum the gradients of units, if they have not yet."""
         if self._reduction is not None:
             self._reduction.settle(units, self)
-
-    def _collect(self, gradient: Gradient, part: torch.Tensor) -> torch.Tensor:
-        """Put the ranks' parts of a parameter's gradient together."""
-        if self._peers is None:
-            return part
-        return self._peers.collect(gradient.unit.record, gradient.index, part)
 
     def reduced(self, gradient: Gradient, mean: torch.Tensor, arriving: Transfer, *, keep: bool) -> None:
         """Give a local gradient this rank's part of the mean, which may be read when `arriving` is over."""
@@ -172,8 +172,8 @@ class GradientStore:
         return gradient
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy in memory of ours of a large gradient of the CPU's: it stays for a while; see
-        buffers. Of one that is part of something larger, too: all of that would stay.
+        """Return a copy, in a buffer, of a large gradient that torch has allocated on the CPU, since it stays
+        for a while (see buffers), and of one that is part of a larger storage, all of which would stay.
         """
         if not self._device.is_host:
             return tensor
@@ -198,7 +198,7 @@ class GradientStore:
         gradient.arriving.wait()
         gradient.comes(DONE)
         if gradient.index in unit.pending:
-            self._flusher.flush(unit)
+            self._executor.flush(unit)
         if gradient.form is Form.OUTGOING:
             self.spill(unit)
         if gradient.form is Form.SPILLED:
@@ -219,21 +219,19 @@ class GradientStore:
         self._send(gradient, tensor)
 
     def _send(self, gradient: Gradient, tensor: torch.Tensor) -> None:
-        """Let a gradient wait for the rest of its unit; a spilled one is added to what is stored."""
+        """Let a gradient wait for the others of its unit; a spilled one is added to what is stored."""
         gradient.send(tensor, self._share.lease(tensor.nbytes))
         self._outgoing[gradient.unit][gradient.index] = gradient
 
     def outgoing_of(self, unit: Unit) -> dict[int, Gradient]:
-        """Return a unit's gradients, by parameter, that wait for the rest of them to be spilled together."""
+        """Return a unit's gradients, by parameter, that wait for the others to be applied or spilled with
+        them.
+        """
         return dict(self._outgoing.get(unit, {}))
 
-    def take_outgoing(self, unit: Unit) -> dict[int, Gradient]:
-        """Return the same, which wait no more."""
-        return self._outgoing.pop(unit, {})
-
     def settle(self, unit: Unit) -> None:
-        """Keep a complete unit's outgoing gradients: in host memory where they fit by now, else in the
-        record.
+        """Keep a complete unit's outgoing gradients: in host memory as far as they fit now, the others in
+        the record.
         """
         for index, gradient in self.outgoing_of(unit).items():
             if gradient.form is Form.OUTGOING and gradient.parts is None and gradient.arriving.done:
@@ -243,18 +241,36 @@ class GradientStore:
                 gradient.keep(gradient.in_memory)
         self.spill(unit)
 
+    def apply(self, unit: Unit, gradients: Sequence[Gradient], decide: Callable[[Gradient], Update]) -> None:
+        """Use up a unit's gradients in an update now, in the backward. decide: says what the optimizer makes
+        of each.
+
+        Raises: UnsupportedError for one that was clipped: it comes too late.
+        """
+        if not gradients:
+            return
+        leases = []
+        for gradient in gradients:
+            if gradient.scale != 1:
+                raise UnsupportedError(applied_message(unit, "clipping"))
+            unit.pending[gradient.index] = decide(gradient)
+            self._outgoing[unit].pop(gradient.index, None)
+            leases.append(gradient.apply())
+        unit.values_changed()
+        self._share.sent(self._executor.apply(unit, partial(end_all, leases)))
+
     def spill(self, unit: Unit) -> None:
         """Write a unit's outgoing gradients to its record."""
         if not self.outgoing_of(unit):
             return
         if any(update.field for update in unit.pending.values()):
-            self._flusher.flush(unit)  # what a step has decided reads what is stored now
-        outgoing = self.take_outgoing(unit)
+            self._executor.flush(unit)  # pending updates read the gradients that are stored now
+        outgoing = self._outgoing.pop(unit)
         stored = {index: one for index, one in self._in_record[unit].items() if one.form is Form.SPILLED}
-        for index, gradient in stored.items():
-            if outgoing.get(index, gradient) is not gradient:
-                self._take_out(gradient)
         adds = {index for index, gradient in outgoing.items() if gradient.form is Form.SPILLED}
+        for index, gradient in stored.items():
+            if index in outgoing and index not in adds:
+                gradient.bring_back(self._read(gradient))  # somebody has it still, though no p.grad
         carried = {index: gradient for index, gradient in stored.items() if index not in outgoing}
         wide = bool(adds) or any(gradient.in_memory.dtype == torch.float32 for gradient in outgoing.values())
         survivors = [*carried.values(), *(outgoing[index] for index in adds)]
@@ -281,14 +297,10 @@ class GradientStore:
         job.call_when_processed(partial(_spilled, leases))
         try:
             self._lane.submit(job)
-        except BaseException as error:  # interrupted: nobody else has these gradients
+        except BaseException as error:  # interrupted: nothing else refers to these gradients
             self._lane.fail(error)
             raise
         self._share.sent(job)
-
-    def _take_out(self, gradient: Gradient) -> None:
-        """Bring a gradient whose place a later one takes to memory: no p.grad holds it, but somebody does."""
-        gradient.bring_back(self._read(gradient))
 
     def _make_space(self, unit: Unit, field: str) -> None:
         """Give the record of `unit` a field for its gradients.
@@ -312,8 +324,8 @@ class GradientStore:
         return self.ranks.totals([sum(map(self.square_sum, gradients), 0.0)], "norm")[0]
 
     def square_sum(self, gradient: Gradient) -> float:
-        """Return the fp64 sum of the squares of what this rank has of a stored gradient, clipping not
-        applied; waits for a pass that is computing it.
+        """Return the fp64 sum of the squares of what this rank has of a stored gradient, without clipping;
+        NaN where one is not finite. Waits for the pass that computes it.
         """
         gradient.check("clipping, or reading a gradient,")
         self.settle_ranks([gradient.unit])
@@ -329,7 +341,9 @@ class GradientStore:
         return parts.square_sum if parts.finite else math.nan
 
     def dense(self, gradient: Gradient, dtype: torch.dtype) -> torch.Tensor:
-        """Return the gradient as a new tensor, clipping applied, in the parameter's shape and device."""
+        """Return the gradient as a new tensor, clipped, in the parameter's shape and on its device. With
+        several ranks every rank calls it.
+        """
         parameter = gradient.unit.parameters[gradient.index]
         gradient.check("reading a gradient")
         self.settle_ranks([gradient.unit])
@@ -339,8 +353,9 @@ class GradientStore:
             return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
         spilled = gradient.form is Form.SPILLED
         part = self._read(gradient) if spilled else gradient.await_tensor()
-        values = self._collect(gradient, part)
-        scaled = values.float().mul(float(gradient.scale)).to(dtype)
+        if self._peers is not None:
+            part = self._peers.collect(gradient.unit.record, gradient.index, part)
+        scaled = part.float().mul(float(gradient.scale)).to(dtype)
         return scaled.view(parameter.shape).to(parameter.device)
 
     def _read(self, gradient: Gradient) -> torch.Tensor:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -33,9 +32,7 @@ from infinity import kernels
 from infinity.config.loss_scale import warn_unscaled
 from infinity.engine.engine import Engine
 from infinity.errors import UnsupportedError
-from infinity.gradients.grad_tensor import OffloadedGradient
-from infinity.gradients.gradient import Form, Gradient, applied_message
-from infinity.lane.outgoing import end_all
+from infinity.gradients.gradient import Form, Gradient
 from infinity.optim.checks import check_record, check_room, checked_states
 from infinity.optim.optimizer_view import ShowingState
 from infinity.optim.ownership import ParameterPlace, check_current, engine_for
@@ -112,7 +109,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         try:
             for parameter in group:
                 engine = engine_for(parameter)
-                check_record(self.recipe, engine.unit_of(parameter)[0].record.form, self.update)
+                check_record(self.recipe, engine.parameters.unit_of(parameter)[0].record.form, self.update)
                 self.mine[id(parameter)] = ParameterPlace(engine, len(self.mine), len(self.param_groups) - 1)
             if self._made:
                 self.take(group)
@@ -140,13 +137,14 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
                 loss = closure()
         for engine in self._engines.values():
             engine.arrivals.finish_backward()
-        taken = [(group, one, self._gradient(one, grad)) for group, one, grad in self._with_gradient()]
-        torch.autograd.graph.increment_version([one for _, one, _ in taken])  # graphs with old values end
-        taken = [
-            (group, parameter, gradient)
-            for group, parameter, gradient in taken
-            if gradient.form is not Form.APPLIED
+        found = [
+            (group, one, gradient)
+            for group in self.param_groups
+            for one in group["params"]
+            if (gradient := self.mine[id(one)].engine.arrivals.gradient_of(one)) is not None
         ]
+        torch.autograd.graph.increment_version([one for _, one, _ in found])  # graphs with old values end
+        taken = [one for one in found if one[2].form is not Form.APPLIED]
         self._warn_of_overflow([gradient for _, _, gradient in taken])
         factor = self._clip_factor([gradient for _, _, gradient in taken])
         self._flush_earlier([gradient for _, _, gradient in taken])
@@ -166,27 +164,6 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
             if WEIGHTS[dtype].overflows and not gradient.checked and not self._warned:
                 self._warned = True
                 warn_unscaled(gradient.unit.name, dtype)
-
-    def _with_gradient(self) -> list[tuple[dict[str, Any], nn.Parameter, torch.Tensor]]:
-        with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked
-            return [
-                (group, parameter, grad)
-                for group in self.param_groups
-                for parameter in group["params"]
-                if (grad := parameter.grad) is not None
-            ]
-
-    def _gradient(self, parameter: nn.Parameter, grad: torch.Tensor) -> Gradient:
-        """Return the stored gradient behind `p.grad`; a plain tensor that the user put there is taken in
-        first.
-        """
-        engine = self.mine[id(parameter)].engine
-        unit, index = engine.unit_of(parameter)
-        if isinstance(grad, OffloadedGradient) and grad.is_of(unit, index):
-            return grad.gradient
-        if grad.layout != torch.strided:
-            raise UnsupportedError(f"{engine.name_of(parameter)}: sparse gradients are not supported")
-        return engine.arrivals.assigned(unit, index, grad.detach().clone())
 
     def _clip_factor(self, gradients: list[Gradient]) -> np.float32:
         """Return the fp32 factor that clips the global norm to max_norm, computed as in the reference recipe;
@@ -253,57 +230,23 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         state["step"] = step
         return scalars, kernels.state_key(self.seed, self.mine[id(parameter)].position, step)
 
-    # Updating in the backward: engine.Updater
+    # Updating in the backward: arrivals.Updater
 
-    def takes(self, unit: Unit) -> bool:
-        """Whether parameters of this unit are its own."""
-        return any(id(parameter) in self.mine for parameter in unit.parameters)
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter is its own."""
+        return id(parameter) in self.mine
 
-    def applied(self, unit: Unit, index: int) -> bool:
-        """Whether this parameter's gradient has been applied since the last step()."""
-        return id(unit.parameters[index]) in self._applied
+    def applied(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter's gradient has been applied in a backward since the last step()."""
+        return id(parameter) in self._applied
 
-    def apply(self, unit: Unit) -> bool:
-        """Apply a unit's complete gradients, if no further use of it in this backward can bring more."""
-        gradients = self._engine(unit).gradients
-        outgoing = gradients.outgoing_of(unit)
-        if not outgoing or not self._engine(unit).hooks.used_once(unit):
-            return False
-        with torch._C.DisableTorchFunctionSubclass():
-            for index, gradient in outgoing.items():
-                parameter = unit.parameters[index]
-                theirs = id(parameter) not in self.mine or gradient.form is not Form.OUTGOING
-                if theirs or getattr(parameter.grad, "gradient", None) is not gradient:
-                    return False
-        self._apply_now(unit, list(gradients.take_outgoing(unit).values()))
-        return True
-
-    def backward_ended(self) -> None:
-        """Apply the gradients of units that were used more than once, and of those that got only some."""
-        if self.update != "backward":
-            return
-        waiting: dict[Unit, list[Gradient]] = {}
-        for _, parameter, grad in self._with_gradient():
-            gradient = self._gradient(parameter, grad)
-            if gradient.form in (Form.HOST, Form.SPILLED):
-                waiting.setdefault(gradient.unit, []).append(gradient)
-        for unit, gradients in waiting.items():
-            self._apply_now(unit, gradients)
-
-    def _apply_now(self, unit: Unit, gradients: list[Gradient]) -> None:
-        engine, leases = self._engine(unit), []
-        for gradient in gradients:
-            if gradient.scale != 1:
-                raise UnsupportedError(applied_message(unit, "clipping"))
-            parameter = unit.parameters[gradient.index]
-            self.make_room(engine, parameter)
-            group = self.param_groups[self.mine[id(parameter)].group]
-            unit.pending[gradient.index] = self._update(gradient, *self._scalars(group, parameter, 1.0))
-            leases.append(gradient.apply())
-            self._applied.add(id(parameter))
-        unit.values_changed()
-        job = engine.executor.apply(unit, partial(end_all, leases))
-        engine.outgoing.sent(job)
+    def decide_now(self, gradient: Gradient) -> Update:
+        """Decide the update of a gradient's parameter, which is applied in the backward."""
+        parameter = gradient.unit.parameters[gradient.index]
+        place = self.mine[id(parameter)]
+        self.make_room(place.engine, parameter)
+        self._applied.add(id(parameter))
+        return self._update(gradient, *self._scalars(self.param_groups[place.group], parameter, 1.0))
 
     # State
 
@@ -318,7 +261,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         check_room(self.recipe, [one for index, one in enumerate(parameters) if index in packed["state"]])
         for index, parameter in enumerate(parameters):
             if index in packed["state"]:  # a hook may leave state out
-                values = self.mine[id(parameter)].engine.read(parameter, list(self.recipe.state))
+                values = self.mine[id(parameter)].engine.parameters.read(parameter, list(self.recipe.state))
                 step = torch.tensor(float(self.counts[parameter]["step"]))
                 named = dict(zip(self.recipe.state.values(), values, strict=True))
                 packed["state"][index] = {"step": step, **named}
@@ -343,4 +286,6 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
             engine = self.mine[id(parameter)].engine
             self.make_room(engine, parameter)
             if self.recipe.state:
-                engine.write(parameter, {field: state[key] for field, key in self.recipe.state.items()})
+                engine.parameters.write(
+                    parameter, {field: state[key] for field, key in self.recipe.state.items()}
+                )

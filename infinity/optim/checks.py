@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from infinity.engine.engine import Engine
-from infinity.engine.needs import gradients_nbytes
 from infinity.errors import HostMemoryError, UnsupportedError
 from infinity.planning.layout import Format
-from infinity.ranks.machine_memory import available_nbytes
+from infinity.ranks.machine_memory import check_available
 from infinity.records.update_rules import Recipe
 from infinity.records.weights import WEIGHTS
 from infinity.sizes import format_size
@@ -26,7 +25,7 @@ def check_fits(engine: Engine, what: str, nbytes: int) -> None:
     """
     if engine.nvme_store is not None:
         return
-    gradients, kept = gradients_nbytes(engine.units), engine.kept
+    gradients, kept = engine.gradients_nbytes(), engine.kept
     if kept.held_nbytes + nbytes + gradients > kept.limit_nbytes:
         largest = max(engine.units, key=lambda unit: unit.resident_nbytes)
         raise HostMemoryError(
@@ -62,12 +61,9 @@ def check_room(recipe: Recipe, parameters: Sequence[torch.Tensor]) -> None:
     Raises: HostMemoryError with both sizes.
     """
     needed = sum(4 * len(recipe.state) * one.numel() for one in parameters)
-    available = available_nbytes()
-    if needed > available:
-        raise HostMemoryError(
-            f"optimizer.state_dict: the moments take {format_size(needed)}, but only "
-            f"{format_size(available)} of memory are available. infinity.save streams them to files."
-        )
+    check_available(
+        needed, "optimizer.state_dict: the moments", "infinity.save streams them to files."
+    )
 
 
 def checked_states(

@@ -95,7 +95,7 @@ class ParameterState(Mapping[str, Any]):
             return self._optimizer.counts[self._parameter]["step"]
         check_current(self._optimizer, "state")
         engine = self._optimizer.mine[id(self._parameter)].engine
-        return engine.read(self._parameter, [field])[0].as_subclass(StateCopy)
+        return engine.parameters.read(self._parameter, [field])[0].as_subclass(StateCopy)
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Set the step count, or write a tensor."""
@@ -109,7 +109,7 @@ class ParameterState(Mapping[str, Any]):
             found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             raise ValueError(f"state[{name!r}] = {found}: expected a tensor of shape {expected}")
         engine = self._optimizer.mine[id(self._parameter)].engine
-        engine.write(self._parameter, {field: value.detach().as_subclass(torch.Tensor)})
+        engine.parameters.write(self._parameter, {field: value.detach().as_subclass(torch.Tensor)})
 
     def _field(self, name: str) -> str | None:
         """Return the record's field of a name; None for "step"."""

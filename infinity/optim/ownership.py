@@ -129,7 +129,7 @@ class Owning:
 
     def make_room(self, engine: Engine, parameter: nn.Parameter) -> None:
         """Make room for the parameter's state; the first time, set the state to zero."""
-        record = engine.unit_of(parameter)[0].record
+        record = engine.parameters.unit_of(parameter)[0].record
         if any(name not in record for name in self.recipe.fields(record.form)):
             self._add_fields(parameter)
         if id(parameter) not in self._begun:
@@ -138,12 +138,12 @@ class Owning:
 
     def _missing(self, parameter: nn.Parameter) -> list[str]:
         """Return the fields of a parameter's state that its record does not have yet."""
-        record = self.mine[id(parameter)].engine.unit_of(parameter)[0].record
+        record = self.mine[id(parameter)].engine.parameters.unit_of(parameter)[0].record
         return [name for name in self.recipe.fields(record.form) if name not in record]
 
     def _missing_nbytes(self, parameters: Sequence[nn.Parameter]) -> int:
         """Return the bytes by which records grow for the state of these parameters."""
-        records = [self.mine[id(one)].engine.unit_of(one)[0].record for one in parameters]
+        records = [self.mine[id(one)].engine.parameters.unit_of(one)[0].record for one in parameters]
         missing = zip(records, map(self._missing, parameters), strict=True)
         fields = {(record, name) for record, names in missing for name in names}
         return sum(record.field_nbytes(name) for record, name in fields)
@@ -151,7 +151,7 @@ class Owning:
     def _add_fields(self, parameter: nn.Parameter) -> None:
         missing = self._missing(parameter)
         engine = self.mine[id(parameter)].engine
-        unit = engine.unit_of(parameter)[0]
+        unit = engine.parameters.unit_of(parameter)[0]
         if missing and (unit.pending or not engine.lane.settled(unit.record)):
             engine.executor.flush(unit)
             engine.lane.drain()
@@ -160,7 +160,7 @@ class Owning:
 
     def _forget(self, engine: Engine, parameter: nn.Parameter) -> None:
         """Set state that an earlier optimizer has left to zero."""
-        unit, index = engine.unit_of(parameter)
+        unit, index = engine.parameters.unit_of(parameter)
         segment = unit.record.shard.segments[index]
         start = segment.start
         if unit.pending:
@@ -171,7 +171,7 @@ class Owning:
         ):
             zeros = torch.zeros(parameter.shape, dtype=torch.float32)
             if self.recipe.state:
-                engine.write(parameter, dict.fromkeys(self.recipe.state, zeros))
+                engine.parameters.write(parameter, dict.fromkeys(self.recipe.state, zeros))
 
 
 def _refuse_taken(optimizer: Owning, parameters: Iterable[nn.Parameter]) -> None:
@@ -195,7 +195,7 @@ def _supersede(optimizer: Owning, parameters: Sequence[nn.Parameter]) -> None:
         engine = engine_for(parameter)
         for other in _others(optimizer, engine):
             if id(parameter) in other.mine:
-                taken.setdefault(other, []).append(engine.name_of(parameter))
+                taken.setdefault(other, []).append(engine.parameters.name_of(parameter))
     for other, names in taken.items():
         kind, shown = type(other).__name__, names[0] + (f" and {len(names) - 1} more" if names[1:] else "")
         applied = " (those of the last backward among them)" if other.has_applied else ""
@@ -206,7 +206,7 @@ def _supersede(optimizer: Owning, parameters: Sequence[nn.Parameter]) -> None:
             stacklevel=users_stacklevel(),
         )
         for engine in other.engines:
-            engine.before_change()
+            engine.parameters.before_change()
             if engine.durable is not None and engine.durable.source is not None:
                 engine.durable.source.succeed(other, optimizer)
             engine.arrivals.leave(other)

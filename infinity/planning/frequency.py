@@ -1,4 +1,4 @@
-"""How often units, and rows and experts within them, are used: an average over past steps that forgets. Pure.
+"""How often units are used: an average over past steps that forgets. Pure.
 
 [Note: the average]
 After every step the sum of what was counted is multiplied by `decay` and the step's count added, and so is
@@ -31,10 +31,9 @@ places, nor within the first 20 steps: that is followed as before. With a SURPRI
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 HALF_LIFE_STEPS = 20.0
 """After so many steps a step counts half. Longer: less noise in how often a rare expert is used, but slower
@@ -119,78 +118,25 @@ class Frequencies:
         return self._updates.of(unit)
 
 
-class SliceCounts:
-    """Which slices of a parameter a step touches: rows of an nn.Embedding, experts of a 3-D parameter.
-
-    The parameter is fetched whole; this says what fetching only the touched slices would save. 5 bytes a
-    slice.
-    """
-
-    def __init__(self, slices: int, half_life_steps: float = HALF_LIFE_STEPS) -> None:
-        """slices: the parameter's first dimension."""
-        self._touched = _Average(slices, half_life_steps, np.bool_, np.float32)
-
-    @property
-    def steps(self) -> int:
-        """Steps that were counted."""
-        return self._touched.steps
-
-    def observe(self, indices: NDArray[np.integer]) -> None:
-        """Count the slices that one forward looks up: integers of any shape, each as often as it likes.
-
-        Raises: IndexError naming one that is no slice.
-        """
-        if indices.size == 0:
-            return
-        touched = self._touched.now
-        for index in (int(indices.min()), int(indices.max())):
-            if not 0 <= index < touched.size:
-                raise IndexError(f"index {index} is none of the {touched.size} slices")
-        touched[indices] = True
-
-    def close_step(self) -> None:
-        """Fold what this step touched into what is expected."""
-        self._touched.close_step()
-
-    @property
-    def touched_fraction(self) -> float:
-        """The share of the slices that a step is expected to touch; 1 before the first step ends."""
-        return float(self.frequencies().mean(dtype=np.float64)) if self.steps else 1.0
-
-    def frequencies(self) -> NDArray[np.float32]:
-        """Return for each slice the share of steps that are expected to touch it."""
-        return self._touched.all()
-
-    def would_save(self, nbytes: float) -> float:
-        """Return the bytes that a step would be spared if it moved touched slices alone; nbytes: what it
-        moves of the whole parameter.
-        """
-        return nbytes * (1 - self.touched_fraction)
-
-
 class _Average:
-    """See [Note: the average]. now: what this step counts."""
+    """See [Note: the average]."""
 
-    def __init__(
-        self, count: int, half_life_steps: float, now_dtype: DTypeLike, sum_dtype: DTypeLike
-    ) -> None:
+    def __init__(self, count: int, half_life_steps: float) -> None:
         if count < 0 or half_life_steps <= 0:
             raise ValueError(f"cannot count {count} things with a half life of {half_life_steps} steps")
-        self.now = np.zeros(count, now_dtype)
         self.steps = 0
         self.decay = 0.5 ** (1 / half_life_steps)
-        self.sum = np.zeros(count, sum_dtype)
+        self.sum = np.zeros(count)
         self.weight = np.zeros(1)
 
-    def close_step(self) -> None:
+    def close_step(self, counted: Sequence[int]) -> None:
         self.sum *= self.decay
-        self.sum += self.now
+        self.sum += counted
         self.weight = self.weight * self.decay + 1
-        self.now[:] = 0
         self.steps += 1
 
-    def all(self) -> NDArray[Any]:
-        average: NDArray[Any] = self.sum / np.maximum(self.weight, 1.0).astype(self.sum.dtype)
+    def all(self) -> NDArray[np.float64]:
+        average: NDArray[np.float64] = self.sum / np.maximum(self.weight, 1.0)
         return average
 
 
@@ -198,8 +144,8 @@ class _Followed:
     """An average, and beside it that of the last few steps: see [Note: another pattern]."""
 
     def __init__(self, count: int, half_life_steps: float) -> None:
-        self._all = _Average(count, half_life_steps, np.int32, np.float64)
-        self._recent = _Average(count, RECENT_HALF_LIFE_STEPS, np.int32, np.float64)
+        self._all = _Average(count, half_life_steps)
+        self._recent = _Average(count, RECENT_HALF_LIFE_STEPS)
         self._looks_from = round(3 * RECENT_HALF_LIFE_STEPS)
         self._all.weight = np.zeros(count)  # of each unit
 
@@ -209,8 +155,7 @@ class _Followed:
 
     def close_step(self, now: Sequence[int]) -> None:
         for average in (self._all, self._recent):
-            average.now[:] = now
-            average.close_step()
+            average.close_step(now)
 
     def of(self, index: int) -> float:
         return float(self._all.sum[index] / self._all.weight[index]) if self.steps else 0.0

@@ -64,6 +64,19 @@ def check_holds(host_nbytes: int) -> None:
         )
 
 
+def check_available(nbytes: int, what: str, cure: str = "") -> None:
+    """See that this machine can still hold plain copies. what: that takes `nbytes`; cure: what to do instead.
+
+    Raises: HostMemoryError with both numbers.
+    """
+    available = available_nbytes()
+    if nbytes > available:
+        raise HostMemoryError(
+            f"{what} take {format_size(nbytes)}, "
+            f"{format_size(available)} of memory are available. {cure}".rstrip()
+        )
+
+
 def _groups() -> Iterator[tuple[Path, int, int]]:
     """Yield this process's control groups with a memory limit: folder, limit and unreclaimable bytes."""
     try:

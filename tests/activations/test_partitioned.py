@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.activations.partitioned import Parts
+from infinity.activations.partitioned import PartitionedBoundaries
 from infinity.errors import RanksError
 
 
@@ -23,7 +23,7 @@ class Copies:
 
 
 def parts_of(size):
-    return [Parts(Copies(rank, size), torch.device("cpu"), None) for rank in range(size)]
+    return [PartitionedBoundaries(Copies(rank, size), torch.device("cpu"), None) for rank in range(size)]
 
 
 @given(
@@ -49,6 +49,6 @@ def test_a_part_is_a_copy_and_the_whole_may_be_changed():
 
 
 def test_ranks_that_hold_no_copies_are_told_before_anything_is_divided():
-    parts = Parts(Copies(0, 2, copies=False), torch.device("cpu"), None)
+    parts = PartitionedBoundaries(Copies(0, 2, copies=False), torch.device("cpu"), None)
     with pytest.raises(RanksError, match=r"\(64, 64\), is not the same on the 2 ranks .*tensor-par"):
         parts.save(torch.ones(64, 64))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from infinity import Init, stats
-from infinity.autograd.foreign import ForeignSteps, Strangers
+from infinity.autograd.foreign import ForeignParameters, ForeignSteps
 from infinity.engine.engine import engine_of_model
 
 
@@ -17,10 +17,10 @@ def model():
 
 
 def told(model, kept, caplog):
-    strangers = Strangers(lambda parameter: any(parameter is one for one in kept))
+    foreign = ForeignParameters(lambda parameter: any(parameter is one for one in kept))
     with caplog.at_level(logging.WARNING, "infinity"):
         for _ in range(2):
-            strangers.look(model)
+            foreign.look(model)
     return [record.getMessage() for record in caplog.records]
 
 

@@ -33,7 +33,7 @@ def test_every_value_arrives_from_any_number_of_ranks(folder, classes, ranks, cu
     for name, parameter in model.named_parameters():
         fields = ["master", "m", "v"] if name != FROZEN else ["master"]
         expected = [masters[name], m[name], v[name]][: len(fields)]
-        assert differences(expected, engine_of(parameter).read(parameter, fields)) == [], name
+        assert differences(expected, engine_of(parameter).parameters.read(parameter, fields)) == [], name
         assert (optimizer.state[parameter]["step"] if name != FROZEN else 3) == 3
     assert model.count.tolist() == [7.0, 8.0]
 
@@ -46,7 +46,9 @@ def test_an_enum_that_was_pickled_by_name_as_python_3_11_0_does_is_read(folder, 
     assert any(b"getattr" in one.read_bytes() for one in (folder / "ds").rglob("*_states.pt"))
     model, optimizer = ours(folder)
     load_deepspeed(model, optimizer, folder / "ds")
-    assert torch.equal(engine_of(model.a.weight).read(model.a.weight, ["master"])[0], masters["a.weight"])
+    assert torch.equal(
+        engine_of(model.a.weight).parameters.read(model.a.weight, ["master"])[0], masters["a.weight"]
+    )
 
 
 def test_weights_alone_are_loaded_without_an_optimizer_or_without_moments(folder, classes):
@@ -54,7 +56,9 @@ def test_weights_alone_are_loaded_without_an_optimizer_or_without_moments(folder
     for take in (True, False):
         model, optimizer = ours(folder)
         load_deepspeed(model, optimizer if take else None, folder / "ds", tag="global_step3")
-        found = {name: engine_of(one).read(one, ["master"])[0] for name, one in model.named_parameters()}
+        found = {
+            name: engine_of(one).parameters.read(one, ["master"])[0] for name, one in model.named_parameters()
+        }
         assert differences({name: masters[name] for name in found}, found) == []
         assert not optimizer.state
 

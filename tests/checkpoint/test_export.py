@@ -41,7 +41,8 @@ def trained(request, folder):
 
 def values(model, dtype):
     return {
-        name: engine_of(one).read(one, [FIELDS[dtype]])[0].clone() for name, one in model.named_parameters()
+        name: engine_of(one).parameters.read(one, [FIELDS[dtype]])[0].clone()
+        for name, one in model.named_parameters()
     }
 
 

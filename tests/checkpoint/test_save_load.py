@@ -60,7 +60,7 @@ def state(training):
     model, optimizer, scheduler = training
     fields = ["master", "m", "v"]
     stored = {
-        name: engine_of(one).read(one, fields if optimizer.state.get(one) else fields[:1])
+        name: engine_of(one).parameters.read(one, fields if optimizer.state.get(one) else fields[:1])
         for name, one in model.named_parameters()
     }
     return [
@@ -201,7 +201,7 @@ def test_frozen_parameters_buffers_and_integers_are_saved_as_they_are(folder, nv
     assert differences(dict(model.state_dict()), dict(other.state_dict())) == []
     assert torch.equal(other.fleeting, torch.ones(2))
     expected, found = (
-        [engine_of(one).read(one, ["master"])[0] for one in m.parameters() if engine_of(one)]
+        [engine_of(one).parameters.read(one, ["master"])[0] for one in m.parameters() if engine_of(one)]
         for m in (model, other)
     )
     assert differences(expected, found) == []

@@ -46,7 +46,7 @@ def both(nvme):
 
 
 def masters(model):
-    return [engine_of(one).read(one, ["master"])[0] for one in model.parameters()]
+    return [engine_of(one).parameters.read(one, ["master"])[0] for one in model.parameters()]
 
 
 def test_a_state_dict_holds_plain_cpu_tensors_updates_applied(both):

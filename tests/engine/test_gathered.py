@@ -44,7 +44,7 @@ def both(nvme):
 
 
 def master(parameter):
-    return engine_of(parameter).read(parameter, ["master"])[0]
+    return engine_of(parameter).parameters.read(parameter, ["master"])[0]
 
 
 def test_values_are_ordinary_tensors_inside(both):

@@ -125,7 +125,7 @@ def masters(model):
     return {
         name: parameter.detach().float()
         if engine_of(parameter) is None
-        else engine_of(parameter).read(parameter, ["master"])[0]
+        else engine_of(parameter).parameters.read(parameter, ["master"])[0]
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
 

@@ -35,7 +35,9 @@ def saved(name, folder, dtype):
 
 
 def masters(model):
-    return {name: engine_of(one).read(one, ["master"])[0] for name, one in model.named_parameters()}
+    return {
+        name: engine_of(one).parameters.read(one, ["master"])[0] for name, one in model.named_parameters()
+    }
 
 
 @pytest.mark.parametrize(

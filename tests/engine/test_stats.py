@@ -9,7 +9,7 @@ from torch import nn
 
 from infinity import AdamW, Init, stats
 from infinity.engine.engine import engine_of_model
-from infinity.engine.stats import SliceStats, Stats, UnitStats, predicted_step_s
+from infinity.engine.stats import Stats, UnitStats, predicted_step_s
 from infinity.planning.bottleneck import Load
 from parity import nothing_waits
 
@@ -38,7 +38,6 @@ def snapshot(scale: int, **values: object) -> Stats:
     }
     given |= {"plan": f"plan {scale}", "io_engine": "fake", "placement_reason": f"reason {scale}"}
     given["units"] = (UnitStats("layer", 64, (("hi", "nvme"),), 5 * scale, 1 / scale, 2 / scale),)
-    given["slices"] = (SliceStats("layer.weight", 8, 0.5 / scale, 100.0 * scale),)
     return Stats(**{**given, **values})
 
 
@@ -176,20 +175,11 @@ def trained(steps, **init):
 
 
 @pytest.mark.disk
-@pytest.mark.parametrize(("state_dtype", "state"), [("fp32", 8), ("bf16", 4), ("int8", 2 + 8 / 256)])
-def test_what_moving_touched_rows_alone_would_save_comes_from_what_the_record_moves(
-    folder, state_dtype, state
-):
-    model, _ = trained(3, nvme=str(folder), host_memory="256KiB", state_dtype=state_dtype)
-    now = stats(model)
-    table = next(unit for unit in now.units if unit.name == "table")
-    assert {tier for _, tier in table.tiers} == {"nvme"}
-    assert (table.fetches_per_step, table.updates_per_step) == pytest.approx((1, 1))
-    (rows,) = now.slices
-    assert (rows.name, rows.slices) == ("table.weight", 512)
-    assert rows.touched_fraction == pytest.approx(0.25)
-    moved = 512 * 64 * 2 * (2 + 2 + state)
-    assert rows.would_save_nbytes == pytest.approx(0.75 * moved)
+@pytest.mark.parametrize(("host_memory", "tier"), [("256KiB", "nvme"), ("64MiB", "host")])
+def test_a_unit_says_where_its_record_lies(folder, host_memory, tier):
+    model, _ = trained(3, nvme=str(folder), host_memory=host_memory)
+    table = next(unit for unit in stats(model).units if unit.name == "table")
+    assert {where for _, where in table.tiers} == {tier}
 
 
 @pytest.mark.disk
@@ -208,15 +198,6 @@ def test_a_unit_that_is_used_and_updated_in_half_of_the_steps_is_expected_to_be(
     assert half.updates_per_step == pytest.approx(0.5, abs=0.05)
     assert always.fetches_per_step == pytest.approx(2, abs=0.05)
     assert half.fetches_per_step == pytest.approx(1, abs=0.05)
-
-
-@pytest.mark.disk
-def test_what_lies_in_host_memory_moves_nothing_that_could_be_saved(folder):
-    model, _ = trained(4, nvme=str(folder), host_memory="64MiB")
-    now = stats(model)
-    assert {tier for unit in now.units for _, tier in unit.tiers} == {"host"}
-    assert now.slices[0].touched_fraction == pytest.approx(0.25)
-    assert now.slices[0].would_save_nbytes == 0
 
 
 class Disk(NamedTuple):

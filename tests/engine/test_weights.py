@@ -179,7 +179,7 @@ def test_a_checkpoint_of_any_record_goes_on_bit_for_bit(folder, tmp_path, dtype)
     engine = engine_of_model(as_bf16)
     kept = dict(models.build("llama", computes="fp32").named_parameters())
     for name, parameter in as_bf16.named_parameters():
-        (master,) = engine.read(parameter, ["master"])
+        (master,) = engine.parameters.read(parameter, ["master"])
         assert master.shape == kept[name].shape
         assert not torch.equal(master, master.bfloat16().float()), "masters come whole"
 
@@ -223,7 +223,8 @@ def test_hugging_face_reads_the_weights_back(folder, tmp_path, dtype):
         again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "masters")
     (name, one), other = next(iter(again.named_parameters())), next(iter(model.parameters()))
     assert torch.equal(
-        engine_of_model(again).read(one, ["master"])[0], engine_of_model(model).read(other, ["master"])[0]
+        engine_of_model(again).parameters.read(one, ["master"])[0],
+        engine_of_model(model).parameters.read(other, ["master"])[0],
     ), name
 
 
@@ -233,10 +234,10 @@ def test_values_written_in_gathered_are_their_own_masters_and_the_others_keep_th
     with infinity.Init(nvme=folder, host_memory="1MiB", dtype=dtype):
         layer = torch.nn.Linear(30, 70)
     engine = engine_of_model(layer)
-    (before,) = engine.read(layer.weight, ["master"])
+    (before,) = engine.parameters.read(layer.weight, ["master"])
     with infinity.gathered(layer, write=True):
         layer.weight.data[3] = 0.5
-    (after,) = engine.read(layer.weight, ["master"])
+    (after,) = engine.parameters.read(layer.weight, ["master"])
     assert bool((after[3] == 0.5).all())
     before[3] = 0.5
     assert torch.equal(after, before)

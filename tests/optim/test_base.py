@@ -190,7 +190,7 @@ def test_optimizer_state_goes_out_and_comes_back(folder):
             one.step()
             one.zero_grad()
     weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
-    masters = [engine_of_model(model).read(p, ["master"])[0] for p in model.parameters()]
+    masters = [engine_of_model(model).parameters.read(p, ["master"])[0] for p in model.parameters()]
     index = next(i for i, p in enumerate(plain.parameters()) if p is plain.first.weight)
     assert torch.equal(state["state"][index]["exp_avg"], reference.state[plain.first.weight]["exp_avg"])
     with Init(nvme=folder, host_memory="1MiB"):
@@ -198,7 +198,7 @@ def test_optimizer_state_goes_out_and_comes_back(folder):
     resumed = AdamW(again.parameters(), lr=1.0)
     again.load_state_dict(weights)
     for parameter, master in zip(again.parameters(), masters, strict=True):
-        engine_of_model(again).write(parameter, {"master": master})
+        engine_of_model(again).parameters.write(parameter, {"master": master})
     resumed.load_state_dict(state)
     for net, one in ((again, resumed), (plain, reference)):
         net(x(9)).square().sum().backward()

@@ -142,7 +142,7 @@ def test_state_is_dropped_by_making_a_new_optimizer(stepped):
 @pytest.mark.parametrize("stepped", ["in memory"], indirect=True)
 def test_moving_state_to_a_device_as_lightning_does_reads_nothing(stepped, monkeypatch):
     _, (_, optimizer) = stepped
-    monkeypatch.setattr("infinity.engine.engine.Engine.read", None)
+    monkeypatch.setattr("infinity.engine.parameters.Parameters.read", None)
     for parameter, state in optimizer.state.items():
         assert not isinstance(state, dict)
         optimizer.state[parameter] = state

@@ -108,7 +108,7 @@ def test_training_equals_the_steps_in_plain_torch(folder, kind, dtype, memory, u
     packed = optimizer.state_dict()["state"]
     engine = engine_of_model(ours)
     for number, (one, state) in enumerate(zip(ours.parameters(), recipe.state.values(), strict=True)):
-        assert torch.equal(engine.read(one, ["master"])[0], state["master"])
+        assert torch.equal(engine.parameters.read(one, ["master"])[0], state["master"])
         assert packed[number]["step"] == 3
         kept = [name for name in recipe.names if kind != "SGD"]
         assert set(packed[number]) == {"step", *kept}
@@ -261,7 +261,7 @@ def test_an_elementwise_optimizer_steps_exact_masters_of_16_bit_weights(folder):
     train(ours, optimizer, 3)
     engine = engine_of_model(ours)
     for one, master in zip(ours.parameters(), masters.values(), strict=True):
-        assert torch.equal(engine.read(one, ["master"])[0], master)
+        assert torch.equal(engine.parameters.read(one, ["master"])[0], master)
 
 
 @pytest.mark.parametrize(
@@ -321,5 +321,5 @@ def test_an_optimizer_that_is_made_again_takes_over_as_in_torch(folder, kinds, f
     assert train(ours, second, 2, 3) == train(plain, recipe, 2, 3)
     engine = engine_of_model(ours)
     for one, state in zip(ours.parameters(), recipe.state.values(), strict=True):
-        assert torch.equal(engine.read(one, ["master"])[0], state["master"])
+        assert torch.equal(engine.parameters.read(one, ["master"])[0], state["master"])
         assert second.state[one]["step"] == 2 + (not fresh)

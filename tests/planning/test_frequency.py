@@ -1,10 +1,9 @@
-"""How often units and slices are used, and that placing by it moves fewer bytes than a cache would.
+"""How often units are used, and that placing by it moves fewer bytes than a cache would.
 
 Pure: routing is drawn from seeds, the other policies are simulated (tests/support/policies.py), Belady's
 among them.
 """
 
-import tracemalloc
 from collections import Counter
 from itertools import chain
 
@@ -14,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.planning import frequency
-from infinity.planning.frequency import Frequencies, SliceCounts
+from infinity.planning.frequency import Frequencies
 from infinity.planning.placement import Candidate, PlacementBudget, choose, revise
 from policies import belady, dense, follow, lfu, lru, static, zipf_routing
 
@@ -43,11 +42,8 @@ def test_what_every_step_does_is_expected_from_the_first_on(uses, steps, half_li
 
 def test_after_its_half_life_a_step_counts_half():
     assert counted(1, 0, half_life_steps=1.0).uses(0) == pytest.approx(0.5 / 1.5)
-    rows = SliceCounts(1, half_life_steps=10.0)
-    for step in range(510):
-        rows.observe(np.zeros(1 if step < 500 else 0, np.int64))
-        rows.close_step()
-    assert rows.frequencies()[0] == pytest.approx(0.5, abs=1e-3)
+    three_ago = counted(*[1] * 500, 0, 0, 0, half_life_steps=3.0)
+    assert three_ago.uses(0) == pytest.approx(0.5, abs=1e-3)
 
 
 def test_what_is_no_longer_used_is_forgotten():
@@ -116,63 +112,6 @@ def test_one_unit_that_is_used_twice_is_no_change():
 def test_a_half_life_that_is_no_time_is_refused(half_life_steps):
     with pytest.raises(ValueError, match=f"half life of {half_life_steps} steps"):
         Frequencies(1, half_life_steps)
-
-
-# Rows of an embedding, experts of a 3-D parameter
-
-
-def test_a_row_counts_once_a_step_however_often_it_is_looked_up():
-    rows = SliceCounts(10)
-    rows.observe(np.array([[1, 1, 1], [3, 3, 1]]))
-    rows.observe(np.array([3, 4], np.int32))
-    rows.close_step()
-    assert rows.frequencies().tolist() == pytest.approx([0, 1, 0, 1, 1, 0, 0, 0, 0, 0])
-    assert rows.touched_fraction == pytest.approx(0.3)
-    assert rows.would_save(1000) == pytest.approx(700)
-
-
-def test_rows_that_are_touched_now_and_then_count_by_how_often():
-    rows = SliceCounts(2, half_life_steps=1000)
-    for step in range(1000):
-        rows.observe(np.array([0] if step % 4 else [0, 1]))
-        rows.close_step()
-    assert rows.frequencies().tolist() == pytest.approx([1, 0.25], abs=0.01)
-    assert rows.touched_fraction == pytest.approx(0.625, abs=0.01)
-
-
-def test_before_the_first_step_ends_nothing_would_be_saved():
-    rows = SliceCounts(5)
-    rows.observe(np.array([1]))
-    assert (rows.touched_fraction, rows.would_save(100)) == (1.0, 0.0)
-
-
-def test_a_forward_without_tokens_touches_nothing():
-    rows = SliceCounts(5)
-    rows.observe(np.array([], np.int64))
-    rows.close_step()
-    assert (rows.steps, rows.touched_fraction) == (1, 0.0)
-
-
-@pytest.mark.parametrize("index", [-1, 5])
-def test_an_index_that_is_no_slice_is_named_and_counts_nothing(index):
-    rows = SliceCounts(5)
-    with pytest.raises(IndexError, match=f"index {index} is none of the 5 slices"):
-        rows.observe(np.array([0, index, 2]))
-    rows.close_step()
-    assert rows.touched_fraction == 0.0
-
-
-def test_counting_takes_a_few_bytes_a_row_however_many_tokens_come():
-    tracemalloc.start()
-    try:
-        rows = SliceCounts(100_000)
-        for _ in range(5):
-            rows.observe(np.arange(100_000).repeat(2) // 2)
-            rows.close_step()
-        held, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert held < 100_000 * 6
 
 
 # Against other policies: experts

@@ -112,7 +112,8 @@ def state(training):
     return {
         "stored": {
             name: [
-                digest(one) for one in engine_of(p).read(p, fields if optimizer.state.get(p) else fields[:1])
+                digest(one)
+                for one in engine_of(p).parameters.read(p, fields if optimizer.state.get(p) else fields[:1])
             ]
             for name, p in model.named_parameters()
         },
@@ -125,7 +126,7 @@ def state(training):
 def parts(model):
     """Return how many parameters this rank has all, a part and nothing of."""
     engine = engine_of_model(model)
-    held = [(engine.part_numel(one), one.numel()) for one in model.parameters()]
+    held = [(engine.parameters.part_numel(one), one.numel()) for one in model.parameters()]
     return [
         sum(part == whole for part, whole in held),
         sum(0 < part < whole for part, whole in held),
@@ -264,7 +265,7 @@ def exports(here, name, dtype):
     ours, theirs = (here.folder / f"{one}-{name}-{dtype}" for one in ("ours", "theirs"))
     infinity.save_pretrained(model, ours, kind, "60kB")
     expected = {
-        key: engine_of(p).read(p, ["master" if dtype == "fp32" else "hi"])[0]
+        key: engine_of(p).parameters.read(p, ["master" if dtype == "fp32" else "hi"])[0]
         for key, p in model.named_parameters()
     }
     state = model.state_dict()
@@ -289,7 +290,11 @@ def exports(here, name, dtype):
     found["distributed checkpoint"] = different(content, read.items())
     again = here.keep({"host_memory": "64MiB"}, lambda: type(model).from_pretrained(ours))
     found["from_pretrained"] = different(
-        expected, ((key, engine_of(p).read(p, ["master"])[0].to(kind)) for key, p in again.named_parameters())
+        expected,
+        (
+            (key, engine_of(p).parameters.read(p, ["master"])[0].to(kind))
+            for key, p in again.named_parameters()
+        ),
     )
     other = here.build(name, "stage2", seed=3)
     other.load_state_dict(state)
@@ -311,7 +316,7 @@ def deepspeed(here):
     found = {}
     for name, parameter in model.named_parameters():
         fields = ["master", "m", "v"] if parameter.requires_grad else ["master"]
-        for field, one in zip(fields, engine_of(parameter).read(parameter, fields), strict=True):
+        for field, one in zip(fields, engine_of(parameter).parameters.read(parameter, fields), strict=True):
             found[f"{field}.{name}"] = one
     return {"different": different(expected, found.items()), "parts": parts(model)}
 

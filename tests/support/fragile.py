@@ -123,9 +123,9 @@ class Run:
         """Every weight, master and moment, and all else that counts."""
         found = {}
         for name, parameter in self.model.named_parameters():
-            found[name] = self.engine.read(parameter, ["hi", "master"])
+            found[name] = self.engine.parameters.read(parameter, ["hi", "master"])
             if parameter in self.optimizer.state:
-                found[name] += self.engine.read(parameter, ["m", "v"])
+                found[name] += self.engine.parameters.read(parameter, ["m", "v"])
         found["buffers"] = [self.model.mean, self.model.count]
         return found
 

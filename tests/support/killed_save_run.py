@@ -81,7 +81,9 @@ def state(model, optimizer):
     """Return the hash of every weight and moment, whole."""
     kinds = {p: ["master", "m", "v"] if optimizer.state.get(p) else ["master"] for p in model.parameters()}
     return [
-        xxhash.xxh3_64_hexdigest(as_bytes(v)) for p, kind in kinds.items() for v in engine_of(p).read(p, kind)
+        xxhash.xxh3_64_hexdigest(as_bytes(v))
+        for p, kind in kinds.items()
+        for v in engine_of(p).parameters.read(p, kind)
     ]
 
 

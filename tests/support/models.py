@@ -118,7 +118,7 @@ def assert_same_state(model, optimizer, plain, reference):
             continue
         m, v = (moment.view(theirs.shape) for moment in widened(state))
         for field, expected in (("master", state["master"]), ("m", m), ("v", v)):
-            assert torch.equal(engine.read(ours, [field])[0], expected), f"{name}.{field}"
+            assert torch.equal(engine.parameters.read(ours, [field])[0], expected), f"{name}.{field}"
 
 
 def both(name, optimizer, init, *, checkpoint=None, update="forward"):

@@ -77,7 +77,7 @@ def test_a_recomputation_holds_one_tile_at_a_time(folder):
     engine, most = engine_of_model(ours), [0]
     tiles = {id(module) for module in ours.modules() if isinstance(module, tiling.Tile)}
     units = {
-        engine.unit_of(parameter)[0]
+        engine.parameters.unit_of(parameter)[0]
         for module in ours.modules()
         if id(module) in tiles
         for parameter in module._parameters.values()
@@ -110,7 +110,7 @@ def test_a_backward_after_a_step_is_refused_though_a_tile_takes_its_weight_anew(
 
 def test_a_layer_that_is_nobodys_child_is_refused(folder):
     with (
-        pytest.raises(infinity.UnsupportedError, match="nobody's child"),
+        pytest.raises(infinity.UnsupportedError, match="is in no other module"),
         infinity.Init(nvme=str(folder), host_memory="1MiB", tile_above=ABOVE),
     ):
         kept = nn.Linear(64, 64)

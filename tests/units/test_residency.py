@@ -176,7 +176,7 @@ def test_an_edit_right_after_a_step_waits_for_what_the_update_writes(folder):
     with infinity.gathered(model[0], write=True):
         model[0].weight.data.mul_(0.5)
         expected = model[0].weight.detach().clone()
-    hi, master = engine.read(model[0].weight, ["hi", "master"])
+    hi, master = engine.parameters.read(model[0].weight, ["hi", "master"])
     assert torch.equal(hi, expected)
     assert torch.equal(master, expected.float())
 

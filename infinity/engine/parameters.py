@@ -1,0 +1,139 @@
+"""The parameters that one engine keeps: which unit has each, and its values, read from records and written
+there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from infinity.durable.committer import Durable
+from infinity.engine.partition import Partition
+from infinity.errors import UnsupportedError
+from infinity.lane.lane import StreamLane
+from infinity.lane.passes import ReadPass, WritePass
+from infinity.lane.queue import Pass
+from infinity.records.record import Record
+from infinity.units.residency import Executor
+from infinity.units.unit import Unit
+
+
+class Parameters:
+    """Finds parameters and their values. Used by the thread that computes."""
+
+    def __init__(
+        self, lane: StreamLane, executor: Executor, partition: Partition | None, durable: Durable | None
+    ) -> None:
+        """Begin without parameters. partition: None with one rank. durable: the run that has to know before
+        records change; None for none.
+        """
+        self._lane = lane
+        self._executor = executor
+        self._partition = partition
+        self._durable = durable
+        self._places: dict[int, tuple[Unit, int]] = {}
+
+    def add(self, unit: Unit) -> None:
+        """Keep the parameters of a unit of a finished model."""
+        self._places |= {id(parameter): (unit, index) for index, parameter in enumerate(unit.parameters)}
+
+    def keeps(self, parameter: nn.Parameter) -> bool:
+        """Whether `parameter` is in a finished model of the engine."""
+        return id(parameter) in self._places
+
+    def unit_of(self, parameter: nn.Parameter) -> tuple[Unit, int]:
+        """Return a parameter's unit and its index there.
+
+        Raises: UnsupportedError while the model is being built, and for a parameter that was replaced then.
+        """
+        if id(parameter) not in self._places:
+            raise UnsupportedError(
+                f"a parameter of shape {tuple(parameter.shape)} is in no finished model. Inside "
+                "`with infinity.Init(...)` the model is still being built: do this after the `with`. After "
+                "it, the model has another parameter in the place of this one: use that."
+            )
+        return self._places[id(parameter)]
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """Return a parameter's name in the model."""
+        unit, index = self.unit_of(parameter)
+        return unit.shard.segments[index].name
+
+    def part_numel(self, parameter: nn.Parameter) -> int:
+        """Return how many of a parameter's elements this rank holds."""
+        unit, index = self.unit_of(parameter)
+        return unit.record.shard.segments[index].numel
+
+    # Values
+
+    def read(self, parameter: nn.Parameter, fields: Sequence[str]) -> list[torch.Tensor]:
+        """Return fields ("hi", "master", "m", "v") of a parameter as new CPU tensors in its shape, pending
+        updates applied. With several ranks every rank calls it.
+        """
+        unit, index = self.unit_of(parameter)
+        self._executor.flush(unit)
+        dtypes = {field: unit.flat.dtype if field == "hi" else torch.float32 for field in fields}
+        values = self.read_record(unit.record, index, dtypes)
+        return [values[field].view(parameter.shape) for field in fields]
+
+    def read_part(self, parameter: nn.Parameter, field: str) -> torch.Tensor:
+        """Return what this rank holds of a field ("master", "m", "v") of a parameter, pending updates
+        applied, as a new one-dimensional fp32 tensor on the CPU.
+        """
+        unit, index = self.unit_of(parameter)
+        self._executor.flush(unit)
+        return self._read(unit.record, index, {field: torch.float32})[field]
+
+    def write(self, parameter: nn.Parameter, values: dict[str, torch.Tensor]) -> None:
+        """Set fields ("master", "m", "v") of a parameter, after the updates that are pending."""
+        unit, index = self.unit_of(parameter)
+        self.write_part(parameter, {field: unit.record.part(index, one) for field, one in values.items()})
+
+    def write_part(self, parameter: nn.Parameter, values: dict[str, torch.Tensor]) -> None:
+        """Set fields of this rank's part of a parameter; see `write`."""
+        self.before_change()
+        unit, index = self.unit_of(parameter)
+        self._executor.flush(unit)
+        host = {}
+        for field, tensor in values.items():
+            own = (field, tensor.dtype) == ("master", unit.flat.dtype)
+            host[field] = tensor.detach().to("cpu", None if own else torch.float32).contiguous()
+        if "master" in values:
+            self._executor.changed(unit)
+        self.write_record(unit.record, {index: host})
+
+    def before_change(self) -> None:
+        """Called before records are changed: a durable run first captures the step that they belong to."""
+        if self._durable is not None:
+            self._durable.before_change()
+
+    # Records, also of a model that is being built
+
+    def read_record(
+        self, record: Record, index: int, dtypes: dict[str, torch.dtype]
+    ) -> dict[str, torch.Tensor]:
+        """Return fields of a parameter, by their types, as one-dimensional CPU tensors, with the parts of
+        all ranks.
+        """
+        parts = self._read(record, index, dtypes)
+        if self._partition is None:
+            return parts
+        return {field: self._partition.collect(record, index, part) for field, part in parts.items()}
+
+    def _read(self, record: Record, index: int, dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
+        numel = record.shard.segments[index].numel
+        into = {field: torch.empty(numel, dtype=dtype) for field, dtype in dtypes.items()}
+        self._run(ReadPass(record, index, record.tile_numel, into))
+        return into
+
+    def write_record(
+        self, record: Record, values: dict[int, dict[str, torch.Tensor]], *, rewrite: bool = False
+    ) -> None:
+        """Set fields of this rank's parts of a record's parameters; see WritePass."""
+        self._run(WritePass(record, record.tile_numel, values, rewrite=rewrite))
+
+    def _run(self, job: Pass) -> None:
+        self._lane.submit(job, urgent=True)
+        self._lane.wait(job)
