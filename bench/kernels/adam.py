@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from infinity import kernels
-from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, gb_per_s, show, write
+from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, gb_per_s, report
 from infinity.bench.kernels.recipes import (
     BESIDE,
     BLOCK,
@@ -290,7 +290,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Measure, show, write. Raises: ConfigError for options that cannot be meant."""
+    """Measure, report. Raises: ConfigError for options that cannot be meant."""
     check(options)
     best = available()[0]
     chosen = tuple(isa for isa in ISAS if isa in options.isa)
@@ -315,6 +315,5 @@ def run(options: argparse.Namespace, console: Console) -> int:
             if not console.is_terminal:
                 console.print(f"{name}: measured")
     found = findings(timings, options)
-    show(found, console)
-    write(found, options)
+    report(found, options, console)
     return 0

@@ -24,7 +24,7 @@ import torch
 import xxhash
 from rich.console import Console
 
-from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, gb_per_s, show, write
+from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, gb_per_s, report
 from infinity.bench.planning.pace import best
 from infinity.errors import ConfigError
 
@@ -104,7 +104,7 @@ def measured(rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Measure on one core, show, write."""
+    """Measure on one core, report."""
     parser = argparse.ArgumentParser(prog="python -m infinity.bench.kernels.checksums", description=__doc__)
     parser.add_argument("--rounds", type=int, default=20, metavar="N", help="of which the best counts (20)")
     add_outputs(parser, plots=False)
@@ -116,8 +116,7 @@ def main() -> int:
         Column("bytes_per_s", "one core", gb_per_s),
     )
     findings = Findings("Checksums of records", measured(options.rounds), columns, options=asked(options))
-    show(findings, Console())
-    write(findings, options)
+    report(findings, options, Console())
     return 0
 
 

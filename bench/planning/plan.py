@@ -24,7 +24,7 @@ from rich.console import Console
 from torch import nn
 
 from infinity.bench.arguments import positive, some_size
-from infinity.bench.findings import add_outputs, check_outputs, show, write
+from infinity.bench.findings import add_outputs, check_outputs, report
 from infinity.bench.places import check_folder
 from infinity.bench.planning import cuts, hindsight, outlook, pace
 from infinity.bench.planning.planned import Planned
@@ -219,8 +219,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         good = any(one.demand is not None for _, one in planned)
         tell = outlook.swept if options.question == "sweep" else outlook.single
         findings = tell(planned, options)
-    show(findings, console)
-    write(findings, options)
+    report(findings, options, console)
     return 0 if good else 1
 
 

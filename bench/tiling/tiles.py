@@ -27,7 +27,7 @@ from rich.console import Console
 
 from infinity.bench.arguments import size_of
 from infinity.bench.engine.runs import Environment, RunError
-from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, show, write
+from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, report
 from infinity.bench.tiling import tile_worker
 from infinity.errors import ConfigError
 from infinity.sizes import format_size
@@ -79,8 +79,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         with console.status(f"{case['kind']}, {', '.join(f'{key} {case[key]}' for key in KEYS)}"):
             rows += race(case, contestants(options), options.rounds)
     findings = findings_of(rows, options)
-    show(findings, console)
-    write(findings, options)
+    report(findings, options, console)
     return 0
 
 
