@@ -35,7 +35,7 @@ abandoned: list[Native] = []  # engines whose requests never ended: their memory
 
 
 def end(native: Native, timeout_s: float | None) -> bool:
-    """Stop an engine; returns whether its threads have ended. Does nothing in a forked child, which has none."""
+    """Stop an engine; returns whether its threads have ended. In a forked child it has none to stop."""
     if native.pid != os.getpid():
         return True
     end_s = None if timeout_s is None else time.monotonic() + timeout_s

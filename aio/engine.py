@@ -85,7 +85,7 @@ class IoEngine:
         self.hang_s = HANG_S
         self.hung = False
         self._closed = False
-        # Guards _in_flight. Reentrant: a garbage collection while it is held may run a finalizer that needs it.
+        # Guards _in_flight. Reentrant: a garbage collection while it is held may run a finalizer taking it.
         self._lock = threading.RLock()
         self._in_flight: dict[int, InFlight] = {}
         self._keys = itertools.count()
