@@ -1,1 +1,1 @@
-"""The measurements behind the published figures: each prints a table with bounds beside it."""
+"""The measurements behind the numbers: each prints a table with its bounds beside it."""

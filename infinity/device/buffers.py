@@ -43,6 +43,10 @@ class Buffers:
         self._lock = threading.RLock()  # reentrant: a tensor may be collected at any moment, here too
         self._pid = os.getpid()
 
+    def share(self, *shares: Ledger) -> None:
+        """Replace the shares that limit the free buffers to keep."""
+        self.shares = shares
+
     @property
     def spare_nbytes(self) -> int:
         """Bytes of free buffers to keep; beyond that the longest idle ones are freed."""

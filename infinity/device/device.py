@@ -289,7 +289,7 @@ class CudaDevice(Device):
 
     def room_for_downloads(self, *shares: Ledger) -> None:
         """See Device."""
-        self.memory.shares = shares
+        self.memory.share(*shares)
 
     def prepare(self, nbytes: int, count: int) -> bool:
         """See Device."""
