@@ -5,8 +5,8 @@
     file.allocate(0, nbytes)
     engine.write(file, 0, address, nbytes, what="layers.17.hi", owner=slot).wait()
 
-Every result the kernel reports is looked at: a request ends with the right bytes moved or with an error that
-names it.  Addresses are plain integers; this package knows nothing of torch.
+Every result that the kernel reports is checked: a request ends with the right bytes moved, or with an error
+that names it. Addresses are plain integers; this package does not use torch.
 """
 
 from infinity.aio.completion import Completion

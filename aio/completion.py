@@ -1,4 +1,4 @@
-"""The thing to wait for: one request's handle."""
+"""The handle of one request, to wait for it."""
 
 import errno
 import os
@@ -10,7 +10,7 @@ from infinity.aio.library import SLICE_MS, WRITE, AioLibrary, CData
 
 
 class Submitter(Protocol):
-    """What a completion needs of the engine that it was submitted to."""
+    """The part of an engine that its completions use."""
 
     library: AioLibrary
     pid: int
@@ -24,7 +24,7 @@ class Submitter(Protocol):
         """Forget a request that is over."""
 
     def hangs(self, what: str) -> Exception:
-        """Return the error of a request that is not over after `hang_s`."""
+        """Return the error of a request that has not ended after `hang_s`."""
 
 
 class Named(Protocol):
@@ -34,11 +34,11 @@ class Named(Protocol):
 
 
 LEAST_WAIT_S = 5.0
-"""Seconds that anybody waits himself before he says that the disk hangs, whenever the request began."""
+"""Every wait lasts at least so many seconds before it reports a hang, even if the request began long ago."""
 
 
 class Completion:
-    """A read or write on its way.
+    """A read or write that may be in flight.
 
     Dropping a pending one is harmless: the engine keeps the request and its owner until the kernel is done.
     """
@@ -49,13 +49,13 @@ class Completion:
         self._engine = engine
         self._key = key
         self._request = request
-        self._is_over = False  # once seen, it stays so: each look costs a call into C
+        self._is_over = False  # cached, because asking costs a call into C
         self._file = file
         self.what = what
 
     @property
     def done(self) -> bool:
-        """Whether the request is over, well or badly, without waiting."""
+        """Whether the request has ended, successfully or not, without waiting."""
         if not self._is_over and self._engine.library.aio_done(self._request):
             self._see_over()
         return self._is_over
@@ -71,23 +71,22 @@ class Completion:
 
     @property
     def ended_s(self) -> float | None:
-        """When the request was over, on the same clock; None while it is not."""
+        """When the request ended, on the same clock; None while it runs."""
         if not self._is_over and not self._engine.library.aio_done(self._request):
             return None
         return float(self._request.ended_ns) / 1e9
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until the request is over; `None` waits until the engine's `hang_s` after it began.
+        """Wait until the request has ended; with `None`, at most until the engine's `hang_s` after it began.
 
-        What the process spent stopped (Ctrl-Z, a frozen container) does not count: a disk that has answered
-        meanwhile has not hung.
+        Time in which the process is stopped (Ctrl-Z, a frozen container) does not count as waiting.
 
-        An exception that a signal raises meanwhile (KeyboardInterrupt) leaves the request in flight.
+        If a signal raises an exception meanwhile (KeyboardInterrupt), the request stays in flight.
 
         Raises:
-            IoError: it failed; every call raises the same.
-            IoTimeoutError: it is not over after `timeout_s` seconds, and still in flight; or the disk hangs.
-            IoEngineFailedError: it will never be over, because the engine broke.
+            IoError: it failed; every call raises the same error.
+            IoTimeoutError: it is still in flight after `timeout_s` seconds, or the disk hangs.
+            IoEngineFailedError: it will never end, because the engine failed.
             ForkedError: it was submitted by the parent of this process.
         """
         if not self.done:
@@ -114,7 +113,7 @@ class Completion:
                 raise IoEngineFailedError.of_engine(-result)
             if end_s is not None and time.monotonic() >= end_s:
                 raise IoTimeoutError(errno.ETIMEDOUT, f"not done after {timeout_s} s: {self!r}")
-            patience_s -= slice_ms / 1000  # and not what the clock says, which goes on while we are stopped
+            patience_s -= slice_ms / 1000  # not the clock, which also runs while the process is stopped
             if end_s is None and patience_s < 0.001:
                 raise engine.hangs(repr(self))
 

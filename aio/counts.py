@@ -1,4 +1,4 @@
-"""What an engine counts."""
+"""Statistics of an engine."""
 
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """What an engine has done so far."""
+    """Counts since the engine was opened."""
 
     requests: int  # submitted
-    finished: int  # of these, over
+    finished: int  # of these, ended
     failed: int  # of these, with an error
     pieces: int
     bytes_read: int
@@ -28,7 +28,7 @@ class EngineStatistics:
 
     @classmethod
     def of(cls, library: AioLibrary, engine: CData) -> "Self":
-        """Ask the C engine."""
+        """Read the counts of a C engine."""
         counts = ffi.new("struct aio_statistics *")
         library.aio_statistics(engine, counts)
         return cls(**{field.name: getattr(counts, field.name) for field in fields(cls)})

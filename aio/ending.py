@@ -1,4 +1,4 @@
-"""How an engine ends, and what has to outlive it: memory that the kernel may still use."""
+"""The end of an engine, and memory that must outlive it because the kernel may still use it."""
 
 import os
 import time
@@ -9,21 +9,21 @@ from infinity.aio.files import Descriptor
 from infinity.aio.library import SLICE_MS, AioLibrary, CData
 
 EXIT_TIMEOUT_S = 60.0
-"""How long the interpreter's exit, or the collection of a forgotten engine, waits for requests in flight."""
+"""Seconds that the interpreter's exit, or the collection of an open engine, waits for requests in flight."""
 
 
 class InFlight(NamedTuple):
-    """A request that the kernel may be working on, and what keeps its memory."""
+    """A request that the kernel may be working on, and the owner of its memory."""
 
     what: str
     request: CData
     owner: object
-    descriptor: Descriptor  # not the File, which refers to the engine: a forgotten engine must be collectable
+    descriptor: Descriptor  # not the File: it refers to the engine, which could then never be collected
 
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """What must outlive an IoEngine object: the C engine and what the kernel may still use."""
+    """The part of an engine that may outlive its IoEngine: the C engine and its requests."""
 
     library: AioLibrary
     pointer: CData
@@ -31,11 +31,11 @@ class Native:
     pid: int
 
 
-abandoned: list[Native] = []  # engines whose requests never came back: their memory is never reused
+abandoned: list[Native] = []  # engines whose requests never ended: their memory is never reused
 
 
 def end(native: Native, timeout_s: float | None) -> bool:
-    """Stop an engine; whether it is over.  Does nothing in a forked child, which has none."""
+    """Stop an engine; returns whether its threads have ended. In a forked child it has none to stop."""
     if native.pid != os.getpid():
         return True
     end_s = None if timeout_s is None else time.monotonic() + timeout_s

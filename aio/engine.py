@@ -1,10 +1,9 @@
-"""An engine: reads and writes that run while Python does something else.
+"""An engine: reads and writes that run while Python does other work.
 
-[Note: who keeps the memory]
-The kernel writes into memory that Python could free.  So the engine's `in_flight` holds each request and the
-owner of its memory from before the submission until the request is seen to be over; the C side never touches
-a request after that (aio.h).  Whatever goes wrong in Python in between (a dropped completion, Ctrl-C
-anywhere), memory is kept too long and never too short.
+[Note: who keeps the memory] The kernel writes into memory that Python could free. Therefore `_in_flight`
+holds each request and the owner of its memory from before the submission until the request is known to have
+ended; the C code never touches a request after that (aio.h). Whatever happens in Python in between (a dropped
+completion, Ctrl-C anywhere), memory may be kept too long, but is never freed too early.
 """
 
 import errno
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 HANG_S = 60.0
-"""How long a request may take before the disk counts as hung, where nobody says otherwise."""
+"""The default number of seconds after which a request without a response means that the disk hangs."""
 
 _HUNG_CLOSE_S = 0.2
 _FIRST_ADDRESS, _END = 1, 1 << 63
@@ -52,18 +51,18 @@ _NO_COUNT = (1 << 64) - 1
 
 
 class IoEngine:
-    """Asynchronous file I/O; make one with `open_engine`.  All methods may be called from any thread.
+    """Asynchronous file I/O; open one with `open_engine`. All methods may be called from any thread.
 
     Attributes:
         kind: "io_uring", "threads" or "buffered".
-        reason: one sentence: why this kind, and why not those before it.
+        reason: one sentence that says why this kind was chosen, and not an earlier one of KINDS.
         direct: whether files are opened with O_DIRECT.
         depth: pieces in flight at once.
-        piece_nbytes: into pieces of how many bytes requests are split.
-        ring: how the ring learns of completions, one of RINGS; None without io_uring.
-        registered_nbytes: of the memory that `register` was given.
-        hang_s: after so many seconds without an answer a request's `wait` says that the disk hangs.
-        hung: whether it did. Then closing waits for nothing, and memory in flight is never reused.
+        piece_nbytes: the size of the pieces into which requests are split.
+        ring: the kind of ring, one of RINGS; None without io_uring.
+        registered_nbytes: registered bytes of the memory given to `register`.
+        hang_s: after so many seconds without a response, a request's `wait` reports that the disk hangs.
+        hung: whether it has. Closing then waits for nothing, and memory in flight is never reused.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class IoEngine:
         self.hang_s = HANG_S
         self.hung = False
         self._closed = False
-        # Guards _in_flight.  Reentrant: a garbage collection inside it may run a finalizer that comes here.
+        # Guards _in_flight. Reentrant: a garbage collection while it is held may run a finalizer taking it.
         self._lock = threading.RLock()
         self._in_flight: dict[int, InFlight] = {}
         self._keys = itertools.count()
@@ -97,19 +96,19 @@ class IoEngine:
     # Files
 
     def open_nameless(self, folder: Folder) -> File:
-        """Open a new file that has no name: its space returns the instant the process ends."""
+        """Open a new file without a name: the kernel frees its space when the process ends."""
         self._check()
         fd, path = files.open_nameless(folder, self._flags)
         return File(self, fd, path, direct=self.direct)
 
     def create_named(self, folder: Folder, name: str) -> File:
-        """Create `name` in a folder, 0600; FileExistsError if there is one."""
+        """Create `name` in a folder, mode 0600; FileExistsError if it exists."""
         self._check()
         fd, path = files.open_named(folder, name, self._flags | os.O_CREAT | os.O_EXCL)
         return File(self, fd, path, direct=self.direct)
 
     def open_named(self, folder: Folder, name: str) -> File:
-        """Open `name`, which exists and is no link, in a folder."""
+        """Open the existing file `name` in a folder; links are not followed."""
         self._check()
         fd, path = files.open_named(folder, name, self._flags)
         return File(self, fd, path, direct=self.direct)
@@ -121,20 +120,20 @@ class IoEngine:
     # Memory
 
     def register(self, address: int, nbytes: int, owner: object) -> None:
-        """Let io_uring hold the pages of memory that most requests will use; before the first of them.
+        """Register the memory of most requests with io_uring, before the first of them.
 
-        It then need not find and pin them for each request, some 40 % of its thread's CPU time. Other
-        engines do without, io_uring where it is refused; `reason` tells. 1 GiB at most is registered. `owner`
-        keeps the memory alive, and is held as long as the engine.
+        io_uring then keeps the pages pinned and need not pin them for each request, which is some 40 % of its
+        thread's CPU time. Other engines do nothing; if the kernel refuses, `reason` says so. At most 1 GiB is
+        registered. `owner` keeps the memory alive, and is held as long as the engine.
 
         Raises:
-            ValueError: the second time.
+            ValueError: memory has been registered before.
         """
         self._check()
         if self.ring is None:
             return
         if self._registered is not None:
-            raise ValueError(f"{self!r} was given memory to register already")
+            raise ValueError(f"{self!r} has registered memory already: call register once")
         self._registered = owner
         result = -self.library.aio_register(self.pointer, address, nbytes)
         self.registered_nbytes = 0 if result else min(nbytes, REGISTERED_NBYTES)
@@ -158,15 +157,17 @@ class IoEngine:
         """Start to read `nbytes` at `offset` of a file into memory at `address`.
 
         Args:
-            file: to read from.
+            file: the file to read from.
             offset: in the file, in bytes.
-            address: of the memory; writable and untouched by others until the request is over.
-            nbytes: how many bytes.
-            what: names the unit and field in errors.
-            owner: whatever keeps the memory alive; held until the request is over.
-            priority: which go first of the requests that wait.
-            more: others follow at once, the last without it: until then, or until somebody waits for any
-                of this engine's, it need not begin. Waking the engine takes longer than all else here.
+            address: of the memory; writable, and used by nothing else until the request has ended.
+            nbytes: bytes to read.
+            what: names the bytes in errors, such as the unit and field.
+            owner: the object that keeps the memory alive; held until the request has ended.
+            priority: the order among waiting requests.
+            more: further requests follow at once, the last without this flag. The request need not begin
+            before
+                that one, or before a thread waits for any request of this engine. This saves waking the
+                engine for each request, which is the largest cost of this call.
 
         Raises:
             ValueError: on a direct file, one of the three numbers is not whole blocks.
@@ -186,7 +187,7 @@ class IoEngine:
         priority: Priority = Priority.NORMAL,
         more: bool = False,
     ) -> Completion:
-        """Start to write `nbytes` from memory at `address` to a file at `offset`; as `read` otherwise."""
+        """Start to write `nbytes` from memory at `address` to a file at `offset`; otherwise like `read`."""
         flags = WRITE | priority | (MORE if more else 0)
         return self._submit(flags, file, offset, address, nbytes, what=what, owner=owner)
 
@@ -202,7 +203,7 @@ class IoEngine:
         self._in_flight[key] = InFlight(what, request, owner, file.descriptor)
         try:
             result = self.library.aio_submit(self.pointer, request, file.fd, flags, address, offset, nbytes)
-        except BaseException:  # Ctrl-C, before or after the call did its work
+        except BaseException:  # Ctrl-C, before or after the call took effect
             if request.state == IDLE:
                 self.release(key)
             raise
@@ -224,10 +225,10 @@ class IoEngine:
     # Waiting
 
     def wait_any(self, completions: Sequence[Completion], timeout_s: float | None = None) -> Completion:
-        """Wait until one of several requests is over, and give it; its own `wait` says how it ended.
+        """Wait until one of several requests has ended, and return it; its `wait` raises its error.
 
         Raises:
-            IoTimeoutError: none is after `timeout_s` seconds.
+            IoTimeoutError: none has ended after `timeout_s` seconds.
         """
         self._check_process()
         if not completions:
@@ -243,10 +244,10 @@ class IoEngine:
                 self._raise_if_broken()
 
     def drain(self, timeout_s: float | None = None) -> None:
-        """Wait until nothing is in flight; errors are left to the completions they belong to.
+        """Wait until nothing is in flight; errors are raised by the completions' own `wait`.
 
         Raises:
-            IoTimeoutError: something still is after `timeout_s` seconds.
+            IoTimeoutError: requests are still in flight after `timeout_s` seconds.
         """
         self._check_process()
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -257,7 +258,7 @@ class IoEngine:
         self._release_all()
 
     def hangs(self, what: str) -> IoTimeoutError:
-        """Take note that the disk does not answer `what`, and return the error that says so."""
+        """Record that the disk does not respond to `what`, and return the error that says so."""
         self.hung = True
         with self._lock:
             entries = list(self._in_flight.values())
@@ -279,7 +280,7 @@ class IoEngine:
                 (key, entry) for key, entry in self._in_flight.items() if entry.descriptor is descriptor
             ]
         for key, entry in entries:
-            # One whose submission fails meanwhile is never done, but is let go of.
+            # A request whose submission fails meanwhile never ends, but is released.
             while key in self._in_flight:
                 result = self.library.aio_wait(self.pointer, entry.request, SLICE_MS)
                 if result < 0:
@@ -300,27 +301,27 @@ class IoEngine:
         if result < 0:
             raise IoEngineFailedError.of_engine(-result)
 
-    # Letting go of memory
+    # Releasing memory
 
     def release(self, key: int) -> None:
-        """Let go of the owner of a request that is over."""
+        """Release the owner of a request that has ended."""
         if key not in self._in_flight:
             return
         if self.pid != os.getpid():
-            return  # whoever held the lock when this process was forked holds it for ever
+            return  # in a forked child the lock may be held for ever
         with self._lock:
             entry = self._in_flight.pop(key, None)
-        del entry  # only now: an owner's finalizer may do anything
+        del entry  # outside the lock, because an owner's finalizer may run any code
 
     def _release_oldest(self) -> None:
-        """Let go of the oldest requests if they are over: their completions may have been dropped.
+        """Release the oldest requests if they have ended: their completions may have been dropped.
 
-        Requests end about in the order they began: of those that are waited for, this sees one in flight.
+        Requests end roughly in the order in which they began, so usually this looks at one request only.
         """
         while True:
             with self._lock:
                 key, entry = next(iter(self._in_flight.items()), (0, None))
-            # Most are not, and a plain look says so without a call into C.
+            # Most have not, and reading the state directly saves a call into C.
             if entry is None or entry.request.state == IN_FLIGHT or not self.library.aio_done(entry.request):
                 return
             self.release(key)
@@ -335,7 +336,7 @@ class IoEngine:
     # Life
 
     def statistics(self) -> EngineStatistics:
-        """Count what was done so far, and let go of what is over."""
+        """Return the counts so far; releases requests that have ended."""
         self._check_process()
         self._release_all()
         return EngineStatistics.of(self.library, self.pointer)
@@ -345,7 +346,7 @@ class IoEngine:
         self.hang_s = seconds
 
     def close(self) -> None:
-        """Finish all requests, then end the engine's threads.  A second call does nothing."""
+        """Finish all requests, then end the engine's threads. A second call does nothing."""
         if self._closed or self.pid != os.getpid():
             return
         over = end(self._native, _HUNG_CLOSE_S if self.hung else None)

@@ -1,4 +1,4 @@
-"""What can go wrong with a file or an engine, in words: what, where, numbers, likely cause, cure."""
+"""The errors of files and engines. Their texts say what, where, numbers, likely cause and cure."""
 
 import errno
 import os
@@ -8,14 +8,14 @@ from infinity.aio.library import BLOCK, END_OF_FILE
 
 
 class Advice(NamedTuple):
-    """Why an errno usually happens here, and what helps."""
+    """The usual cause of an errno, and what to do about it."""
 
     cause: str
     cure: str
 
 
 STARTING, TRYING = "starting it", "a trial write and read"
-"""The steps at which an engine may turn out not to be available."""
+"""The steps of opening an engine, at which it may fail."""
 
 _UNKNOWN = Advice("unknown; the system's log may say more", "look at `dmesg`")
 
@@ -37,9 +37,9 @@ _OF_REQUESTS = {
         f"the device wants larger alignment than {BLOCK} B, or the file system refuses O_DIRECT here",
         "INFINITY_AIO=buffered",
     ),
-    errno.EBADF: Advice("the file was closed by someone else", "close files only through File.close"),
+    errno.EBADF: Advice("other code closed the file", "close files only through File.close"),
     errno.EFAULT: Advice(
-        "the memory was given back before the request was done, or is not readable",
+        "the memory was freed before the request ended, or is not readable",
         "pass whatever holds the memory as `owner`",
     ),
     errno.ENOMEM: Advice("the kernel is out of memory", "lower `host_memory`, or the engine's depth"),
@@ -86,14 +86,14 @@ _OF_ENGINES = {
 
 
 def name_of(number: int) -> str:
-    """Put an errno in words, its symbol in brackets."""
+    """Describe an errno, with its symbol in parentheses."""
     if number == END_OF_FILE:
         return "end of file"
     return f"{os.strerror(number)} ({errno.errorcode.get(number, number)})"
 
 
 def why_not_registered(number: int) -> str:
-    """Say why a ring could not hold memory, and what helps."""
+    """Describe why memory could not be registered, and what to do about it."""
     cures = {
         errno.ENOMEM: "RLIMIT_MEMLOCK is too low for it; `ulimit -l` higher",
         errno.ENOTSUP: "Linux 5.13 or newer could",
@@ -102,7 +102,7 @@ def why_not_registered(number: int) -> str:
 
 
 class _DetailedError(OSError):
-    """An OSError whose text is its whole message: `[Errno 5]` in front of a paragraph helps nobody."""
+    """An OSError whose text is its whole message, without `[Errno 5]` in front."""
 
     def __str__(self) -> str:
         return str(self.strerror)
@@ -117,8 +117,8 @@ class IoError(_DetailedError):
         offset: in bytes, in the file, where the request starts.
         nbytes: of the request.
         failed_at: in bytes, in the file, where the first failure was.
-        what: the unit and field that the caller named.
-        cause: the likely one.
+        what: the caller's name of the bytes, such as the unit and field.
+        cause: the likely cause.
         cure: what to try.
     """
 
@@ -136,8 +136,8 @@ class IoError(_DetailedError):
         """Compose the error of one request; `number` is an errno or END_OF_FILE."""
         if number == END_OF_FILE:
             advice = Advice(
-                "the file is shorter than what was asked for: never written, or cut by someone",
-                "allocate and write before reading; let nobody else touch the file",
+                "the file is shorter than the request: it was never written there, or was truncated",
+                "allocate and write before reading; let no other program change the file",
             )
         else:
             advice = _OF_REQUESTS.get(number, _UNKNOWN)
@@ -155,14 +155,14 @@ class IoError(_DetailedError):
 
 
 class IoTimeoutError(_DetailedError, TimeoutError):
-    """A request was not done within the time given to `wait`.
+    """A request did not end within the time given to `wait`.
 
     It is still in flight: its memory stays with the engine until the kernel is done with it.
     """
 
     @classmethod
     def of_hang(cls, what: str, seconds: float, in_flight: "list[str]") -> "IoTimeoutError":
-        """Compose the error of a disk that does not answer; `in_flight` are the requests it has."""
+        """Compose the error of a disk that does not respond. in_flight: its pending requests."""
         shown = in_flight[:8] + ([f"and {len(in_flight) - 8} more"] if len(in_flight) > 8 else [])
         return cls(
             errno.ETIMEDOUT,
@@ -170,23 +170,23 @@ class IoTimeoutError(_DetailedError, TimeoutError):
             f"  in flight: {'; '.join(shown)}\n"
             "  likely cause: the drive, or the network behind the file system, hangs, or the file system is "
             "frozen (fsfreeze)\n"
-            "  try: look at `dmesg`; a larger INFINITY_IO_TIMEOUT, in seconds, where the drive is only slow",
+            "  try: look at `dmesg`; a larger INFINITY_IO_TIMEOUT, in seconds, if the drive is only slow",
         )
 
 
 class StorageFullError(_DetailedError):
-    """A file system has no room for what was to be allocated.
+    """A file system has too little space for an allocation.
 
     Attributes:
-        needed: in bytes, what was asked for.
-        free: in bytes, what is available to this user there.
+        needed: bytes of the allocation.
+        free: bytes available to this user there.
     """
 
     needed: int = 0
     free: int = 0
 
     def with_sizes(self, *, needed: int, free: int) -> "StorageFullError":
-        """Note the bytes that were asked for, and those that are available; return the error."""
+        """Set the bytes that are needed and free; return the error."""
         self.needed, self.free = needed, free
         return self
 
@@ -196,7 +196,7 @@ class StorageFullError(_DetailedError):
         advice = _OF_REQUESTS[number]
         cause = "other data fills the file system" if number == errno.ENOSPC else advice.cause
         cure = "free space there, or let `nvme` name another drive" if number == errno.ENOSPC else advice.cure
-        short = f", {needed - free} B short" if needed > free else ""  # a quota leaves room to others
+        short = f", {needed - free} B short" if needed > free else ""  # with a quota there may be enough
         error = cls(
             number,
             f"allocating {needed} B: {name_of(number)}\n"
@@ -216,7 +216,7 @@ class EngineUnavailableError(_DetailedError):
 
     @classmethod
     def of_kind(cls, kind: str, number: int, doing: str, path: str) -> "EngineUnavailableError":
-        """Compose the error of one kind of engine; `doing` says at which step it failed."""
+        """Compose the error of one kind of engine. doing: the step that failed."""
         starting = doing == STARTING
         advice = (_OF_ENGINES if starting or number == errno.EINVAL else _OF_REQUESTS).get(number, _UNKNOWN)
         error = cls(
@@ -232,14 +232,15 @@ class EngineUnavailableError(_DetailedError):
 
 
 class IoEngineFailedError(_DetailedError):
-    """The engine broke while it was running.
+    """The engine failed while it was running.
 
-    What was not started has failed; what the kernel had is in flight for ever, its memory never reused.
+    Requests that had not started have failed. Those that the kernel had are in flight for ever, and their
+    memory is never reused.
     """
 
     @classmethod
     def of_engine(cls, number: int) -> "IoEngineFailedError":
-        """Compose the error."""
+        """Compose the error from an errno."""
         return cls(number, f"the I/O engine failed: {name_of(number)}\n  try: look at `dmesg`; start again")
 
 

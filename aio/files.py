@@ -1,10 +1,9 @@
-"""Files that are nobody else's: nameless by default, 0600, opened relative to a folder.
+"""Private files: nameless by default, mode 0600, opened relative to a folder.
 
-[Note: nameless files]
-A file without a name cannot be opened, deleted or planted by anybody else, and its space returns the instant
-the process dies.  A forked child would keep the space as long as it lives, so there the files are closed at
-once; it could not use them anyway.  Where the file system has no O_TMPFILE (NFS), a file is created under a
-random name and unlinked at once.
+[Note: nameless files] No other process can open, delete or replace a file without a name, and the kernel
+frees its space when the process ends. A forked child would keep the space for as long as it lives, so the
+files are closed in the child at once; it could not use them anyway. On file systems without O_TMPFILE (NFS),
+a file is created under a random name and unlinked at once.
 """
 
 import contextlib
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 Folder = int | str | os.PathLike[str]
 """A folder: its path, or a descriptor of it."""
 
-_ALLOCATION_NBYTES = 1 << 30  # per system call, so that Ctrl-C is noticed in between
+_ALLOCATION_NBYTES = 1 << 30  # per system call, so that Ctrl-C works in between
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 
@@ -44,30 +43,30 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Descriptor:
-    """An open file's number, closed when neither its File nor a request in flight needs it any more."""
+    """An open file's descriptor, closed when neither its File nor a request in flight needs it any more."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.close = weakref.finalize(self, os.close, fd)
-        # At exit requests may be in flight, and a number that is free again may become another file's.
+        # At exit requests may be in flight, and a closed descriptor's number may be reused for another file.
         self.close.atexit = False
         _descriptors.add(self)
 
 
 class Waiter(Protocol):
-    """What a file needs of its engine."""
+    """The part of an engine that its files use."""
 
     def wait_for_file(self, file: "File") -> None:
-        """Return when no request to `file` is under way."""
+        """Wait until no request to `file` is in flight."""
 
 
 class File:
     """An open file that an engine reads and writes.
 
     Attributes:
-        path: for messages.
-        descriptor: its number's owner, which requests in flight keep open.
-        direct: opened with O_DIRECT, so that address, offset and nbytes must be whole blocks.
+        path: its path, for messages.
+        descriptor: its descriptor, which requests in flight keep open.
+        direct: whether it was opened with O_DIRECT; address, offset and nbytes must then be whole blocks.
     """
 
     def __init__(self, engine: "Waiter", fd: int, path: str, *, direct: bool) -> None:
@@ -93,13 +92,14 @@ class File:
         return os.fstat(self.fd).st_size
 
     def allocate(self, offset: int, nbytes: int) -> None:
-        """Reserve real blocks for `nbytes` at `offset`, so that writing there cannot find the disk full.
+        """Reserve blocks on the disk for `nbytes` at `offset`, so that later writes there cannot find it
+        full.
 
         Raises:
-            StorageFullError: there is no room; what this call had reserved is given back.
+            StorageFullError: there is too little space; blocks that this call had reserved are freed.
         """
         size, position, end = self.nbytes, offset, offset + nbytes
-        # What certainly does not fit is refused before it fills the file system, if only for a moment.
+        # Refuse what cannot fit at once, without filling the file system even for a moment.
         if end - max(size, offset) > self._free(reserved=True):
             self._refuse(errno.ENOSPC, offset, nbytes)
         while position < end:
@@ -116,9 +116,9 @@ class File:
         return None
 
     def _extend(self, end: int) -> None:
-        """Make room where blocks cannot be reserved: look whether they are there, and set the size.
+        """Grow a file whose file system cannot reserve blocks: check the free space, and set the size.
 
-        Writing zeros instead would reserve nothing on the file systems concerned, which copy on write.
+        Writing zeros would reserve nothing on such file systems, which copy on write.
         """
         needed = end - self.nbytes
         if needed <= 0:
@@ -138,15 +138,15 @@ class File:
         )
 
     def _free(self, *, reserved: bool = False) -> int:
-        """Free space in bytes, with or without what is kept back for root."""
+        """Return the free space in bytes, with or without the space reserved for root."""
         status = os.fstatvfs(self.fd)
         return (status.f_bfree if reserved else status.f_bavail) * status.f_frsize
 
     def sync(self) -> None:
-        """Flush what was written to the drive; a failure is final, because a second try would lie.
+        """Flush written data to the drive. A failure is final: a second call would succeed without the data.
 
         Raises:
-            IoError: the kernel could not write something, and has forgotten what.
+            IoError: the kernel could not write some of the data, and does not keep it.
         """
         try:
             os.fdatasync(self.fd)
@@ -156,7 +156,7 @@ class File:
             ) from error
 
     def close(self) -> None:
-        """Close the file once the requests on it are over; a second call does nothing."""
+        """Close the file once the requests on it have ended; a second call does nothing."""
         self._engine.wait_for_file(self)
         self.descriptor.close()
 
@@ -175,7 +175,7 @@ class File:
 
 @contextlib.contextmanager
 def opened_folder(folder: Folder) -> Iterator[tuple[int, str]]:
-    """Give a folder's descriptor and its path for messages; close the first if it was opened here."""
+    """Yield a folder's descriptor and its path for messages; close the descriptor if it was opened here."""
     if isinstance(folder, int):
         try:
             path = str(Path(f"/proc/self/fd/{folder}").readlink())
@@ -191,7 +191,7 @@ def opened_folder(folder: Folder) -> Iterator[tuple[int, str]]:
 
 
 def open_nameless(folder: Folder, flags: int) -> tuple[int, str]:
-    """Open a new file without a name; give its descriptor and a path for messages."""
+    """Open a new file without a name; return its descriptor and a path for messages."""
     flags |= os.O_RDWR | os.O_CLOEXEC
     with opened_folder(folder) as (folder_fd, path):
         try:
@@ -209,7 +209,7 @@ def _create_and_unlink(folder_fd: int, flags: int) -> int:
     try:
         return os.open(name, flags, 0o600, dir_fd=folder_fd)
     finally:
-        # Also after a failure: a file system that refuses O_DIRECT does so when the name is already there.
+        # Also after a failure: a file system that refuses O_DIRECT does so after creating the name.
         with contextlib.suppress(OSError):
             os.unlink(name, dir_fd=folder_fd)
 

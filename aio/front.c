@@ -1,10 +1,10 @@
 /* The front of both engines: the queue of requests, their completion, and waiting for it.
  *
  * [Note: when a request is done]
- * A request is cut into pieces as the backend has room for them.  Only the head of a queue is ever
- * cut, so a request that is partly cut is the head of its queue.  After an error the rest of the
- * request is not cut any more, but the request is done only when its last piece is back: until
- * then the kernel may still write to its memory. */
+ * A request is cut into pieces as the backend has capacity for them.  Only the head of a queue is cut,
+ * so a partly cut request is the head of its queue.  After an error the rest of the request is not
+ * cut any more, but the request is done only when its last piece has returned: until then the kernel
+ * may still write to its memory. */
 #define _GNU_SOURCE
 #include "internal.h"
 
@@ -26,8 +26,8 @@ static struct queue *queue_of(struct aio_engine *engine, const struct aio_reques
     return request->flags & AIO_BEHIND ? &engine->behind : &engine->normal;
 }
 
-/* The queue whose turn it is.  Those behind get their share, else a steady stream of prefetches
- * would hold up the writes whose memory it waits for, and a drive that reads and writes at the same
+/* The next queue to serve.  Requests behind get their share: otherwise a steady stream of prefetches
+ * would delay the writes for whose memory it waits, and a drive that can read and write at the same
  * time would do one after the other. */
 static struct queue *next_queue(struct aio_engine *engine) {
     if (engine->urgent.head) return &engine->urgent;
@@ -80,7 +80,7 @@ static void complete(struct aio_engine *engine, struct aio_request *request) {
     statistics->finished++;
     if (request->error) statistics->failed++;
     request->ended_ns = monotonic_ns();
-    /* Wake only who asked for this: one wake-up per request would cost more than small requests. */
+    /* Wake only threads that wait for this: a wake-up per request would cost more than small requests. */
     bool wake = request->awaited || engine->change_waiters ||
                 (engine->idle_waiters && statistics->in_flight == 0);
     __atomic_store_n(&request->state, AIO_DONE, __ATOMIC_RELEASE);
@@ -99,7 +99,7 @@ void front_finish(struct aio_engine *engine, const struct piece *piece) {
     else
         statistics->bytes_read += piece->moved_nbytes;
     request->pieces_in_flight--;
-    /* Of several failures the first one in the file is told, whichever came back first. */
+    /* Of several failures report the first one in the file, in whatever order they returned. */
     if (piece->error && (!request->error || piece->offset < request->error_offset)) {
         request->error = piece->error;
         request->error_offset = piece->offset;
@@ -110,7 +110,7 @@ void front_finish(struct aio_engine *engine, const struct piece *piece) {
         complete(engine, request);
 }
 
-/* The backend cannot go on.  What it never started fails; what the kernel has stays in flight. */
+/* The backend cannot continue.  Requests not started fail; those in the kernel stay in flight. */
 void front_break(struct aio_engine *engine, int error) {
     engine->failure = error;
     struct queue *queues[] = {&engine->urgent, &engine->normal, &engine->behind};
@@ -134,7 +134,7 @@ bool front_is_drained(const struct aio_engine *engine) {
 
 /* ---- submission ----------------------------------------------------------------------------- */
 
-/* With the lock held, so that wake_fd is still ours: the backend cannot end without the lock. */
+/* Needs the lock, so that wake_fd is still open: the backend cannot end without the lock. */
 static void wake_backend(struct aio_engine *engine, bool everyone) {
     engine->unannounced = false;
     if (engine->sleeping) {
@@ -173,8 +173,8 @@ int32_t aio_submit(struct aio_engine *engine, struct aio_request *request, int32
     pthread_mutex_lock(&engine->lock);
     int32_t rc = engine->failure ? -engine->failure : engine->stopping ? -ESHUTDOWN : 0;
     if (rc == 0) {
-        /* `state` and `awaited` are not reset: other threads may look at, or wait for, a request
-         * from the moment its memory is zeroed. */
+        /* `state` and `awaited` are not reset: other threads may read, or wait for, a request as soon
+         * as its memory is zeroed. */
         request->address = address;
         request->offset = offset;
         request->nbytes = nbytes;
@@ -205,7 +205,8 @@ int32_t aio_done(const struct aio_request *request) {
 
 /* ---- waiting -------------------------------------------------------------------------------- */
 
-/* Before every wait, with the lock held: who submitted with AIO_MORE may not have come further. */
+/* Before every wait, with the lock held: a request with AIO_MORE may not have been followed yet by
+ * one without. */
 static void announce(struct aio_engine *engine) {
     if (engine->unannounced) wake_backend(engine, true);
 }

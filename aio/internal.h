@@ -1,4 +1,4 @@
-/* What front.c, piece.c and the two backends share.  Python never sees this. */
+/* Declarations shared by front.c, piece.c, life.c and the two backends; not visible to Python. */
 #ifndef INFINITY_AIO_INTERNAL_H
 #define INFINITY_AIO_INTERNAL_H
 #include "aio.h"
@@ -7,15 +7,15 @@
 #include <stdbool.h>
 #include <time.h>
 
-/* A part of a request, at most piece_nbytes long: what one system call moves. */
+/* A part of a request, at most piece_nbytes long, moved by one system call. */
 struct piece {
     struct aio_request *request;
     uint64_t address;
     uint64_t offset;
-    uint64_t nbytes; /* what is left to move */
+    uint64_t nbytes; /* left to move */
     uint64_t moved_nbytes;
-    uint64_t attempt_nbytes; /* asked of the kernel this time; 0: nothing, a fault stands in */
-    uint64_t ready_ns;       /* monotonic: not to be retried before */
+    uint64_t attempt_nbytes; /* of this attempt's system call; 0: none, a fault replaces it */
+    uint64_t ready_ns;       /* monotonic: the earliest time of a retry */
     uint32_t attempts_without_progress;
     uint32_t retries;
     uint32_t continued;
@@ -27,8 +27,8 @@ struct piece {
 
 enum step {
     STEP_DONE,  /* nothing is left */
-    STEP_AGAIN, /* submit what is left, now */
-    STEP_LATER, /* submit what is left, not before ready_ns */
+    STEP_AGAIN, /* submit the rest now */
+    STEP_LATER, /* submit the rest, not before ready_ns */
     STEP_FAILED /* piece->error says why */
 };
 
@@ -37,12 +37,12 @@ struct queue {
     struct aio_request *tail;
 };
 
-/* Memory that the ring's thread registers, as nobody else may (SINGLE_ISSUER). */
+/* Memory to register; only the ring's thread may do so (SINGLE_ISSUER). */
 struct memory {
     uint64_t address;
     uint64_t nbytes;
-    bool asked; /* and not yet answered */
-    int error;  /* errno: the answer */
+    bool asked; /* a request to register it is pending */
+    int error;  /* errno: the outcome */
 };
 
 struct injection {
@@ -58,19 +58,19 @@ struct aio_engine {
     struct queue urgent;
     struct queue normal;
     struct queue behind;
-    uint32_t preferred; /* pieces of normal taken in a row while others waited behind */
+    uint32_t preferred; /* pieces of normal taken in a row while requests behind waited */
     struct aio_statistics statistics;
     uint32_t change_waiters; /* threads in aio_wait_change */
     uint32_t idle_waiters;   /* threads in aio_wait_idle, aio_stopped and aio_open */
-    uint32_t idle_workers;   /* threads: those with nothing to do */
+    uint32_t idle_workers;   /* threads: workers that wait for a piece */
     uint32_t running;        /* backend threads alive */
-    bool sleeping;           /* io_uring: the ring's thread wants a wake-up when work comes */
-    bool unannounced;        /* there may be requests that the backend was not woken for: AIO_MORE */
+    bool sleeping;           /* io_uring: the ring's thread must be woken for new work */
+    bool unannounced;        /* AIO_MORE: the backend may not know of some requests yet */
     bool stopping;
     bool held;
     bool started;    /* io_uring: the ring is up, or start_error says why not */
     int start_error; /* errno */
-    int failure;     /* errno: the backend is of no use any more */
+    int failure;     /* errno: the backend has failed for good */
     int wake_fd;     /* io_uring: an eventfd; else -1 */
     struct memory memory;
     uint32_t n_threads;
@@ -86,7 +86,7 @@ void front_finish(struct aio_engine *engine, const struct piece *piece);
 void front_break(struct aio_engine *engine, int error);
 bool front_is_drained(const struct aio_engine *engine);
 
-/* piece.c: call these without. */
+/* piece.c: call these without the lock. */
 void piece_begin(struct aio_engine *engine, struct piece *piece);
 int64_t piece_result(const struct piece *piece, int64_t result);
 enum step piece_advance(struct piece *piece, int64_t result);

@@ -17,23 +17,23 @@ SLICE_MS = 100
 KIND_IO_URING, KIND_THREADS = 1, 2
 WRITE, ALIGNED, MORE = 1, 4, 16
 RINGS = ("defer", "coop", "plain")
-"""How a ring learns of completions, the cheapest first; aio.h counts them from 1."""
+"""Kinds of rings, by how they learn of completions, the cheapest first; aio.h numbers them from 1."""
 IDLE, IN_FLIGHT = 0, 1
 REGISTERED_NBYTES = 1 << 30
 END_OF_FILE = 4096
 
 
 class Priority(enum.IntEnum):
-    """Which of the requests that wait an engine starts first; among equals the oldest.
+    """The order in which an engine starts waiting requests; among equals, the oldest first.
 
     The values are aio.h's flags.
     """
 
     URGENT = 2
-    """Somebody waits for it: before all others."""
+    """Before all others: a thread waits for it."""
     NORMAL = 0
     BEHIND = 8
-    """Nobody waits for it: after all others, but one piece in four, so that these requests never stop."""
+    """After all others, except for one piece in four, so that these requests keep making progress."""
 
 
 CData = Any

@@ -1,9 +1,9 @@
-/* An engine's beginning and end.
+/* Start and end of an engine.
  *
  * [Note: stop, join, free]
- * Three steps, because three different things have to be over: the requests (stop), the backend's
- * threads (join) and the calls of other Python threads that may still be inside aio_wait (free,
- * which Python calls when nobody refers to the engine any more). */
+ * There are three steps because three different things must end: the requests (stop), the backend's
+ * threads (join) and calls of other Python threads that may still be inside aio_wait (free, which
+ * Python calls when the last reference to the engine is gone). */
 #define _GNU_SOURCE
 #include "internal.h"
 
@@ -25,7 +25,7 @@ int32_t aio_has_io_uring(void) {
 static int check(const struct aio_options *options) {
     bool known = options->kind == AIO_IO_URING || options->kind == AIO_THREADS;
     if (!known || options->depth == 0 || options->threads == 0) return EINVAL;
-    /* One system call moves at most 2 GiB less a page. */
+    /* One system call moves at most 2 GiB minus a page. */
     uint32_t piece_nbytes = options->piece_nbytes;
     if (piece_nbytes == 0 || piece_nbytes % AIO_BLOCK || piece_nbytes > 1u << 30) return EINVAL;
     if (options->ring > AIO_RING_PLAIN) return EINVAL;
@@ -43,7 +43,7 @@ static void init_conditions(struct aio_engine *engine) {
     pthread_condattr_destroy(&monotonic);
 }
 
-/* Signals belong to Python's main thread: a Ctrl-C taken here would wake nobody. */
+/* With all signals blocked: they are for Python's main thread, which a Ctrl-C taken here would not wake. */
 static int start_threads(struct aio_engine *engine, void *(*body)(void *)) {
     sigset_t all, before;
     sigfillset(&all);
@@ -62,7 +62,7 @@ static int start_threads(struct aio_engine *engine, void *(*body)(void *)) {
     return error;
 }
 
-/* The ring is made by the thread that uses it (SINGLE_ISSUER): wait for the outcome. */
+/* Waits for the ring, which is created by the thread that uses it (SINGLE_ISSUER). */
 static int ring_outcome(struct aio_engine *engine) {
     pthread_mutex_lock(&engine->lock);
     while (!engine->started) pthread_cond_wait(&engine->finished, &engine->lock);
@@ -146,8 +146,8 @@ int32_t aio_join(struct aio_engine *engine) {
     return 0;
 }
 
-/* Only memory.  With threads not joined (in a forked child they look so for ever) it is left
- * behind: neither lock, ring nor thread may be touched there, and a living thread needs it here. */
+/* Frees memory only, and none if threads are not joined: a living thread still needs it.  (In a forked
+ * child threads never look joined, and neither lock, ring nor threads may be used.) */
 void aio_free(struct aio_engine *engine) {
     if (engine->n_threads) return;
     free(engine->threads);

@@ -1,4 +1,4 @@
-"""A stream of requests through an engine, and what it took: bytes, seconds, CPU time, latencies."""
+"""Measures a stream of requests through an engine: bytes, seconds, latencies."""
 
 import os
 import time
@@ -19,31 +19,31 @@ _NOISE_NBYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class RequestStream:
-    """What is asked of an engine, again and again, in the order of the file."""
+    """A repeated stream of requests, sequential in the file."""
 
     verb: str
-    """READ; WRITE; or MIXED, in turn: reads from the first half of the file, writes to the second."""
+    """READ; WRITE; or MIXED: reads from the first half of the file, alternating with writes to the second."""
     request_nbytes: int
     in_flight: int
-    """Requests that are submitted and not yet waited for."""
+    """Requests submitted and not yet waited for."""
     together: int = 1
-    """Requests that are waited for at once, when so many are in flight: to wake up a sleeping thread costs as
-    much as several requests. What is left in flight has to keep the engine busy.
-    """
+    """Requests to wait for at once when `in_flight` is reached, since waking a sleeping thread costs as much
+    as
+    several requests. The rest must keep the engine busy."""
     read_percent: int = 50
-    """Of MIXED requests, that are reads; they are spread evenly."""
+    """The percentage of reads among MIXED requests, spread evenly."""
 
     def verb_of(self, count: int) -> str:
-        """Return what request number `count` does, READ or WRITE."""
+        """Return the verb of request number `count`, READ or WRITE."""
         if self.verb != MIXED:
             return self.verb
         before, with_it = (-(-number * self.read_percent // 100) for number in (count, count + 1))
         return READ if with_it > before else WRITE
 
     def memory(self, *, huge: bool = True) -> AlignedMemory:
-        """Return memory for it, filled with noise, for zeros cost some drives nothing.
+        """Return memory for it, filled with random bytes, because some drives write zeros for free.
 
-        Each request in flight has its own, up to 64 MiB; beyond that they share it, for nobody reads it.
+        Each request in flight has memory of its own, up to 64 MiB in total; beyond that requests share it.
         """
         each = max(self.request_nbytes, 1)
         slots = max(1, min(self.in_flight, _MEMORY_NBYTES // each))
@@ -57,13 +57,13 @@ class RequestStream:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What a stream came to."""
+    """The result of a stream."""
 
     nbytes: int
     wall_s: float
-    """From the first submission until the last request was over."""
+    """From the first submission to the end of the last request."""
     latencies_s: Sequence[float]
-    """Of each request, from its acceptance until it was over, by the engine's own clock."""
+    """Of each request, from its acceptance to its end, by the engine's clock."""
 
 
 def move(
@@ -76,7 +76,7 @@ def move(
     seconds: float,
     at_most: int = 1 << 62,
 ) -> Moved:
-    """Move a stream over the first `nbytes` of a file, again and again, for `seconds` or `at_most` bytes.
+    """Move a stream over the first `nbytes` of a file, repeatedly, for `seconds` or `at_most` bytes.
 
     Raises: ValueError for a request larger than the file (MIXED: than half of it); IoError.
     """
@@ -92,7 +92,7 @@ def move(
     latencies_s: list[float] = []
 
     def finish(count: int) -> None:
-        pending[count - 1].wait()  # asleep once, as requests end about in the order in which they began
+        pending[count - 1].wait()  # one sleep, as requests end roughly in the order in which they began
         for oldest in (pending.popleft() for _ in range(count)):
             oldest.wait()
             latencies_s.append((oldest.ended_s or 0.0) - oldest.began_s)

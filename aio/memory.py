@@ -1,7 +1,7 @@
-"""Memory that O_DIRECT takes: whole pages, aligned.
+"""Memory for O_DIRECT: whole, aligned pages.
 
-Huge pages where there is room for one, as the training's pools have them: pinning and mapping every page of a
-request is most of what direct I/O costs the CPU, and 2 MiB are then one page instead of 512.
+It uses huge pages if it is large enough for one, as the pools of training do. Pinning and mapping the pages
+of a request is most of the CPU time of direct I/O, and 2 MiB are then one page instead of 512.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ _HUGE_NBYTES = 2 << 20
 
 
 class AlignedMemory:
-    """Anonymous pages, zero at first.  For trials, measurements and tests; the engine's pools are elsewhere.
+    """Anonymous pages, zero at first, for trials, measurements and tests; training has pools of its own.
 
     Attributes:
         address: of the first byte.
@@ -23,7 +23,7 @@ class AlignedMemory:
     def __init__(self, nbytes: int, *, huge: bool = True) -> None:
         self._pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if huge and nbytes >= _HUGE_NBYTES:
-            with contextlib.suppress(OSError):  # a kernel without them
+            with contextlib.suppress(OSError):  # a kernel without huge pages
                 self._pages.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._pages)
         self.address = int(ffi.cast("uintptr_t", ffi.from_buffer(self._pages)))

@@ -1,4 +1,4 @@
-/* A piece's way through results: what one attempt asks for, and what its result means. */
+/* The attempts of a piece: what one attempt asks for, and what its result means. */
 #define _GNU_SOURCE
 #include "internal.h"
 
@@ -7,8 +7,8 @@
 
 enum {
     MAX_RETRIES = 20,   /* of EINTR and EAGAIN without progress: 0.1 s with the pauses below */
-    MAX_STALLS = 3,     /* of transfers shorter than a block: a file that ends inside one */
-    PROMPT_RETRIES = 2, /* without a pause */
+    MAX_STALLS = 3,     /* of transfers shorter than a block, as at a file's end inside a block */
+    PROMPT_RETRIES = 2, /* the first ones, without a pause */
     FIRST_PAUSE_NS = 50000,
     MAX_PAUSE_NS = 10000000,
     FAULT_DELAY_NS = 20000000
@@ -21,7 +21,7 @@ uint64_t monotonic_ns(void) {
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-/* No wait exceeds a slice, whatever the caller asks: Python sees Ctrl-C only between calls. */
+/* No wait exceeds a slice, whatever the timeout: Python handles Ctrl-C only between calls. */
 struct timespec deadline_after(uint32_t timeout_ms) {
     if (timeout_ms > AIO_SLICE_MS) timeout_ms = AIO_SLICE_MS;
     uint64_t ns = monotonic_ns() + (uint64_t)timeout_ms * 1000000u;
@@ -33,7 +33,7 @@ static uint64_t block_of(const struct piece *piece) {
     return piece->request->flags & AIO_ALIGNED ? AIO_BLOCK : 1;
 }
 
-/* Find the fault meant for this attempt, if there is one, and forget it. */
+/* Finds and removes the fault for this attempt, if there is one. */
 static bool take_injection(struct aio_engine *engine, int32_t *result) {
     bool found = false;
     pthread_mutex_lock(&engine->lock);
@@ -51,7 +51,7 @@ static bool take_injection(struct aio_engine *engine, int32_t *result) {
     return found;
 }
 
-/* Decide what the next attempt asks the kernel for. */
+/* Decides how many bytes the next attempt asks for. */
 void piece_begin(struct aio_engine *engine, struct piece *piece) {
     piece->attempt_nbytes = piece->nbytes;
     piece->injected = false;
@@ -60,13 +60,13 @@ void piece_begin(struct aio_engine *engine, struct piece *piece) {
     if (!piece->injected || piece->injected_result == AIO_FAULT_FLIP) return;
     uint64_t wanted = piece->injected_result > 0 ? (uint64_t)piece->injected_result : 0;
     if (piece->injected_result == AIO_FAULT_TORN) wanted = piece->nbytes / 2;
-    /* O_DIRECT moves whole blocks only, so a count inside a block is moved up to its end: the rest
-     * is then moved twice, which is what the caller of a kernel that counts so must do as well. */
+    /* O_DIRECT moves whole blocks only, so a count inside a block is rounded up to its end.  The rest
+     * of that block is then moved twice, as it would be after such a count from the kernel. */
     wanted = (wanted + block_of(piece) - 1) / block_of(piece) * block_of(piece);
     if (wanted < piece->nbytes) piece->attempt_nbytes = wanted;
 }
 
-/* The result to act on: the kernel's, or the fault's where the kernel reports nothing worse. */
+/* The result to act on: the kernel's, or the fault's if the kernel reports nothing worse. */
 int64_t piece_result(const struct piece *piece, int64_t result) {
     if (!piece->injected) return result;
     if (piece->injected_result == AIO_FAULT_FLIP) {
@@ -80,7 +80,7 @@ int64_t piece_result(const struct piece *piece, int64_t result) {
     return piece->injected_result;
 }
 
-/* Allow one more attempt without progress, after a pause that doubles, or give up with `error`. */
+/* Allows one more attempt without progress, after a pause that doubles, or fails with `error`. */
 static enum step retry(struct piece *piece, int error, uint32_t limit) {
     uint32_t n = ++piece->attempts_without_progress;
     if (n > limit) {
@@ -105,7 +105,7 @@ enum step piece_advance(struct piece *piece, int64_t result) {
         piece->error = (int)-result;
         return STEP_FAILED;
     }
-    /* No bytes and no error: a read met the end of the file.  A write must never do this. */
+    /* No bytes and no error: a read reached the end of the file.  A write must never do this. */
     int nothing = piece->request->flags & AIO_WRITE ? EIO : AIO_END_OF_FILE;
     if (result == 0) {
         piece->error = nothing;
@@ -115,8 +115,8 @@ enum step piece_advance(struct piece *piece, int64_t result) {
     if (moved >= piece->nbytes) {
         moved = piece->nbytes;
     } else {
-        /* A short transfer is not an error: continue where the kernel stopped, or, since O_DIRECT
-         * refuses anything else, at the start of the block in which it did. */
+        /* A short transfer is not an error: continue where the kernel stopped, or for O_DIRECT at the
+         * start of the block in which it stopped. */
         moved -= moved % block_of(piece);
         if (moved == 0) return retry(piece, nothing, MAX_STALLS);
         piece->continued++;

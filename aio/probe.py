@@ -1,4 +1,4 @@
-"""Which engine works here: asked with a real request, not guessed from versions."""
+"""Chooses the engine that works in a folder, by a real request instead of version numbers."""
 
 import errno
 import os
@@ -40,16 +40,17 @@ def open_engine(
     """Start the best engine that works on the files of a folder.
 
     Args:
-        folder: where the files will be; a nameless file is written and read back there.
-        kind: one of KINDS; else the environment variable INFINITY_AIO; else the first of KINDS that works.
+        folder: the folder of the files; the engine is tried on a nameless file there.
+        kind: one of KINDS; by default the environment variable INFINITY_AIO, else the first of KINDS that
+        works.
         depth: pieces that io_uring keeps in flight.
-        threads: of the other kinds, each with one piece in flight.
-        piece_nbytes: into pieces of how many bytes requests are split, whole blocks.
-        ring: of io_uring, how it learns of completions, one of RINGS; else the first that the kernel has.
+        threads: number of threads of the other kinds, each with one piece in flight.
+        piece_nbytes: the size of the pieces into which requests are split, in whole blocks.
+        ring: the kind of io_uring's ring, one of RINGS; by default the first that the kernel supports.
 
     Raises:
-        ValueError: an unknown kind or ring, or numbers out of range.
-        EngineUnavailableError: the kind asked for, or every kind, does not work here.
+        ValueError: an unknown kind or ring, or a number out of range.
+        EngineUnavailableError: the requested kind, or every kind, does not work here.
     """
     _check_numbers(depth, threads, piece_nbytes)
     asked, by = (kind, "asked for") if kind else (os.environ.get("INFINITY_AIO"), "asked for by INFINITY_AIO")
@@ -57,7 +58,8 @@ def open_engine(
         raise ValueError(f"engine {asked!r}, {by}, is unknown: choose one of {', '.join(KINDS)}")
     if ring and ring not in RINGS:
         raise ValueError(f"ring {ring!r} is unknown: choose one of {', '.join(RINGS)}")
-    options = _numbers(depth, threads, piece_nbytes) | {"ring": RINGS.index(ring) + 1 if ring else 0}
+    options = {"depth": depth, "threads": threads, "piece_nbytes": piece_nbytes}  # as in struct aio_options
+    options["ring"] = RINGS.index(ring) + 1 if ring else 0
     with opened_folder(folder) as (folder_fd, path):
         if asked:
             return _open(asked, f"{asked}: {by}", options, folder_fd, path)
@@ -73,11 +75,6 @@ def _check_numbers(depth: int, threads: int, piece_nbytes: int) -> None:
         raise ValueError(f"piece_nbytes is {piece_nbytes}, and must be whole blocks of {BLOCK} B, to 1 GiB")
 
 
-def _numbers(depth: int, threads: int, piece_nbytes: int) -> dict[str, int]:
-    """Put the numbers as cffi initialises a struct aio_options, all but the kind."""
-    return {"depth": depth, "threads": threads, "piece_nbytes": piece_nbytes}
-
-
 def _open_first(options: dict[str, int], folder_fd: int, path: str) -> IoEngine:
     refusals: list[EngineUnavailableError] = []
     for kind in KINDS:
@@ -91,14 +88,14 @@ def _open_first(options: dict[str, int], folder_fd: int, path: str) -> IoEngine:
 
 
 def _shortly(error: EngineUnavailableError) -> str:
-    """Put an error in one line: what failed, and the likely cause."""
+    """Summarise an error in one line: what failed, and the likely cause."""
     what, *details = str(error).splitlines()
     cause = next((line.strip() for line in details if "likely cause" in line), "")
     return f"{what.split(': ', 1)[1]}; {cause}"
 
 
 def _open(kind: str, reason: str, options: dict[str, int], folder_fd: int, path: str) -> IoEngine:
-    """Start one kind of engine and try it, or say why not."""
+    """Start one kind of engine and try it. Raises: EngineUnavailableError."""
     library = load()
     backend, direct = _CHAIN[kind]
     opened = ffi.new("struct aio_engine **")
@@ -128,4 +125,4 @@ def _try(engine: IoEngine, folder_fd: int) -> None:
         engine.write(file, 0, memory.address, BLOCK, what="a trial block", owner=memory).wait()
         engine.read(file, 0, memory.address + BLOCK, BLOCK, what="a trial block", owner=memory).wait()
     if memory.view[:BLOCK] != memory.view[BLOCK:]:
-        raise OSError(errno.EIO, "a trial block was read back with other bytes than were written")
+        raise OSError(errno.EIO, "a trial block was read back with other bytes than were written to it")

@@ -31,7 +31,7 @@ static void run(struct aio_engine *engine, struct piece *piece) {
     }
 }
 
-/* Wait for a piece; false once the engine is stopping and none is left. */
+/* Waits for a piece; false once the engine is stopping and none is left. */
 static bool next(struct aio_engine *engine, struct piece *piece) {
     while (!front_take(engine, piece)) {
         if (engine->stopping && !engine->held) return false;

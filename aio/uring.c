@@ -13,12 +13,12 @@
 #include <time.h>
 #include <unistd.h>
 
-/* A NOP's completion carries the wanted result (new kernels).  Newer than liburing 2.3. */
+/* Makes a NOP complete with a chosen result (on new kernels).  liburing 2.3 does not define it yet. */
 #define NOP_INJECT_RESULT 1u
 
 enum {
     MAX_REFUSALS = 1000,    /* of io_uring_enter in a row, 1 ms apart */
-    SUBMIT_NBYTES = 2 << 20 /* submitted together, at most by a piece more */
+    SUBMIT_NBYTES = 2 << 20 /* a batch for submission ends with the piece that reaches this */
 };
 
 struct ring {
@@ -29,15 +29,15 @@ struct ring {
     uint32_t n_free;
     uint32_t n_delayed;
     struct piece **free_pieces; /* a stack */
-    struct piece **delayed;     /* to be retried not before their ready_ns */
+    struct piece **delayed;     /* to be retried, not before their ready_ns */
     struct piece *pieces;       /* [depth] */
-    uint64_t wake_count;        /* where the eventfd's counter is read to */
+    uint64_t wake_count;        /* destination of the eventfd's read */
     uint64_t registered;        /* address of the memory whose pages the ring holds */
-    uint64_t registered_nbytes; /* 0 without any */
+    uint64_t registered_nbytes; /* 0: none is registered */
     bool wake_armed;
 };
 
-/* ---- beginning and end ---------------------------------------------------------------------- */
+/* ---- opening -------------------------------------------------------------------------------- */
 
 static int allocate_pieces(struct ring *ring) {
     ring->pieces = calloc(ring->depth, sizeof *ring->pieces);
@@ -55,7 +55,7 @@ static void free_ring(struct ring *ring) {
     free(ring);
 }
 
-/* Make the ring that was asked for, or the first that the kernel has. */
+/* Creates the requested ring, or the first kind that the kernel supports. */
 static int make_uring(struct ring *ring) {
     static const unsigned flags[] = {
         [AIO_RING_DEFER] = IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN,
@@ -69,14 +69,14 @@ static int make_uring(struct ring *ring) {
         if (asked) break;
     }
     if (rc < 0) return rc == -EINVAL ? ENOTSUP : -rc;
-    /* Without NODROP a full completion queue would lose results: a buffer would never come back.
-     * Without EXT_ARG (Linux 5.11) a wait with a timeout would put completions of its own there. */
+    /* Without NODROP a full completion queue would lose results, and a buffer would never be released.
+     * Without EXT_ARG (Linux 5.11) a wait with a timeout would add completions of its own. */
     unsigned needed = IORING_FEAT_NODROP | IORING_FEAT_EXT_ARG;
     if ((ring->uring.features & needed) != needed) {
         io_uring_queue_exit(&ring->uring);
         return ENOTSUP;
     }
-    /* Should a forked child ever reach the ring, it must die of it and not submit to ours. */
+    /* A forked child that uses the ring by mistake must crash instead of submitting to ours. */
     io_uring_ring_dontfork(&ring->uring);
     return 0;
 }
@@ -86,8 +86,8 @@ static int open_ring(struct ring *ring) {
     return error ? error : make_uring(ring);
 }
 
-/* With the lock held.  The eventfd's read is pending: before RSRC_TAGS (5.13) the kernel would first
- * wait for all requests, for ever. */
+/* Needs the lock.  Before RSRC_TAGS (5.13) the kernel would first wait for all requests, which is for
+ * ever, as the eventfd's read is pending. */
 static void register_asked(struct ring *ring) {
     struct memory *memory = &ring->engine->memory;
     struct iovec all = {(void *)(uintptr_t)memory->address, memory->nbytes};
@@ -108,7 +108,7 @@ static void delay(struct ring *ring, struct piece *piece) {
 }
 
 static bool is_registered(const struct ring *ring, const struct piece *piece) {
-    uint64_t at = piece->address - ring->registered; /* in it; far beyond its end if before it */
+    uint64_t at = piece->address - ring->registered; /* wraps to a huge offset if it lies before */
     return at < ring->registered_nbytes && piece->nbytes <= ring->registered_nbytes - at;
 }
 
@@ -129,7 +129,7 @@ static void prepare_transfer(const struct piece *piece, struct io_uring_sqe *sqe
 
 static void prepare(struct ring *ring, struct piece *piece) {
     struct io_uring_sqe *sqe = io_uring_get_sqe(&ring->uring);
-    if (!sqe) { /* the kernel took fewer than it was offered, lately */
+    if (!sqe) { /* the queue is full: the kernel took fewer entries than were submitted */
         piece->ready_ns = 0;
         delay(ring, piece);
         return;
@@ -155,9 +155,10 @@ static void arm_wake(struct ring *ring) {
     ring->wake_armed = true;
 }
 
-/* Prepare the pieces taken since `first` were free, and submit all but the last few bytes at once:
- * the drive gets a batch only when the kernel is done with the last of it, and a full depth in one
- * batch comes back as one, with nothing for the drive to do until the next. */
+/* Prepares the pieces taken since `first` were free, and submits them in batches of SUBMIT_NBYTES; the
+ * last, incomplete batch is submitted by enter.  The drive gets a batch only when the kernel has
+ * processed all of it, and a full depth in one batch would also complete as one, leaving the drive idle
+ * until the next. */
 static void prepare_taken(struct ring *ring, uint32_t first) {
     uint64_t nbytes = 0;
     for (uint32_t i = first; i > ring->n_free; i--) {
@@ -166,11 +167,11 @@ static void prepare_taken(struct ring *ring, uint32_t first) {
         prepare(ring, piece);
         if (nbytes < SUBMIT_NBYTES) continue;
         nbytes = 0;
-        io_uring_submit(&ring->uring); /* what it refuses stays, and enter tries it again */
+        io_uring_submit(&ring->uring); /* refused entries stay in the queue for enter */
     }
 }
 
-/* Take what there is room for; false when it is time to end. */
+/* Takes pieces while the ring has capacity; false when it is time to end. */
 static bool take(struct ring *ring) {
     struct aio_engine *engine = ring->engine;
     uint32_t first = ring->n_free;
@@ -178,14 +179,14 @@ static bool take(struct ring *ring) {
     if (engine->memory.asked) register_asked(ring);
     while (ring->n_free && front_take(engine, ring->free_pieces[ring->n_free - 1])) ring->n_free--;
     bool end = engine->stopping && front_is_drained(engine);
-    /* With the ring full a new request can wait: the next completion comes here anyway. */
+    /* With the ring full a new request can wait: the next completion leads here anyway. */
     engine->sleeping = ring->n_free > 0;
     pthread_mutex_unlock(&engine->lock);
     prepare_taken(ring, first);
     return !end;
 }
 
-/* Submit the delayed pieces whose time has come; the time until the next one, 0 without one. */
+/* Prepares the delayed pieces that are due; returns the time until the next one, 0 without one. */
 static uint64_t retry_delayed(struct ring *ring) {
     uint64_t now = ring->n_delayed ? monotonic_ns() : 0, next_ns = UINT64_MAX;
     uint32_t n = ring->n_delayed;
@@ -208,7 +209,7 @@ static void pause_ns(uint64_t ns) {
     nanosleep(&time, NULL);
 }
 
-/* Submit and sleep until something happens; an errno when the ring is of no use any more. */
+/* Submits and sleeps until a completion or the timeout; returns an errno if the ring has failed. */
 static int enter(struct ring *ring, uint64_t timeout_ns) {
     int rc;
     if (timeout_ns == 0) {
@@ -222,7 +223,7 @@ static int enter(struct ring *ring, uint64_t timeout_ns) {
         ring->refusals = 0;
         return 0;
     }
-    /* EAGAIN: no memory for the request just now.  EBUSY: completions must be reaped first. */
+    /* EAGAIN: no memory for the request at the moment.  EBUSY: completions must be reaped first. */
     if (rc != -EAGAIN && rc != -EBUSY) return -rc;
     if (++ring->refusals > MAX_REFUSALS) return -rc;
     pause_ns(1000000);
@@ -231,7 +232,7 @@ static int enter(struct ring *ring, uint64_t timeout_ns) {
 
 /* ---- completion ----------------------------------------------------------------------------- */
 
-/* Act on one result; true when the piece is over. */
+/* Handles one result; true when the piece has ended. */
 static bool settle(struct ring *ring, struct piece *piece, int result) {
     switch (piece_advance(piece, piece_result(piece, result))) {
     case STEP_AGAIN:
@@ -278,7 +279,7 @@ static int serve(struct ring *ring) {
     return 0;
 }
 
-/* The pending read of the eventfd must be back before its buffer goes. */
+/* Completes the pending read of the eventfd, before its buffer is freed. */
 static int disarm_wake(struct ring *ring) {
     uint64_t one = 1;
     if (ring->wake_armed && write(ring->engine->wake_fd, &one, sizeof one) < 0) return errno;
@@ -290,7 +291,7 @@ static int disarm_wake(struct ring *ring) {
     return error;
 }
 
-/* Open the ring and tell aio_open how it went. */
+/* Opens the ring and reports the outcome to aio_open. */
 static struct ring *begin(struct aio_engine *engine) {
     struct ring *ring = calloc(1, sizeof *ring);
     int error = ENOMEM;
@@ -311,7 +312,7 @@ static struct ring *begin(struct aio_engine *engine) {
     return ring;
 }
 
-/* After a failure the ring's memory is left behind: the kernel may still refer to it. */
+/* After a failure the ring's memory is never freed: the kernel may still use it. */
 static int end(struct ring *ring, int failure) {
     if (!failure) failure = disarm_wake(ring);
     io_uring_queue_exit(&ring->uring);

@@ -1,4 +1,4 @@
-"""What options of the benchmarks and of `infinity plan` may be: argparse prints why others are refused."""
+"""Types of command-line options for the benchmarks and `infinity plan`; argparse prints their errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def some_size(text: str) -> int:
     """Return a size above 0. Raises: argparse.ArgumentTypeError."""
     nbytes = size_of(text)
     if not nbytes:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a byte at least")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a size of at least one byte")
     return nbytes
 
 

@@ -1,7 +1,7 @@
-"""What a benchmark found, in one shape for all of them: a table on the terminal, JSON, and a picture.
+"""The results of all benchmarks in one form: a table on the terminal, JSON, and a picture.
 
-Values in the rows are in SI units (bytes, seconds, bytes per second); a `Column` says how they are drawn.
-The conditions (machine, kernel, filesystem, torch, commit, date) are added here, to each of the three.
+Values in the rows are in SI units (bytes, seconds, bytes per second); a `Column` says how to format them. The
+conditions (machine, kernel, filesystem, torch, commit, date) are added to all three.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -20,20 +20,20 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from infinity.bench.engine.runs import here, machine, words
-from infinity.errors import ConfigError
+from infinity.bench.engine.runs import folder_on, here, machine, plain, words
+from infinity.errors import ConfigError, InfinityError
 from infinity.timeline import new_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 NOT_ASKED = {"command", "bench", "question", "run", "traceback", "nvme"}
-"""Options that are no part of what was measured: places on this machine, as all paths are, and argparse's."""
+"""Options that do not belong into a record: places on this machine, like all paths, and argparse's own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of the table: the key in the rows, its heading, and how a value is drawn."""
+    """One column of the table: its key in the rows, its heading, and the format of a value."""
 
     key: str
     heading: str
@@ -42,27 +42,27 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Everything that a benchmark has to tell."""
+    """All results of a benchmark."""
 
     title: str
     rows: Sequence[Mapping[str, Any]]
-    """Ready for JSON, in SI units. A row may hold more than is drawn; a key it lacks is drawn as nothing."""
+    """Values for JSON, in SI units. A row may hold keys without a column; a missing key is shown empty."""
     columns: Sequence[Column]
     verdicts: Sequence[str] = ()
-    """Each figure beside its limit, and plain sentences about what was measured."""
+    """Lines below the table: figures beside their limits, and facts about the measurement."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What was asked for."""
+    """The options of the measurement."""
     draw: Callable[[Axes], None] | None = None
-    """Fills the picture; None where there is none."""
+    """Draws the picture; None if there is none."""
 
 
 def gb_per_s(bytes_per_s: float) -> str:
-    """Return a rate as people read it, in decimal units: "2.31 GB/s"."""
+    """Format a rate in decimal units: "2.31 GB/s"."""
     return f"{bytes_per_s / 1e9:.2f} GB/s"
 
 
 def asked(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that belong into a record: all but places and what argparse adds."""
+    """Return the options for a record: all but NOT_ASKED and paths."""
     return {
         key: value
         for key, value in vars(options).items()
@@ -71,7 +71,7 @@ def asked(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(findings: Findings, console: Console, folder: Path | None = None) -> None:
-    """Print the table, the verdicts, and the conditions; `folder` is where files were measured, if any."""
+    """Print the table, the verdicts and the conditions. folder: the folder on the measured disk, if any."""
     table = Table(title=findings.title)
     for column in findings.columns:
         values = [row.get(column.key) for row in findings.rows]
@@ -86,25 +86,65 @@ def show(findings: Findings, console: Console, folder: Path | None = None) -> No
 
 
 def _wide_enough(console: Console, table: Table) -> Console:
-    """Return a console on which the table's cells are whole: a file or a pipe has no width."""
+    """Return a console wide enough for whole cells: a file or a pipe has no width."""
     if console.is_terminal:
         return console
     needed = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
     return Console(file=console.file, width=max(console.width, needed))
 
 
+# A measurement as a command
+
+
+def command(module: str, description: str) -> argparse.ArgumentParser:
+    """Return the parser of `python -m infinity.bench.` + module, with --nvme."""
+    parser = argparse.ArgumentParser(prog=f"python -m infinity.bench.{module}", description=description)
+    parser.add_argument("--nvme", type=Path, required=True, metavar="DIR", help="a folder on the disk")
+    return parser
+
+
+def run_command(
+    parser: argparse.ArgumentParser,
+    arguments: list[str] | None,
+    measure: Callable[[argparse.Namespace, Path, Console], Findings],
+) -> Findings:
+    """Run a command that measures in a temporary folder below --nvme; show and write its findings.
+
+    Raises: SystemExit with the text of an InfinityError.
+    """
+    add_outputs(parser, plots=False)
+    options = parser.parse_args(arguments)
+    console = Console()
+    try:
+        check_outputs(options)
+        with folder_on(options.nvme) as folder:
+            findings = measure(options, folder, console)
+            report(findings, options, console, folder)
+    except InfinityError as error:
+        raise SystemExit(str(error)) from error
+    return findings
+
+
+def report(
+    findings: Findings, options: argparse.Namespace, console: Console, folder: Path | None = None
+) -> None:
+    """Show the findings, and write the files that were asked for; `folder` as in `show`."""
+    show(findings, console, folder)
+    write(findings, options, folder)
+
+
 # Files
 
 
 def add_outputs(parser: argparse.ArgumentParser, *, plots: bool = True) -> None:
-    """Offer --json, and --plot where the command draws something."""
+    """Add --json, and --plot if the command draws something."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured: a new *.json")
     if plots:
         parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: a new *.png")
 
 
 def check_outputs(options: argparse.Namespace) -> None:
-    """Refuse, before anything is measured, files that could not be written afterwards.
+    """Refuse files that could not be written, before anything is measured.
 
     Raises: ConfigError for an existing file, another ending, a folder that is missing or not writable, and
     a plot without matplotlib.
@@ -128,9 +168,9 @@ def check_outputs(options: argparse.Namespace) -> None:
 
 
 def write(findings: Findings, options: argparse.Namespace, folder: Path | None = None) -> None:
-    """Write what --json and --plot name, each whole or not at all; `folder` as in `show`.
+    """Write the files of --json and --plot, each whole or not at all; `folder` as in `show`.
 
-    Raises: OSError naming the file, where it exists by now or cannot be written.
+    Raises: OSError naming the file, if it exists by now or cannot be written.
     """
     conditions = {"about": here(), "machine": machine(folder)}
     path: Path | None = getattr(options, "json", None)
@@ -143,7 +183,7 @@ def write(findings: Findings, options: argparse.Namespace, folder: Path | None =
             "rows": list(findings.rows),
         }
         with _named(path) as file:
-            file.write(json.dumps(record, indent=1, default=_plain).encode() + b"\n")
+            file.write(json.dumps(record, indent=1, default=plain).encode() + b"\n")
     path = getattr(options, "plot", None)
     if path is not None:
         with _named(path) as file:
@@ -152,7 +192,7 @@ def write(findings: Findings, options: argparse.Namespace, folder: Path | None =
 
 @contextmanager
 def _named(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file; an error of writing names it, as one of opening does."""
+    """Open a new file; errors of writing name it too."""
     try:
         with new_file(path) as file:
             yield file
@@ -162,19 +202,13 @@ def _named(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    raise TypeError(f"{value!r} is not for a record")
-
-
 def _picture(findings: Findings, file: BinaryIO, conditions: str) -> None:
-    """Draw one PNG, with the conditions in small letters below."""
+    """Draw one PNG, with the conditions in small print below."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     if findings.draw is None:
-        raise ConfigError("this command draws nothing: leave --plot out")
+        raise ConfigError("--plot: this command draws no picture. Leave --plot out.")
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

@@ -1,19 +1,24 @@
-"""Folders that measurements are asked to work in: whether they are there, and which of them share a disk."""
+"""Checks of the folders to measure in, and of the space that measurements take."""
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from infinity import aio
 from infinity.errors import ConfigError
+
+LEAST_NBYTES = 32 << 20
+"""The smallest file to measure with: a smaller one would measure a drive's own memory."""
 
 
 def check_folder(folder: Path | str, option: str = "--nvme") -> None:
-    """Refuse what is no folder to write in. A missing one is not made: with a slip in its name, or a drive
-    that is not mounted, another disk than the one that was meant would be measured.
+    """Refuse a path that is not a writable folder. A missing folder is not created: after a typing error, or
+    with a drive that is not mounted, the wrong disk would be measured.
 
-    Raises: ConfigError naming the option, with what is wrong and what to do.
+    Raises: ConfigError that names the option, the problem and what to do.
     """
     path = Path(folder)
     if not path.exists():
@@ -29,7 +34,7 @@ def check_folder(folder: Path | str, option: str = "--nvme") -> None:
 
 
 def check_apart(folders: Sequence[str], option: str = "--nvme") -> None:
-    """Refuse a folder that is named twice, by whatever path. Raises: ConfigError naming both."""
+    """Refuse a folder that is named twice, even by different paths. Raises: ConfigError naming both."""
     named: dict[tuple[int, int], str] = {}
     for folder in folders:
         status = os.stat(folder)
@@ -49,3 +54,16 @@ def shared(folders: Sequence[str]) -> Iterator[str]:
     for together in on.values():
         if len(together) > 1:
             yield f"{' and '.join(together)} lie on one filesystem: that is one disk, not several"
+
+
+def file_nbytes(folder: Path, nbytes: int, unit_nbytes: int) -> int:
+    """Return the size of a file to measure with: `nbytes`, but at most a quarter of the free space, in units.
+
+    Raises: aio.StorageFullError if that is less than 32 MiB.
+    """
+    status = os.statvfs(folder)
+    free = status.f_bavail * status.f_frsize
+    nbytes = min(nbytes, free // 4) // unit_nbytes * unit_nbytes
+    if nbytes < LEAST_NBYTES:
+        raise aio.StorageFullError.of_file(errno.ENOSPC, str(folder), needed=4 * LEAST_NBYTES, free=free)
+    return nbytes

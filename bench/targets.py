@@ -1,4 +1,4 @@
-"""Figures that have to be reached, and whether they were."""
+"""Targets for measured figures, and whether they are met."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A limit on a measured figure."""
+    """A limit for a measured figure."""
 
     sign: Literal["≥", "≤"]
     limit: float
     what: str
 
     def met(self, value: float) -> bool:
-        """Whether a measured value is on the right side of the limit."""
+        """Whether a measured value meets the limit."""
         return value >= self.limit if self.sign == "≥" else value <= self.limit
 
     def verdict(self, values: Sequence[float]) -> str:
-        """Return a line with the median of the values, one per round, and whether it meets the target."""
+        """Return a line with the median of the values, one per round, and a mark for whether it is met."""
         words = f"{self.sign} {self.limit:g} {self.what}"
         if not values:
             return f"{words}: not measured"
@@ -30,5 +30,5 @@ class Target:
 
 
 def mark(*, met: bool) -> str:
-    """Return the sign that stands behind a figure with a limit."""
+    """Return the mark after a figure with a limit."""
     return "✓" if met else "✗"

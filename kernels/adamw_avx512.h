@@ -28,14 +28,15 @@ TARGET_AVX512 static inline struct broadcast broadcast(const struct infinity_ada
 }
 
 /* [Note: division by a constant]
- * root / denom_divisor, with the bits of a division, in a multiplication and two FMAs: the root and
- * the other division keep the divider busy.  q is close, the FMA's rest of it exact, and q + rest *
- * inverse is rounded once: correctly (Markstein, 1990; Brisebarre, Muller and Raina, 2004), as long
- * as nothing leaves the normal numbers: a root is at least 2^-75, a divisor 2^-27 to 1. */
+ * root / denom_divisor, with the bits of a division, by a multiplication and two FMAs, because the root
+ * and the other division keep the divider busy.  q approximates the quotient, the first FMA computes its
+ * remainder exactly, and q + rest * inverse is rounded once.  That is correctly rounded (Markstein, 1990;
+ * Brisebarre, Muller and Raina, 2004) as long as all values are normal numbers: a root is at least
+ * 2^-75, and a divisor between 2^-27 and 1. */
 TARGET_AVX512 static inline __m512 divided16(__m512 root_f32x16, const struct broadcast *b) {
     __m512 q_f32x16 = _mm512_mul_ps(root_f32x16, b->divisor_inverse);
     __m512 rest_f32x16 = _mm512_fnmadd_ps(q_f32x16, b->denom_divisor, root_f32x16);
-    /* Of an infinity the rest is a NaN, and q right already. */
+    /* For an infinity the remainder is a NaN, and q is already right. */
     __mmask16 is_finite =
         _mm512_cmp_ps_mask(q_f32x16, _mm512_set1_ps(__builtin_inff()), _CMP_LT_OQ);
     return _mm512_mask3_fmadd_ps(rest_f32x16, b->divisor_inverse, q_f32x16, is_finite);
@@ -52,7 +53,7 @@ TARGET_AVX512 static inline void move_moments16(__m512 *m, __m512 *v, __m512 gra
     *v = _mm512_add_ps(_mm512_mul_ps(*v, b->beta2), grown_f32x16);
 }
 
-/* What the weight is moved by: `change`, the moment times the step's factor, over its root. */
+/* What is added to the weight: `change`, the moment times the step's factor, divided by the denominator. */
 TARGET_AVX512 static inline __m512 quotient16(__m512 change_f32x16, __m512 root_f32x16,
                                               const struct broadcast *b) {
     __m512 denom_f32x16 = _mm512_add_ps(divided16(root_f32x16, b), b->eps);

@@ -1,4 +1,4 @@
-/* Checksums of fields, taken over the pool, alone or around a kernel's work on each block. */
+/* Checksums of fields, computed on the pool, alone or around a kernel's work on each block. */
 #include "checksum.h"
 
 const uint8_t xxh3_secret[192] = {
@@ -23,7 +23,7 @@ const uint64_t xxh3_lanes[8] = {
 
 __extension__ typedef unsigned __int128 wide;
 
-/* Both halves of a product as one. */
+/* Folds both halves of a product into one. */
 static uint64_t fold(uint64_t a, uint64_t b) {
     wide product = (wide)a * b;
     return (uint64_t)product ^ (uint64_t)(product >> 64);
@@ -39,10 +39,10 @@ uint64_t xxh3_merged(const uint64_t *lanes, size_t n_bytes) {
 }
 
 /* [Note: sums on the way]
- * A block is done stretch by stretch: its fields are summed up, worked on and summed up again while
- * they are in the cache; meanwhile the kernel asks for the lines of the next stretch.  So what
- * memory takes is taken once, and hidden behind the work (measured, 128 Ki elements of a record
- * that lies in memory: adamw 137 us, with sums before and after it 215 us, in separate walks 318). */
+ * A block is processed stretch by stretch: its fields are summed, updated and summed again while they
+ * are in the cache; meanwhile the kernel prefetches the lines of the next stretch.  So memory is read
+ * once, and its latency is hidden behind the work (measured, 128 Ki elements of a record in memory:
+ * adamw 137 us, with sums before and after it 215 us, in separate passes 318 us). */
 struct summed {
     block_function run; /* NULL: none */
     const void *args;
@@ -53,7 +53,7 @@ struct summed {
     bool before, after;
 };
 
-/* Adds one stretch of a field to a sum that many threads add to. */
+/* Adds one stretch of a field to a sum shared by many threads. */
 static void add_stretch(const struct summed *s, const struct infinity_field *field, size_t number,
                         uint64_t *sum) {
     size_t start = number * field->stretch;

@@ -1,10 +1,10 @@
 #ifndef INFINITY_CHECKSUM_H
 #define INFINITY_CHECKSUM_H
 /* XXH3_64bits of xxhash, version 0.8, seed 0, for more than 240 bytes; see its specification,
- * https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md.  Eight lanes of 64 bits take in
- * stripes of 64 bytes, each with the secret moved on by 8 bytes; 16 stripes are a block, and behind
- * each block the lanes are scrambled; the last 64 bytes are a stripe once more.  What a stripe and a
- * scramble do to the lanes is the instruction sets' own: `accumulate` and `scramble`. */
+ * https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md.  Eight lanes of 64 bits accumulate
+ * stripes of 64 bytes, each with the secret advanced by 8 bytes; 16 stripes are a block, and after each
+ * block the lanes are scrambled; the last 64 bytes are one more stripe.  Each instruction set defines
+ * `accumulate` and `scramble`, the effects of a stripe and of scrambling on the lanes. */
 #include "internal.h"
 
 #define STRIPE_BYTES ((size_t)64)
@@ -20,7 +20,7 @@
 extern const uint8_t xxh3_secret[192];
 extern const uint64_t xxh3_lanes[8];
 
-/* Mixes the bits of a value; no two values become one. */
+/* Mixes the bits of a value; the mapping is invertible. */
 static inline uint64_t avalanche(uint64_t h) {
     h ^= h >> 37;
     h *= 0x165667919E3779F9u;
@@ -33,7 +33,7 @@ static inline uint64_t load_u64(const void *address) {
     return value;
 }
 
-/* What the lanes make in the end. */
+/* Merges the lanes into the hash. */
 uint64_t xxh3_merged(const uint64_t *lanes, size_t n_bytes);
 
 /* The loop over all stripes, for an instruction set that defines `lanes_type`, accumulate(lanes,

@@ -1,4 +1,4 @@
-"""Checksums of fields: what they are of, and how they are taken, alone or by a kernel on its way."""
+"""Checksums of fields, computed alone or by a kernel while it works on them."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,29 +10,31 @@ LEAST_NBYTES = 256  # of a stretch
 
 
 class Field(NamedTuple):
-    """A field, or a part of it, whose checksums are asked for."""
+    """A field, or a part of it, and which of its checksums to take."""
 
     address: int
     nbytes: int
     stretch: int
     """Bytes of STRETCH_NUMEL of its elements."""
     before: bool
-    """Whether the one before a kernel's work is asked for."""
+    """Whether to take the checksum before a kernel's work."""
     after: bool
+    """Whether to take the checksum after it."""
 
 
 class Checksums:
     """Checksums of some fields, before and after a kernel works on them: [Note: checksums].
 
-    Every step takes them on its way, or `take_before` and `take_after` do, each once. They depend neither on
-    threads nor on the instruction set, and any change within one stretch that xxh3 sees changes them.
+    Steps take them while they work, or `take_before` and `take_after` do, each once. Checksums depend neither
+    on threads nor on the instruction set, and any change within one stretch that changes its xxh3 changes
+    them.
     """
 
     def __init__(self, fields: Sequence[Field]) -> None:
-        """Prepare to sum up `fields`, whose memory the caller keeps.
+        """Prepare the checksums of `fields`, whose memory the caller keeps.
 
         Raises:
-            ValueError: a stretch, the last of a field too, has less than 256 bytes.
+            ValueError: a stretch, also the last of a field, has fewer than 256 bytes.
         """
         self.count = len(fields)
         for _, nbytes, stretch, _, _ in fields:
@@ -45,17 +47,17 @@ class Checksums:
         )
 
     def take_before(self) -> None:
-        """Take those that are asked for before a kernel's work."""
+        """Take the checksums before a kernel's work."""
         library.infinity_checksum(self.count, self.pointer, 0)
 
     def take_after(self) -> None:
-        """Take those that are asked for after it."""
+        """Take the checksums after a kernel's work."""
         library.infinity_checksum(self.count, self.pointer, 1)
 
     def before(self, index: int) -> int:
-        """Return what a field's was before."""
+        """Return a field's checksum before the work."""
         return int(self.pointer[index].before)
 
     def after(self, index: int) -> int:
-        """Return what a field's was after."""
+        """Return a field's checksum after the work."""
         return int(self.pointer[index].after)

@@ -1,4 +1,4 @@
-/* The functions of kernels.h: each cuts its range into blocks for the pool and hands every block to
+/* The functions of kernels.h: each cuts its range into blocks for the pool and passes every block to
  * the kernel of the instruction set in use. */
 #include <math.h>
 #include <stdatomic.h>
@@ -89,7 +89,7 @@ const char *infinity_isa(void) {
     return current_isa()->name;
 }
 
-/* Each operation's arguments, as its caller gave them. */
+/* The arguments of each operation. */
 struct adamw_args {
     const struct isa *isa;
     uint16_t *hi;

@@ -1,6 +1,6 @@
 #ifndef INFINITY_INTERNAL_H
 #define INFINITY_INTERNAL_H
-/* What the kernel sources share among themselves; kernels.h is what Python sees. */
+/* Declarations shared by the kernel sources; Python sees kernels.h only. */
 #include <stdbool.h>
 #include <string.h>
 
@@ -12,8 +12,8 @@
 #define TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
 #endif
 
-/* A field of this size that is only written, a copy above all, is out of the caches before anyone
- * reads it: storing around them saves reading what is overwritten (measured: 55 GB/s, not 41). */
+/* A field of this size that is only written, such as a copy, leaves the caches before it is read again.
+ * Storing around the caches then saves reading the overwritten lines (measured: 55 GB/s, not 41). */
 #define STREAM_BYTES ((size_t)16 << 20)
 
 /* Kinds of a struct infinity_stream. */
@@ -26,9 +26,9 @@
 #define INFINITY_F32 1
 #define INFINITY_F16 2
 
-/* Elements per block: what a kernel is called with, and part of sum_squares' contract. */
+/* Elements per block: the unit of a kernel call, and part of sum_squares' definition. */
 #define BLOCK_NUMEL ((size_t)16384)
-/* Elements whose bytes are summed up at once: [Note: sums on the way]. */
+/* Elements per checksummed stretch: [Note: sums on the way]. */
 #define STRETCH_NUMEL ((size_t)8192)
 /* Partial sums per block. */
 #define SUM_LANES 32
@@ -102,8 +102,8 @@ struct isa {
     void (*widen_half)(size_t n, const uint16_t *restrict f16, float *restrict f32);
     void (*narrow_half)(size_t n, const float *restrict f32, uint16_t *restrict f16);
     void (*accumulate_half)(size_t n, float *restrict acc, const uint16_t *restrict grad);
-    /* The whole step on whole blocks of STATE_BLOCK elements, more than none; NULL where it is put
-     * together from the above.  grad: fp32 or bf16; first: even. */
+    /* The whole step on one or more whole blocks of STATE_BLOCK elements; NULL if it is composed of
+     * the functions above.  grad: fp32 or bf16; first: even. */
     void (*adamw16)(size_t n, uint16_t *restrict hi, int16_t *restrict lo, uint16_t *restrict m,
                     uint16_t *restrict v, const void *restrict grad, int32_t type,
                     const struct infinity_adamw_small *s, uint64_t key, uint64_t first,
@@ -192,18 +192,18 @@ void adamw8_avx512(size_t n, uint16_t *restrict hi, int16_t *restrict lo, uint8_
 typedef void (*block_function)(const void *args, size_t first, size_t count);
 void run_blocks(block_function run, const void *args, size_t n, size_t block);
 
-/* checksum.c: run_blocks with blocks of BLOCK_NUMEL, which takes the fields' checksums on the way. */
+/* checksum.c: run_blocks with blocks of BLOCK_NUMEL; takes the fields' checksums around each block. */
 void run_summed(block_function run, const void *args, size_t n, size_t n_fields,
                 struct infinity_field *fields);
 
 /* [Note: fetching ahead]
- * Five streams are more than the processor's own prefetcher follows well, and steps with roots and
- * divisions fill the window in which it would see the next misses by itself.  So the kernels of a
- * step ask for the lines that they need FETCH_NUMEL elements later, 28 KB of a record at most: 17 %
- * faster on records larger than the caches (see README.md).  They are asked for into the second
- * level: there is more room for misses under way than in the first, and the rest of the way is
- * short.  What lies behind the end may be asked for: a prefetch never faults.  Stores around the
- * caches lose 25 % here: what they write has just been read. */
+ * Five streams are more than the hardware prefetcher follows well, and steps with roots and divisions
+ * fill the out-of-order window in which the CPU would find the next misses by itself.  So the kernels
+ * of a step prefetch the lines that they need FETCH_NUMEL elements later, at most 28 KB of a record:
+ * 17 % faster on records larger than the caches (see README.md).  They prefetch into the second-level
+ * cache, which can have more misses pending than the first level, and from which the rest of the way
+ * is short.  Prefetching beyond the end is harmless, as a prefetch never faults.  Stores around the
+ * caches would lose 25 % here, because the written lines have just been read. */
 #define FETCH_NUMEL ((uintptr_t)1024)
 /* Elements of 2 bytes in a line. */
 #define LINE_NUMEL ((size_t)32)
@@ -215,7 +215,7 @@ static inline void fetch(const void *field, size_t width, uintptr_t numel) {
     if (width > 2) __builtin_prefetch((const char *)((uintptr_t)line + 64), 0, 2);
 }
 
-/* How far ahead a kernel asks: as far as the checksums' next stretch, where it takes some. */
+/* How far ahead a kernel prefetches: with checksums, the next stretch. */
 static inline uintptr_t ahead_of(size_t n_fields) {
     return n_fields == 0 ? FETCH_NUMEL : STRETCH_NUMEL;
 }
@@ -267,7 +267,7 @@ static inline void store_u32(void *address, uint32_t value) {
     memcpy(address, &value, sizeof value);
 }
 
-/* The bits of a computed fp32, all NaNs made one ([Note: one result]). */
+/* The bits of a computed fp32, with all NaNs replaced by one ([Note: one result]). */
 static inline uint32_t canonical_bits(float value) {
     return value != value ? NAN_U32 : bits_of(value);
 }

@@ -1,7 +1,7 @@
 #ifndef INFINITY_KERNELS_H
 #define INFINITY_KERNELS_H
-/* The CPU kernels of Infinity.  Two readers: the C compiler, and cffi, which drops the lines that
- * start with '#'; so no macro, no conditional may change what a declaration below means.
+/* The CPU kernels of Infinity.  This header is read by the C compiler and by cffi, which drops the
+ * lines that start with '#'; so no macro or conditional may change the meaning of a declaration.
  *
  * [Note: the split master]
  * The fp32 master of a weight is stored as two 16-bit fields.  With u the bits of the master:
@@ -13,14 +13,15 @@
  *
  * [Note: one result]
  * Scalar, AVX2 and AVX-512 give the same bits for every n, alignment and number of threads:
- * every operation rounded by itself to nearest-even, and no FMA but where one is written, denormals never flushed (the caller's
- * floating-point environment is put aside during a call and restored after it).
- * NaN: what the hardware would do with payloads depends on operand order, so every NaN that is
- * *computed* is stored as 0x7FC00000; split, join, widen, rewrite and copy move bits and keep a
- * payload, but for split's NaN rule above.
+ * every operation is rounded by itself to nearest-even, there are FMAs only where the notes say fma,
+ * and denormals are never flushed (the caller's floating-point environment is saved during a call and
+ * restored after it).
+ * NaN: the hardware's payloads depend on the order of operands, so every NaN that is *computed* is
+ * stored as 0x7FC00000; split, join, widen, rewrite and copy move bits and keep a payload, except for
+ * split's NaN rule above.
  *
  * [Note: the adamw step]
- * In this order, on fp32, each operation rounded by itself (reference.py has the same lines):
+ * In this order, on fp32, each operation rounded by itself (reference/recipe.py has the same lines):
  *   g     = f32(grad) * clip
  *   p     = p * decay                            decay = 1 - lr * weight_decay
  *   m     = m + (g - m) * (1 - beta1)            where 1 - beta1 < 0.5, else
@@ -32,8 +33,8 @@
  * Every scalar is computed in fp64 and rounded to fp32 once; clip is an fp32 already.
  *
  * [Note: the small step]
- * The same step with its constants multiplied together, for small moments, whose own rounding is
- * far coarser than the few last places by which this differs:
+ * The same step with its constants combined, for small moments, whose own rounding is far coarser than
+ * the few last places by which this differs:
  *   t     = f32(grad) * (clip * sqrt(1 - beta2))
  *   m     = fma(m, beta1, f32(grad) * (clip * (1 - beta1)))
  *   v     = fma(t, t, v * beta2)
@@ -43,27 +44,27 @@
  *
  * [Note: small moments]
  * adamw16 and adamw8 store m and v in 16 or 8 bits.  They widen them to fp32, do the small step, and
- * only then round the new m and v; the weight has seen them unrounded.  They are rounded at random,
- * up or down with the odds that make the mean right: v changes by 0.1 % a step (beta2 = 0.999), far
- * less than half of what separates two codes, so that rounding to nearest would give back the old v
- * for ever.
+ * only then round the new m and v; the weight is updated with the unrounded ones.  Rounding is
+ * stochastic: up or down with the odds that keep the mean.  v changes by 0.1 % a step (beta2 = 0.999),
+ * far less than half the distance of two codes, so rounding to nearest would never change v.
  *
  * [Note: the noise]
  * Elements 2 j and 2 j + 1 share 32 random bits, a hash of a 64-bit key and of j's low 32 bits.
- * Nothing else goes in, so they depend neither on threads nor on order nor on how a range was cut.
+ * So the bits depend neither on threads nor on order nor on how a range was cut.
  *   x = j * 0x7FEB352D + (key mod 2^32);  x ^= x >> 15;
  *   x ^= key div 2^32;                    x *= 0x846CA68B;  x ^= x >> 16
- * (Wellons' lowbias32 without its first shift, which a counter does not need; the key's upper half,
- * between its two rounds, makes the bits of two keys more than a shift of each other.)  The even
- * element's m and the odd one's v take the lowest 16 or 20 of them, the odd one's m and the even
- * one's v the highest.  So m and v of one element are rounded independently: together they make its
- * step.  That m of one and v of the other go up or down together changes no mean.  (8 of 20 bits
- * are in both ends, the lowest of one, the highest of the other: that correlates them by 2^-12.)
+ * (Wellons' lowbias32 without its first shift, which a counter does not need.  The key's upper half,
+ * between its two rounds, keeps the bits of two keys from being shifts of each other.)  The even
+ * element's m and the odd one's v use the lowest 16 or 20 of the bits, the odd one's m and the even
+ * one's v the highest.  So m and v of one element, which together determine its step, are rounded
+ * independently.  That m of one and v of the other are rounded with the same bits changes no mean.
+ * (With 20 bits, 8 are shared by both ends, as the lowest of one and the highest of the other, which
+ * correlates them by 2^-12.)
  *
  * [Note: bf16 moments]
- * With u the bits of the fp32 and r 16 random bits: (u + r) >> 16.  A value that is a bf16
- * stays what it is: zeros, infinities and NaNs among them.  A finite value beyond the largest
- * finite bf16 is cut to that: rounding never makes an infinity.
+ * With u the bits of the fp32 and r 16 random bits: (u + r) >> 16.  A value that is exactly a bf16
+ * does not change, including zeros, infinities and NaNs.  A finite value beyond the largest finite
+ * bf16 becomes that: rounding never makes an infinity.
  *
  * [Note: 8-bit moments]
  * Blocks of 256 elements have a scale each for m and for v, as in Dettmers et al., 8-bit Optimizers
@@ -73,21 +74,21 @@
  *   scale   the block's largest magnitude, rounded to the grid; at least 2^-90; 0 if all are 0
  *   m       a sign (bit 7) and 7 bits c:  the float of bits(scale) - ((127 - c) << 20);  c = 0: 0
  *   v       8 bits c:                     the float of bits(scale) - ((255 - c) << 20);  c = 0: 0
- * So a code is a shift and an addition away from its float; c spans 15.75 powers of two for m and
- * 31.75 for v, twice as many, since v is of the size of m squared.  And the grid does not move with
- * the scale: what did not change is stored again exactly, whatever the rest of its block did.
+ * So a code becomes its float by a shift and an addition; c spans 15.75 powers of two for m and 31.75
+ * for v, twice as many, since v is of the size of m squared.  And the grid does not move with the
+ * scale: an unchanged value is stored again exactly, whatever the rest of its block did.
  * With r the 20 random bits, on the magnitude's bits u: (u + r) >> 20 is the grid point.
  * Below the smallest code s = c 1's float:  m becomes 0 or s, with the odds that keep its mean (s
- * where |m| >= s (1 - r / 2^20));  a v whose grid point is not 0 becomes s, never 0: a v too large
- * makes a step too small, but a v of 0 beside an m that is not would make a step of m / eps.  The
- * two ranges match, so |m| / sqrt(v) stays within a small factor of what exact moments allow.
- * Infinities and NaNs are on the grid and stay what they are; finite values beyond the largest
- * finite grid point, 1.875 * 2^127, are cut to that.  In a block that holds one the scale is an
- * infinity or a NaN, and the other elements' v become huge: those weights stand still.
+ * where |m| >= s (1 - r / 2^20));  a v whose grid point is not 0 becomes s, never 0: too large a v
+ * makes a step too small, but v = 0 with a nonzero m would make a step of m / eps.  The two ranges
+ * match, so |m| / sqrt(v) stays within a small factor of that of exact moments.  Infinities and NaNs
+ * are on the grid and do not change; finite values beyond the largest finite grid point, 1.875 *
+ * 2^127, become that.  In a block with an infinity or a NaN the scale is one too, and the other
+ * elements' v become huge, so their weights stop moving.
  *
  * [Note: other recipes]
- * On fp32, in this order, each operation rounded by itself (reference_steps.py has the same lines);
- * a line with a condition is left out where that does not hold.  p is a split master, but for:
+ * On fp32, in this order, each operation rounded by itself; a line with a condition is skipped where
+ * that does not hold.  p is a split master, except for:
  *   adamw_half   an fp32 master; the weight is its fp16, to nearest, ties to even, an infinity from
  *                65520 on; NaN: 0x7E00.  The step is that of adamw.
  *   adamw_full   an fp32 weight, its own master.  The step is that of adamw.
@@ -113,10 +114,10 @@
  * A field's checksum is the sum, mod 2^64, over its stretches of what
  *   h = xxh3(stretch) ^ (number + 1) * 0x9E3779B185EBCA87;  h ^= h >> 37;
  *   h *= 0x165667919E3779F9;                                h ^= h >> 32
- * makes of each: xxh3 is XXH3_64bits of xxhash (Yann Collet, BSD 2-Clause), its value on a stretch,
- * whose number counts from 0.  Each line loses nothing, so whatever changes one stretch alone in a
- * way that xxh3 sees changes the sum; and it may be taken in any order, by many threads, each
- * stretch while a kernel that works on it has it in the cache.
+ * gives for each: xxh3 is XXH3_64bits of xxhash (Yann Collet, BSD 2-Clause) of the stretch, and
+ * stretches are numbered from 0.  Each line is invertible, so a change of one stretch that changes its
+ * xxh3 changes the sum.  Stretches can be summed in any order, by many threads, each while a kernel
+ * that works on it has it in the cache.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -133,7 +134,7 @@ struct infinity_adamw {
     float eps;
     float step_factor;      /* -(lr / (1 - beta1^step)) */
     int32_t lerp_from_grad; /* 1 - beta1 >= 0.5: the branch that starts from g */
-    float l2;               /* adam's weight decay; of no meaning to adamw */
+    float l2;               /* adam's weight decay; unused by adamw */
 };
 
 /* The scalars of [Note: the small step], each already rounded to fp32. */
@@ -175,16 +176,16 @@ struct infinity_lion {
     float step_factor;  /* -lr */
 };
 
-/* What a sum of squares found.  The fp64 sum of fp32 squares cannot overflow, so it is finite
- * exactly when every element is. */
+/* A sum of squares.  The fp64 sum of fp32 squares cannot overflow, so it is finite exactly when every
+ * element is. */
 struct infinity_sum {
     double sum;
     int32_t finite;
 };
 
 /* A field whose checksums are taken: [Note: checksums].  stretch: bytes of 8192 of its elements, at
- * least 256; bytes: what leaves at least 256 to the last stretch.  before, after: what is there is
- * added to them, before and after a kernel's work, where the flag asks for it. */
+ * least 256; bytes: of the field, with at least 256 in the last stretch.  before, after: the checksums
+ * before and after a kernel's work are added to these, if the flags ask for them. */
 struct infinity_field {
     const void *address;
     size_t bytes;
@@ -195,12 +196,12 @@ struct infinity_field {
     uint64_t after;
 };
 
-/* Takes the checksums that are asked for before a kernel's work, or those after it. */
+/* Takes the checksums to be taken before a kernel's work, or those after it. */
 void infinity_checksum(size_t n_fields, struct infinity_field *fields, int32_t after);
 
-/* One AdamW step over n elements, in place.  hi, lo: the split master; m, v: fp32.  fields: checksums
- * to take on the way, of fields whose first element is the first of the n, or that have no part in
- * the step; none: 0 and NULL. */
+/* One AdamW step over n elements, in place.  hi, lo: the split master; m, v: fp32.  fields: checksums to
+ * take during the step, of fields that begin with the first of the n elements, or that the step does
+ * not use; 0 and NULL: none. */
 void infinity_adamw_bf16(size_t n, uint16_t *hi, int16_t *lo, float *m, float *v,
                          const uint16_t *grad, const struct infinity_adamw *scalars, size_t n_fields,
                          struct infinity_field *fields);
@@ -284,24 +285,26 @@ void infinity_accumulate_bf16(size_t n, float *acc, const uint16_t *grad);
 void infinity_accumulate_f32(size_t n, float *acc, const float *grad);
 void infinity_accumulate_f16(size_t n, float *acc, const uint16_t *grad);
 
-/* total[i][j] = total[i][j] + the sum over l < k of left[l][i] right[l][j], for i < m and j < n; rows
- * lie a stride of elements apart, and left's elements a step; one of left's two is 1.  In fp32, up to 512 products before they are added; denormals count
- * as zeros.  The same bits on any number of threads, and on any CPU that has the instructions.  0;
- * -1 where it has not or avx512 is not in use, which infinity_multiplies_bf16 tells before; -2
- * without memory.  Runs on n_threads of the process's OpenMP, or else on the pool. */
+/* total[i][j] = total[i][j] + the sum over l < k of left[l][i] right[l][j], for i < m and j < n.
+ * Strides are the elements from one row to the next; left_step from one element to the next, and it or
+ * left's stride is 1.  Up to 512 products are summed in fp32 before they are added to the total;
+ * denormals count as zeros.  The bits are the same on any number of threads, and on any CPU that has
+ * the instructions.  Returns 0; -1 if the CPU lacks them or avx512 is not in use (see
+ * infinity_multiplies_bf16); -2 without memory.  Runs on n_threads of the process's OpenMP, or else
+ * on the pool. */
 int infinity_multiplies_bf16(void);
 int infinity_add_product_bf16(size_t k, size_t m, size_t n, const uint16_t *left,
                               size_t left_stride, size_t left_step, const uint16_t *right,
                               size_t right_stride, float *total, size_t total_stride,
                               size_t n_threads);
 
-/* result[i][j] = the same sum alone, of at most 512 products (-1 for more), in fp32 and rounded to bf16, to
- * nearest. */
+/* result[i][j] = the same sum alone, of at most 512 products (-1 for more), in fp32, rounded to the
+ * nearest bf16. */
 int infinity_product_bf16(size_t k, size_t m, size_t n, const uint16_t *left, size_t left_stride,
                           size_t left_step, const uint16_t *right, size_t right_stride,
                           uint16_t *result, size_t result_stride, size_t n_threads);
 
-/* Takes a user's edit of the 16-bit weights: where new_hi differs from hi, hi = new_hi and lo = 0.
+/* Applies a user's edit of the 16-bit weights: where new_hi differs from hi, hi = new_hi and lo = 0.
  */
 void infinity_rewrite(size_t n, const uint16_t *new_hi, uint16_t *hi, int16_t *lo);
 
@@ -316,23 +319,23 @@ struct infinity_stream {
     int32_t kind;
 };
 
-/* For the benchmark only: the memory traffic of a kernel on n elements (whole blocks of 256) with
- * next to no arithmetic; it is what the kernel's speed is divided by.  What is updated keeps its
- * value, what is only written becomes 0. */
+/* For the benchmark only: the memory traffic of a kernel on n elements (whole blocks of 256) with almost
+ * no arithmetic, as the limit of the kernel's speed.  Updated fields keep their values, written ones
+ * become 0. */
 void infinity_traffic(size_t n, size_t n_streams, const struct infinity_stream *streams);
 
-/* The pool: n_threads counts the calling thread, so 1 means inline.  set waits for a running call.
+/* The pool: n_threads includes the calling thread, so 1 means inline.  set waits for a running call.
  */
 void infinity_set_threads(size_t n_threads);
 size_t infinity_threads(void);
 
-/* Lets the pool's threads, the calling one excepted, run on these CPUs alone, any of them on any;
- * n = 0: wherever the thread may run that starts them.  0, or -1 for a CPU that cannot be named.
+/* Binds the pool's threads, except the calling one, to this set of CPUs; n = 0: they run wherever the
+ * thread that starts them may run.  Returns 0, or -1 for a CPU number out of range.
  * Waits for a running call. */
 int infinity_bind_threads(size_t n, const int32_t *cpus);
 
-/* The instruction set in use: "scalar", "avx2" or "avx512".  set gives 0, -1 for a name that is
- * unknown, -2 for one that this machine or this build lacks; NULL takes the best there is. */
+/* The instruction set in use: "scalar", "avx2" or "avx512".  set returns 0, -1 for an unknown name, -2
+ * for one that this machine or build lacks; NULL takes the best available. */
 int infinity_set_isa(const char *name);
 const char *infinity_isa(void);
 

@@ -15,7 +15,7 @@ MAX_THREADS = 1024  # as in pool.c
 
 
 class UnsupportedIsaError(RuntimeError):
-    """Raised when the instruction set asked for is unknown, or missing in this machine or build."""
+    """The requested instruction set is unknown, or not available in this machine or build."""
 
 
 class KernelLibrary(Protocol):
@@ -243,10 +243,10 @@ def isa() -> str:
 
 
 def set_isa(name: str | None) -> None:
-    """Use one instruction set in all calls that start from now on; None takes the best this machine has.
+    """Use one instruction set in all later calls; None takes the best of this machine.
 
     Raises:
-        UnsupportedIsaError: the name is unknown, or this machine or build lacks it. The one in use stays.
+        UnsupportedIsaError: the name is unknown, or this machine or build lacks it. The set in use stays.
     """
     code = library.infinity_set_isa(ffi.NULL if name is None else name.encode())
     if code == 0:
@@ -255,20 +255,20 @@ def set_isa(name: str | None) -> None:
     message = (
         f"{name!r} {cause}\n"
         f"  in use: {isa()}\n"
-        "  try: INFINITY_ISA=scalar, avx2 or avx512, or leave it unset to take the best there is"
+        "  try: INFINITY_ISA=scalar, avx2 or avx512, or leave it unset to take the best available"
     )
     raise UnsupportedIsaError(message)
 
 
 def threads() -> int:
-    """Return how many threads a large call uses, the calling one included."""
+    """Return the number of threads of a large call, including the calling one."""
     return library.infinity_threads()
 
 
 def set_threads(n: int) -> None:
-    """Use n threads per large call, the calling one included; 1 runs everything in the caller.
+    """Use n threads per large call, including the calling one; with 1 everything runs in the caller.
 
-    Waits until the call in progress, if any, is done.
+    Waits for a running call.
     """
     if not 1 <= n <= MAX_THREADS:
         message = f"{n} threads: expected 1 to {MAX_THREADS}"
@@ -277,10 +277,10 @@ def set_threads(n: int) -> None:
 
 
 def bind_threads(cpus: Sequence[int]) -> None:
-    """Let the pool's threads run on these CPUs alone, any of them on any; no CPUs: wherever the process may.
+    """Bind the pool's threads to this set of CPUs; empty: to those of the process.
 
-    The calling thread, which works too, stays where its own affinity lets it be. Waits until the call in
-    progress, if any, is done. Which CPUs a process should take is decided in infinity.cores.
+    The calling thread, which works too, keeps its own affinity. Waits for a running call. The choice of a
+    process's CPUs is made in infinity.storage.cpu_affinity.
 
     Raises:
         ValueError: this process may not run on one of the CPUs.

@@ -1,10 +1,10 @@
-/* The steps on small moments: each piece is widened into the caches, makes the small step, and is
- * rounded back; whole blocks go to a kernel for all of it, where there is one.  See [Note: small
- * moments] in kernels.h. */
+/* The steps on small moments: each piece is widened into the caches, updated by the small step, and
+ * rounded back.  If an instruction set has a kernel for the whole step, it gets the whole blocks.
+ * See [Note: small moments] in kernels.h. */
 #include "moments.h"
 
 _Static_assert(BLOCK_NUMEL % STATE_BLOCK == 0 && STRETCH_NUMEL % STATE_BLOCK == 0,
-               "the pool must not cut a block that shares a scale");
+               "the pool must not cut a block whose elements share a scale");
 
 /* One call's arguments. */
 struct step_args {
@@ -30,8 +30,8 @@ static size_t piece_at(size_t i, size_t end) {
     return end - i < STATE_BLOCK ? end - i : STATE_BLOCK;
 }
 
-/* How many of the n elements from i on go to a kernel for the whole step: whole blocks, whose pairs
- * ([Note: the noise]) are not split. */
+/* How many of the n elements from i on go to a kernel for the whole step: whole blocks, if no pair
+ * ([Note: the noise]) is cut. */
 static size_t whole_blocks(const struct step_args *a, bool exists, size_t i, size_t n) {
     return exists && (a->first + i) % 2 == 0 ? n - n % STATE_BLOCK : 0;
 }

@@ -18,9 +18,9 @@
 #define GRID_MAX 0x7F700000u /* the largest finite one */
 #define M_CODES 127u
 #define V_CODES 255u
-/* 2^-90: every code of m, divided by 2^20, is then a normal number, and arithmetic on it quick. */
+/* 2^-90: every code of m, divided by 2^20, is then a normal number, on which arithmetic is fast. */
 #define SCALE_MIN 0x12800000u
-/* The noise that makes rounding to nearest of it. */
+/* The noise with which rounding at random becomes rounding to nearest. */
 #define HALF_STEP (GRID_STEP / 2)
 
 /* The 32 random bits of a pair of elements: [Note: the noise]. */
@@ -40,7 +40,7 @@ static inline struct grids grids_of(uint32_t m_scale, uint32_t v_scale) {
     return (struct grids){m_scale - M_CODES * GRID_STEP, v_scale - V_CODES * GRID_STEP};
 }
 
-/* The bits of the grid point that a magnitude is rounded to, and below them some without meaning. */
+/* The bits of the grid point to which a magnitude is rounded, with meaningless bits below them. */
 static inline uint32_t rounded_size(uint32_t size, uint32_t noise) {
     return size < GRID_MAX ? size + noise : size;
 }
@@ -65,8 +65,8 @@ static inline struct grids store_scales(float *scale, uint32_t m_largest, uint32
     return grids_of(m_scale, v_scale);
 }
 
-/* The code of the bits of an m.  Below the smallest code it goes up to that where it is at least the
- * part of it that the noise leaves; the product is exact. */
+/* The code of the bits of an m.  Below the smallest code's float s it becomes s if it is at least
+ * s (1 - noise / 2^20), else 0; the product is exact. */
 static inline uint8_t m_code(uint32_t bits, uint32_t base, uint32_t noise) {
     uint32_t size = bits & SIZE_MASK, smallest = base + GRID_STEP, code;
     if (size < smallest) {
@@ -98,7 +98,7 @@ static inline uint32_t bf16_noisily(uint32_t bits, uint32_t noise) {
     return ((bits & SIZE_MASK) < BF16_MAX ? bits + noise : bits) >> 16;
 }
 
-/* Elements [i, n) of a block, one by one: those that fill no register. */
+/* Elements [i, n) of a block, one by one: the rest that does not fill a register. */
 static inline void narrow_moments_tail(size_t i, size_t n, const float *m_f32, const float *v_f32,
                                        const struct noises *noises, uint16_t *m, uint16_t *v) {
     for (; i < n; i++) {

@@ -9,14 +9,14 @@ TARGET_AVX512 static inline __m512i all16(uint32_t value) {
     return _mm512_set1_epi32((int)value);
 }
 
-/* A value that is not made anew: left to itself, the compiler loads what is used twice twice, and, in
- * a loop that is short of registers, makes constants by two operations of a port that is full. */
+/* Keeps a value in a register.  Otherwise the compiler loads a value twice that is used twice and, in
+ * a loop with few free registers, recomputes constants by two operations on a saturated port. */
 TARGET_AVX512 static inline __m512i kept(__m512i value) {
     __asm__("" : "+v"(value));
     return value;
 }
 
-/* Where hash_of begins for 16 pairs, each of which is 16 further on when its turn comes again. */
+/* The state of hash_of for 16 consecutive pairs; each call moves on by 16. */
 struct pairs16 {
     __m512i begun, upper, step, factor;
 };
@@ -29,7 +29,7 @@ TARGET_AVX512 static inline struct pairs16 pairs16(uint64_t key, uint32_t pair) 
                             kept(all16(16 * NOISE_FACTOR_1)), kept(all16(NOISE_FACTOR_2))};
 }
 
-/* hash_of of these pairs; then come the next 16. */
+/* hash_of of these pairs; advances to the next 16. */
 TARGET_AVX512 static inline __m512i hash16(struct pairs16 *pairs) {
     __m512i x = pairs->begun;
     pairs->begun = _mm512_add_epi32(x, pairs->step);

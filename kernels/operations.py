@@ -1,4 +1,4 @@
-"""The kernels as typed functions over addresses: checked here, once, then handed to C."""
+"""The kernels as typed functions over addresses, which check their arguments and call C."""
 
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -17,7 +17,7 @@ WORD = 1 << 64  # a key, and what a counter stays below
 
 
 class Rows(NamedTuple):
-    """Where a matrix lies; strides are in elements."""
+    """The place of a matrix in memory; strides are in elements."""
 
     address: int
     stride: int
@@ -60,19 +60,22 @@ def _u8(address: int) -> Any:
     return ffi.cast("uint8_t *", address)
 
 
-def _u16(address: int) -> Any:
+def as_u16(address: int) -> Any:
+    """Return an address as a C pointer."""
     return ffi.cast("uint16_t *", address)
 
 
-def _i16(address: int) -> Any:
+def as_i16(address: int) -> Any:
+    """Return an address as a C pointer."""
     return ffi.cast("int16_t *", address)
 
 
-def _f32(address: int) -> Any:
+def as_f32(address: int) -> Any:
+    """Return an address as a C pointer."""
     return ffi.cast("float *", address)
 
 
-@lru_cache(maxsize=64)  # a step has few, and calls a kernel for every tile
+@lru_cache(maxsize=64)  # a step has few different scalars, but calls a kernel for every tile
 def rounded(scalars: AdamWScalars) -> Any:
     """Return the C struct: each scalar computed in fp64, then rounded to fp32 by the assignment."""
     struct = ffi.new("struct infinity_adamw *")
@@ -107,7 +110,7 @@ def rounded_small(scalars: AdamWScalars) -> Any:
 
 
 def summed(sums: Checksums | None) -> tuple[Any, ...]:
-    """Return the last two arguments of a kernel that takes checksums on its way."""
+    """Return the last two arguments of a kernel that takes checksums while it works."""
     return (0, ffi.NULL) if sums is None else (sums.count, sums.pointer)
 
 
@@ -124,17 +127,17 @@ def adamw(
 ) -> None:
     """Apply one AdamW step to n elements in place: hi and lo (the split fp32 master), m and v (fp32).
 
-    `dtype` is that of the gradient, which is only read. `sums` are taken on the way, of fields that begin
-    with the first of the n elements.
+    `dtype` is that of the gradient, which is only read. `sums`: checksums to take during the step, of fields
+    that begin with the first of the n elements.
     """
     check(n, hi=hi, lo=lo, m=m, v=v, grad=grad)
     _check_dtype(dtype)
-    fields = (_u16(hi), _i16(lo), _f32(m), _f32(v))
+    fields = (as_u16(hi), as_i16(lo), as_f32(m), as_f32(v))
     struct = rounded(scalars)
     if dtype == "bf16":
-        library.infinity_adamw_bf16(n, *fields, _u16(grad), struct, *summed(sums))
+        library.infinity_adamw_bf16(n, *fields, as_u16(grad), struct, *summed(sums))
     else:
-        library.infinity_adamw_f32(n, *fields, _f32(grad), struct, *summed(sums))
+        library.infinity_adamw_f32(n, *fields, as_f32(grad), struct, *summed(sums))
 
 
 def adamw_bf16(
@@ -150,21 +153,22 @@ def adamw_bf16(
     first: int,
     sums: Checksums | None = None,
 ) -> None:
-    """Apply [Note: the small step] to n elements whose m and v are bf16, rounded at random after it.
+    """Apply [Note: the small step] to n elements whose m and v are bf16, rounded stochastically after it.
 
-    `key` is `state_key` of this parameter's step; `first` is the first element's place in its parameter. They
-    alone decide the random bits: a range cut in two, the second with its own `first`, gives the same.
+    `key` is `state_key` of this parameter's step; `first` is the first element's index in its parameter. They
+    alone
+    determine the random bits: a range cut in two, each part with its own `first`, gives the same result.
     `sums` as in `adamw`.
     """
     check(n, hi=hi, lo=lo, m=m, v=v, grad=grad)
     _check_dtype(dtype)
     _check_noise(key, first)
-    fields = (_u16(hi), _i16(lo), _u16(m), _u16(v))
+    fields = (as_u16(hi), as_i16(lo), as_u16(m), as_u16(v))
     struct = rounded_small(scalars)
     if dtype == "bf16":
-        library.infinity_adamw16_bf16(n, *fields, _u16(grad), struct, key, first, *summed(sums))
+        library.infinity_adamw16_bf16(n, *fields, as_u16(grad), struct, key, first, *summed(sums))
     else:
-        library.infinity_adamw16_f32(n, *fields, _f32(grad), struct, key, first, *summed(sums))
+        library.infinity_adamw16_f32(n, *fields, as_f32(grad), struct, key, first, *summed(sums))
 
 
 def adamw_int8(
@@ -181,105 +185,106 @@ def adamw_int8(
     first: int,
     sums: Checksums | None = None,
 ) -> None:
-    """Apply [Note: the small step] to n elements whose m and v are 8-bit codes, encoded at random after it.
+    """Apply [Note: the small step] to n elements whose m and v are 8-bit codes, rounded stochastically after
+    it.
 
     Blocks of STATE_BLOCK elements, counted from the range's first, have two fp32 scales each: m's, then v's
-    (8 bytes per block, the last and shorter one too). Memory of zeros is a moment of zeros. `key` and `first`
+    (8 bytes per block, also for a shorter last one). Memory of zeros means moments of zero. `key` and `first`
     as in `adamw_bf16`; a range may be cut in two at a multiple of STATE_BLOCK. `sums` as in `adamw`.
     """
     check(n, hi=hi, lo=lo, m=m, v=v, scale=scale, grad=grad)
     _check_dtype(dtype)
     _check_noise(key, first)
-    fields = (_u16(hi), _i16(lo), _u8(m), _u8(v), _f32(scale))
+    fields = (as_u16(hi), as_i16(lo), _u8(m), _u8(v), as_f32(scale))
     struct = rounded_small(scalars)
     if dtype == "bf16":
-        library.infinity_adamw8_bf16(n, *fields, _u16(grad), struct, key, first, *summed(sums))
+        library.infinity_adamw8_bf16(n, *fields, as_u16(grad), struct, key, first, *summed(sums))
     else:
-        library.infinity_adamw8_f32(n, *fields, _f32(grad), struct, key, first, *summed(sums))
+        library.infinity_adamw8_f32(n, *fields, as_f32(grad), struct, key, first, *summed(sums))
 
 
 def sum_squares(n: int, grad: int, dtype: AnyGradientDtype) -> tuple[float, bool]:
     """Return the fp64 sum of the fp64 squares of n gradients, and whether all of them are finite."""
     check(n, grad=grad)
     if dtype == "bf16":
-        result = library.infinity_sum_squares_bf16(n, _u16(grad))
+        result = library.infinity_sum_squares_bf16(n, as_u16(grad))
     elif dtype == "f16":
-        result = library.infinity_sum_squares_f16(n, _u16(grad))
+        result = library.infinity_sum_squares_f16(n, as_u16(grad))
     else:
         _check_dtype(dtype)
-        result = library.infinity_sum_squares_f32(n, _f32(grad))
+        result = library.infinity_sum_squares_f32(n, as_f32(grad))
     return result.sum, bool(result.finite)
 
 
 def split(n: int, f32: int, hi: int, lo: int) -> None:
     """Split n fp32 masters into hi (bf16, to nearest, ties away from zero) and lo (int16 remainder)."""
     check(n, f32=f32, hi=hi, lo=lo)
-    library.infinity_split(n, _f32(f32), _u16(hi), _i16(lo))
+    library.infinity_split(n, as_f32(f32), as_u16(hi), as_i16(lo))
 
 
 def join(n: int, hi: int, lo: int, f32: int) -> None:
     """Join n pairs of hi and lo into fp32 masters: what `split` was given, bit for bit."""
     check(n, hi=hi, lo=lo, f32=f32)
-    library.infinity_join(n, _u16(hi), _i16(lo), _f32(f32))
+    library.infinity_join(n, as_u16(hi), as_i16(lo), as_f32(f32))
 
 
 def widen(n: int, bf16: int, f32: int) -> None:
     """Convert n bf16 values to fp32, exactly."""
     check(n, bf16=bf16, f32=f32)
-    library.infinity_widen(n, _u16(bf16), _f32(f32))
+    library.infinity_widen(n, as_u16(bf16), as_f32(f32))
 
 
 def narrow(n: int, f32: int, bf16: int) -> None:
     """Convert n fp32 values to bf16, to nearest, ties to even; every NaN becomes 0x7FC0."""
     check(n, f32=f32, bf16=bf16)
-    library.infinity_narrow(n, _f32(f32), _u16(bf16))
+    library.infinity_narrow(n, as_f32(f32), as_u16(bf16))
 
 
 def widen_f16(n: int, f16: int, f32: int) -> None:
     """Convert n fp16 values to fp32, exactly."""
     check(n, f16=f16, f32=f32)
-    library.infinity_widen_f16(n, _u16(f16), _f32(f32))
+    library.infinity_widen_f16(n, as_u16(f16), as_f32(f32))
 
 
 def narrow_f16(n: int, f32: int, f16: int) -> None:
     """Convert n fp32 values to fp16, to nearest, ties to even; from 65520 on they become infinite."""
     check(n, f32=f32, f16=f16)
-    library.infinity_narrow_f16(n, _f32(f32), _u16(f16))
+    library.infinity_narrow_f16(n, as_f32(f32), as_u16(f16))
 
 
 def quantize(n: int, m_f32: int, v_f32: int, m: int, v: int, scale: int) -> None:
     """Convert n fp32 moments to the 8-bit codes and scales of `adamw_int8`, each to the nearest code.
 
-    An m is off by at most 1/16 of itself, or by half its block's smallest code, about 2^-15.75 of the scale.
-    A v is off by at most 1/16 of itself, but below its block's smallest code, about 2^-31.75 of the scale, it
-    becomes that, never 0; its sign is dropped.
+    The error of an m is at most 1/16 of itself, or half its block's smallest code, which is about 2^-15.75 of
+    the scale. The error of a v is at most 1/16 of itself; but below its block's smallest code, about 2^-31.75
+    of the scale, a v becomes that code, never 0. The sign of v is dropped.
     """
     check(n, m_f32=m_f32, v_f32=v_f32, m=m, v=v, scale=scale)
-    library.infinity_quantize(n, _f32(m_f32), _f32(v_f32), _u8(m), _u8(v), _f32(scale))
+    library.infinity_quantize(n, as_f32(m_f32), as_f32(v_f32), _u8(m), _u8(v), as_f32(scale))
 
 
 def dequantize(n: int, m: int, v: int, scale: int, m_f32: int, v_f32: int) -> None:
     """Convert n pairs of 8-bit codes, and their blocks' scales, to fp32 moments, exactly."""
     check(n, m=m, v=v, scale=scale, m_f32=m_f32, v_f32=v_f32)
-    library.infinity_dequantize(n, _u8(m), _u8(v), _f32(scale), _f32(m_f32), _f32(v_f32))
+    library.infinity_dequantize(n, _u8(m), _u8(v), as_f32(scale), as_f32(m_f32), as_f32(v_f32))
 
 
 def accumulate(n: int, acc: int, grad: int) -> None:
     """Add n bf16 gradients to the fp32 accumulator, in fp32."""
     check(n, acc=acc, grad=grad)
-    library.infinity_accumulate_bf16(n, _f32(acc), _u16(grad))
+    library.infinity_accumulate_bf16(n, as_f32(acc), as_u16(grad))
 
 
 def accumulate_f32(n: int, acc: int, grad: int) -> None:
     """Add n fp32 gradients to the fp32 accumulator."""
     check(n, acc=acc, grad=grad)
-    library.infinity_accumulate_f32(n, _f32(acc), _f32(grad))
+    library.infinity_accumulate_f32(n, as_f32(acc), as_f32(grad))
 
 
 def accumulate_f16(n: int, acc: int, grad: int) -> None:
     """Add n fp16 gradients to the fp32 accumulator."""
     check(n, acc=acc, grad=grad)
-    library.infinity_accumulate_f16(n, _f32(acc), _u16(grad))
+    library.infinity_accumulate_f16(n, as_f32(acc), as_u16(grad))
 
 
 def multiplies_bf16() -> bool:
@@ -288,29 +293,30 @@ def multiplies_bf16() -> bool:
 
 
 MOST_ROWS = 512
-"""Of the factors of `product_bf16`: of more rows a product would be added up in memory."""
+"""The most rows of `product_bf16`: a sum over more rows would have to be accumulated in memory."""
 
 
 def add_product_bf16(k: int, m: int, n: int, left: Rows, right: Rows, total: Rows, n_threads: int) -> None:
     """Add the product of left's transpose and right to total: [k, m] and [k, n] of bf16 to [m, n] of fp32.
 
-    Sums are fp32. Elements of a row lie side by side, or those of a column do, of left alone. n_threads: of
-    the OpenMP runtime, where the process has GNU's, as with torch; else the pool's are taken.
+    Sums are fp32. The elements of each row are contiguous; in `left`, those of each column may be instead.
+    n_threads: threads of GNU's OpenMP runtime if the process has it, as with torch; otherwise the pool's
+    threads are used.
 
     Raises:
         UnsupportedIsaError: `multiplies_bf16` is false.
-        ValueError: elements lie otherwise.
-        MemoryError: there is none for a MiB of packed operands.
+        ValueError: elements are not contiguous.
+        MemoryError: for a MiB of packed operands.
     """
     if 0 in (k, m, n):
         return
     sizes = _product_sizes(k, m, n, left, right, total)
-    at = _f32(total.address), total.stride
+    at = as_f32(total.address), total.stride
     _check_product(library.infinity_add_product_bf16(*sizes, *at, n_threads), k, m, n)
 
 
 def product_bf16(k: int, m: int, n: int, left: Rows, right: Rows, result: Rows, n_threads: int) -> None:
-    """Write the same product, rounded to bf16, [m, n]; of `MOST_ROWS` rows k at most, and one at least.
+    """Write the same product, rounded to bf16, [m, n], of k = 1 to `MOST_ROWS` rows.
 
     Raises: as `add_product_bf16`.
     """
@@ -320,7 +326,7 @@ def product_bf16(k: int, m: int, n: int, left: Rows, right: Rows, result: Rows, 
     if 0 in (m, n):
         return
     sizes = _product_sizes(k, m, n, left, right, result)
-    at = _u16(result.address), result.stride
+    at = as_u16(result.address), result.stride
     _check_product(library.infinity_product_bf16(*sizes, *at, n_threads), k, m, n)
 
 
@@ -329,16 +335,16 @@ def _product_sizes(
 ) -> tuple[int, int, int, Pointer, int, int, Pointer, int]:
     check(k * m * n, left=left.address, right=right.address, out=out.address)
     if 1 not in left[1:] or right.step != 1 or out.step != 1:
-        message = f"left={left}, right={right}, out={out}: expected steps of 1, of left one or a stride of 1"
+        message = f"left={left}, right={right}, out={out}: expected steps of 1 (left: step or stride of 1)"
         raise ValueError(message)
-    return k, m, n, _u16(left.address), left.stride, left.step, _u16(right.address), right.stride
+    return k, m, n, as_u16(left.address), left.stride, left.step, as_u16(right.address), right.stride
 
 
 def _check_product(code: int, k: int, m: int, n: int) -> None:
     if code == _UNSUPPORTED:
         message = (
             f"products of bf16 need a CPU with AVX512-BF16, and avx512; in use: {isa()}\n"
-            "  try: torch.mm, or INFINITY_ISA unset to take the best there is"
+            "  try: torch.mm, or leave INFINITY_ISA unset to take the best available"
         )
         raise UnsupportedIsaError(message)
     if code != 0:
@@ -347,9 +353,9 @@ def _check_product(code: int, k: int, m: int, n: int) -> None:
 
 
 def rewrite(n: int, new_hi: int, hi: int, lo: int) -> None:
-    """Take a user's edit of n 16-bit weights: where new_hi differs from hi, hi becomes new_hi and lo 0."""
+    """Apply a user's edit of n 16-bit weights: where new_hi differs from hi, hi becomes new_hi and lo 0."""
     check(n, new_hi=new_hi, hi=hi, lo=lo)
-    library.infinity_rewrite(n, _u16(new_hi), _u16(hi), _i16(lo))
+    library.infinity_rewrite(n, as_u16(new_hi), as_u16(hi), as_i16(lo))
 
 
 def copy(n_bytes: int, dst: int, src: int) -> None:

@@ -1,12 +1,12 @@
 /* A persistent pool of threads that share one job's blocks.
  *
  * [Note: the pool]
- * One job at a time: its caller holds `submit`.  A second caller does not wait, it runs its own job
- * inline: with every core busy already, waiting could only lose.  Threads take the next blocks from
- * a counter, so who computes a block is left to chance and what it computes is not.  The caller
- * works too, and at the end waits only for workers that have begun: a worker that is late (its core
- * busy with I/O) finds no job and sleeps on.  Workers start with the first job that is worth it.
- * After fork the child has none of them: its handler makes every lock anew, and the child's first
+ * There is one job at a time: its caller holds `submit`.  A second caller does not wait but runs its
+ * job inline: with every core busy already, waiting could only lose time.  Threads take the next
+ * blocks from a counter, so the thread that computes a block is random, but the result is not.  The
+ * caller works too, and at the end waits only for workers that have begun: a late worker (its core
+ * is busy with I/O) finds no job and sleeps on.  Workers are started by the first job that is large
+ * enough.  After a fork the child has none: its handler initialises all locks again, and its first
  * job starts workers of its own.
  */
 #define _GNU_SOURCE
@@ -19,11 +19,11 @@
 
 #include "internal.h"
 
-/* Fewer blocks than this are done before a sleeping worker would have woken. */
+/* Fewer blocks than this are finished before a sleeping worker would wake up. */
 #define INLINE_BLOCKS 4
-/* Threads that take turns in small pieces disturb each other: of 113 GB/s that two threads reach on
- * halves of their own, adamw got 76 with pieces of 1 block, 107 with 4, 111 with 16.  Several
- * pieces each, lest all wait for one thread whose core has other work. */
+/* Threads that alternate in small pieces slow each other down: two threads reach 113 GB/s on separate
+ * halves, but adamw reached 76 with pieces of 1 block, 107 with 4, 111 with 16.  Each thread gets
+ * several pieces, so that the others need not wait for one whose core has other work. */
 #define STRETCHES_PER_THREAD 4
 #define MAX_STRETCH_BLOCKS 16
 #define MAX_THREADS 1024
@@ -32,36 +32,36 @@ struct job {
     block_function run;
     const void *args;
     size_t n;
-    size_t block;       /* what run is given */
-    size_t stretch;     /* what a thread takes: whole blocks */
-    atomic_size_t next; /* the first element that nobody has taken */
+    size_t block;       /* elements per call of run */
+    size_t stretch;     /* elements that a thread takes at once: whole blocks */
+    atomic_size_t next; /* the first element not taken yet */
 };
 
 static pthread_mutex_t submit = PTHREAD_MUTEX_INITIALIZER;
 
-/* Under shared.mutex. */
+/* Guarded by shared.mutex. */
 static struct {
     pthread_mutex_t mutex;
     pthread_cond_t posted;
     pthread_cond_t idle;
     struct job *job;   /* NULL: none */
-    uint64_t n_posted; /* tells jobs apart: they live on stacks, at the same addresses */
+    uint64_t n_posted; /* distinguishes jobs, which lie on stacks, at the same addresses */
     size_t n_busy;     /* workers inside the job */
     bool stopping;
 } shared = {.mutex = PTHREAD_MUTEX_INITIALIZER,
             .posted = PTHREAD_COND_INITIALIZER,
             .idle = PTHREAD_COND_INITIALIZER};
 
-/* Under submit; n_threads may be read without it. */
+/* Guarded by submit; n_threads may be read without it. */
 static pthread_t workers[MAX_THREADS - 1];
 static size_t n_workers;
 static atomic_size_t n_threads = 1;
-static cpu_set_t cpus; /* where workers run; none: anywhere */
+static cpu_set_t cpus; /* CPUs for workers; empty: any */
 static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
 
 static void take_blocks(struct job *job) {
-    /* Kernels are promised the default environment: torch.set_flush_denormal is the caller's own
-     * affair. */
+    /* Kernels rely on the default floating-point environment, whatever the caller has set, such as by
+     * torch.set_flush_denormal. */
     fenv_t callers;
     fegetenv(&callers);
     fesetenv(FE_DFL_ENV);
@@ -94,9 +94,9 @@ static void *work(void *unused) {
     return unused;
 }
 
-/* In a new child: none of the workers came along, and any lock may have been held by a thread that
- * did not. The locks are made anew rather than taken before the fork, so that fork never waits for
- * a kernel. */
+/* In a forked child there are no workers, and any lock may have been held by a thread that does not
+ * exist there.  The locks are initialised again instead of being taken before the fork, so that fork
+ * never waits for a kernel. */
 static void forget_workers(void) {
     pthread_mutex_init(&submit, NULL);
     pthread_mutex_init(&shared.mutex, NULL);
@@ -112,8 +112,8 @@ static void watch_forks(void) {
     pthread_atfork(NULL, NULL, forget_workers);
 }
 
-/* A worker may run on any of the CPUs, not on one of its own: a core that has other work must not
- * hold one back. */
+/* A worker may run on any of the CPUs instead of one of its own, so that other work on a core does
+ * not delay it. */
 static int start_worker(pthread_t *worker) {
     pthread_attr_t attributes;
     if (pthread_attr_init(&attributes) != 0) return -1;
@@ -125,11 +125,10 @@ static int start_worker(pthread_t *worker) {
     return code;
 }
 
-/* Where a thread cannot be had, the job runs on those there are. */
+/* If a thread cannot be started, the job runs on those that exist. */
 static void start_workers(void) {
     pthread_once(&fork_once, watch_forks);
-    /* Signals are for the program's own threads: Python's handlers, and a debugger's, expect them
-     * there. */
+    /* Block all signals: Python's handlers, and a debugger, expect them in the program's own threads. */
     sigset_t all, callers;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &callers);

@@ -1,17 +1,18 @@
 /* Products of bf16 matrices, added to an fp32 sum where it lies.
  *
  * [Note: products]
- * The right factor has as rows what is summed over, as the inputs of a linear layer have tokens; the
- * left one as rows or as columns.  An instruction multiplies pairs of elements and adds up both
- * products: so two rows are packed side by side.  Of the right factor panels of 32 columns are packed
- * first.  Then each thread takes panels of 12 columns of the left one, packs one, and multiplies it
- * with every panel of the right: 24 registers of sums, added to the total once per 512 rows, or rounded.
+ * The sum runs over the rows of the right factor, as over the tokens of a linear layer's inputs, and
+ * over the rows or columns of the left factor.  An instruction multiplies pairs of elements and adds
+ * both products, so two rows are packed side by side.  First, panels of 32 columns of the right factor
+ * are packed.  Then each thread takes panels of 12 columns of the left factor, packs one, and
+ * multiplies it with every panel of the right one.  The 24 registers of sums are added to the total
+ * once per 512 rows, or rounded.
  *
  * [Note: whose threads]
- * This runs between torch's operations, whose threads (OpenMP's) go on spinning for milliseconds
- * after each: threads of our own would share their cores with them (measured: 18.6 ms instead of
- * 12.3).  So those are asked, if the process has them: GNU's libgomp, which GCC's own code calls by
- * the same name.  Else the pool.
+ * This runs between torch's operations, whose OpenMP threads spin for milliseconds after each
+ * operation.  The pool's threads would share the cores with them (measured: 18.6 ms instead of 12.3).
+ * So the product runs on the OpenMP threads if the process has GNU's libgomp, through the entry point
+ * that GCC's own code calls, and otherwise on the pool.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -21,7 +22,7 @@
 
 #include "internal.h"
 
-/* The compilers that know the instructions. */
+/* Compilers that support the instructions. */
 #if defined(INFINITY_X86) && (defined(__clang__) || __GNUC__ >= 11)
 #include <immintrin.h>
 
@@ -31,20 +32,20 @@
 #define COLUMNS 1024 /* of the right factor, packed at a time: 1 MiB */
 #define WIDE 32   /* columns of a panel of the right factor */
 #define TALL 12   /* of the left one */
-#define BLOCKS_PER_THREAD 16 /* so many that the pool wakes all of its threads */
+#define BLOCKS_PER_THREAD 16 /* enough that the pool wakes all of its threads */
 
 /* Part of a product, small enough to be packed. */
 struct part {
     size_t rows, m, n, threads;
     const uint16_t *left, *right;
     size_t left_stride, left_step, right_stride, stride;
-    float *total;     /* what is added to, or */
-    uint16_t *result; /* what is written: `stride` is of either */
+    float *total;     /* the matrix to add to, or */
+    uint16_t *result; /* the matrix to write; `stride` is that of either */
     uint32_t *packed; /* the right factor */
     atomic_size_t next;
 };
 
-/* The elements of two rows side by side. */
+/* Interleaves the elements of two rows. */
 TARGET_BF16 static inline __m512i pairs_of(const uint16_t *even, const uint16_t *odd,
                                            __mmask16 columns) {
     __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(columns, even));
@@ -52,7 +53,7 @@ TARGET_BF16 static inline __m512i pairs_of(const uint16_t *even, const uint16_t 
     return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
 }
 
-/* Packs a panel of the right factor, of at most WIDE columns; a last row of its own beside zeros. */
+/* Packs a panel of the right factor, of at most WIDE columns; an odd last row is paired with zeros. */
 TARGET_BF16 static void pack_wide(size_t rows, const uint16_t *from, size_t stride, size_t columns,
                                   uint32_t *to) {
     uint32_t some = (uint32_t)(((uint64_t)1 << columns) - 1);
@@ -65,7 +66,7 @@ TARGET_BF16 static void pack_wide(size_t rows, const uint16_t *from, size_t stri
     for (size_t j = 0; j < WIDE; j++) to[j] = j < columns ? from[j] : 0;
 }
 
-/* A panel of the left one, of at most TALL. */
+/* Packs a panel of the left factor, of at most TALL columns. */
 TARGET_BF16 static void pack_tall(size_t rows, const uint16_t *from, size_t stride, size_t columns,
                                   uint32_t *to) {
     __mmask16 some = (__mmask16)((1u << columns) - 1), all = (1u << TALL) - 1;
@@ -81,7 +82,7 @@ static inline uint32_t pair_at(const uint16_t *from) {
     return pair;
 }
 
-/* The same of one whose columns are in memory what the other's rows are: pairs lie there. */
+/* The same for a left factor whose columns are contiguous, so that pairs are adjacent already. */
 static void pack_turned(size_t rows, const uint16_t *from, size_t step, size_t columns,
                         uint32_t *to) {
     for (size_t k = 0; k + 2 <= rows; k += 2, to += TALL)
@@ -93,7 +94,7 @@ static void pack_turned(size_t rows, const uint16_t *from, size_t step, size_t c
 
 typedef __m512 tile[TALL][2];
 
-/* sums[i][j] = the sum of left's pairs i times right's pairs j. */
+/* sums[i][j] = the sum over pairs of left's column i times right's column j. */
 TARGET_BF16 static inline __attribute__((always_inline)) void
 sum_pairs(size_t pairs, const uint32_t *left, const uint32_t *right, tile sums) {
 #pragma GCC unroll 12
@@ -114,7 +115,7 @@ static inline __mmask16 columns_of(size_t wide, size_t half) {
     return (__mmask16)((((uint64_t)1 << wide) - 1) >> (half * WIDE / 2));
 }
 
-/* Adds them to `tall` rows and `wide` columns of a total. */
+/* Adds sums to `tall` rows and `wide` columns of a total. */
 TARGET_BF16 static void add_tile(size_t pairs, const uint32_t *left, const uint32_t *right,
                                  float *total, size_t stride, size_t tall, size_t wide) {
     tile sums;
@@ -135,7 +136,7 @@ TARGET_BF16 static void add_tile(size_t pairs, const uint32_t *left, const uint3
     }
 }
 
-/* Rounds them to as many of a result. */
+/* Rounds sums into `tall` rows and `wide` columns of a result. */
 TARGET_BF16 static void round_tile(size_t pairs, const uint32_t *left, const uint32_t *right,
                                    uint16_t *result, size_t stride, size_t tall, size_t wide) {
     tile sums;
@@ -149,7 +150,7 @@ TARGET_BF16 static void round_tile(size_t pairs, const uint32_t *left, const uin
     }
 }
 
-/* Both take pieces of a part until none is left. */
+/* The two phases; each takes pieces of a part until none is left. */
 static void pack_right(void *argument) {
     struct part *p = argument;
     size_t panels = (p->n + WIDE - 1) / WIDE, panel, pairs = (p->rows + 1) / 2;
@@ -159,7 +160,7 @@ static void pack_right(void *argument) {
     }
 }
 
-/* One panel of the left factor with the right one's from a column on. */
+/* Multiplies one panel of the left factor with the right one's panels from a column on. */
 TARGET_BF16 static void multiply_panel(const struct part *p, size_t panel, size_t from, size_t to) {
     _Alignas(64) uint32_t packed[ROWS / 2 * TALL];
     size_t at = panel * TALL, tall = p->m - at < TALL ? p->m - at : TALL;
@@ -178,7 +179,7 @@ TARGET_BF16 static void multiply_panel(const struct part *p, size_t panel, size_
     }
 }
 
-/* Panels that are left over when each thread has had as many share their columns out. */
+/* The panels left over after each thread has had equally many are divided by columns. */
 static void multiply_left(void *argument) {
     struct part *p = argument;
     size_t panels = (p->m + TALL - 1) / TALL, even = panels - panels % p->threads, piece;
@@ -211,7 +212,7 @@ struct whole {
 static void run_whole(const void *args, size_t first, size_t count) {
     const struct whole *whole = args;
     (void)first, (void)count;
-    whole->run(whole->argument); /* whoever asks: pieces are taken from a counter */
+    whole->run(whole->argument); /* on any thread: pieces are taken from a counter */
 }
 
 static void on_threads(void (*run)(void *), struct part *part) {
@@ -229,8 +230,8 @@ int infinity_multiplies_bf16(void) {
     return strcmp(current_isa()->name, "avx512") == 0 && __builtin_cpu_supports("avx512bf16");
 }
 
-/* Room for the right factor of one part.  One is kept for the next product: malloc would take fresh
- * pages from another place each time (measured: a MiB more per call, and 0.3 of 5.6 ms). */
+/* Memory for the right factor of one part.  It is kept for the next product: malloc would map new pages
+ * each time (measured: a MiB more per call, and 0.3 of 5.6 ms). */
 static _Atomic(uint32_t *) spare;
 
 static uint32_t *take_room(void) {

@@ -1,8 +1,8 @@
 /* The steps of [Note: other recipes] and [Note: the small step], once per instruction set:
- * recipes_*.c name a register of LANES fp32, f32s, and what is done with it, and include this.
+ * recipes_*.c define f32s, a register of LANES fp32, and its operations, and include this file.
  * Operators on f32s round each operation by itself, as on a float. */
 
-/* Asks for what comes later in a field: [Note: fetching ahead].  One element at a time is too slow to
+/* Prefetches later elements of a field: [Note: fetching ahead].  One element at a time is too slow to
  * need it. */
 LANES_FUNCTION void look_ahead(const void *address, size_t width) {
     if (LANES > 1)
@@ -28,7 +28,7 @@ LANES_FUNCTION f32s load_grad(const void *grad, size_t i, int32_t type) {
     return load_f32s((const float *)grad + i);
 }
 
-/* Adam's two moments, and what they move the weight by. */
+/* Updates Adam's two moments; returns what is added to the weight. */
 LANES_FUNCTION f32s adam_move(float *m_address, float *v_address, f32s g,
                               const struct infinity_adamw *s) {
     f32s m = next_f32s(m_address), v = next_f32s(v_address);
@@ -45,7 +45,7 @@ LANES_FUNCTION f32s adam_move(float *m_address, float *v_address, f32s g,
 LANES_FUNCTION size_t adamw_half_loop(size_t n, uint16_t *weight, float *master, float *m, float *v,
                                       const void *grad, bool around, int32_t type,
                                       const struct infinity_adamw *s) {
-    const struct infinity_adamw own = *s; /* nothing stored below can be it */
+    const struct infinity_adamw own = *s; /* a copy, which no store below can alias */
     size_t i = 0;
     for (; i + LANES <= n; i += LANES) {
         f32s g = load_grad(grad, i, type) * all(own.clip);
@@ -55,7 +55,7 @@ LANES_FUNCTION size_t adamw_half_loop(size_t n, uint16_t *weight, float *master,
         if (around) {
             stream_f16s(weight + i, p);
         } else {
-            look_ahead(weight + i, sizeof *weight); /* a line is read before a part is written */
+            look_ahead(weight + i, sizeof *weight); /* writing a part of a line reads the line first */
             store_f16s(weight + i, p);
         }
     }
@@ -173,7 +173,7 @@ TARGET void KERNEL(accumulate_half)(size_t n, float *restrict acc, const uint16_
     REST(accumulate_half, acc + i, grad + i);
 }
 
-/* loop(..., type, s) with a type that the compiler knows; what fills no register is left over. */
+/* loop(..., type, s) with a constant type, for the compiler; leaves a rest that fills no register. */
 #define BY_TYPE(loop, type, ...) \
     (type == INFINITY_BF16  ? loop(__VA_ARGS__, INFINITY_BF16, s) \
      : type == INFINITY_F16 ? loop(__VA_ARGS__, INFINITY_F16, s) \

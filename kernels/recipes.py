@@ -1,7 +1,7 @@
-"""The steps of other records and other optimizers, typed and checked: [Note: other recipes] in kernels.h.
+"""The steps of other records and other optimizers, with checks: [Note: other recipes] in kernels.h.
 
-All work in place on n elements; every moment is fp32. `dtype` is that of the gradient, which is only read,
-and `scalars.clip` the factor on it as fp32: a clipping, the inverse of a loss scale, or their product.
+All work in place on n elements; every moment is fp32. `dtype` is that of the gradient, which is only read.
+`scalars.clip` is an fp32 factor on it: of clipping, the inverse of a loss scale, or their product.
 `sums` as in `adamw`.
 """
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from infinity.kernels.checksums import Checksums
 from infinity.kernels.library import ffi, library
-from infinity.kernels.operations import AnyGradientDtype, check, rounded, summed
+from infinity.kernels.operations import AnyGradientDtype, as_f32, as_i16, as_u16, check, rounded, summed
 from infinity.kernels.scalars import AdagradScalars, AdamWScalars, LionScalars, SGDScalars
 
 _TYPES = {"bf16": 0, "f32": 1, "f16": 2}  # as in kernels.h
@@ -20,18 +20,6 @@ def _type_of(dtype: str) -> int:
         message = f"dtype={dtype!r}: expected 'bf16', 'f32' or 'f16'"
         raise ValueError(message)
     return _TYPES[dtype]
-
-
-def _f32(address: int) -> Any:
-    return ffi.cast("float *", address)
-
-
-def _u16(address: int) -> Any:
-    return ffi.cast("uint16_t *", address)
-
-
-def _i16(address: int) -> Any:
-    return ffi.cast("int16_t *", address)
 
 
 def _any(address: int) -> Any:
@@ -49,12 +37,12 @@ def adamw_fp16(
     scalars: AdamWScalars,
     sums: Checksums | None = None,
 ) -> None:
-    """Apply the step of `adamw` to the fp16 record: fp32 masters, and weights that become their fp16.
+    """Apply the step of `adamw` to the fp16 record: fp32 masters, and weights that get their values in fp16.
 
-    A master of 65520 or more rounds to infinity, as torch's .half() has it. The weight is only written.
+    A master of 65520 or more rounds to infinity, as in torch's .half(). The weight is only written.
     """
     check(n, weight=weight, master=master, m=m, v=v, grad=grad)
-    fields = (_u16(weight), _f32(master), _f32(m), _f32(v), _any(grad), _type_of(dtype))
+    fields = (as_u16(weight), as_f32(master), as_f32(m), as_f32(v), _any(grad), _type_of(dtype))
     library.infinity_adamw_half(n, *fields, rounded(scalars), *summed(sums))
 
 
@@ -70,7 +58,7 @@ def adamw_fp32(
 ) -> None:
     """Apply the step of `adamw` to the fp32 record, whose weights are their own masters."""
     check(n, weight=weight, m=m, v=v, grad=grad)
-    fields = (_f32(weight), _f32(m), _f32(v), _any(grad), _type_of(dtype))
+    fields = (as_f32(weight), as_f32(m), as_f32(v), _any(grad), _type_of(dtype))
     library.infinity_adamw_full(n, *fields, rounded(scalars), *summed(sums))
 
 
@@ -87,7 +75,7 @@ def adam(
 ) -> None:
     """Apply one Adam step to split masters: the weight decay is added to the gradient (L2)."""
     check(n, hi=hi, lo=lo, m=m, v=v, grad=grad)
-    fields = (_u16(hi), _i16(lo), _f32(m), _f32(v), _any(grad), _type_of(dtype))
+    fields = (as_u16(hi), as_i16(lo), as_f32(m), as_f32(v), _any(grad), _type_of(dtype))
     library.infinity_adam(n, *fields, rounded(scalars), *summed(sums))
 
 
@@ -111,7 +99,9 @@ def sgd(
     struct.step_factor = -scalars.lr
     struct.is_first = scalars.step == 1
     struct.is_nesterov = scalars.nesterov
-    library.infinity_sgd(n, _u16(hi), _i16(lo), _f32(m), _any(grad), _type_of(dtype), struct, *summed(sums))
+    library.infinity_sgd(
+        n, as_u16(hi), as_i16(lo), as_f32(m), _any(grad), _type_of(dtype), struct, *summed(sums)
+    )
 
 
 def adagrad(
@@ -124,7 +114,7 @@ def adagrad(
     scalars: AdagradScalars,
     sums: Checksums | None = None,
 ) -> None:
-    """Apply one Adagrad step to split masters; v is the sum of squares, whose first value is the caller's."""
+    """Apply one Adagrad step to split masters; v is the sum of squares, initialised by the caller."""
     check(n, hi=hi, lo=lo, v=v, grad=grad)
     struct = ffi.new("struct infinity_adagrad *")
     struct.clip = scalars.clip
@@ -132,7 +122,7 @@ def adagrad(
     struct.eps = scalars.eps
     struct.step_factor = -(scalars.lr / (1 + (scalars.step - 1) * scalars.lr_decay))
     library.infinity_adagrad(
-        n, _u16(hi), _i16(lo), _f32(v), _any(grad), _type_of(dtype), struct, *summed(sums)
+        n, as_u16(hi), as_i16(lo), as_f32(v), _any(grad), _type_of(dtype), struct, *summed(sums)
     )
 
 
@@ -146,7 +136,7 @@ def lion(
     scalars: LionScalars,
     sums: Checksums | None = None,
 ) -> None:
-    """Apply one Lion step to split masters: each weight moves by lr, whichever way its momentum points."""
+    """Apply one Lion step to split masters: each weight moves by lr in the direction of its momentum."""
     check(n, hi=hi, lo=lo, m=m, grad=grad)
     struct = ffi.new("struct infinity_lion *")
     struct.clip = scalars.clip
@@ -156,4 +146,6 @@ def lion(
     struct.beta2 = scalars.beta2
     struct.grad_weight2 = 1 - scalars.beta2
     struct.step_factor = -scalars.lr
-    library.infinity_lion(n, _u16(hi), _i16(lo), _f32(m), _any(grad), _type_of(dtype), struct, *summed(sums))
+    library.infinity_lion(
+        n, as_u16(hi), as_i16(lo), as_f32(m), _any(grad), _type_of(dtype), struct, *summed(sums)
+    )

@@ -1,4 +1,4 @@
-"""The scalars of one step of each recipe, and the key of the random bits that round AdamW's moments."""
+"""The scalars of one step of each optimizer, and the key of the random bits for rounding AdamW's moments."""
 
 import math
 from dataclasses import dataclass
@@ -10,8 +10,9 @@ WORD_MASK = 2**64 - 1
 class AdamWScalars:
     """One parameter segment's hyperparameters for one step, as the user gave them.
 
-    What the kernel needs of them (bias corrections, step size, decay factor) is computed in fp64 and rounded
-    to fp32 once: [Note: the adamw step] in kernels.h.
+    The kernel's scalars (bias corrections, step size, decay factor) are computed from these in fp64 and
+    rounded to
+    fp32 once: [Note: the adamw step] in kernels.h.
     """
 
     lr: float
@@ -20,7 +21,7 @@ class AdamWScalars:
     eps: float
     weight_decay: float  # decoupled
     step: int  # this step's count: 1 in a parameter's first
-    clip: float = 1.0  # the fp32 factor on the gradient; NaN where the norm is, as torch's clipping has it
+    clip: float = 1.0  # fp32 factor on the gradient; NaN if the norm is, as in torch's clipping
 
     def __post_init__(self) -> None:
         _check_not_negative(lr=self.lr, eps=self.eps, weight_decay=self.weight_decay)
@@ -31,12 +32,12 @@ class AdamWScalars:
 
 @dataclass(frozen=True, slots=True)
 class SGDScalars:
-    """The same for one step of SGD with momentum."""
+    """The hyperparameters of one step of SGD with momentum."""
 
     lr: float
     momentum: float
     weight_decay: float  # L2: added to the gradient
-    step: int  # in the first the momentum is the gradient
+    step: int  # in step 1 the momentum becomes the gradient
     dampening: float = 0.0
     nesterov: bool = False
     clip: float = 1.0
@@ -49,14 +50,14 @@ class SGDScalars:
         if self.dampening and (self.nesterov or not self.momentum):
             message = (
                 f"dampening={self.dampening}, momentum={self.momentum}, nesterov={self.nesterov}: "
-                "dampening takes a momentum, and Nesterov's takes none"
+                "dampening needs a momentum, and is not allowed with Nesterov's"
             )
             raise ValueError(message)
 
 
 @dataclass(frozen=True, slots=True)
 class AdagradScalars:
-    """The same for one step of Adagrad."""
+    """The hyperparameters of one step of Adagrad."""
 
     lr: float
     eps: float
@@ -73,7 +74,7 @@ class AdagradScalars:
 
 @dataclass(frozen=True, slots=True)
 class LionScalars:
-    """The same for one step of Lion (Chen et al., arXiv 2302.06675)."""
+    """The hyperparameters of one step of Lion (Chen et al., arXiv 2302.06675)."""
 
     lr: float
     beta1: float
@@ -116,8 +117,8 @@ def _check_clip(clip: float) -> None:
 def state_key(seed: int, parameter: int, step: int) -> int:
     """Return the 64-bit key of one parameter's random bits in one step: [Note: the noise] in kernels.h.
 
-    `parameter` is its place among the optimizer's parameters, in the order of its groups, `step` its own step
-    count. Each number in turn goes through a round of splitmix64 (Steele, Lea and Flood, OOPSLA 2014).
+    `parameter` is its index among the optimizer's parameters, in the order of its groups; `step` is its own
+    step count. Each number in turn is mixed by a round of splitmix64 (Steele, Lea and Flood, OOPSLA 2014).
     """
     key = 0
     for name, value in (("seed", seed), ("parameter", parameter), ("step", step)):

@@ -4,13 +4,13 @@
 #ifdef INFINITY_X86
 #include "small_avx512.h"
 
-/* Lanes whose magnitude is below limit, as floats: no NaN is. */
+/* A mask of lanes whose magnitude is below limit, compared as floats, so that no NaN is. */
 TARGET_AVX512 static inline __mmask16 below16(__m512i bits, uint32_t limit) {
     return _mm512_cmp_ps_mask(_mm512_castsi512_ps(sizes16(bits)),
                               _mm512_castsi512_ps(all16(limit)), _CMP_LT_OQ);
 }
 
-/* Noise where there may be some: [Note: bf16 moments]. */
+/* Adds noise to lanes that may get some: [Note: bf16 moments]. */
 TARGET_AVX512 static inline struct pair rounded_any32(struct pair bits, struct pair noise) {
     bits = canonical32(bits);
     return (struct pair){

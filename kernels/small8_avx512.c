@@ -18,11 +18,11 @@ TARGET_AVX512 static inline struct masks masks(void) {
                           kept(_mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0))};
 }
 
-/* base + c * GRID_STEP for 32 codes: the lower half of a grid point is 0, so words do. */
+/* base + c * GRID_STEP for 32 codes: the lower half of a grid point is 0, so words suffice. */
 TARGET_AVX512 static inline struct pair m_bits32(const uint8_t *codes, __m512i base,
                                                  const struct broadcast *b,
                                                  const struct masks *masks) {
-    /* The sign goes to all bits above the code's seven. */
+    /* The sign is copied to all bits above the code's seven. */
     __m512i c = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)codes));
     __mmask32 is_some = _mm512_test_epi16_mask(c, masks->m_codes);
     __m512i signed_c = _mm512_and_si512(_mm512_slli_epi16(c, 4), masks->signed_codes);
@@ -36,13 +36,13 @@ TARGET_AVX512 static inline struct pair v_bits32(const uint8_t *codes, __m512i b
     return widen32(_mm512_maskz_add_epi16(is_some, _mm512_slli_epi16(c, 4), base), b);
 }
 
-/* One block's new moments: the upper words of them and their noise, which hold the grid point and,
- * below it, four bits without meaning. */
+/* One block's new moments: the upper words of moment plus noise, which hold the grid point and, below
+ * it, four meaningless bits. */
 struct block {
     __m512i m_words[STATE_BLOCK / 32], v_words[STATE_BLOCK / 32];
 };
 
-/* The largest of those, m's without their signs. */
+/* The largest of these words, m's without their signs. */
 struct most {
     __m512i m, v;
 };
@@ -65,8 +65,8 @@ TARGET_AVX512 static inline uint32_t largest_word(__m512i words) {
     return (uint32_t)_mm_extract_epi16(least, 0) ^ 0xFFFF;
 }
 
-/* What a step on 8-bit moments reads and writes, from some block on.  Codes and scale are the old
- * ones until new ones are stored. */
+/* The fields of a step on 8-bit moments, from some block on.  Codes and scales are the old ones until
+ * new ones are stored. */
 struct codes {
     uint8_t *m, *v;
     float *scale;
@@ -77,14 +77,14 @@ struct codes {
     uint64_t key, first;
 };
 
-/* The new moments of n elements of a block and their noise once more, from their old codes. */
+/* Computes the new moments of n elements of a block and their noise again, from their old codes. */
 struct again {
     float m[STATE_BLOCK], v[STATE_BLOCK];
     struct noises noises;
 };
 
 static void step_again(struct again *again, const struct codes *c, size_t i, size_t n) {
-    uint16_t hi[STATE_BLOCK] = {0}; /* of no weight */
+    uint16_t hi[STATE_BLOCK] = {0}; /* dummy weights */
     int16_t lo[STATE_BLOCK] = {0};
     dequantize_avx512(n, c->m + i, c->v + i, c->old_scale, again->m, again->v);
     adamw_small_avx512(n, hi, lo, again->m, again->v, grad_at(c->grad, i, c->type), c->type,
@@ -92,36 +92,36 @@ static void step_again(struct again *again, const struct codes *c, size_t i, siz
     noise_avx512(n, c->key, c->first + i, GRID_SHIFT, again->noises.m, again->noises.v);
 }
 
-/* The codes of any block, through memory. */
+/* Stores the codes of any block, through memory. */
 static void quantize_any(const struct codes *c) {
     struct again again;
     step_again(&again, c, 0, STATE_BLOCK);
     quantize_avx512(STATE_BLOCK, again.m, again.v, &again.noises, c->m, c->v, c->scale);
 }
 
-/* Grid steps from base on, of 64 words: 64 bytes, in the order in which words are packed.  What is
- * below base becomes 0. */
+/* The grid steps of 64 words above base, as 64 bytes in the order in which words are packed; 0 for
+ * words below base. */
 TARGET_AVX512 static inline __m512i steps64(const __m512i *words, __m512i base) {
     return _mm512_packus_epi16(_mm512_srai_epi16(_mm512_sub_epi16(words[0], base), 4),
                                _mm512_srai_epi16(_mm512_sub_epi16(words[1], base), 4));
 }
 
 /* [Note: one block behind]
- * A block's codes are made while the next one is begun: in the divider's shadow, and nobody waits
- * for the block's maximum.  Until then its old codes stay where they are, for what has to begin
- * again from them. */
+ * A block's codes are computed while the next block is begun: during its divisions, and without
+ * waiting for the block's maximum.  Until then its old codes stay in place, for elements that must be
+ * computed again from them. */
 struct ending {
     const struct block *block;
     struct codes codes;
     struct grids grids;
-    __m512i m_base, v_base; /* all words, of the upper halves */
+    __m512i m_base, v_base; /* the upper half of the base, in all words */
     bool is_plain;          /* without infinities and NaNs */
     uint32_t left;          /* bits at and at + 1: end_m64 and end_v64 left these to end_rest */
 };
 
-/* Stores the scales of a block that seems plain.  (Where an infinity made a NaN, or an old code was
- * one, the largest word tells.  Noise may carry the bits of other NaNs beyond 0x7FFFFFFF; those come
- * of a gradient, and make a weight one, too: is_ordered.) */
+/* Stores the scales of a block that seems plain.  (NaNs made by an infinity, or from an old code, show
+ * in the largest word.  Noise may carry the bits of other NaNs beyond 0x7FFFFFFF; those come from a
+ * gradient, and make the weight a NaN too, which is_ordered detects.) */
 TARGET_AVX512 static ALWAYS_INLINE void begin_ending(struct ending *e, const struct most *most,
                                                      bool is_ordered) {
     uint32_t m_most = largest_word(most->m), v_most = largest_word(most->v);
@@ -132,13 +132,13 @@ TARGET_AVX512 static ALWAYS_INLINE void begin_ending(struct ending *e, const str
     e->v_base = all_words(e->grids.v_base >> 16);
 }
 
-/* In the order of the elements: the codes of 64 m, and of 64 v. */
+/* The codes of 64 m, and of 64 v, in the order of the elements. */
 TARGET_AVX512 static ALWAYS_INLINE __m512i m_codes64(const struct ending *e, size_t at,
                                                      const struct masks *masks) {
     __m512i words[] = {e->block->m_words[at], e->block->m_words[at + 1]};
     __m512i sizes[] = {_mm512_and_si512(words[0], masks->sizes),
                        _mm512_and_si512(words[1], masks->sizes)};
-    /* Packed as signed numbers, words keep their signs. */
+    /* Words are packed as signed numbers, which keeps their signs. */
     __m512i signs = _mm512_packs_epi16(words[0], words[1]);
     __m512i codes =
         _mm512_ternarylogic_epi32(steps64(sizes, e->m_base), signs, masks->signs, 0xF8);
@@ -168,9 +168,10 @@ TARGET_AVX512 static ALWAYS_INLINE void end_v64(struct ending *e, size_t at,
         _mm512_storeu_si512(e->codes.v + 32 * at, codes);
 }
 
-/* Of 64 moments, those that have got code 0 (its sign aside) and are not 0, or as good as 0 by any
- * rule: below the smallest code others hold.  (A moment that is rounded up to that code gets it here
- * as by those: what it lacks is at most noise / 2^23 of it, and noise / 2^20 is allowed.) */
+/* A mask of those of 64 moments that got code 0 (apart from the sign) and need the rules for moments
+ * below the smallest code, because they are neither 0 nor certain to become 0.  (A moment that is rounded
+ * up to the smallest code gets it here as by those rules: it lacks at most noise / 2^23 of it, and
+ * noise / 2^20 is allowed.) */
 TARGET_AVX512 static inline uint64_t small64(__m512i code_sizes, const __m512i *words,
                                              const struct masks *masks) {
     __m512i sizes[] = {_mm512_and_si512(words[0], masks->sizes),
@@ -180,11 +181,11 @@ TARGET_AVX512 static inline uint64_t small64(__m512i code_sizes, const __m512i *
     return _mm512_testn_epi8_mask(code_sizes, code_sizes) & _mm512_test_epi8_mask(points, points);
 }
 
-/* Above so many of 64, all are made anew at once. */
+/* If more than so many of 64 remain, all codes are computed again at once. */
 #define MOST_SINGLY 16
 
-/* The codes of 64 elements that end_m64 and end_v64 have left, or one of them.  Of values normally
- * distributed, one block in a hundred has such an m. */
+/* Computes the codes of 64 elements that end_m64 or end_v64 left.  With normally distributed values one
+ * block in a hundred has such an m. */
 TARGET_AVX512 static void end_rest64(const struct ending *e, size_t at,
                                      const struct masks *masks) {
     const struct codes *c = &e->codes;
@@ -232,7 +233,7 @@ TARGET_AVX512 static ALWAYS_INLINE void step8(size_t n, uint16_t *restrict hi,
     struct pairs16 pairs = pairs16(key, (uint32_t)(first / 2));
     struct block blocks[2];
     struct ending ending = {.is_plain = false, .left = 0};
-    /* Lanes without a NaN: of all weights, and of those since a block's first 32 were begun. */
+    /* Lanes without a NaN: among all weights, and among those since the block's first 32. */
     __mmask16 all_ordered = 0xFFFF, ordered = 0xFFFF;
     for (size_t start = 0; start < n; start += STATE_BLOCK, scale += 2) {
         struct codes codes = {m + start, v + start, scale, {scale[0], scale[1]},
@@ -241,13 +242,13 @@ TARGET_AVX512 static ALWAYS_INLINE void step8(size_t n, uint16_t *restrict hi,
         __m512i m_base = all_words(grids.m_base >> 16), v_base = all_words(grids.v_base >> 16);
         struct block *block = &blocks[start / STATE_BLOCK % 2];
         struct most most = {_mm512_setzero_si512(), _mm512_setzero_si512()};
-        /* Written out, a block's turns need no tests and addresses of their own. */
+        /* Unrolled, the iterations of a block need no tests and addresses of their own. */
 #pragma GCC unroll 8
         for (size_t at = 0; at < STATE_BLOCK / 32; at++) {
             size_t i = start + 32 * at;
             fetch(hi + i, sizeof *hi, ahead);
             fetch(lo + i, sizeof *lo, ahead);
-            /* A line of codes is two of weights; the two fields take turns. */
+            /* A line of codes covers two of weights; the two fields alternate. */
             fetch(at % 2 == 0 ? m + i : v + i, sizeof *m, ahead);
             struct moves moves = divide32(begun, &b);
             struct pair p = join32(hi + i, lo + i, &b);
@@ -259,7 +260,7 @@ TARGET_AVX512 static ALWAYS_INLINE void step8(size_t n, uint16_t *restrict hi,
             if (ending.is_plain && at % 2 == 0 && at != 0) end_v64(&ending, at, &k);
             if (i != 0) finish32(hi + i - 32, lo + i - 32, moves, &b, &ordered);
             if (i == 0 || at != 0) continue;
-            /* Now all weights of the block before are known, and whether it is plain. */
+            /* Now all weights of the previous block are known, and whether it is plain. */
             all_ordered &= ordered;
             ending.is_plain = ending.is_plain && ordered == 0xFFFF;
             ordered = 0xFFFF;

@@ -4,23 +4,23 @@
  * the same bits as widening, the small step and rounding one after the other (moments.c).
  *
  * [Note: even and odd]
- * 32 elements of 16 bits are two registers of fp32: the even ones, x << 16, and the odd ones, the
- * upper halves.  Going back, and to and from hi and lo, is one shuffle of bytes within 32 bits,
- * merged into the other register by its mask: one operation, where a shift and a blend are two,
- * and not on the port that the divider and the shifts need.  The hash of 16 pairs of elements is
- * the noise of both.
+ * 32 elements of 16 bits become two registers of fp32: the even ones, x << 16, and the odd ones, the
+ * upper halves.  The way back, and to and from hi and lo, is one shuffle of bytes within 32 bits,
+ * merged into the other register by its mask.  This is one operation, where a shift and a blend would
+ * be two, and it does not use the port of the divider and the shifts.  The hash of 16 pairs of
+ * elements is the noise of both registers.
  *
  * [Note: in the divider's shadow]
- * A root and a division keep the divider busy for 23 cycles per 16 elements, and what waits for
- * them fills the scheduler, so that nothing behind can start.  So each turn of a loop first asks
- * for the divisions of the 32 elements whose roots the turn before has begun, then does all that
- * the next 32 need up to their roots, and only then takes the quotients. */
+ * A root and a division keep the divider busy for 23 cycles per 16 elements, and operations that wait
+ * for them fill the scheduler, so that no later operation can start.  Therefore each iteration first
+ * issues the divisions for the 32 elements whose roots the previous iteration has issued, then does
+ * the work for the next 32 up to their roots, and only then uses the quotients. */
 #include <immintrin.h>
 
 #include "cast_avx512.h"
 #include "moments_avx512.h"
 
-/* Once for each type of gradient. */
+/* For functions that are compiled once for each type of gradient. */
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 
 /* The bytes of words with an even number. */
@@ -30,7 +30,7 @@ struct pair {
     __m512i even, odd; /* bits of fp32 */
 };
 
-/* What is left of a step once m and v are new. */
+/* The operands of the rest of a step, after m and v are updated. */
 struct begun {
     __m512 p_even, p_odd, root_even, root_odd, change_even, change_odd;
 };
@@ -71,18 +71,18 @@ TARGET_AVX512 static inline __m512i all_words(uint32_t value) {
     return _mm512_set1_epi16((short)value);
 }
 
-/* Words become upper halves over zeros. */
+/* Widens words to 32 bits, as upper halves over zeros. */
 TARGET_AVX512 static inline struct pair widen32(__m512i words, const struct broadcast *b) {
     return (struct pair){_mm512_slli_epi32(words, 16), _mm512_and_si512(words, b->upper)};
 }
 
-/* into, but for the even words, which become the odd ones of from. */
+/* into, with its even words replaced by the odd ones of from. */
 TARGET_AVX512 static inline __m512i with_upper(__m512i into, __m512i from,
                                                const struct broadcast *b) {
     return _mm512_mask_shuffle_epi8(into, b->even_words, from, b->down);
 }
 
-/* into, but for the odd words, which become the even ones of from. */
+/* into, with its odd words replaced by the even ones of from. */
 TARGET_AVX512 static inline __m512i with_lower(__m512i into, __m512i from,
                                                const struct broadcast *b) {
     return _mm512_mask_shuffle_epi8(into, b->odd_words, from, b->up);
@@ -100,7 +100,7 @@ TARGET_AVX512 static inline struct pair sum32(struct pair a, struct pair b) {
 TARGET_AVX512 static inline struct pair join32(const uint16_t *hi, const int16_t *lo,
                                                const struct broadcast *b) {
     __m512i lo_i16x32 = kept(_mm512_loadu_si512(lo));
-    /* lo is signed: where it is negative, one less above it. */
+    /* lo is signed: if it is negative, the upper half is one less. */
     __m512i hi_u16x32 =
         _mm512_add_epi16(_mm512_loadu_si512(hi), _mm512_srai_epi16(lo_i16x32, 15));
     return (struct pair){with_lower(lo_i16x32, hi_u16x32, b), with_upper(hi_u16x32, lo_i16x32, b)};
@@ -144,8 +144,8 @@ TARGET_AVX512 static inline void move_moments16(__m512 *m, __m512 *v, __m512 gra
     *v = _mm512_fmadd_ps(t_f32x16, t_f32x16, _mm512_mul_ps(*v, b->beta2));
 }
 
-/* Makes m and v new, and begins their roots.  p, the masters, come along: read later, at the place
- * in their pages where m and v have just been written, they would wait for that to be over. */
+/* Updates m and v, and begins the roots.  The masters p are read before: a later load, at the same page
+ * offset as the stores to m and v, would wait for these stores. */
 TARGET_AVX512 static inline struct begun begin32(struct pair p, struct pair *m, struct pair *v,
                                                  struct pair grad, const struct broadcast *b) {
     __m512 m_even = _mm512_castsi512_ps(m->even), m_odd = _mm512_castsi512_ps(m->odd);
@@ -162,7 +162,7 @@ TARGET_AVX512 static inline struct begun begin32(struct pair p, struct pair *m, 
                           _mm512_mul_ps(b->step_factor, m_odd)};
 }
 
-/* What the weights are moved by. */
+/* The weights and what is added to them. */
 struct moves {
     __m512 p_even, p_odd, even, odd;
 };
@@ -170,12 +170,12 @@ struct moves {
 TARGET_AVX512 static inline struct moves divide32(struct begun begun, const struct broadcast *b) {
     __m512 even = _mm512_div_ps(begun.change_even, _mm512_add_ps(begun.root_even, b->eps));
     __m512 odd = _mm512_div_ps(begun.change_odd, _mm512_add_ps(begun.root_odd, b->eps));
-    /* The compiler would move the divisions to where they are used. */
+    /* Otherwise the compiler would move the divisions to their uses. */
     __asm__ volatile("" : "+v"(even), "+v"(odd));
     return (struct moves){begun.p_even, begun.p_odd, even, odd};
 }
 
-/* Moves 32 weights, and takes lanes that hold a NaN, whose bits are anybody's, out of ordered. */
+/* Moves 32 weights, and clears the lanes of `ordered` that hold a NaN, whose bits are undefined. */
 TARGET_AVX512 static inline void finish32(uint16_t *hi, int16_t *lo, struct moves moves,
                                           const struct broadcast *b, __mmask16 *ordered) {
     __m512 even = _mm512_fmadd_ps(moves.p_even, b->decay, moves.even);
@@ -184,14 +184,14 @@ TARGET_AVX512 static inline void finish32(uint16_t *hi, int16_t *lo, struct move
     split32((struct pair){_mm512_castps_si512(even), _mm512_castps_si512(odd)}, hi, lo, b);
 }
 
-/* Makes all NaNs among n weights one. */
+/* Replaces all NaNs among n weights by the canonical one. */
 TARGET_AVX512 static void canonical_weights(size_t n, uint16_t *hi, int16_t *lo,
                                             const struct broadcast *b) {
     for (size_t i = 0; i < n; i += 32)
         split32(canonical32(join32(hi + i, lo + i, b)), hi + i, lo + i, b);
 }
 
-/* Of the hash of 16 pairs, the lowest and the highest `width` bits. */
+/* The lowest and the highest `width` bits of the hash of 16 pairs. */
 struct noise {
     struct pair m, v;
 };
@@ -204,8 +204,8 @@ TARGET_AVX512 static inline struct noise noise32(struct pairs16 *pairs, int widt
     return (struct noise){{low, high}, {high, low}};
 }
 
-/* Whether one of 64 magnitudes may be as large as limit.  Ors are larger than what they are made
- * of, so that now and then (1.5 or 3) they look large where nothing is. */
+/* Combines magnitudes by or, to test whether any may reach a limit.  An or is at least as large as its
+ * operands, so the test is sometimes positive (1.5 or 3) although no operand reaches the limit. */
 TARGET_AVX512 static inline __m512i any_of64(__m512i so_far, struct pair bits) {
     return _mm512_ternarylogic_epi32(so_far, bits.even, bits.odd, 0xFE);
 }

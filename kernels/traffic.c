@@ -1,4 +1,4 @@
-/* Memory traffic with next to no arithmetic: what the benchmark divides by. */
+/* Memory traffic with almost no arithmetic: the benchmark's limit. */
 #include "internal.h"
 
 #ifdef INFINITY_X86
@@ -13,7 +13,7 @@ struct traffic_args {
     const struct infinity_stream *streams;
 };
 
-/* Around the caches, as copies go: what is only written need not be read first. */
+/* Stores around the caches, as copies do, so that written lines need not be read first. */
 static inline void write_line(char *line, words value, bool around) {
 #ifdef INFINITY_X86
     if (around && ((uintptr_t)line & 15) == 0) {
@@ -57,7 +57,7 @@ static inline void touch(char *part, size_t bytes, int32_t kind, bool around, wo
 static void traffic_block(const void *args, size_t first, size_t count) {
     const struct traffic_args *a = args;
     words sum = {0}, nothing = {0};
-    /* The compiler must not know that it is nothing. */
+    /* Hides from the compiler that the value is 0. */
     __asm__ volatile("" : "+m"(nothing));
     for (size_t i = first; i + STATE_BLOCK <= first + count; i += STATE_BLOCK)
         for (size_t s = 0; s < a->n_streams; s++) {
@@ -69,7 +69,7 @@ static void traffic_block(const void *args, size_t first, size_t count) {
 #ifdef INFINITY_X86
     _mm_sfence();
 #endif
-    /* What was read has to have been used for something. */
+    /* Uses the values read, so that the compiler keeps the loads. */
     __asm__ volatile("" ::"m"(sum));
 }
 

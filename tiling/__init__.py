@@ -1,6 +1,6 @@
 """Big operators as sequences of tiles: weight, sequence, batch and vocabulary axes.
 
-Plain modules and functions: nothing here knows the engine, and the engine finds tiles as it finds any module.
+Plain modules and functions that know nothing of the engine. The engine treats a tile like any other module.
 """
 
 from infinity.tiling.batch import tile_batch_

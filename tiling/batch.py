@@ -1,4 +1,4 @@
-"""Batch tiles for a whole model: every block over micro-batches, while its parameters stay in place."""
+"""Batch tiles for a whole model: each block runs over micro-batches while its parameters stay resident."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ _NORMS = ("LayerNorm", "RMSNorm")
 def tile_batch_(
     model: nn.Module, micro_batch: int, blocks: type[nn.Module] | tuple[type[nn.Module], ...] | None = None
 ) -> list[str]:
-    """Let every block of a model run on `micro_batch` samples at a time, in place; returns the names of the
-    modules that do so now. `untile_` undoes it.
+    """Make every block of a model run on `micro_batch` samples at a time, in place. `untile_` undoes it.
 
-    One forward and one backward of the whole batch then use each parameter as often as those of one
-    micro-batch, with the gradients of accumulating over all of them; the memory is that of one micro-batch
-    inside a block, and the blocks' inputs. The norms and embeddings around the blocks are cut as well: what
-    they keep for the backward is several times their input, and torch adds up rows of 16-bit embeddings in 16
-    bits. The output layer is not: see `tile_loss_`.
+    One forward and one backward of the whole batch then use each parameter as often as those of a single
+    micro-batch would, and give the gradients of accumulation over all micro-batches. Memory holds the
+    activations of one micro-batch inside one block, and every block's input. Norms and embeddings outside the
+    blocks are cut as well: a norm saves several times its input for the backward, and torch sums the gradient
+    rows of a 16-bit embedding in 16 bits. The output layer is not cut: see `tile_loss_`.
 
-    blocks: the classes whose instances are blocks, each recomputed as a whole in the backward. None: those
-        for which transformers offers gradient checkpointing, which has to be off; caches are switched off, as
-        it does.
+    blocks: the classes whose instances are blocks; each block is recomputed as a whole in the backward. None
+        selects the classes for which transformers offers gradient checkpointing. Gradient checkpointing must
+        be off; like transformers' own, this switches the model's caches off.
+
+    Returns the names of the modules that now run in slices.
 
     Raises:
-        ValueError: fewer than one sample; no block; a block inside another one.
+        ValueError: fewer than one sample; no block found; a block inside another one.
     """
     named = {name: module for name, module in model.named_modules() if _is_block(module, blocks)}
     if not named:
         raise ValueError(
-            f"{type(model).__name__} has no block that is known as such: name their class, as in "
+            f"{type(model).__name__} has no blocks of a known class: name their class, as in "
             "tile_batch_(model, 2, blocks=Block), or slice them one by one with tile_batch"
         )
     for name in named:
@@ -70,7 +71,7 @@ def _around(model: nn.Module, blocks: dict[str, nn.Module]) -> Iterator[tuple[st
 
 
 def _is_cut(module: nn.Module) -> bool:
-    """Whether a module outside the blocks treats each sample by itself, and is used by its call alone."""
+    """Whether a module outside the blocks treats each sample independently and is used only by calling it."""
     if next(module.children(), None) is not None:
         return False
     return type(module) is nn.Embedding or type(module).__name__.endswith(_NORMS)

@@ -1,10 +1,10 @@
-"""Tiles for a model that is being built: the whole weight never exists.
+"""Tiles for a model under construction: the whole weight is never written to memory.
 
-Two steps, each for one of torch's public registration hooks (`register_module_parameter_registration_hook`,
-`register_module_module_registration_hook`). A layer registers its weight, allocated and untouched: `stand_in`
-gives it a `Whole` instead, into whose tiles the layer then draws its initial values. The layer is put into
-its
-parent: `assembled` returns the tiled module for its place.
+There are two steps, each called by one of torch's public registration hooks.
+1. `register_module_parameter_registration_hook`: a layer registers its weight, allocated but not written yet.
+   `stand_in` replaces it by a `Whole`, and the layer draws its initial values into the tiles of that.
+2. `register_module_module_registration_hook`: the layer is put into its parent. `assembled` returns the tiled
+   module that takes the layer's place.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ _TILES: dict[str, type[Tile]] = {"linear": LinearTile, "conv1d": Conv1DTile, "em
 
 
 def stand_in(module: nn.Module, name: str, parameter: nn.Parameter | None, above: int) -> Whole | None:
-    """Return what a layer that is to be tiled should register in the place of `parameter`; None for every
-    other parameter.
+    """Return the stand-in that a layer to be tiled registers instead of `parameter`; None: register it as is.
 
-    above: bytes of the largest weight that stays whole, and of a tile.
+    above: the size in bytes above which a weight is tiled; also the largest size of a tile.
     """
     of = kind(module)
     if name != "weight" or of is None or parameter is None or isinstance(parameter, Whole):
@@ -40,14 +39,17 @@ def stand_in(module: nn.Module, name: str, parameter: nn.Parameter | None, above
 
 
 def assembled(module: nn.Module | None) -> nn.Module | None:
-    """Return the tiled module for the place of a layer whose weight is a stand-in; None for any other.
+    """Return the tiled module that replaces a layer whose weight is a stand-in; None for any other layer.
 
     Raises:
-        TypeError: the stand-in is in a module that is not the layer it was made for.
+        TypeError: a module other than the layer that the stand-in was made for holds it.
     """
     weight = module._parameters.get("weight") if module is not None else None
     if module is None or not isinstance(weight, Whole):
         return None
     if kind(module) is None:
-        raise TypeError(f"a {type(module).__name__} uses the weight of a tiled layer: leave that layer whole")
+        raise TypeError(
+            f"a {type(module).__name__} uses the weight of a tiled layer, and cannot be tiled: leave that "
+            "layer whole"
+        )
     return tiled(module, weight.grid, weight.pieces()).train(module.training)

@@ -1,11 +1,12 @@
-"""The tiled loss for Hugging Face causal language models, with no change in their code.
+"""The tiled loss for Hugging Face causal language models, without changes to their code.
 
-[Note: logits that are not there]
-`model(..., labels=...)` calls `self.lm_head(hidden)` and gives the result to `self.loss_function`, which
-transformers lets one set. So, while labels are given, the head answers with `Logits`: the shape and dtype of
-logits, and the hidden states they would come from; and the loss function takes the cross entropy from these.
-A model that does anything else with its logits before the loss (scales or caps them) gets an error there.
-Afterwards, `output.logits` is computed when somebody uses it.
+[Note: lazy logits]
+`model(..., labels=...)` calls `self.lm_head(hidden)` and passes the result to `self.loss_function`, which
+transformers lets users replace. When labels are given, our head therefore returns `Logits`: a tensor with the
+shape and dtype of the logits that refers to the hidden states, but has no values. Our loss function computes
+the cross entropy from those hidden states. A model that does anything else with its logits before the loss
+(scales or caps them) gets an error at that operation. After the loss, `output.logits` is computed when it is
+first used.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ _CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16
 
 
 class Head:
-    """The forward of a model's output layer, on that one instance."""
+    """Replaces the forward of a model's output layer, on that one instance."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., torch.Tensor]) -> None:
         self.module = module
         self.forward = forward
         self.loss_follows = False
-        """Whether a forward of the model with labels is under way."""
+        """Whether the model's forward is running with labels."""
 
     def __call__(self, hidden: torch.Tensor, loss: dict[str, Any] | None = None) -> torch.Tensor:
-        """Return logits, or what stands for them; with the options of a `loss`, that."""
+        """Return logits, real or lazy; or, given the options of cross_entropy as `loss`, the loss."""
         if loss is not None:
             if isinstance(self.module, TiledLinear):
                 return cross_entropy(hidden, self.module, **loss)
@@ -44,17 +45,17 @@ class Head:
         return Logits.of(self, hidden) if self.loss_follows else self.forward(hidden)
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note whether the model's forward is asked for a loss."""
+        """Record whether the model's forward is asked for a loss."""
         given = inspect.signature(type(model).forward).bind_partial(model, *args, **kwargs).arguments
         self.loss_follows = {**given, **kwargs}.get("labels") is not None
 
     def after(self, _model: nn.Module, _args: Any, _output: Any) -> None:
-        """Note that the model's forward is over."""
+        """Record that the model's forward is over."""
         self.loss_follows = False
 
 
 class Logits(torch.Tensor):
-    """Stands for logits that nobody has needed yet; see [Note: logits that are not there]."""
+    """Stands for logits that have not been computed; see [Note: lazy logits]."""
 
     head: Head
     hidden: torch.Tensor
@@ -80,7 +81,7 @@ class Logits(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answer metadata and casts; compute the logits for everything else, but not before the loss."""
+        """Answer metadata and casts without values; compute the logits for all else, after the loss."""
         kwargs = kwargs or {}
         name = str(getattr(func, "__name__", func))
         if name == "__get__":
@@ -89,7 +90,8 @@ class Logits(torch.Tensor):
                 return getattr(args[0].hidden, name)
             if name not in _VALUES:
                 name = "size"
-        if name in METADATA or name == "untyped_storage":  # asked whether it is the weights': an empty one
+        # untyped_storage: callers compare it with the weights' storage, and this one is empty.
+        if name in METADATA or name == "untyped_storage":
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         dtype = _CASTS.get(name, args[1] if name == "to" and len(args) == 2 and not kwargs else None)
@@ -101,12 +103,12 @@ class Logits(torch.Tensor):
         """Compute the logits.
 
         Raises:
-            RuntimeError: the model's own forward wants them, before its loss.
+            RuntimeError: the model's own forward uses them before its loss.
         """
         if self.head.loss_follows:
             raise RuntimeError(
-                f"the model applies {operation}() to its logits before the loss (scaling, capping?), which "
-                "a loss without logits does not see: this model cannot be used with tile_loss_"
+                f"the model applies {operation}() to its logits before the loss (scaling, capping?), and a "
+                "loss computed without logits cannot include that: this model cannot be used with tile_loss_"
             )
         module: Callable[..., torch.Tensor] = self.head.module
         with torch._C.DisableTorchFunctionSubclass():
@@ -114,12 +116,12 @@ class Logits(torch.Tensor):
         return module(self.hidden).to(dtype)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """What is known without computing."""
+        """Show shape and dtype; computes nothing."""
         return f"Logits({tuple(self.shape)}, {self.dtype}, not computed)"
 
 
 class Loss:
-    """What takes the place of ForCausalLMLoss as the model's loss function."""
+    """Replaces ForCausalLMLoss as the model's loss function."""
 
     def __init__(self, original: Callable[..., torch.Tensor], z_loss: float) -> None:
         self.original = original
@@ -138,7 +140,7 @@ class Loss:
         """Return the loss that ForCausalLMLoss returns for the same arguments.
 
         Raises:
-            ValueError: the model's vocabulary is not the output layer's.
+            ValueError: the model's vocabulary size differs from the output layer's.
         """
         if not isinstance(logits, Logits):
             return self.original(
@@ -154,23 +156,23 @@ class Loss:
             "z_loss": self.z_loss,
         }
         module: Callable[..., torch.Tensor] = logits.head.module
-        return module(logits.hidden, loss=options)  # its call: around it its parameters may be fetched
+        return module(logits.hidden, loss=options)  # a module call, so that hooks can fetch its parameters
 
 
 def postpones(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether this call of `module` only says what it would compute: it needs no parameters yet."""
+    """Whether this call of `module` returns lazy logits only, and so needs no parameters yet."""
     forward = module.__dict__.get("forward")
     return isinstance(forward, Head) and forward.loss_follows and kwargs.get("loss") is None
 
 
 def tile_loss_(model: nn.Module, z_loss: float = 0.0) -> nn.Module:
-    """Let a Hugging Face causal language model compute its loss without the logits, in place; returns it.
+    """Make a Hugging Face causal language model compute its loss without logits, in place; returns the model.
 
-    `model(..., labels=...)` and `.loss.backward()` go on as before, with shifted labels, ignored labels and
+    `model(..., labels=...)` and `.loss.backward()` work as before, with shifted labels, ignored labels and
     `num_items_in_batch`; `.logits` is computed when it is used. z_loss: as in cross_entropy.
 
     Raises:
-        ValueError: no output layer that is an nn.Linear, or a loss function that is not the causal one.
+        ValueError: the output layer is not an nn.Linear, or the loss function is not ForCausalLMLoss.
     """
     find = getattr(model, "get_output_embeddings", None)
     head: Any = find() if find is not None else None

@@ -16,11 +16,11 @@ from infinity.tiling.whole import Whole
 
 
 class TiledEmbedding(Tiled, nn.Embedding):
-    """nn.Embedding as tiles of rows, each a module of its own; results and gradients are the same bits.
+    """nn.Embedding as tiles of rows, each a module of its own; results and gradients have the same bits.
 
-    Every tile takes part in every forward, looked up or not: its rows then have a gradient of zero, not none,
-    and an optimizer treats them as it would in the whole. `max_norm` changes weights in the forward and is
-    refused.
+    Every tile takes part in every forward, even when none of its rows is looked up: its gradient is then zero
+    instead of None, and an optimizer treats it as it would treat those rows of the whole weight. `max_norm`
+    is refused, because it changes weights during the forward.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class TiledEmbedding(Tiled, nn.Embedding):
 
     @classmethod
     def of(cls, tiles: Sequence[Tile], grid: Grid, like: nn.Embedding) -> TiledEmbedding:
-        """Put tiles together that exist, with the settings of `like`."""
+        """Make an embedding of existing tiles, with the settings of `like`."""
         embedding = cls.__new__(cls)
         embedding._assemble(tiles, grid, like.padding_idx, like.scale_grad_by_freq, like.sparse)  # noqa: SLF001 - its own class's
         return embedding
@@ -71,14 +71,14 @@ class TiledEmbedding(Tiled, nn.Embedding):
 
     @property
     def weight(self) -> Whole:  # type: ignore[override]
-        """[num_embeddings, embedding_dim], in metadata."""
+        """Stands for the weight [num_embeddings, embedding_dim]."""
         return self._whole("weight")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - nn.Embedding's own name
         """Return the rows [..., embedding_dim] of ids [...].
 
         Raises:
-            IndexError: an id is outside the embedding.
+            IndexError: an id is negative, or not smaller than the number of rows.
         """
         ids = input.reshape(-1)
         first = self.weight.pieces()[0]
@@ -94,5 +94,7 @@ class TiledEmbedding(Tiled, nn.Embedding):
             placed += positions.numel()
         if placed != ids.numel():
             low, high = int(ids.min()), int(ids.max())
-            raise IndexError(f"ids from {low} to {high} in an embedding of {self.num_embeddings} rows")
+            raise IndexError(
+                f"ids range from {low} to {high}, but the embedding has {self.num_embeddings} rows"
+            )
         return out.view(*input.shape, self.embedding_dim)

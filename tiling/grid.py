@@ -6,17 +6,18 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeVar
+
+T = TypeVar("T")
 
 ALIGNMENT = 16
-"""Cuts lie at multiples of this: the vector width of the matrix product, and the chunk of torch's normal
-draws, so that tiles drawn one after another hold the numbers of the whole."""
+"""Cuts lie at multiples of this many elements. It is the vector width of matrix products, and the chunk in
+which torch draws normal numbers: tiles that are drawn one after another hold the numbers of the whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The tiles of a weight [sum(rows), sum(columns)], in row-major order; a bias has one column of no
-    width.
-    """
+    """The tiles of a weight [sum(rows), sum(columns)], in row-major order. For a bias, columns is (1,)."""
 
     rows: tuple[int, ...]  # elements along dimension 0, per row of tiles
     columns: tuple[int, ...]  # along dimension 1
@@ -28,7 +29,7 @@ class Grid:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the whole weight."""
+        """Shape of the whole weight."""
         return sum(self.rows), sum(self.columns)
 
     def __len__(self) -> int:
@@ -36,21 +37,27 @@ class Grid:
         return len(self.rows) * len(self.columns)
 
     def slices(self) -> Iterator[tuple[slice, slice]]:
-        """Yield what each tile is of the whole, in row-major order."""
+        """Yield the rows and columns of the whole that each tile holds, in row-major order."""
         for rows in spans(self.rows):
             for columns in spans(self.columns):
                 yield rows, columns
 
+    def by_row(self, tiles: list[T]) -> list[list[T]]:
+        """Return things that are kept in row-major order, one per tile, by rows of tiles."""
+        width = len(self.columns)
+        return [tiles[first : first + width] for first in range(0, len(tiles), width)]
+
 
 def spans(sizes: Sequence[int]) -> list[slice]:
-    """Return consecutive slices of these sizes."""
+    """Return consecutive slices of the given sizes."""
     stops = list(accumulate(sizes))
     return [slice(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
 
 
 def cut(length: int, tiles: int | Sequence[int]) -> tuple[int, ...]:
-    """Cut `length` elements into `tiles` pieces at multiples of 16; where pieces of 16 are too large,
-    anywhere. A sequence is taken as the sizes themselves.
+    """Cut `length` elements into `tiles` pieces and return their sizes.
+
+    Cuts lie at multiples of 16 unless that gives too few pieces. A sequence is taken as the sizes themselves.
 
     Raises:
         ValueError: more tiles than elements, or sizes that do not add up to `length`.
@@ -59,7 +66,7 @@ def cut(length: int, tiles: int | Sequence[int]) -> tuple[int, ...]:
         sizes = tuple(tiles)
         if sum(sizes) != length or min(sizes, default=0) < 1:
             raise ValueError(
-                f"tiles of {sizes} elements do not make {length}: give sizes of 1 or more that do"
+                f"tile sizes {sizes} add up to {sum(sizes)}, not {length}: give sizes of 1 or more that do"
             )
         return sizes
     if not 1 <= tiles <= length:
@@ -75,19 +82,19 @@ def _alike(length: int, tiles: int, step: int) -> tuple[int, ...]:
 
 
 def cut_to(length: int, most: int) -> tuple[int, ...]:
-    """Cut `length` elements into as few pieces of at most `most` as can be, of about the same size; at
-    multiples of 16 if `most` allows.
+    """Cut `length` elements into the fewest pieces of at most `most`, of about equal size.
+
+    Cuts lie at multiples of 16 if `most` is 16 or more.
     """
     step = ALIGNMENT if most >= ALIGNMENT else 1
     return _alike(length, math.ceil(math.ceil(length / step) / (most // step)), step)
 
 
 def tiles_of(out_features: int, in_features: int, itemsize: int, above_nbytes: int) -> Grid:
-    """Choose the tiles of a weight [out_features, in_features], of `above_nbytes` each at most; one tile for
-    a weight that is no larger than that.
+    """Choose the tiles of a weight [out_features, in_features], each of at most `above_nbytes` bytes.
 
-    Along out_features first: such tiles leave every sum whole, so results keep their bits. Along in_features
-    only where 16 rows are still too large.
+    A weight is cut along out_features first: such tiles leave every sum whole, so results keep their bits. It
+    is cut along in_features only if 16 rows are still too large.
 
     Raises:
         ValueError: `above_nbytes` is smaller than one element.
@@ -95,7 +102,7 @@ def tiles_of(out_features: int, in_features: int, itemsize: int, above_nbytes: i
     most = above_nbytes // itemsize
     if most < 1:
         raise ValueError(
-            f"tiles of {above_nbytes} bytes hold no element of {itemsize} bytes: raise the limit"
+            f"a tile of {above_nbytes} bytes cannot hold an element of {itemsize} bytes: raise the limit"
         )
     if out_features * in_features <= most:
         return Grid((out_features,), (in_features,))

@@ -1,11 +1,12 @@
-"""Memory for what others' operations make inside a slice.
+"""Reuses memory for the results of torch's pointwise operations inside a slice.
 
 [Note: results of pointwise operations]
-Between its linear layers an MLP makes tensors as large as their results, forward and backward: an activation,
-a product, the gradients of both. malloc would leave holes where they were (see [Note: mapped tensors]), and
-giving those back took a sixth of a slice's time in page faults. So inside slices on the CPU, pointwise
-operations of torch's write large results where earlier ones were: by their own `out` variants, which compute
-the same bits. What shape and dtype a result has, the same operation says on the meta device.
+Between its linear layers an MLP makes tensors as large as those layers' results, in forward and backward: an
+activation, a product, the gradients of both. Under malloc they would fragment the heap (see [Note: mapped
+tensors]), and returning that memory to the kernel cost a sixth of a slice's time in page faults. Inside
+slices on the CPU, torch's pointwise operations therefore write large results into the memory of earlier ones,
+through their `out` variants, which compute the same bits. Running the same operation on the meta device tells
+the result's shape and dtype.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from infinity.tiling.mapped import LARGE_NBYTES, BufferPool
 
 
 class Lending(TorchDispatchMode):
-    """Inside the `with`, large results of pointwise operations on the CPU lie in `pool`."""
+    """Context in which large results of pointwise operations on the CPU are allocated from `pool`."""
 
     def __init__(self, pool: BufferPool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -30,21 +31,22 @@ class Lending(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: torch._ops.OpOverload, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation of torch's."""
+        """Run an operation, with memory of the pool for its result if that is large."""
         kwargs = kwargs or {}
-        into = _into(func)
-        like = _like(func, args, kwargs) if into else None
-        if into is None or like is None:
+        variant = _out_variant(func)
+        like = _large_result(func, args, kwargs) if variant else None
+        if variant is None or like is None:
             return func(*args, **kwargs)
-        overload, name = into
+        overload, name = variant
         out = self._pool.empty(like.shape, like.dtype, torch.device("cpu"))
         return overload(*args, **kwargs, **{name: out})
 
 
 @functools.cache
-def _into(func: torch._ops.OpOverload) -> tuple[torch._ops.OpOverload, str] | None:
-    """Return the same operation for a result that lies somewhere, and its name for that, if it is a pointwise
-    one; not where torch would compute it elsewhere and copy.
+def _out_variant(func: torch._ops.OpOverload) -> tuple[torch._ops.OpOverload, str] | None:
+    """Return the `out` variant of a pointwise operation and the name of its out argument; None without one.
+
+    Generated variants do not count: torch computes their result elsewhere and copies it.
     """
     inputs = [one.name for one in func._schema.arguments]
     if torch.Tag.pointwise not in func.tags or len(func._schema.returns) != 1:
@@ -59,8 +61,10 @@ def _into(func: torch._ops.OpOverload) -> tuple[torch._ops.OpOverload, str] | No
     return None
 
 
-def _like(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return the result on the meta device, if it is large and a plain one of the CPU's."""
+def _large_result(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> torch.Tensor | None:
+    """Return an operation's result on the meta device, if it is a large, plain, contiguous CPU tensor."""
     tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
     if max((one.nbytes for one in tensors), default=0) < LARGE_NBYTES // 4:
         return None
@@ -75,8 +79,9 @@ def _like(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, An
 
 
 def _is_plain(one: torch.Tensor) -> bool:
-    """Whether it is an ordinary one on the CPU, and gives results on the meta device the dtype they have:
-    numbers, which torch makes tensors, would not if others were integers.
+    """Whether a tensor is an ordinary CPU tensor for which the meta device predicts the result's dtype.
+
+    It does not for integer tensors: torch wraps plain numbers as tensors, and type promotion then differs.
     """
     ordinary = type(one) in (torch.Tensor, torch.nn.Parameter) and one.device.type == "cpu"
     return ordinary and (one.is_floating_point() or not one.dim())

@@ -12,6 +12,7 @@ from torch import nn
 from infinity.tiling import mapped
 from infinity.tiling.grid import Grid, cut, spans
 from infinity.tiling.owner import Tiled
+from infinity.tiling.products import wide
 from infinity.tiling.tile import Columns, Conv1DTile, LinearTile, Tile, WriteColumns, channel_of
 from infinity.tiling.whole import Whole
 
@@ -34,46 +35,46 @@ def _placed(out: torch.Tensor, result: torch.Tensor, start: int) -> torch.Tensor
 def _run(
     x: torch.Tensor, rows: Sequence[Sequence[nn.Module]], in_sizes: Sequence[int], out_sizes: Sequence[int]
 ) -> torch.Tensor:
-    """Return the outputs [..., out] of x [..., in]; `rows` are the tiles of each slice of the outputs, in the
-    order of the inputs they take.
+    """Return the outputs [..., out] of x [..., in].
 
-    Products over slices of the inputs are summed in fp32 (in fp64 for fp64), first to last, and rounded once.
+    rows: for each slice of the outputs its tiles, in the order of the input slices that they take. Their
+    products are summed in fp32 (fp64 for fp64), first to last, and rounded once.
     """
     weight = rows[0][0].weight
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     elif x.dtype != weight.dtype:
-        raise RuntimeError(f"inputs are {x.dtype}, the weight's tiles {weight.dtype}: cast one of them")
+        raise RuntimeError(f"inputs are {x.dtype}, weight tiles {weight.dtype}: cast one of them")
     if x.shape[-1] != sum(in_sizes):
         raise RuntimeError(
-            f"inputs of shape {tuple(x.shape)} end in {x.shape[-1]} features, not {sum(in_sizes)}"
+            f"inputs of shape {tuple(x.shape)} have {x.shape[-1]} features, not {sum(in_sizes)}"
         )
     flat = x.reshape(-1, x.shape[-1])
     channel = channel_of(flat, len(rows))
-    slices, ends = _split(flat, in_sizes), spans(in_sizes)
-    channels = [None if channel is None else channel.narrowed(one) for one in ends]
+    slices = _split(flat, in_sizes)
+    channels = [None if channel is None else channel.narrowed(columns) for columns in spans(in_sizes)]
     out = mapped.empty((len(flat), sum(out_sizes)), flat.dtype, flat.device)
-    room = mapped.ReusableBuffer()
+    memory = mapped.ReusableBuffer()
     for row, span in zip(rows, spans(out_sizes), strict=True):
         alone = len(row) == 1 and len(rows) > 1
-        result = row[0](slices[0], channels[0], Columns(out, span.start) if alone else room)
+        result = row[0](slices[0], channels[0], Columns(out, span.start) if alone else memory)
         if len(row) > 1:
-            result = result.to(torch.promote_types(result.dtype, torch.float32))
-            for tile, part, way in zip(row[1:], slices[1:], channels[1:], strict=True):
-                result = result + tile(part, way, room)
+            result = result.to(wide(result.dtype))
+            for tile, part, part_channel in zip(row[1:], slices[1:], channels[1:], strict=True):
+                result = result + tile(part, part_channel, memory)
         out = _placed(out, result, span.start)
-        del result  # or it would be there while the next is computed
+        del result  # frees it before the next is computed
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
 class TiledLinear(Tiled, nn.Linear):
     """nn.Linear as tiles of its weight [out_features, in_features], each a module of its own.
 
-    Forward and backward run tile by tile: each holds the parameters, and makes the gradients, of one. Cuts
-    along out_features leave every sum whole; cuts along in_features add partial sums (see `_run`). Initial
-    values are those nn.Linear draws with the same seed on the CPU.
+    Forward and backward run tile by tile, and need the parameters and make the gradients of one tile at a
+    time. Cuts along out_features leave every sum whole; cuts along in_features add partial sums (see `_run`).
+    Initial values on the CPU are those that nn.Linear draws with the same seed.
 
-    out_tiles, in_tiles: how many, or their sizes.
+    out_tiles, in_tiles: the number of tiles, or their sizes in elements.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class TiledLinear(Tiled, nn.Linear):
 
     @classmethod
     def of(cls, tiles: Sequence[Tile], grid: Grid) -> TiledLinear:
-        """Put tiles together that exist: in row-major order, the bias with the first tile of each row."""
+        """Make a layer of existing tiles, in row-major order; the first tile of each row holds the bias."""
         linear = cls.__new__(cls)
         linear._assemble(tiles, grid)  # noqa: SLF001 - its own class's
         return linear
@@ -113,26 +114,23 @@ class TiledLinear(Tiled, nn.Linear):
 
     @property
     def weight(self) -> Whole:  # type: ignore[override]
-        """[out_features, in_features], in metadata."""
+        """Stands for the weight [out_features, in_features]."""
         return self._whole("weight")
 
     @property
     def bias(self) -> Whole | None:  # type: ignore[override]
-        """[out_features], in metadata."""
+        """Stands for the bias [out_features]."""
         return self._whole("bias") if "bias" in self.__dict__["_wholes"] else None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - nn.Linear's own name
-        """Return [..., out_features] of [..., in_features]."""
-        width = len(self.grid.columns)
-        tiles = list(self.tiles)
-        rows = [tiles[first : first + width] for first in range(0, len(tiles), width)]
-        return _run(input, rows, self.grid.columns, self.grid.rows)
+        """Return [..., out_features] for [..., in_features]."""
+        return _run(input, self.grid.by_row(list(self.tiles)), self.grid.columns, self.grid.rows)
 
 
 class TiledConv1D(Tiled):
-    """Hugging Face's Conv1D (GPT-2) as tiles of its weight [nx, nf]; as TiledLinear otherwise.
+    """Hugging Face's Conv1D (GPT-2) as tiles of its weight [nx, nf]; otherwise like TiledLinear.
 
-    nf: outputs, nx: inputs.
+    nf: number of outputs. nx: number of inputs.
     """
 
     def __init__(
@@ -152,8 +150,9 @@ class TiledConv1D(Tiled):
 
     @classmethod
     def of(cls, tiles: Sequence[Tile], grid: Grid, like: type[nn.Module]) -> TiledConv1D:
-        """Put tiles together that exist: in row-major order, the bias with those of the first row. The result
-        is an instance of `like` as well, transformers' own class, which its initialisation asks for.
+        """Make a layer of existing tiles, in row-major order; the tiles of the first row hold the bias.
+
+        The result is also an instance of `like`, transformers' class, for which its initialisation checks.
         """
         conv = _revived(like)
         conv._assemble(tiles, grid)  # noqa: SLF001 - its own class's
@@ -166,19 +165,17 @@ class TiledConv1D(Tiled):
 
     @property
     def weight(self) -> Whole:
-        """[nx, nf], in metadata."""
+        """Stands for the weight [nx, nf]."""
         return self._whole("weight")
 
     @property
     def bias(self) -> Whole:
-        """[nf], in metadata."""
+        """Stands for the bias [nf]."""
         return self._whole("bias")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [..., nf] of [..., nx]."""
-        width = len(self.grid.columns)
-        tiles = list(self.tiles)
-        rows = [tiles[column::width] for column in range(width)]
+        """Return [..., nf] for [..., nx]."""
+        rows = list(zip(*self.grid.by_row(list(self.tiles)), strict=True))  # the weight is transposed
         return _run(x, rows, self.grid.rows, self.grid.columns)
 
 

@@ -1,19 +1,19 @@
 """Linear layers inside a module that runs over slices of the sequence.
 
 [Note: straight into the sums]
-Autograd makes a whole weight's gradient for each slice before it can be added to those of the slices before.
-A linear layer's is a product, which BLAS, or for bf16 a kernel of ours, adds to what is there: it needs no
-room of its own, and of a 16-bit weight no rounding per slice (but where the CPU multiplies in 16 bits and no
-kernel does it: results are rounded then, and added, a MiB at a time). So on the CPU, where that costs
-nothing, calls of F.linear on the module's own parameters add theirs where the sums are. Slices of the batch
-do not: micro-batches promise the bits of gradients that are accumulated one by one.
+Autograd makes a weight's whole gradient for each slice before it can be added to the sum over earlier slices.
+A linear layer's weight gradient is a product, which BLAS (for bf16: a kernel of ours) can add to the sum
+directly. That needs no memory for the product, and a 16-bit weight's gradient is not rounded per slice. (The
+exception: a CPU that multiplies in 16 bits without a kernel of ours. Products are then rounded, and added, a
+MiB at a time.) Calls of F.linear on the CPU with the module's own parameters are therefore replaced. Slices
+of the batch do not do this: micro-batches promise the bits of gradients that are accumulated one by one.
 
 [Note: results that nobody reads]
-An MLP ends with a linear layer. In backward its slices are computed again for what the gradients need, and
-that layer's result is no part of it: of the MLP's twelve products one can be left out (torch's checkpoint has
-an early stop for the same reason). So a forward notes which linear layers' results went out as they were,
-read by no function of torch's on the way. The recomputation hands out NaNs in their place that take no
-memory; a function that reads them then shows that the module does not do the same twice.
+An MLP ends with a linear layer. The backward recomputes its slices for the values that gradients need, and
+that layer's result is not one of them: one of the MLP's twelve products can be left out (torch's checkpoint
+stops early for the same reason). So the forward records which linear layers' results left the module without
+being read by any torch function. The recomputation returns NaNs for these, which take no memory. A function
+that reads them then proves that the module does not compute the same thing twice, which is an error.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from infinity.tiling.sums import GradientSums
 _PROPERTIES = ("shape", "dtype", "device", "requires_grad", "grad_fn", "is_leaf")
 _ABOUT: set[Callable[..., Any]] = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES}
 _ABOUT |= {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.register_hook}
-"""Functions that ask about a tensor and do not read it: hooks may well call them in a recomputation alone."""
+"""Functions that do not read a tensor's values. Hooks may call them in the recomputation only."""
 
 
 class Straight(TorchFunctionMode):
-    """Inside the `with`, linear layers on the CPU compute as the notes above say.
+    """Context in which linear layers on the CPU are computed as the notes above say.
 
-    pool: for results. sums: None where there are no gradients. left_out: numbers of the layers, in the order
-    of calls, whose results nobody reads.
+    pool: memory for results. sums: None if there are no gradients. left_out: the layers whose results nobody
+    reads, numbered in the order of their calls.
     """
 
     def __init__(
@@ -57,38 +57,39 @@ class Straight(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run a function of torch's: those that are linear layers our way.
+        """Run a torch function, replacing linear layers.
 
-        Raises: RuntimeError where it reads what was left out.
+        Raises:
+            RuntimeError: it reads a result that was left out.
         """
         for one in () if func in _ABOUT else pytree.tree_leaves((args, kwargs)):
             if self._number(one) in self._left_out:
                 raise RuntimeError(
-                    f"{func.__name__} reads the result of linear layer {self._number(one)} in a slice that "
-                    "is computed again, and did not at first: the module depends on more than its inputs and "
-                    "torch's random numbers. Let it do the same twice, or do not run it in slices."
+                    f"{func.__name__} reads the result of linear layer {self._number(one)} in the "
+                    "recomputation of a slice, but did not in its forward: the module depends on more than "
+                    "its inputs and torch's random numbers. Make it repeatable, or do not run it in slices."
                 )
             self._unread.pop(id(one), None)
         if func is F.linear and not kwargs and _is_ours(*args):
             x, weight, bias = (*args, None)[:3]
             flat = x.reshape(-1, x.shape[-1])
             layer = LeftOut if self._calls in self._left_out else Linear
-            made = layer.apply(flat, weight, bias, self._sums, self._pool)  # type: ignore[no-untyped-call]
-            made = made.view(*x.shape[:-1], weight.shape[0])
-            self._unread[id(made)] = weakref.ref(made), self._calls
+            result = layer.apply(flat, weight, bias, self._sums, self._pool)  # type: ignore[no-untyped-call]
+            result = result.view(*x.shape[:-1], weight.shape[0])
+            self._unread[id(result)] = weakref.ref(result), self._calls
             self._calls += 1
-            return made
+            return result
         return func(*args, **(kwargs or {}))
 
     def unread(self, results: Sequence[torch.Tensor]) -> frozenset[int]:
-        """Return the numbers of the layers whose results are among these and which no function has read."""
+        """Return the numbers of the layers whose results are among `results` and were not read."""
         numbers = map(self._number, results)
         return frozenset(number for number in numbers if number is not None)
 
     def _number(self, one: object) -> int | None:
-        """Return the number of the layer that made a tensor which nobody has read."""
-        made, number = self._unread.get(id(one), (None, None))
-        return number if made is not None and made() is one else None
+        """Return the number of the layer whose unread result `one` is; None for any other object."""
+        result, number = self._unread.get(id(one), (None, None))
+        return number if result is not None and result() is one else None
 
 
 def _is_ours(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
@@ -98,7 +99,7 @@ def _is_ours(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
 
 
 class Linear(torch.autograd.Function):
-    """x @ weight.T + bias, whose weight's gradient goes straight into the sums."""
+    """x @ weight.T + bias; the weight's gradient is added straight into the sums."""
 
     @staticmethod
     def forward(
@@ -109,7 +110,7 @@ class Linear(torch.autograd.Function):
         sums: GradientSums | None,
         pool: BufferPool,
     ) -> torch.Tensor:
-        """Return [tokens, out] of x [tokens, in] and weight [out, in]."""
+        """Return [tokens, out] for x [tokens, in] and weight [out, in]."""
         ctx.save_for_backward(x, weight)
         ctx.sums, ctx.pool = sums, pool
         if bias is None or in_fp32(x):
@@ -121,7 +122,7 @@ class Linear(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """Return the gradients of x, of a weight that has no sum, and of the bias."""
+        """Return the gradients of x, of the bias, and of a weight that has no sum."""
         (grad,), (x, weight) = grads, ctx.saved_tensors
         of_weight = None
         if ctx.needs_input_grad[1] and not ctx.sums.add_product(weight, grad.t(), x):
@@ -131,7 +132,7 @@ class Linear(torch.autograd.Function):
 
 
 class LeftOut(Linear):
-    """The same for the gradients alone: see [Note: results that nobody reads]."""
+    """Linear without its result, for the gradients only: see [Note: results that nobody reads]."""
 
     @staticmethod
     def forward(

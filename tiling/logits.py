@@ -1,12 +1,13 @@
-"""What a loss needs of logits, and gives back to them, block by block.
+"""Cross entropy and its gradients over blocks of logits.
 
 [Note: the loss of one token]
 With logits z over V classes, label y, smoothing e and z-loss weight c:
 
     loss = lse - (1 - e) z_y - e/V sum(z) + c lse^2,   lse = log sum exp(z)
 
-So three numbers per token (`LogitSums`) say all about its logits, they can be had slice by slice of the
-vocabulary, and d loss / d z = a exp(z - lse) + b [at y] + d for the loss's derivatives a, b, d by the three.
+The loss depends on the logits of a token only through the three numbers lse, z_y and sum(z) (`LogitSums`),
+and these can be accumulated over slices of the vocabulary. With the loss's derivatives a, b, d with respect
+to the three, d loss / d z = a exp(z - lse) + b [at y] + d.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ from infinity.tiling.tile import GradientChannel, Kept
 SMALLEST_NBYTES = 1 << 20
 LARGEST_NBYTES = 128 << 20
 BLOCKS = 20
-"""Of logits, in fp32: some more than the 16 that they should take at most, for all that is small."""
+"""Number of blocks in which fp32 logits are made: 16 are promised, the rest leaves room for small tensors."""
 IN_CACHE_NBYTES = 2 << 20
-"""Of logits that several operations go over, one after another."""
+"""Bytes of logits that several operations in a row read from the caches."""
 _LIKELY = 1e-30
 """A probability that still has all its digits in fp32."""
 WIDENED_NBYTES = 3 << 20
 FEWEST_ROWS = 128
-"""Of a 16-bit weight that are widened at a time: at most, and at least."""
+"""A 16-bit weight is widened at most so many bytes at a time, but at least so many rows."""
 FEWEST_TOKENS = 128
-"""In a block that goes over the whole weight and its gradient: fewer would wait for memory."""
+"""In a block that reads the whole weight and its gradient: fewer tokens would wait for memory."""
 
 
 class LogitSums(NamedTuple):
-    """What a loss needs of the logits of each token, [tokens] each."""
+    """The three numbers per token on which the loss depends, [tokens] each."""
 
     lse: torch.Tensor  # log of the sum of exponentials
-    at_label: torch.Tensor  # 0 where the label is in another slice of the vocabulary
-    total: torch.Tensor  # for label smoothing; 0 without
+    at_label: torch.Tensor  # the label's logit; 0 if the label is in another slice of the vocabulary
+    total: torch.Tensor  # sum of the logits; 0 without label smoothing
 
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """A loss, as weight * the sum over tokens; see [Note: the loss of one token]."""
+    """The loss: weight * the sum over tokens; see [Note: the loss of one token]."""
 
     classes: int
     label_smoothing: float
@@ -62,7 +63,7 @@ class Formula:
         return loss.sum() * weight
 
     def derivatives(self, sums: LogitSums, weight: torch.Tensor) -> LogitSums:
-        """Return those of the loss by the three sums."""
+        """Return the derivatives of the loss with respect to the three sums."""
         of_lse = weight.expand_as(sums.lse)
         return LogitSums(
             of_lse + 2 * self.z_loss * sums.lse * weight if self.z_loss else of_lse,
@@ -72,7 +73,7 @@ class Formula:
 
 
 def logits_of(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return [tokens, classes] in the wide dtype, as a linear layer and `.float()` give them."""
+    """Return logits [tokens, classes] in fp32 (fp64 for fp64), bit for bit like a linear layer, then cast."""
     if in_fp32(hidden):
         hidden, weight, bias = hidden.float(), weight.float(), None if bias is None else bias.float()
     product = hidden.mm(weight.t()) if bias is None else torch.addmm(bias, hidden, weight.t())
@@ -80,12 +81,12 @@ def logits_of(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 
 
 def sums_of(logits: torch.Tensor, labels: torch.Tensor, start: int, *, smoothed: bool) -> LogitSums:
-    """Sum up logits of the classes from `start` on; they are overwritten."""
+    """Return the sums over the logits of the classes from `start` on; the logits are overwritten."""
     total = logits.sum(-1) if smoothed else logits.new_zeros(len(logits))
     local, inside = _local(labels, start, logits.shape[-1])
     at_label = logits.gather(-1, local[:, None])[:, 0].where(inside, 0)
     top = logits.amax(-1)
-    finite = top.where(top.isfinite(), 0)  # a slice of nothing but -inf has the sum 0, not NaN
+    finite = top.where(top.isfinite(), 0)  # so that a slice of -inf only sums to 0 instead of NaN
     lse = logits.sub_(finite[:, None]).exp_().sum(-1).log_().add_(finite)
     return LogitSums(lse, at_label, total)
 
@@ -99,7 +100,7 @@ def derivative_(
     *,
     smoothed: bool,
 ) -> torch.Tensor:
-    """Turn logits into the derivative of a loss by them, given its derivatives by the three sums."""
+    """Overwrite logits with the loss's derivative, given its derivatives `by` the three sums."""
     grad = logits.sub_(lse[:, None]).exp_().mul_(by.lse[:, None])
     local, inside = _local(labels, start, logits.shape[-1])
     grad.scatter_add_(-1, local[:, None], by.at_label.where(inside, 0)[:, None])
@@ -109,13 +110,16 @@ def derivative_(
 def derived(
     logits: torch.Tensor, labels: torch.Tensor, formula: Formula, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss of some tokens, all of whose logits these are, and its derivative by them, wide."""
+    """Return the loss of a block of tokens and its derivative, given their logits over the whole vocabulary.
+
+    Both have the dtype of `weight`.
+    """
     z = logits.to(weight.dtype)
     probabilities = torch.softmax(z, -1)
     smoothed = bool(formula.label_smoothing)
     total = z.sum(-1) if smoothed else z.new_zeros(len(z))
     at_label = z.gather(-1, labels[:, None])[:, 0]
-    # softmax is one pass over the logits, which a sum of exponentials and a maximum are not.
+    # softmax makes a single pass over the logits; a maximum and a sum of exponentials would be two.
     likely = probabilities.gather(-1, labels[:, None])[:, 0]
     lse = at_label - likely.log()
     if not bool((likely > _LIKELY).all()):
@@ -134,18 +138,21 @@ def _local(labels: torch.Tensor, start: int, classes: int) -> tuple[torch.Tensor
 
 
 def block_of(length: int, width: int, blocks: int, fewest: int = 16) -> int:
-    """Return how many of `length` rows of `width` logits to make at a time: about 1 in `blocks`, but 1 to 128
-    MiB of them in fp32, and not fewer rows than make a matrix product worth its reading.
+    """Return how many of `length` rows of `width` logits to make at a time.
+
+    About 1 in `blocks`, but 1 to 128 MiB of fp32 logits, and at least `fewest` rows, so that a matrix product
+    is worth reading its operands.
     """
     nbytes = min(max(4 * length * width // blocks, SMALLEST_NBYTES), LARGEST_NBYTES)
     return min(max(nbytes // (4 * max(width, 1)), fewest), max(length, 1))
 
 
 class OfTile(torch.autograd.Function):
-    """The sums of the logits that one slice of the vocabulary gives; its backward makes them again.
+    """The sums of the logits of one slice of the vocabulary; its backward computes the logits again.
 
-    Of the weight no values are saved: see [Note: what a tile saves] in tile.py. Both passes go over blocks of
-    classes with all tokens, so a row of the weight's gradient is one sum over the tokens, rounded once.
+    The weight's values are not saved: see [Note: what a tile saves] in tile.py. Forward and backward go over
+    blocks of classes with all tokens, so a row of the weight's gradient is one sum over the tokens, rounded
+    once.
     """
 
     @staticmethod
@@ -162,7 +169,7 @@ class OfTile(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         """Return the three sums over classes start ... start + len(weight) - 1."""
         found: LogitSums | None = None
-        step = block_of(len(weight), len(hidden), 64)  # each with copies in another dtype
+        step = block_of(len(weight), len(hidden), 64)  # small, as each block has copies in another dtype
         for first in range(0, len(weight), step):
             rows = slice(first, first + step)
             logits = logits_of(hidden, weight[rows], None if bias is None else bias[rows])
@@ -211,7 +218,7 @@ class OfTile(torch.autograd.Function):
 
 
 def together(sums: list[LogitSums]) -> LogitSums:
-    """Return the sums over slices of the vocabulary, put together."""
+    """Combine the sums over slices of the vocabulary."""
     if len(sums) == 1:
         return sums[0]
     lse = torch.logsumexp(torch.stack([one.lse for one in sums]), 0)
@@ -220,9 +227,10 @@ def together(sums: list[LogitSums]) -> LogitSums:
 
 
 def _steps(tokens: int, classes: int, narrow: float) -> tuple[int, int]:
-    """Return how many tokens to make logits of at a time, and of how many of these to make them wide.
+    """Return for how many tokens to make logits at a time, and how many of these to widen at a time.
 
-    narrow: bytes of an element, by those of the wide dtype. With half of them there are twice the tokens.
+    narrow: the size of an element as a fraction of its size in the wide dtype: 16-bit logits allow twice the
+    tokens.
     """
     step = block_of(tokens, int(classes * narrow), int(BLOCKS * narrow), FEWEST_TOKENS)
     most = max(min(step * 4 * classes // (2 * BLOCKS), IN_CACHE_NBYTES), SMALLEST_NBYTES // 16)
@@ -230,7 +238,7 @@ def _steps(tokens: int, classes: int, narrow: float) -> tuple[int, int]:
 
 
 class Products:
-    """The three matrix products of a loss and its gradients, for a block of tokens."""
+    """The three matrix products of the loss and its gradients, for a block of tokens."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._weight = weight
@@ -248,7 +256,7 @@ class Products:
         *,
         begin: bool,
     ) -> None:
-        """Given the logits' gradient, fill in that of hidden and add to the weight's, or `begin` it."""
+        """Given the logits' gradient, compute hidden's and add to the weight's (`begin`: write it)."""
         if of_hidden is not None:
             torch.mm(grad, self._weight, out=of_hidden)
         if of_weight is not None and not begin:
@@ -258,10 +266,10 @@ class Products:
 
 
 class InFloat32(Products):
-    """The same for 16-bit tensors: see [Note: products in fp32] in products.py."""
+    """Products for 16-bit tensors on a CPU: see [Note: products in fp32] in products.py."""
 
     def _rows(self, tokens: int) -> Iterator[slice]:
-        """Yield slices of the classes: so many that what is widened of them is small beside the logits."""
+        """Yield slices of the classes, small enough that their fp32 copies are small beside the logits."""
         classes, features = self._weight.shape
         nbytes = min(2 * tokens * classes // 6, WIDENED_NBYTES)
         step = max(nbytes // (8 * (tokens + features)), FEWEST_ROWS)
@@ -299,11 +307,11 @@ class InFloat32(Products):
 
 
 class InForward(torch.autograd.Function):
-    """The loss with its gradients made along with it, over blocks of tokens with the whole vocabulary.
+    """The loss and its gradients, computed together over blocks of tokens with the whole vocabulary.
 
-    Three matrix products, as in the plain loss, where `OfTile` needs four; but the gradients exist from the
-    forward on, and the weight's is added to, and rounded, once per block. The idea is Liger Kernel's fused
-    linear cross entropy (arXiv 2410.10989).
+    This takes three matrix products, as the plain loss does, where `OfTile` needs four. But the gradients
+    exist from the forward on, and the weight's is added to, and rounded, once per block. The idea is Liger
+    Kernel's fused linear cross entropy (arXiv 2410.10989).
     """
 
     @staticmethod
@@ -323,7 +331,7 @@ class InForward(torch.autograd.Function):
         grad_bias = (
             torch.zeros_like(bias, dtype=token_weight.dtype) if for_bias and bias is not None else None
         )
-        loss = 0 * token_weight  # NaN where there is no token to take the mean of, as torch has it
+        loss = 0 * token_weight  # NaN for the mean over no tokens, as in torch
         step, few = _steps(len(hidden), len(weight), hidden.element_size() / token_weight.element_size())
         scratch = mapped.empty((min(step, len(hidden)), len(weight)), hidden.dtype, hidden.device)
         products = (InFloat32 if in_fp32(hidden) else Products)(weight)
@@ -354,10 +362,11 @@ class InForward(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """Scale the gradients and let go of them."""
+        """Scale the gradients and return them; they are not kept."""
         if ctx.grads is None:
             raise RuntimeError(
-                "the gradients of this loss were handed out: it goes backward once (no retain_graph)"
+                "a second backward through a tiled cross entropy, whose gradients the first one took: "
+                "compute the loss again (retain_graph has no effect on it)"
             )
         (scale,) = grads
         found, ctx.grads = ctx.grads, None

@@ -31,26 +31,25 @@ def cross_entropy(
 ) -> torch.Tensor:
     """Return F.cross_entropy(hidden @ weight.T + bias, labels), a scalar in fp32 (fp64 for fp64).
 
-    The logits exist in blocks of 1/64 at most. Exact up to rounding, in value and gradients: softmax and sums
-    are fp32, products are rounded as the linear layer's are.
+    Only blocks of the logits exist at a time. Value and gradients are exact up to rounding: softmax and sums
+    are computed in fp32, and products are rounded like the linear layer's.
 
     hidden: [..., features]; labels: [...], one per row of hidden.
-    weight: [classes, features]; or a TiledLinear (with its bias) or a list of tensors, the rows in pieces:
-        each is
-        then used on its own, in forward and again in backward.
-    shift: row t is judged by label t + 1, as causal language models train; the last row by none.
-    z_loss: adds z_loss * lse² per token (PaLM, arXiv 2204.02311), which keeps the logits' scale in place.
-    reduction: "mean" over the labels that count, or "sum".
-    count: divides the sum in place of the number of labels: that of the global batch, over ranks and
-        micro-batches.
+    weight: [classes, features]; or its rows in pieces, as a TiledLinear (with its bias) or a list of tensors:
+        each piece is then used on its own, in forward and again in backward.
+    shift: the target of row t is label t + 1, as in causal language models; the last row has none.
+    z_loss: adds z_loss * lse² per token (PaLM, arXiv 2204.02311), which keeps the logits' scale bounded.
+    reduction: "mean" over the labels other than ignore_index, or "sum".
+    count: divides the sum instead of the number of labels, such as the number in the global batch over all
+        ranks and micro-batches.
 
     Raises:
         ValueError: shapes or options that do not fit.
-        IndexError: a label is no class.
+        IndexError: a label is outside the classes.
     """
     if reduction not in ("mean", "sum") or (reduction == "sum" and count is not None):
         raise ValueError(
-            f"reduction={reduction!r}, count={count}: 'mean' or 'sum', and a count for 'mean' alone"
+            f"reduction={reduction!r}, count={count}: give 'mean' or 'sum', and a count only with 'mean'"
         )
     if hidden.shape[:-1] != labels.shape:
         raise ValueError(
@@ -64,7 +63,9 @@ def cross_entropy(
         rows, targets = rows[counted], targets[counted]
     classes = _classes(weight)
     if targets.numel() and not 0 <= int(targets.min()) <= int(targets.max()) < classes:
-        raise IndexError(f"labels from {int(targets.min())} to {int(targets.max())} in {classes} classes")
+        raise IndexError(
+            f"labels range from {int(targets.min())} to {int(targets.max())}, but there are {classes} classes"
+        )
     scale = torch.ones((), dtype=wide(hidden.dtype), device=hidden.device)
     if reduction == "mean":
         scale = scale / (len(targets) if count is None else torch.as_tensor(count, device=hidden.device))
@@ -106,11 +107,12 @@ def _loss(
 def _pieces(
     weight: Head, bias: torch.Tensor | None
 ) -> Iterator[tuple[torch.Tensor | LinearTile, torch.Tensor | None]]:
-    """Yield slices of the vocabulary: the weight itself, its pieces, or the modules that hold them."""
+    """Yield slices of the vocabulary: pieces of the weight with their bias, or the modules that hold them."""
     if isinstance(weight, TiledLinear):
         if bias is not None or len(weight.grid.columns) > 1:
             raise ValueError(
-                "a TiledLinear brings its own bias, and can be used if cut along out_features alone"
+                "a TiledLinear has its own bias (leave bias=None), and must be cut along out_features only: "
+                f"it has {len(weight.grid.columns)} tiles along in_features"
             )
         for tile in weight.tiles:
             if isinstance(tile, LinearTile):
@@ -135,5 +137,5 @@ def _sums(
     def use(x: torch.Tensor, weight: torch.Tensor, tile_bias: torch.Tensor | None) -> Any:
         return OfTile.apply(x, weight, tile_bias, targets, start, smoothed, channel, link)  # type: ignore[no-untyped-call]
 
-    # Through the module's call, around which its parameters may be fetched.
+    # A module call, so that hooks can fetch the tile's parameters.
     return LogitSums(*(piece(rows, use=use) if isinstance(piece, LinearTile) else use(rows, piece, bias)))

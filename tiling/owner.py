@@ -1,9 +1,10 @@
-"""What tiled modules have in common: tiles that look, from outside, like one weight.
+"""The base class of tiled modules, whose tiles look like one weight from outside.
 
 [Note: keys]
-In a state_dict tiles are saved and loaded by themselves, as any module is (so an engine that answers for
-their parameters needs to know nothing), and the owner, before and after them, cuts and joins: outside there
-are only `weight` and `bias`, whole. Tied weights come out as one tensor under both names.
+A state_dict has the keys `weight` and `bias` of a tiled module, whole. Each tile saves and loads itself like
+any module, so an engine that provides its parameters needs no special case. The tiled module joins what its
+tiles saved, and cuts what is loaded before they load it. Tied weights are saved as one tensor under both
+names.
 """
 
 from __future__ import annotations
@@ -22,17 +23,15 @@ from infinity.tiling.whole import Whole
 
 
 class Tiled(nn.Module):
-    """A module whose weight is cut into tiles. `weight` and `bias` answer metadata and take initial values;
-    see [Note: whole weights] in whole.py.
+    """A module whose weight is cut into tiles; `weight` and `bias` stand for the whole: see [Note: whole
+    weights] in whole.py.
     """
 
     tiles: nn.ModuleList
     grid: Grid
 
     def _hold(self, tiles: Sequence[nn.Module], grid: Grid, bias: Sequence[nn.Module] | None) -> None:
-        """Become the owner of `tiles`, in row-major order; `bias` names those that hold the bias, in
-        order.
-        """
+        """Take ownership of `tiles`, in row-major order. bias: the tiles that hold the bias, in order."""
         self.tiles = nn.ModuleList(tiles)
         self.grid = grid
         wholes = {"weight": Whole.of(tiles, grid, "weight")}
@@ -46,12 +45,12 @@ class Tiled(nn.Module):
     def _whole(self, name: str) -> Whole:
         wholes: dict[str, Whole] = self.__dict__["_wholes"]
         whole = wholes[name]
-        if whole.dtype != whole.pieces()[0].dtype:  # module.to() reached the tiles alone
+        if whole.dtype != whole.pieces()[0].dtype:  # module.to() changed the tiles only
             whole = wholes[name] = Whole.of(whole.tiles, whole.grid, name)
         return whole
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Tie, when given the weight of another tiled module."""
+        """Tie the weight if it is assigned that of another tiled module."""
         if name in ("weight", "bias") and "_wholes" in self.__dict__:
             self._tie(name, value)
         else:
@@ -60,26 +59,28 @@ class Tiled(nn.Module):
     def _tie(self, name: str, other: Any) -> None:
         if not isinstance(other, Whole) or name != "weight":
             raise TypeError(
-                f"{type(self).__name__}.{name} is in {len(self.tiles)} tiles: no {type(other).__name__} can "
-                "take their place: load values with load_state_dict, tie to a weight tiled alike."
+                f"{type(self).__name__}.{name} consists of {len(self.tiles)} tiles, not replaceable by a "
+                f"{type(other).__name__}: load values with load_state_dict, or tie the weight to one "
+                "with the same tiles."
             )
         mine = self._whole("weight")
         if other.grid != mine.grid:
             raise ValueError(
                 f"a weight in tiles of {other.grid.rows} x {other.grid.columns} cannot be tied to one in "
-                f"tiles of {mine.grid.rows} x {mine.grid.columns}: cut both alike"
+                f"tiles of {mine.grid.rows} x {mine.grid.columns}: cut both the same way"
             )
         for tile, parameter in zip(self.tiles, other.pieces(), strict=True):
             tile.weight = parameter
 
     def extra_repr(self) -> str:
-        """Shape and tiles."""
+        """Describe shape and tiles."""
         rows, columns = self.grid.shape
         return f"[{rows}, {columns}] in {len(self.grid.rows)} x {len(self.grid.columns)} tiles"
 
 
 _saved: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""By its first piece: the state_dict that a whole was put into last, under which key, and its pieces."""
+"""For the first piece of a whole weight: the state_dict that the weight was last saved in, its key there, and
+the ids of its pieces. A tied weight is found here when it is saved a second time."""
 
 
 def _numbers(owner: Tiled, name: str) -> list[int]:
@@ -88,7 +89,7 @@ def _numbers(owner: Tiled, name: str) -> list[int]:
 
 
 def _join(owner: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """Put whole tensors in the place of what the tiles saved."""
+    """Replace the pieces that the tiles saved by whole tensors."""
     if not isinstance(owner, Tiled):
         raise TypeError(f"{type(owner).__name__} has no tiles")
     for name in owner.__dict__["_wholes"]:
@@ -102,10 +103,9 @@ def _join(owner: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) 
         if name == "bias":
             state[prefix + name] = torch.cat(pieces)
         else:
-            columns = len(owner.grid.columns)
-            rows = [pieces[first : first + columns] for first in range(0, len(pieces), columns)]
-            state[prefix + name] = torch.cat([row[0] if columns == 1 else torch.cat(row, 1) for row in rows])
-        if isinstance(state, OrderedDict):  # as torch makes it; to a plain dict nothing can refer weakly
+            rows = owner.grid.by_row(pieces)
+            state[prefix + name] = torch.cat([row[0] if len(row) == 1 else torch.cat(row, 1) for row in rows])
+        if isinstance(state, OrderedDict):  # torch's own kind; a plain dict has no weak references
             _saved[whole.pieces()[0]] = (weakref.ref(state), prefix + name, parts)
 
 
@@ -119,7 +119,7 @@ def _cut(
     unexpected: list[str],  # noqa: ARG001
     errors: list[str],
 ) -> None:
-    """Put views for the tiles in the place of whole tensors."""
+    """Replace whole tensors by the pieces that the tiles load."""
     if not isinstance(owner, Tiled):
         raise TypeError(f"{type(owner).__name__} has no tiles")
     for name in owner.__dict__["_wholes"]:
@@ -134,7 +134,7 @@ def _cut(
                 f"checkpoint, the shape in current model is {tuple(whole.shape)}."
             )
             continue
-        own = metadata.get("assign_to_params_buffers", False)  # a view would keep the whole alive
+        own = metadata.get("assign_to_params_buffers", False)  # then a view would keep the whole alive
         for number, (rows, columns) in zip(_numbers(owner, name), whole.grid.slices(), strict=True):
             piece = values[rows, columns] if name == "weight" else values[rows]
             state[f"{prefix}tiles.{number}.{name}"] = piece.clone() if own else piece

@@ -1,4 +1,4 @@
-"""Tiles for a model that exists: large operators are replaced in place."""
+"""Tiles for an existing model: large layers are replaced in place."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from infinity.tiling.tile import Conv1DTile, EmbeddingTile, LinearTile, Tile
 class Cut:
     """What `tile_` did to one weight."""
 
-    names: tuple[str, ...]  # of the modules that use it; several where it is tied
-    shape: tuple[int, int]  # of the weight, as it is stored
+    names: tuple[str, ...]  # of the modules that use the weight; several if it is tied
+    shape: tuple[int, int]  # of the weight, as stored
     nbytes: int
     rows: int  # tiles along the weight's dimension 0
     columns: int  # along dimension 1
 
     def __str__(self) -> str:
-        """One line."""
+        """Describe the cut in one line."""
         tiles = self.rows * self.columns
         return (
             f"{', '.join(self.names)}: {self.shape[0]} x {self.shape[1]}, {self.nbytes} bytes, in "
@@ -35,38 +35,36 @@ class Cut:
 
 
 def tile_(module: nn.Module, above: int) -> list[Cut]:
-    """Replace, in place, every nn.Linear, nn.Embedding and Hugging Face Conv1D below `module` whose weight
-    has more than `above` bytes by tiles of at most that (and one row of 16 outputs, or one element). Tied
-    weights stay tied.
+    """Replace every nn.Linear, nn.Embedding and Hugging Face Conv1D below `module` whose weight has more than
+    `above` bytes by tiles of at most `above` bytes each, in place. Tied weights stay tied.
 
-    Subclasses of these keep their whole weight (their code may use it), and so do modules with hooks or
-    parametrizations. Needs, at a time, one weight twice. Build the optimizer afterwards: parameters are new.
+    Subclasses of these layers stay whole, since their code may use the weight, and so do layers with hooks or
+    parametrizations. While a weight is cut, memory holds it twice. Build the optimizer afterwards: the
+    parameters are new.
 
     Raises:
-        ValueError: `above` is no number of bytes; `module` itself is such a layer (use TiledLinear in its
-            place); a large weight is tied to a module that cannot be tiled.
+        ValueError: `above` is not a number of bytes; `module` itself is such a layer (use TiledLinear
+            instead); a large weight is tied to a module that cannot be tiled.
     """
     if isinstance(above, bool) or not isinstance(above, int) or above < 1:
-        raise ValueError(f"above={above!r}: expected bytes, a whole number of 1 or more such as 256 << 20")
+        raise ValueError(f"above={above!r}: expected a number of bytes, 1 or more, such as 256 << 20")
     if kind(module) is not None and weight_of(module).nbytes > above:
-        raise ValueError(f"a {type(module).__name__} cannot be replaced from within: tile_ its parent")
+        raise ValueError(f"a {type(module).__name__} cannot be replaced in place: call tile_ on its parent")
     large = list(_large(module, above))[::-1]
     done: list[Cut] = []
-    while large:  # popped, so that each weight goes as its tiles come
+    while large:  # popped, so that each weight is freed once it is cut
         done.append(_replace(module, large.pop(), above))
     return done
 
 
 def weight_of(module: nn.Module) -> torch.Tensor:
-    """Return the weight of one of the layers that can be tiled."""
+    """Return the weight of a layer that can be tiled."""
     weight: torch.Tensor = module._parameters["weight"]  # type: ignore[assignment]
     return weight
 
 
 def kind(module: nn.Module) -> str | None:
-    """Return which of the layers that can be tiled `module` is: linear, embedding, conv1d; None for
-    others.
-    """
+    """Return the kind of a layer that can be tiled: linear, embedding or conv1d; None for other modules."""
     if type(module) is nn.Linear:
         return "linear"
     if type(module) is nn.Embedding:
@@ -76,7 +74,7 @@ def kind(module: nn.Module) -> str | None:
 
 
 def _large(root: nn.Module, above: int) -> Iterator[dict[str, nn.Module]]:
-    """Yield, weight by weight, the modules that use one above the limit, by name."""
+    """Yield, for each weight above the limit, the modules that use it, by name."""
     users: dict[int, dict[str, nn.Module]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for name, module in root.named_modules(remove_duplicate=False):
@@ -115,7 +113,7 @@ def _hooked(module: nn.Module) -> bool:
 def _replace(root: nn.Module, users: dict[str, nn.Module], above: int) -> Cut:
     weight = weight_of(next(iter(users.values())))
     grid = choice(weight, {kind(one) for one in users.values()}, above)
-    # Parameters are made once, and shared by the tiles of every module that uses the weight.
+    # The pieces are made once, and shared by all modules that use the weight.
     pieces = [_piece(weight, at) for at in grid.slices()]
     replaced: dict[int, nn.Module] = {}
     for name, module in users.items():
@@ -129,7 +127,7 @@ def _replace(root: nn.Module, users: dict[str, nn.Module], above: int) -> Cut:
 
 
 def choice(weight: torch.Tensor, kinds: set[str | None], above: int) -> Grid:
-    """Choose the tiles of a weight as it is stored; where an embedding looks rows up, rows stay whole."""
+    """Choose the tiles of a weight as it is stored; an embedding's rows stay whole."""
     size = weight.element_size()
     if "conv1d" in kinds:
         turned = tiles_of(weight.shape[1], weight.shape[0], size, above)

@@ -1,10 +1,11 @@
-"""Embeddings over micro-batches: only the rows that are used have gradients.
+"""Embeddings over micro-batches, with gradients only for the rows that are used.
 
 [Note: rows in use]
-A dense gradient per micro-batch and an fp32 sum of them would be four times an embedding's own size, nearly
-all of it zeros. So the rows that a batch uses are numbered, each micro-batch's gradient is that of an
-embedding of its own rows, and their sums are put where they belong at the end. The numbers are those of the
-dense gradients added up: in fp32 for 16-bit weights, rounded once. The backward does not need the weight.
+A dense gradient per micro-batch and its fp32 sum would take four times an embedding's own size, nearly all of
+it zeros. So the rows that the batch uses are numbered. The gradient of a micro-batch covers only the rows
+that it uses; these are summed by row number, and the sums are placed in the dense gradient at the end. The
+result equals the sum of dense gradients: in fp32 for 16-bit weights, rounded once. The backward does not need
+the weight.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from infinity.tiling.sliced import InSlices
 
 @dataclass(slots=True)
 class RowSlices(InSlices):
-    """The forward of an embedding whose gradient is that of `micro_batch` samples at a time, added up."""
+    """Forward of an embedding whose gradient is summed over micro-batches of `micro_batch` samples."""
 
     embedding: nn.Embedding
     micro_batch: int
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        """Look the rows up."""
+        """Look up the rows of `ids`."""
         one = self.embedding
         rows: torch.Tensor = RowLookup.apply(  # type: ignore[no-untyped-call]
             ids, one.weight, one.padding_idx, one.scale_grad_by_freq, self.micro_batch
@@ -37,20 +38,18 @@ class RowSlices(InSlices):
 
 
 def is_plain_embedding(module: nn.Module) -> bool:
-    """Whether a module is torch's embedding, with its own forward, which leaves the rows alone, and a dense
-    gradient.
-    """
+    """Whether a module is nn.Embedding with its own forward, a dense gradient and no max_norm."""
     plain = type(module) is nn.Embedding and "forward" not in vars(module)
     return plain and not module.sparse and module.max_norm is None
 
 
 def slice_rows(embedding: nn.Embedding, micro_batch: int) -> None:
-    """Let an embedding add up its gradient over micro-batches; `untile_` undoes it."""
+    """Make an embedding sum its gradient over micro-batches; `untile_` undoes it."""
     embedding.forward = RowSlices(embedding, embedding.forward, embedding, micro_batch)  # type: ignore[method-assign, assignment]
 
 
 class RowLookup(torch.autograd.Function):
-    """See [Note: rows in use]."""
+    """An embedding lookup with the gradient of [Note: rows in use]."""
 
     @staticmethod
     def forward(
@@ -70,7 +69,7 @@ class RowLookup(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        """Add up, row by row in use."""
+        """Return the weight's dense gradient."""
         (ids,) = ctx.saved_tensors
         used, numbered = torch.unique(ids, return_inverse=True)
         total = grad.new_zeros((len(used), ctx.shape[1]), dtype=wide(ctx.like.dtype))

@@ -16,7 +16,7 @@ from infinity.tiling.slices import run_in_slices
 
 @dataclass(slots=True)
 class InSlices:
-    """The forward of a module that runs in slices: `module.forward` on that one instance."""
+    """Replaces `module.forward`, on that one instance, to run it in slices."""
 
     module: nn.Module
     forward: Callable[..., Any]
@@ -29,15 +29,15 @@ class InSlices:
         found = [key for key, number in _recorded().items() if number != before.get(key, 0)]
         if found:
             raise ValueError(
-                f"{', '.join(found)} inside a {type(self.module).__name__} run in slices: recorded once "
-                "per slice, without gradients. Do not ask for them (output_router_logits, "
-                "output_attentions), or slice a part of the module that does not give them."
+                f"{', '.join(found)} inside a {type(self.module).__name__} that runs in slices would be "
+                "recorded once per slice, without gradients. Do not ask for them (output_router_logits, "
+                "output_attentions), or slice a part of the module that does not record them."
             )
         return result
 
 
 def _recorded() -> dict[str, int]:
-    """Return how many outputs of each sort transformers has recorded so far in the model's forward."""
+    """Return how many outputs of each kind transformers has recorded so far in the model's forward."""
     capturing = sys.modules.get("transformers.utils.output_capturing")
     collector = getattr(capturing, "_active_collector", None)
     recorded = collector.get() if collector is not None else None
@@ -52,7 +52,7 @@ class SequenceSlices(InSlices):
     dim: int
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module."""
+        """Run the module in slices."""
         lengths = [one.shape[self.dim] for one in _tensors((args, kwargs))]
         size = max(-(-max(lengths, default=0) // self.tiles), 1)
         return self._run(args, kwargs, lambda _: self.dim, size, straight=True)
@@ -66,18 +66,19 @@ class BatchSlices(InSlices):
     whole: frozenset[str]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block."""
+        """Run the block in slices."""
         if _has_cache(args, kwargs):
             if not torch.is_grad_enabled():
                 return self.forward(*args, **kwargs)
             raise ValueError(
-                "a block with a cache would fill it twice, in forward and backward: use_cache=False"
+                f"a {type(self.module).__name__} in micro-batches was given a cache, which its recomputation "
+                "would fill again: use_cache=False"
             )
         if getattr(self.module, "gradient_checkpointing", False) and self.module.training:
             raise ValueError("tile_batch recomputes by itself: switch the model's gradient checkpointing off")
         tensors = _tensors((args, kwargs))
         if not tensors or not tensors[0].dim():
-            raise ValueError(f"{type(self.module).__name__} was called without a batch to cut")
+            raise ValueError(f"{type(self.module).__name__} was called without a tensor to cut into samples")
         batch = tensors[0].shape[0]
         kept = {id(one) for name in self.whole for one in _tensors(kwargs.get(name))}
 
@@ -89,8 +90,9 @@ class BatchSlices(InSlices):
 
 
 def _has_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a block is given a cache of keys and values, by whatever name (5.24 of transformers has another
-    than 5.23, and models with a state of their own have theirs).
+    """Whether a block is given a cache of keys and values.
+
+    The argument's name differs between transformers 5.23 and 5.24, and between models.
     """
     kind = getattr(sys.modules.get("transformers.cache_utils"), "Cache", ())
     return kwargs.get("past_key_values") is not None or any(
@@ -110,20 +112,19 @@ def _own_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 def tile_sequence(module: nn.Module, tiles: int, dim: int = -2) -> nn.Module:
-    """Let a position-wise module (an MLP) run on `tiles` slices of the sequence, recomputed in backward;
-    returns it.
+    """Make a position-wise module (an MLP) run on `tiles` slices of the sequence, recomputed in backward.
 
-    Its activations are then those of one slice, and its parameters' gradients come once. The state_dict stays
-    as it is. Every tensor argument is cut along `dim`. Of a mixture of experts (a module with `experts`), the
-    experts are sliced,
-    over tokens and their routing: the router stays outside, since a loss on its logits needs their gradient.
-    Calling it again changes the number; `untile_` undoes it.
+    Memory then holds the activations of one slice; each parameter still gets one gradient per backward, and
+    the state_dict does not change. Every tensor argument is cut along `dim`. For a mixture of experts (a
+    module with `experts`), only the experts are sliced, over tokens and their routing; the router stays
+    outside, since a loss on its logits needs their gradient. A second call changes the number of slices;
+    `untile_` undoes it. Returns the module.
 
     Raises:
         ValueError: fewer than one tile.
     """
     if tiles < 1:
-        raise ValueError(f"tiles={tiles}: 1 or more")
+        raise ValueError(f"tiles={tiles}: expected 1 or more")
     experts = getattr(module, "experts", None)
     if isinstance(experts, nn.Module):
         tile_sequence(experts, tiles, 0)
@@ -133,49 +134,52 @@ def tile_sequence(module: nn.Module, tiles: int, dim: int = -2) -> nn.Module:
 
 
 def tile_batch(block: nn.Module, micro_batch: int, whole: Collection[str] = ()) -> nn.Module:
-    """Let a block run on `micro_batch` samples at a time, recomputed in backward, while its parameters stay
-    put; returns it.
+    """Make a block run on `micro_batch` samples at a time, recomputed in backward, while its parameters stay
+    resident. Returns the block.
 
     The results are those of accumulating gradients over as many micro-batches; see [Note: one call, one
     gradient]. Tensor arguments of two or more dimensions with as many rows as the first one (the hidden
     states) are cut; the rest (a mask or rotary table for all samples) is passed whole.
 
-    whole: keyword arguments that are passed whole though they have as many rows as there are samples.
+    whole: names of keyword arguments to pass whole although they have as many rows as there are samples.
 
     Raises:
         ValueError: fewer than one sample; an embedding with sparse gradients.
     """
     if micro_batch < 1:
-        raise ValueError(f"micro_batch={micro_batch}: 1 or more")
+        raise ValueError(f"micro_batch={micro_batch}: expected 1 or more")
     if any(getattr(one, "sparse", False) is True for one in block.modules()):
-        raise ValueError(f"{type(block).__name__} has sparse gradients, which are not added up: sparse=False")
+        raise ValueError(
+            f"{type(block).__name__} has an embedding with sparse gradients, which slices cannot sum: "
+            "build it with sparse=False"
+        )
     block.forward = BatchSlices(block, _own_forward(block), micro_batch, frozenset(whole))
     return block
 
 
 def untile_(module: nn.Module) -> nn.Module:
-    """Undo tile_sequence, tile_batch and tile_batch_ on this module and all within it; returns it."""
+    """Undo tile_sequence, tile_batch and tile_batch_ on a module and its descendants; returns the module."""
     for one in module.modules():
         if runs_in_slices(one):
             forward = _own_forward(one)
             del one.forward
-            if forward != one.forward:  # somebody else's, from before
+            if forward != one.forward:  # an instance had a forward of its own before
                 one.forward = forward
     return module
 
 
 def runs_in_slices(module: nn.Module) -> bool:
-    """Whether one call of `module` is many of each of its children: who fetches parameters around calls
-    should fetch those of all of them around this one.
+    """Whether one call of `module` calls each of its children several times.
+
+    Code that fetches parameters around module calls should then fetch the children's around this call.
     """
     return isinstance(module.__dict__.get("forward"), InSlices)
 
 
 class TiledMLP(nn.Module):
-    """A position-wise module over slices of the sequence, as a module around it; the keys of its state_dict
-    are the inner module's own.
+    """Wraps a position-wise module to run it over slices of the sequence, as `tile_sequence` does in place.
 
-    inner: the module, which `tile_sequence` would change in place instead.
+    The keys of its state_dict are those of the inner module.
     """
 
     def __init__(self, inner: nn.Module, tiles: int, dim: int = -2) -> None:

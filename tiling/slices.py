@@ -1,13 +1,14 @@
-"""A module over slices of its inputs, one after another, recomputed in backward.
+"""Runs a module over slices of its inputs, one after another, and recomputes them in backward.
 
 [Note: one call, one gradient]
-From outside a sliced module is one call: whoever fetches parameters around it fetches once. For autograd it
-is
-one node: in backward it runs slice by slice forward and backward, adds up each parameter's gradient, and
-hands it on once, so that what happens when a gradient has come happens once per backward, as without slices.
+From outside a sliced module is called once, so hooks that fetch its parameters around the call fetch them
+once. For autograd it is one node: its backward runs the forward and backward of each slice, sums each
+parameter's gradient, and returns it once. Hooks on accumulated gradients therefore run once per backward, as
+without slices.
 
-The sum runs from the first slice to the last, as micro-batches would add up in `.grad`: in fp32 for 16-bit
-parameters, rounded once at the end (plain accumulation rounds every time), else in the parameter's dtype.
+The sum runs from the first slice to the last, in the order in which micro-batches would add to `.grad`: for
+16-bit parameters in fp32, rounded once at the end (plain accumulation rounds every time), else in the
+parameter's dtype.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from torch.utils import _pytree as pytree
 from infinity.tiling import mapped
 from infinity.tiling.lending import Lending
 from infinity.tiling.linears import Straight
-from infinity.tiling.sums import GradientSums, InputCuts
+from infinity.tiling.sums import GradientSums
 from infinity.tiling.tile import Kept
 
 FEWEST_NBYTES = mapped.LARGE_NBYTES // 16
-"""Of a slice's inputs, that what is made of them may be large."""
+"""The smallest input of a slice for which its results are expected to be large enough for the pool."""
 TENSOR = object()
-"""Among the leaves of a result: here is a tensor."""
+"""Marks the place of a tensor among the leaves of a result."""
 
 
 @dataclass(slots=True)
@@ -39,23 +40,26 @@ class Call:
 
     forward: Callable[..., Any]
     spec: pytree.TreeSpec  # of (args, kwargs)
-    leaves: list[Any]  # of (args, kwargs); None where a tensor is, which autograd keeps
+    leaves: list[Any]  # of (args, kwargs); None in the place of tensors, which autograd keeps
     tensors: list[int]  # positions of tensors among the leaves
-    sliced: list[bool]  # for each of these, whether it is cut
-    dims: list[int]
-    sizes: tuple[int, ...]  # of the slices
+    sliced: list[bool]  # for each tensor, whether it is cut
+    dims: list[int]  # for each tensor, the dimension along which it is cut; 0 if it is not
+    sizes: tuple[int, ...]  # lengths of the slices
     straight: bool  # see the notes in linears.py
     cuda: list[torch.device]
-    states: list[Any] = field(default_factory=list)  # of the random generators before each slice
-    unread: list[frozenset[int]] = field(default_factory=list)  # of each slice's linear layers
+    states: list[Any] = field(default_factory=list)  # of the random generators, before each slice
+    unread: list[frozenset[int]] = field(default_factory=list)  # per slice: layers whose results nobody read
     autocast: list[tuple[str, bool, torch.dtype]] = field(default_factory=list)
     result: pytree.TreeSpec | None = None
-    outputs: list[Any] = field(default_factory=list)  # leaves of the result that are no tensors
+    outputs: list[Any] = field(default_factory=list)  # leaves of the result; TENSOR in the place of tensors
 
     def run_first(
         self, tensors: Sequence[torch.Tensor], pool: mapped.BufferPool
     ) -> tuple[list[torch.Tensor], pytree.TreeSpec, list[Any]]:
-        """Run the module on the tensors of one slice; returns the result's tensors and the rest of it."""
+        """Run the module on the tensors of one slice.
+
+        Returns the result's tensors, its structure and its leaves, with TENSOR in the place of tensors.
+        """
         self.states.append(_generators(self.cuda))
         straight = Straight(pool, None)
         found, spec, rest = self._run(tensors, straight)
@@ -65,8 +69,9 @@ class Call:
     def run_again(
         self, number: int, tensors: Sequence[torch.Tensor], sums: GradientSums, pool: mapped.BufferPool
     ) -> list[torch.Tensor]:
-        """Run it on one slice as before, now recorded by autograd; the result's tensors have a grad_fn, and
-        not always their values: see [Note: results that nobody reads].
+        """Run the module on slice `number` again, recorded by autograd; returns the result's tensors.
+
+        Not all of them have values: see [Note: results that nobody reads].
         """
         _set_generators(self.cuda, self.states[number])
         with torch.enable_grad():
@@ -85,13 +90,9 @@ class Call:
         rest = [TENSOR if isinstance(one, torch.Tensor) else one for one in found]
         return [one for one in found if isinstance(one, torch.Tensor)], spec, rest
 
-    def cuts(self) -> InputCuts:
-        """Return how the inputs are cut."""
-        return InputCuts(self.sliced, self.dims, len(self.sizes))
-
     @contextlib.contextmanager
     def lending(self, inputs: Sequence[torch.Tensor]) -> Iterator[mapped.BufferPool]:
-        """Let slices have the memory of those before: see [Note: results of pointwise operations]."""
+        """Let each slice reuse the memory of the one before: see [Note: results of pointwise operations]."""
         pool = mapped.BufferPool()
         cuts = [one for one, cut in zip(inputs, self.sliced, strict=True) if cut and one.device.type == "cpu"]
         large = sum(one.nbytes for one in cuts) >= len(self.sizes) * FEWEST_NBYTES
@@ -100,9 +101,7 @@ class Call:
         pool.clear()
 
     def parts(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """Yield the tensors of each slice, contiguous as modules may expect (Conv1D does); the others
-        whole.
-        """
+        """Yield the tensors of each slice. Slices are contiguous, as some modules expect (Conv1D)."""
         start = 0
         for size in self.sizes:
             yield [
@@ -124,14 +123,15 @@ def run_in_slices(
 ) -> Any:
     """Return forward(*args, **kwargs), computed on slices of at most `size` and recomputed in backward.
 
-    cut: says along which dimension a tensor among the arguments is cut; None for those passed whole. All that
-    are cut have the same length there, and so has every tensor of the result, in that dimension of the first.
+    cut: returns the dimension along which a tensor argument is cut, None for one that is passed whole. All
+        cut dimensions have the same length. Every tensor of the result has that length too, in the dimension
+        along which the first cut argument is cut.
     straight: see [Note: straight into the sums] in linears.py.
 
     Raises:
-        ValueError: nothing to cut, or lengths that differ.
+        ValueError: no argument to cut, or lengths that differ.
         RuntimeError: the module changed an input in place (a recomputation would start from the change).
-        TypeError: a result that cannot be put together again from slices.
+        TypeError: a result that cannot be assembled from slices.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     positions = [number for number, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -140,7 +140,8 @@ def run_in_slices(
     lengths = {one.shape[dim] for one, dim in zip(tensors, dims, strict=True) if dim is not None}
     if len(lengths) != 1:
         raise ValueError(
-            f"tensors of shapes {[tuple(one.shape) for one in tensors]}: found lengths {lengths} to cut"
+            f"tensors of shapes {[tuple(one.shape) for one in tensors]} have the lengths {sorted(lengths)} "
+            "along the dimensions to cut: expected exactly one length"
         )
     (length,) = lengths
     sizes = tuple(min(size, length - start) for start in range(0, length, size)) or (0,)
@@ -170,7 +171,7 @@ class SlicedCall(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, count: int, *tensors: torch.Tensor) -> Any:
-        """Run the slices without recording them, and write their results into the whole's."""
+        """Run the slices without recording them, and copy their results into whole tensors."""
         inputs = tensors[:count]
         versions = [one._version for one in inputs]
         whole: list[torch.Tensor] = []
@@ -187,8 +188,9 @@ class SlicedCall(torch.autograd.Function):
                 del part, results
         if versions != [one._version for one in inputs]:
             raise RuntimeError(
-                "a sliced module changed its input in place: a recomputation would begin from the change. "
-                "Slice a part of it that does not, or switch that off (dropout inplace, router jitter)."
+                "a sliced module changed its input in place, and its recomputation would start from the "
+                "changed values. Slice a part of it that does not, or switch the change off (inplace "
+                "dropout, router jitter)."
             )
         ctx.call = call
         ctx.save_for_backward(*inputs)
@@ -203,7 +205,7 @@ class SlicedCall(torch.autograd.Function):
         call: Call = ctx.call
         inputs, parameters = ctx.saved_tensors, [one.take() for one in ctx.parameters]
         wanted = ctx.needs_input_grad[2 : 2 + len(inputs)]
-        sums = GradientSums(call.cuts(), inputs, wanted, parameters)
+        sums = GradientSums(call.sliced, call.dims, len(call.sizes), inputs, wanted, parameters)
         start = 0
         with _as_before(call), call.lending(inputs) as pool:
             for number, part in enumerate(call.parts(inputs)):
@@ -236,8 +238,9 @@ def _whole(first: torch.Tensor, call: Call) -> torch.Tensor:
     dim = _dim(call)
     if first.dim() <= dim or first.shape[dim] != call.sizes[0]:
         raise TypeError(
-            f"a slice of {call.sizes[0]} gave a result of shape {tuple(first.shape)}: what is not one row "
-            "per input row (a loss, router logits of all tokens) cannot be put together from slices"
+            f"a slice of length {call.sizes[0]} returned a tensor of shape {tuple(first.shape)}: a result "
+            "without one row per input row (a loss, router logits of all tokens) cannot be assembled from "
+            "slices"
         )
     shape = list(first.shape)
     shape[dim] = sum(call.sizes)
@@ -247,12 +250,15 @@ def _whole(first: torch.Tensor, call: Call) -> torch.Tensor:
 def _checked(rest: list[Any]) -> list[Any]:
     for one in rest:
         if one is not TENSOR and one is not None and not isinstance(one, (bool, int, float, str)):
-            raise TypeError(f"a sliced module returned a {type(one).__name__}, which slices cannot share")
+            raise TypeError(
+                f"a sliced module returned a {type(one).__name__}, which cannot be assembled from slices: "
+                "expected tensors, numbers, strings or None"
+            )
     return rest
 
 
 def _generators(cuda: Sequence[torch.device]) -> list[torch.Tensor]:
-    """Return the states of the random generators that the slices may draw from."""
+    """Return the states of the random generators from which slices may draw."""
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state(one) for one in cuda)]
 
 
@@ -264,7 +270,7 @@ def _set_generators(cuda: Sequence[torch.device], states: Sequence[torch.Tensor]
 
 @contextlib.contextmanager
 def _as_before(call: Call) -> Iterator[None]:
-    """Compute under the forward's autocast, and give the random generators back as they are now."""
+    """Context with the forward's autocast; restores the states of the random generators at its end."""
     now = _generators(call.cuda)
     try:
         with contextlib.ExitStack() as stack:

@@ -1,10 +1,10 @@
-"""One tile: a module with parameters of its own, so that whoever fetches and releases modules' parameters
-sees an ordinary module.
+"""One tile: an ordinary module with its own parameters, which an engine fetches and releases as usual.
 
 [Note: what a tile saves]
-Of its weight a tile saves no values for backward, only the Parameter, and takes the values from it again. So
-a recomputation (activation checkpointing) that has run through all tiles pins none of them. What autograd
-would have checked is checked here: a weight that was changed in place in between is an error.
+A tile saves no values of its weight for backward, only the Parameter, and reads the values from it again. A
+recomputation (activation checkpointing) that has run through all tiles therefore keeps none of them in
+memory. The check that autograd makes for saved tensors is made here: it is an error if the weight was changed
+in place between forward and backward.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from infinity.tiling.products import add_product, product, wide
 
 
 class Tile(nn.Module):
-    """A slice of a big operator, with its own parameters; its owner puts the results together.
+    """A slice of a large layer, with its own parameters; the tiled module assembles the results.
 
-    A tile's backward needs its parameters again, but nothing that its forward saved of them: an engine may
-    release them right after the forward, also where the forward is a recomputation.
+    A tile's backward needs the parameters again, but no values that its forward saved. An engine may
+    therefore release them right after any forward, also after a recomputation.
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None) -> None:
@@ -34,7 +34,7 @@ class Tile(nn.Module):
         self.register_parameter("bias", bias)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load what the owner cut for this tile; what is missing was reported by the owner, as a whole."""
+        """Load the pieces cut by the tiled module, which has reported missing keys of the whole already."""
         metadata, strict, missing, unexpected, errors = args
         own: list[str] = []
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, own, unexpected, errors)
@@ -42,50 +42,52 @@ class Tile(nn.Module):
 
 
 class LinearTile(Tile):
-    """Outputs [tokens, out] of inputs [tokens, in] by a weight [out, in]."""
+    """Maps inputs [tokens, in] to outputs [tokens, out] by a weight [out, in]."""
 
     def forward(
         self,
         x: torch.Tensor,
         channel: GradientChannel | None = None,
-        room: mapped.Lender | None = None,
+        memory: mapped.Allocator | None = None,
         use: Any = None,
     ) -> torch.Tensor:
-        """Return x @ weight.T + bias, in `room`; with `use`, what `use(x, weight, bias)` returns: so another
-        operation (the loss) can use the parameters while they are here.
+        """Return x @ weight.T + bias, in memory from `memory`.
+
+        use: if given, return `use(x, weight, bias)` instead. Another operation (the loss) can so use the
+        parameters while hooks of this module keep them fetched.
         """
         if use is not None:
             result: torch.Tensor = use(x, self.weight, self.bias)
             return result
-        return _product(x, self, channel, room, transposed=False)
+        return _product(x, self, channel, memory, transposed=False)
 
 
 class Conv1DTile(Tile):
-    """The same by a weight [in, out], as Hugging Face's Conv1D has it."""
+    """Maps inputs [tokens, in] to outputs [tokens, out] by a weight [in, out], like Hugging Face's Conv1D."""
 
     def forward(
-        self, x: torch.Tensor, channel: GradientChannel | None = None, room: mapped.Lender | None = None
+        self, x: torch.Tensor, channel: GradientChannel | None = None, memory: mapped.Allocator | None = None
     ) -> torch.Tensor:
-        """Return x @ weight + bias, in `room`."""
-        return _product(x, self, channel, room, transposed=True)
+        """Return x @ weight + bias, in memory from `memory`."""
+        return _product(x, self, channel, memory, transposed=True)
 
 
 def _product(
     x: torch.Tensor,
     tile: Tile,
     channel: GradientChannel | None,
-    room: mapped.Lender | None,
+    memory: mapped.Allocator | None,
     *,
     transposed: bool,
 ) -> torch.Tensor:
     link = None if channel is None else channel.link
-    room = room or mapped.ReusableBuffer()
-    found: torch.Tensor = Product.apply(x, tile.weight, tile.bias, transposed, room, channel, link)  # type: ignore[no-untyped-call]
+    memory = memory or mapped.ReusableBuffer()
+    found: torch.Tensor = Product.apply(x, tile.weight, tile.bias, transposed, memory, channel, link)  # type: ignore[no-untyped-call]
     return found
 
 
 class EmbeddingTile(Tile):
-    """Rows [tokens, features] of a weight [rows, features]."""
+    """Looks up rows [tokens, features] of a weight [rows, features]."""
 
     def forward(
         self,
@@ -94,14 +96,14 @@ class EmbeddingTile(Tile):
         scale_grad_by_freq: bool,  # noqa: FBT001
         sparse: bool,  # noqa: FBT001
     ) -> torch.Tensor:
-        """Look up ids, which count within this tile."""
+        """Look up ids, counted from this tile's first row."""
         return F.embedding(
             ids, self.weight, padding_idx, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse
         )
 
 
 class Kept:
-    """A parameter that a node of the graph will need again; see [Note: what a tile saves]."""
+    """A parameter that a node of the graph will read again; see [Note: what a tile saves]."""
 
     __slots__ = ("_parameter", "_version")
 
@@ -113,7 +115,7 @@ class Kept:
         """Return the parameter.
 
         Raises:
-            RuntimeError: it was changed in place since.
+            RuntimeError: the parameter has been changed in place since.
         """
         if self._parameter._version != self._version:
             raise RuntimeError(
@@ -125,26 +127,27 @@ class Kept:
 
 @dataclass(slots=True)
 class Sum:
-    """What tiles have sent to their common input in one backward."""
+    """The gradients that tiles have added for their common input in one backward."""
 
     shape: torch.Size  # of the input
     dtype: torch.dtype
     device: torch.device
     task: int = -1
-    """The backward that is under way: what one that failed has left counts for nothing."""
+    """The graph task (backward) of `value`: a sum that an earlier, failed backward left is ignored."""
     value: torch.Tensor | None = None  # of the input's shape, in the dtype of sums
-    room: mapped.ReusableBuffer = field(default_factory=mapped.ReusableBuffer)
-    """For the tiles' own gradients, which whoever takes them lets go of one by one."""
+    memory: mapped.ReusableBuffer = field(default_factory=mapped.ReusableBuffer)
+    """For the tiles' weight gradients, of which usually one exists at a time."""
 
 
 class GradientChannel(NamedTuple):
-    """A way for the gradients of a common input to add up.
+    """Sums the gradients that tiles compute for their common input.
 
     [Note: channels]
-    Autograd adds the gradients that the tiles give their common input in that input's dtype: with 16 bits,
-    one more rounding per tile; and each takes room of its own first. So the tiles add theirs to one sum, in
-    fp32 for 16 bits, which is rounded once, where all have done so: the link, a scalar that they take beside
-    the input, tells autograd when that is. Gradients that are to have gradients go autograd's way.
+    Autograd would sum these gradients in the input's dtype, which for 16 bits rounds once more per tile, and
+    each gradient would first take memory of its own. Instead the tiles add theirs to one sum (in fp32 for 16
+    bits) that is rounded once, after the last tile. The link tells autograd when that is: a scalar that every
+    tile takes as a second input, and whose node delivers the sum. With create_graph=True gradients go through
+    autograd as usual.
     """
 
     link: torch.Tensor
@@ -152,17 +155,17 @@ class GradientChannel(NamedTuple):
     columns: slice = slice(None)
 
     def narrowed(self, columns: slice) -> GradientChannel:
-        """Return the same for a tile that takes some columns of the input."""
+        """Return this channel for a tile that takes some columns of the input."""
         return GradientChannel(self.link, self.sum, columns)
 
     def total(self) -> torch.Tensor:
-        """Return the sum so far, [tokens, columns], to add to."""
+        """Return the sum so far, [tokens, columns], for a tile to add to."""
         if self._begins():
             self.sum.value = mapped.zeros(self.sum.shape, wide(self.sum.dtype), self.sum.device)
         return self.sum.value[:, self.columns]  # type: ignore[index]
 
     def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Add left @ right, [tokens, columns], to the sum; a backward's first is the sum, if it can be."""
+        """Add left @ right, [tokens, columns], to the sum. If possible the first product becomes the sum."""
         whole = right.shape[1] == self.sum.shape[1] and left.dtype == wide(self.sum.dtype)
         if whole and self._begins():
             self.sum.value = product(left, right)
@@ -170,17 +173,17 @@ class GradientChannel(NamedTuple):
             add_product(self.total(), left, right)
 
     def _begins(self) -> bool:
-        """Note which backward this is; whether it has no sum yet."""
+        """Record the current backward; returns whether it has no sum yet."""
         before, self.sum.task = self.sum.task, torch._C._current_graph_task_id()
         return self.sum.value is None or before != self.sum.task
 
     def sent(self) -> torch.Tensor:
-        """Return the gradient of the link: that something was added."""
+        """Return the gradient of the link, which makes autograd run the link's node."""
         return torch.zeros_like(self.link)
 
 
 class ChannelLink(torch.autograd.Function):
-    """The node that rounds a channel's sum, and hands it to the input."""
+    """The node that rounds a channel's sum and delivers it as the input's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, total: Sum) -> torch.Tensor:
@@ -192,7 +195,7 @@ class ChannelLink(torch.autograd.Function):
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
         """Round the sum, if this backward has made one."""
         found, ctx.sum.value = ctx.sum.value, None
-        ctx.sum.room.clear()
+        ctx.sum.memory.clear()
         if found is None or ctx.sum.task != torch._C._current_graph_task_id():
             return None, None
         if found.dtype == ctx.sum.dtype:
@@ -201,7 +204,7 @@ class ChannelLink(torch.autograd.Function):
 
 
 def channel_of(x: torch.Tensor, tiles: int) -> GradientChannel | None:
-    """Return a channel for the gradients that `tiles` tiles send to x [tokens, in]; see [Note: channels]."""
+    """Return a channel for the gradients of x [tokens, in] from `tiles` tiles; None if it needs none."""
     if tiles == 1 or not x.requires_grad:
         return None
     total = Sum(x.shape, x.dtype, x.device)
@@ -209,10 +212,10 @@ def channel_of(x: torch.Tensor, tiles: int) -> GradientChannel | None:
 
 
 class Product(torch.autograd.Function):
-    """x @ weight.T + bias, or x @ weight + bias, that saves x and keeps the weight by reference.
+    """x @ weight.T + bias, or x @ weight + bias; saves x, and the weight by reference only.
 
-    The operations and their order are those of torch's own backward of a linear layer, but where products are
-    faster otherwise (see the notes in products.py), and for what goes through a channel.
+    Operations and their order are those of torch's linear layer, except where products are faster another way
+    (see the notes in products.py) and where gradients go through a channel.
     """
 
     @staticmethod
@@ -222,23 +225,23 @@ class Product(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         transposed: bool,  # noqa: FBT001
-        room: mapped.Lender,
+        memory: mapped.Allocator,
         channel: GradientChannel | None,
         link: torch.Tensor | None,  # noqa: ARG004 - of the channel
     ) -> torch.Tensor:
-        """Return [tokens, out]. room: for it."""
+        """Return [tokens, out], in memory from `memory`."""
         ctx.save_for_backward(x)
         ctx.weight, ctx.transposed, ctx.channel = Kept(weight), transposed, channel
         factor = _in_dtype_of(x, weight)
         factor = factor if transposed else factor.t()
-        out = room.empty((len(x), factor.shape[1]), x.dtype, x.device)
+        out = memory.empty((len(x), factor.shape[1]), x.dtype, x.device)
         if bias is None:
             return torch.mm(x, factor, out=out)
         return torch.addmm(_in_dtype_of(x, bias), x, factor, out=out)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """Return the gradients of x (or of the channel's link instead), weight and bias."""
+        """Return the gradients of x (or instead of the channel's link), weight and bias."""
         (grad,) = grads
         (x,) = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = sent = None
@@ -259,29 +262,29 @@ def _of_weight(ctx: Any, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     left, right = (x.t(), grad) if ctx.transposed else (grad.t(), x)
     if torch.is_grad_enabled():
         return torch.mm(left, right)
-    return product(left, right, ctx.channel and ctx.channel.sum.room)
+    return product(left, right, ctx.channel and ctx.channel.sum.memory)
 
 
 def _factor(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-    """Return what a gradient [tokens, out] is multiplied by for that of x."""
+    """Return the matrix by which a gradient [tokens, out] is multiplied to get that of x."""
     weight = _in_dtype_of(x, ctx.weight.take())
     return weight.t() if ctx.transposed else weight
 
 
 def _in_dtype_of(x: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Cast for autocast, whose own cache of casts would keep every tile."""
+    """Cast here under autocast, because autocast's own cache of casts would keep every tile."""
     return parameter if parameter.dtype == x.dtype else parameter.to(x.dtype)
 
 
 class Columns:
-    """Room for one result: columns of the common output, from `start` on."""
+    """Allocates one result in its columns of the common output, from `start` on."""
 
     def __init__(self, out: torch.Tensor, start: int) -> None:
         self._out = out.detach()
         self._start = start
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return them; memory elsewhere for what has another dtype."""
+        """Return the columns; for another dtype, a new tensor."""
         columns = self._out[:, self._start : self._start + shape[1]]
         return columns if dtype == columns.dtype else torch.empty(shape, dtype=dtype, device=device)
 
@@ -289,14 +292,14 @@ class Columns:
 class WriteColumns(torch.autograd.Function):
     """Write a tile's result into its columns of the common output, in place.
 
-    torch's own slice assignment copies the whole gradient once per tile, torch.cat needs all results twice.
-    Here the gradient passes through untouched: nobody before this tile looks at its columns. What lies there
-    already, made in `Columns`, is not copied.
+    torch's slice assignment copies the whole gradient once per tile, and torch.cat needs all results twice.
+    Here the gradient passes through unchanged, since no earlier tile reads these columns. A result that was
+    allocated there (`Columns`) is not copied.
     """
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, result: torch.Tensor, start: int) -> torch.Tensor:
-        """Return `out`, with `result` from column `start` on."""
+        """Return `out` with `result` from column `start` on."""
         ctx.mark_dirty(out)
         ctx.start, ctx.width = start, result.shape[-1]
         columns = out.narrow(-1, start, ctx.width)
@@ -306,23 +309,23 @@ class WriteColumns(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """Return the gradient for what was there before, and the tile's."""
+        """Return the gradients of the earlier output and of the tile's result."""
         (grad,) = grads
         return grad, grad.narrow(-1, ctx.start, ctx.width), None
 
 
 class PlaceRows(torch.autograd.Function):
-    """Write a tile's rows to their positions in the common output, in place; as `WriteColumns`."""
+    """Write a tile's rows to their positions in the common output, in place, like `WriteColumns`."""
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return `out`, with `rows` at `positions`."""
+        """Return `out` with `rows` at `positions`."""
         ctx.mark_dirty(out)
         ctx.save_for_backward(positions)
         return out.index_copy_(0, positions, rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """Return the gradient for what was there before, and the tile's."""
+        """Return the gradients of the earlier output and of the tile's rows."""
         (grad,) = grads
         return grad, grad.index_select(0, *ctx.saved_tensors), None

@@ -1,19 +1,18 @@
-"""The whole that tiles make up, as far as others ask for it: its shape, and its initial values.
+"""A stand-in for the whole weight that tiles make up: it has its shape, and takes its initial values.
 
 [Note: whole weights]
-`module.weight` of a tiled module is a `Whole`: a parameter in name, of the whole's shape and dtype, without
-values and registered nowhere. It answers metadata. What initialises it in place (`normal_`, `uniform_`,
-`mul_`, `copy_`, all of torch.nn.init that is made of these) works on the tiles one after another and draws
-the numbers that the whole would have got. Assigned to another module's `weight`, it ties the tiles. Every
-other
-use is an error by name: never an empty or stale value.
+`module.weight` of a tiled module is a `Whole`: an nn.Parameter with the whole's shape and dtype that has no
+values and is registered nowhere. It answers questions about metadata. Initialisation in place (`normal_`,
+`uniform_`, `mul_`, `copy_`, and the functions of torch.nn.init made of these) works on one tile after another
+and draws the numbers that the whole weight would have got. Assigning it to another module's `weight` ties the
+tiles. Every other use raises an error that names the operation; none returns an empty or stale value.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,43 +21,14 @@ from torch import nn
 from infinity.tiling.grid import ALIGNMENT, Grid, spans
 
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag", "grad"})
-METADATA = frozenset(
-    [
-        "size",
-        "dim",
-        "ndimension",
-        "numel",
-        "nelement",
-        "element_size",
-        "is_floating_point",
-        "is_complex",
-        "is_signed",
-        "__len__",
-        "__hash__",
-    ]
-)
+METADATA = frozenset({"size", "dim", "ndimension", "numel", "nelement", "__len__", "__hash__"})
+METADATA |= {"element_size", "is_floating_point", "is_complex", "is_signed"}
 """Methods that a tensor without values can answer."""
-_ELEMENTWISE = frozenset(
-    [
-        "zero_",
-        "fill_",
-        "add_",
-        "sub_",
-        "mul_",
-        "div_",
-        "clamp_",
-        "clamp_min_",
-        "clamp_max_",
-        "neg_",
-        "erfinv_",
-        "sqrt_",
-        "exp_",
-        "abs_",
-    ]
-)
-_RANDOM = frozenset(["uniform_", "normal_", "exponential_", "cauchy_", "log_normal_", "bernoulli_"])
+_ELEMENTWISE = frozenset({"zero_", "fill_", "add_", "sub_", "mul_", "div_", "neg_", "abs_", "sqrt_", "exp_"})
+_ELEMENTWISE |= {"clamp_", "clamp_min_", "clamp_max_", "erfinv_"}
+_RANDOM = frozenset({"uniform_", "normal_", "exponential_", "cauchy_", "log_normal_", "bernoulli_"})
 _DRAWN_NUMEL = 1 << 22
-"""Elements that are drawn at a time where a row of the whole lies in several tiles."""
+"""Elements that are drawn at a time if a row of the whole lies in several tiles."""
 
 
 class Whole(nn.Parameter):
@@ -70,7 +40,7 @@ class Whole(nn.Parameter):
 
     @staticmethod
     def of(tiles: Sequence[nn.Module], grid: Grid, name: str) -> Whole:
-        """Stand for the parameters `name` of `tiles`, which lie as `grid` says (a bias: one column)."""
+        """Make a stand-in for the parameters `name` ("weight" or "bias") of `tiles`."""
         first = getattr(tiles[0], name)
         shape = grid.shape if name == "weight" else grid.shape[:1]
         empty = torch.empty(shape, dtype=first.dtype, device="meta")
@@ -90,7 +60,7 @@ class Whole(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answer metadata and initialisation; refuse the rest."""
+        """Answer metadata, do initialisation, and refuse all other functions."""
         kwargs = kwargs or {}
         name = str(getattr(func, "__name__", func))
         if name in ("__get__", "__set__"):
@@ -99,7 +69,7 @@ class Whole(nn.Parameter):
         if name in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if "tensor" in kwargs:  # so torch.nn.init hands on what it is given
+        if "tensor" in kwargs:  # torch.nn.init passes its arguments by name
             return _initialise(name, **kwargs)
         whole = args[0] if args else None
         if not isinstance(whole, Whole) or any(isinstance(one, Whole) for one in args[1:]):
@@ -107,15 +77,15 @@ class Whole(nn.Parameter):
         return _change(whole, name, args[1:], kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """What is known without the values."""
+        """Show shape, dtype and tiles, without values."""
         return f"Whole({tuple(self.shape)}, {self.dtype}, {len(self.grid)} tiles)"
 
     def __format__(self, spec: str) -> str:
-        """As `repr`."""
+        """Format like `repr`."""
         return format(repr(self), spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Whole:
-        """Stand for the copies of the tiles."""
+        """Return a stand-in for copies of the tiles."""
         if id(self) not in memo:
             memo[id(self)] = Whole.of(
                 [copy.deepcopy(tile, memo) for tile in self.tiles], self.grid, self.field
@@ -124,16 +94,16 @@ class Whole(nn.Parameter):
         return whole
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        """Be pickled as the tiles it stands for."""
+        """Pickle the tiles that it stands for."""
         return Whole.of, (list(self.tiles), self.grid, self.field)
 
 
 def _refused(operation: str, whole: Whole | None) -> RuntimeError:
     shape = tuple(whole.shape) if whole is not None else "a tiled module's"
     return RuntimeError(
-        f"{operation}() on a weight of shape {shape} that exists in tiles alone. Call the tiled module; for "
-        "the values use module.state_dict(); to initialise it another way, go through the weights of "
-        "module.tiles; where other code uses the weight, leave the module out of tiling."
+        f"{operation}() on a weight of shape {shape} that exists only in tiles. Call the tiled module; for "
+        "the values use module.state_dict(); to initialise it in another way, initialise the weights of "
+        "module.tiles; if other code uses the weight, leave the module out of tiling."
     )
 
 
@@ -153,7 +123,7 @@ def _attribute(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> An
 
 
 def _initialise(name: str, tensor: Whole, **arguments: Any) -> Any:
-    """Do what those functions of torch.nn.init do that ask before they touch a tensor."""
+    """Do the work of functions of torch.nn.init that dispatch to __torch_function__ themselves."""
     if name == "kaiming_uniform_":
         fan = nn.init._calculate_correct_fan(tensor, arguments.get("mode", "fan_in"))  # noqa: SLF001
         gain = nn.init.calculate_gain(arguments.get("nonlinearity", "leaky_relu"), arguments.get("a", 0))
@@ -198,27 +168,20 @@ def _in_place(whole: Whole, operation: str, args: tuple[Any, ...], kwargs: dict[
         for piece in whole.pieces():
             getattr(piece, operation)(*args, **kwargs)
     elif operation in _RANDOM:
-        for target, widths in _in_order(whole):
-            _draw(target, widths, operation, args, kwargs)
+        for row in whole.grid.by_row(whole.pieces()):
+            _draw(row, whole.grid.columns, operation, args, kwargs)
     else:
         raise _refused(operation, whole)
 
 
-def _in_order(whole: Whole) -> Iterator[tuple[list[nn.Parameter], tuple[int, ...]]]:
-    """Yield, row of tiles by row of tiles, its pieces and their widths."""
-    pieces, columns = whole.pieces(), whole.grid.columns
-    for first in range(0, len(pieces), len(columns)):
-        yield pieces[first : first + len(columns)], columns
-
-
 def _draw(
-    pieces: list[nn.Parameter],
+    pieces: Sequence[nn.Parameter],
     columns: tuple[int, ...],
     operation: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Draw one row of tiles as the whole would be drawn: element by element along its rows."""
+    """Draw one row of tiles in the order in which the whole would be drawn: along its rows."""
     if len(pieces) == 1:
         getattr(pieces[0], operation)(*args, **kwargs)
         return

@@ -1,4 +1,4 @@
-"""The cells of `infinity bench io`: which there are, measuring them in rounds, comparing them."""
+"""The cells of `infinity bench io`: the grid, the rounds of measurements, and comparisons."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from infinity.bench.findings import gb_per_s
 from infinity.sizes import format_size
 
 AS_GOOD = 0.95
-"""A rate that so nearly is the best one counts as the best."""
+"""A rate of at least this part of the best counts as equal to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One point of the grid: who does what, in which of the folders."""
+    """One point of the grid: an engine or peer, its workload, and the folders."""
 
     mover: Mover
     work: Workload
     places: tuple[int, ...]
-    """Folders as counted on the command line, all at once."""
+    """Folders by their number on the command line, all used at once."""
 
 
 Samples = Mapping[Cell, list[Measurement]]
@@ -35,8 +35,8 @@ Samples = Mapping[Cell, list[Measurement]]
 
 
 def requests_for(nbytes: int, request: int) -> int:
-    """Return how many requests keep so many bytes in flight, and twice as many waiting: no engine runs dry,
-    and who submits them may sleep meanwhile.
+    """Return how many requests keep `nbytes` in flight and twice as many waiting, so that the engine never
+    runs out of work, even if the submitting thread sleeps.
     """
     return max(3 * (nbytes // request), nbytes // request + 2)
 
@@ -44,7 +44,7 @@ def requests_for(nbytes: int, request: int) -> int:
 def cells_of(
     grid: Mapping[str, Sequence[Any]], movers: Sequence[Ours], others: Sequence[Mover], folders: int
 ) -> Iterator[Cell]:
-    """Yield the cells, each once, what is to be compared side by side; peers have one folder at a time."""
+    """Yield the cells, each once, with those to be compared next to each other; peers get one folder each."""
     sets = [(index,) for index in range(folders)] + ([tuple(range(folders))] if folders > 1 else [])
     dimensions = [grid[name] for name in ("verb", "request", "piece", "depth", "in_flight")]
     seen: set[Cell] = set()
@@ -67,9 +67,9 @@ def cells_of(
 def measure(
     cells: Sequence[Cell], places: Sequence[MeasuredFile], options: argparse.Namespace, console: Console
 ) -> Samples:
-    """Measure all cells once per round, every other round backwards: a drift then favours nobody."""
+    """Measure all cells once per round, every other round in reverse order, so that drift favours no cell."""
     samples: dict[Cell, list[Measurement]] = {cell: [] for cell in cells}
-    # Refreshed between cells alone: a thread that draws would cost the CPU time that is measured.
+    # Refreshed between cells only: a drawing thread would add to the CPU time that is measured.
     with Progress(console=console, auto_refresh=False, transient=True) as progress:
         task = progress.add_task("", total=len(cells) * options.rounds)
         for number in range(options.rounds):
@@ -95,19 +95,19 @@ def cpu_time(samples: Sequence[Measurement]) -> float:
 
 
 def label(cell: Cell) -> str:
-    """Name a cell in a line."""
+    """Describe a cell in one line."""
     work = cell.work
     sizes = f"{format_size(work.request_nbytes)} in {format_size(work.piece_nbytes)}"
     return f"{work.verb}, {cell.mover.name}, {sizes}, {work.depth} deep, folder {folders_of(cell)}"
 
 
 def folders_of(cell: Cell) -> str:
-    """Name the folders as they are counted: "1", or "1+2"."""
+    """Name a cell's folders by number: "1", or "1+2"."""
     return "+".join(str(index + 1) for index in cell.places)
 
 
 def counterparts(cell: Cell, samples: Samples) -> Iterator[tuple[str, list[Measurement]]]:
-    """Yield the peers that did the same with the same blocks: (name, samples)."""
+    """Yield (name, samples) of the peers with the same workload on the same blocks."""
     work = cell.work
     same = (work.verb, work.block_nbytes, work.peers_depth, cell.places)
     for other, theirs in samples.items():
@@ -125,18 +125,18 @@ def ratios(ours: Sequence[Measurement], theirs: Sequence[Measurement]) -> list[f
 
 
 def cpu_ratios(ours: Sequence[Measurement], theirs: Sequence[Measurement]) -> list[float]:
-    """Return our CPU time per byte over theirs, of the rounds in which theirs was counted at all."""
+    """Return our CPU time per byte over theirs, for the rounds in which theirs is above 0."""
     pairs = zip(ours, theirs, strict=True)
     return [one.cpu_s_per_gb / other.cpu_s_per_gb for one, other in pairs if other.cpu_s_per_gb > 0]
 
 
 def best(samples: Samples, verb: str, names: Sequence[str], places: tuple[int, ...]) -> list[Measurement]:
-    """Return the samples of the fastest cell of these movers; none where nothing was measured."""
+    """Return the samples of the fastest cell of these movers; empty if nothing was measured."""
     return max(of_movers(samples, verb, names, places), key=rate, default=[])
 
 
 def thriftiest(samples: Samples, verb: str, name: str, places: tuple[int, ...]) -> list[Measurement]:
-    """Return those of the cell with the least CPU time per GB among the mover's as good as fastest ones."""
+    """Return the samples of a mover's cell with the least CPU time per GB, of those as fast as its best."""
     own = of_movers(samples, verb, [name], places)
     most = max(map(rate, own), default=0.0)
     return min((one for one in own if rate(one) >= AS_GOOD * most), key=cpu_time, default=[])

@@ -1,7 +1,7 @@
-"""The speed of a disk by fio, which is no part of Infinity: what its own transfers are held against.
+"""The speed of a disk by fio, which is not part of Infinity: the reference for its own transfers.
 
-O_DIRECT, requests of 1 MiB, 32 in flight, from one process, one after the other through a file that is
-written beforehand: writing into blocks that are not allocated yet measures the filesystem.
+One process makes requests of 1 MiB with O_DIRECT, 32 in flight, sequentially through a file that was written
+before: writing to blocks that are not allocated yet would measure the filesystem.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from infinity.bench.engine.runs import RunError
 ENGINES = ("io_uring", "libaio")
 """In the order in which they are tried."""
 FILE = "disk.bin"
-"""The file's name, whoever has written it."""
+"""The name of the file to measure with; fio and our own engine share it."""
 DESIGN_READ, DESIGN_WRITTEN = 14.0, 12.0
-"""Bytes per parameter in a step with exact state: the mix where no run has shown one."""
+"""Bytes per parameter of a step with exact state: the mix of reads and writes if no run has shown one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """Bytes per second of a disk: reading alone, writing alone, and both at once, added."""
+    """Bytes per second of a disk: reads alone, writes alone, and the total of both at once."""
 
     read: float
     write: float
@@ -42,16 +42,16 @@ def mean(one: Bandwidth, other: Bandwidth) -> Bandwidth:
 
 
 def read_percent(read: float, written: float) -> int:
-    """Return the share of reads, 1 to 99, in what was moved; the design's mix where nothing was."""
+    """Return the percentage of reads, 1 to 99, in the bytes moved; the design's mix if none were moved."""
     if read + written == 0:
         read, written = DESIGN_READ, DESIGN_WRITTEN
     return min(99, max(1, round(100 * read / (read + written))))
 
 
 def job_of(text: str) -> dict[str, Any]:
-    """Return the one job of fio's JSON, warnings before it passed over.
+    """Return the only job of fio's JSON, skipping warnings before it.
 
-    Raises: RunError where there is no JSON, or where it reports an error.
+    Raises: RunError if there is no JSON, or it reports an error.
     """
     try:
         job: dict[str, Any] = json.loads(text[text.index("{") :])["jobs"][0]
@@ -76,9 +76,9 @@ def rates(text: str) -> tuple[float, float]:
 
 
 def program() -> str:
-    """Find fio.
+    """Return the path of fio.
 
-    Raises: RunError with the cure where it is not installed.
+    Raises: RunError if it is not installed.
     """
     found = shutil.which("fio")
     if found is None:
@@ -87,13 +87,14 @@ def program() -> str:
 
 
 def launch(job: Mapping[str, object], variables: Mapping[str, str] | None = None) -> str:
-    """Run fio with one job, of these parameters, and more `variables` in its environment; return its JSON.
+    """Run one fio job with additional environment `variables`; return its JSON.
 
     Raises: RunError with fio's last lines.
     """
     arguments = [f"--{key}={value}" for key, value in job.items()]
     done = subprocess.run(  # noqa: S603 (fio, with arguments written in this package)
-        [program(), *arguments, "--thread", "--output-format=json"],  # its processes would outlive it
+        # --thread: job processes could outlive fio.
+        [program(), *arguments, "--thread", "--output-format=json"],
         capture_output=True,
         text=True,
         check=False,
@@ -107,7 +108,7 @@ def launch(job: Mapping[str, object], variables: Mapping[str, str] | None = None
 
 @dataclass(frozen=True, slots=True)
 class Fio:
-    """fio over one file, which exists already."""
+    """fio over one existing file."""
 
     path: Path
     nbytes: int
@@ -117,12 +118,10 @@ class Fio:
 
     @classmethod
     def on(cls, folder: Path, nbytes: int, seconds: int) -> Fio:
-        """Write the file into `folder`, with the first of ENGINES that works there.
+        """Write the file in `folder`, with the first of ENGINES that works there.
 
-        Raises: SystemExit where fio is not installed; RunError with its last lines where no engine works.
+        Raises: RunError if fio is not installed, or with its last lines if no engine works.
         """
-        if shutil.which("fio") is None:
-            raise SystemExit("fio is not installed, and the floor is what it measures: apt install fio")
         path = folder / FILE
         best, second = (cls(path, nbytes, seconds, engine) for engine in ENGINES)
         try:
@@ -133,7 +132,7 @@ class Fio:
         return best
 
     def measure(self, percent: int) -> Bandwidth:
-        """Return the disk's bandwidths now, the mixed one with `percent` of the bytes read."""
+        """Measure the disk's bandwidths; `percent` of the mixed bytes are reads."""
         timed = {"runtime": self.seconds, "time_based": 1}
         read, _ = self.run("read", timed)
         _, written = self.run("write", timed)

@@ -1,13 +1,13 @@
 """The speed of a disk as a program sees it: `infinity bench io --nvme DIR`.
 
-Every cell of a grid (what is done, size of requests and of the pieces they are cut into, pieces and requests
-in flight, engine) is measured for a moment, all of them in turn, in rounds: a disk's speed drifts, so only
-what was measured side by side is compared, every other round in the opposite order. What counts is the median
-of the rounds, of ratios too. Files have no name, their blocks are written once before anything is measured,
-and peers work on the very same blocks.
+A cell of the grid is a verb, a request size, the size of the pieces that requests are cut into, the pieces
+and requests in flight, and an engine. Each round measures all cells for a moment, one after another, and
+every other round goes backwards. Because a disk's speed drifts, only measurements of the same round are
+compared; results are medians over the rounds, also of ratios. Files have no name, their blocks are written
+once before the first measurement, and peers work on the same blocks.
 
-Requests lie in huge pages, as they do in training, and fio's too, by a setting of its C library;
-`--small-pages` takes 4 KiB pages for all.
+Buffers lie in huge pages, as in training, also fio's (by a setting of its C library); `--small-pages` uses
+4 KiB pages for all.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from infinity.bench.aio.peers import (
     peers,
 )
 from infinity.bench.arguments import size_of
-from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, gb_per_s, show, write
+from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, gb_per_s, report
 from infinity.bench.places import check_apart, check_folder, shared
 from infinity.bench.targets import Target
 from infinity.errors import ConfigError
@@ -80,9 +80,9 @@ FULL: Mapping[str, Sequence[Any]] = {
     "in_flight": (0, 1),
 }
 TARGETS = {"io_uring": 0.97, "threads": 0.9}
-"""Of a peer's best bandwidth, what an engine of ours must reach."""
+"""The part of a peer's best bandwidth that our engine must reach."""
 _MOST_DEPTH, _MOST_PIECE, _TUNABLE_DEPTH = 4096, 1 << 30, 256
-_ROOM = 0.9  # of what is free: the rest is left alone
+_USABLE = 0.9  # part of the free space that files may take
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,31 +90,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     nvme = "a folder on the disk to measure; repeated: each alone, then all at once"
     add("--nvme", metavar="DIR", action="append", required=True, help=nvme)
-    add("--verb", nargs="+", choices=VERBS, help="what is done (all three; mixed: half and half)")
-    add("--engine", nargs="+", choices=ENGINES, metavar="NAME", help=f"of {', '.join(ENGINES)}")
-    peer = "measure that too, on the same file, and tell the ratios; may be repeated"
+    add("--verb", nargs="+", choices=VERBS, help="operations (all three; mixed: half reads, half writes)")
+    add("--engine", nargs="+", choices=ENGINES, metavar="NAME", help=f"some of {', '.join(ENGINES)}")
+    peer = "measure this program too, on the same file, and show the ratios; may be repeated"
     add("--peer", action="append", choices=PEERS, default=[], help=peer)
-    tune = "keep each engine's best depth and piece size for these folders' disks, for training"
+    tune = "store each engine's best depth and piece size for these folders' disks, for training"
     add("--tune", action="store_true", help=tune)
     add_outputs(parser)
     add = parser.add_argument_group("advanced").add_argument
     add("--size", type=size_of, default=1 << 30, metavar="SIZE", help="of the file in each folder (1GiB)")
     add("--seconds", type=float, default=0.4, metavar="S", help="per cell and round (0.4)")
-    add("--rounds", type=int, default=3, metavar="N", help="in each of which all is measured once (3)")
+    add("--rounds", type=int, default=3, metavar="N", help="each measures every cell once (3)")
     add("--request", nargs="+", type=size_of, metavar="SIZE", help="whole blocks of 4096 B (4MiB 16MiB)")
-    add("--piece", nargs="+", type=size_of, metavar="SIZE", help="what requests are cut into (256KiB 1MiB)")
+    add(
+        "--piece",
+        nargs="+",
+        type=size_of,
+        metavar="SIZE",
+        help="size that requests are cut into (256KiB 1MiB)",
+    )
     add("--depth", nargs="+", type=int, metavar="N", help="pieces in flight (8 32)")
-    in_flight = "requests in flight; 0: as many as keep that depth full (0)"
+    in_flight = "requests in flight; 0: enough to keep the depth full (0)"
     add("--in-flight", nargs="+", type=int, metavar="N", help=in_flight)
-    add("--full", action="store_true", help="a large grid, wherever a dimension is not given: takes long")
-    add("--small-pages", action="store_true", help="requests in 4 KiB pages, where training has huge ones")
+    add("--full", action="store_true", help="a large grid for the dimensions that are not given: takes long")
+    add(
+        "--small-pages",
+        action="store_true",
+        help="buffers in 4 KiB pages, instead of huge pages as in training",
+    )
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Measure, show, and write what was asked for.
+    """Measure, show the results, and write the files that were asked for.
 
-    Raises: ConfigError for settings that cannot work; aio.StorageFullError; aio.EngineUnavailableError where
-    no engine works; RunError of a peer.
+    Raises: ConfigError for settings that cannot work; aio.StorageFullError; aio.EngineUnavailableError if no
+    engine works; RunError of a peer.
     """
     check_outputs(options)
     grid = grid_of(options)
@@ -135,7 +145,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         with console.status(f"writing {format_size(options.size)} into each folder"):
             places = [stack.enter_context(opened(folder, options.size)) for folder in options.nvme]
         if not places[0].direct.direct:
-            notes.append("O_DIRECT does not work here: what was measured is memory, not a disk.")
+            notes.append("O_DIRECT does not work here: these are figures of the page cache, not of a disk.")
         samples = measure(cells, places, options, console)
     verdicts = [*verdicts_of(samples), *notes, *shared(options.nvme)]
     if options.tune:
@@ -150,8 +160,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         options={**asked(options), **grid},
         draw=lambda axes: draw(axes, samples),
     )
-    show(findings, console, Path(options.nvme[0]))
-    write(findings, options, Path(options.nvme[0]))
+    report(findings, options, console, Path(options.nvme[0]))
     return 0
 
 
@@ -165,7 +174,7 @@ def grid_of(options: argparse.Namespace) -> dict[str, Sequence[Any]]:
 
 
 def check(options: argparse.Namespace, grid: Mapping[str, Sequence[Any]]) -> None:
-    """Refuse what cannot be measured, before anything is written.
+    """Refuse cells that cannot be measured, before anything is written.
 
     Raises: ConfigError with the numbers.
     """
@@ -199,20 +208,22 @@ def check(options: argparse.Namespace, grid: Mapping[str, Sequence[Any]]) -> Non
 
 
 def _check_cache() -> None:
-    """Refuse to measure what could not be kept. Raises: ConfigError."""
+    """Refuse --tune if its result could not be stored. Raises: ConfigError."""
     try:
         disk.check_cache()
     except OSError as error:
-        raise ConfigError(f"--tune keeps what it finds in a cache: {error}. Set INFINITY_CACHE.") from error
+        raise ConfigError(
+            f"--tune stores its result in a cache: {error}. Set INFINITY_CACHE to a writable folder."
+        ) from error
 
 
 def _check_room(folders: Sequence[str], nbytes: int) -> None:
-    """Refuse a file that would fill a filesystem; folders on the same one share its space."""
+    """Refuse files that would fill a filesystem; folders on the same filesystem share its space."""
     devices = [os.stat(folder).st_dev for folder in folders]
     for folder, device in zip(folders, devices, strict=True):
         status = os.statvfs(folder)
         free, wanted = status.f_bavail * status.f_frsize, devices.count(device) * nbytes
-        if wanted > _ROOM * free:
+        if wanted > _USABLE * free:
             raise ConfigError(
                 f"{folder}: --size {format_size(nbytes)} per folder needs {format_size(wanted)}, "
                 f"and {format_size(free)} are free, a tenth of which is left alone. "
@@ -221,9 +232,9 @@ def _check_room(folders: Sequence[str], nbytes: int) -> None:
 
 
 def available(movers: Sequence[Ours], options: argparse.Namespace) -> tuple[list[Ours], list[str]]:
-    """Return those engines that work in all folders, and a line for each that does not.
+    """Return the engines that work in all folders, and a line for each that does not.
 
-    Raises: aio.EngineUnavailableError for one that was asked for by name, and where none works.
+    Raises: aio.EngineUnavailableError for an engine that was named, or if none works.
     """
     working, refusals = [], []
     for mover in movers:
@@ -244,7 +255,7 @@ def available(movers: Sequence[Ours], options: argparse.Namespace) -> tuple[list
 
 
 def row_of(cell: Cell, samples: Samples) -> dict[str, Any]:
-    """Return one row of the table; the samples of all rounds are in it, too."""
+    """Return one row of the table, including the samples of all rounds."""
     own, work = samples[cell], cell.work
     row = {
         "folders": folders_of(cell),
@@ -267,7 +278,7 @@ def row_of(cell: Cell, samples: Samples) -> dict[str, Any]:
 
 
 def columns_of(samples: Samples) -> list[Column]:
-    """Return the columns: folders only where there are several, ratios for each peer."""
+    """Return the columns: folders only if there are several, and a ratio for each peer."""
     folders = [Column("folders", "folders")] if len({cell.places for cell in samples}) > 1 else []
     others = dict.fromkeys(cell.mover.name for cell in samples if not isinstance(cell.mover, Ours))
     return [
@@ -286,7 +297,7 @@ def columns_of(samples: Samples) -> list[Column]:
 
 
 def verdicts_of(samples: Samples) -> Iterator[str]:
-    """Yield a line for each engine of ours, verb, folder and peer: its best cell beside the peer's best."""
+    """Yield a line per engine, verb, folder and peer: our best cell beside the peer's best."""
     others = {cell.mover.name for cell in samples if not isinstance(cell.mover, Ours)}
     alone = sorted({cell.places for cell in samples if len(cell.places) == 1})
     for places, verb, (engine, limit) in itertools.product(alone, VERBS, TARGETS.items()):
@@ -306,9 +317,9 @@ def verdicts_of(samples: Samples) -> Iterator[str]:
 
 
 def tune(index: int, folder: str, samples: Samples) -> Iterator[str]:
-    """Keep the best setting of each engine for a folder's disk; yield a line about each.
+    """Store the best setting of each engine for a folder's disk; yield a line about each.
 
-    Raises: OSError where the cache cannot be written.
+    Raises: OSError if the cache cannot be written.
     """
     for kind in TARGETS:
         rates: dict[str, dict[tuple[int, int], float]] = {verb: {} for verb in VERBS}
@@ -327,7 +338,7 @@ def tune(index: int, folder: str, samples: Samples) -> Iterator[str]:
 
 
 def draw(axes: Axes, samples: Samples) -> None:
-    """Draw the best rate at each depth: a colour per engine, a kind of line per verb."""
+    """Draw the best rate at each depth: a colour per engine, a line style per verb."""
     names = list(dict.fromkeys(cell.mover.name for cell in samples))
     for (number, name), (verb, style) in itertools.product(
         enumerate(names), zip(VERBS, ("-", "--", ":"), strict=True)

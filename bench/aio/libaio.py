@@ -1,7 +1,7 @@
-"""The kernel's native aio (what libaio wraps) through its raw system calls: a peer of a hundred lines.
+"""A peer: the kernel's native aio (which libaio wraps), through its raw system calls.
 
-`depth` control blocks, one per request in flight. Each event that comes back is timed, its control block
-filled in anew and handed in again, all that came together with one system call.
+There are `depth` control blocks, one per request in flight. When events arrive, their latencies are recorded
+and their control blocks refilled and submitted again, all with one system call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NUMBERS = {
     "x86_64": {"io_setup": 206, "io_destroy": 207, "io_getevents": 208, "io_submit": 209},
     "aarch64": {"io_setup": 0, "io_destroy": 1, "io_submit": 2, "io_getevents": 4},
 }
-"""Of the system calls, by machine."""
+"""Numbers of the system calls, by machine."""
 OPCODES = {READ: (0,), WRITE: (1,), MIXED: (0, 1)}
 """IOCB_CMD_PREAD and IOCB_CMD_PWRITE."""
 
@@ -62,11 +62,13 @@ _libc.syscall.restype = ctypes.c_long
 def call(name: str, *arguments: object) -> int:
     """Make a system call.
 
-    Raises: RunError with the kernel's reason; for a machine whose numbers are not known here, too.
+    Raises: RunError with the kernel's reason, or for a machine that is not in NUMBERS.
     """
     numbers = NUMBERS.get(platform.machine())
     if numbers is None:
-        raise RunError(f"libaio: the numbers of the system calls of {platform.machine()} are not known here")
+        raise RunError(
+            f"libaio: system calls are known for {' and '.join(NUMBERS)}, not {platform.machine()}"
+        )
     result = int(_libc.syscall(ctypes.c_long(numbers[name]), *arguments))
     if result < 0:
         reason = os.strerror(ctypes.get_errno())
@@ -76,7 +78,7 @@ def call(name: str, *arguments: object) -> int:
 
 
 def transfers(stream: RequestStream, address: int, slots: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (opcode, address, offset) of one request after the other, for ever, as aio.measure has them."""
+    """Yield (opcode, address, offset) of requests for ever, in the order of aio.measure."""
     opcodes, size = OPCODES[stream.verb], stream.request_nbytes
     each = nbytes // len(opcodes) // size * size
     count = 0
@@ -89,7 +91,7 @@ def transfers(stream: RequestStream, address: int, slots: int, nbytes: int) -> I
 def move(fd: int, memory: AlignedMemory, stream: RequestStream, nbytes: int, seconds: float) -> Moved:
     """Move a stream over the first `nbytes` of a file that was opened with O_DIRECT, for `seconds`.
 
-    Raises: RunError where the kernel refuses, and for a request that failed or was cut short.
+    Raises: RunError if a system call or a request fails, or a request is incomplete.
     """
     size, depth = stream.request_nbytes, stream.in_flight
     coming = transfers(stream, memory.address, len(memory) // size, nbytes)
@@ -100,7 +102,7 @@ def move(fd: int, memory: AlignedMemory, stream: RequestStream, nbytes: int, sec
     try:
         return _run(context, fd, size, coming, blocks, events, seconds)
     finally:
-        call("io_destroy", context)  # waits for what is in flight
+        call("io_destroy", context)  # waits for the requests in flight
 
 
 def _run(
@@ -134,7 +136,7 @@ def _run(
         now_s = time.perf_counter()
         for event in events[:n]:
             if event.result != size:
-                raise RunError(f"libaio: a request of {size} B came back with {event.result}")
+                raise RunError(f"libaio: a request of {size} B returned {event.result}")
             latencies_s.append(now_s - began_s[event.data])
         if now_s - start_s < seconds:
             submit([event.data for event in events[:n]])

@@ -1,7 +1,7 @@
-"""What moves bytes in `infinity bench io`: engines of ours and, on the same blocks of the same file, others.
+"""The movers of `infinity bench io`: our engines and, on the same blocks of the same file, other programs.
 
-A mover is given a `Workload` and answers with a `Measurement`. fio and the kernel's aio get requests as large
-as the pieces into which ours are cut, and as many of them in flight: what the kernel sees is the same.
+A mover gets a `Workload` and returns a `Measurement`. fio and the kernel's aio get requests of the size of
+our pieces, and as many of them in flight, so that the kernel sees the same requests.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from infinity.bench.engine.runs import RunError
 PERCENTILES = {"p50": 50.0, "p95": 95.0, "p99": 99.0, "p99.9": 99.9}
 FIO_ENGINES = ("io_uring", "libaio")
 PEERS = ("fio", "fio-as-is", "libaio")
-"""What `peers` knows. fio-as-is has its memory in 4 KiB pages, fio where ours is: in huge ones."""
+"""The names for `peers`. fio has its buffers in huge pages, like our engines; fio-as-is in 4 KiB pages."""
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""Makes glibc's malloc ask for them, where fio's requests lie."""
+"""Makes glibc's malloc, from which fio's buffers come, ask for huge pages."""
 MOST_THREADS = 256
-"""Of an engine that is not io_uring."""
+"""The limit for an engine without io_uring."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is to be moved, and how."""
+    """The requests of a measurement."""
 
     verb: str
     """"read", "write" or "mixed"."""
     request_nbytes: int
     piece_nbytes: int
-    """Into which an engine of ours cuts requests."""
+    """The size into which our engines cut requests."""
     depth: int
     """Pieces in flight."""
     in_flight: int
@@ -46,35 +46,35 @@ class Workload:
 
     @property
     def block_nbytes(self) -> int:
-        """What one system call of ours moves at most: the peers' request."""
+        """The largest transfer of our engine in one system call: the peers' request size."""
         return min(self.request_nbytes, self.piece_nbytes)
 
     @property
     def peers_depth(self) -> int:
-        """How many such blocks are in flight."""
+        """Blocks in flight."""
         each = math.ceil(self.request_nbytes / self.piece_nbytes)
         return min(self.depth, self.in_flight * each)
 
     @property
     def together(self) -> int:
-        """How many requests may end before more are needed to keep that depth."""
+        """How many requests may end before more must be submitted to keep that depth."""
         busy = math.ceil(self.peers_depth * self.block_nbytes / self.request_nbytes)
         return max(1, self.in_flight - busy)
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One measurement."""
+    """The result of one measurement."""
 
     bytes_per_s: float
     cpu_s_per_gb: float
     """Seconds of CPU time, user and system, per 10⁹ bytes."""
     latency_s: Mapping[str, float]
-    """Of a request, by the names of PERCENTILES."""
+    """Latencies of a request, by the names of PERCENTILES."""
 
 
 def sample(moved: Sequence[Moved], cpu_s: float) -> Measurement:
-    """Put together what was moved at the same time, and in how much CPU time."""
+    """Combine streams that ran at the same time, and their CPU time."""
     nbytes = sum(one.nbytes for one in moved)
     latencies_s = [latency for one in moved for latency in one.latencies_s]
     return Measurement(
@@ -83,7 +83,7 @@ def sample(moved: Sequence[Moved], cpu_s: float) -> Measurement:
 
 
 def percentiles(latencies_s: Sequence[float]) -> dict[str, float]:
-    """Return for each of PERCENTILES the least latency that so many of a hundred requests do not exceed."""
+    """Return each of PERCENTILES: the smallest latency that this percentage of requests does not exceed."""
     ordered = sorted(latencies_s)
     return {
         name: ordered[max(0, math.ceil(percent * len(ordered) / 100) - 1)]
@@ -97,7 +97,7 @@ class MeasuredFile:
 
     folder: str
     direct: aio.File
-    """For O_DIRECT, where the filesystem takes it."""
+    """Opened with O_DIRECT, if the filesystem supports it."""
     buffered: aio.File
     """The same blocks through the page cache."""
     nbytes: int
@@ -105,9 +105,9 @@ class MeasuredFile:
 
 @contextmanager
 def opened(folder: str, nbytes: int) -> Iterator[MeasuredFile]:
-    """Make a file of `nbytes` in a folder, and write its blocks: the first time is slow, and not measured.
+    """Create a file of `nbytes` in a folder and write its blocks, since first writes are slow.
 
-    Raises: aio.StorageFullError with nothing left behind; aio.EngineUnavailableError where nothing works.
+    Raises: aio.StorageFullError, leaving nothing behind; aio.EngineUnavailableError if no engine works.
     """
     with _best_engine(folder) as engine, engine.open_nameless(folder) as direct:
         direct.allocate(0, nbytes)
@@ -130,14 +130,14 @@ def _best_engine(folder: str) -> aio.IoEngine:
 
 
 class Mover(Protocol):
-    """Something that moves bytes and says how it went; `name` is told in the table."""
+    """Moves bytes and measures it."""
 
     @property
     def name(self) -> str:
-        """What the table and the command line call it."""
+        """Its name in the table and on the command line."""
 
     def measure(self, places: Sequence[MeasuredFile], work: Workload, seconds: float) -> Measurement:
-        """Work for some `seconds` on the files of all places at once. Raises: RunError, OSError."""
+        """Run the workload for `seconds` on the files of all places at once. Raises: RunError, OSError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,25 +146,25 @@ class Ours:
 
     kind: str
     ring: str | None = None
-    """How the ring learns of completions; None: the best that the kernel has."""
+    """The kind of ring; None: the best that the kernel supports."""
     huge: bool = True
     """Whether requests lie in huge pages."""
 
     @classmethod
     def of(cls, name: str, *, huge: bool) -> Ours:
-        """Read "threads", or "io_uring:coop": a kind and a ring."""
+        """Parse a name such as "threads", or "io_uring:coop": a kind and a ring."""
         kind, _, ring = name.partition(":")
         return cls(kind, ring or None, huge)
 
     @property
     def name(self) -> str:
-        """As `of` reads it."""
+        """The name that `of` parses."""
         return f"{self.kind}:{self.ring}" if self.ring else self.kind
 
     def engine(self, folder: str, work: Workload) -> aio.IoEngine:
         """Open an engine in a folder.
 
-        Raises: aio.EngineUnavailableError where it does not work.
+        Raises: aio.EngineUnavailableError if it does not work there.
         """
         depth, piece_nbytes = work.depth, work.piece_nbytes
         threads = min(depth, MOST_THREADS)
@@ -173,7 +173,7 @@ class Ours:
         )
 
     def measure(self, places: Sequence[MeasuredFile], work: Workload, seconds: float) -> Measurement:
-        """Move a stream of requests in each place; CPU time is the process's, Python's share and all."""
+        """Move a stream of requests in each place. CPU time is the whole process's, including Python's."""
         stream = RequestStream(work.verb, work.request_nbytes, work.in_flight, work.together)
         with ExitStack() as stack:
             engines = [stack.enter_context(self.engine(place.folder, work)) for place in places]
@@ -200,7 +200,7 @@ class Ours:
 
 
 def _forget(file: aio.File) -> None:
-    """Write back and drop what a file left in the page cache: it would disturb what is measured next."""
+    """Write back and drop a file's pages from the page cache: they would disturb the next measurement."""
     file.sync()
     os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -228,7 +228,7 @@ class Libaio:
 
 @dataclass(frozen=True, slots=True)
 class FioPeer:
-    """fio, with one of its engines. Its CPU time is that of its job alone, without start and end."""
+    """fio, with one of its engines. Its CPU time is the job's, without start and end of the program."""
 
     engine: str
     huge: bool = True
@@ -240,7 +240,7 @@ class FioPeer:
         return f"{self.title} {self.engine}"
 
     def measure(self, places: Sequence[MeasuredFile], work: Workload, seconds: float) -> Measurement:
-        """Run one job on the very file, which this process has open."""
+        """Run one job on the same file, which this process has open."""
         (place,) = places
         job = {
             "name": "infinity",
@@ -252,10 +252,10 @@ class FioPeer:
             "bs": work.block_nbytes,
             "iodepth": work.peers_depth,
             "runtime": f"{round(seconds * 1000)}ms",
-            "ramp_time": "100ms",  # its memory is new: the first use of a page is no part of the transfer
+            "ramp_time": "100ms",  # its buffers are new, and page faults are not part of a transfer
             "time_based": 1,
             "fallocate": "none",
-            "scramble_buffers": 0,  # fio's best: it would change every block before writing it
+            "scramble_buffers": 0,  # for fio's best speed: else it changes every block before writing it
             "unified_rw_reporting": "mixed",
             "clat_percentiles": 0,
             "lat_percentiles": 1,
@@ -280,9 +280,9 @@ def _sample_of(job: Mapping[str, Any]) -> Measurement:
 
 
 def peers(name: str, folder: str, *, huge: bool) -> list[Mover]:
-    """Return what --peer `name` measures; fio without io_uring where that is refused.
+    """Return the movers of --peer `name`; fio without io_uring if the kernel refuses that.
 
-    Raises: RunError where fio is not installed.
+    Raises: RunError if fio is not installed.
     """
     if name == "libaio":
         return [Libaio(huge)]

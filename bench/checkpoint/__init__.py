@@ -1,1 +1,1 @@
-"""Checkpoints: the seconds and the memory that they take."""
+"""Time and memory of checkpoints."""

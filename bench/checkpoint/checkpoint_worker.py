@@ -1,5 +1,5 @@
-"""One process of `python -m infinity.bench.checkpoint.checkpoints`: does one thing with a checkpoint, alone
-or as a rank under torchrun, and leaves what it took in FOLDER/taken-RANK.json.
+"""One process of `python -m infinity.bench.checkpoint.checkpoints`: does one step with a checkpoint, alone or
+as a rank under torchrun, and writes its memory and time to FOLDER/taken-RANK.json.
 
     python -m infinity.bench.checkpoint.checkpoint_worker '{"what": "save", "folder": ..., ...}'
 """
@@ -17,6 +17,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import infinity
+from infinity.bench.engine.contestant import reset_peak, resident
 from infinity.checkpoint.export import export_checkpoint
 from infinity.engine.engine import engine_of_model
 
@@ -29,28 +30,16 @@ _TINY: dict[str, Any] = {
 }
 
 
-def memory(name: str) -> int:
-    """Return a line of /proc/self/status, in bytes."""
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
-
-
 def read_nbytes() -> int:
-    """Return what this process has had read from disks."""
+    """Return the bytes that this process has read from disks."""
     lines = Path("/proc/self/io").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
 
-def forget_peak() -> None:
-    """Let VmHWM begin anew."""
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
-
-
 class CheckpointMeasurements:
-    """What may be measured, by its name."""
+    """The steps to measure; each method is one, and resets the peak of memory before it begins."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
-        """Take what is measured, where, and how large."""
         self._folder = Path(spec["folder"])
         self._sizes = spec["sizes"]
         self._config = infinity.Config(nvme=str(self._folder), host_memory=spec["host_memory"])
@@ -62,7 +51,7 @@ class CheckpointMeasurements:
         return model, infinity.AdamW(model.parameters(), lr=1e-3, update="backward")
 
     def save(self) -> Any:
-        """Save after a step, so that there are moments."""
+        """Save after a training step, so that moments exist."""
         model, optimizer = self._build()
         model.gradient_checkpointing_enable()
         model.train()
@@ -70,49 +59,49 @@ class CheckpointMeasurements:
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        forget_peak()
+        reset_peak()
         infinity.save(model, optimizer, self._folder / SAVED)
         return model
 
     def load(self) -> Any:
-        """Load what was saved."""
+        """Load the saved checkpoint."""
         model, optimizer = self._build()
-        forget_peak()
+        reset_peak()
         infinity.load(model, optimizer, self._folder / SAVED)
         return model
 
     def save_pretrained(self) -> Any:
-        """Write shards as Hugging Face does."""
+        """Write shards in Hugging Face's format."""
         model, _ = self._build()
-        forget_peak()
+        reset_peak()
         infinity.save_pretrained(model, self._folder / HUB, torch.float32, "300MB")
         return model
 
     def from_pretrained(self) -> Any:
-        """Read them."""
-        forget_peak()
+        """Load these shards."""
+        reset_peak()
         with infinity.Init(self._config):
             return LlamaForCausalLM.from_pretrained(self._folder / HUB, dtype=self._dtype)
 
     def export(self) -> Any:
-        """Write a checkpoint's weights as Hugging Face does, without a model."""
-        forget_peak()
+        """Write a checkpoint's weights in Hugging Face's format, without a model."""
+        reset_peak()
         export_checkpoint(self._folder / SAVED, self._folder / EXPORTED)
         return None
 
 
 def main(spec: dict[str, Any]) -> None:
-    """Do it, and leave the figures."""
-    ids = torch.arange(16)[None]  # what torch takes for its first use is not ours
+    """Run the step, and write the figures."""
+    ids = torch.arange(16)[None]  # torch's memory for its first use does not count
     tiny = LlamaForCausalLM(LlamaConfig(**_TINY, vocab_size=64)).bfloat16()
     tiny(input_ids=ids, labels=ids).loss.backward()
-    base, read, began_s = memory("VmRSS"), read_nbytes(), time.perf_counter()
+    base, read, began_s = resident(), read_nbytes(), time.perf_counter()
     model = getattr(CheckpointMeasurements(spec), spec["what"])()
     engine = engine_of_model(model) if model is not None else None
     units = engine.units if engine else ()
     of_records = sum(engine.traffic.read.values()) if engine else 0
     figures = {
-        "peak_nbytes": memory("VmHWM") - base,
+        "peak_nbytes": resident("VmHWM") - base,
         "unit_nbytes": max((unit.resident_nbytes for unit in units), default=0),
         "read_nbytes": read_nbytes() - read - of_records,
         "parameters": sum(one.numel for unit in units for one in unit.shard.segments),

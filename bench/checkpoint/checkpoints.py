@@ -6,8 +6,8 @@ The limit, for peak resident memory above that after the imports and a first use
 
     a rank's part of host_memory + 2 x (the largest unit, resident) + 300 MB
 
-Files take about 30 bytes of disk per parameter, and are removed. Of from_pretrained also what was read from
-the disk, by all ranks together, in parts of the files: they are not cached when it begins.
+Files take about 30 bytes of disk per parameter, and are removed. For from_pretrained, whose files are dropped
+from the page cache first, the bytes that all ranks read from the disk are measured too.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from pathlib import Path
 from rich.console import Console
 
 import infinity
-from infinity.bench.engine.runs import SHAPES, RunError, folder_on
-from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, show, write
+from infinity.bench.engine.runs import SHAPES, RunError
+from infinity.bench.findings import Column, Findings, asked, command, run_command
 from infinity.bench.targets import mark
-from infinity.errors import InfinityError
 from infinity.sizes import format_size, parse_size
 
 ALLOWANCE = 300_000_000
@@ -42,12 +41,12 @@ STEPS = (
     ("from_pretrained", "float32"),
     ("from_pretrained", "bfloat16"),
 )
-"""What is measured, in this order, and the type that from_pretrained is asked for."""
+"""The steps to measure, in this order, and the dtype for from_pretrained."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRow:
-    """What one rank took."""
+    """Memory and time of one rank in one step."""
 
     what: str
     dtype: str
@@ -57,7 +56,7 @@ class CheckpointRow:
     unit_nbytes: int
     """The largest unit, resident."""
     read_part: float | None
-    """What all ranks have had read from the disk, in parts of the files; None where that is not asked."""
+    """Bytes that all ranks read from the disk over the size of the files; None if not measured."""
     seconds: float
     parameters: int
 
@@ -68,11 +67,11 @@ class CheckpointRow:
 
 
 def measured(folder: Path, sizes: Mapping[str, int], ranks: int, host_nbytes: int) -> Iterator[CheckpointRow]:
-    """Do all of STEPS in an empty folder, each in processes of its own; yield what each rank took.
+    """Do all of STEPS in an empty folder, each in new processes; yield the figures of each rank.
 
     sizes: of a LlamaConfig. host_nbytes: of each rank.
 
-    Raises: RunError where a process failed, with the last lines it wrote.
+    Raises: RunError if a process failed, with the last lines that it wrote.
     """
     for what, dtype in STEPS:
         size = 1 if what == "export" else ranks
@@ -101,11 +100,8 @@ def measured(folder: Path, sizes: Mapping[str, int], ranks: int, host_nbytes: in
 
 
 def _run(ranks: int, folder: Path, spec: dict[str, object], host_nbytes: int) -> list[dict[str, float]]:
-    spec = {
-        **spec,
-        "folder": str(folder),
-        "host_memory": ranks * host_nbytes,
-    }  # of the machine: they divide it
+    # host_memory is the machine's: the ranks divide it.
+    spec = {**spec, "folder": str(folder), "host_memory": ranks * host_nbytes}
     run = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     paths = [str(Path(infinity.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(  # noqa: S603 - our own module
@@ -127,14 +123,14 @@ def _run(ranks: int, folder: Path, spec: dict[str, object], host_nbytes: int) ->
 
 
 def _forget(path: Path) -> None:
-    """Take a file out of the page cache."""
+    """Drop a file from the page cache."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def findings_of(rows: list[CheckpointRow], options: argparse.Namespace) -> Findings:
-    """Lay the peaks beside their limits."""
+    """Show the peaks beside their limits."""
     return Findings(
         title=f"Peak resident memory above the imports, {options.ranks} ranks",
         rows=[{**asdict(row), "met": row.met} for row in rows],
@@ -154,32 +150,23 @@ def findings_of(rows: list[CheckpointRow], options: argparse.Namespace) -> Findi
     )
 
 
+def measure(options: argparse.Namespace, folder: Path, console: Console) -> Findings:
+    """Measure all STEPS with the model that was asked for."""
+    sizes = {**SHAPES[options.model], "vocab_size": options.vocabulary}
+    with console.status("saving, loading, exporting"):
+        rows = list(measured(folder, sizes, options.ranks, parse_size(options.host_memory)))
+    return findings_of(rows, options)
+
+
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, and tell the peaks."""
-    parser = argparse.ArgumentParser(
-        prog="python -m infinity.bench.checkpoint.checkpoints",
-        description="Peak memory of checkpoints against its limit",
-    )
-    parser.add_argument("--nvme", type=Path, required=True, metavar="DIR", help="a folder on the disk")
+    """Measure, and show the peaks; exit with 1 if one is above its limit."""
+    parser = command("checkpoint.checkpoints", "Peak memory of checkpoints against its limit")
     parser.add_argument("--model", choices=SHAPES, default="1.1b", help="the shape of a Llama")
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY, metavar="N")
     parser.add_argument("--ranks", type=int, default=1, metavar="N")
     parser.add_argument("--host-memory", default="256MiB", metavar="SIZE", help="of each rank")
-    add_outputs(parser, plots=False)
-    options = parser.parse_args(arguments)
-    console = Console()
-    try:
-        check_outputs(options)
-        sizes = {**SHAPES[options.model], "vocab_size": options.vocabulary}
-        with folder_on(options.nvme) as folder:
-            with console.status("saving, loading, exporting"):
-                rows = list(measured(folder, sizes, options.ranks, parse_size(options.host_memory)))
-            findings = findings_of(rows, options)
-            show(findings, console, folder)
-            write(findings, options, folder)
-    except InfinityError as error:
-        raise SystemExit(str(error)) from error
-    if not all(row.met for row in rows):
+    findings = run_command(parser, arguments, measure)
+    if not all(row["met"] for row in findings.rows):
         raise SystemExit(1)
 
 

@@ -1,17 +1,16 @@
-"""`infinity bench copy`: what the link between host memory and a CUDA device carries, alone and beside NVMe.
+"""`infinity bench copy`: bandwidth between host memory and a CUDA device, alone and beside NVMe reads.
 
     infinity bench copy --nvme DIR --json copy.json
 
-Pinned and pageable memory, either direction and both at once, over sizes; each of it again while the NVMe
-drive fills pinned memory, as it does in training. The limit beside each figure is the best that one direction
-reached with pinned memory in the same run; for both at once, the sum of the two. Not run on a GPU yet.
+Measures pinned and pageable memory, each direction and both at once, for several sizes; and all of these
+again while the NVMe drive fills pinned memory, as in training. The limit beside each figure is the best rate
+of that direction with pinned memory in the same run; for both at once, the sum of the two. Not run on a GPU
+yet.
 """
 
 from __future__ import annotations
 
 import argparse
-import errno
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,9 +33,9 @@ from infinity.bench.findings import (
     asked,
     check_outputs,
     gb_per_s,
-    show,
-    write,
+    report,
 )
+from infinity.bench.places import file_nbytes
 from infinity.device.device import open_device
 from infinity.errors import UnsupportedError
 from infinity.sizes import format_size
@@ -48,14 +47,12 @@ HELP = "copies between host memory and a CUDA device, both ways at once and besi
 UP, DOWN = "to device", "to host"
 WAYS: dict[str, tuple[str, ...]] = {UP: (UP,), DOWN: (DOWN,), "both at once": (UP, DOWN)}
 BATCH_NBYTES = 256 << 20
-"""Between two waits for the device, at least: a wait costs as much as a small copy."""
-LEAST_NBYTES = 32 << 20
-"""Of the file to read: less would measure a drive's own memory."""
+"""Bytes copied between two waits for the device, at least: a wait costs as much as a small copy."""
 _BUSY = RequestStream(READ, 4 << 20, 16)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what can be asked for."""
+    """Add the options of `infinity bench copy`."""
     add = parser.add_argument
     add("--nvme", type=Path, default=Path(), metavar="DIR", help="a folder on the drive to read (this one)")
     sizes = [64 << 10, 1 << 20, 16 << 20, 256 << 20]
@@ -67,41 +64,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Measure, and tell what was found.
+    """Measure, and report.
 
     Raises: UnsupportedError without a CUDA device; OSError, of a full disk for example.
     """
     check_outputs(options)
     if not torch.cuda.is_available():
         raise UnsupportedError(
-            "no CUDA device is visible, and this measures copies to one. "
-            "torch.cuda.is_available() has to be true: see torch's build and the driver"
+            "no CUDA device is visible, and this measures copies to one: torch.cuda.is_available() has to be "
+            "true. Check the driver, and whether this torch was built with CUDA."
         )
     with folder_on(options.nvme) as folder:
         with console.status("copying"), nvme_reads(folder, options.file_size, pin) as busy:
             rows = measured(CudaLink, options.size, options.seconds, busy, console)
         alone = statistics.median(row["nvme_bytes_per_s"] for row in rows if row["way"] == "NVMe alone")
         findings = findings_of(rows, alone, options)
-        show(findings, console, folder)
-        write(findings, options, folder)
+        report(findings, options, console, folder)
     return 0
 
 
-# What copies
+# Copies
 
 
 class CopyLink(Protocol):
-    """Copies of one size, from and to memory of one kind."""
+    """Makes copies of one size, from and to memory of one kind."""
 
     def start(self, direction: str) -> None:
-        """Begin a copy; copies of different directions may run at once."""
+        """Begin a copy; copies in different directions may run at once."""
 
     def wait(self) -> None:
-        """Return when all copies are over."""
+        """Wait until all copies are over."""
 
 
 class CudaLink:
-    """Plain copies of torch, each direction on a stream of its own."""
+    """Plain torch copies, each direction on a stream of its own."""
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
         pairs = {
@@ -134,9 +130,9 @@ def rate(
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Return the bytes per second that `link` carries, all directions added: the median of batches.
+    """Return the bytes per second of `link`, all directions added: the median over batches but the first.
 
-    A first batch is not counted; `nbytes` are a copy's.
+    nbytes: of one copy.
     """
     copies = -(-BATCH_NBYTES // (nbytes * len(directions)))
     rates: list[float] = []
@@ -155,7 +151,7 @@ def rate(
     return statistics.median(rates)
 
 
-# The drive beside
+# NVMe reads beside the copies
 
 
 @contextmanager
@@ -173,17 +169,13 @@ def pin(memory: aio.AlignedMemory) -> Iterator[None]:
 def nvme_reads(
     folder: Path, nbytes: int, pinned: Callable[[aio.AlignedMemory], Any]
 ) -> Iterator[Callable[[float], Moved]]:
-    """Give a function that reads from the drive of `folder` for some seconds, into memory that is `pinned`.
+    """Yield a function that reads from the drive of `folder` for some seconds, into memory that is `pinned`.
 
-    From a nameless file of `nbytes`, or of a quarter of what is free if that is less, which is written first.
+    It reads a nameless file of `nbytes`, or of a quarter of the free space if that is less, written first.
 
-    Raises: aio.StorageFullError where there is too little room; aio.IoError.
+    Raises: aio.StorageFullError for too little space; aio.IoError.
     """
-    status = os.statvfs(folder)
-    free = status.f_bavail * status.f_frsize
-    nbytes = min(nbytes, free // 4) // _BUSY.request_nbytes * _BUSY.request_nbytes
-    if nbytes < LEAST_NBYTES:
-        raise aio.StorageFullError.of_file(errno.ENOSPC, str(folder), needed=4 * LEAST_NBYTES, free=free)
+    nbytes = file_nbytes(folder, nbytes, _BUSY.request_nbytes)
     memory = _BUSY.memory()
     with aio.open_engine(str(folder)) as engine, engine.open_nameless(str(folder)) as file, pinned(memory):
         file.allocate(0, nbytes)
@@ -199,9 +191,9 @@ def measured(
     busy: Callable[[float], Moved],
     console: Console,
 ) -> list[dict[str, Any]]:
-    """Return a row for each kind of memory, size and way, alone and beside NVMe; and one of NVMe alone.
+    """Return a row for each kind of memory, size and way, alone and beside NVMe, and one for NVMe alone.
 
-    link_of: makes the link for (nbytes, pinned=...); busy: reads from the drive for so many seconds.
+    link_of: makes the link for (nbytes, pinned=...). busy: reads from the drive for some seconds.
     """
     alone = busy(seconds)
     rows: list[dict[str, Any]] = [{"way": "NVMe alone", "nvme_bytes_per_s": alone.nbytes / alone.wall_s}]
@@ -224,7 +216,7 @@ def measured(
 
 
 def beside_limits(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows, each rate with the link's limit, and NVMe's with what it reads alone."""
+    """Return the rows with the link's limit beside each rate, and NVMe's rate beside its rate alone."""
     plain = [row for row in rows if row.get("memory") == "pinned" and "nvme_bytes_per_s" not in row]
     best = {
         direction: max((row["bytes_per_s"] for row in plain if row["way"] == direction), default=0.0)
@@ -247,7 +239,7 @@ def beside_limits(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def findings_of(rows: Sequence[Mapping[str, Any]], nvme: float, options: argparse.Namespace) -> Findings:
-    """Put everything into the shape that all benchmarks have; nvme: bytes per second of reads alone."""
+    """Return the findings. nvme: bytes per second of NVMe reads alone."""
     return Findings(
         title=f"Copies between host memory and {torch.cuda.get_device_name()}",
         rows=rows,

@@ -1,5 +1,5 @@
-"""The GPU's share: a step of a Llama with its state on the device, in host memory and on NVMe, beside plain
-PyTorch, and what the copies between host and device reach of a plain pinned copy's speed in the same run.
+"""A Llama's step on a GPU with its state on the device, in host memory and on NVMe, beside plain PyTorch; and
+the speed of its copies between host and device, beside a plain pinned copy in the same run.
 
     python -m infinity.bench.device.gpu --out bench/results
 
@@ -35,7 +35,7 @@ from infinity.storage.memory import Arena
 
 STEPS = 6
 TILE_NUMEL = 1 << 19
-"""As much as the lane moves at once, where its budget allows."""
+"""Elements of a full tile of the lane."""
 
 CASES: dict[str, dict[str, Any]] = {
     "on the device": {"nvme": False, "host_memory": "16GiB", "device_memory": "16GiB"},
@@ -47,7 +47,7 @@ PLAIN = "plain PyTorch"
 
 
 def timed(call: Callable[[], Any]) -> float:
-    """Return the seconds of a call and of all that it queues."""
+    """Return the seconds of a call, including the work that it queues."""
     torch.cuda.synchronize()
     started = time.perf_counter()
     call()
@@ -97,20 +97,20 @@ class Copies:
 
     nbytes: int
     seconds: float
-    """While the copies ran, one after the other."""
+    """The time in which copies ran."""
     beside_s: float
-    """Seconds of them in which a kernel ran as well."""
+    """The part of it in which a kernel ran as well."""
     pageable_nbytes: int
     """Bytes from or to memory that was not pinned."""
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes per second of copying; 0 where nothing was copied."""
+        """Bytes per second while copying; 0 if nothing was copied."""
         return self.nbytes / self.seconds if self.seconds else 0.0
 
 
 def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return (start, stop) spans in order, those that touch as one."""
+    """Return (start, stop) spans in order, with touching ones merged."""
     found: list[tuple[float, float]] = []
     for start, stop in sorted(spans):
         if found and start <= found[-1][1]:
@@ -121,7 +121,7 @@ def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def common(first: Sequence[tuple[float, float]], second: Sequence[tuple[float, float]]) -> float:
-    """Return the length of what two lists of merged spans have in common."""
+    """Return the total length of the overlap of two lists of merged spans."""
     total, one, other = 0.0, 0, 0
     while one < len(first) and other < len(second):
         total += max(0.0, min(first[one][1], second[other][1]) - max(first[one][0], second[other][0]))
@@ -169,7 +169,7 @@ def profiled(call: Callable[[], Any]) -> dict[str, Copies]:
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """One way to train."""
+    """The figures of one case."""
 
     seconds: float
     """Per step: the median of the steady steps."""
@@ -180,7 +180,7 @@ class TrainingResult:
     copies: dict[str, Copies]
     """Of one further step."""
     buffers: int
-    """Host buffers that were allocated for gradients after the first steps."""
+    """Host buffers allocated for gradients after the first steps."""
     pageable_reason: str
 
 
@@ -196,12 +196,12 @@ def build(name: str, shape: str, folder: str) -> tuple[Any, Any]:
     settings = {**CASES[name], "nvme": folder if CASES[name]["nvme"] else None}
     with infinity.Init(device="cuda", **settings):
         model = transformers.LlamaForCausalLM(config)
-    model.to(device="cuda")  # the buffers; parameters are there when they are used
+    model.to(device="cuda")  # moves the buffers; parameters become resident when they are used
     return model, infinity.AdamW(model.parameters(), lr=1e-4, update="backward")
 
 
 def measure(name: str, shape: str, tokens: int, folder: str) -> TrainingResult:
-    """Train, and give everything back."""
+    """Train, and free everything."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -241,7 +241,7 @@ def measure(name: str, shape: str, tokens: int, folder: str) -> TrainingResult:
 
 
 def figures(result: TrainingResult, speeds: dict[str, float]) -> list[str]:
-    """Return the cells of a result: seconds, memory, and each direction's bytes, speed and overlap."""
+    """Return the table cells of a result: seconds, memory, and each direction's bytes, speed and overlap."""
     cells = [f"{result.seconds:.3f} s", f"{result.device_nbytes / 2**20:.0f} MiB"]
     for direction, one in result.copies.items():
         share = one.beside_s / one.seconds if one.seconds else 0.0
@@ -253,7 +253,7 @@ def figures(result: TrainingResult, speeds: dict[str, float]) -> list[str]:
 
 
 def main() -> None:
-    """Measure, print tables, and write gpu.json where asked."""
+    """Measure, print tables, and write gpu.json if --out is given."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
     parser.add_argument("--out", type=Path, help="folder for gpu.json")
     parser.add_argument("--nvme", help="folder on the NVMe device; a temporary one by default")

@@ -6,13 +6,13 @@
     python -m infinity.bench.durable.durability --nvme DIR --model 269m --host-memory 512MiB --races 3 \
         --beside unchecked --json bench/results/durability-269m.json
 
-Three settings of one training, each in a process of its own that stays for a race: as it is, with
-durable=True, and with verify="off". They take turns of a few steps, in changing order. What counts are the
-medians of the ratios within the turns of all races: a disk's speed drifts, and the same settings differ by
-some percent from process to process. Each turn begins with measuring the disk, by our own engine: where, at
-that speed, it needs most of a step for the step's bytes, it is the limit, and checksums, which computing has
-time for then, may cost less. Bytes are the kernel's count; fields that the budget keeps in host memory, which
-a durable run writes with every commit, are told beside them and not held against it.
+One training runs with three settings, each in a process that lives for a race: as it is, with durable=True,
+and with verify="off". They take turns of a few steps, in changing order. The result is the median of the
+ratios within the turns of all races, because a disk's speed drifts, and the same settings differ by some
+percent from process to process. Each turn begins by measuring the disk with our own engine. If moving the
+step's bytes at that speed takes most of the step, the disk is the bottleneck; checksums then run while the
+disk works, and their limit is lower. Bytes are the kernel's count. Fields that the budget keeps in host
+memory, which a durable run writes with every commit, are shown separately and not counted as its cost.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ from rich.console import Console
 from infinity.bench.aio.fio import Bandwidth, read_percent
 from infinity.bench.arguments import size_of
 from infinity.bench.engine.floor import Gauge, gauge_on, terms
-from infinity.bench.engine.runs import OWN, SHAPES, Measured, Model, folder_on, measure, settings_of
+from infinity.bench.engine.runs import OWN, SHAPES, Measured, Model, measure, settings_of
 from infinity.bench.engine.turns import seconds_of_turns, take_turns
-from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, show, write
+from infinity.bench.findings import Column, Findings, asked, command, run_command
 from infinity.bench.targets import Target
-from infinity.errors import InfinityError
 from infinity.sizes import format_size
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -49,14 +48,14 @@ DURABLE_BYTES = Target("≤", 1.01, "x the bytes of a step that is not durable, 
 CHECKED_DISK = Target("≤", 1.03, "x the time of a step without checksums, the disk being the limit")
 CHECKED = Target("≤", 1.10, "x the time of a step without checksums")
 NEAR = 0.85
-"""The disk is the limit where it needs this part of a step without checksums, as of a step near its floor."""
+"""The disk is the bottleneck if it needs this part of a step without checksums."""
 TURN = 4
 """Steps of a turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Seconds per step of each setting in one turn, and what the disk did before; None where not known."""
+    """Seconds per step of each setting in one turn, and the disk's speed before it, if known."""
 
     seconds: Mapping[str, float]
     disk: Bandwidth | None = None
@@ -64,13 +63,13 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """What was measured while the same processes took turns."""
+    """The runs and turns of the same processes."""
 
     runs: Mapping[str, Measured]
     turns: Sequence[Turn]
 
     def busy_in(self, turn: Turn, way: str) -> float:
-        """Return the part of a step that the disk needs for its bytes; 0 where its speed is not known."""
+        """Return the part of a step that the disk needs for its bytes; 0 if its speed is not known."""
         run = self.runs[way]
         return terms(0.0, run.read_nbytes, run.written_nbytes, turn.disk).floor_s / turn.seconds[way]
 
@@ -80,14 +79,14 @@ class Race:
 
 
 def bytes_over(race: Race) -> float:
-    """Return the bytes of a durable step over those of one that is not, without what lies in host memory."""
+    """Return the bytes of a durable step over those of a plain one, without fields in host memory."""
     durable, plain = race.runs["durable"], race.runs["as it is"]
     nbytes = durable.bytes_per_parameter * durable.parameters - float(durable.engine["host_nbytes"])
     return nbytes / (plain.bytes_per_parameter * plain.parameters)
 
 
 def verdicts(tokens: int, races: Sequence[Race]) -> list[str]:
-    """Hold the ratios within the turns of all races against what they may be."""
+    """Compare the ratios within the turns of all races with their limits."""
     lines, ways = [], races[0].runs
     if "durable" in ways:
         times = [race.ratios("durable", "as it is") for race in races]
@@ -104,7 +103,7 @@ def verdicts(tokens: int, races: Sequence[Race]) -> list[str]:
 
 
 def spread(times: Sequence[Sequence[float]]) -> str:
-    """Return in words the ratios in the turns of several races."""
+    """Describe the ratios in the turns of several races."""
     values = list(chain(*times))
     if len(values) == 1:
         return "(1 turn)"
@@ -137,7 +136,7 @@ def rows_of(tokens: int, number: int, race: Race) -> list[dict[str, Any]]:
 
 
 def findings_of(found: Mapping[int, Sequence[Race]], options: argparse.Namespace) -> Findings:
-    """Lay all turns side by side."""
+    """Show all turns."""
     return Findings(
         title="What durable runs and checksums cost",
         rows=[
@@ -164,7 +163,7 @@ def findings_of(found: Mapping[int, Sequence[Race]], options: argparse.Namespace
 
 
 def compare(tokens: int, options: argparse.Namespace, folder: Path, gauge: Gauge) -> list[Race]:
-    """Let every setting train in turns, in new processes for each race."""
+    """Run the races, each with new processes."""
     ways = [way for way in WAYS if way == "as it is" or way in options.beside]
     orders = itertools.cycle(itertools.permutations(ways))
     return [
@@ -176,7 +175,7 @@ def compare(tokens: int, options: argparse.Namespace, folder: Path, gauge: Gauge
 def _race(
     tokens: int, options: argparse.Namespace, folder: Path, gauge: Gauge, orders: Sequence[Sequence[str]]
 ) -> Race:
-    """Let every setting train in turns of these orders, after one that settles."""
+    """Let the settings train in turns of these orders, after one turn that settles."""
     settings = settings_of(options.host_memory, options.update) | {"dtype": options.dtype}
     model = Model(options.model, tokens, (1 + options.turns) * TURN, turn=TURN)
     disk: list[Bandwidth | None] = []
@@ -199,41 +198,33 @@ def _race(
     )
 
 
+def race_all(options: argparse.Namespace, folder: Path, console: Console) -> Findings:
+    """Run the races for each number of tokens."""
+    gauge = gauge_on(folder, options.disk_size, seconds=1)
+    found: dict[int, list[Race]] = {}
+    for tokens in options.tokens:
+        with console.status(f"{tokens} tokens, {options.races} races"):
+            found[tokens] = compare(tokens, options, folder, gauge)
+    return findings_of(found, options)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Measure; print the table, write the record."""
-    parser = argparse.ArgumentParser(
-        prog="python -m infinity.bench.durable.durability", description="What durable runs and checksums cost"
-    )
-    parser.add_argument("--nvme", type=Path, required=True, metavar="DIR", help="a folder on the disk")
-    parser.add_argument("--model", choices=SHAPES, default="125m")
-    parser.add_argument("--host-memory", default="128MiB", metavar="SIZE", help="so that state lies on NVMe")
-    parser.add_argument("--update", choices=("forward", "backward"), default="backward")
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="that computes; bf16")
-    parser.add_argument("--tokens", nargs="+", type=int, default=[16], metavar="N", help="per step")
-    races = "between new processes; 6"
-    parser.add_argument("--races", type=int, default=6, metavar="N", help=races)
+    parser = command("durable.durability", "What durable runs and checksums cost")
+    add = parser.add_argument
+    add("--model", choices=SHAPES, default="125m")
+    add("--host-memory", default="128MiB", metavar="SIZE", help="small, so that state lies on NVMe; 128MiB")
+    add("--update", choices=("forward", "backward"), default="backward")
+    add("--dtype", choices=("bf16", "fp32"), default="bf16", help="of computing; bf16")
+    add("--tokens", nargs="+", type=int, default=[16], metavar="N", help="per step")
+    add("--races", type=int, default=6, metavar="N", help="each with new processes; 6")
     turns = f"of a race, {TURN} steps each, of which the first does not count, after one that settles; 3"
-    parser.add_argument("--turns", type=int, default=3, metavar="N", help=turns)
+    add("--turns", type=int, default=3, metavar="N", help=turns)
     beside = [way for way in WAYS if way != "as it is"]
-    parser.add_argument("--beside", nargs="+", choices=beside, default=beside, help="what it is held against")
+    add("--beside", nargs="+", choices=beside, default=beside, help="settings to compare with")
     size = "of the file to measure the disk with; 1GiB"
-    parser.add_argument("--disk-size", type=size_of, default=1 << 30, metavar="SIZE", help=size)
-    add_outputs(parser, plots=False)
-    options = parser.parse_args(arguments)
-    console = Console()
-    try:
-        check_outputs(options)
-        with folder_on(options.nvme) as folder:
-            gauge = gauge_on(folder, options.disk_size, seconds=1)
-            found: dict[int, list[Race]] = {}
-            for tokens in options.tokens:
-                with console.status(f"{tokens} tokens, {options.races} races"):
-                    found[tokens] = compare(tokens, options, folder, gauge)
-            findings = findings_of(found, options)
-            show(findings, console, folder)
-            write(findings, options, folder)
-    except InfinityError as error:
-        raise SystemExit(str(error)) from error
+    add("--disk-size", type=size_of, default=1 << 30, metavar="SIZE", help=size)
+    run_command(parser, arguments, race_all)
 
 
 if __name__ == "__main__":

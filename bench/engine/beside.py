@@ -1,7 +1,7 @@
-"""Updates that go on while something computes: how much do they slow each other down?
+"""Measures how much updates and computing slow each other down when they run at the same time.
 
-Nothing but a trial tells. Cores that both share are not just halved: torch's threads spin while they wait for
-each other, and each of them may have to wait for a core that updates.
+This can only be measured. Sharing the cores does not simply halve them: torch's threads spin while they wait
+for each other, and each may have to wait for a core that is busy with updates.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ _SCALARS = kernels.AdamWScalars(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weigh
 
 
 class LaneWork:
-    """What Infinity's lane does to tiles, without its transfers: hash one, update it, hash it; the next one.
+    """The lane's work on tiles without its transfers: hash a tile, update it, hash it again.
 
-    tiles: so many that the caches do not hold them. numel: of each, as large as training has them.
+    tiles: enough that the caches do not hold them. numel: elements of each, as in training.
     """
 
     def __init__(self, tiles: int = 16, numel: int = 1 << 19) -> None:
-        """Take the memory."""
         self._gradient = torch.full((numel,), 0.5, dtype=torch.bfloat16)
         halves = [[torch.full((numel,), 0.5, dtype=torch.bfloat16) for _ in range(2)] for _ in range(tiles)]
         self._tiles = [(*pair, torch.zeros(numel), torch.zeros(numel)) for pair in halves]
@@ -33,14 +32,14 @@ class LaneWork:
         self._thread = threading.Thread(target=self._run, name="infinity-lane", daemon=True)
 
     def rate(self, seconds: float) -> float:
-        """Work for so long; return tiles per second."""
+        """Work for some seconds; return tiles per second."""
         began, first = time.perf_counter(), self._done
         while time.perf_counter() - began < seconds:
             self._one()
         return (self._done - first) / (time.perf_counter() - began)
 
     def start(self) -> None:
-        """Work on a thread until `stop`."""
+        """Start a thread that works until `stop`."""
         self._done, self._began_s = 0, time.perf_counter()
         self._thread.start()
 

@@ -1,4 +1,4 @@
-"""What `infinity bench step` runs: which contestants, on how many tokens, with which settings."""
+"""The cases of `infinity bench step`: contestants, numbers of tokens, settings."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from infinity.bench.engine.runs import parameter_count, settings_of
 from infinity.errors import ConfigError
 
 ALL, EQUAL = "all", "deepspeed"
-"""Budgets given as words: everything fits; what DeepSpeed's own run took in the same round."""
+"""Budgets given as words: enough for everything; the memory of DeepSpeed's run in the same round."""
 PEERS = {"deepspeed": ("deepspeed",), "torch": ("plain", "plain_kernels")}
-"""What --peer offers, and the kinds of contestant.py that each is."""
+"""The choices of --peer, and their kinds in contestant.py."""
 NAMES = {
     "forward_backward": "forward and backward alone",
     "beside_updates": "forward and backward beside updates",
@@ -24,7 +24,7 @@ NAMES = {
 STATE_AND_GRADIENTS = 16
 """Bytes per parameter: 12 of exact state, and gradients at their widest."""
 ROOM = 1 << 30
-"""Bytes for transfers beside everything else: a budget with it can hold whatever asks for memory."""
+"""Additional bytes for transfers in a budget that holds everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,23 +32,23 @@ class Case:
     """One line of the table."""
 
     kind: str
-    """In contestant.py."""
+    """A key of contestant.KINDS."""
     tokens: int
     budget: str = ""
-    """Of Infinity: a size as it was written, or ALL, or EQUAL."""
+    """Infinity's budget: a size as it was typed, ALL or EQUAL."""
     update: str = ""
     state_dtype: str = ""
 
     @property
     def name(self) -> str:
-        """What it is called, without its tokens."""
+        """Its name, without the tokens."""
         if self.kind != "infinity":
             return NAMES[self.kind]
         budget = "DeepSpeed's memory" if self.budget == EQUAL else self.budget
         return f"Infinity, {budget}, {self.update}, {self.state_dtype} state"
 
     def settings(self, model: str, rival_nbytes: int | None, micro_batches: int = 1) -> dict[str, Any]:
-        """Return what its kind takes; rival_nbytes: the memory that DeepSpeed took, for a budget of EQUAL."""
+        """Return the settings of its kind. rival_nbytes: DeepSpeed's memory, for a budget of EQUAL."""
         if self.kind == "deepspeed":
             return rival.settings(model, micro_batches)
         if self.kind != "infinity":
@@ -58,7 +58,7 @@ class Case:
             budget = STATE_AND_GRADIENTS * parameter_count(model) + ROOM
         elif self.budget == EQUAL:
             if rival_nbytes is None:
-                raise ConfigError(f'the budget "{EQUAL}" is what DeepSpeed took, and it did not run')
+                raise ConfigError(f'the budget "{EQUAL}" is the memory of DeepSpeed, which did not run')
             budget = rival_nbytes
         return settings_of(budget, self.update, self.state_dtype)
 
@@ -71,11 +71,11 @@ def cases(
     peers: Sequence[str],
     micro_batches: int = 1,
 ) -> list[Case]:
-    """List all of them in the order of a round.
+    """List all cases in the order of a round.
 
-    For each number of tokens, first the computing alone, which the floor needs, then DeepSpeed, whose memory
-    may be a budget; before Infinity the computing beside updates, which a forecast needs, of steps of
-    one micro-batch.
+    For each number of tokens: computing alone, which the floor needs; DeepSpeed, whose memory may be a
+    budget; computing beside updates, which a forecast needs (only for steps of one micro-batch); then
+    Infinity.
     """
     found = []
     for each in tokens:
@@ -94,9 +94,9 @@ def cases(
 
 
 def chosen(entries: Sequence[Case], only: Sequence[str]) -> list[Case]:
-    """Return the cases whose names contain one of `only` (all, if it is empty), and the computing alone.
+    """Return the cases whose names contain one of `only` (empty: all), and those that they need.
 
-    Raises: ConfigError for a text that no name contains, and for a case that cannot run as asked.
+    Raises: ConfigError for a text that no name contains, and for a case whose requirements are left out.
     """
     for text in only:
         if not any(text.lower() in one.name.lower() for one in entries):

@@ -1,15 +1,16 @@
-"""One contestant of a comparison: trains in its own process, measures itself, and writes what it saw as JSON.
+"""One contestant of a comparison: trains in its own process, measures itself, and writes the figures as JSON.
 
     python contestant.py '{"kind": "plain", "shape": {...}, "steps": 6, "tokens": 256, ...}'
 
-Started by infinity.bench.engine.runs, for the benches that hold the arguments. All kinds go through
-the same loop and the same measurements, so this file imports nothing but torch and transformers until it
-knows its kind: it runs in DeepSpeed's environment, where infinity is not installed, as it does here.
+Started by infinity.bench.engine.runs, for the benches that parse arguments. All kinds use the same loop and
+the same measurements. This file also runs in DeepSpeed's environment, where infinity is not installed, so it
+imports only torch and transformers until it knows its kind.
 
 [Note: what is measured]
-Memory: the kernel's high-water mark of the resident set, reset after the imports (those of the kind too),
-minus the resident set then. Bytes: /proc/self/io, which counts every thread of the process, and the whole
-device's own count beside it. Seconds: the wall clock of forward, backward and step.
+Memory: the kernel's high-water mark of the resident set, reset after all imports, minus the resident set at
+that moment. Bytes: /proc/self/io, which counts all threads of the process, and the whole device's count
+beside it.
+Seconds: the wall clock of forward, backward and step.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ SECTOR = 512
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What to train, and with what."""
+    """What to train, and how."""
 
     kind: str
     shape: dict[str, int]
@@ -52,9 +53,9 @@ class Spec:
     micro_batches: int = 1
     """Sequences in a step, one micro-batch each."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Of the kind: budget and update of infinity, buffers and groups of DeepSpeed."""
+    """Settings of the kind: budget and update of infinity, buffers and groups of DeepSpeed."""
     turn: int = 0
-    """Steps until others have the machine, and it waits for a byte from the descriptor `baton`; 0: never."""
+    """Steps of a turn, after which it waits for a byte from the descriptor `baton`; 0: no turns."""
     baton: int = -1
 
 
@@ -67,7 +68,7 @@ class TrafficCounters:
     device_read: int
     device_written: int
     engine_read: int = 0
-    """By the contestant's own count, where it has one: the kernel counts nothing on a tmpfs."""
+    """By the contestant's own count, if it has one: the kernel counts nothing on a tmpfs."""
     engine_written: int = 0
 
 
@@ -86,7 +87,7 @@ class MeasuredStep:
 
 @dataclass(slots=True)
 class RunResult:
-    """What one run saw."""
+    """The figures of one run."""
 
     kind: str
     parameters: int
@@ -95,12 +96,12 @@ class RunResult:
     baseline_nbytes: int
     build_s: float
     build_peak_nbytes: int
-    """Above the baseline, as all peaks here."""
+    """Above the baseline, like all peaks here."""
     peak_nbytes: int = 0
     first_loss: float = 0.0
     steps: list[MeasuredStep] = field(default_factory=list)
     engine: dict[str, Any] = field(default_factory=dict)
-    """What infinity.stats said at the end."""
+    """The contestant's report at the end, such as figures of infinity.stats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,26 +114,26 @@ class Contestant:
     step: Callable[[], None]
     report: Callable[[], dict[str, Any]] = dict
     moved: Callable[[], tuple[int, int]] = lambda: (0, 0)
-    """Counts the bytes that it has read from NVMe and written there so far."""
+    """Returns the bytes read from and written to NVMe so far, by its own count."""
     rows: int = 1
     """Micro-batches that it takes in one forward."""
     counting: bool = False
-    """Whether its step is called after each micro-batch, and it takes the mean of their losses itself."""
+    """Whether its step is called after each micro-batch, and it averages their losses itself."""
 
 
 # Measuring
 
 
 def resident(key: str = "VmRSS") -> int:
-    """Bytes of memory of this process: resident now (VmRSS) or at most (VmHWM)."""
+    """Return bytes of this process's memory: resident now (VmRSS) or its peak (VmHWM)."""
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {key}: this measures on Linux only")
+    raise RuntimeError(f"/proc/self/status has no {key}: measuring works on Linux only")
 
 
 def reset_peak() -> None:
-    """Make the high-water mark what is resident now."""
+    """Reset the high-water mark to the memory resident now."""
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
@@ -151,7 +152,7 @@ def traffic(folder: str, moved: tuple[int, int]) -> TrafficCounters:
 
 
 def between(before: TrafficCounters, after: TrafficCounters) -> TrafficCounters:
-    """Return what was moved between two counts."""
+    """Return the difference of two counts."""
     old, new = asdict(before), asdict(after)
     return TrafficCounters(**{key: new[key] - old[key] for key in new})
 
@@ -160,7 +161,7 @@ def between(before: TrafficCounters, after: TrafficCounters) -> TrafficCounters:
 
 
 def llama(spec: Spec) -> nn.Module:
-    """Build the model; each kind calls this inside its own context."""
+    """Build the model; each kind calls this in its own context."""
     torch.manual_seed(spec.seed)
     settings: dict[str, Any] = {
         **spec.shape,
@@ -174,9 +175,9 @@ def llama(spec: Spec) -> nn.Module:
 
 
 def checkpointed(model: nn.Module) -> nn.Module:
-    """Recompute each block's activations in the backward, as users do who are short of memory."""
+    """Enable gradient checkpointing, as users with little memory do."""
     model.train()
-    with warnings.catch_warnings():  # the new name of it is younger than the transformers that we take
+    with warnings.catch_warnings():  # the new name does not exist in the oldest transformers supported
         warnings.simplefilter("ignore", FutureWarning)
         enable: Any = model.gradient_checkpointing_enable
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -189,13 +190,13 @@ def count(model: nn.Module) -> int:
 
 
 def forward_backward(spec: Spec) -> Contestant:
-    """Forward and backward alone, in bf16 in memory: what the computing itself takes."""
+    """Forward and backward alone, in bf16 in memory: the time of computing."""
     model = checkpointed(llama(spec).bfloat16())
     return Contestant(model, count(model), torch.Tensor.backward, model.zero_grad)
 
 
 def beside_updates(spec: Spec) -> Contestant:
-    """Forward and backward alone while updates run; reports how fast these go, and what Python takes."""
+    """Forward and backward alone while updates run; reports the updates' speed and Python's overhead."""
     from infinity.bench.engine.beside import LaneWork
 
     contestant, work = forward_backward(spec), LaneWork()
@@ -231,7 +232,7 @@ def plain(spec: Spec) -> Contestant:
 
 
 def plain_kernels(spec: Spec) -> Contestant:
-    """Plain PyTorch in memory with Infinity's split masters and kernel; buffers stay as they are."""
+    """Plain PyTorch in memory with Infinity's split masters and kernel; buffers stay fp32."""
     from infinity.bench.kernels.split_masters import adamw
 
     model = llama(spec)
@@ -240,7 +241,7 @@ def plain_kernels(spec: Spec) -> Contestant:
 
 
 def infinity(spec: Spec) -> Contestant:
-    """Infinity; settings: those of its Config that are not the default, and the optimizer's."""
+    """Infinity; settings: of its Config, other than the defaults, and of the optimizer."""
     import infinity as engine
 
     chosen = {key: value for key, value in spec.settings.items() if key not in ("update", "max_norm")}
@@ -304,7 +305,7 @@ KINDS = {
 
 
 def alone() -> None:
-    """Say that this process is the whole group: DeepSpeed asks for it."""
+    """Set the variables that make this process the whole process group, which DeepSpeed needs."""
     for key, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("MASTER_PORT", 29571)):
         os.environ.setdefault(key, str(value))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -312,7 +313,7 @@ def alone() -> None:
 
 
 def import_kind(kind: str) -> dict[str, str]:
-    """Import what a kind needs, before the baseline of memory is taken; return versions."""
+    """Import the libraries of a kind, before the baseline of memory is taken; return versions."""
     versions = {"torch": str(torch.__version__), "transformers": sys.modules["transformers"].__version__}
     if kind == "deepspeed":
         alone()
@@ -324,7 +325,7 @@ def import_kind(kind: str) -> dict[str, str]:
 
 
 def one_step(contestant: Contestant, spec: Spec, number: int) -> MeasuredStep:
-    """Train one step on random tokens that depend on the seed and the step alone."""
+    """Train one step on random tokens that depend only on the seed and the step."""
     generator = torch.Generator().manual_seed(1000 * spec.seed + number)
     shape = spec.micro_batches, spec.tokens
     batches = torch.randint(0, spec.shape["vocab_size"], shape, generator=generator).split(contestant.rows)
@@ -345,16 +346,16 @@ def one_step(contestant: Contestant, spec: Spec, number: int) -> MeasuredStep:
 
 
 def take_turn(spec: Spec, number: int) -> None:
-    """Before step `number`, if a turn ends or begins there: hand the machine over, and wait to have it."""
+    """Before step `number`, if a turn ends or begins there: report the end, and wait for the next turn."""
     if spec.turn and number % spec.turn == 0:
         if number:
             os.write(spec.baton, b".")
         if number < spec.steps and not os.read(spec.baton, 1):
-            raise RuntimeError("the race was ended before this contestant's last turn")
+            raise RuntimeError("the race ended before this contestant's last turn")
 
 
 def run(spec: Spec) -> RunResult:
-    """Build, train, measure."""
+    """Build the model, train it, and measure."""
     take_turn(spec, 0)
     versions = import_kind(spec.kind)
     gc.collect()
@@ -380,7 +381,7 @@ def run(spec: Spec) -> RunResult:
 
 
 def main() -> None:
-    """Run what the one argument says; what fails is written too, as {"error": its words}."""
+    """Run the spec in the only argument; an error is written too, as {"error": its text}."""
     spec = Spec(**json.loads(sys.argv[1]))
     out = Path(spec.out)
     try:

@@ -1,22 +1,19 @@
 """The floor of a step, T* = max(compute, R/B_read, W/B_write, (R+W)/B_mixed), and the disk's part of it, B.
 
-compute is the same model's forward and backward alone, in memory, at the same tokens: *the update's kernel is
-not counted in it*, nor is anything else that offloading does. R and W are the bytes that the run itself read
-and wrote per step. B is measured right before and right after that run and averaged, because a disk's speed
-drifts.
+compute is the time of the same model's forward and backward alone, in memory, with the same tokens: *it does
+not include the update's kernel*, nor any other work of offloading. R and W are the bytes that the run itself
+read and wrote per step. B is measured right before and right after that run and averaged, because a disk's
+speed drifts.
 
-[Note: two measures of one disk]
-fio, as it is installed, is no part of Infinity: by it T* is what others would call the limit. Infinity's own
-engine, set as it is in training, may be faster (its memory lies in huge pages): by it T* is what a run could
-have reached, and what a forecast is made with. Both work on the same blocks of the same file, one after the
-other. Without fio, the floor is by our own engine too.
+[Note: two measures of one disk] fio is not part of Infinity, so T* by fio's bandwidths is an independent
+limit. Infinity's own engine, set as in training, may be faster (its memory lies in huge pages): T* by its
+bandwidths is what a run could have reached, and the basis of forecasts. Both measure the same blocks of the
+same file, one after the other. Without fio, the floor uses our own engine.
 """
 
 from __future__ import annotations
 
-import errno
 import math
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -27,19 +24,18 @@ from infinity import aio
 from infinity.aio.measure import MIXED, READ, WRITE, RequestStream, move
 from infinity.bench.aio.fio import FILE, Bandwidth, Fio, mean, read_percent
 from infinity.bench.engine.runs import Measured
+from infinity.bench.places import file_nbytes
 from infinity.bench.planning.pace import Cores
 from infinity.sizes import format_size
 from infinity.storage import disk_speed as disk
 
-LEAST_NBYTES = 32 << 20
-"""Of the file to measure with: less would measure a drive's own memory."""
 _REQUEST_NBYTES = 2 << 20
-"""A moment of a full tile, in fp32: the largest that training asks for."""
+"""A moment of a full tile in fp32: the largest request of training."""
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The seconds that each part of a step takes at least, were it alone."""
+    """The least seconds of each part of a step, if it ran alone."""
 
     compute: float
     read: float
@@ -48,7 +44,7 @@ class Terms:
 
     @property
     def floor_s(self) -> float:
-        """T*: with perfect overlap the slowest part is all that shows."""
+        """T*: with perfect overlap, a step takes as long as its slowest part."""
         return max(self.compute, self.read, self.write, self.mixed)
 
     @property
@@ -59,9 +55,9 @@ class Terms:
 
 
 def terms(compute_s: float, read_nbytes: float, written_nbytes: float, speed: Bandwidth | None) -> Terms:
-    """Return the terms of T* for a step that computes so long and moves so many bytes.
+    """Return the terms of T* for a step with this computing time and these bytes.
 
-    speed: None where the disk cannot be measured; computing is then all that is known.
+    speed: None if the disk cannot be measured; then only computing counts.
     """
     if speed is None:
         return Terms(compute_s, 0, 0, 0)
@@ -78,27 +74,27 @@ def terms(compute_s: float, read_nbytes: float, written_nbytes: float, speed: Ba
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """What a disk did at one moment, by whom it was asked; None by whom it could not be."""
+    """A disk's bandwidths at one moment, as measured by fio and by our engine; None: not measured."""
 
     fio: Bandwidth | None = None
     own: Bandwidth | None = None
-    """By Infinity's engine, as training sets it."""
+    """By Infinity's engine, set as in training."""
 
 
 class Gauge(Protocol):
-    """Something that measures one folder's disk, again and again."""
+    """Measures one folder's disk repeatedly."""
 
     @property
     def source(self) -> str:
-        """Say by what and how, in a few words."""
+        """Describe how it measures, in a few words."""
 
     def measure(self, percent: int) -> Speeds:
-        """Return the bandwidths now, `percent` of the mixed ones reads."""
+        """Measure the bandwidths; `percent` of the mixed bytes are reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """Infinity's engine over one file, which exists, with the depth and the pieces that training takes."""
+    """Infinity's engine over one existing file, with the depth and piece size of training."""
 
     path: Path
     nbytes: int
@@ -108,7 +104,7 @@ class Own:
 
     @classmethod
     def on(cls, folder: Path, nbytes: int, seconds: float) -> Own:
-        """Write the file into `folder`.
+        """Write the file in `folder`.
 
         Raises: aio.StorageFullError, aio.EngineUnavailableError, aio.IoError.
         """
@@ -120,7 +116,7 @@ class Own:
         return cls(folder / FILE, nbytes, seconds, speed)
 
     def measure(self, percent: int) -> Bandwidth:
-        """Return the disk's bandwidths now, the mixed one with `percent` of the bytes read."""
+        """Measure the disk's bandwidths; `percent` of the mixed bytes are reads."""
         folder, rates = self.path.parent, []
         with _opened(folder, self.speed) as engine, engine.open_named(str(folder), self.path.name) as file:
             memory = RequestStream(MIXED, _REQUEST_NBYTES, _in_flight(self.speed)).memory()
@@ -137,20 +133,20 @@ def _opened(folder: Path, speed: disk.DiskSpeed) -> aio.IoEngine:
 
 
 def _in_flight(speed: disk.DiskSpeed) -> int:
-    """Return how many requests keep the engine's depth full, and as many waiting."""
+    """Return how many requests keep the engine's depth full, with as many waiting."""
     return 2 * -(-speed.depth * speed.piece_nbytes // _REQUEST_NBYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class Measuring:
-    """Infinity's engine, and fio where it is installed; see [Note: two measures of one disk]."""
+    """Infinity's engine, and fio if it is installed; see [Note: two measures of one disk]."""
 
     own: Own
     fio: Fio | None = None
 
     @property
     def source(self) -> str:
-        """Say by what and how."""
+        """Describe both."""
         speed, size = self.own.speed, format_size(self.own.nbytes)
         requests = (
             f"requests of {format_size(_REQUEST_NBYTES)} in {speed.depth} x {format_size(speed.piece_nbytes)}"
@@ -160,39 +156,35 @@ class Measuring:
         return f"{fio}; {own}; O_DIRECT, the same {size}, the run's own mix"
 
     def measure(self, percent: int) -> Speeds:
-        """Measure three times with each."""
+        """Measure the three bandwidths with each."""
         fio = None if self.fio is None else self.fio.measure(percent)
         return Speeds(fio, self.own.measure(percent))
 
 
 @dataclass(frozen=True, slots=True)
 class Unmeasured:
-    """No O_DIRECT: what could be measured is the page cache."""
+    """No gauge: without O_DIRECT only the page cache could be measured."""
 
     source: str = "not measured (O_DIRECT does not work in that folder): T* is computing alone"
 
     def measure(self, percent: int) -> Speeds:
-        """Return that nothing is known."""
+        """Return no figures."""
         return Speeds()
 
 
 def gauge_on(folder: Path, nbytes: int, seconds: int) -> Gauge:
-    """Return what measures the disk of `folder`: our own engine, and fio where it is installed.
+    """Return a gauge for the disk of `folder`: our own engine, and fio if it is installed.
 
-    Both share a file of `nbytes`, or of a quarter of what is free if that is less, and take `seconds` for
-    each of their three parts.
+    Both share a file of `nbytes`, or of a quarter of the free space if that is less, and take `seconds` for
+    each of three bandwidths.
 
-    Raises: aio.StorageFullError where there is too little room; RunError where fio fails.
+    Raises: aio.StorageFullError for too little space; RunError if fio fails.
     """
     with aio.open_engine(str(folder)) as engine:
         kind = engine.kind
     if kind == "buffered":
         return Unmeasured()
-    status = os.statvfs(folder)
-    free = status.f_bavail * status.f_frsize
-    nbytes = min(nbytes, free // 4) >> 20 << 20
-    if nbytes < LEAST_NBYTES:
-        raise aio.StorageFullError.of_file(errno.ENOSPC, str(folder), needed=4 * LEAST_NBYTES, free=free)
+    nbytes = file_nbytes(folder, nbytes, 1 << 20)
     own = Own.on(folder, nbytes, seconds)
     return Measuring(own, None if shutil.which("fio") is None else Fio.on(folder, nbytes, seconds))
 
@@ -202,18 +194,18 @@ def gauge_on(folder: Path, nbytes: int, seconds: int) -> Gauge:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One run of a contestant, and what the disk, the cores and the computing alone took around it."""
+    """One run of a contestant, with the figures of the disk, the cores and computing alone around it."""
 
     run: Measured
     compute_s: float
     before: Speeds = Speeds()
     after: Speeds = Speeds()
     cores: Cores | None = None
-    """What the cores did right before it; None for others than Infinity."""
+    """The cores' speed right before it; None for contestants other than Infinity."""
 
     @property
     def disk(self) -> Bandwidth | None:
-        """The bandwidths of the floor, around this run: fio's, or ours where it is not installed."""
+        """The bandwidths for the floor, around this run: fio's, or ours if it is not installed."""
         return _around(self.before.fio, self.after.fio) or self.own_disk
 
     @property
@@ -228,12 +220,12 @@ class Round:
 
     @property
     def ratio(self) -> float:
-        """The floor over the step: 1 where nothing is left to gain but fewer bytes."""
+        """The floor over the step: at 1 only moving fewer bytes could make it faster."""
         return self.terms.floor_s / self.run.seconds
 
     @property
     def own_floor_s(self) -> float:
-        """The floor by our own engine's bandwidths: what was attainable."""
+        """The floor by our own engine's bandwidths, which was attainable."""
         return terms(self.compute_s, self.run.read_nbytes, self.run.written_nbytes, self.own_disk).floor_s
 
     @property
@@ -247,7 +239,7 @@ def _around(before: Bandwidth | None, after: Bandwidth | None) -> Bandwidth | No
 
 
 def mix(rounds: Sequence[Round]) -> int:
-    """Return the percentage of reads to measure with: the last run's, or the design's where there is none."""
+    """Return the percentage of reads to measure with: the last run's, or at first the design's."""
     if not rounds:
         return read_percent(0, 0)
     return read_percent(rounds[-1].run.read_nbytes, rounds[-1].run.written_nbytes)

@@ -1,15 +1,15 @@
-"""What LoRA on an offloaded base reads and writes in a step, and its peak memory, beside their limits.
+"""NVMe bytes and peak memory of a LoRA step on an offloaded base, beside their limits.
 
     python -m infinity.bench.engine.lora --nvme DIR --json lora.json
 
 PEFT's adapters on the attention's queries and values of a Llama built in Init; torch's AdamW trains them in
-memory. The base is frozen: a step reads its 16-bit weights, and nothing of it is ever written. What is
-written to the disk, by the kernel's count, may be 1 % of what is read. The bound of peak resident memory
-above that after the imports, building included:
+memory. The base is frozen: a step reads its 16-bit weights and writes none of them. The bytes written to the
+disk, by the kernel's count, may be 1 % of those read. The bound of peak resident memory, building included,
+above the memory after the imports:
 
     host_memory + 3 x (largest block's parameters and gradients, 16 bits each) + 200 MiB
 
-Exits with 1 where either is exceeded. Time does not matter: this may run on a busy machine.
+Exits with 1 if either limit is exceeded. Time does not matter: this may run on a busy machine.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from infinity.bench.engine.memory import ALLOWANCE, block_parameters
-from infinity.bench.engine.runs import OWN, SETTLING, SHAPES, Measured, Model, folder_on, measure
-from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, show, write
+from infinity.bench.engine.memory import ALLOWANCE, largest_block
+from infinity.bench.engine.runs import OWN, SETTLING, SHAPES, Measured, Model, measure
+from infinity.bench.findings import Column, Findings, asked, command, run_command
 from infinity.bench.targets import Target, mark
-from infinity.errors import ConfigError, InfinityError
+from infinity.errors import ConfigError
 from infinity.sizes import format_size, parse_size
 
 WRITTEN = Target("≤", 1.0, "% of the bytes read are written")
@@ -33,7 +33,7 @@ WRITTEN = Target("≤", 1.0, "% of the bytes read are written")
 
 @dataclass(frozen=True, slots=True)
 class LoraRow:
-    """A base with its adapters: what a step moves, and the peak beside its bound; bytes."""
+    """The bytes of a step, and the peak beside its bound, in bytes."""
 
     model: str
     parameters: int
@@ -46,12 +46,12 @@ class LoraRow:
 
     @property
     def written_percent(self) -> float:
-        """What is written, as a part of what is read."""
+        """Bytes written, in percent of the bytes read."""
         return 100 * self.written_nbytes / self.read_nbytes
 
     @property
     def within(self) -> bool:
-        """Whether the peak is at most its bound."""
+        """Whether the peak is within its bound."""
         return self.peak_nbytes <= self.bound_nbytes
 
     @property
@@ -61,13 +61,13 @@ class LoraRow:
 
 
 def row_of(model: str, host_memory: str, run: Measured) -> LoraRow:
-    """Hold a run against its limits. Raises: ConfigError where nothing was read, so nothing is measured."""
+    """Compare a run with its limits. Raises: ConfigError if nothing was read, as nothing is measured then."""
     if run.read_nbytes == 0:
         raise ConfigError(
             f"--host-memory {host_memory} holds the whole base of {run.parameters:,} parameters: a step read "
-            "nothing, and what it wrote cannot be compared. Choose less, or a larger --model."
+            "nothing, so the bytes written cannot be compared. Choose less, or a larger --model."
         )
-    blocks = 3 * 4 * block_parameters(model)
+    blocks = 3 * 4 * largest_block(model)
     return LoraRow(
         model=model,
         parameters=run.parameters,
@@ -79,7 +79,7 @@ def row_of(model: str, host_memory: str, run: Measured) -> LoraRow:
 
 
 def findings_of(row: LoraRow, run: Measured, options: argparse.Namespace) -> Findings:
-    """Lay the bytes and the peak beside their limits."""
+    """Show the bytes and the peak beside their limits."""
     return Findings(
         title=f"LoRA of rank {options.rank} on an offloaded base, {options.tokens} tokens a step",
         rows=[{**asdict(row), "written_percent": row.written_percent, "met": row.met, "run": run}],
@@ -102,41 +102,31 @@ def findings_of(row: LoraRow, run: Measured, options: argparse.Namespace) -> Fin
 
 
 def format_bytes(mean: float) -> str:
-    """Return a mean of bytes as people read it."""
+    """Format a mean of bytes."""
     return format_size(round(mean))
 
 
+def train(options: argparse.Namespace, folder: Path, console: Console) -> Findings:
+    """Train the adapters in a process of their own. Raises: ConfigError without peft."""
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError("python -m infinity.bench.engine.lora needs peft: pip install peft")
+    model = Model(options.model, options.tokens, SETTLING + options.steps)
+    settings = {"host_memory": options.host_memory, "rank": options.rank}
+    with console.status("building the base, training its adapters"):
+        run = measure(OWN, "lora", model, folder, settings, "lora_worker.py")
+    return findings_of(row_of(options.model, options.host_memory, run), run, options)
+
+
 def main(arguments: list[str] | None = None) -> None:
-    """Train in a process of its own; tell what a step moved, and the peak; exit with 1 above a limit."""
-    parser = argparse.ArgumentParser(
-        prog="python -m infinity.bench.engine.lora",
-        description="LoRA's NVMe bytes and memory against their limits",
-    )
-    parser.add_argument("--nvme", type=Path, required=True, metavar="DIR", help="a folder on the disk")
+    """Measure; show the bytes of a step and the peak; exit with 1 above a limit."""
+    parser = command("engine.lora", "LoRA's NVMe bytes and memory against their limits")
     parser.add_argument("--model", choices=SHAPES, default="1.1b")
     parser.add_argument("--host-memory", default="512MiB", metavar="SIZE")
     parser.add_argument("--rank", type=int, default=8, help="of the adapters")
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--steps", type=int, default=3, help=f"counted, after {SETTLING} that settle")
-    add_outputs(parser, plots=False)
-    options = parser.parse_args(arguments)
-    console = Console()
-    try:
-        if importlib.util.find_spec("peft") is None:
-            raise ConfigError("python -m infinity.bench.engine.lora needs peft: pip install peft")
-        check_outputs(options)
-        with folder_on(options.nvme) as folder:
-            model = Model(options.model, options.tokens, SETTLING + options.steps)
-            settings = {"host_memory": options.host_memory, "rank": options.rank}
-            with console.status("building the base, training its adapters"):
-                run = measure(OWN, "lora", model, folder, settings, "lora_worker.py")
-            row = row_of(options.model, options.host_memory, run)
-            findings = findings_of(row, run, options)
-            show(findings, console, folder)
-            write(findings, options, folder)
-    except InfinityError as error:
-        raise SystemExit(str(error)) from error
-    if not row.met:
+    findings = run_command(parser, arguments, train)
+    if not findings.rows[0]["met"]:
         raise SystemExit(1)
 
 

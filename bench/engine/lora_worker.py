@@ -1,6 +1,6 @@
-"""A contestant of its own: PEFT's LoRA on a base offloaded by Infinity. Its arguments are contestant.py's.
+"""The contestant "lora": PEFT's LoRA on a base offloaded by Infinity, with the arguments of contestant.py.
 
-Started by infinity.bench.engine.lora. Imports stand here, so that they count to the baseline of memory.
+Started by infinity.bench.engine.lora. Imports are at the top, so that they count towards the memory baseline.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from infinity.bench.engine.contestant import RATES, Contestant, Spec, checkpoint
 
 
 def lora(spec: Spec) -> Contestant:
-    """Adapters on the attention's queries and values; settings: of Config, and the adapters' rank."""
+    """Adapters on the attention's queries and values; settings: those of Config, and the adapters' rank."""
     chosen = dict(spec.settings)
     config = peft.LoraConfig(r=chosen.pop("rank"), target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     with infinity.Init(nvme=spec.nvme, **chosen):

@@ -1,10 +1,11 @@
-"""The loss curves of the three dtypes of optimizer state: one text, one model, one seed, in one picture.
+"""Loss curves of the three dtypes of optimizer state, with the same text, model and seed, in one picture.
 
     python -m infinity.bench.engine.losses --nvme DIR --png FILE.png --json FILE.json
 
-The loop of `infinity train` with its default text, the standard library's sources, a byte a token. Weights
-and batches are the same for all, so what differs between the curves is what rounding the moments does. Time
-does not matter: this may run on a busy machine.
+This is the loop of `infinity train` with its default text, the standard library's sources with a byte per
+token. All curves have the same initial weights and batches, so they differ only by the rounding of moments.
+Time does not
+matter: this may run on a busy machine.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from infinity.engine.engine import engine_of_model
 from infinity.errors import ConfigError
 
 SMOOTHED = 20
-"""Steps in the mean that the picture shows strongly, and that the last losses are compared by."""
+"""Steps in the moving mean, which the picture shows as strong lines and by which last losses are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class CurveSettings:
-    """What all curves have in common."""
+    """The settings that all curves share."""
 
     preset: str
     steps: int
@@ -77,12 +78,12 @@ def losses(settings: CurveSettings, state_dtype: str, text: Text, folder: Path) 
 
 
 def smooth(values: Sequence[float], width: int = SMOOTHED) -> list[float]:
-    """Return, for each value, the mean of it and the up to `width` - 1 before it."""
+    """Return the moving mean over `width` values (fewer at the beginning)."""
     return [statistics.fmean(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]
 
 
 def last(curves: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
-    """Return for each curve the smoothed loss at its end, and how far above exact state's it lies."""
+    """Return each curve's smoothed last loss, and how far it lies above that of exact state."""
     ends = {name: smooth(values)[-1] for name, values in curves.items()}
     base = ends.get(STATE_DTYPES[0])
     return {
@@ -92,7 +93,7 @@ def last(curves: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
 
 
 def plot(path: Path, curves: Mapping[str, Sequence[float]], title: str) -> None:
-    """Draw all curves in one PNG: every step faintly, the mean strongly."""
+    """Draw all curves in one PNG: each step as a faint line, the mean as a strong one."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -113,7 +114,7 @@ def plot(path: Path, curves: Mapping[str, Sequence[float]], title: str) -> None:
 
 
 def table(curves: Mapping[str, Sequence[float]]) -> Table:
-    """Lay the ends of the curves side by side."""
+    """Return a table of the curves' last losses."""
     lines = Table(title=f"Loss, mean of the last {SMOOTHED} steps, nats per byte")
     lines.add_column("moments")
     for heading in ("first step", "at the end", "above exact state"):
@@ -125,7 +126,7 @@ def table(curves: Mapping[str, Sequence[float]]) -> Table:
 
 
 def options_of(arguments: list[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m infinity.bench.engine.losses",
         description="Loss curves of the dtypes of optimizer state",

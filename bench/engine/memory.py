@@ -2,14 +2,14 @@
 
     python -m infinity.bench.engine.memory --nvme DIR --json bench/results/memory.json
 
-The bound, for peak resident memory above that after the imports, building included:
+The bound of peak resident memory, building included, above the memory after the imports:
 
     host_memory + 3 x (largest block's parameters and gradients, 16 bits each)
     + (plain forward and backward's peak at the same tokens - its parameters and gradients) + 200 MiB
 
-The plain run's allocator gives freed memory back as Infinity's does; otherwise holes would widen the bound.
-Growth is what the larger model takes more, beyond the terms of the bound that grow with it, per further
-parameter.
+The plain run's allocator returns freed memory to the kernel as Infinity's does; otherwise fragmentation would
+raise the bound. Growth is the additional memory of the larger model per additional parameter, beyond the
+terms of the bound that grow with the model.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from typing import Any
 
 from rich.console import Console
 
-from infinity.bench.engine.runs import OWN, SHAPES, Measured, Model, folder_on, measure, settings_of
-from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, show, write
+from infinity.bench.engine.runs import OWN, SHAPES, Measured, Model, block_parameters, measure, settings_of
+from infinity.bench.findings import Column, Findings, asked, command, run_command
 from infinity.bench.targets import mark
-from infinity.errors import InfinityError
 from infinity.sizes import format_size, parse_size
 
 ALLOWANCE = 200 << 20
@@ -35,7 +34,7 @@ GROWTH_LIMIT = 0.1
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """A model at the budget, and the terms of its bound, in bytes."""
+    """A model's peak at the budget, and the terms of its bound, in bytes."""
 
     model: str
     update: str
@@ -52,7 +51,7 @@ class MemoryRow:
 
     @property
     def bound_nbytes(self) -> int:
-        """What the peak may be."""
+        """The limit of the peak."""
         return self.host_nbytes + self.growing_nbytes + ALLOWANCE
 
     @property
@@ -61,12 +60,10 @@ class MemoryRow:
         return self.blocks_nbytes + self.plain_nbytes
 
 
-def block_parameters(model: str) -> int:
+def largest_block(model: str) -> int:
     """Return the parameters of one decoder block, or of an embedding if that is larger."""
     sizes = SHAPES[model]
-    hidden = sizes["hidden_size"]
-    block = 4 * hidden**2 + 3 * hidden * sizes["intermediate_size"] + 2 * hidden
-    return max(block, sizes["vocab_size"] * hidden)
+    return max(block_parameters(sizes), sizes["vocab_size"] * sizes["hidden_size"])
 
 
 def rows_of(model: str, options: argparse.Namespace, folder: Path) -> list[MemoryRow]:
@@ -88,7 +85,7 @@ def rows_of(model: str, options: argparse.Namespace, folder: Path) -> list[Memor
                 peak_nbytes=one.peak_nbytes,
                 build_peak_nbytes=one.build_peak_nbytes,
                 host_nbytes=parse_size(options.host_memory),
-                blocks_nbytes=3 * 4 * block_parameters(model),
+                blocks_nbytes=3 * 4 * largest_block(model),
                 plain_nbytes=max(0, alone.train_peak_nbytes - 4 * alone.parameters),
                 bytes_per_parameter=one.bytes_per_parameter,
             )
@@ -100,14 +97,14 @@ _GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_":
 
 
 def growth(small: MemoryRow, large: MemoryRow) -> dict[str, float]:
-    """Return what the larger model takes more, per further parameter: in all, and beyond the terms."""
+    """Return the larger model's additional bytes per additional parameter: in all, and beyond the terms."""
     more, terms = large.peak_nbytes - small.peak_nbytes, large.growing_nbytes - small.growing_nbytes
     parameters = large.parameters - small.parameters
     return {"in_all": more / parameters, "beyond_terms": (more - terms) / parameters}
 
 
 def findings_of(rows: Sequence[MemoryRow], options: argparse.Namespace) -> Findings:
-    """Lay the peaks beside their bounds, and the growth beside its limit."""
+    """Show the peaks beside their bounds, and the growth beside its limit."""
     half = len(rows) // 2
     grown = {
         small.update: growth(small, large) for small, large in zip(rows[:half], rows[half:], strict=True)
@@ -139,31 +136,22 @@ def findings_of(rows: Sequence[MemoryRow], options: argparse.Namespace) -> Findi
     )
 
 
+def measure_both(options: argparse.Namespace, folder: Path, console: Console) -> Findings:
+    """Measure both models."""
+    with console.status("building and training each model"):
+        rows = [row for model in options.models for row in rows_of(model, options, folder)]
+    return findings_of(rows, options)
+
+
 def main(arguments: list[str] | None = None) -> None:
-    """Measure both models, tell the peaks and the growth."""
-    parser = argparse.ArgumentParser(
-        prog="python -m infinity.bench.engine.memory", description="Peak memory against its bound"
-    )
-    parser.add_argument("--nvme", type=Path, required=True, metavar="DIR", help="a folder on the disk")
-    parser.add_argument(
-        "--models", nargs=2, choices=SHAPES, default=["350m", "1.1b"], help="the smaller one first"
-    )
+    """Measure both models; show the peaks and the growth."""
+    parser = command("engine.memory", "Peak memory against its bound")
+    models = ["350m", "1.1b"]
+    parser.add_argument("--models", nargs=2, choices=SHAPES, default=models, help="the smaller one first")
     parser.add_argument("--host-memory", default="512MiB", metavar="SIZE")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--steps", type=int, default=4)
-    add_outputs(parser, plots=False)
-    options = parser.parse_args(arguments)
-    console = Console()
-    try:
-        check_outputs(options)
-        with folder_on(options.nvme) as folder:
-            with console.status("building and training each model"):
-                rows = [row for model in options.models for row in rows_of(model, options, folder)]
-            findings = findings_of(rows, options)
-            show(findings, console, folder)
-            write(findings, options, folder)
-    except InfinityError as error:
-        raise SystemExit(str(error)) from error
+    run_command(parser, arguments, measure_both)
 
 
 if __name__ == "__main__":

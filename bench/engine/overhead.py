@@ -1,6 +1,5 @@
-"""What Infinity's own Python takes: of its lane for each request, and of the thread that computes for each
-use of a unit. Measured with real engines on models of next to no bytes and arithmetic, alone, and while
-something computes.
+"""The time of Infinity's own Python code: the lane's per request, and the compute thread's per use of a unit.
+Measured with real engines on models with almost no bytes or arithmetic, alone and while something computes.
 """
 
 from __future__ import annotations
@@ -26,23 +25,21 @@ from infinity.records.updates import Update
 
 _SCALARS = kernels.AdamWScalars(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
 _REQUESTS = 8
-"""Of a tile of a whole record: hi, lo, m and v are read and written."""
+"""Requests per tile of a record: hi, lo, m and v are read and written."""
 _SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
 _SMALL["vocab_size"] = 256
-"""A Llama whose arithmetic takes no time to speak of; 256 KiB hold little of it."""
+"""A Llama with negligible arithmetic; a budget of 256 KiB holds little of it."""
 _LEAST_SHARE = 0.02
-"""Of its speed, at which computing goes on at least: a forecast that stands still is of no use."""
+"""The least part of its speed that computing keeps: with 0, a forecast would never end."""
 
 
 class Asking:
-    """A real lane over a real file, in tiles of a block or two, whose bytes count for nothing: what it takes
-    is Python, and asking the disk.
-    """
+    """A real lane over a real file, with tiles so small that its time is Python's and the disk requests'."""
 
     def __init__(self, folder: str, numel: int = 1 << 20) -> None:
-        """Build a record of `numel` elements in `folder`, within the least budget there is.
+        """Build a record of `numel` elements in `folder`, with the smallest possible budget.
 
-        Raises: what Init raises.
+        Raises: the errors of Init.
         """
         with Init(nvme=folder, host_memory=least_budget()):
             self._layer = nn.Linear(1024, numel // 1024, bias=False)
@@ -54,7 +51,7 @@ class Asking:
         self._began_s, self._before = 0.0, LaneTimes()
         self._walks = 0
         self._thread = threading.Thread(target=self._run, name="infinity-asking", daemon=True)
-        self._walk()  # moments there are from the first update on
+        self._walk()  # moments exist after the first update
 
     def _walk(self) -> None:
         unit = self._engine.units[0]
@@ -64,19 +61,19 @@ class Asking:
         self._walks += 1
 
     def alone(self, seconds: float = 0.5) -> float:
-        """Walk for so long; return the lane's seconds for each request."""
+        """Walk over the record for some seconds; return the lane's seconds per request."""
         self._start_counting()
         while time.perf_counter() - self._began_s < seconds:
             self._walk()
         return self._busy_s() / self._asked()
 
     def start(self) -> None:
-        """Walk on a thread until `stop`."""
+        """Start a thread that walks until `stop`."""
         self._start_counting()
         self._thread.start()
 
     def stop(self) -> tuple[float, float]:
-        """Return the seconds for each request since `start`: of the lane, and of the clock."""
+        """Return the seconds per request since `start`: the lane's, and the clock's."""
         self._ended = True
         self._thread.join()
         return self._busy_s() / self._asked(), (time.perf_counter() - self._began_s) / self._asked()
@@ -94,7 +91,7 @@ class Asking:
         return max(1, self._walks) * self._requests
 
     def _busy_s(self) -> float:
-        """Return the seconds since the start in which the lane waited for nothing."""
+        """Return the seconds since the start in which the lane did not wait."""
         times, before = self._engine.lane.times, self._before
         waited_s = (
             times.read_wait_s - before.read_wait_s,
@@ -105,11 +102,11 @@ class Asking:
 
 
 def request_toll(folder: str, compute: Callable[[], object], steps: int = 2) -> tuple[float, float, float]:
-    """Return the lane's seconds for a request, how fast it asks while `compute` is called again and again,
-    of what it does alone, and how fast `compute` then goes.
+    """Return the lane's seconds per request; its rate of requests while `compute` runs, relative to the lane
+    alone; and the speed of `compute` meanwhile, relative to `compute` alone.
 
-    Others than the lane take part: the disk's thread, and whoever waits for the interpreter. So computing may
-    lose more for a request than the lane's own time for it, which then counts as the lane's.
+    Other threads contend as well: the disk's, and those waiting for the interpreter lock. Computing may
+    therefore lose more time per request than the lane spends; the larger time counts as the lane's.
     """
     lane = Asking(folder)
     alone_s = lane.alone()
@@ -131,12 +128,12 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def use_toll(folder: str) -> float:
-    """Return the seconds of its thread that a use of a unit takes: of a step of a small model in Infinity,
-    beyond those of the same step without.
+    """Return the compute thread's additional seconds per use of a unit: for a small model's step in Infinity,
+    compared with the same step without it.
     """
     ours = Spec("infinity", _SMALL, 1, 8, folder, "", settings=settings_of("256KiB"))
     without, within = contestant.forward_backward(ours), contestant.infinity(ours)
-    contestant.one_step(within, ours, 0)  # now the order of uses is known, and there are moments
+    contestant.one_step(within, ours, 0)  # after this the order of uses is known, and moments exist
     before = stats(within.model).uses
     contestant.one_step(within, ours, 0)
     uses = stats(within.model).uses - before
@@ -145,13 +142,13 @@ def use_toll(folder: str) -> float:
 
 
 def tolls(folder: str, compute: Callable[[], object]) -> dict[str, float]:
-    """Return all of it, by its names in simulated.Rates; see `request_toll` for `compute`."""
+    """Return all figures, by their names in simulator.Rates; see `request_toll` for `compute`."""
     names = ("request_s", "asking", "computing_asked")
     return {**dict(zip(names, request_toll(folder, compute), strict=True)), "use_s": use_toll(folder)}
 
 
 def _least_s(call: Callable[[], Any], repeats: int = 5) -> float:
-    """Return the least of this thread's own time for some calls."""
+    """Return the least CPU time of this thread over some calls."""
     found = []
     for _ in range(repeats):
         began = time.thread_time()

@@ -1,7 +1,7 @@
-"""DeepSpeed's NVMe offload as a peer: its settings, tuned for a model, and the environment it lives in.
+"""DeepSpeed's NVMe offload as a peer: its settings, tuned for a model, and its environment.
 
-A virtual environment of its own (torch, transformers, deepspeed and ninja; libaio's headers and a compiler
-for what it compiles), in which infinity is not installed.
+The environment is a virtual one of its own, without infinity: torch, transformers, deepspeed and ninja, with
+libaio's headers and a compiler for the extensions that DeepSpeed compiles.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ SETTINGS: dict[str, Any] = {
         "intra_op_parallelism": 1,
     },
 }
-"""Tuned here. `max_in_cpu` 0: by default a model of this size never reaches NVMe. Parameter buffers of the
-largest parameter's size, and no reuse distance: with the defaults DeepSpeed 0.19 runs out of buffers in the
-second step. With fewer than twelve optimizer buffers its pipelined step runs out of them. Larger groups than
-these were no faster and took more memory; a block size above 1 MiB keeps what is smaller out of NVMe.
-"""
+"""Tuned on our machines. `max_in_cpu` is 0 because by default a model of this size never reaches NVMe.
+Parameter buffers have the largest parameter's size, and the reuse distance is 0, because DeepSpeed 0.19
+otherwise runs out of buffers in the second step. With fewer than twelve optimizer buffers its pipelined step
+runs out of them. Larger
+groups were no faster and took more memory; a block size above 1 MiB keeps smaller tensors out of NVMe."""
 
 
 def settings(shape: str, micro_batches: int = 1) -> dict[str, Any]:
-    """Return SETTINGS with buffers that hold the largest parameter of `shape`, and so many micro-batches."""
+    """Return SETTINGS with buffers for the largest parameter of `shape`, and this number of micro-batches."""
     sizes = SHAPES[shape]
     widest = max(sizes["intermediate_size"], sizes["vocab_size"])
     zero = SETTINGS["zero_optimization"]
@@ -58,10 +58,7 @@ def settings(shape: str, micro_batches: int = 1) -> dict[str, Any]:
 
 
 def check(environment: Environment) -> None:
-    """Refuse an environment in which DeepSpeed cannot be imported, saying what to install.
-
-    Raises: ConfigError.
-    """
+    """Check that DeepSpeed can be imported. Raises: ConfigError that says what to install."""
     try:
         code, said = environment.run(["-c", "import deepspeed, transformers, ninja"])
     except OSError as error:

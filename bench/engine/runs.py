@@ -1,4 +1,4 @@
-"""What measurements that start processes share: a contestant's run, the machine in words, the record."""
+"""Shared by benches that start processes: a contestant's run, a description of the machine, records."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from infinity.sizes import format_size
 HERE = Path(__file__).resolve().parent
 SETTLING = 3
 """Steps that are not counted: in the first an engine learns the order of uses and has no moments to read; in
-the third, with uses of a whole step counted, it moves fields between tiers.
-"""
+the
+third, after counting the uses of a whole step, it moves fields between tiers."""
 
 SHAPES: dict[str, dict[str, int]] = {
     name: {
@@ -48,16 +48,16 @@ SHAPES: dict[str, dict[str, int]] = {
         ("269m", 20, 1024, 2816, 16, 8192),
     )
 }
-"""Llama models: the presets, and 269m, with more tokens than bytes. A name says about how many parameters."""
+"""Llama models: the presets, and 269m, whose vocabulary is larger than bytes. Names are parameter counts."""
 MAX_NORM = 1.0
 UPDATES: dict[str, dict[str, Any]] = {
     "backward": {"update": "backward"},
     "forward": {"update": "forward"},
     "clipped": {"update": "forward", "max_norm": MAX_NORM},
 }
-"""Infinity's ways to update, and the settings of a contestant that uses them."""
+"""Infinity's ways to update, and a contestant's settings for them."""
 STATE_DTYPES = ("fp32", "bf16", "int8")
-"""What moments can be kept in; the first is exact, and the default."""
+"""The dtypes of moments; the first is exact, and the default."""
 
 
 def settings_of(
@@ -65,7 +65,7 @@ def settings_of(
 ) -> dict[str, Any]:
     """Return the settings of an Infinity contestant; `update` is a key of UPDATES.
 
-    The default dtype of moments is left out, so that sources from before there was a choice run too.
+    The default dtype of moments is left out, so that older sources without a choice can run too.
     """
     chosen = {} if state_dtype == STATE_DTYPES[0] else {"state_dtype": state_dtype}
     return {"host_memory": host_memory, **UPDATES[update], **chosen}
@@ -74,9 +74,14 @@ def settings_of(
 def parameter_count(shape: str) -> int:
     """Return the parameters of a shape; input and output embeddings are not tied."""
     sizes = SHAPES[shape]
+    ends = (2 * sizes["vocab_size"] + 1) * sizes["hidden_size"]
+    return sizes["num_hidden_layers"] * block_parameters(sizes) + ends
+
+
+def block_parameters(sizes: Mapping[str, int]) -> int:
+    """Return the parameters of one decoder block."""
     hidden = sizes["hidden_size"]
-    block = 4 * hidden**2 + 3 * hidden * sizes["intermediate_size"] + 2 * hidden
-    return sizes["num_hidden_layers"] * block + 2 * sizes["vocab_size"] * hidden + hidden
+    return 4 * hidden**2 + 3 * hidden * sizes["intermediate_size"] + 2 * hidden
 
 
 class RunError(InfinityError, RuntimeError):
@@ -89,25 +94,25 @@ class Environment:
 
     python: str
     options: tuple[str, ...] = ("-P",) if sys.version_info >= (3, 11) else ("-I",)
-    """Keep this folder off its sys.path: the file copy.py here is not the standard library's."""
+    """Keeps this folder off sys.path, where its modules could hide others of the same name."""
     variables: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of_venv(cls, folder: Path) -> Environment:
-        """A virtual environment of its own, seen from nowhere else; what DeepSpeed compiles stays in it."""
+        """Use a virtual environment, isolated; extensions that DeepSpeed compiles stay in it."""
         scripts = folder.absolute() / "bin"
         path = f"{scripts}{os.pathsep}{os.environ.get('PATH', '')}"  # ninja
         built = str(folder.absolute() / "torch_extensions")
         return cls(str(scripts / "python"), ("-I",), {"PATH": path, "TORCH_EXTENSIONS_DIR": built})
 
     def run(self, arguments: Sequence[str], keep: Sequence[int] = ()) -> tuple[int, str]:
-        """Run Python; return its exit code and all it wrote. Whatever it starts ends when we are interrupted.
+        """Run Python; return its exit code and output. If we are interrupted, all its processes are killed.
 
-        keep: file descriptors that it gets too.
+        keep: file descriptors that it inherits.
         """
         process = None
         try:
-            with held_back():  # an interrupt inside Popen would leave a process that nobody knows
+            with held_back():  # an interrupt inside Popen would leave an unknown process running
                 process = subprocess.Popen(  # noqa: S603 (the caller's own Python)
                     [self.python, *self.options, *arguments],
                     env={**os.environ, **self.variables},
@@ -116,7 +121,7 @@ class Environment:
                     text=True,
                     errors="replace",
                     pass_fds=keep,
-                    start_new_session=True,  # a group of its own: what DeepSpeed compiles with is in it
+                    start_new_session=True,  # a group of its own, which includes DeepSpeed's compilers
                 )
             said, _ = process.communicate()
         except BaseException:
@@ -138,12 +143,12 @@ class Measured:
     backward_s: float
     step_s: float
     read_per_parameter: float
-    """Bytes per step, mean of the steady steps, by /proc/self/io; where that counts none, by the engine."""
+    """Bytes per step, mean of the steady steps, by /proc/self/io; if that counts none, by the engine."""
     written_per_parameter: float
     device_per_parameter: float
-    """Bytes read and written per step by the whole device, whoever asked for them."""
+    """Bytes read and written per step by the whole device, for all processes."""
     peak_nbytes: int
-    """Peak resident memory above that after the imports, building included."""
+    """Peak resident memory, building included, above the memory after the imports."""
     build_peak_nbytes: int
     train_peak_nbytes: int
     baseline_nbytes: int
@@ -153,7 +158,7 @@ class Measured:
     all_seconds: list[float]
     all_losses: list[float]
     load: float
-    """Runnable processes at the end, mean of the last minute; the run's own among them."""
+    """Runnable processes at the end, mean of the last minute, including the run's own."""
     engine: dict[str, Any]
     versions: dict[str, str]
 
@@ -180,18 +185,18 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is trained: the name of a shape, tokens of a sequence, steps, and sequences in each step."""
+    """A training: the name of a shape, tokens per sequence, steps, and sequences per step."""
 
     shape: str
     tokens: int
     steps: int
     micro_batches: int = 1
     turn: int = 0
-    """Steps of a turn, where contestants take turns."""
+    """Steps of a turn, if contestants take turns."""
 
 
 def counts(step: int, turn: int = 0) -> bool:
-    """Whether a step, from 0, counts: behind those that settle; of each turn, behind its first."""
+    """Whether step number `step` counts: after those that settle, and after the first of each turn."""
     return step >= max(SETTLING, turn) and (turn == 0 or step % turn > 0)
 
 
@@ -204,11 +209,12 @@ def measure(
     program: str = "contestant.py",
     baton: int | None = None,
 ) -> Measured:
-    """Train a contestant in a process of its own, with its files in a folder that is removed afterwards.
+    """Train a contestant in a process of its own, with its files in a temporary folder.
 
-    program: the file in this folder that knows the kind.
-    baton: the descriptor of a socket on which it is told its turns; see `bench.turns`.
-    Raises: RunError with the error's words, or with the process's last lines.
+    program: the file in this folder that implements the kind.
+    baton: the descriptor of a socket for its turns; see turns.py.
+
+    Raises: RunError with the error's text, or with the process's last lines.
     """
     with (
         tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=folder) as name,
@@ -270,9 +276,9 @@ def _measured(result: dict[str, Any], turn: int) -> Measured:
 
 @contextmanager
 def folder_on(path: Path) -> Iterator[Path]:
-    """Make a folder for the runs' files below `path`, which has to be there, and remove it at the end.
+    """Create a temporary folder for the runs' files in the existing folder `path`.
 
-    Raises: ConfigError for a `path` that is no folder to write in.
+    Raises: ConfigError if `path` is not a writable folder.
     """
     check_folder(path)
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=path) as name:
@@ -283,7 +289,7 @@ def folder_on(path: Path) -> Iterator[Path]:
 
 
 def here() -> dict[str, Any]:
-    """Say when, and of which sources: what a figure is worth nothing without."""
+    """Return the date and the versions of the sources, without which a figure means nothing."""
     now = dt.datetime.now(dt.timezone.utc)
     return {
         "date": f"{now:%Y-%m-%d}",
@@ -294,7 +300,7 @@ def here() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Return the commit of the sources, with a + where files differ from it; "unknown" outside a checkout."""
+    """Return the commit of the sources, with a + if files differ from it; "unknown" outside a checkout."""
     try:
         head = _git("rev-parse", "--short", "HEAD")
         changed = _git("status", "--porcelain", "--untracked-files=no", "--", "aio", "infinity", "kernels")
@@ -310,7 +316,7 @@ def _git(*arguments: str) -> str:
 
 
 def machine(folder: Path | None = None) -> dict[str, str]:
-    """Describe the machine in general terms (no names, no paths), and what `folder` lies on, if given."""
+    """Describe the machine in general terms (no names, no paths), and the filesystem of `folder`."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
     facts = {
@@ -332,20 +338,21 @@ def _filesystem(folder: Path) -> str:
 
 
 def words(facts: Mapping[str, Any]) -> str:
-    """Return the facts in one line."""
+    """Format facts in one line."""
     return ", ".join(f"{key} {value}" for key, value in facts.items())
 
 
 def save(path: Path, record: Mapping[str, Any]) -> None:
     """Write a record as JSON."""
-    path.write_text(json.dumps(record, indent=1, default=_plain) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(record, indent=1, default=plain) + "\n", encoding="utf-8")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return a dataclass as a dict, for json.dumps. Raises: TypeError for anything else."""
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
-    raise TypeError(f"{value!r} is not for a record")
+    raise TypeError(f"{value!r} cannot be part of a record: expected plain values or dataclasses")
 
 
 OWN = Environment(sys.executable)
-"""This Python: where infinity is, and plain PyTorch beside it."""
+"""This Python, with infinity and plain PyTorch."""

@@ -1,10 +1,11 @@
-"""`infinity bench step`: whole training steps of a Llama, beside the floor T* and beside others.
+"""`infinity bench step`: whole training steps of a Llama, beside the floor T* and other frameworks.
 
     infinity bench step --nvme DIR --model 269m --host-memory 512MiB 2GiB all --state-dtype fp32 int8 \
         --tokens 64 512 --peer torch --peer deepspeed --venv DIR --json step.json
 
-Every contestant trains in a fresh process. Rounds alternate, because a disk's speed drifts by half within
-minutes: what counts are the medians of the ratios within rounds.
+Every contestant trains in a new process. Contestants run in turn, in rounds, because a disk's speed drifts by
+half
+within minutes: results are medians of the ratios within rounds.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from infinity.bench.engine.runs import (
     measure,
     parameter_count,
 )
-from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, show, write
+from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, report
 from infinity.bench.planning import pace
 from infinity.bench.targets import Target
 from infinity.errors import ConfigError
@@ -48,11 +49,11 @@ Found = dict[Case, list[Round]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what can be asked for."""
+    """Add the options of `infinity bench step`."""
     add = parser.add_argument
     add("--nvme", type=Path, default=Path(), metavar="DIR", help="a folder on the disk to measure (this one)")
     add("--model", choices=SHAPES, default="269m", metavar="NAME", help=f"{', '.join(SHAPES)}; 269m")
-    budget = f'budgets of Infinity: sizes, "{ALL}", "{EQUAL}" (what its run takes); 512MiB'
+    budget = f'budgets of Infinity: sizes, "{ALL}", "{EQUAL}" (its run\'s memory); 512MiB'
     add("--host-memory", nargs="+", type=_budget, default=["512MiB"], metavar="SIZE", help=budget)
     add("--state-dtype", nargs="+", choices=STATE_DTYPES, default=["fp32"], help="of moments; fp32")
     add("--update", nargs="+", choices=UPDATES, default=["backward"], help="when weights change; backward")
@@ -67,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     steps = f"per run, of which the first {SETTLING} are not counted; 6"
     add("--steps", type=positive, default=6, metavar="N", help=steps)
     add("--rounds", type=positive, default=3, metavar="N", help="runs of each, in turn; 3")
-    only = "run what contains one of these in its name, whatever the case; all"
+    only = "run the contestants whose names contain one of these, ignoring case; all"
     add("--only", nargs="+", default=[], metavar="TEXT", help=only)
     seconds = "of each of the measurements of the disk around a run; 4"
     add("--disk-seconds", type=positive, default=4, metavar="N", help=seconds)
@@ -76,9 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Check what was asked for, run it, tell what was found.
+    """Check the options, run the cases, and report.
 
-    Raises: ConfigError; RunError where a contestant fails; OSError, of a full disk for example.
+    Raises: ConfigError; RunError if a contestant fails; OSError, of a full disk for example.
     """
     check_outputs(options)
     if options.steps <= SETTLING:
@@ -92,13 +93,12 @@ def run(options: argparse.Namespace, console: Console) -> int:
             gauge = gauge_on(folder, options.disk_size, options.disk_seconds)
         found = race(options, entries, environment, gauge, folder, console)
         findings = findings_of(found, options, gauge.source)
-        show(findings, console, folder)
-        write(findings, options, folder)
+        report(findings, options, console, folder)
     return 0
 
 
 def _rival_of(options: argparse.Namespace, entries: Sequence[Case], console: Console) -> Environment:
-    """Return where DeepSpeed lives, if it is to run; else our own Python."""
+    """Return DeepSpeed's environment if it runs, else our own Python."""
     if all(one.kind != "deepspeed" for one in entries):
         return OWN
     if options.venv is None:
@@ -126,7 +126,7 @@ def race(
     folder: Path,
     console: Console,
 ) -> Found:
-    """Run every case once per round, in turn; environment: DeepSpeed's."""
+    """Run every case once per round. environment: DeepSpeed's."""
     found: Found = {one: [] for one in entries}
     runs = options.rounds * len(entries)
     for number in range(runs):
@@ -149,7 +149,7 @@ def one_run(
     gauge: Gauge,
     folder: Path,
 ) -> Round:
-    """Run one case; `found` holds what came before it, in this round too."""
+    """Run one case. found: the rounds before it, and the earlier cases of this round."""
     model = Model(options.model, case.tokens, options.steps, options.micro_batches)
     peers = found.get(Case("deepspeed", case.tokens))
     rival_nbytes = peers[-1].run.peak_nbytes if peers else None
@@ -172,9 +172,7 @@ def _computing(found: Found, case: Case) -> float:
 
 
 def _cores(found: Found, case: Case) -> pace.Cores | None:
-    """Measure the cores; how computing and the lane slow each other was seen in this round, if at all, as
-    was what requests and uses take.
-    """
+    """Measure the cores, with this round's figures of computing beside updates; None if that was not run."""
     if Case("beside_updates", case.tokens) not in found:
         return None
     beside = found[Case("beside_updates", case.tokens)][-1]
@@ -195,7 +193,7 @@ def quotients(found: Found, over: Case, under: Case) -> list[float]:
 
 
 def base_of(found: Found, tokens: int) -> Case | None:
-    """Return whom a line is held against: DeepSpeed, else plain PyTorch, else nobody."""
+    """Return the case to compare with: DeepSpeed, else plain PyTorch, else None."""
     peers = (Case(kind, tokens) for kind in ("deepspeed", "plain"))
     return next((one for one in peers if one in found), None)
 
@@ -203,7 +201,7 @@ def base_of(found: Found, tokens: int) -> Case | None:
 def row_of(model: str, case: Case, rounds: Sequence[Round], faster: Sequence[float]) -> dict[str, Any]:
     """Return a case's row: medians of its rounds, and the rounds themselves.
 
-    faster: how many times as fast as `base_of` it was, by round.
+    faster: its speed relative to `base_of`, by round.
     """
     runs = [one.run for one in rounds]
 
@@ -253,7 +251,7 @@ def row_of(model: str, case: Case, rounds: Sequence[Round], faster: Sequence[flo
 
 
 def _medians(rates: Sequence[Any]) -> dict[str, float] | None:
-    """Return the medians of what was measured around the runs; None where nothing was."""
+    """Return the medians of the figures around the runs; None if there are none."""
     known = [asdict(one) for one in rates if one is not None]
     if not known:
         return None
@@ -261,14 +259,14 @@ def _medians(rates: Sequence[Any]) -> dict[str, float] | None:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Return the median and, of several, the range."""
+    """Format the median and, for several values, the range."""
     if len(values) == 1:
         return f"{values[0]:.2f}"
     return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
 
 
 def findings_of(found: Found, options: argparse.Namespace, source: str) -> Findings:
-    """Put everything into the shape that all benchmarks have; source: by what the disk was measured."""
+    """Return the findings. source: how the disk was measured."""
     rows = []
     for case, rounds in found.items():
         base = base_of(found, case.tokens)
@@ -317,7 +315,7 @@ def _rates(disk: Mapping[str, float]) -> str:
 
 
 def verdicts(found: Found, options: argparse.Namespace) -> list[str]:
-    """Return a line per target that was measured; those beside others were set for 269m at 512 MiB."""
+    """Return a line per measured target; the targets beside peers were set for 269m at 512 MiB."""
     lines = []
     for tokens in options.tokens:
         lines += [f"{tokens} tokens: {line}" for line in _beside_others(found, options, tokens)]
@@ -350,7 +348,7 @@ def _beside_others(found: Found, options: argparse.Namespace, tokens: int) -> li
 
 
 def draw(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draw each case's seconds as a bar, with a mark where its floor is."""
+    """Draw each case's seconds as a bar, with a mark at its floor."""
     names = [f"{row['contestant']}, {row['tokens']} tokens" for row in rows]
     axes.barh(names, [row["seconds"] for row in rows], color="C0", alpha=0.7)
     floors = [(row["floor_s"], name) for row, name in zip(rows, names, strict=True) if "floor_s" in row]

@@ -2,8 +2,9 @@
 
     python -m infinity.bench.engine.traffic --nvme DIR --json bench/results/traffic-269m.json
 
-At a budget too small to keep anything, one line for each dtype of the moments. With exact state and budgets
-that hold a fraction c of it: at most (1 - c) * 26 B per parameter. Half a byte is allowed on top, everywhere.
+There is one line for each dtype of the moments at a budget too small to keep anything, and one for exact
+state at each budget that holds a fraction c of it: at most (1 - c) * 26 B per parameter. Half a byte is
+allowed on top everywhere.
 Time does not matter: this may run on a busy machine.
 """
 
@@ -17,30 +18,20 @@ from typing import Any
 
 from rich.console import Console
 
-from infinity.bench.engine.runs import (
-    OWN,
-    SHAPES,
-    STATE_DTYPES,
-    Measured,
-    Model,
-    folder_on,
-    measure,
-    settings_of,
-)
-from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, show, write
+from infinity.bench.engine.runs import OWN, SHAPES, STATE_DTYPES, Measured, Model, measure, settings_of
+from infinity.bench.findings import Column, Findings, asked, command, run_command
 from infinity.bench.targets import mark
-from infinity.errors import InfinityError
 from infinity.sizes import format_size
 
 DESIGN = {"fp32": 26.0, "bf16": 18.0, "int8": 14.0}
-"""Bytes per parameter by the moments' dtype: hi is read twice and written once, all else once each way."""
+"""Bytes per parameter by the moments' dtype: hi is read twice, all fields are read and written once."""
 ALLOWANCE = 0.5
 """Bytes per parameter: padding, scales of int8 blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficRow:
-    """One run: what it kept in memory, what it moved, and what it may move."""
+    """One run: the state kept in memory, the bytes moved, and their limit."""
 
     state_dtype: str
     host_memory: str
@@ -58,17 +49,17 @@ class TrafficRow:
 
     @property
     def met(self) -> bool:
-        """Whether no more was moved than may be."""
+        """Whether the bytes are within the limit."""
         return self.bytes_per_parameter <= self.limit
 
 
 def limit(state_dtype: str, pinned: float) -> float:
-    """Return the most bytes per parameter that a step may move with a fraction of its state pinned."""
+    """Return the limit of bytes per parameter for a step with a fraction of its state pinned."""
     return (1 - pinned) * DESIGN[state_dtype] + ALLOWANCE
 
 
 def row_of(state_dtype: str, host_memory: str, run: Measured) -> TrafficRow:
-    """Hold a run against its limit."""
+    """Compare a run with its limit."""
     host, nvme = run.engine["host_nbytes"], run.engine["nvme_nbytes"]
     pinned = host / (host + nvme)
     moved = run.read_per_parameter, run.written_per_parameter
@@ -76,7 +67,7 @@ def row_of(state_dtype: str, host_memory: str, run: Measured) -> TrafficRow:
 
 
 def findings_of(rows: Sequence[tuple[TrafficRow, Measured]], options: argparse.Namespace) -> Findings:
-    """Lay what was moved beside what may be, each row with its run."""
+    """Show the bytes moved beside their limits; each row holds its run."""
     size = format_size(12 * rows[-1][1].parameters) if rows else "0 B"
     return Findings(
         title="NVMe traffic of a step, B per parameter",
@@ -98,40 +89,30 @@ def findings_of(rows: Sequence[tuple[TrafficRow, Measured]], options: argparse.N
     )
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run each setting once; print the table, write the record."""
-    parser = argparse.ArgumentParser(
-        prog="python -m infinity.bench.engine.traffic",
-        description="NVMe bytes of a step against their limits",
-    )
-    parser.add_argument("--nvme", type=Path, required=True, metavar="DIR", help="a folder on the disk")
-    parser.add_argument("--model", choices=SHAPES, default="269m")
-    parser.add_argument("--state-dtype", nargs="*", choices=STATE_DTYPES, default=list(STATE_DTYPES))
-    parser.add_argument("--least", default="16MiB", metavar="SIZE", help="the budget that keeps nothing")
-    budgets: dict[str, Any] = {"nargs": "*", "metavar": "SIZE", "default": ["512MiB", "1GiB", "2GiB"]}
-    parser.add_argument("--budgets", **budgets, help="for exact state, a part of which they hold")
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=6)
-    add_outputs(parser, plots=False)
-    options = parser.parse_args(arguments)
-    console = Console()
+def run_all(options: argparse.Namespace, folder: Path, console: Console) -> Findings:
+    """Run each setting once."""
     model = Model(options.model, options.tokens, options.steps)
     settings = [(state, options.least) for state in options.state_dtype]
     settings += [(STATE_DTYPES[0], budget) for budget in options.budgets]
     rows = []
-    try:
-        check_outputs(options)
-        with folder_on(options.nvme) as folder:
-            for state, budget in settings:
-                with console.status(f"{state} state, {budget}"):
-                    chosen = settings_of(budget, state_dtype=state)
-                    run = measure(OWN, "infinity", model, folder, chosen)
-                rows.append((row_of(state, budget, run), run))
-            findings = findings_of(rows, options)
-            show(findings, console, folder)
-            write(findings, options, folder)
-    except InfinityError as error:
-        raise SystemExit(str(error)) from error
+    for state, budget in settings:
+        with console.status(f"{state} state, {budget}"):
+            run = measure(OWN, "infinity", model, folder, settings_of(budget, state_dtype=state))
+        rows.append((row_of(state, budget, run), run))
+    return findings_of(rows, options)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run each setting once; print the table, write the record."""
+    parser = command("engine.traffic", "NVMe bytes of a step against their limits")
+    parser.add_argument("--model", choices=SHAPES, default="269m")
+    parser.add_argument("--state-dtype", nargs="*", choices=STATE_DTYPES, default=list(STATE_DTYPES))
+    parser.add_argument("--least", default="16MiB", metavar="SIZE", help="the budget that keeps nothing")
+    budgets: dict[str, Any] = {"nargs": "*", "metavar": "SIZE", "default": ["512MiB", "1GiB", "2GiB"]}
+    parser.add_argument("--budgets", **budgets, help="for exact state, of which they hold a part")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=6)
+    run_command(parser, arguments, run_all)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Contestants that stay and take turns: what a disk's drift does to one of them, it does to all.
+"""Contestants that keep running and take turns, so that a disk's drift affects all of them alike.
 
-Each is a process of its own that trains a few steps, then waits while the others train as many. What it has
-still under way when its turn ends goes on in the next one's first step, which therefore does not count.
+Each is a process of its own that trains a few steps, then waits while the others train as many. I/O that is
+still running at the end of a turn overlaps the first step of the next turn, so that step does not count.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from contextlib import ExitStack, contextmanager
 from infinity.bench.engine.runs import Measured, RunError, counts
 
 Run = Callable[[int], Measured]
-"""Runs a contestant that is told its turns on the socket of this descriptor."""
+"""Runs a contestant that gets its turns through the socket with this descriptor."""
 
 
 def take_turns(
     runs: Mapping[str, Run], orders: Sequence[Sequence[str]], before: Callable[[], None]
 ) -> dict[str, Measured]:
-    """Let every contestant have one turn for each order, in that order; call `before` ahead of each.
+    """Give every contestant one turn per order, in that order; call `before` ahead of each order.
 
     Raises: RunError of the contestant that failed.
     """
@@ -31,12 +31,12 @@ def take_turns(
             for name in order:
                 if not _turn(batons[name]):
                     found[name].result()
-                    raise RunError(f"{name} ended before its last turn, and says no error")
+                    raise RunError(f"{name} ended before its last turn, without an error")
         return {name: one.result() for name, one in found.items()}
 
 
 def _turn(baton: socket.socket) -> bytes:
-    """Return what the contestant says at the end of its turn; nothing, if it has ended."""
+    """Give a contestant a turn; return its byte at the end of the turn, nothing if it has exited."""
     try:
         baton.sendall(b".")
         return baton.recv(1)
@@ -48,10 +48,10 @@ def _turn(baton: socket.socket) -> bytes:
 def _started(
     runs: Mapping[str, Run],
 ) -> Iterator[tuple[dict[str, socket.socket], dict[str, Future[Measured]]]]:
-    """Start the contestants; those that wait for a turn at the end, for whatever reason, end."""
+    """Start the contestants; at the end, those that still wait for a turn exit."""
 
     def stay(run: Run, theirs: socket.socket) -> Measured:
-        with theirs:  # closed when the process is gone: whoever waits for it reads nothing
+        with theirs:  # closed when the process has exited, so that a waiting _turn reads nothing
             return run(theirs.fileno())
 
     with ExitStack() as stack:
@@ -65,6 +65,6 @@ def _started(
 
 
 def seconds_of_turns(run: Measured, turn: int) -> list[float]:
-    """Return the median second of the counted steps of each turn, but for the first, in which all settles."""
+    """Return the median seconds of the counted steps of each turn except the first, which settles."""
     steps = [one for number, one in enumerate(run.all_seconds) if counts(number, turn)]
     return [statistics.median(steps[at : at + turn - 1]) for at in range(0, len(steps), turn - 1)]

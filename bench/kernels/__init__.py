@@ -1,1 +1,1 @@
-"""The kernels: the optimizer step, the split master, checksums, beside the memory's speed and torch's."""
+"""Speed of the kernels: optimizer steps, split masters, checksums; beside memory bandwidth and torch."""

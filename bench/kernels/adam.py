@@ -1,18 +1,19 @@
-"""The CPU kernels beside the memory's own speed, measured in the same run, and beside torch's AdamW.
+"""The CPU kernels, beside the memory bandwidth in the same run, and beside torch's AdamW.
 
     infinity bench adam --rounds 25 --json adam.json --plot adam.png
 
 A row is one kernel with one instruction set on some threads. Its *limit* is the time in which the same
-threads move the same bytes: the kernel's own fields, each read, updated or only written as the kernel does
-it, with next to no arithmetic. They lie in memory as training holds records in: in huge pages, where the
-machine gives them. (It may give them for one field and not for another: so the very same memory.) Everything
-is timed in turn, round after round, and what counts is the median over the rounds of limit over kernel; GB/s
-and parameters/s are those of the best round, the one that other users of the machine disturbed least. A ratio
-above 1 says that the limit's own loop was slower.
+threads
+move the same bytes: the kernel's own fields, each read, updated or only written as by the kernel, with almost
+no arithmetic. The fields lie in memory as training holds records, in huge pages if the machine provides them.
+(It may provide them for one field and not for another, so kernel and limit use the same memory.) All rows are
+timed in turn, in rounds, and the result is the median over the rounds of limit over kernel. GB/s and
+parameters/s are those of the best round, which other users of the machine disturbed least. A ratio above 1
+means that the limit's own loop was slower.
 
-Bytes are those that have to be moved. A kernel whose stores go through the caches first reads what it
-overwrites, which is not counted: split, join, widen, narrow and dequantize. sum_squares and the hash read
-little and compute much; the hash runs on one thread.
+Bytes are those that must be moved. Kernels whose stores go through the caches also read the lines that they
+overwrite, which is not counted: split, join, widen, narrow and dequantize. sum_squares and the hash are bound
+by arithmetic; the hash runs on one thread.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from infinity import kernels
-from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, gb_per_s, show, write
+from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, gb_per_s, report
 from infinity.bench.kernels.recipes import (
     BESIDE,
     BLOCK,
@@ -57,12 +58,12 @@ HELP = "how fast the CPU kernels are, beside the memory's limit and torch's Adam
 
 ISAS = ("avx512", "avx2", "scalar")
 LEAST_NBYTES = 64 << 20
-"""What a timing moves at least: smaller records are gone over several times."""
-SETTLE_S = 0.02  # torch's OpenMP threads spin after their work and would slow whatever comes next
+"""Bytes moved in a timing, at least: smaller records are processed several times."""
+SETTLE_S = 0.02  # torch's OpenMP threads spin after their work and would slow the next timing
 LEAST_ROUNDS = 3
-"""With fewer there is no verdict: the median of one or two timings is luck."""
+"""With fewer rounds there is no verdict: the median of one or two timings is random."""
 NBYTES = 56
-"""Of memory, per parameter: recipes.Memory takes 32, the two contestants of torch 20, making it 4 more."""
+"""Bytes of memory per parameter: 32 for recipes.Memory, 20 for torch's two contestants, 4 to make them."""
 LIMIT = 0.9
 GAIN = 1.8
 
@@ -80,12 +81,12 @@ class Timing:
 
     @property
     def ratios(self) -> list[float]:
-        """Each round's part of the limit that was reached."""
+        """Limit over kernel, by round."""
         return [limit / own for limit, own in zip(self.limit_seconds, self.seconds, strict=True)]
 
     @property
     def parameters_per_s(self) -> float:
-        """In the best round."""
+        """Parameters per second in the best round."""
         return self.numel / min(self.seconds)
 
     def record(self) -> dict[str, Any]:
@@ -112,9 +113,9 @@ class Timing:
 
 
 def timed(call: Callable[[], object], times: int) -> float:
-    """Return the seconds of one call, the mean of so many in a row behind one that does not count.
+    """Return the mean seconds of `times` calls in a row, after one that does not count.
 
-    STREAM leaves its first out, too: pool and clock have yet to come up, all the more for wide registers.
+    STREAM leaves its first call out too: threads wake up, and the clock adapts, above all to wide registers.
     """
     time.sleep(SETTLE_S)
     call()
@@ -125,16 +126,14 @@ def timed(call: Callable[[], object], times: int) -> float:
 
 
 def limit(streams: tuple[FieldStream, ...], numel: int) -> Callable[[], object]:
-    """Return a call that moves what an operation with these streams moves. What is updated keeps its values,
-    what is only written becomes 0.
-    """
+    """Return a call that moves the bytes of these streams. Updated fields keep their values, others get 0."""
     described = [(ffi.cast("void *", one.address), one.nbytes, one.kind) for one in streams]
     array = ffi.new("struct infinity_stream[]", described)
     return lambda: library.infinity_traffic(numel, len(described), array)
 
 
 def one_round(timings: Sequence[Timing], best: str, *, keep: bool) -> None:
-    """Time every row once, those of the same limit right behind it."""
+    """Time every row once, right after its limit."""
     for streams in dict.fromkeys(timing.operation.streams for timing in timings):
         rows = [timing for timing in timings if timing.operation.streams == streams]
         times = max(1, round(LEAST_NBYTES / rows[0].operation.bytes_per_parameter / rows[0].numel))
@@ -151,7 +150,7 @@ def one_round(timings: Sequence[Timing], best: str, *, keep: bool) -> None:
 def measured(
     operations: Sequence[Operation], numel: int, threads: int, rounds: int, step: Callable[[], object]
 ) -> list[Timing]:
-    """Time all operations on so many threads; one round more than counts, to warm up."""
+    """Time all operations on some threads, in `rounds` rounds after one to warm up."""
     kernels.set_threads(threads)
     torch.set_num_threads(threads)
     best = available()[0]
@@ -169,7 +168,7 @@ def measured(
 
 @contextmanager
 def settings_kept() -> Iterator[None]:
-    """Put instruction set and threads back, torch's too."""
+    """Context that restores the instruction set and the numbers of threads, also torch's."""
     isa, ours, theirs = kernels.isa(), kernels.threads(), torch.get_num_threads()
     try:
         yield
@@ -180,7 +179,7 @@ def settings_kept() -> Iterator[None]:
 
 
 def available() -> tuple[str, ...]:
-    """Return the instruction sets that this machine and build have, best first."""
+    """Return the instruction sets of this machine and build, best first."""
     with settings_kept():
         return tuple(isa for isa in ISAS if _has(isa))
 
@@ -193,11 +192,11 @@ def _has(isa: str) -> bool:
     return True
 
 
-# What it comes to
+# Results
 
 
 def verdicts(timings: Sequence[Timing]) -> list[str]:
-    """Return a line for each recipe against its limit, and one against torch, on the most threads."""
+    """Return a line for each recipe beside its limit, and one beside torch, on the most threads."""
     most = max(timing.threads for timing in timings)
     last = [timing for timing in timings if timing.threads == most]
     lines = []
@@ -215,13 +214,13 @@ def verdicts(timings: Sequence[Timing]) -> list[str]:
 
 
 def _fastest(timings: Sequence[Timing], name: str, gradient: str) -> Timing:
-    """Return the row of an operation whose instruction set is best."""
+    """Return the row of an operation with the fastest instruction set."""
     rows = [row for row in timings if row.operation.name == name and row.operation.gradient == gradient]
     return min(rows, key=lambda row: min(row.seconds))
 
 
 def findings(timings: Sequence[Timing], options: argparse.Namespace) -> Findings:
-    """Lay everything out."""
+    """Return the table, verdicts and picture."""
     rows = [timing.record() for timing in timings]
     columns = (
         Column("operation", "operation"),
@@ -255,7 +254,7 @@ def _draw(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `infinity bench adam`."""
     numel = (
-        f"parameters, whole blocks of {BLOCK}: far more than the caches hold, or few, to see tiles in them"
+        f"parameters, whole blocks of {BLOCK}: far more than the caches hold, or few, to time tiles in caches"
     )
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--numel", type=int, default=1 << 24, metavar="N", help=f"{numel} (16,777,216)")
@@ -270,7 +269,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse what cannot be measured, before anything is. Raises: ConfigError."""
+    """Refuse options that cannot be measured. Raises: ConfigError."""
     if options.numel < BLOCK or options.numel % BLOCK:
         raise ConfigError(f"--numel {options.numel}: expected a multiple of {BLOCK}, at least {BLOCK}")
     needed, available_nbytes = NBYTES * options.numel, psutil.virtual_memory().available
@@ -290,7 +289,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Measure, show, write. Raises: ConfigError for options that cannot be meant."""
+    """Measure, report. Raises: ConfigError for options that cannot be meant."""
     check(options)
     best = available()[0]
     chosen = tuple(isa for isa in ISAS if isa in options.isa)
@@ -315,6 +314,5 @@ def run(options: argparse.Namespace, console: Console) -> int:
             if not console.is_terminal:
                 console.print(f"{name}: measured")
     found = findings(timings, options)
-    show(found, console)
-    write(found, options)
+    report(found, options, console)
     return 0

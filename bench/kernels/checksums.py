@@ -1,10 +1,10 @@
-"""Which checksum for records: xxh3 of the xxhash package beside crc32c with the CPU's own instruction.
+"""Speed of checksums for records: xxh3 of the xxhash package beside crc32c with the CPU's own instruction.
 
     python -m infinity.bench.kernels.checksums [--json FILE]
 
-crc32c is compiled here, in a folder that is removed: one chain of the instruction, which waits for itself,
-and three chains over thirds of the bytes, as fast as it goes (to put three into one costs a little more).
-zlib's crc32 is what Python has.
+crc32c is compiled here, in a temporary folder: as one chain of the instruction, whose latency limits it, and
+as three chains over thirds of the bytes, the fastest way (combining the three into one costs a little more).
+zlib's crc32 is the one in Python.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import torch
 import xxhash
 from rich.console import Console
 
-from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, gb_per_s, show, write
+from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, gb_per_s, report
 from infinity.bench.planning.pace import best
 from infinity.errors import ConfigError
 
 SIZES = (16 << 10, 1 << 20, 64 << 20)
-"""Bytes: of what the caches near the core hold, of a tile's field, and of what only memory holds."""
+"""Bytes that fit a core's caches, of a tile's field, and more than the caches hold."""
 _DECLARED = """
 uint32_t crc32c_one(const uint8_t *bytes, size_t nbytes);
 uint32_t crc32c_three(const uint8_t *bytes, size_t nbytes);
@@ -59,7 +59,7 @@ uint32_t crc32c_three(const uint8_t *bytes, size_t nbytes) {
 
 
 def compiled(folder: str) -> tuple[cffi.FFI, Any]:
-    """Compile crc32c with SSE 4.2, without Python's headers; return what casts addresses, and the functions.
+    """Compile crc32c with SSE 4.2, without Python's headers; return cffi's interface and the library.
 
     Raises: ConfigError without a C compiler, or on another kind of CPU.
     """
@@ -82,7 +82,7 @@ def compiled(folder: str) -> tuple[cffi.FFI, Any]:
 def contestants(
     ffi: cffi.FFI, library: Any, content: memoryview
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield each way to sum up a content, by name."""
+    """Yield (name, call) of each checksum of `content`."""
     at = ffi.cast("uint8_t *", ffi.from_buffer(content))
     yield "xxh3, 64 bits", lambda: xxhash.xxh3_64_intdigest(content)
     yield "crc32c, three chains", lambda: library.crc32c_three(at, content.nbytes)
@@ -91,7 +91,7 @@ def contestants(
 
 
 def measured(rounds: int) -> list[dict[str, Any]]:
-    """Time all of them on all sizes; the best of some rounds, for others of this machine only slow them."""
+    """Time all checksums on all sizes: the best of some rounds, as other processes only slow them down."""
     rows = []
     with tempfile.TemporaryDirectory(prefix="infinity-bench-") as folder:
         ffi, library = compiled(folder)
@@ -104,7 +104,7 @@ def measured(rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Measure on one core, show, write."""
+    """Measure on one core, report."""
     parser = argparse.ArgumentParser(prog="python -m infinity.bench.kernels.checksums", description=__doc__)
     parser.add_argument("--rounds", type=int, default=20, metavar="N", help="of which the best counts (20)")
     add_outputs(parser, plots=False)
@@ -116,8 +116,7 @@ def main() -> int:
         Column("bytes_per_s", "one core", gb_per_s),
     )
     findings = Findings("Checksums of records", measured(options.rounds), columns, options=asked(options))
-    show(findings, Console())
-    write(findings, options)
+    report(findings, options, Console())
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What `infinity bench adam` times: kernels with the streams of memory that they go through, and torch's."""
+"""The operations of `infinity bench adam`: kernels with their streams of memory, and torch's AdamW."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPLIT = "adamw, fp32 moments"
 
 @dataclass(frozen=True, slots=True)
 class FieldStream:
-    """One field that an operation goes through: bytes of each BLOCK elements, and what is done to them."""
+    """One field of an operation: its bytes per BLOCK elements, and whether they are read or written."""
 
     nbytes: int
     kind: int
@@ -29,18 +29,18 @@ class FieldStream:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What is timed: a kernel (under every instruction set, or the best alone) or somebody else's code."""
+    """An operation to time: one of our kernels, or torch's or xxhash's code."""
 
     name: str
     streams: tuple[FieldStream, ...]
     call: Callable[[], object]
     gradient: str = ""
     isas: tuple[str, ...] = ()
-    """The instruction sets to time it with; none: it is not ours."""
+    """The instruction sets to time it with; empty: it is not one of our kernels."""
     on: Callable[[int], bool] = lambda threads: threads > 0
-    """Whether it is timed on so many threads."""
+    """Whether it is timed on this number of threads."""
     is_step: bool = False
-    """Whether it is an optimizer's step, which has a target."""
+    """Whether it is an optimizer step, which has a target."""
 
     @property
     def bytes_per_parameter(self) -> float:
@@ -50,7 +50,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Records of every kind with their gradients, and room for what is cast, copied or read of others."""
+    """Records of every kind with their gradients, and memory for casts and copies."""
 
     hi: torch.Tensor
     lo: torch.Tensor
@@ -62,10 +62,10 @@ class Memory:
 
     @classmethod
     def of(cls, numel: int) -> Memory:
-        """Take and touch all of it; ordinary values, since denormals would measure something else."""
+        """Allocate and fill all of it with ordinary values, since denormals are slower."""
         grad32 = _normal(numel, 1e-2)
         hi, lo = _filled(torch.int16, numel, numel)
-        masters = _normal(numel, 2e-2)  # named: it has to live while the kernel reads it
+        masters = _normal(numel, 2e-2)  # a variable, so that it lives while the kernel reads it
         kernels.split(numel, masters.data_ptr(), hi.data_ptr(), lo.data_ptr())
         grad16 = _held(torch.bfloat16, numel).copy_(grad32)
         scales = -(-numel // BLOCK) * 2
@@ -79,12 +79,12 @@ class Memory:
 
 
 def _held(dtype: torch.dtype, numel: int) -> torch.Tensor:
-    """Return a tensor in memory as training holds records in, of huge pages where the machine has them."""
+    """Return a tensor in the kind of memory that training uses for records, with huge pages if possible."""
     return torch.frombuffer(Arena(numel * dtype.itemsize).map, dtype=dtype)
 
 
 def _filled(dtype: torch.dtype, *sizes: int) -> tuple[torch.Tensor, ...]:
-    """Return tensors of zeros whose pages exist: untouched, they are all the same one."""
+    """Return tensors of zeros in memory of their own: untouched pages would all be the same zero page."""
     return tuple(_held(dtype, size).fill_(0) for size in sizes)
 
 
@@ -104,7 +104,7 @@ _Fields = Sequence[torch.Tensor]
 
 
 def _streams(numel: int, *, update: _Fields = (), read: _Fields = (), write: _Fields = ()) -> Any:
-    """Describe an operation on so many parameters by the fields that it goes through."""
+    """Describe the fields of an operation on `numel` parameters."""
     kinds = ((UPDATE, update), (READ, read), (WRITE, write))
     return tuple(
         FieldStream(one.nbytes * BLOCK // numel, kind, one.data_ptr())
@@ -114,7 +114,7 @@ def _streams(numel: int, *, update: _Fields = (), read: _Fields = (), write: _Fi
 
 
 def steps(memory: Memory, isas: tuple[str, ...]) -> list[Operation]:
-    """List the recipes: a step for every type of moments and of gradients."""
+    """List the AdamW steps for every dtype of moments and of gradients."""
     found = []
     n = memory.out.numel()
     for state, run in _STEPS.items():
@@ -134,7 +134,7 @@ def steps(memory: Memory, isas: tuple[str, ...]) -> list[Operation]:
 
 
 def other_steps(memory: Memory, best: str) -> list[Operation]:
-    """List the steps of other records, and of other optimizers, with the best instruction set alone."""
+    """List the steps of other records and other optimizers, with the best instruction set only."""
     n = memory.out.numel()
     weight16 = _halves(memory.other)[0]
     fields = (memory.hi, memory.lo, *memory.moments["fp32"], memory.grad16, memory.grad32, memory.out)
@@ -144,7 +144,7 @@ def other_steps(memory: Memory, best: str) -> list[Operation]:
     sgd = kernels.SGDScalars(lr=1e-4, momentum=0.9, weight_decay=0.1, step=10)
     adagrad = kernels.AdagradScalars(lr=1e-4, eps=1e-10, weight_decay=0.1, step=10)
     lion = kernels.LionScalars(lr=1e-4, beta1=0.9, beta2=0.99, weight_decay=0.1)
-    # The bits of bf16 gradients are ordinary numbers as fp16, too.
+    # The bits of bf16 gradients are ordinary numbers also as fp16.
     whole = (memory.out, *memory.moments["fp32"])
     half = _streams(n, update=whole, read=(memory.grad16,), write=(weight16,))
     ours = [
@@ -171,12 +171,12 @@ def other_steps(memory: Memory, best: str) -> list[Operation]:
 
 
 def _halves(fp32: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return as many elements of 16 bits twice."""
+    """Return two halves of an fp32 tensor's memory, each with as many elements, of 16 bits."""
     return fp32.view(torch.int16).chunk(2)
 
 
 def others(memory: Memory, best: str) -> list[Operation]:
-    """List the other kernels and the hash of records, with the best instruction set alone."""
+    """List the other kernels, with the best instruction set only, and the hash of records."""
     n = memory.out.numel()
     split, halves, state = (memory.hi, memory.lo), _halves(memory.other), memory.moments["int8"]
     hi, lo, g16, g32, out = (

@@ -1,4 +1,4 @@
-"""Infinity's weights and kernel without Infinity: what a plain training loop would do with them."""
+"""Infinity's split masters and AdamW kernel in a plain training loop, without the engine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from infinity import kernels
 def adamw(
     model: nn.Module, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> Callable[[], None]:
-    """Split a model's fp32 weights into bf16 ones and remainders, in memory; return the step of AdamW.
+    """Split a model's fp32 weights into bf16 ones and remainders, in memory; return AdamW's step.
 
-    Called once per parameter, it rounds as Infinity does: losses equal those of exact state, bit for bit.
+    The step rounds as Infinity does: losses equal those of exact state, bit for bit.
     """
     weights = list(model.parameters())
     remainders = [torch.empty(weight.shape, dtype=torch.int16) for weight in weights]

@@ -1,4 +1,4 @@
-"""Outlines in weight tiles: what Config(tile_above=...) would make of a model, for `infinity plan`."""
+"""Outlines of models in weight tiles, as Config(tile_above=...) would cut them, for `infinity plan`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _TOLD = 3
 
 
 def add_argument(add: Callable[..., object]) -> None:
-    """Let a command be asked for tiles."""
-    what = 'cut layers above SIZE into tiles, as Config(tile_above=...); "auto": as the budgets ask for'
+    """Add --tile-above to a command."""
+    what = 'cut layers above SIZE into tiles, as Config(tile_above=...); "auto": chosen by the budgets'
     add("--tile-above", type=_above, metavar="SIZE", help=what)
 
 
@@ -31,7 +31,7 @@ def _above(text: str) -> int | str:
 def tiled(
     outline: Outline, above: int | str | None, host_nbytes: int, device_nbytes: int | None, console: Console
 ) -> Outline:
-    """Return the outline in the tiles that were asked for, and tell them, and why they are so large."""
+    """Return the outline in tiles of --tile-above; print the cuts, and the reason of an automatic size."""
     if above is None:
         return outline
     lines = []
@@ -48,8 +48,8 @@ def tiled(
 
 
 def in_tiles(outline: Outline, above_nbytes: int) -> tuple[Outline, list[str]]:
-    """Return the outline with every matrix above `above_nbytes`, in 16 bits, cut into tiles; and what was
-    cut, a line each.
+    """Return the outline with every matrix above `above_nbytes`, in 16 bits, cut into tiles, and a line for
+    each cut.
     """
     parts: list[UnitOutline] = []
     told: list[str] = []
@@ -71,7 +71,7 @@ def in_tiles(outline: Outline, above_nbytes: int) -> tuple[Outline, list[str]]:
 
 
 def _pieces(part: UnitOutline, above_nbytes: int) -> Sequence[UnitOutline]:
-    """Cut a part as tiling.tile_ would cut its module: a matrix, perhaps with a bias, and nothing else."""
+    """Cut a part as tiling.tile_ would cut its module: only a matrix, with or without a bias."""
     if len(part.shapes) > 2 or len(part.shapes[0]) != 2 or any(len(shape) != 1 for shape in part.shapes[1:]):
         return [part]
     rows, columns = part.shapes[0]

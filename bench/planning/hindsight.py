@@ -1,4 +1,4 @@
-"""`infinity plan compare`: forecasts beside the steps that `infinity bench step --json` has measured."""
+"""`infinity plan compare`: forecasts beside the steps measured by `infinity bench step --json`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LIMIT = 0.15
-"""Of the measured seconds, that a forecast may be off."""
+"""The error that a forecast may have, relative to the measured seconds."""
 
 _SETTING = ("model", "tokens", "host_memory", "state_dtype", "update")
 _NEEDED = (*_SETTING, "seconds", "compute_s", "own_disk", "cores")
@@ -34,9 +34,9 @@ _CORES = tuple(one.name for one in fields(Cores))
 
 
 def foretell(row: Mapping[str, Any]) -> Forecast:
-    """Forecast the step that a row of `infinity bench step` has measured, from its setting and from what was
-    measured around it: the seconds that computing takes alone, what our own engine moved on its disk, what
-    its cores updated, hashed and copied. Nothing is taken from the run itself.
+    """Forecast the step of a row of `infinity bench step`, from its setting and the figures around the run:
+    the seconds of computing alone, the disk's bandwidths by our engine, and the speed of updates, hashes and
+    copies. Nothing comes from the run itself.
 
     Raises: ConfigError for a model that is none of runs.SHAPES.
     """
@@ -53,8 +53,8 @@ def foretell(row: Mapping[str, Any]) -> Forecast:
 
 
 def check(files: Sequence[Path], console: Console) -> tuple[Findings, bool]:
-    """Forecast every measured step of Infinity in some files; return what came out, and whether all forecasts
-    are within `LIMIT`.
+    """Forecast every measured step of Infinity in some files; return the findings, and whether all errors are
+    within `LIMIT`.
 
     Raises: ConfigError for a file without such steps; OSError.
     """
@@ -89,7 +89,7 @@ def check(files: Sequence[Path], console: Console) -> tuple[Findings, bool]:
 
 
 def _measured(path: Path) -> list[Mapping[str, Any]]:
-    """Return the rows of a file that are steps of Infinity, with all that a forecast needs."""
+    """Return the rows of a file that are steps of Infinity and have all figures that a forecast needs."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
         found = [row for row in rows if row.get("kind", "infinity") == "infinity"]

@@ -1,4 +1,4 @@
-"""What `infinity plan` shows: one plan as a list of facts, several as a table and a picture."""
+"""The output of `infinity plan`: one plan as a list of facts, several as a table and a picture."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Pairs = Sequence[tuple[Mapping[str, Any], Planned]]
 
 
 def facts(one: Planned, tbw_nbytes: float | None) -> dict[str, Any]:
-    """Return everything a plan says, in SI units; what is not known is None."""
+    """Return all figures of a plan, in SI units; None for unknown ones."""
     need, told, setting = one.demand, one.forecast, one.setting
     found: dict[str, Any] = {
         "model": one.outline.name,
@@ -67,7 +67,7 @@ def facts(one: Planned, tbw_nbytes: float | None) -> dict[str, Any]:
 
 
 def limit(one: Planned) -> str:
-    """Say in a few words what a step is up against."""
+    """Describe a step's bottleneck in a few words."""
     told = one.forecast
     if told is None:
         return "not known"
@@ -79,7 +79,7 @@ def limit(one: Planned) -> str:
 
 
 def _by_field(one: Planned) -> dict[str, float]:
-    """Return the share of units, by field, that is pinned in host memory."""
+    """Return the fraction of units, by field, that is pinned in host memory."""
     units = len(one.outline.parts)
     counts: dict[str, int] = {}
     for _, name in one.demand.placement if one.demand is not None else ():
@@ -88,7 +88,7 @@ def _by_field(one: Planned) -> dict[str, float]:
 
 
 def single(pairs: Pairs, options: argparse.Namespace) -> Findings:
-    """Show one plan, fact by fact."""
+    """Return the findings of one plan, one fact per row."""
     ((_, one),) = pairs
     found = facts(one, options.tbw and options.tbw * 1e12)
     lines = list(_lines(found))
@@ -157,7 +157,7 @@ def _planning(found: Mapping[str, Any]) -> list[str]:
 
 
 def _missing(one: Planned, options: argparse.Namespace) -> list[str]:
-    """Say what would have to be known for a forecast."""
+    """Name the options that a forecast would need."""
     if one.forecast is not None or one.demand is None:
         return []
     missing = []
@@ -171,7 +171,7 @@ def _missing(one: Planned, options: argparse.Namespace) -> list[str]:
 
 
 def _beyond_here(one: Planned, options: argparse.Namespace) -> list[str]:
-    """Say where a budget is more than this machine has of memory, though the forecast is for its cores."""
+    """Warn if a budget exceeds this machine's memory although the forecast uses its cores."""
     total_nbytes, host_nbytes = psutil.virtual_memory().total, one.setting.host_nbytes
     here = not options.compute and not options.compute_seconds and one.setting.device_nbytes is None
     if one.forecast is None or not here or one.setting.ranks > 1 or host_nbytes <= total_nbytes:
@@ -186,7 +186,7 @@ def _zero_line(outline: Outline, ranks: int) -> str:
 
 
 def zero(outline: Outline, ranks: int) -> Findings:
-    """Show what each stage of ZeRO takes, for a rising number of ranks."""
+    """Return the memory of model states by ZeRO stage, for a rising number of ranks."""
     counts = sorted({1, ranks, *(4**power for power in range(6) if 4**power < ranks)})
     rows = [
         {
@@ -211,7 +211,7 @@ def zero(outline: Outline, ranks: int) -> Findings:
 
 
 def swept(pairs: Pairs, options: argparse.Namespace) -> Findings:
-    """Show several plans, one a row, and draw seconds or bytes over what was swept first."""
+    """Return the findings of several plans, one per row, drawn over the key that was swept first."""
     names = [name for name, _ in options.sweep]
     rows = []
     for chosen, one in pairs:
@@ -269,34 +269,34 @@ def _draw(rows: Sequence[Mapping[str, Any]], names: Sequence[str], axes: Axes) -
 
 
 def figure(value: float) -> str:
-    """Return three significant digits, and no exponent: "0.0412", "31.4", "12,300"."""
+    """Format with three significant digits, without an exponent: "0.0412", "31.4", "12,300"."""
     rounded = float(f"{value:.3g}")
     decimals = max(0, 2 - math.floor(math.log10(rounded))) if rounded > 0 else 0
     return f"{rounded:,.{decimals}f}"
 
 
 def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
-    """Return three significant digits in the first of the units that are filled, else in the last one."""
+    """Format with three significant digits, in the first unit of which there is at least one, or the last."""
     rounded = float(f"{value:.3g}")
     size, name = next((one for one in units if rounded >= one[0]), units[-1])
     return f"{figure(rounded / size)} {name}"
 
 
 def short_count(number: float) -> str:
-    """Return a number of parameters as people say it: "852 k", "7.05 G"."""
+    """Format a number of parameters: "852 k", "7.05 G"."""
     return _scaled(number, ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")))
 
 
 def decimal_size(nbytes: float) -> str:
-    """Return bytes in decimal units, as drives are sold: "12.5 GB"."""
+    """Format bytes in decimal units, as drives are sold: "12.5 GB"."""
     return _scaled(nbytes, ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")))
 
 
 def duration(seconds: float) -> str:
-    """Return seconds, or milliseconds: "1.25 s", "3.21 ms"."""
+    """Format seconds, or milliseconds: "1.25 s", "3.21 ms"."""
     return _scaled(seconds, ((1.0, "s"), (1e-3, "ms")))
 
 
 def _gb(nbytes: float) -> str:
-    """Return GB with a tenth, as tables of ZeRO have it; where that would say nothing, a smaller unit."""
+    """Format GB with one decimal, as ZeRO's tables do; below 1 GB, use a smaller unit."""
     return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e9 else decimal_size(nbytes)

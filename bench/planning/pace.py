@@ -1,5 +1,5 @@
-"""What this machine does per second where `infinity plan` has to know: computing a model's blocks, updating,
-hashing and copying. Each measured in well under a second, but for computing, which takes what it takes.
+"""Measures this machine's speed for `infinity plan`: computing a model's blocks, updates, hashes and copies.
+Each takes well under a second, except computing.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ LAYERS = 2
 """Blocks of the model that is timed."""
 
 _FLOPS_MOST = 1e11
-"""Of a forward and a backward that is timed: some seconds of a few cores."""
+"""The largest forward and backward to time: some seconds on a few cores."""
 _TOKENS_LEAST = 32
-"""With fewer, a matrix product is bound by memory, and says little about more."""
+"""With fewer tokens a matrix product is bound by memory, and does not scale to more tokens."""
 
 _GIVE = "Give --compute TFLOPS (per rank, as reached in training), or --compute-seconds."
 _ELEMENTS = 1 << 22
@@ -37,17 +37,17 @@ _REPEATS = 5
 
 
 def flops(outline: Outline, tokens: int, sequence: int) -> float:
-    """Return the operations of a forward and a backward with recomputation."""
+    """Return the floating-point operations of a forward and a backward with recomputation."""
     return sum(act.amount for act in outline.script(tokens, sequence) if act.verb == "compute")
 
 
 def compute_seconds(name: str, outline: Outline, tokens: int, sequence: int) -> float:
     """Time forward and backward of the model with `LAYERS` blocks in memory, in bf16, with recomputation, and
-    scale to all of it by operations. Where all tokens would take long, fewer are timed.
+    scale the seconds to the whole model by operations. If all tokens would take long, fewer are timed.
 
     name: a preset, or the path of a config.json.
 
-    Raises: ConfigError where that is too much for this machine, or fails; ImportError without transformers.
+    Raises: ConfigError if that is too large for this machine, or fails; ImportError without transformers.
     """
     try:
         model, width = _shallow(name, sequence)
@@ -83,7 +83,7 @@ def compute_seconds(name: str, outline: Outline, tokens: int, sequence: int) -> 
 
 
 def _shallow(name: str, sequence: int) -> tuple[nn.Module, int]:
-    """Return the model with few blocks, on meta, and the width of its attention."""
+    """Return the model with `LAYERS` blocks on the meta device, and the width of its attention."""
     if name in PRESETS:
         preset = PRESETS[name]
         few = type(preset)(LAYERS, preset.hidden, preset.intermediate, preset.heads)
@@ -94,7 +94,7 @@ def _shallow(name: str, sequence: int) -> tuple[nn.Module, int]:
 
 
 def _real(model: nn.Module) -> Any:
-    """Give a model on meta memory: values matter to no clock, so long as they are ordinary numbers."""
+    """Give a meta model memory with ordinary numbers; their values do not matter for timing."""
     real = model.to(torch.bfloat16).to_empty(device="cpu")
     with torch.no_grad():
         for tensor in (*real.parameters(), *real.buffers()):
@@ -105,7 +105,7 @@ def _real(model: nn.Module) -> Any:
 
 
 def best(call: Callable[[], object], repeats: int = _REPEATS) -> float:
-    """Return the seconds of the fastest of some calls: others of this machine only make it slower."""
+    """Return the seconds of the fastest of some calls: other processes can only slow a call down."""
     fastest = math.inf
     for _ in range(repeats):
         began = time.perf_counter()
@@ -116,7 +116,7 @@ def best(call: Callable[[], object], repeats: int = _REPEATS) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """What this machine's cores do per second beside computing; see simulated.Rates."""
+    """The speed of this machine's cores beside computing; see simulator.Rates."""
 
     update: float
     checked: float
@@ -131,12 +131,12 @@ class Cores:
 
 
 def cores(state_dtype: str) -> Cores:
-    """Measure what the cores do, with the threads that training has, for a type of moments; in a second."""
+    """Measure the cores for a dtype of moments, with the threads of training; takes a second."""
     return Cores(update_rate(state_dtype), hash_rate(), copy_rate(), shares_cores())
 
 
 def update_rate(state_dtype: str) -> float:
-    """Return the elements per second that the update's kernel steps."""
+    """Return the elements per second of the update's kernel."""
     n = _ELEMENTS
     widths = {"fp32": 4, "bf16": 2, "int8": 1}
     half = [torch.full((n,), 0.5, dtype=torch.bfloat16) for _ in range(3)]  # subnormal numbers take longer
@@ -158,17 +158,17 @@ def update_rate(state_dtype: str) -> float:
 
 
 def hash_rate() -> float:
-    """Return the bytes per second that records are hashed with."""
+    """Return the bytes per second of hashing records."""
     content = torch.ones(16 * _ELEMENTS, dtype=torch.int8).numpy().data  # larger than any cache
     return content.nbytes / best(lambda: xxhash.xxh3_64_intdigest(content))
 
 
 def copy_rate() -> float:
-    """Return the bytes per second that are copied in memory."""
+    """Return the bytes per second of copying in memory."""
     source, target = (torch.ones(4 * _ELEMENTS, dtype=torch.int8) for _ in range(2))
     return source.numel() / best(lambda: kernels.copy(source.numel(), target.data_ptr(), source.data_ptr()))
 
 
 def shares_cores() -> bool:
-    """Whether updates run on the cores that compute: torch's threads leave none."""
+    """Whether updates run on the cores that compute, because torch's threads leave none free."""
     return torch.get_num_threads() >= len(os.sched_getaffinity(0))

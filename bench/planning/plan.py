@@ -5,8 +5,8 @@
     infinity plan check --model 1t --ranks 16 --local-ranks 8 --host-memory 128GiB --device-memory 40GiB \
         --compute 150 --nvme-read 25 --nvme-write 20 --nvme-mixed 22 --link 50 --tokens 8x2048
 
-What would be decided in training is decided here by the same functions (see demand), and a step is walked on
-a simulated machine (see forecast). What was not told is measured on this machine, or left open.
+Decisions are made by the same functions as in training (see demand), and a step runs on a simulated machine
+(see forecast). Figures that are not given are measured on this machine, or left open.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rich.console import Console
 from torch import nn
 
 from infinity.bench.arguments import positive, some_size
-from infinity.bench.findings import add_outputs, check_outputs, show, write
+from infinity.bench.findings import add_outputs, check_outputs, report
 from infinity.bench.places import check_folder
 from infinity.bench.planning import cuts, hindsight, outlook, pace
 from infinity.bench.planning.planned import Planned
@@ -67,11 +67,12 @@ def plan(
     rates: Rates | None = None,
     inputs: Mapping[str, Any] | None = None,
 ) -> Planned:
-    """Plan the training of a model, which may be on the meta device: what `infinity plan` tells, as data.
+    """Plan the training of a model, which may be on the meta device: the result of `infinity plan`, as data.
 
-    tokens: of a micro-batch on one rank, in sequences of `sequence` (all of them, if None). seconds: what
-    forward and backward of a step compute, with recomputation. rates: of one rank; without either there is no
-    forecast. inputs: see sketch.outline_of_model.
+    tokens: of a micro-batch on one rank, in sequences of `sequence` (None: one sequence).
+    seconds: of forward and backward of a step, with recomputation.
+    rates: of one rank. Without seconds and rates there is no forecast.
+    inputs: see sketch.outline_of_model.
 
     Raises: ConfigError for a model without parameters.
     """
@@ -95,8 +96,9 @@ def plan(
 
 
 def spelled_out(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments behind the subcommand that they mean: without any, as it was written before there
-    were some, `infinity plan` is `check`, and --sweep, --check and --zero stand for the others.
+    """Return the arguments with their subcommand. The form from before subcommands still works: --sweep,
+    --check and
+    --zero select one, and without these it is `check`.
     """
     given = list(arguments)
     if given and given[0] in (*_QUESTIONS, "-h", "--help"):
@@ -117,7 +119,7 @@ def spelled_out(arguments: Sequence[str]) -> list[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what can be asked for."""
+    """Add the options of `infinity plan`."""
     questions = parser.add_subparsers(dest="question", required=True, metavar=" | ".join(_QUESTIONS))
     asks = {
         name: questions.add_parser(name, help=summary, description=summary)
@@ -137,7 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
-    """Add the training to plan for, and the machine."""
+    """Add the options of the training to plan, and of the machine."""
     add = parser.add_argument
     _add_model(add)
     add(
@@ -204,28 +206,27 @@ def _add_machine(add: Callable[..., object]) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Plan what was asked for, tell it; 1 where nothing fits, or a comparison fails.
+    """Plan, and report; returns 1 if nothing fits, or a comparison fails.
 
-    Raises: ConfigError; OSError where a disk cannot be measured.
+    Raises: ConfigError; OSError if a disk cannot be measured.
     """
     check_outputs(options)
     if options.question == "compare":
         findings, good = hindsight.check(options.files, console)
     elif options.question == "zero":
-        Setting(1, ranks=options.ranks, local_ranks=options.local_ranks)  # refuses half a machine
+        Setting(1, ranks=options.ranks, local_ranks=options.local_ranks)  # checks that machines are complete
         findings, good = outlook.zero(outline_of(options.model), options.ranks), True
     else:
         planned = list(_planned(options, console))
         good = any(one.demand is not None for _, one in planned)
         tell = outlook.swept if options.question == "sweep" else outlook.single
         findings = tell(planned, options)
-    show(findings, console)
-    write(findings, options)
+    report(findings, options, console)
     return 0 if good else 1
 
 
 def _planned(options: argparse.Namespace, console: Console) -> Iterator[tuple[dict[str, Any], Planned]]:
-    """Plan for each combination of what is swept; yields what was chosen of it beside the plan."""
+    """Plan each combination of the swept values; yield the values and the plan."""
     outlines: dict[str, Outline] = {}
     disk = _disk(options)
     seconds: dict[tuple[str, tuple[int, int]], float | None] = {}
@@ -278,17 +279,17 @@ def _plan_one(
     return plan(outline, setting, tokens=batch * sequence, sequence=sequence, seconds=whole_s, rates=rates)
 
 
-# What the machine does
+# The machine's speed
 
 
 def _disk(options: argparse.Namespace) -> Disk | None:
-    """Return what one machine's NVMe does; None where that is not known, and not needed.
+    """Return the bandwidths of one machine's NVMe; None if they are unknown.
 
-    Raises: ConfigError where only some of the rates are given, or a folder cannot be used or measured.
+    Raises: ConfigError if only some of the rates are given, or a folder cannot be used or measured.
     """
     given = [options.nvme_read, options.nvme_write, options.nvme_mixed]
     if options.no_nvme:
-        return Disk(1.0, 1.0, 1.0)  # never asked
+        return Disk(1.0, 1.0, 1.0)  # never used
     if any(given):
         if not all(given):
             raise ConfigError(
@@ -308,7 +309,7 @@ def _disk(options: argparse.Namespace) -> Disk | None:
 
 
 def _rates(options: argparse.Namespace, disk: Disk | None) -> Rates | None:
-    """Return what one rank has of its machine; None where too little is known."""
+    """Return one rank's share of its machine's rates; None if too little is known."""
     if disk is None or (options.ranks > 1 and not options.link):
         return None
     kernels = _kernels(options)
@@ -326,8 +327,8 @@ def _kernels(options: argparse.Namespace) -> Rates:
 
 
 def _seconds(options: argparse.Namespace, outline: Outline, console: Console) -> float | None:
-    """Return the seconds of a micro-batch's forward and backward (of a step's, if --compute-seconds gives
-    them); None where it is too large to be timed here.
+    """Return the seconds of a micro-batch's forward and backward (with --compute-seconds: of a step's); None
+    if it is too large to be timed here.
     """
     batch, sequence = options.tokens
     if options.compute_seconds:
@@ -343,7 +344,7 @@ def _seconds(options: argparse.Namespace, outline: Outline, console: Console) ->
         return None
 
 
-# What arguments may be
+# Types of arguments
 
 
 def _rate(text: str) -> float:
@@ -361,14 +362,10 @@ def _tokens(text: str) -> tuple[int, int]:
     return positive(batch or "1"), positive(sequence)
 
 
-def _choice(text: str) -> str:
-    return text
-
-
 def _sweep(text: str) -> tuple[str, list[Any]]:
     name, _, values = text.partition("=")
     if name not in _SWEPT or not values:
         raise argparse.ArgumentTypeError(f"{text!r}: expected KEY=A,B,... with a KEY of {', '.join(_SWEPT)}")
     kinds: dict[str, Any] = {"tokens": _tokens, "ranks": positive, "micro-batches": positive}
     kinds |= {"host-memory": some_size, "device-memory": some_size}
-    return name, [kinds.get(name, _choice)(value) for value in values.split(",")]
+    return name, [kinds.get(name, str)(value) for value in values.split(",")]

@@ -1,4 +1,4 @@
-"""A model at one setting, as `infinity plan` has planned it."""
+"""The result of planning one model at one setting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from infinity.planning.outline import Outline
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One model at one setting."""
+    """A plan of one model at one setting."""
 
     outline: Outline
     setting: Setting
@@ -20,10 +20,10 @@ class Planned:
     sequence: int
     least_host_nbytes: int
     demand: Demand | None
-    """None where it does not fit; `refusal` says why."""
+    """None if it does not fit; `refusal` says why."""
     refusal: str
     forecast: Forecast | None
-    """None where a rate of the disk, or of computing, is not known."""
+    """None if a rate of the disk, or of computing, is not known."""
     planning_s: float
 
     @property

@@ -1,5 +1,5 @@
-"""Outlines of models that are never built: from a preset's name, a config.json of Hugging Face, or a module
-on the meta device.
+"""Outlines of models without memory: from a preset's name, a config.json of Hugging Face, or a module on the
+meta device.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ logger = logging.getLogger("infinity")
 
 _ELSE = "For others, give a module on the meta device, from Python: infinity.bench.planning.plan.plan."
 _TOKENS = 8
-"""Of the forward on meta that shows the order of uses."""
+"""Tokens of the forward on meta that shows the order of uses."""
 
 
 def outline_of(model: str) -> Outline:
-    """Return the outline of a preset, or of what a config.json describes.
+    """Return the outline of a preset, or of the model that a config.json describes.
 
-    Raises: ConfigError for a name that is neither, and for a file that describes no model.
+    Raises: ConfigError for a name that is neither, and for a file that does not describe a model.
     """
     if model in PRESETS:
         preset = PRESETS[model]
@@ -52,10 +52,10 @@ def outline_of_shape(name: str) -> Outline:
 
 
 def from_config(path: Path, **changes: object) -> tuple[nn.Module, int]:
-    """Build what a config.json describes on the meta device, in bf16, as in a run; `changes`: to what it
-    says. Return the model and the width of its attention.
+    """Build the model of a config.json, with `changes` to its settings, on the meta device in bf16. Return it
+    and the width of its attention.
 
-    Raises: ConfigError naming the file, for what is no language model, or transformers cannot build;
+    Raises: ConfigError naming the file, if it is not a causal language model that transformers can build;
     ImportError without transformers.
     """
     import transformers
@@ -72,7 +72,7 @@ def from_config(path: Path, **changes: object) -> tuple[nn.Module, int]:
         with torch.device("meta"):
             model = _builder(content.get("architectures") or [])(config)
         return model.to(torch.bfloat16), int(getattr(config, "hidden_size", None) or 0)
-    except Exception as error:  # the checks of transformers raise whatever they like
+    except Exception as error:  # transformers' checks raise errors of any type
         raise ConfigError(
             f"{path}: describes no causal language model that transformers builds ({first_line(error)}). "
             f"{_ELSE}"
@@ -80,22 +80,20 @@ def from_config(path: Path, **changes: object) -> tuple[nn.Module, int]:
 
 
 def _content(path: Path) -> dict[str, Any]:
-    """Return what a config.json says. Raises: ConfigError for one that names no type of model."""
+    """Return the content of a config.json. Raises: ConfigError if it names no type of model."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"{path}: is no JSON ({error}). Give a config.json of Hugging Face.") from error
+        raise ConfigError(f"{path}: not valid JSON ({error}). Give a config.json of Hugging Face.") from error
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
-        raise ConfigError(
-            f'{path}: has no "model_type", as a config.json of Hugging Face has beside the sizes of its model'
-        )
+        raise ConfigError(f'{path}: has no "model_type". Give a config.json of Hugging Face, which names it.')
     return content
 
 
 def _builder(names: Sequence[str]) -> Any:
-    """Return what builds a model: the class that is named first, if transformers has it.
+    """Return the constructor of a model: the class named first, if transformers has it.
 
-    Raises: TypeError for one that reads no text.
+    Raises: TypeError for a class that does not take input_ids and labels.
     """
     import transformers
 
@@ -108,7 +106,7 @@ def _builder(names: Sequence[str]) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """Return how an error begins: some go on with a list of all that would have worked."""
+    """Return the first line of an error: some continue with long lists of alternatives."""
     first, *others = str(error).splitlines() or [type(error).__name__]
     return f"{first} {others[0].strip()}" if others and first.endswith(":") else first
 
@@ -116,11 +114,11 @@ def first_line(error: BaseException) -> str:
 def outline_of_model(
     model: nn.Module, attention: int = 0, *, name: str = "", inputs: Mapping[str, Any] | None = None
 ) -> Outline:
-    """Return the outline of a module on meta, in units as Init makes them.
+    """Return the outline of a module on the meta device, in units as Init makes them.
 
-    Blocks, the modules of the outermost lists of modules of one class, count as recomputed. The order of uses
-    is that of a forward on meta with `inputs` (input_ids of 8 tokens, if none are given); where that fails,
-    which is logged, the order in which modules are registered. attention: its width in each block.
+    Blocks count as recomputed: the members of the outermost ModuleLists whose members have one class. The
+    order of uses is that of a forward on meta with `inputs` (default: input_ids of 8 tokens). If that fails,
+    which is logged, it is the order of registration. attention: its width in each block.
 
     Raises: ConfigError for a module without parameters.
     """
@@ -163,7 +161,7 @@ def _part(name: str, module: nn.Module, parameters: Sequence[nn.Parameter]) -> U
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Return the members of the outermost lists of modules that are of one class."""
+    """Yield the members of the outermost ModuleLists whose members have one class."""
     for child in module.children():
         members = list(child.children()) if isinstance(child, nn.ModuleList) else []
         if len({type(one) for one in members}) == 1 and any(True for _ in members[0].parameters()):
@@ -173,14 +171,14 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _order(model: nn.Module, inputs: Mapping[str, Any] | None) -> list[nn.Module]:
-    """Return the modules as a forward on meta enters them, else as they are registered."""
+    """Return the modules in the order in which a forward on meta enters them, else of registration."""
     entered: list[nn.Module] = []
     hooks = [
         module.register_forward_pre_hook(lambda module, _: entered.append(module))
         for module in model.modules()
         if any(True for _ in module.parameters(recurse=False))
     ]
-    # A mask that is complete: to make one, transformers looks at values, and there are none.
+    # A complete mask: transformers would read values to make one, and meta tensors have none.
     usual = {
         "input_ids": torch.zeros(1, _TOKENS, dtype=torch.long, device="meta"),
         "attention_mask": torch.zeros(1, 1, _TOKENS, _TOKENS, device="meta"),

@@ -1,1 +1,1 @@
-"""Operators in tiles: memory and time, beside the whole ones."""
+"""Memory and time of operators in tiles, beside whole operators."""

@@ -1,11 +1,12 @@
-"""One linear layer that is larger than memory trains: a step within a hard budget, counted by the kernel.
+"""Trains one linear layer that is larger than memory within a hard budget, with memory as the kernel counts
+it.
 
     python -m infinity.bench.tiling.giant --nvme DIR                  # 65,536 x 16,384: 12.9 GB of state
     python -m infinity.bench.tiling.giant --nvme DIR --inputs 65536   # 51.5 GB
     python -m infinity.bench.tiling.giant --nvme DIR --outputs 8192 --inputs 8192 --host-memory 32MiB
 
-The process's memory above what it was before Init; the budget, one tile in use with its gradient, and the
-activations are what it should take.
+Shows the process's memory above that before Init: the budget, one tile in use with its gradient, and
+activations.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from infinity.sizes import format_size
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train one step and tell what it took; 1 if the loss is not finite, or if it could not be done."""
+    """Train, and print time and memory; returns 1 on an error, or if the loss is not finite."""
     parser = argparse.ArgumentParser(prog="python -m infinity.bench.tiling.giant", description=__doc__)
     parser.add_argument("--nvme", required=True, metavar="DIR", help="a folder on the disk")
     parser.add_argument("--outputs", type=int, default=65536, metavar="N", help="of the layer (65536)")

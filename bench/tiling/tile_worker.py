@@ -1,11 +1,11 @@
-"""One contestant of `infinity bench tiles`: builds what it is told, and takes a step for each line it reads.
+"""One contestant of `infinity bench tiles`: builds its case, and takes a step for each line that it reads.
 
-Started by path, in whatever environment has the contestant's library: it imports nothing of ours but for
-ours. It answers each line with one of JSON: the seconds of a forward and backward, and how far the process's
-memory rose above what it was before, as the kernel counts it.
+It is started by its path, in the environment of the contestant's library, and imports infinity only for our
+own contestant. It answers each line with a line of JSON: the seconds of a forward and backward, and how far
+the process's memory rose during the step, as the kernel counts it.
 
-What is measured is a step that follows another, as in training: while the others have their turns, a virtual
-machine's host takes memory back that nobody uses, and what a step then maps costs milliseconds per huge page.
+A measured step follows another one, as in training: during the other contestants' turns the host of a virtual
+machine reclaims unused memory, and the next step would pay milliseconds per huge page to map it again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def linear(case: dict[str, Any]) -> Step:
         layer = TiledLinear(inputs, outputs, bias=False, out_splits=tiles).to(dtype)
     else:
         layer = nn.Linear(inputs, outputs, False, dtype=dtype)
-    for one in layer.parameters():  # as under an engine: a gradient goes when it has come
+    for one in layer.parameters():  # as under an engine, which takes each gradient at once
         one.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
     x = torch.randn(case["tokens"], inputs, dtype=dtype)
     upstream = torch.randn(case["tokens"], outputs, dtype=dtype)
@@ -62,7 +62,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(4 * hidden, hidden, False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, sequence, hidden] to the same."""
+        """Map [batch, sequence, hidden] to the same shape."""
         y: torch.Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return y
 
@@ -96,7 +96,7 @@ def mlp(case: dict[str, Any]) -> Step:
 
 
 def loss(case: dict[str, Any]) -> Step:
-    """Cross entropy over a vocabulary; DeepSpeed's in as many shards of tokens as there are tiles."""
+    """Cross entropy over a vocabulary; DeepSpeed's with one shard of tokens per tile."""
     vocabulary, hidden = case["vocabulary"], case["hidden"]
     dtype = DTYPES[case["dtype"]]
     head: Any = nn.Linear(hidden, vocabulary, False, dtype=dtype)
@@ -130,7 +130,7 @@ def loss(case: dict[str, Any]) -> Step:
 
 
 def batch(case: dict[str, Any]) -> Step:
-    """Four blocks over micro-batches of one sequence; plain: all of them at once."""
+    """Four blocks over micro-batches of one sequence; plain: over all sequences at once."""
     dtype = DTYPES[case["dtype"]]
     blocks = nn.Sequential(*(MLP(case["hidden"]) for _ in range(4))).to(dtype)
     if case["who"] == "infinity":
@@ -152,7 +152,7 @@ KINDS = {"linear": linear, "mlp": mlp, "loss": loss, "batch": batch}
 
 
 def status(name: str) -> int:
-    """Return a line of /proc/self/status, in bytes."""
+    """Return a value of /proc/self/status, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name):
             return int(line.split()[1]) * 1024
@@ -160,7 +160,7 @@ def status(name: str) -> int:
 
 
 def main() -> None:
-    """Build, and step as long as lines come."""
+    """Build the case, and take a step per line of input."""
     case = json.loads(sys.argv[1])
     torch.set_num_threads(case["threads"])
     torch.manual_seed(0)
@@ -170,8 +170,8 @@ def main() -> None:
     sys.stdout.flush()
     for _ in sys.stdin:
         step()
-        ctypes.CDLL(None).malloc_trim(0)  # what earlier steps left would hide what this one takes
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        ctypes.CDLL(None).malloc_trim(0)  # free memory of earlier steps would hide this step's
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before, began = status("VmRSS"), time.perf_counter()
         step()
         seconds = time.perf_counter() - began

@@ -1,10 +1,11 @@
-"""`infinity bench tiles`: what tiles save of memory and cost in time, beside whole operators and DeepSpeed's.
+"""`infinity bench tiles`: memory and time of operators in tiles, beside whole operators and DeepSpeed's
+tiles.
 
     infinity bench tiles --kind loss --hidden 1024 --tokens 4096 --vocabulary 128256 --tiles 16
     infinity bench tiles --kind mlp --sweep tokens=512,2048,8192 --venv DIR --json mlp.json --plot mlp.png
 
-Each contestant is a process of its own that stays; in each round every one of them takes one step, in turn.
-Medians of seconds; the peak is the most by which the process grew in a step, as the kernel counts it.
+Each contestant is a process that stays alive; in each round every contestant takes one step, in turn. Seconds
+are medians; the peak is the largest growth of the process's memory in a step, as the kernel counts it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from rich.console import Console
 
 from infinity.bench.arguments import size_of
 from infinity.bench.engine.runs import Environment, RunError
-from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, show, write
+from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, report
 from infinity.bench.tiling import tile_worker
 from infinity.errors import ConfigError
 from infinity.sizes import format_size
@@ -41,7 +42,7 @@ _DEEPSPEED = ("linear", "mlp", "loss")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what can be asked for."""
+    """Add the options of `infinity bench tiles`."""
     add = parser.add_argument
     what = "weight tiles of a linear layer, sequence tiles of an MLP, the loss, or micro-batches (mlp)"
     add("--kind", choices=tuple(tile_worker.KINDS), default="mlp", help=what)
@@ -58,34 +59,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sweep = f"measure for each value: {', '.join(KEYS)}"
     add("--sweep", type=_sweep, default=("tiles", ()), metavar="KEY=A,B,...", help=sweep)
     add("--venv", type=Path, metavar="DIR", help="a virtual environment with DeepSpeed, to race against")
-    budget = "tell the largest value of the sweep whose peak fits, for each"
+    budget = "show each contestant's largest value of the sweep whose peak fits"
     add("--within", type=size_of, metavar="SIZE", help=budget)
     add_outputs(parser)
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Measure what was asked for and tell it.
+    """Measure and report.
 
-    Raises: ConfigError for numbers that make no case; RunError for a contestant that fails.
+    Raises: ConfigError for numbers below 1; RunError for a contestant that fails.
     """
     check_outputs(options)
     least = min(*(getattr(options, key) for key in KEYS), options.rounds, options.threads)
     if least < 1:
         raise ConfigError(
-            f"--tiles, --hidden, --tokens, --vocabulary, --rounds, --threads: {least}, at least 1"
+            f"--tiles, --hidden, --tokens, --vocabulary, --rounds, --threads: {least}, expected 1 or more"
         )
     rows: list[dict[str, Any]] = []
     for case in cases(options):
         with console.status(f"{case['kind']}, {', '.join(f'{key} {case[key]}' for key in KEYS)}"):
             rows += race(case, contestants(options), options.rounds)
     findings = findings_of(rows, options)
-    show(findings, console)
-    write(findings, options)
+    report(findings, options, console)
     return 0
 
 
 def cases(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield what is measured, one by one."""
+    """Yield the cases to measure."""
     name, values = options.sweep
     for value in values or (getattr(options, name),):
         case = {key: getattr(options, key) for key in (*KEYS, "kind", "dtype", "threads")}
@@ -93,7 +93,7 @@ def cases(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def contestants(options: argparse.Namespace) -> dict[str, Environment]:
-    """Return who takes part, and in what environment."""
+    """Return the contestants' names and environments."""
     here = Environment(sys.executable)
     found = {"plain": here, "infinity": here}
     if options.venv is not None:
@@ -104,7 +104,7 @@ def contestants(options: argparse.Namespace) -> dict[str, Environment]:
 
 
 def race(case: Mapping[str, Any], who: Mapping[str, Environment], rounds: int) -> list[dict[str, Any]]:
-    """Let everyone take one step per round, and return a row for each."""
+    """Let every contestant take one step per round; return a row for each."""
     taken: dict[str, list[dict[str, float]]] = {name: [] for name in who}
     with ExitStack() as stack:
         workers = {name: stack.enter_context(Worker({**case, "who": name}, one)) for name, one in who.items()}
@@ -140,20 +140,20 @@ class Worker:
         )
 
     def __enter__(self) -> Worker:  # noqa: PYI034 - Self is of Python 3.11
-        """Wait until it is ready."""
+        """Wait until the process is ready."""
         while self._line() != "ready\n":  # libraries may print first
             pass
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End it."""
+        """Kill the process."""
         self._process.kill()
         self._process.communicate()
 
     def step(self) -> dict[str, float]:
-        """Let it take a step; return what it measured."""
+        """Let it take a step; return its figures."""
         stdin: IO[str] = self._process.stdin  # type: ignore[assignment]
-        with suppress(BrokenPipeError):  # it is gone: _line says why
+        with suppress(BrokenPipeError):  # it has exited: _line says why
             stdin.write("step\n")
             stdin.flush()
         found: dict[str, float] = json.loads(self._line())
@@ -170,17 +170,17 @@ class Worker:
 
 
 def _end(code: int) -> str:
-    """Say how a process ended that said nothing itself."""
+    """Describe the end of a process that printed no error."""
     if code == -signal.SIGKILL:
-        return "killed (SIGKILL); most often memory ran out: all contestants hold theirs at the same time"
-    return f"it ended with exit code {code} and gave no reason"
+        return "killed (SIGKILL); likely memory ran out: all contestants hold theirs at the same time"
+    return f"it ended with exit code {code} and printed no reason"
 
 
-# What was found
+# Results
 
 
 def findings_of(rows: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> Findings:
-    """Put everything into the shape that all benchmarks have."""
+    """Return the findings."""
     swept, _ = options.sweep
     keys = [key for key in KEYS if key != "vocabulary" or options.kind == "loss"]
     return Findings(
@@ -200,7 +200,7 @@ def findings_of(rows: Sequence[Mapping[str, Any]], options: argparse.Namespace) 
 
 
 def _limits(rows: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> Iterator[str]:
-    """Yield how the loss stands beside what it should take."""
+    """Yield the loss's memory and time beside their limits."""
     if options.kind != "loss":
         return
     for row in rows:
@@ -224,7 +224,7 @@ def _within(rows: Sequence[Mapping[str, Any]], swept: str, most: int | None) -> 
 
 
 def draw(axes: Axes, rows: Sequence[Mapping[str, Any]], swept: str) -> None:
-    """Draw peaks over what was swept, one line for each, and seconds, dashed, on an axis of their own."""
+    """Draw peaks over the swept key, a line per contestant, and seconds, dashed, on an axis of their own."""
     beside = axes.twinx()
     for number, who in enumerate(dict.fromkeys(row["who"] for row in rows)):
         own = [row for row in rows if row["who"] == who]
@@ -240,7 +240,7 @@ def draw(axes: Axes, rows: Sequence[Mapping[str, Any]], swept: str) -> None:
     axes.legend(fontsize=7)
 
 
-# What arguments may be
+# Types of arguments
 
 
 def _sweep(text: str) -> tuple[str, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Memory that units are resident in: of our own where the CPU computes, else from torch's allocator."""
+"""Memory for resident units: our own buffers if the CPU computes, else torch's allocator."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from infinity.storage.memory import Ledger
 
 
 class Blocks(Protocol):
-    """Where the memory of resident units comes from. `flat`: a unit's memory, 1-D."""
+    """Allocates the memory of resident units. `flat`: a unit's memory, 1-D."""
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for `numel` elements; their content is undefined."""
+        """Return uninitialised memory for `numel` elements."""
 
     def leaving(self, flat: torch.Tensor) -> None:
-        """The unit is about to let go of its memory."""
+        """The unit is about to drop its memory."""
 
 
 class HostBlocks:
-    """Blocks in host memory; those that are free stay as far as a share has room."""
+    """Blocks in host memory; free ones are kept for reuse within a share of the budget."""
 
     def __init__(self, share: Ledger) -> None:
-        """Without any."""
         self.buffers = Buffers(share)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -34,25 +33,24 @@ class HostBlocks:
         return self.buffers.lend(numel, dtype)
 
     def leaving(self, flat: torch.Tensor) -> None:
-        """A buffer comes back by itself."""
+        """Do nothing: a buffer returns when its last tensor is gone."""
 
 
 class DeviceBlocks:
-    """Memory of another device, from torch's allocator, which reuses it."""
+    """Blocks of another device, from torch's allocator, which reuses them."""
 
     def __init__(self, device: Device) -> None:
-        """Of `device`."""
         self._device = device
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Ask torch."""
+        """Allocate with torch."""
         with torch.inference_mode(mode=False), torch.no_grad():
             flat = torch.empty(numel, dtype=dtype, device=self._device.torch_device)
         self._device.allocated(flat)
         return flat
 
     def leaving(self, flat: torch.Tensor) -> None:
-        """Order what follows behind the uploads that may still write to it."""
+        """Make later uses of the memory wait for uploads that may still write to it."""
         self._device.leaving(flat)
 
 

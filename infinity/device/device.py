@@ -1,19 +1,18 @@
-"""The device that computes: where units become resident, and how bytes get there and back.
+"""The device that computes: units become resident on it, by uploads, and gradients leave it, by downloads.
 
-On the CPU an upload is one copy in memory, and a gradient is in host memory where it is. On CUDA both are
-copies on a stream of their own, beside the one that computes. `CudaDevice` has not run on a GPU yet: its
-order is proven with recorded streams (tests/device/test_device.py), its calls of torch.cuda are not.
+On the CPU an upload is one copy in memory, and a gradient stays where it is. On CUDA both are copies on
+streams of their own, beside the compute stream. `CudaDevice` has not run on a GPU yet: its ordering is tested
+with recorded streams (tests/device/test_device.py), its calls of torch.cuda are not.
 
 [Note: who waits for whom]
-Nothing here makes the host wait but a `Transfer` that somebody waits for. Streams wait for each other's
-events:
-allocated   compute -> upload    memory that is given out again may still be read by queued kernels
-arrived     upload -> compute    the first kernel that uses a unit comes behind its last tile; where nothing
-                                 was uploaded, another stream that fills it comes behind `allocated`
-leaving     upload -> compute    memory is given back while uploads that nobody used may still write to it
-download    compute -> download  the copy comes behind the kernel that makes the gradient
-An upload waits only for what was queued before it, and so does all the rest: there is no cycle, and a slot
-whose upload was begun becomes free by itself, whatever the host does.
+The host waits only in `Transfer.wait`. Streams wait for each other's events:
+allocated   compute -> upload    reused memory may still be read by queued kernels
+arrived     upload -> compute    the first kernel that uses a unit runs after its last tile is uploaded; if
+                                 nothing was uploaded, a stream that fills the unit waits for `allocated`
+leaving     upload -> compute    memory may be freed while unused uploads still write to it
+download    compute -> download  the copy runs after the kernel that makes the gradient
+Everything waits only for work queued before it. So there is no cycle, and a slot whose upload has begun
+becomes free by itself, whatever the host does.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -38,9 +37,9 @@ _POLL_S = 0.0002
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """A copy of a tensor in host memory, contiguous, that may still be under way: a Transfer.
+    """A contiguous copy of a tensor in host memory, and its transfer, which may still run: a Transfer.
 
-    On CUDA its memory is reused when the last tensor that shares it is gone.
+    On CUDA the memory is reused when the last tensor that shares it is gone.
     """
 
     tensor: torch.Tensor
@@ -58,68 +57,75 @@ class Download:
 
     @property
     def ended_s(self) -> float | None:
-        """When it was over; None while it is not."""
+        """When it ended, on the same clock; None while it runs."""
         return self.transfer.ended_s
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when `tensor` may be read."""
+        """Wait until `tensor` may be read."""
         self.transfer.wait(timeout_s)
 
 
-class Device(Protocol):
-    """What the lane, the executor and the gradients ask of a device. `flat`: a unit's memory, 1-D, 16-bit.
+class Device:
+    """The interface of a device. `flat`: a unit's memory, 1-D, 16-bit.
 
-    The lane's thread calls `upload`; the others, unless they say so, are for the thread that computes.
+    The lane's thread calls `upload`; the compute thread calls the rest, unless a method says otherwise.
+    Methods without a result do nothing by default, which is right for a device without streams.
     """
 
     torch_device: torch.device
     is_host: bool
-    """Whether units and gradients are in host memory: by their address, kernels may read them in place."""
+    """Whether units and gradients are in host memory, where kernels may read them by address."""
 
     @property
     def pageable_reason(self) -> str:
         """Why some host memory is not page-locked, so that its copies make the host wait; empty if all is."""
+        return ""
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Page-lock existing memory, to the byte. Where that fails, copies work all the same, and wait."""
+        """Page-lock existing memory, to the byte. If that fails, copies still work, but the host waits."""
 
     def unpin(self, address: int) -> None:
-        """Undo `pin`, before the memory is given back; nothing for memory that is not page-locked."""
+        """Undo `pin`, before the memory is freed; nothing happens for memory that is not page-locked."""
 
     def allocated(self, flat: torch.Tensor) -> None:
-        """The memory was just allocated: uploads to it come behind what is queued now."""
+        """The memory was just allocated: uploads to it wait for the work queued so far."""
 
     def upload(self, flat: torch.Tensor, start: int, address: int, numel: int) -> Transfer:
         """Begin to copy `numel` elements at `address` to `flat[start:]`.
 
-        The memory at `address` stays as it is until the transfer is over.
+        The caller keeps the memory at `address` unchanged until the transfer is over.
         """
+        raise NotImplementedError
 
     def arrived(self, flat: torch.Tensor | None = None) -> None:
-        """Later work of the calling thread's stream sees all uploads to `flat` (None: to anything) so far."""
+        """Later work on the calling thread's stream sees all uploads so far to `flat` (None: to any unit)."""
 
     def leaving(self, flat: torch.Tensor) -> None:
-        """The memory is about to be given back. Called from any thread."""
+        """The memory is about to be freed. Called from any thread."""
 
     def enter_thread(self) -> None:
-        """What the calling thread queues from now on goes beside what others have queued."""
+        """Give the calling thread a stream of its own, beside those of other threads."""
 
     def assembled(self, flat: torch.Tensor) -> None:
-        """What the calling thread's stream has queued completes `flat`: `arrived` waits for that as well."""
+        """The work queued on the calling thread's stream completes `flat`: `arrived` waits for it as well."""
 
     def download(self, tensor: torch.Tensor) -> Download:
-        """Begin to copy `tensor`, as the calling thread's stream leaves it, to host memory."""
+        """Begin to copy `tensor` to host memory, after the work queued on the calling thread's stream."""
+        raise NotImplementedError
 
     def room_for_downloads(self, *shares: Ledger) -> None:
-        """Memory of downloads that are used up may stay for the next ones, as far as `shares` have room."""
+        """Keep the memory of finished downloads for the next ones, within the free bytes of `shares`."""
 
     def prepare(self, nbytes: int, count: int) -> bool:
-        """Have memory made for `count` downloads of `nbytes` each; whether there is any for one now. Where
-        there is not, `download` makes more: in the steady state the caller waits instead.
+        """Allocate memory for `count` downloads of `nbytes` each; returns whether one can start now.
+
+        If not, `download` would allocate more; in the steady state the caller waits instead.
         """
+        raise NotImplementedError
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return `tensor` contiguous and in host memory (itself where it is)."""
+        """Return `tensor` in host memory and contiguous; itself if it is so already."""
+        raise NotImplementedError
 
     def synchronize(self) -> None:
         """Return when every copy begun so far is over."""
@@ -128,66 +134,34 @@ class Device(Protocol):
         """Synchronize, and undo every `pin`. Nothing is copied afterwards."""
 
 
-class CpuDevice:
-    """The CPU computes."""
+class CpuDevice(Device):
+    """The CPU computes: copies are over when they return."""
 
     def __init__(self) -> None:
-        """Nothing to open."""
         self.torch_device = torch.device("cpu")
         self.is_host = True
-        self.pageable_reason = ""
-
-    def pin(self, address: int, nbytes: int) -> None:
-        """No device reads host memory behind the CPU's back."""
-
-    def unpin(self, address: int) -> None:
-        """Nothing was pinned."""
-
-    def allocated(self, flat: torch.Tensor) -> None:
-        """Memory that is given out is used by nobody."""
 
     def upload(self, flat: torch.Tensor, start: int, address: int, numel: int) -> Transfer:
-        """One copy in memory."""
+        """Copy in memory."""
         kernels.copy(flat.itemsize * numel, flat.data_ptr() + flat.itemsize * start, address)
         return DONE
-
-    def arrived(self, flat: torch.Tensor | None = None) -> None:
-        """Copies on the CPU are over when they return."""
-
-    def leaving(self, flat: torch.Tensor) -> None:
-        """Copies on the CPU are over when they return."""
-
-    def enter_thread(self) -> None:
-        """Threads of the CPU queue nothing."""
-
-    def assembled(self, flat: torch.Tensor) -> None:
-        """What was done on the CPU is done."""
 
     def download(self, tensor: torch.Tensor) -> Download:
         """Return `tensor`, made contiguous if it is not."""
         return Download(tensor.contiguous(), DONE)
 
-    def room_for_downloads(self, *shares: Ledger) -> None:
-        """Nothing is copied."""
-
     def prepare(self, nbytes: int, count: int) -> bool:
-        """Nothing is copied."""
+        """Downloads need no memory."""
         return True
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return `tensor`, made contiguous if it is not."""
         return tensor.contiguous()
 
-    def synchronize(self) -> None:
-        """Copies on the CPU are over when they return."""
-
-    def close(self) -> None:
-        """Nothing was opened."""
-
 
 class _Copy:
-    """A copy on a stream, over when its event is: a Transfer. It began when it was queued, and ended when the
-    host first saw that it was over.
+    """A copy on a stream: a Transfer. It began when it was queued, and ended when the host first saw that its
+    event had passed.
     """
 
     def __init__(self, event: Event) -> None:
@@ -217,21 +191,20 @@ class _Copy:
 
 @dataclass(slots=True)
 class _Residence:
-    """What orders the uses of one unit's memory."""
+    """The events that order the uses of one unit's memory."""
 
     stream: Any
-    """The one that allocated it."""
+    """The stream that allocated it."""
     free: Event
-    """compute -> upload, or whatever else fills it"""
+    """After this, uploads or gathers may fill it."""
     uploaded: Event | None = None
-    """upload -> compute: behind the last tile so far."""
+    """The end of the last upload so far: compute waits for it."""
 
 
-class CudaDevice:
-    """One CUDA device computes; see [Note: who waits for whom]. Unproven on a GPU."""
+class CudaDevice(Device):
+    """One CUDA device computes; see [Note: who waits for whom]. Not tested on a GPU."""
 
     def __init__(self, torch_device: torch.device, streams: Streams) -> None:
-        """Open one stream for each direction."""
         self.torch_device = torch_device
         self.is_host = False
         self.memory = HostMemory(streams)
@@ -245,7 +218,7 @@ class CudaDevice:
         return self.memory.pageable_reason
 
     def pin(self, address: int, nbytes: int) -> None:
-        """See Device; the first failure is logged."""
+        """See Device and HostMemory."""
         self.memory.pin(address, nbytes)
 
     def unpin(self, address: int) -> None:
@@ -261,7 +234,9 @@ class CudaDevice:
         """See Device."""
         residence: _Residence | None = self._residences.get(flat)
         if residence is None:
-            raise AssertionError("upload to memory that `allocated` was not told of")
+            raise AssertionError(
+                f"upload of {numel} elements to memory of {flat.numel()} that `allocated` was not told of"
+            )
         if residence.uploaded is None:
             self._streams.wait(self._up, residence.free)
         host = torch.frombuffer(view(address, numel * flat.itemsize), dtype=flat.dtype)
@@ -280,7 +255,7 @@ class CudaDevice:
             return
         if residence.uploaded is not None:
             self._streams.wait(stream, residence.uploaded)
-        elif stream != residence.stream:  # a rank whose share is padding: what it gathers comes here
+        elif stream != residence.stream:  # a gather fills it alone: this rank's shard is padding
             self._streams.wait(stream, residence.free)
         if stream != residence.stream:
             self._streams.keep(stream, flat)
@@ -337,9 +312,9 @@ class CudaDevice:
 
 
 def open_device(name: str) -> Device:
-    """Return the device called `name`.
+    """Return the device called `name`, such as "cpu" or "cuda:0".
 
-    Raises: ConfigError for a CUDA device that is not there.
+    Raises: ConfigError for a CUDA device that does not exist.
     """
     if name == "cpu":
         return CpuDevice()
@@ -354,14 +329,14 @@ def open_device(name: str) -> Device:
 
 
 def choose_cores(device: Device) -> tuple[int, ...]:
-    """Run the kernels on the cores that torch's own threads leave, where they leave any, and, with several
-    ranks on this machine, on this rank's own, which are returned; see cores.
+    """Set the number of kernel threads to the cores that torch's threads leave free, if any, and with several
+    ranks on this machine bind them to this rank's cores. Returns those cores; see cpu_affinity.
 
-    Torch's number of threads is the user's: it changes results.
+    Torch's number of threads stays the user's choice, since it changes results.
     """
     here = cores.here()
     share = cores.share(here, torch.get_num_threads() if device.is_host else 1)
-    if kernels.threads() == len(here.allowed):  # else somebody has chosen
+    if kernels.threads() == len(here.allowed):  # otherwise the user has chosen a number
         kernels.set_threads(share.threads)
         kernels.bind_threads(share.cpus)
     return share.cpus

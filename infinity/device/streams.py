@@ -1,7 +1,7 @@
-"""All that Infinity asks of torch.cuda, in one place, and the host memory that CUDA copies from and to.
+"""All uses of torch.cuda, in one place, and the host memory of CUDA's copies.
 
-`Streams` is small so that a test can stand in for it and see every access in its order. `TorchStreams` has
-not run on a GPU yet.
+`Streams` is small, so that tests can replace it and record every access in order. `TorchStreams` has not run
+on a GPU yet.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from infinity.storage.memory import Arena
 logger = logging.getLogger("infinity")
 
 SPARE_NBYTES = 256 << 20
-"""Host buffers of downloads that are over stay for the next ones: up to this many bytes, or what the budget
-has left for gradients where that is more, beside those made ahead.
-"""
+"""Host buffers of finished downloads are kept for reuse up to this many bytes, or up to the bytes that the
+budget has free for gradients if those are more; buffers made ahead are kept in addition."""
 
 
 class Event(Protocol):
@@ -36,7 +35,7 @@ class Event(Protocol):
 
 
 class Streams(Protocol):
-    """All that is asked of torch.cuda. Streams are what `open` and `current` return; nobody looks inside."""
+    """The interface to torch.cuda. A stream is an opaque object that `open` or `current` returned."""
 
     def open(self) -> Any:
         """Return a new stream."""
@@ -45,22 +44,22 @@ class Streams(Protocol):
         """Return the stream on which the calling thread computes."""
 
     def enter(self, stream: Any) -> None:
-        """Let the calling thread compute on `stream` from now on."""
+        """Make the calling thread compute on `stream` from now on."""
 
     def record(self, stream: Any) -> Event:
-        """Return an event behind all that is queued on `stream`."""
+        """Return an event after all work queued on `stream`."""
 
     def wait(self, stream: Any, event: Event) -> None:
-        """Put what is queued on `stream` from now on behind `event`. The host does not wait."""
+        """Make later work on `stream` wait for `event`. The host does not wait."""
 
     def copy(self, stream: Any, to: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy between host and device; both contiguous, of one dtype."""
 
     def keep(self, stream: Any, tensor: torch.Tensor) -> None:
-        """Once dropped, the memory of `tensor` is not given out before what is queued on `stream` then."""
+        """Keep the memory of `tensor`, once dropped, until the work queued on `stream` by then has run."""
 
     def lock(self, address: int, nbytes: int) -> str:
-        """Page-lock host memory; return why that failed, empty if it did not."""
+        """Page-lock host memory; return the reason if that failed, else an empty text."""
 
     def unlock(self, address: int) -> None:
         """Undo `lock`."""
@@ -70,7 +69,7 @@ class TorchStreams:
     """Streams of torch.cuda, on one device."""
 
     def __init__(self, device: torch.device) -> None:
-        """Use `device`, which has an index."""
+        """Use `device`, which must have an index."""
         self._device = device
 
     def open(self) -> torch.cuda.Stream:
@@ -86,7 +85,7 @@ class TorchStreams:
         torch.cuda.set_stream(stream)
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """See Streams; who waits for the event leaves its core to others."""
+        """See Streams; a host thread that waits for the event sleeps."""
         event: torch.cuda.Event = stream.record_event(torch.cuda.Event(blocking=True))
         return event
 
@@ -116,10 +115,10 @@ class TorchStreams:
             logger.debug("unlocking host memory: %s", failure)
 
     def _apart(self, name: str, call: Callable[[], Any]) -> str:
-        """Call the runtime for this device in a thread of its own; return why that failed.
+        """Call the CUDA runtime in a new thread; return the reason if it failed, else an empty text.
 
-        CUDA remembers a failure in the thread that met it, and the next kernel launched there is taken to
-        have failed; torch has no way to make it forget. A new thread, on the other hand, is on device 0.
+        CUDA keeps the last error of each thread, and torch would report it at the next kernel launch and has
+        no way to clear it. A new thread starts on device 0, so it selects this device first.
         """
         runtime: Any = torch.cuda.cudart()
         failures: list[str] = []
@@ -137,10 +136,9 @@ class TorchStreams:
 
 
 class HostMemory(Buffers):
-    """Host memory that copies need not wait for: what `pin` is told of, and buffers to download into."""
+    """Page-locked host memory, whose copies do not make the host wait: what `pin` locked, and buffers."""
 
     def __init__(self, streams: Streams) -> None:
-        """Open one stream for each direction."""
         super().__init__()
         self._closed = False
         self._ahead: dict[int, int] = {}
@@ -148,13 +146,13 @@ class HostMemory(Buffers):
         self.pageable_reason = ""
         """Why some memory could not be page-locked; empty if all could."""
         self.up, self.down = streams.open(), streams.open()
-        """The streams of uploads and of downloads."""
+        """The streams of uploads and downloads."""
         self._streams = streams
         self._pinned: set[int] = set()
 
     @property
     def spare_nbytes(self) -> int:
-        """See Buffers and SPARE_NBYTES; nothing once it is closed."""
+        """See Buffers and SPARE_NBYTES; 0 once closed."""
         return 0 if self._closed else self._ahead_nbytes + max(SPARE_NBYTES, super().spare_nbytes)
 
     def pin(self, address: int, nbytes: int) -> None:
@@ -175,13 +173,13 @@ class HostMemory(Buffers):
             )
 
     def unpin(self, address: int) -> None:
-        """Undo `pin`; nothing for memory that is not page-locked."""
+        """Undo `pin`; nothing happens for memory that is not page-locked."""
         if address in self._pinned:
             self._pinned.discard(address)
             self._streams.unlock(address)
 
     def prepare(self, nbytes: int, count: int) -> bool:
-        """See Buffers; those that are made here stay."""
+        """See Buffers; buffers made here are kept."""
         more = count - self._ahead.get(nbytes, 0)
         if more > 0:
             self._ahead[nbytes] = count
@@ -189,13 +187,13 @@ class HostMemory(Buffers):
         return super().prepare(nbytes, count)
 
     def was_made(self, arena: Arena) -> None:
-        """Page-lock it."""
+        """Page-lock a new buffer."""
         self.pin(arena.address, arena.nbytes)
 
     def are_dropped(self, arenas: Sequence[Arena]) -> None:
-        """Undo that."""
+        """Unlock buffers before they are freed."""
         pinned = [arena.address for arena in arenas if arena.address in self._pinned]
-        if pinned:  # nobody may have waited for a download to one, or for an upload of what was offloaded
+        if pinned:  # a copy that nobody waited for may still use one of them
             self.synchronize()
         for address in pinned:
             self.unpin(address)
@@ -206,7 +204,7 @@ class HostMemory(Buffers):
             self._streams.record(stream).synchronize()
 
     def close(self) -> None:
-        """Undo every `pin`, once nothing is copied any more. Buffers still lent stay readable."""
+        """Undo every `pin`, after the last copy. Buffers still lent stay readable."""
         self._closed = True
         self.trim(0)
         for address in list(self._pinned):

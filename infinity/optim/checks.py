@@ -61,9 +61,7 @@ def check_room(recipe: Recipe, parameters: Sequence[torch.Tensor]) -> None:
     Raises: HostMemoryError with both sizes.
     """
     needed = sum(4 * len(recipe.state) * one.numel() for one in parameters)
-    check_available(
-        needed, "optimizer.state_dict: the moments", "infinity.save streams them to files."
-    )
+    check_available(needed, "optimizer.state_dict: the moments", "infinity.save streams them to files.")
 
 
 def checked_states(

@@ -1,13 +1,13 @@
-"""Which CPUs the kernels of one rank run on, so that the ranks of a node do not work on the same ones.
+"""Chooses the CPUs for the kernels of one rank, so that the ranks of a machine do not share cores.
 
-torchrun starts N ranks on a node, each free to run on all of its CPUs. N pools of as many threads as there
-are CPUs then take turns on each core, and what a thread works on lies on another NUMA node as often as not.
-So each rank takes a part of the CPUs: whole cores (both of a core's hyperthreads), on one node where there
-are at least as many ranks as nodes, on whole nodes else.
+torchrun starts N ranks on a machine, and each may run on all of its CPUs. N pools with one thread per CPU
+would then compete for every core, and a thread's data would often lie on another NUMA node. So each rank
+takes a part of the CPUs: whole cores (with all their hyperthreads), within one NUMA node if there are at
+least as many ranks as nodes, else whole nodes.
 
-Without torchrun nothing is bound: two runs that know nothing of each other would both take the first CPUs,
-and the kernel's scheduler, which sees both, does better. Nor where the launcher has placed its ranks already
-(`torchrun --numa-binding`, `srun --cpu-bind`, `numactl`): its parts are then smaller than its own.
+Nothing is bound without torchrun: two independent runs would both take the first CPUs, and the scheduler,
+which sees both, does better. Nothing is bound either if the launcher has placed its ranks already (`torchrun
+--numa-binding`, `srun --cpu-bind`, `numactl`). That shows in the rank having fewer CPUs than its launcher.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ _SYSTEM = Path("/sys/devices/system")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a rank finds: the CPUs it may run on, how they lie, and how many ranks share them."""
+    """The CPUs that a rank may use, their topology, and the ranks that share them."""
 
     allowed: frozenset[int]
     nodes: tuple[frozenset[int], ...] = ()
-    """The CPUs of each NUMA node, others than the allowed ones too; none known: one node."""
+    """The CPUs of each NUMA node, allowed or not; empty if unknown, which counts as one node."""
     cores: Mapping[int, int] | None = None
-    """The core of each CPU, as the lowest number of its hyperthreads; none known: one each."""
+    """The core of each CPU, as the lowest number of its hyperthreads; None: each CPU is a core."""
     local_ranks: int | None = None
-    """Ranks on this node; None where no launcher says."""
+    """Ranks on this machine; None if no launcher says so."""
     local_rank: int | None = None
     is_placed: bool = False
-    """Whether the launcher gave this rank fewer CPUs than it has itself."""
+    """Whether this rank has fewer CPUs than its launcher."""
 
 
 @dataclass(frozen=True, slots=True)
 class CpuShare:
-    """One rank's part: threads for the kernels' pool, and the CPUs to bind it to; none: anywhere."""
+    """One rank's part: threads for the kernels' pool, and the CPUs to bind it to; empty: no binding."""
 
     threads: int
     cpus: tuple[int, ...] = ()
@@ -47,8 +47,8 @@ class CpuShare:
 def share(machine: Machine, torch_threads: int) -> CpuShare:
     """Return this rank's part of the machine.
 
-    torch_threads: of this rank, 1 where the model computes on a device. The kernels take the CPUs that they
-    leave; where they leave none, all of the part, and the scheduler lets both have their turns.
+    torch_threads: threads of torch in this rank; 1 if the model computes on a device. The kernels take the
+    CPUs that these leave, or all of the part if they leave none.
     """
     cpus = _part(machine)
     left = len(cpus or machine.allowed) - torch_threads
@@ -56,7 +56,7 @@ def share(machine: Machine, torch_threads: int) -> CpuShare:
 
 
 def _part(machine: Machine) -> tuple[int, ...]:
-    """Return the CPUs to bind to, in the order of nodes and cores; none: no binding."""
+    """Return the CPUs to bind to, ordered by node and core; empty: no binding."""
     ranks, rank = machine.local_ranks, machine.local_rank
     if ranks is None or rank is None or ranks < 2 or not 0 <= rank < ranks or machine.is_placed:
         return ()
@@ -67,7 +67,7 @@ def _part(machine: Machine) -> tuple[int, ...]:
         return tuple(cpu for node in chosen for core in _cores(machine, node) for cpu in core)
     home = [other * len(nodes) // ranks for other in range(ranks)]
     if any(home.count(node) > len(_cores(machine, cpus)) for node, cpus in enumerate(nodes)):
-        return ()  # some have to share cores anyway
+        return ()  # some ranks have to share cores anyway
     neighbours = [other for other in range(ranks) if home[other] == home[rank]]
     cores = _cores(machine, nodes[home[rank]])
     place, of = neighbours.index(rank), len(neighbours)
@@ -76,7 +76,7 @@ def _part(machine: Machine) -> tuple[int, ...]:
 
 
 def _cores(machine: Machine, cpus: frozenset[int]) -> Sequence[tuple[int, ...]]:
-    """Return CPUs by core, cores in the order of their numbers."""
+    """Return CPUs grouped by core, in the order of core numbers."""
     found: dict[int, list[int]] = {}
     for cpu in sorted(cpus):
         found.setdefault(cpu if machine.cores is None else machine.cores.get(cpu, cpu), []).append(cpu)
@@ -87,7 +87,7 @@ def _cores(machine: Machine, cpus: frozenset[int]) -> Sequence[tuple[int, ...]]:
 
 
 def here() -> Machine:
-    """Look at this process, its launcher's variables (torchrun's) and the parent's CPUs."""
+    """Read this process's affinity, torchrun's environment variables and the parent's affinity."""
     allowed = frozenset(os.sched_getaffinity(0))
     ranks, rank = (_number(os.environ.get(name)) for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
     nodes = [_cpus(path) for path in sorted(_SYSTEM.glob("node/node[0-9]*/cpulist"))]
@@ -99,7 +99,7 @@ def here() -> Machine:
 def _launchers() -> frozenset[int]:
     try:
         return frozenset(os.sched_getaffinity(os.getppid()))
-    except OSError:  # it is gone, or in another container
+    except OSError:  # the parent has ended, or is in another container
         return frozenset()
 
 
@@ -108,7 +108,7 @@ def _number(text: str | None) -> int | None:
 
 
 def _cpus(path: Path) -> frozenset[int]:
-    """Read a list as Linux writes it; empty where there is none."""
+    """Read a file that contains a CPU list; empty if there is none."""
     try:
         return parse_cpus(path.read_text(encoding="utf-8"))
     except OSError:

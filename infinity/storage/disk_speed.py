@@ -1,11 +1,11 @@
-"""How fast a folder's disk is and how it likes to be asked: a short measurement, kept in a cache.
+"""Measures a disk's bandwidth and its best queue depth and piece size; the result is kept in a cache.
 
 [Note: what is measured]
-A step reads and writes at the same time, so the depth (pieces in flight) and the piece size are those with
-the best rate of reads and writes half and half; reads alone and writes alone are then measured with them.
-All with the engine that training uses, on a nameless file whose blocks were written once before, since new
-blocks are slow. Rates within a few percent of the best count as equal, and the least in flight wins: a deep
-queue buys bandwidth with the waiting time of whoever needs one record now.
+A step reads and writes at the same time, so the depth (pieces in flight) and the piece size are chosen for
+the best rate of half reads, half writes. Reads alone and writes alone are then measured with that choice. All
+measurements use the engine that training uses, on a nameless file whose blocks have been written once, since
+new blocks are slow. Among rates within 5 % of the best the one with the least bytes in flight wins: a deep
+queue makes a record that is needed now wait longer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger("infinity")
 _FILE_NBYTES, _LEAST_FILE_NBYTES = 256 << 20, 32 << 20
 _REQUEST_NBYTES = 4 << 20
 # (piece_nbytes, depth), the likely best first: a slow disk leaves no time for the others. No piece is larger
-# than the smallest field of a full tile, else what is in flight in training would be less than was measured.
+# than the smallest field of a full tile; otherwise training would have fewer bytes in flight than measured.
 _OF_RING = tuple(
     (n << 10, depth)
     for n, depth in [(1024, 32), (1024, 16), (256, 32), (512, 32), (1024, 8), (512, 16), (256, 16)]
@@ -47,7 +47,7 @@ _EQUAL = 0.95
 
 @dataclass(frozen=True, slots=True)
 class DiskSpeed:
-    """What a disk moves, and with how much in flight. Rates of 0 mean: not known."""
+    """A disk's bandwidth, and the depth and piece size that reach it. A rate of 0 means: not known."""
 
     read: float
     """Bytes per second, reading alone."""
@@ -65,30 +65,32 @@ class DiskSpeed:
     """The day of the measurement, "2026-05-01"; "" for none."""
 
     def __post_init__(self) -> None:
-        """Check what may have come out of a damaged file.
+        """Check values that may come from a damaged cache.
 
         Raises: ValueError or TypeError.
         """
         if not all(math.isfinite(rate) and rate >= 0 for rate in (self.read, self.write, self.mixed)):
-            raise ValueError(f"{self.read}, {self.write} and {self.mixed} are no rates in B/s")
-        if type(self.depth) is not int or not 1 <= self.depth <= 256:  # what either kind of engine takes
+            raise ValueError(f"rates {self.read}, {self.write}, {self.mixed}: expected B/s, finite and >= 0")
+        if type(self.depth) is not int or not 1 <= self.depth <= 256:  # the limit of both engines
             raise ValueError(f"depth is {self.depth!r}, and must be from 1 to 256")
         size = self.piece_nbytes
         if type(size) is not int or not aio.BLOCK <= size <= 1 << 30 or size % aio.BLOCK:
             raise ValueError(f"piece_nbytes is {size!r}, and must be whole blocks of {aio.BLOCK} B, to 1 GiB")
         if self.engine not in aio.KINDS or not isinstance(self.date, str):
-            raise ValueError(f"engine {self.engine!r}, date {self.date!r}")
+            raise ValueError(
+                f"engine {self.engine!r}, date {self.date!r}: expected one of {aio.KINDS} and a text"
+            )
 
 
 def default_speed(engine_kind: str) -> DiskSpeed:
-    """Return what is used where nothing was measured: pieces of 1 MiB, 32 in flight (threads: 8)."""
+    """Return the settings for a disk that was not measured: pieces of 1 MiB, 32 in flight (threads: 8)."""
     return DiskSpeed(0, 0, 0, _DEFAULT_DEPTHS[engine_kind], _DEFAULT_PIECE_NBYTES, engine_kind, "")
 
 
 def measured(folder: str, engine_kind: str | None = None) -> DiskSpeed | None:
-    """Return what the cache knows of a folder's filesystem; None where that is nothing, or damaged.
+    """Return the cached speed of a folder's filesystem; None if there is none, or it is damaged.
 
-    engine_kind: with which engine; else INFINITY_AIO's, else the best of those that were measured.
+    engine_kind: the engine of the measurement; by default INFINITY_AIO's, else the best one measured.
     """
     try:
         place = _identity(folder)
@@ -105,10 +107,10 @@ def measured(folder: str, engine_kind: str | None = None) -> DiskSpeed | None:
 def speed_of(folder: str, engine_kind: str | None = None) -> DiskSpeed:
     """Return a folder's speed: from the cache, else measured now, in about 2 s.
 
-    `default_speed` with INFINITY_MEASURE=0, with the engine "buffered", and where measuring fails; that is
-    logged.
+    Returns `default_speed` with INFINITY_MEASURE=0, with the engine "buffered", and if measuring fails, which
+    is logged.
 
-    Raises: aio.EngineUnavailableError where an engine that was named, here or by INFINITY_AIO, does not work.
+    Raises: aio.EngineUnavailableError if the engine named here or by INFINITY_AIO does not work.
     """
     named = engine_kind or os.environ.get("INFINITY_AIO") or ""
     kind = named
@@ -123,10 +125,10 @@ def speed_of(folder: str, engine_kind: str | None = None) -> DiskSpeed:
             return measured(folder, kind) or _measure(folder, kind)
     except (OSError, ValueError) as error:
         if named and isinstance(error, aio.EngineUnavailableError):
-            raise  # nothing goes on without it
+            raise  # training could not open it either
         speed = default_speed(kind if kind in aio.KINDS else aio.KINDS[0])
         logger.warning(
-            "the disk of %s was not measured: %s\n  going on with %d requests of %s in flight",
+            "the disk of %s was not measured: %s\n  continuing with %d requests of %s in flight",
             *(folder, error, speed.depth, format_size(speed.piece_nbytes)),
         )
         return speed
@@ -135,7 +137,7 @@ def speed_of(folder: str, engine_kind: str | None = None) -> DiskSpeed:
 def measure(folder: str, engine_kind: str | None = None) -> DiskSpeed:
     """Measure a folder's disk now, in about 2 s (a slow disk: some more), and renew the cache.
 
-    Raises: aio.StorageFullError for too little room; aio.EngineUnavailableError for a folder that is not
+    Raises: aio.StorageFullError for too little space; aio.EngineUnavailableError for a folder that is not
     writable or an engine that does not work there; aio.IoError; UnsupportedError for the engine "buffered".
     """
     with _alone():
@@ -156,8 +158,8 @@ def _measure(folder: str, engine_kind: str | None) -> DiskSpeed:
         kind = engine.kind
         if kind not in _CHOICES:
             raise UnsupportedError(
-                f"{folder}: the I/O engine {kind!r} goes through the page cache, so memory would be "
-                "measured, not the disk. Unset INFINITY_AIO, or name a folder where O_DIRECT works."
+                f"{folder}: the I/O engine {kind!r} goes through the page cache, so this would measure "
+                "memory, not the disk. Unset INFINITY_AIO, or name a folder where O_DIRECT works."
             )
         file.allocate(0, _room(folder))
         nbytes, _ = _move(engine, file, memory, WRITE, file.nbytes, _FILL_S, file.nbytes)
@@ -177,9 +179,9 @@ def _measure(folder: str, engine_kind: str | None) -> DiskSpeed:
 def _trials(
     folder: str, kind: str, file: aio.File, memory: aio.AlignedMemory, nbytes: int
 ) -> dict[tuple[int, int], float]:
-    """Return the mixed rate, in bytes per second, of each (depth, piece_nbytes) that there was time for.
+    """Return the mixed rate, in bytes per second, of each (depth, piece_nbytes) for which there was time.
 
-    In two rounds: a disk that others use is fast and slow by turns.
+    There are two rounds, as the speed of a shared disk varies.
     """
     sums: dict[tuple[int, int], tuple[int, float]] = {}
     began_s = time.perf_counter()
@@ -194,9 +196,9 @@ def _trials(
 
 
 def _room(folder: str) -> int:
-    """Return how large a file to measure with: 256 MiB, or a quarter of what is free.
+    """Return the size of the file to measure with: 256 MiB, or a quarter of the free space.
 
-    Raises: aio.StorageFullError where that is too little.
+    Raises: aio.StorageFullError if that is less than 32 MiB.
     """
     status = os.statvfs(folder)
     free = status.f_bavail * status.f_frsize
@@ -215,7 +217,7 @@ def _move(
     seconds: float,
     at_most: int = 1 << 62,
 ) -> tuple[int, float]:
-    """Stream over the first `nbytes` of a file; return the bytes moved, and the seconds that took."""
+    """Stream over the first `nbytes` of a file; return the bytes moved and the seconds taken."""
     in_flight = engine.depth * engine.piece_nbytes // _REQUEST_NBYTES + 2  # the engine never runs dry
     stream = RequestStream(verb, _REQUEST_NBYTES, in_flight)
     moved = move(engine, file, memory, stream, nbytes, seconds=seconds, at_most=at_most)
@@ -223,7 +225,7 @@ def _move(
 
 
 def best(rates: dict[tuple[int, int], float]) -> tuple[float, int, int]:
-    """Return (rate, depth, piece_nbytes) of what is as good as the best and has the least in flight."""
+    """Return (rate, depth, piece_nbytes) with the least bytes in flight among those as fast as the best."""
     most = max(rates.values())
     good = [choice for choice, rate in rates.items() if rate >= _EQUAL * most]
     depth, piece_nbytes = min(good, key=lambda choice: (choice[0] * choice[1], choice[1]))
@@ -265,7 +267,7 @@ def filesystem(folder: Path) -> str:
 
 
 def _cached() -> dict[str, DiskSpeed]:
-    """Return the entries of the cache that can be used."""
+    """Return the valid entries of the cache."""
     try:
         content = json.loads((_cache_folder() / "disks.json").read_text())
         entries = dict(content)
@@ -279,23 +281,23 @@ def _cached() -> dict[str, DiskSpeed]:
 
 
 def keep(folder: str, speed: DiskSpeed) -> None:
-    """Put a measurement into the cache, in place of an older one of the same engine, whole or not at all.
+    """Store a measurement in the cache atomically, replacing an older one of the same engine.
 
-    Raises: OSError where the cache cannot be written.
+    Raises: OSError if the cache cannot be written.
     """
     with _alone():
         _put(folder, speed)
 
 
 def check_cache() -> None:
-    """See that a measurement could be kept, before it takes its time.
+    """Check that a measurement can be stored, before time is spent on it.
 
-    Raises: OSError naming the folder that cannot be made or written.
+    Raises: OSError naming the folder that cannot be created or written.
     """
     place = _cache_folder()
     place.mkdir(parents=True, exist_ok=True)
     if not os.access(place, os.W_OK | os.X_OK):
-        raise PermissionError(errno.EACCES, "no right to write there", str(place))
+        raise PermissionError(errno.EACCES, "no permission to write to the cache", str(place))
 
 
 def _put(folder: str, speed: DiskSpeed) -> None:
@@ -314,18 +316,18 @@ def _put(folder: str, speed: DiskSpeed) -> None:
 
 
 def _keep(folder: str, speed: DiskSpeed) -> None:
-    """Put a measurement into the cache; one that cannot be written is logged."""
+    """Store a measurement in the cache; a failure is logged."""
     try:
         _put(folder, speed)
     except OSError as error:
-        logger.warning("the measurement of %s is not kept for the next start: %s", folder, error)
+        logger.warning("the measurement of %s could not be cached for the next start: %s", folder, error)
 
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Let one process at a time measure: two would halve each other's rates, and keep them."""
+    """Let one process at a time measure: two would halve each other's rates, and cache them."""
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # without a cache, or locks there, everybody measures
+        with contextlib.suppress(OSError):  # without a cache, or locks in it, every process measures
             place = _cache_folder()
             place.mkdir(parents=True, exist_ok=True)
             fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

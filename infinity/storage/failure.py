@@ -1,10 +1,10 @@
-"""Why an engine has stopped, without the frames of those who were told.
+"""Keeps the error that stopped an engine, without its traceback.
 
 [Note: errors and the collector]
-An error holds its traceback, whose frames hold the variables of whoever trains: a loss, and with it
-autograd's graph, which holds our hooks, and so the engine, where Python's collector cannot follow. An engine
-that kept such an error would never be freed. So an error is not kept once it has been raised: an equal one
-without a traceback stands for it.
+An error holds its traceback, whose frames hold the variables of the training loop: a loss, and with it
+autograd's graph, which holds our hooks and so the engine. Python's garbage collector cannot follow references
+through the graph, so an engine that kept such an error would never be freed. An error that has been raised is
+therefore replaced by an equal one without a traceback.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from infinity.errors import EngineFailedError
 
 
 def without_frames(error: BaseException) -> BaseException:
-    """Return an error of the same type and message, and its causes, all without a traceback; an
-    EngineFailedError with its text where one of that type cannot be made.
+    """Return an error of the same type, message and causes, without tracebacks.
+
+    If the type cannot be copied, an EngineFailedError with its text takes its place.
     """
     try:
         twin = copy.copy(error)
-    except Exception:  # noqa: BLE001 - whatever a constructor raises that takes other arguments than `args`
+    except Exception:  # noqa: BLE001 - a constructor that takes other arguments than `args` may raise anything
         twin = None
     if type(twin) is not type(error) or str(twin) != str(error):
         twin = EngineFailedError(f"{type(error).__name__}: {error}")
@@ -30,17 +31,18 @@ def without_frames(error: BaseException) -> BaseException:
 
 
 class Failure:
-    """The first error that stopped something: raised once as it is, and from then on told of."""
+    """The first error that stopped something: raised once as it is, then as the cause of further errors."""
 
     def __init__(self) -> None:
-        """Nothing has failed."""
         self.cause: BaseException | None = None
-        """The error, or one that stands for it: see [Note: errors and the collector]."""
+        """A copy of the first error: see [Note: errors and the collector]."""
         self._unraised: BaseException | None = None
 
     def note(self, error: BaseException, *, raised: bool) -> None:
-        """Keep `error`, unless an earlier one is known. `raised`: whoever caught it raises it; where a thread
-        of the engine's own was told, and does not, the next to ask gets the first error.
+        """Keep `error`, unless an earlier one is known.
+
+        raised: the caller raises it itself. An internal thread that cannot raise to the user passes False;
+        the next `check` then raises the first error.
         """
         if self.cause is None:
             self.cause = without_frames(error)
@@ -49,7 +51,7 @@ class Failure:
             self._unraised = without_frames(self.cause)
 
     def check(self) -> None:
-        """Raise the error the first time, if nobody has; EngineFailedError because of it from then on."""
+        """Raise the error if it has not been raised yet; after that EngineFailedError, caused by it."""
         error, self._unraised = self._unraised, None
         if error is not None:
             try:

@@ -1,14 +1,15 @@
-"""Two generations of everything that is stored: the last one committed stays whole while the next is written.
+"""Two generations of all stored data: the last committed one stays intact while the next is written.
 
 [Note: sides]
-An extent here is a *twin*: two extents of the same size, its *sides*. A byte range is written to the side
-that no commit names, and read from the side written last. A commit names, for each range, the side that holds
-it (Twin.live, at that moment); so whatever happens before the next commit is on disk, what the last one names
-is untouched. Between the moment in which a commit takes down the sides and the moment in which it is on disk
-both sides of a range may be named: who wants to write it then waits. Ranges are what records write, whole
-tiles; where a twin's tiles are all on one side, which is the rule, two numbers say so.
+An extent of this store is a *twin*: two extents of the same size, its *sides*. A byte range is written to a
+side that no commit names, and read from the side written last. A commit names, for each range, the side that
+holds it (Twin.live at that moment). The data that the last commit names therefore stays intact until the next
+commit is on disk. Between the moment in which a commit records the sides and the moment in which it is on
+disk, two commits count, and they may name both sides of a range; a write to that range then waits. Records
+write whole tiles, so ranges are tiles. Usually all of a twin's tiles are on one side, which takes two numbers
+to say.
 
-A twin that is given back keeps what commits name of it, and so may serve another field at once.
+A twin that has been freed keeps the ranges that commits name, and so may serve another field at once.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from infinity.storage.failure import without_frames
 from infinity.storage.store import DiskStore, Extent, Request, Together, Transfer
 
 Runs = tuple[tuple[int, int], ...]
-"""Which side holds what: (stop, side) of consecutive byte ranges, the first from 0 on."""
+"""The side that holds each byte range: (stop, side) of consecutive ranges, the first of which starts at 0."""
 
 
 def put(runs: Runs, start: int, stop: int, side: int) -> Runs:
-    """Return `runs` with bytes [start, stop) on `side`; neighbours on one side are one range."""
+    """Return `runs` with bytes [start, stop) on `side`; adjacent ranges on one side are merged."""
     nbytes, last_side = runs[-1]
     begun = 0 if len(runs) == 1 else runs[0][0]
-    if start == begun and len(runs) <= 2 and last_side != side:  # from the front on, which is the rule
+    if start == begun and len(runs) <= 2 and last_side != side:  # the usual case: written front to back
         return ((stop, side), (nbytes, last_side)) if stop < nbytes else ((nbytes, side),)
     new: list[tuple[int, int]] = []
     at, last = 0, -1
@@ -45,7 +46,7 @@ def put(runs: Runs, start: int, stop: int, side: int) -> Runs:
 
 
 def side_of(runs: Runs, start: int, stop: int) -> int | None:
-    """Return the side that holds all of bytes [start, stop); None where both hold parts."""
+    """Return the side that holds all of bytes [start, stop); None if each side holds a part."""
     for end, side in runs:
         if start < end:
             return side if stop <= end else None
@@ -53,7 +54,7 @@ def side_of(runs: Runs, start: int, stop: int) -> int | None:
 
 
 def among(runs: Runs, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, stop, side) of the ranges that bytes [start, stop) consist of."""
+    """Yield (start, stop, side) of the ranges that make up bytes [start, stop)."""
     for at, end, side in _ranges(runs):
         if at < stop and start < end:
             yield max(at, start), min(end, stop), side
@@ -70,10 +71,10 @@ class DurableStore(DiskStore, Protocol):
     """Storage whose extents can be named in a commit, and found again by another process."""
 
     def describe(self, extent: Extent) -> object:
-        """Return where an extent lies, as plain values."""
+        """Return the place of an extent, as plain values for JSON."""
 
     def claim(self, place: object, nbytes: int, what: str) -> Extent:
-        """Return the extent that `describe` has described."""
+        """Return the extent at a place that `describe` returned."""
 
 
 class Twin:
@@ -82,18 +83,17 @@ class Twin:
     __slots__ = ("committed", "committing", "live", "nbytes", "sides")
 
     def __init__(self, nbytes: int, sides: list[Extent | None]) -> None:
-        """Nothing is written yet, and nothing named."""
         self.nbytes = nbytes
         self.sides = sides
-        """None for one that gets its room when it is first written."""
+        """None for a side that is allocated when it is first written."""
         self.live: Runs = ((nbytes, 0),)
         self.committed: Runs | None = None
-        """What the last commit on disk names; None for nothing."""
+        """The sides named by the last commit on disk; None: it does not name this twin."""
         self.committing: Runs | None = None
-        """What the commit on its way to the disk names."""
+        """The sides named by the commit that is being written."""
 
     def free_side(self, start: int, stop: int) -> int | None:
-        """Return the side to write bytes [start, stop) to; None where there is none for all of them."""
+        """Return the side to write bytes [start, stop) to; None if no side is free for all of them."""
         live = side_of(self.live, start, stop)
         old = -1 if self.committed is None else side_of(self.committed, start, stop)
         new = -1 if self.committing is None else side_of(self.committing, start, stop)
@@ -104,7 +104,7 @@ class Twin:
         return None if 1 - live in (old, new) else 1 - live
 
     def free_sides(self, start: int, stop: int) -> Iterator[tuple[int, int, int | None]]:
-        """Yield (start, stop, side to write) for bytes [start, stop); None where both sides are named."""
+        """Yield (start, stop, side to write) for bytes [start, stop); None if commits name both sides."""
         for at, end, live in among(self.live, start, stop):
             for first, last, old in among(self.committed or ((self.nbytes, -1),), at, end):
                 for begin, over, new in among(self.committing or ((self.nbytes, -1),), first, last):
@@ -114,26 +114,27 @@ class Twin:
 
 
 class TwinStore:
-    """Twins over another store; to records, a store like any other. See [Note: sides]."""
+    """A store of twins, which lie in another store; see [Note: sides]."""
 
     tier = "nvme"
 
     def __init__(self, store: DurableStore, *, lazy: bool = False) -> None:
-        """Keep two generations in `store`. lazy: twins get room only as they are written, since what a model
-        is built with will be replaced by what an earlier run has committed.
+        """Keep two generations in `store`.
+
+        lazy: allocate sides only when they are written. A model that resumes is built with values that the
+        committed ones will replace.
         """
         self.store = store
         self.lazy = lazy
         self.step = 0
         """The step of the last commit, for errors."""
-        """Of the last commit."""
         self._twins: dict[int, Twin] = {}
         self._free: dict[int, list[int]] = {}
         self._next = 0
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
 
-    # Room
+    # Allocation
 
     def allocate(self, nbytes: int, what: str) -> Extent:
         """Return a twin as one extent.
@@ -160,7 +161,7 @@ class TwinStore:
         return Extent(self, self._next - 1, twin.nbytes)
 
     def free(self, extent: Extent) -> None:
-        """Give a twin back; while the model is built (`lazy`), its room too."""
+        """Free a twin for reuse; while the model is built (`lazy`), free its sides too."""
         twin = self._twins[extent.offset]
         if self.lazy:
             del self._twins[extent.offset]
@@ -173,7 +174,7 @@ class TwinStore:
     # Transfers
 
     def read(self, request: Request) -> Transfer:
-        """Begin to read what was written last; see DiskStore."""
+        """Begin to read the bytes written last; see DiskStore."""
         twin, stop = self._twins[request.extent.offset], request.start + request.nbytes
         side = side_of(twin.live, request.start, stop)
         if side is not None:
@@ -183,9 +184,10 @@ class TwinStore:
         return self._together(self.store.read, request, twin, parts)
 
     def write(self, request: Request) -> Transfer:
-        """Begin to write to the side that no commit names, after that is known; see DiskStore.
+        """Begin to write to sides that no commit names, waiting for the running commit if needed; see
+        DiskStore.
 
-        Raises: aio.StorageFullError; EngineFailedError where the commit that is waited for has failed.
+        Raises: aio.StorageFullError; EngineFailedError if the commit that this waits for has failed.
         """
         twin, start, stop = self._twins[request.extent.offset], request.start, request.start + request.nbytes
         with self._changed:
@@ -197,9 +199,7 @@ class TwinStore:
         return self._together(self.store.write, request, twin, parts)
 
     def _free_parts(self, twin: Twin, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """Return (start, stop, side to write) of what a range consists of, once no commit names them; under
-        the lock.
-        """
+        """Wait until bytes [start, stop) can be written; return their (start, stop, side). Holds the lock."""
         while True:
             free = twin.free_side(start, stop)
             if free is not None:
@@ -209,7 +209,9 @@ class TwinStore:
             if len(sure) == len(parts):
                 return sure
             if self._failure is not None:
-                raise EngineFailedError("a step could not be committed") from self._failure
+                raise EngineFailedError(
+                    f"a write waits for the commit after step {self.step}, which has failed"
+                ) from self._failure
             self._changed.wait(0.5)
 
     def _together(
@@ -219,7 +221,7 @@ class TwinStore:
         twin: Twin,
         parts: list[tuple[int, int, int]],
     ) -> Transfer:
-        """Begin the transfers of one request, side by side."""
+        """Begin the transfers of one request, one for each part."""
         whole = twin.sides[parts[0][2]] if len(parts) == 1 else None
         if whole is not None:
             return begin(Request(whole, *request[1:]))
@@ -227,7 +229,7 @@ class TwinStore:
         try:
             for at, end, side in _joined(parts):
                 extent = twin.sides[side]
-                if extent is None:  # a record asks for what it has written
+                if extent is None:  # a record must not read what it has not written
                     raise EngineFailedError(f"{request.what}: bytes {at} to {end} were never written")  # noqa: TRY301
                 address = request.address + at - request.start
                 piece = request._replace(extent=extent, start=at, address=address, nbytes=end - at)
@@ -238,7 +240,7 @@ class TwinStore:
         return begun[0] if len(begun) == 1 else Together(begun)
 
     def where(self, extent: Extent, start: int) -> str:
-        """Name a place for an error message, with its generation where that is known."""
+        """Name a place for an error message, with its generation if that is known."""
         twin = self._twins[extent.offset]
         _, _, side = next(among(twin.live, start, start + 1))
         at = twin.sides[side]
@@ -249,18 +251,18 @@ class TwinStore:
     # Commits
 
     def begin_commit(self, named: list[Extent]) -> None:
-        """Take down the sides that a commit will name: those of `named` as they are now."""
+        """Record the sides that a commit will name: the current ones of the extents `named`."""
         numbers = {extent.offset for extent in named}
         with self._changed:
             for number, twin in self._twins.items():
                 twin.committing = twin.live if number in numbers else None
 
     def be_at(self, step: int) -> None:
-        """The last commit is that of `step`."""
+        """Set the step of the last commit."""
         self.step = step
 
     def end_commit(self, step: int) -> None:
-        """The commit is on disk: what the one before it named, and this one does not, is free."""
+        """The commit is on disk: sides that only the previous commit named become free."""
         with self._changed:
             self.step = step
             for twin in self._twins.values():
@@ -268,18 +270,18 @@ class TwinStore:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """The commit has failed for good: let nobody wait for it."""
+        """The commit has failed for good: wake the writes that wait for it, with an error."""
         with self._changed:
             self._failure = without_frames(error)
             self._changed.notify_all()
 
     def describe(self, extent: Extent) -> tuple[list[object], Runs]:
-        """Return where the two sides of a twin lie, as plain values, and which is live where."""
+        """Return the places of a twin's two sides, as plain values, and its live runs."""
         twin = self._twins[extent.offset]
         return [None if side is None else self.store.describe(side) for side in twin.sides], twin.live
 
     def complete(self, what: str) -> None:
-        """Give every twin the room it lacks, and each one made from now on both sides at once.
+        """Allocate all missing sides, and from now on both sides of every new twin.
 
         Raises: aio.StorageFullError naming `what`.
         """
@@ -295,7 +297,7 @@ class TwinStore:
 
 
 def _joined(parts: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Yield neighbours on one side as one."""
+    """Yield the parts, with adjacent ones on the same side merged."""
     before: tuple[int, int, int] | None = None
     for at, end, side in parts:
         if before is not None and before[2] == side:

@@ -1,15 +1,15 @@
-"""What a checkpoint holds: its manifest, as values and as JSON. Pure: no torch, no I/O.
+"""The manifest of a checkpoint, as values and as JSON. Pure: no torch, no I/O.
 
 [Note: logical tensors]
 A checkpoint is a set of named tensors in their logical shape: parameters and moments as if there were one
-rank, one budget, one tier. A tensor consists of *pieces*, ranges of its flat elements, each of which lies in
-one file: who writes knows only his pieces, who reads asks for any range. So any number of ranks may read what
-any number has written.
+rank, one budget and one tier. A tensor consists of *pieces*, ranges of its flat elements, each of which lies
+in one file. A writer knows only its own pieces; a reader asks for any range. So any number of ranks can read
+what any number has written.
 
 [Note: hashes]
-Each RANGE_NBYTES of a piece has its xxh3 hash here, and so has the manifest. Reading checks every range
-before a byte of it is used. That finds damage, not malice: hashes can be made to fit. But nothing in a
-checkpoint is ever executed: JSON and plain arrays hold data only.
+The manifest contains an xxh3 hash of each RANGE_NBYTES of a piece, and one of itself. Reading checks a range
+before any byte of it is used. This detects damage, not forgery: anybody can compute fitting hashes. But
+nothing in a checkpoint is ever executed: JSON and plain arrays hold data only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RANGE_NBYTES = 4 << 20
 """Bytes that share one hash."""
 
 MASTER, PLAIN = "master", "plain"
-"""Kinds of tensors: the fp32 master of an offloaded parameter; a buffer or an ordinary parameter as it is."""
+"""Kinds of tensors: the fp32 master of an offloaded parameter; a buffer or ordinary parameter, unchanged."""
 
 WIDTHS = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 """Bytes of an element, by safetensors' names of types."""
@@ -52,7 +52,7 @@ class CheckpointError(InfinityError, ValueError):
 
 @contextlib.contextmanager
 def readable(what: str) -> Iterator[None]:
-    """Read what may say anything: whatever goes wrong by that is a CheckpointError with `what`."""
+    """Context for parsing untrusted content: errors become a CheckpointError that names `what`."""
     try:
         yield
     except InfinityError:
@@ -63,7 +63,7 @@ def readable(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """Elements [start, stop) of a tensor: all of the tensor `key` of a file."""
+    """Elements [start, stop) of a tensor, which are the whole tensor `key` of a file."""
 
     file: str
     key: str
@@ -85,16 +85,16 @@ class Tensor:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     def __post_init__(self) -> None:
         """Check that the pieces cover the tensor, once, and have a hash for each of their ranges."""
         what = f"{self.kind} of {self.name}"
         if not (type(self.name) is type(self.kind) is str):
-            raise CheckpointError(f"{what}: names are text")
+            raise CheckpointError(f"{what}: name and kind of a tensor must be text")
         if self.dtype not in WIDTHS or not all(type(size) is int and size >= 0 for size in self.shape):
-            raise CheckpointError(f"{what}: {self.dtype} {list(self.shape)} is no tensor")
+            raise CheckpointError(f"{what}: {self.dtype} {list(self.shape)} is not a valid type and shape")
         at = 0
         for piece in self.pieces:
             if piece.start != at or piece.stop < at:
@@ -102,7 +102,7 @@ class Tensor:
                     f"{what}: a piece of elements {piece.start} to {piece.stop}, expected from {at}"
                 )
             if not _FILE.fullmatch(piece.file):
-                raise CheckpointError(f"{what}: {piece.file!r} is no file of a checkpoint")
+                raise CheckpointError(f"{what}: {piece.file!r} is not a file name of a checkpoint")
             expected = hash_count((piece.stop - piece.start) * WIDTHS[self.dtype])
             if len(piece.hashes) != expected:
                 raise CheckpointError(f"{what}: {len(piece.hashes)} hashes, expected {expected}")
@@ -118,7 +118,7 @@ def hash_count(nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All that a checkpoint says beside its values; what is not a tensor is in the form of `encode`."""
+    """All of a checkpoint except the values of tensors; what is not a tensor is in the form of `encode`."""
 
     tensors: tuple[Tensor, ...]
     files: Mapping[str, int]  # bytes of each
@@ -127,12 +127,12 @@ class Manifest:
     rng: Mapping[str, Any] = field(default_factory=dict)
     extra: Any = None
     model: Mapping[str, Any] | None = None
-    """The class and configuration of a model of transformers, None for any other."""
+    """The class and configuration of a model of transformers; None for other models."""
     further: tuple[Mapping[str, Any], ...] = ()
-    """What ranks 1, 2, … said, each as `rng` and `extra` are rank 0's."""
+    """"rng" and "extra" of ranks 1, 2, …; those of rank 0 are the fields above."""
 
     def of_rank(self, rank: int) -> Mapping[str, Any] | None:
-        """Return "rng" and "extra" of a rank; None for one that took no part in saving."""
+        """Return "rng" and "extra" of a rank; None for a rank that took no part in saving."""
         if rank == 0:
             return {"rng": self.rng, "extra": self.extra}
         return self.further[rank - 1] if rank <= len(self.further) else None
@@ -172,7 +172,7 @@ class Manifest:
             body = outer["manifest"]
             if body["format"] != FORMAT or body["version"] != VERSION or body["range_nbytes"] != RANGE_NBYTES:
                 raise CheckpointError(
-                    f"a manifest of {body['format']!r}, version {body['version']}, ranges of "
+                    f"the manifest is of {body['format']!r}, version {body['version']}, ranges of "
                     f"{body['range_nbytes']} B; this Infinity reads {FORMAT!r}, version {VERSION}, ranges of "
                     f"{RANGE_NBYTES} B"
                 )
@@ -192,10 +192,10 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class RankManifest:
-    """What one of the ranks that save together has written, and what it says."""
+    """The part of a manifest from one of the ranks that save together."""
 
     pieces: Mapping[tuple[str, str], tuple[Form, TensorPiece | None]]
-    """By (kind, name): type and shape of the whole tensor, and the rank's piece of it, None for none."""
+    """By (kind, name): type and shape of the whole tensor, and the rank's piece of it, if it has one."""
     files: Mapping[str, int]
     rng: Mapping[str, Any]
     extra: Any
@@ -221,9 +221,9 @@ class RankManifest:
 
 
 def joined(ranks: Sequence[RankManifest], said: Mapping[str, Any]) -> Manifest:
-    """Return the manifest of what all ranks have written; said: what they say in common.
+    """Return the manifest of all ranks' pieces. said: the fields that all ranks have in common.
 
-    Raises: CheckpointError where the ranks have different models, or pieces do not make whole tensors.
+    Raises: CheckpointError if the ranks have different models, or the pieces do not make whole tensors.
     """
     forms: dict[tuple[str, str], Form] = {}
     pieces: dict[tuple[str, str], list[TensorPiece]] = {}
@@ -233,7 +233,9 @@ def joined(ranks: Sequence[RankManifest], said: Mapping[str, Any]) -> Manifest:
         for (kind, name), (form, piece) in own.pieces.items():
             if forms.setdefault((kind, name), form) != form:
                 before = _form(forms[kind, name])
-                raise CheckpointError(f"{kind} of {name}: {_form(form)} on rank {rank}, {before} before it")
+                raise CheckpointError(
+                    f"{kind} of {name}: {_form(form)} on rank {rank}, but {before} on an earlier rank"
+                )
             pieces.setdefault((kind, name), []).extend([] if piece is None else [piece])
     tensors = tuple(
         Tensor(
@@ -263,7 +265,7 @@ def _piece_in(piece: Sequence[Any]) -> TensorPiece:
 
 
 def compare(saved: Mapping[str, Form], expected: Mapping[str, Form], what: str) -> list[str]:
-    """Return, in words, in what the saved tensors differ from those expected; nothing where they fit."""
+    """Return, in words, how the saved tensors differ from those expected; empty if they match."""
     missing = [name for name in expected if name not in saved]
     unexpected = [name for name in saved if name not in expected]
     differing = [
@@ -292,7 +294,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def compare_groups(saved: Sequence[Sequence[str]], expected: Sequence[Sequence[str]]) -> list[str]:
-    """Return, in words, in what the saved param groups, lists of names, differ from those expected."""
+    """Return, in words, how the saved param groups (lists of names) differ from those expected."""
     if len(saved) != len(expected):
         return [f"{len(saved)} param groups in the checkpoint, {len(expected)} in the optimizer"]
     found = []
@@ -314,12 +316,12 @@ def compare_groups(saved: Sequence[Sequence[str]], expected: Sequence[Sequence[s
 
 
 def encode(value: Any, what: str, tensor: Callable[[Any, str], str | None]) -> Any:
-    """Return a plain value (None, bool, int, float, str, list, tuple, dict) in JSON's terms.
+    """Return a plain value (None, bool, int, float, str, list, tuple, dict) as JSON values.
 
-    what: the value's name, for errors. tensor: asked about anything else; returns the key under which it
-    keeps the value, or None.
+    what: the value's name, for errors. tensor: called for any other value; stores it and returns its key, or
+    None if it cannot.
 
-    Raises: CheckpointError naming the place of what is not plain.
+    Raises: CheckpointError naming the place of a value that is not plain and was not stored.
     """
     if value is None or type(value) in (bool, int, str):
         return value
@@ -348,7 +350,7 @@ def encode(value: Any, what: str, tensor: Callable[[Any, str], str | None]) -> A
 
 
 def decode(value: Any, tensor: Callable[[str], Any]) -> Any:  # noqa: PLR0911 - a case each
-    """Return the value that `encode` was given; `tensor` returns what is kept under a key."""
+    """Return the value that was given to `encode`. tensor: returns the value stored under a key."""
     if isinstance(value, list):
         return [decode(one, tensor) for one in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Host memory that Infinity keeps: what is mapped for it, the slots that I/O goes through, and ledgers."""
+"""Host memory: mapped arenas, the pool of I/O slots, and the ledgers that count bytes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ _INT_MOST = (1 << 31) - 1  # what mallopt takes
 
 
 class Arena:
-    """Page-aligned anonymous memory, not inherited by forked children; given back when dropped."""
+    """Page-aligned anonymous memory, zero at first; not inherited by forks, and unmapped when dropped."""
 
     def __init__(self, nbytes: int) -> None:
-        """Map `nbytes` bytes, zero until written; pages are taken when they are first touched."""
         self.nbytes = nbytes
         self.map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.map.madvise(mmap.MADV_DONTFORK)
@@ -40,20 +39,22 @@ _MAPPED_FROM_MOST = 32 << 20  # glibc's limit
 
 
 def map_large_blocks() -> None:
-    """Let malloc map blocks of 1 MiB and more, while a model is built (glibc; elsewhere nothing happens).
+    """Make malloc map blocks of 1 MiB and more, while a model is built (glibc; elsewhere nothing happens).
 
-    What is built is large and stays for a while: freed, it would leave holes among small objects that stay,
-    which count as ours (measured: 0.6 GiB).
+    The blocks of a model under construction are large and live for a while. Freed in malloc's heap they would
+    leave holes among small objects, which stay resident memory (measured: 0.6 GiB).
     """
     _tell_malloc(1 << 20, 2 << 20)
 
 
 def reuse_large_blocks(outgoing_nbytes: int) -> None:
-    """Let malloc keep what operations free, for the next ones, while a model is trained.
+    """Make malloc keep freed blocks for reuse, while a model is trained (glibc).
 
-    Mapping it anew costs page faults in every operation, and what is large and stays has buffers of its own.
-    outgoing_nbytes: the budget's share of gradients on their way. A backward may end with all of it freed at
-    once; the next one wants it again, and it is the budget's all the time.
+    Mapping them anew would cost page faults in every operation, and large tensors that stay have buffers of
+    their own.
+
+    outgoing_nbytes: the budget's share for outgoing gradients. A backward may free all of it at once, and the
+    next one allocates it again; the budget counts it all the time.
     """
     _tell_malloc(_MAPPED_FROM_MOST, max(2 * _MAPPED_FROM_MOST, outgoing_nbytes))
 
@@ -67,7 +68,7 @@ def _tell_malloc(mapped_from_nbytes: int, kept_nbytes: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A leased piece of the pool; fields of one tile lie in it one behind the other."""
+    """A leased piece of the pool, which holds the fields of one tile one after another."""
 
     address: int
     nbytes: int
@@ -77,7 +78,6 @@ class Pool:
     """Equal slots in one arena. Used from one thread, the lane that moves records."""
 
     def __init__(self, slot_nbytes: int, count: int) -> None:
-        """Allocate `count` slots of `slot_nbytes` bytes."""
         self.slot_nbytes = slot_nbytes
         self.count = count
         self.nbytes = slot_nbytes * count
@@ -92,7 +92,7 @@ class Pool:
         return len(self._free)
 
     def lease(self) -> Slot:
-        """Take a free slot; the caller has seen that there is one."""
+        """Take a free slot; the caller has checked that there is one."""
         slot = self._free.pop()
         if not self._free:
             self._ran_out_s = time.perf_counter()
@@ -105,34 +105,33 @@ class Pool:
         self._free.append(slot)
 
     def lacked_s(self, since_s: float) -> float:
-        """Return the seconds, from `since_s` on, of the last time in which no slot was free, now over."""
+        """Return the length in seconds of the last period without a free slot, as far as after `since_s`."""
         return max(0.0, self._refilled_s - max(self._ran_out_s, since_s))
 
 
 class Ledger:
-    """One share of the budget: bytes that may be held, and bytes that are."""
+    """One share of the budget: its limit, and the bytes held. Thread-safe."""
 
     def __init__(self, limit_nbytes: int) -> None:
-        """Open a share of `limit_nbytes`."""
         self.limit_nbytes = limit_nbytes
         self.held_nbytes = 0
         self.peak_nbytes = 0
         self.aside_nbytes = 0
-        """Bytes that are promised, and not to be had by `try_reserve`."""
-        self._lock = threading.RLock()  # a gradient that is collected gives its bytes back, at any moment
+        """Bytes set aside: `try_reserve` cannot take them."""
+        self._lock = threading.RLock()  # reentrant: a garbage collection may release bytes at any moment
         self._pid = os.getpid()
 
     def resize(self, limit_nbytes: int) -> None:
-        """Let the share be of another size; what is held stays held."""
+        """Change the limit; the bytes held stay held."""
         self.limit_nbytes = limit_nbytes
 
     @property
     def free_nbytes(self) -> int:
-        """Bytes that nobody holds."""
+        """Bytes that are not held."""
         return self.limit_nbytes - self.held_nbytes
 
     def try_reserve(self, nbytes: int) -> bool:
-        """Take `nbytes` if the share has them."""
+        """Take `nbytes` if the share has them; returns whether it did."""
         with self._lock:
             if nbytes > self.free_nbytes - self.aside_nbytes:
                 return False
@@ -140,19 +139,19 @@ class Ledger:
             return True
 
     def reserve_anyway(self, nbytes: int) -> None:
-        """Take `nbytes` beyond the limit, for what has to exist whatever the budget says."""
+        """Take `nbytes` even beyond the limit, for memory that must exist whatever the budget is."""
         with self._lock:
             self.held_nbytes += nbytes
             self.peak_nbytes = max(self.peak_nbytes, self.held_nbytes)
 
     def set_aside(self, nbytes: int) -> None:
-        """Promise `nbytes` more (fewer, if negative) to what will be reserved later."""
+        """Set `nbytes` more aside (fewer if negative), for a later `reserve_anyway`."""
         with self._lock:
             self.aside_nbytes += nbytes
 
     def release(self, nbytes: int) -> None:
-        """Give back `nbytes` that were reserved. A forked child, whose lock nobody may free, keeps them."""
-        if os.getpid() != self._pid:
+        """Give back `nbytes` that were reserved."""
+        if os.getpid() != self._pid:  # a forked child, in which the lock may be held for ever
             return
         with self._lock:
             self.held_nbytes -= nbytes

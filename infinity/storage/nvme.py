@@ -1,4 +1,4 @@
-"""Extents on NVMe: one file in a folder, nameless unless it is to be found again, grown in large steps."""
+"""Extents on NVMe: one file per folder, nameless except for durable runs, grown in large steps."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _GROW_NBYTES = 256 << 20
 
 
 class FreeExtents:
-    """Extents given back, reused by exact size: a run has few sizes, so the gaps are few."""
+    """Freed extents, reused by exact size: a run has few sizes, so little space is lost."""
 
     def __init__(self) -> None:
-        """Begin with none."""
         self._offsets: dict[int, list[int]] = {}
 
     def take(self, nbytes: int) -> int | None:
-        """Return the offset of one of `nbytes`, if there is one."""
+        """Return the offset of a freed extent of `nbytes`, if there is one."""
         offsets = self._offsets.get(nbytes)
         return offsets.pop() if offsets else None
 
     def give(self, offset: int, nbytes: int) -> None:
-        """Take one back."""
+        """Keep a freed extent."""
         self._offsets.setdefault(nbytes, []).append(offset)
 
 
 _hung: list[object] = []
+"""Memory and files of disks that hang: kept for ever, as the disk may still write there."""
 
 Opening = Callable[[aio.IoEngine], aio.File]
 """Opens the file of a store with its engine."""
@@ -43,8 +43,8 @@ Opening = Callable[[aio.IoEngine], aio.File]
 class NvmeStore:
     """One file in a folder, grown in large steps as extents are allocated.
 
-    Nameless, so that its space returns the instant the process ends, however it ends, and two runs on one
-    folder cannot meet; or, for a durable run, the one that `opening` opens.
+    The file is nameless, so that the kernel frees its space when the process ends, however it ends, and two
+    runs in one folder cannot collide. A durable run's file is opened by `opening`.
     """
 
     tier = "nvme"
@@ -57,10 +57,11 @@ class NvmeStore:
         sharers: int = 1,
         opening: Opening | None = None,
     ) -> None:
-        """Check `folder`, pick the I/O engine with a real request there, and open the file.
+        """Check `folder`, choose the I/O engine by a real request in it, and open the file.
 
-        How much the engine keeps in flight comes from the disk's speed (see disk.speed_of): the same in bytes
-        where no request is larger than `request_nbytes`; `sharers` ranks on one disk divide it.
+        request_nbytes: the largest request. If it is smaller than the disk's best piece, more requests are
+        kept in flight, so that the bytes in flight stay the same (see disk_speed.speed_of).
+        sharers: ranks that use this disk and divide the requests in flight.
 
         Raises: ConfigError for a folder that cannot be used; aio.EngineUnavailableError for a forced engine
         that fails.
@@ -88,7 +89,7 @@ class NvmeStore:
 
     @property
     def hung(self) -> bool:
-        """Whether the disk has stopped to answer."""
+        """Whether the disk has stopped responding."""
         return self.engine.hung
 
     @property
@@ -98,7 +99,7 @@ class NvmeStore:
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """Where the file is."""
+        """The folder of the file."""
         return (self.folder,)
 
     def allocate(self, nbytes: int, what: str) -> Extent:
@@ -118,7 +119,7 @@ class NvmeStore:
         return Extent(self, offset, nbytes)
 
     def _in_gap(self, nbytes: int) -> int | None:
-        """Return the offset of `nbytes` between what was claimed, the first there are."""
+        """Return the offset of the first `nbytes` between claimed extents, if there are any."""
         for index, (offset, stop) in enumerate(self._gaps):
             if stop - offset >= nbytes:
                 self._gaps[index] = offset + nbytes, stop
@@ -126,32 +127,33 @@ class NvmeStore:
         return None
 
     def describe(self, extent: Extent) -> object:
-        """Return where an extent lies, as plain values."""
+        """Return the place of an extent, as plain values for JSON."""
         return [extent.offset, extent.nbytes]
 
     def claim(self, place: object, nbytes: int, what: str) -> Extent:
-        """Return the extent that `describe` has described, in the file of an earlier process; before any is
-        allocated.
+        """Return the extent at a place that `describe` returned in an earlier process.
 
-        Raises: ValueError for one that is not in the file, or not by itself.
+        All claims come before the first allocation; `open_gaps` ends them.
+
+        Raises: ValueError if there is no such extent in the file.
         """
         if not (isinstance(place, list) and len(place) == 2 and all(type(one) is int for one in place)):
-            raise ValueError(f"{what}: {place!r} is no place in a file")
+            raise ValueError(f"{what}: {place!r} is not a place in a file: expected [offset, bytes]")
         offset, size = place
         if size != nbytes or size <= 0 or offset < 0 or offset % BLOCK or size % BLOCK:
             raise ValueError(f"{what}: {size} B at byte {offset} of {self._file.path}, expected {nbytes} B")
         if offset + size > self._file.nbytes:
             raise ValueError(
-                f"{what}: bytes {offset} to {offset + size} of {self._file.path}, which ends at "
-                f"{self._file.nbytes}: it was cut"
+                f"{what}: expected at bytes {offset} to {offset + size} of {self._file.path}, which ends at "
+                f"byte {self._file.nbytes}: the file was truncated"
             )
         self._claimed.append((offset, offset + size))
         return Extent(self, offset, size)
 
     def open_gaps(self) -> None:
-        """All is claimed that there is: what lies between may be allocated.
+        """End the claims: the space between claimed extents may be allocated from now on.
 
-        Raises: ValueError where claims overlap.
+        Raises: ValueError if claims overlap.
         """
         end = 0
         for start, stop in sorted(set(self._claimed)):
@@ -163,20 +165,21 @@ class NvmeStore:
         self._end, self._claimed = end, []
 
     def descriptors(self) -> list[int]:
-        """Return the descriptor of each file, of the one file here."""
+        """Return the descriptors of all files, here one."""
         return [self._file.fd]
 
     def keep(self, pool: Pool | Arena, *others: object) -> None:
-        """Let the engine register the pool that transfers go through; hold it, and `others`, for ever if the
-        disk hangs: it may yet write there.
+        """Register the pool that transfers go through with the engine.
+
+        If the disk hangs, the pool and `others` are kept for ever, since the disk may still write there.
         """
         self.engine.register(pool.address, pool.nbytes, pool)
         self._keeps = pool, *others
 
     def sync(self) -> None:
-        """Bring to the drive what was written.
+        """Flush written data to the drive.
 
-        Raises: aio.IoError, for good.
+        Raises: aio.IoError; the data may then be lost, and a second call does not help.
         """
         self._file.sync()
 
@@ -192,7 +195,7 @@ class NvmeStore:
                 return
 
     def free(self, extent: Extent) -> None:
-        """Give an extent back."""
+        """Free an extent for reuse."""
         self._free.give(extent.offset, extent.nbytes)
 
     def read(self, request: Request) -> aio.Completion:
@@ -200,7 +203,7 @@ class NvmeStore:
         return self._begin(self.engine.read, request, aio.Priority.NORMAL)
 
     def write(self, request: Request) -> aio.Completion:
-        """Begin a write, behind reads if it is not urgent; see DiskStore."""
+        """Begin a write, with lower priority than reads unless it is urgent; see DiskStore."""
         return self._begin(self.engine.write, request, aio.Priority.BEHIND)
 
     def _begin(
@@ -222,7 +225,7 @@ class NvmeStore:
         return f"{self._file.path} at byte {extent.offset + start}"
 
     def close(self) -> None:
-        """Wait for what is in flight and give the space back; after a hang, wait for nothing."""
+        """Wait for transfers in flight and close the file; after a hang, do not wait."""
         if self.hung:
             _hung.append((self._file, *self._keeps))
         else:
@@ -232,28 +235,28 @@ class NvmeStore:
 
 
 def _hang_s() -> float:
-    """Return after how many seconds without an answer the disk counts as hung."""
+    """Return the seconds without a response after which the disk counts as hung."""
     text = os.environ.get("INFINITY_IO_TIMEOUT")
     try:
         seconds = float(text) if text else HANG_S
     except ValueError:
         seconds = 0.0
     if not seconds > 0:
-        raise ConfigError(f"INFINITY_IO_TIMEOUT={text!r}: expected seconds, above 0")
+        raise ConfigError(f"INFINITY_IO_TIMEOUT={text!r}: expected a number of seconds above 0")
     return seconds
 
 
 def _named(error: aio.StorageFullError, what: str, allocated_nbytes: int) -> aio.StorageFullError:
-    """Return `error` with what the space was for, and how much there is so far."""
+    """Return `error` with the purpose of the space, and how much is allocated so far."""
     text = f"{error.strerror}\n  for: {what}; {format_size(allocated_nbytes)} are allocated so far"
     named = aio.StorageFullError(error.errno, text, error.filename)
     return named.with_sizes(needed=error.needed, free=error.free)
 
 
 def check_folder(folder: str) -> None:
-    """See that `folder` is a folder this process may write in.
+    """Check that `folder` is a folder in which this process may write.
 
-    Raises: ConfigError with what is wrong and what to do.
+    Raises: ConfigError that says what is wrong and what to do.
     """
     try:
         status = os.stat(folder)

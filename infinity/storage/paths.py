@@ -1,8 +1,8 @@
-"""Which of a machine's NVMe folders a rank uses, where it has several ranks and several folders.
+"""Assigns a machine's NVMe folders to its ranks.
 
-Every rank could stripe over every disk. But a rank near its disks moves bytes over one link less, and fewer
-ranks on a disk leave its queue longer requests. So folders are dealt out as far as they go round: the disks
-of a NUMA node to the ranks that compute there.
+Every rank could stripe over every disk. But the bytes of a rank on its disk's NUMA node cross one link less,
+and a disk with fewer ranks gets longer requests. So folders are distributed evenly, the disks of a NUMA node
+preferably to the ranks that compute there.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ _BLOCK_DEVICES = Path("/sys/dev/block")
 
 
 def assign(nodes: Sequence[int | None], homes: Sequence[int | None]) -> list[list[int]]:
-    """Return the folders of each rank of a machine, by number.
+    """Return the folder numbers of each rank of a machine.
 
-    nodes: the NUMA node of each folder's disk, None where that is not known; homes: of each rank. With fewer
-    folders than ranks, each rank has one; else each has as many as all others, and what does not go round is
-    shared by all.
+    nodes, homes: the NUMA node of each folder's disk and of each rank; None if unknown. With fewer folders
+    than ranks each rank gets one. Otherwise all ranks get equally many, and share the remaining ones.
     """
     if len(homes) == 1:
         return [list(range(len(nodes)))]
@@ -51,11 +50,11 @@ def of_rank(folders: Sequence[str], local_rank: int, local_size: int) -> tuple[l
 
 
 def node_of(folder: str) -> int | None:
-    """Return the NUMA node of the disk that holds `folder`; None where the system does not say."""
+    """Return the NUMA node of the disk that holds `folder`; None if the system does not say."""
     try:
         device = os.stat(folder).st_dev
         place = (_BLOCK_DEVICES / f"{os.major(device)}:{os.minor(device)}").resolve(strict=True)
-    except OSError:  # no block device: tmpfs, overlay, a network
+    except OSError:  # not a block device: tmpfs, overlay, a network filesystem
         return None
     for parent in (place, *place.parents):
         for path in (parent / "numa_node", parent / "device" / "numa_node"):

@@ -1,4 +1,4 @@
-"""Extents: where bytes lie, on NVMe or in host memory."""
+"""Extents, their transfers, and the store of extents in host memory."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Transfer(Protocol):
 
     @property
     def ended_s(self) -> float | None:
-        """When it was over; None while it is not."""
+        """When it ended, on the same clock; None while it runs."""
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when the bytes are where they belong; raise what went wrong."""
+        """Wait for the end of the transfer; raise its error."""
 
 
 class _Done:
-    """A transfer that was over before it was asked about."""
+    """A transfer that needs no time."""
 
     done = True
     began_s = 0.0
@@ -49,17 +49,16 @@ DONE = _Done()
 
 
 class Together:
-    """Transfers that are one to who waits; over when all of them are."""
+    """Several transfers awaited as one; done when all are done."""
 
     __slots__ = ("_parts",)
 
     def __init__(self, parts: Sequence[Transfer]) -> None:
-        """Combine one or more."""
         self._parts = parts
 
     @property
     def done(self) -> bool:
-        """Whether all parts are over, well or badly."""
+        """Whether all parts have ended, successfully or not."""
         return all(part.done for part in self._parts)
 
     @property
@@ -69,16 +68,15 @@ class Together:
 
     @property
     def ended_s(self) -> float | None:
-        """When the last part was over, on the same clock; None while one is not."""
+        """When the last part ended, on the same clock; None while one runs."""
         ends = [part.ended_s for part in self._parts]
         over = [end for end in ends if end is not None]
         return max(over) if len(over) == len(ends) else None
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until all parts are over, and only then say what went wrong: the memory may be used again.
+        """Wait until all parts have ended; only then raise an error, so that the memory may be used again.
 
-        Raises: the error of the first part that failed, as its path reported it; aio.IoTimeoutError while a
-        part is still in flight.
+        Raises: the error of the first part that failed; aio.IoTimeoutError while a part is still in flight.
         """
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         first: Exception | None = None
@@ -94,7 +92,7 @@ class Together:
 
     @staticmethod
     def settle(begun: Sequence[Transfer]) -> None:
-        """Wait for what was begun before another part was refused: its memory may not be freed till then."""
+        """Wait for the parts begun before another part was refused: they still use the memory."""
         with contextlib.suppress(OSError, RuntimeError):
             Together(begun).wait()
 
@@ -109,7 +107,7 @@ class Extent:
 
 
 class Request(NamedTuple):
-    """What a transfer is to move between an extent on storage and memory."""
+    """A transfer to make between an extent on storage and memory."""
 
     extent: Extent
     start: int
@@ -122,9 +120,9 @@ class Request(NamedTuple):
     owner: object
     """What keeps the memory alive."""
     urgent: bool = False
-    """Somebody waits: it goes first."""
+    """A thread waits for it: it goes first."""
     more: bool = False
-    """Others follow at once, the last without this: it need not begin before. See aio.IoEngine.read."""
+    """More requests follow at once, and this one may start with the last of them. See aio.IoEngine.read."""
 
 
 class DiskStore(Protocol):
@@ -136,7 +134,7 @@ class DiskStore(Protocol):
         """Return a new extent of `nbytes`, rounded up to whole blocks; `what` names its owner in errors."""
 
     def free(self, extent: Extent) -> None:
-        """Give an extent back."""
+        """Free an extent for reuse."""
 
     def read(self, request: Request) -> Transfer:
         """Begin to copy bytes of an extent to memory."""
@@ -149,47 +147,44 @@ class DiskStore(Protocol):
 
 
 class PageLocker(Protocol):
-    """What page-locks host memory: a device, which copies faster from it then."""
+    """Page-locks host memory: a device, whose copies are then faster."""
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Lock existing memory."""
+        """Page-lock existing memory."""
 
     def unpin(self, address: int) -> None:
-        """Undo that, before the memory is given back."""
+        """Undo `pin`, before the memory is freed."""
 
 
 class HostStore:
-    """Extents in host memory, used where they lie, and charged to a ledger."""
+    """Extents in host memory, used in place and charged to a ledger."""
 
     tier = "host"
 
     def __init__(self, ledger: Ledger, locker: PageLocker | None = None) -> None:
-        """Open an empty store that may hold what `ledger` allows; `locker`, the device that copies from it,
-        may page-lock it.
-        """
+        """Open an empty store within the limit of `ledger`. locker: page-locks the extents."""
         self.ledger = ledger
         self._locker = locker
         self._arenas: dict[int, Arena] = {}
         self.held_nbytes = 0
-        """Bytes of its extents."""
+        """Bytes of all extents."""
 
     def allocate(self, nbytes: int, what: str) -> Extent:
         """Return an extent in memory of its own.
 
-        Raises: HostMemoryError naming `what`, with the numbers, where the ledger has no room.
+        Raises: HostMemoryError naming `what`, with the numbers, if it does not fit the ledger.
         """
         nbytes = round_up(max(nbytes, 1), BLOCK)
         if not self.ledger.try_reserve(nbytes):
             raise HostMemoryError(
-                f"{what}: {format_size(nbytes)} do not fit host memory, which holds "
-                f"{format_size(self.ledger.held_nbytes)} of "
-                f"{format_size(self.ledger.limit_nbytes)}. Give Config a larger host_memory, or a folder on "
-                "NVMe (nvme=...)."
+                f"{what}: {format_size(nbytes)} do not fit host memory, of which "
+                f"{format_size(self.ledger.held_nbytes)} of {format_size(self.ledger.limit_nbytes)} are in "
+                "use. Give Config a larger host_memory, or a folder on NVMe (nvme=...)."
             )
         return self._extent(nbytes)
 
     def allocate_promised(self, nbytes: int) -> Extent:
-        """Return an extent for bytes that were set aside in the ledger, and are free by now."""
+        """Return an extent for bytes that were set aside in the ledger."""
         self.ledger.set_aside(-nbytes)
         self.ledger.reserve_anyway(nbytes)
         return self._extent(nbytes)
@@ -203,7 +198,7 @@ class HostStore:
         return Extent(self, arena.address, nbytes)
 
     def free(self, extent: Extent) -> None:
-        """Give an extent's memory back to the system."""
+        """Free an extent's memory."""
         self._forget(extent)
         self.ledger.release(extent.nbytes)
 
@@ -212,7 +207,7 @@ class HostStore:
         return self._arenas[extent.offset].map
 
     def replace(self, extent: Extent) -> Extent:
-        """Return a copy of an extent, which is given up without being freed: others hold its memory."""
+        """Return a copy of an extent, and drop the old one without releasing its memory: others hold it."""
         new = self._extent(extent.nbytes)
         kernels.copy(extent.nbytes, new.offset, extent.offset)
         self._forget(extent)
@@ -226,4 +221,4 @@ class HostStore:
 
 
 Store = DiskStore | HostStore
-"""Where extents lie: a field on disk is moved by transfers, one in host memory is used in place."""
+"""A place for extents: fields on disk are moved by transfers, those in host memory are used in place."""

@@ -1,11 +1,11 @@
 """Several NVMe paths as one store: every extent lies on all of them, in stripes.
 
 [Note: stripes]
-An extent is cut into stripes, dealt to the paths in proportion to their measured bandwidth, each to the path
-that would first be half through it; dealing goes on from one extent to the next, so that small extents are
-spread as well. A path's stripes of one extent lie one behind the other in its file. A tile of a field spans
-several stripes, so one read keeps all paths busy, each with its own I/O engine, and all are done at about the
-same time. Stripes are no larger than that needs: each is one request.
+An extent is cut into stripes, which are dealt to the paths in proportion to their measured bandwidth: each
+stripe goes to the path that would be half through it first. Dealing continues from one extent to the next, so
+that small extents are spread as well. A path's stripes of one extent are contiguous in its file. A tile of a
+field spans several stripes, so one read keeps all paths busy, each with its own I/O engine, and all finish at
+about the same time. Each stripe is one request.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from infinity.storage.nvme import FreeExtents, NvmeStore, Opening
 from infinity.storage.store import Extent, Request, Together
 
 STRIPE_NBYTES = 512 << 10
-"""Half of the smallest field of a full tile (bf16), and large enough for a drive's full rate."""
+"""Half of the smallest field of a full tile (bf16), and large enough for a drive's full bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where the stripes of one extent are."""
+    """The places of the stripes of one extent."""
 
-    parts: dict[int, Extent]  # by path: what it holds of the extent, if anything
-    owners: bytes  # [stripes]: the index of its path
-    ranks: array[int]  # [stripes]: how many stripes of the same path are before it
+    parts: dict[int, Extent]  # by path: the extent that holds its stripes, if any
+    owners: bytes  # [stripes]: the index of the stripe's path
+    ranks: array[int]  # [stripes]: the number of earlier stripes on the same path
 
     def pieces(self, start: int, nbytes: int) -> Iterator[tuple[int, Extent, int, int]]:
-        """Yield (path, its extent, byte in it, bytes) of what covers a byte range, in order, neighbours as
-        one.
+        """Yield (path, its extent, first byte in it, bytes) for a byte range, in order; adjacent stripes on
+        one path are merged.
         """
         at, end = start, start + nbytes
         while True:
@@ -53,12 +53,12 @@ class _Layout:
 
 
 class StripedStore:
-    """Extents striped over several NvmeStores; see [Note: stripes]. Used like one of them."""
+    """Extents striped over several NvmeStores, with the methods of one; see [Note: stripes]."""
 
     tier = "nvme"
 
     def __init__(self, stores: Sequence[NvmeStore], speeds: Sequence[float]) -> None:
-        """Take over `stores`; `speeds` are their rates in bytes per second, equal shares if one is 0."""
+        """Own `stores`. speeds: their rates in bytes per second; if one is 0, all get equal shares."""
         self.stores = tuple(stores)
         known = all(speed > 0 for speed in speeds)
         self.shares = tuple(float(speed) if known else 1.0 for speed in speeds)
@@ -71,7 +71,7 @@ class StripedStore:
 
     @property
     def hung(self) -> bool:
-        """Whether one of the disks has stopped to answer."""
+        """Whether one of the disks has stopped responding."""
         return any(store.hung for store in self.stores)
 
     @property
@@ -81,7 +81,7 @@ class StripedStore:
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """Where the files are."""
+        """The folders of the files."""
         return tuple(store.folder for store in self.stores)
 
     @property
@@ -92,7 +92,7 @@ class StripedStore:
     def allocate(self, nbytes: int, what: str) -> Extent:
         """Return an extent, growing the files if needed.
 
-        Raises: aio.StorageFullError naming `what` and the path that is full; the others keep nothing of it.
+        Raises: aio.StorageFullError naming `what` and the full path; nothing stays allocated on the others.
         """
         nbytes = round_up(max(nbytes, 1), BLOCK)
         offset = self._free.take(nbytes)
@@ -129,20 +129,20 @@ class StripedStore:
         return parts
 
     def describe(self, extent: Extent) -> object:
-        """Return where an extent's stripes lie, as plain values."""
+        """Return the places of an extent's stripes, as plain values for JSON."""
         layout = self._layouts[extent.offset]
         parts = {str(path): self.stores[path].describe(part) for path, part in layout.parts.items()}
         return [layout.owners.hex(), parts]
 
     def claim(self, place: object, nbytes: int, what: str) -> Extent:
-        """Return the extent that `describe` has described; see NvmeStore.
+        """Return the extent at a place that `describe` returned; see NvmeStore.
 
         Raises: ValueError.
         """
         try:
             owners, parts = bytes.fromhex(place[0]), dict(place[1])  # type: ignore[index]
         except (TypeError, IndexError, KeyError, ValueError):
-            raise ValueError(f"{what}: {str(place)[:80]} are no stripes") from None
+            raise ValueError(f"{what}: {str(place)[:80]} does not describe stripes") from None
         if len(owners) != -(-nbytes // STRIPE_NBYTES) or set(map(str, set(owners))) != set(parts):
             raise ValueError(f"{what}: {len(owners)} stripes do not make {nbytes} B")
         if max(owners) >= len(self.stores):
@@ -169,17 +169,17 @@ class StripedStore:
         return [fd for store in self.stores for fd in store.descriptors()]
 
     def keep(self, pool: Pool | Arena, *others: object) -> None:
-        """Let each engine register what transfers go through, and hold the memory if a disk hangs."""
+        """Register the pool with each engine, and keep it for ever if a disk hangs: see NvmeStore."""
         for store in self.stores:
             store.keep(pool, *others)
 
     def sync(self) -> None:
-        """Bring to the drives what was written: see NvmeStore."""
+        """Flush written data to the drives: see NvmeStore."""
         for store in self.stores:
             store.sync()
 
     def free(self, extent: Extent) -> None:
-        """Give an extent back; its stripes stay together, for the next one of its size."""
+        """Free an extent; its stripes stay together for the next one of its size."""
         self._free.give(extent.offset, extent.nbytes)
 
     def read(self, request: Request) -> Together:
@@ -191,7 +191,7 @@ class StripedStore:
         return self._begin([store.write for store in self.stores], request)
 
     def _begin(self, starts: Sequence[Callable[[Request], aio.Completion]], request: Request) -> Together:
-        """Begin what covers the bytes of a request, with one of `starts` per path."""
+        """Begin the transfers of a request, with one of `starts` per path."""
         layout, address = self._layouts[request.extent.offset], request.address
         parts: list[aio.Completion] = []
         try:
@@ -207,10 +207,10 @@ class StripedStore:
     def where(self, extent: Extent, start: int) -> str:
         """Name a place for an error message."""
         path, part, at, _ = next(self._layouts[extent.offset].pieces(start, 1))
-        return f"{self.stores[path].where(part, at)} (from there on striped over {', '.join(self.folders)})"
+        return f"{self.stores[path].where(part, at)} (striped from there over {', '.join(self.folders)})"
 
     def close(self) -> None:
-        """Wait for what is in flight and give the space back, on every path."""
+        """Wait for transfers in flight and close the files, on every path."""
         with contextlib.ExitStack() as closing:
             for store in reversed(self.stores):
                 closing.callback(store.close)
@@ -224,10 +224,10 @@ def open_nvme(
 ) -> NvmeStore | StripedStore:
     """Open the NVMe tier: one store, or one per folder with extents striped by their measured bandwidth.
 
-    sharers: ranks of this machine that use the same folders, and divide what may be in flight. openings: of
-    the file in each folder; None for nameless ones.
+    sharers: ranks of this machine that use the same folders, and divide the requests in flight.
+    openings: open the file in each folder; None: nameless files.
 
-    Raises: ConfigError for a folder that cannot be used, or that is named twice; see NvmeStore.
+    Raises: ConfigError for a folder that cannot be used or is named twice; see NvmeStore.
     """
     stores: list[NvmeStore] = []
     places: dict[tuple[int, int], str] = {}
@@ -241,7 +241,9 @@ def open_nvme(
             place = os.stat(folder)
             key = place.st_dev, place.st_ino
             if key in places:
-                raise ConfigError(f"nvme={list(folders)!r}: {folder!r} and {places[key]!r} are one folder")
+                raise ConfigError(
+                    f"nvme={list(folders)!r}: {folder!r} and {places[key]!r} are one folder: name it once"
+                )
             places[key] = folder
         opened.pop_all()
     if len(stores) == 1:

@@ -107,7 +107,7 @@ def test_an_error_there_is_told_as_any_other(engine, file, memory):
 def test_memory_is_registered_once_and_the_reason_tells(engine, memory):
     assert engine.registered_nbytes == 16 * PIECE
     assert engine.reason.endswith(f"; {16 * PIECE} B of memory are registered")
-    with pytest.raises(ValueError, match="to register already"):
+    with pytest.raises(ValueError, match="registered memory already"):
         engine.register(memory.address, PIECE, memory)
     engine.close()
     with pytest.raises(aio.EngineClosedError):

@@ -21,7 +21,7 @@ def test_sizes_and_counts_are_read():
     ("read", "text", "why"),
     [
         (size_of, "3MiB+1", "not a size"),
-        (some_size, "0 GiB", "a byte at least"),
+        (some_size, "0 GiB", "at least one byte"),
         (some_size, "much", "not a size"),
         (positive, "0", "whole number, at least 1"),
         (positive, "1.5", "whole number, at least 1"),

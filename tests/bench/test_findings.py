@@ -118,7 +118,7 @@ def test_a_command_that_draws_nothing_offers_no_plot():
 
 def test_a_row_that_is_no_json_leaves_no_file(tmp_path):
     options = parsed("--json", tmp_path / "a.json")
-    with pytest.raises(TypeError, match="not for a record"):
+    with pytest.raises(TypeError, match="cannot be part of a record"):
         write(Findings("", [{"a": object()}], []), options)
     assert list(tmp_path.iterdir()) == []
 

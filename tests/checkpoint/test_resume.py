@@ -331,7 +331,8 @@ def test_a_cut_file_and_two_damaged_commits_are_refused_by_name(folder):
     shutil.copy(files["state"], folder / "kept")
     os.truncate(files["state"], 4096)
     with pytest.raises(
-        CheckpointError, match=r"which ends at 4096: it was cut\. infinity\.wipe\(.*\) removes"
+        CheckpointError,
+        match=r"which ends at byte 4096: the file was truncated\. infinity\.wipe\(.*\) removes",
     ):
         Run(folder)
     files["state"].unlink()

@@ -209,7 +209,7 @@ def test_a_cache_that_cannot_be_written_is_logged_and_no_more(folder, monkeypatc
     (tmp_path / "file").touch()
     monkeypatch.setenv("INFINITY_CACHE", str(tmp_path / "file" / "below"))
     assert disk.speed_of(str(folder)).mixed > 0
-    assert "not kept for the next start" in caplog.text
+    assert "could not be cached for the next start" in caplog.text
 
 
 def test_the_cache_is_where_such_files_belong(monkeypatch, tmp_path):

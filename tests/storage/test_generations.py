@@ -122,7 +122,7 @@ def test_a_failed_commit_lets_nobody_wait_for_it():
         if value == 1:
             store.end_commit(1)
     store.fail(OSError("flush"))
-    with pytest.raises(EngineFailedError, match="could not be committed"):
+    with pytest.raises(EngineFailedError, match="which has failed"):
         write(store, extent, 0, 3)
 
 

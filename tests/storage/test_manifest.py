@@ -146,7 +146,7 @@ def test_a_hash_that_is_missing_is_refused():
 
 @pytest.mark.parametrize(("dtype", "shape"), [("F3", (10,)), ("F32", (-10, -1)), ("F32", (10.0,))])
 def test_what_is_no_tensor_is_refused(dtype, shape):
-    with pytest.raises(CheckpointError, match="is no tensor"):
+    with pytest.raises(CheckpointError, match="is not a valid type and shape"):
         Tensor("a", MASTER, dtype, shape, ())
 
 

@@ -232,5 +232,5 @@ def test_a_module_that_reads_it_only_when_computed_again_is_refused():
         calls.append(None)
         return y if len(calls) == 1 else y * 2
 
-    with pytest.raises(RuntimeError, match=r"mul reads the result of linear layer 1 .* not at first"):
+    with pytest.raises(RuntimeError, match=r"mul reads the result of linear layer 1 .* not in its forward"):
         in_slices(Ending(end), 1)

@@ -83,7 +83,7 @@ def test_a_forward_that_somebody_replaced_is_called():
 
 
 def test_a_sparse_gradient_is_refused_by_name():
-    with pytest.raises(ValueError, match="Embedding has sparse gradients"):
+    with pytest.raises(ValueError, match="has an embedding with sparse gradients"):
         cut(nn.Embedding(6, 3, sparse=True), 1)
 
 

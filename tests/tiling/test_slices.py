@@ -217,9 +217,9 @@ def test_tiled_again_the_last_choice_counts_and_a_copy_stands_alone():
     ("module", "inputs", "error", "message"),
     [
         (lambda x: x.mul_(2), torch.ones(4, 3), RuntimeError, "in place"),
-        (lambda x: x.sum(), torch.ones(4, 3), TypeError, "put together"),
-        (lambda x: (x, object()), torch.ones(4, 3), TypeError, "slices cannot share"),
-        (lambda x: x, torch.tensor(1.0), ValueError, "without a batch"),
+        (lambda x: x.sum(), torch.ones(4, 3), TypeError, "assembled from slices"),
+        (lambda x: (x, object()), torch.ones(4, 3), TypeError, "assembled from slices"),
+        (lambda x: x, torch.tensor(1.0), ValueError, "without a tensor to cut"),
     ],
 )
 def test_what_cannot_be_sliced_says_so(module, inputs, error, message):

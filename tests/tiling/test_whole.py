@@ -74,7 +74,7 @@ def test_it_is_no_parameter_of_its_module():
     ],
 )
 def test_every_use_of_its_values_is_an_error_that_says_what_to_do(use):
-    with pytest.raises(RuntimeError, match="in tiles alone"):
+    with pytest.raises(RuntimeError, match="exists only in tiles"):
         use(TiledLinear(48, 160, out_tiles=5).weight)
 
 
@@ -99,7 +99,7 @@ def test_assigned_to_another_weight_it_ties_the_tiles():
 
 def test_what_does_not_fit_cannot_be_tied():
     head = TiledLinear(8, 100, bias=False, out_tiles=4)
-    with pytest.raises(ValueError, match="cut both alike"):
+    with pytest.raises(ValueError, match="cut both the same way"):
         head.weight = TiledEmbedding(100, 8, row_tiles=5).weight
     with pytest.raises(TypeError, match="load_state_dict"):
         head.weight = nn.Parameter(torch.zeros(100, 8))

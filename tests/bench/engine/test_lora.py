@@ -10,7 +10,7 @@ from infinity.bench.engine import lora
 from infinity.errors import ConfigError
 from measurements import RUN
 
-ALLOWED = (2 << 20) + 3 * 4 * lora.block_parameters("1m") + lora.ALLOWANCE
+ALLOWED = (2 << 20) + 3 * 4 * lora.largest_block("1m") + lora.ALLOWANCE
 
 
 needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")

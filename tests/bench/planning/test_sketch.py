@@ -25,7 +25,7 @@ def described(folder, config, name="config.json"):
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ("{", "config.json: is no JSON (Expecting property name"),
+        ("{", "config.json: not valid JSON (Expecting property name"),
         ("[]", 'has no "model_type"'),
         ("{}", 'has no "model_type"'),
         ({"model_type": ["llama"]}, 'has no "model_type"'),
