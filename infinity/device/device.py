@@ -38,7 +38,7 @@ _POLL_S = 0.0002
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """A copy of a tensor in host memory, contiguous, that may still be under way: a Transfer.
+    """A copy of a tensor in host memory, contiguous, that may still be under way: a Future.
 
     On CUDA its memory is reused when the last tensor that shares it is gone.
     """
@@ -51,19 +51,9 @@ class Download:
         """Whether `tensor` may be read."""
         return self.transfer.done
 
-    @property
-    def began_s(self) -> float:
-        """When it began, by time.perf_counter."""
-        return self.transfer.began_s
-
-    @property
-    def ended_s(self) -> float | None:
-        """When it was over; None while it is not."""
-        return self.transfer.ended_s
-
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self) -> None:
         """Return when `tensor` may be read."""
-        self.transfer.wait(timeout_s)
+        self.transfer.wait()
 
 
 class Device(Protocol):

@@ -95,7 +95,7 @@ class Engine:
         if self.ranks.size > 1:
             self.partition = Partition(self.ranks, self.lane, self.device, self.timeline, self.units)
         self.executor = Executor(self.lane, self.device, self.timeline, self.partition)
-        self.outgoing = Outgoing(self.lane, self.device, self.timeline)
+        self.outgoing = Outgoing(self.device, self.timeline)
         self.gradients = GradientStore(
             self.lane,
             self.device,

@@ -27,7 +27,7 @@ from infinity.lane.passes import SpillPart
 from infinity.lane.queue import Pass
 from infinity.records.weights import ACCUMULATE, KERNEL_DTYPE, WIDEN
 from infinity.storage.memory import Ledger
-from infinity.storage.store import DONE, Transfer
+from infinity.storage.store import DONE, Future
 from infinity.units.unit import Unit
 
 ONE = np.float32(1)
@@ -82,7 +82,7 @@ class Gradient:
         self.index = index
         self.form = Form.ZERO
         self.tensor: torch.Tensor | None = None
-        self.arriving: Transfer = DONE
+        self.arriving: Future = DONE
         """Of `tensor`, which may be read when this is over."""
         self.field = "grad16"
         """The record's field that holds it while spilled."""
@@ -152,7 +152,7 @@ class Gradient:
         """Wait for the ranks to sum theirs."""
         self._become(Form.LOCAL)
 
-    def comes(self, arriving: Transfer) -> None:
+    def comes(self, arriving: Future) -> None:
         """Its tensor, which follows, may be read when `arriving` is over."""
         self.arriving = arriving
 

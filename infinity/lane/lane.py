@@ -30,7 +30,8 @@ from dataclasses import dataclass
 
 from infinity.errors import EngineFailedError
 from infinity.lane.counts import LaneTimes
-from infinity.lane.queue import Awaited, Pass, Queue
+from infinity.lane.queue import Pass
+from infinity.planning.queue import Job, Queue
 from infinity.records.record import Record
 from infinity.storage.failure import Failure
 from infinity.storage.memory import Pool, Slot
@@ -68,13 +69,13 @@ class StreamLane:
         self.lock = threading.RLock()  # entered as a lock, in C; a Ctrl-C in Condition's own methods keeps it
         """Guards all units' state."""
         self.changed = threading.Condition(self.lock)
-        """Notified when a pass is processed or finished, and when the lane fails."""
+        """Notified when a pass is done or finished, and when the lane fails."""
         self.times = LaneTimes()
         self.passes: Counter[str] = Counter()
         self._pool = pool
         self._inline, self._cpus = inline, cpus
         self._timeline = timeline or Timeline()
-        self._queue = Queue()
+        self._queue: Queue[Pass] = Queue()
         self._reading: deque[_Tile] = deque()
         self._writing: deque[_Tile] = deque()
         self._stopping = False
@@ -102,6 +103,7 @@ class StreamLane:
 
     def _queued(self, job: Pass, *, urgent: bool) -> bool:
         """Queue a pass, altogether or, at a Ctrl-C, not at all; False for one to be run here."""
+        job.submitted(self)
         with self.lock:
             self.check_open()
             self.passes[type(job).__name__] += 1
@@ -150,21 +152,21 @@ class StreamLane:
         """Whether every pass over a record has been worked on, writes apart."""
         with self.lock:
             self.check_open()
-            return all(job.processed for job in self._queue.of_record.get(record, ()))
+            return self._queue.settled(record)
 
     def promote(self, record: Record) -> None:
         """Put the queued passes over `record` in front."""
         with self.lock:
             self._queue.promote(record)
 
-    def wait(self, job: Awaited, *, finished: bool = False) -> float:
-        """Return when `job` is processed (or finished); the seconds that took.
+    def wait(self, job: Job, *, finished: bool = False) -> float:
+        """Return when `job` is done (or finished); the seconds that took.
 
         Raises: what made the lane fail; EngineFailedError where the lane was closed before.
         """
         started = time.perf_counter()
         with self.lock:
-            while not (job.finished if finished else job.processed):
+            while not (job.finished if finished else job.done):
                 self.check_open()
                 self.changed.wait(0.5)
             self._failure.check()
@@ -235,12 +237,10 @@ class StreamLane:
         """Begin the reads of the next tiles, as far as slots go."""
         while self._pool.free:
             with self.lock:
-                job = self._queue.admissible()
-                if job is None:
+                found = self._queue.next_tile()
+                if found is None:
                     return
-                tile, last = job.progress.next_tile(job)
-                if last:
-                    self._queue.waiting.popleft()
+                job, tile = found
                 if tile is None:
                     self._processed(job)
                     continue
@@ -344,8 +344,7 @@ class StreamLane:
         self.changed.notify_all()
 
     def _finish_if_over(self, job: Pass) -> None:
-        if job.processed and not job.progress.open_tiles and not job.finished:
-            self._queue.retire(job)
+        if self._queue.retire_if_over(job):
             job.finish()
             self.changed.notify_all()
 

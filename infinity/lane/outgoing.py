@@ -14,10 +14,8 @@ from collections.abc import Callable, Iterable
 
 from infinity.device.buffers import Buffers
 from infinity.device.device import Device
-from infinity.lane.lane import StreamLane
-from infinity.lane.queue import Pass
 from infinity.storage.memory import Ledger
-from infinity.storage.store import Transfer
+from infinity.storage.store import Future
 from infinity.timeline import Timeline
 
 
@@ -52,15 +50,14 @@ def end_all(leases: Iterable[Lease | None]) -> None:
 class Outgoing:
     """Owns the share, and knows what will make room in it. Used by the thread that computes."""
 
-    def __init__(self, lane: StreamLane, device: Device, timeline: Timeline) -> None:
+    def __init__(self, device: Device, timeline: Timeline) -> None:
         """Begin with a share of nothing; `open` says how much it is."""
-        self._lane = lane
         self._device = device
         self._timeline = timeline
         self.ledger = Ledger(0)
         self.buffers = Buffers(self.ledger)
         """Memory for what is on its way; free buffers stay as far as the share has room."""
-        self._jobs: deque[Pass] = deque()
+        self._jobs: deque[Future] = deque()
         self._deferred: list[Callable[[], None]] = []
         self.stall_s = 0.0
         """Seconds that computing waited for room, or for gradients."""
@@ -101,9 +98,9 @@ class Outgoing:
 
     # What makes room
 
-    def sent(self, job: Pass) -> None:
+    def sent(self, job: Future) -> None:
         """Remember a pass that will end leases."""
-        self._forget_processed()
+        self._forget_done()
         self._jobs.append(job)
 
     def defer(self, use: Callable[[], None]) -> None:
@@ -124,20 +121,20 @@ class Outgoing:
         """Have bytes used up, or wait for a pass that does; False if there is neither."""
         if self.use_deferred():
             return True
-        self._forget_processed()
+        self._forget_done()
         if not self._jobs:
             return False
         began = time.perf_counter()
-        self._lane.wait(self._jobs.popleft())
+        self._jobs.popleft().wait()
         self._stalled(began)
         return True
 
-    def _forget_processed(self) -> None:
-        while self._jobs and self._jobs[0].processed:
+    def _forget_done(self) -> None:
+        while self._jobs and self._jobs[0].done:
             self._jobs.popleft()
 
-    def stall(self, job: Transfer) -> None:
-        """Wait for a transfer of gradients."""
+    def stall(self, job: Future) -> None:
+        """Wait for gradients that are under way."""
         if not job.done:
             began = time.perf_counter()
             job.wait()

@@ -17,7 +17,7 @@ from infinity.lane.queue import Pass
 from infinity.planning.layout import Segment, pieces, tiles
 from infinity.records.record import Record
 from infinity.records.weights import ACCUMULATE, KERNEL_DTYPE, WEIGHTS, WIDEN
-from infinity.storage.store import DONE, Extent, Transfer
+from infinity.storage.store import DONE, Extent, Future, Transfer
 
 
 def piece_address(record: Record, base: int, element: int, start: int, field: str) -> int:
@@ -40,7 +40,7 @@ class SpillPart:
     tensor: torch.Tensor
     add: bool = False
     measure: bool = False
-    arriving: Transfer = DONE
+    arriving: Future = DONE
     square_sum: float = 0.0
     finite: bool = True
 
@@ -74,11 +74,11 @@ class SpillPass(Pass):
         self._carried = carried
         self._source = source
         self._target = target
-        self._on_processed: Callable[[dict[int, SpillPart]], None] | None = None
+        self._take_parts: Callable[[dict[int, SpillPart]], None] | None = None
 
-    def call_when_processed(self, call: Callable[[dict[int, SpillPart]], None]) -> None:
+    def give_parts_to(self, call: Callable[[dict[int, SpillPart]], None]) -> None:
         """Have `call` called with the parts when the last tile was worked on, with the lane's lock held."""
-        self._on_processed = call
+        self._take_parts = call
 
     def touched(self) -> Iterable[str]:
         """Gradients alone."""
@@ -127,8 +127,8 @@ class SpillPass(Pass):
     def done_processing(self) -> None:
         """Let go of the tensors."""
         parts, self._parts = self._parts, {}
-        if self._on_processed:
-            self._on_processed(parts)
+        if self._take_parts:
+            self._take_parts(parts)
 
 
 def _tiles_of(segment: Segment, numel: int, tile_numel: int) -> Iterator[tuple[int, int]]:

@@ -29,14 +29,15 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from infinity.device.blocks import Blocks, wrap
+from infinity.lane.fetch import UpdatePass
 from infinity.planning.layout import Shard
+from infinity.planning.residence import Residence
 from infinity.records.record import Record
 from infinity.records.updates import PendingUpdates
 from infinity.records.weights import WEIGHTS
 from infinity.units.attached import Attached, set_keeper
 from infinity.units.changes import Changes
 from infinity.units.released import placeholder, release, restore
-from infinity.units.residence import Residence
 
 logger = logging.getLogger("infinity")
 
@@ -74,7 +75,7 @@ class Unit:
         self._own_shares = 0
         self._abandoned: list[StorageWeakRef] = []
         self.changes = Changes(parameters, record)
-        self.residence = Residence()
+        self.residence: Residence[UpdatePass] = Residence()
         """Whether the unit is on the device, and for whom; the executor's."""
         self.attached = self.aside = False
         """Whether the parameters are their real values, else they are released; and whether they are so for a

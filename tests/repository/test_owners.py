@@ -17,7 +17,7 @@ RECEIVERS = {"self", "cls", "ctx", "struct"}
 FEW = 12
 GREAT = {
     "Unit": "infinity/units/unit.py",
-    "Residence": "infinity/units/residence.py",
+    "Residence": "infinity/planning/residence.py",
     "Record": "infinity/records/record.py",
     "GradientStore": "infinity/gradients/store.py",
     "Gradient": "infinity/gradients/gradient.py",
