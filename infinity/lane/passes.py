@@ -7,8 +7,11 @@ Each says which fields of a tile it reads and writes and what it does in between
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
 
 import torch
 
@@ -295,30 +298,97 @@ class WritePass(Pass):
         self._values = {}
 
 
-class LeavePass(Pass):
+Home: TypeAlias = "tuple[Extent, array[int]]"
+"""Where a field lies on NVMe, and its tiles' hashes."""
+
+
+class _WriteOutPass(Pass):
+    """Write fields of a record from host memory to extents."""
+
+    def __init__(self, record: Record, homes: Mapping[str, Home], tile_numel: int, most_numel: int) -> None:
+        """Prepare to write the fields that `homes` names, each to its extent; its tiles' hashes go there.
+        most_numel: elements written at once, in whole tiles.
+        """
+        super().__init__(record)
+        self._homes = homes
+        self._tile_numel = tile_numel
+        self._most_numel = most_numel
+
+    def tiles(self) -> Iterator[tuple[int, int]]:
+        """Every tile with anything written, neighbours at once."""
+        begun, ended = 0, 0
+        names: tuple[str, ...] = ()
+        for start, stop in tiles(self.record.shard.numel, self._tile_numel):
+            here = self._written(start)
+            if here != names or stop - begun > self._most_numel:
+                if names:
+                    yield begun, ended
+                begun, names = start, here
+            ended = stop
+        if names:
+            yield begun, ended
+
+    def _written(self, start: int) -> tuple[str, ...]:
+        return tuple(name for name in self._homes if self.record.written(name, start))
+
+    def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
+        """Those that were ever written, where they lie."""
+        return self._written(start), ()
+
+    def process(self, start: int, stop: int, at: dict[str, int]) -> Sequence[Transfer]:
+        """Begin to write them."""
+        record = self.record
+        return [
+            record.write_to(*self._homes[name], name, start, stop, address, record.memory(name))
+            for name, address in at.items()
+        ]
+
+
+class KeepPass(_WriteOutPass):
+    """Write fields of a record to extents from host memory, where they stay."""
+
+    def __init__(self, record: Record, homes: Mapping[str, Home], tile_numel: int) -> None:
+        """Prepare to write the fields that `homes` names, as many tiles at once as a slot would hold."""
+        tile_nbytes = sum(record.form.nbytes(name, tile_numel) for name in homes)
+        tiles_at_once = max(1, record.form.slot_nbytes * tile_numel // tile_nbytes)
+        super().__init__(record, homes, tile_numel, tiles_at_once * tile_numel)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the fields, whole."""
+        return sum(map(self.record.field_nbytes, self._homes))
+
+    @property
+    def in_memory(self) -> bool:
+        """No: the thread that submits it shall not wait for its writes."""
+        return False
+
+
+class LeavePass(_WriteOutPass):
     """Write one field from host memory to an extent on NVMe, then let it lie there."""
 
     def __init__(self, record: Record, name: str, to: Extent, tile_numel: int) -> None:
         """Prepare to move the field `name`."""
+        hashes = record.new_hashes(name)
+        super().__init__(record, {name: (to, hashes)}, tile_numel, tile_numel)
+        self.on_finished.append(partial(record.move, name, to, hashes))
+
+
+class CheckPass(Pass):
+    """Read all that was ever written of a record; the lane compares it with the hashes."""
+
+    def __init__(self, record: Record, tile_numel: int) -> None:
+        """Prepare to read `record`."""
         super().__init__(record)
-        self._name, self._to, self._tile_numel = name, to, tile_numel
-        self._hashes = record.new_hashes(name)
-        self.on_finished.append(self._switch)
+        self._tile_numel = tile_numel
 
     def tiles(self) -> Iterator[tuple[int, int]]:
-        """Every tile that was ever written."""
-        for start, stop in tiles(self.record.shard.numel, self._tile_numel):
-            if self.record.written(self._name, start):
-                yield start, stop
+        """Every tile."""
+        return tiles(self.record.shard.numel, self._tile_numel)
 
     def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
-        """The field, where it lies."""
-        return (self._name,), ()
+        """What was written of the tile."""
+        return tuple(name for name in self.record.fields if self.record.written(name, start)), ()
 
-    def process(self, start: int, stop: int, at: dict[str, int]) -> Sequence[Transfer]:
-        """Begin to write it."""
-        keeps = self.record.memory(self._name)
-        return (self.record.write_to(self._to, self._hashes, self._name, start, stop, at[self._name], keeps),)
-
-    def _switch(self) -> None:
-        self.record.move(self._name, self._to, self._hashes)
+    def process(self, start: int, stop: int, at: dict[str, int]) -> None:
+        """Nothing is left to do."""

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infinity.planning.bottleneck import Bound, Load, bound
 from infinity.planning.outline import Act
 from infinity.planning.plan import Plan
 from infinity.planning.queue import Job
-from infinity.planning.residence import Residence, Residency
+from infinity.planning.residence import Counts, Residence, Residency
 from infinity.planning.simulator import SERVERS, Clock, Rates, SimulatedLane, SimulatedPass
 
 TILES_MOST = 10_000
@@ -139,10 +139,20 @@ class _Unit:
     """A unit of the simulated engine."""
 
     def __init__(self, index: int, moves: Moves) -> None:
-        self.index, self.moves = index, moves
-        self.window_nbytes = moves.waiting_nbytes
+        self.index = self.record = index
+        self.moves = moves
+        self.window_nbytes, self.in_place = moves.waiting_nbytes, moves.in_place
         self.residence: Residence[SimulatedPass] = Residence()
         self.pending = False
+
+    def allocate(self) -> None:
+        """Memory takes no time; nor below."""
+
+    def deallocate(self) -> None:
+        pass
+
+    def lend_to(self, job: SimulatedPass) -> None:
+        pass
 
     @property
     def moved(self) -> bool:
@@ -173,16 +183,16 @@ class _Walk(Residency[_Unit, SimulatedPass]):
         self, script: Sequence[Act], plan: Plan, units: Sequence[Moves], limits: EngineLimits, rates: Rates
     ) -> None:
         gathered = any(moves.gathered_nbytes for moves in units)
-        super().__init__(_Window(limits.window_nbytes), on_host=limits.on_host, in_order=gathered)
+        self._clock = Clock(rates)
+        lane = SimulatedLane(self._clock, limits.slots, inline=limits.on_host)
+        super().__init__(_Window(limits.window_nbytes), lane, on_host=limits.on_host, in_order=gathered)
+        self._lane: SimulatedLane = lane
         self.units = [_Unit(index, moves) for index, moves in enumerate(units)]
         self._script, self._plan, self._limits, self._rates = script, plan, limits, rates
-        self._clock = Clock(rates)
-        self._lane = SimulatedLane(self._clock, limits.slots)
         moved = sum(unit.numel * (1 + 2 * unit.width / _WIDE_NBYTES) for unit in units)
         self._tile_numel = max(limits.tile_numel, math.ceil(moved / TILES_MOST))
         self._applying: deque[tuple[SimulatedPass, int]] = deque()
         self._outgoing_nbytes = 0
-        self._inline_s = 0.0
         self._decide_updates()
         self.start_counting()
 
@@ -194,20 +204,21 @@ class _Walk(Residency[_Unit, SimulatedPass]):
 
     def start_counting(self) -> None:
         """Forget what was counted before."""
-        self._began_s, self._stall_s, self._counts = self._clock.now, 0.0, Counter[str]()
+        self._began_s, self._stall_s, self._moved = self._clock.now, 0.0, Counter[str]()
+        self.counts = Counts()
         self._clock.busy_s = dict.fromkeys(SERVERS, 0.0)
 
     def result(self) -> Forecast:
         """Say what was counted."""
         seconds = self._clock.now - self._began_s
-        read, written = self._counts["read"], self._counts["written"]
+        read, written = self._moved["read"], self._moved["written"]
         return Forecast(
             seconds=seconds,
             compute_s=sum(act.amount for act in self._script if act.verb == "compute"),
             stall_s=self._stall_s,
             read_nbytes=read,
             written_nbytes=written,
-            misses=self._counts["misses"],
+            misses=self.counts.misses,
             busy_s=dict(self._clock.busy_s),
             bound=bound(Load(max(seconds, 1e-12), self._stall_s, read, written), self._rates.disk),
         )
@@ -233,8 +244,7 @@ class _Walk(Residency[_Unit, SimulatedPass]):
                     self._gradient(unit, gradients[act.unit])
                 if unit.residence.users and unit.residence.drop():
                     self.release(unit)
-            inline_s, self._inline_s = self._inline_s, 0.0
-            self._compute(inline_s)
+            self._compute(self._lane.take_inline_s())
         self.end()
         self._decide_updates()
 
@@ -265,16 +275,10 @@ class _Walk(Residency[_Unit, SimulatedPass]):
         else:
             read, written = moves.spills[number - 1]
             job = self._pass(unit, read, written, 0)
-            self._send(job)
+            self._lane.submit(job)
         self._applying.append((job, nbytes))
 
     # What Residency decides
-
-    def _is_there(self, unit: _Unit) -> bool:
-        return unit.moves.in_place and not unit.pending and self._lane.settled(unit.index)
-
-    def _place(self, unit: _Unit) -> None:
-        pass
 
     def _begin_fetch(self, unit: _Unit, *, urgent: bool) -> Job:
         """Bring a unit, and apply what is pending; what other ranks hold of it is gathered afterwards."""
@@ -287,7 +291,7 @@ class _Walk(Residency[_Unit, SimulatedPass]):
         else:
             job = self._pass(unit, moves.hi_nbytes, 0, 0)
         fetch = self._gathered(unit, job) if moves.gathered_nbytes else job
-        self._send(job, urgent=urgent)
+        self._lane.submit(job, urgent=urgent)
         return fetch
 
     def _gathered(self, unit: _Unit, job: SimulatedPass) -> Job:
@@ -301,25 +305,10 @@ class _Walk(Residency[_Unit, SimulatedPass]):
         read = moves.state_nbytes + (0 if resident else moves.hi_nbytes)
         return self._pass(unit, read, moves.hi_nbytes + moves.state_nbytes, moves.numel)
 
-    def _start_from(self, unit: _Unit, job: SimulatedPass, *, resident: bool) -> None:
-        pass
-
-    def _submit(self, job: SimulatedPass) -> None:
-        self._send(job)
-
-    def _promote(self, unit: _Unit) -> None:
-        self._lane.promote(unit.index)
-
     def _wait(self, job: Job, cause: str) -> None:
         before_s = self._clock.now
         job.wait()
         self._stall_s += self._clock.now - before_s
-
-    def _free(self, unit: _Unit) -> Callable[[], None]:
-        return lambda: None
-
-    def _met(self, unit: _Unit, *, missed: bool) -> None:
-        self._counts["misses"] += missed
 
     # Passes
 
@@ -331,8 +320,8 @@ class _Walk(Residency[_Unit, SimulatedPass]):
         work_s = updated / rates.update + (read + written) / rates.checked
         if not self._limits.on_host:
             work_s += moves.width * moves.numel / rates.copied
-        self._counts["read"] += read
-        self._counts["written"] += written
+        self._moved["read"] += read
+        self._moved["written"] += written
         asked_s = rates.request_s * self._requests(moves, read, written, updated)
         return SimulatedPass(unit.index, tiles, read / tiles, work_s / tiles, written / tiles, asked_s)
 
@@ -344,15 +333,6 @@ class _Walk(Residency[_Unit, SimulatedPass]):
         of_state = moves.state_fields if moves.state_nbytes else 0
         of_hi = bool(moves.hi_nbytes) + (read >= moves.hi_nbytes + moves.state_nbytes > moves.state_nbytes)
         return 2 * of_state + of_hi + bool(moves.spilled_nbytes)
-
-    def _send(self, job: SimulatedPass, *, urgent: bool = False) -> None:
-        """Let the lane do a pass, or, where nothing is moved, do it here."""
-        moved = job.read_nbytes or job.written_nbytes
-        if moved or not self._limits.on_host or self._lane.busy(job.record):
-            self._lane.submit(job, urgent=urgent)
-        else:
-            self._inline_s += job.work_s * job.tile_count
-            self._lane.run_inline(job)
 
 
 class _Gathering(Job):

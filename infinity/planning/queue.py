@@ -17,6 +17,19 @@ class JobLane(Protocol):
         """Return when `job` is done."""
 
 
+class PassLane(JobLane, Protocol):
+    """The lane that runs passes."""
+
+    def submit(self, job: Any, *, urgent: bool = False) -> None:
+        """Queue a pass, an urgent one in front, or run it."""
+
+    def promote(self, record: Any) -> None:
+        """Put the queued passes over `record` in front."""
+
+    def settled(self, record: Any) -> bool:
+        """Whether every pass over `record` has been worked on, writes apart."""
+
+
 class Job:
     """What a lane does for other threads: a pass, a collective. A storage.store.Future. Changed under the
     lane's lock.

@@ -18,10 +18,57 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
-from infinity.planning.queue import THERE, Job, QueuedPass
+from infinity.planning.queue import THERE, Job, PassLane, QueuedPass
+
+STALLS = ("read", "slot", "update")
+"""Why computing waits for a unit: it is being read; its read waits for a free slot; it is being updated."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened since the start: uses, and how they were met."""
+
+    uses: int = 0
+    hits: int = 0
+    """Uses that found the unit resident, or on its way."""
+    misses: int = 0
+    """Uses that had to ask for it."""
+    divergences: int = 0
+    """Uses that were not the next one of the plan."""
+    stalls_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STALLS, 0.0))
+    """Seconds that computing waited for a unit, by cause."""
+    steps: int = 0
+    plans: int = 0
+
+    def count_plan(self) -> None:
+        """A plan was made."""
+        self.plans += 1
+
+    def count_step(self) -> None:
+        """A step was closed."""
+        self.steps += 1
+
+    def count_use(self) -> None:
+        """A unit was used."""
+        self.uses += 1
+
+    def count_met(self, *, missed: bool = False) -> None:
+        """A use found its unit resident or on its way, or had to ask for it."""
+        self.misses += missed
+        self.hits += not missed
+
+    def note_divergences(self, so_far: int) -> None:
+        """So many uses were not the next one of the plan."""
+        self.divergences = so_far
+
+    def stalled(self, cause: str, seconds: float) -> None:
+        """Computing waited for a unit."""
+        self.stalls_s[cause] += seconds
+
 
 _UpdateT = TypeVar("_UpdateT", bound=QueuedPass[Any])
 
@@ -138,6 +185,7 @@ class PlacedUnit(Protocol):
     """A unit, as Residency sees it."""
 
     index: int
+    record: Any
     residence: Residence[Any]
 
     @property
@@ -145,8 +193,21 @@ class PlacedUnit(Protocol):
         """Bytes that it takes of the window while it waits for its use."""
 
     @property
+    def in_place(self) -> bool:
+        """Whether it is always where it computes: being resident takes no memory and no transfer."""
+
+    @property
     def pending(self) -> object:
         """True while updates wait for the next pass over its record."""
+
+    def allocate(self) -> None:
+        """Give it memory: with its values, if `in_place`, else undefined."""
+
+    def deallocate(self) -> None:
+        """Give the memory back."""
+
+    def lend_to(self, job: Any) -> None:
+        """Have an update that was not queued yet start from the unit's values."""
 
 
 class Window(Protocol):
@@ -167,65 +228,32 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
     computes.
     """
 
-    def __init__(self, window: Window, *, on_host: bool, in_order: bool) -> None:
+    def __init__(self, window: Window, lane: PassLane, *, on_host: bool, in_order: bool) -> None:
         """Begin without units. window: what units that wait are charged to. on_host: the CPU computes,
         so that an update can start from the values of a resident unit. in_order: other ranks fetch in the
         same order, which may not depend on this rank's timing.
         """
         self.units: Sequence[_UnitT] = ()
-        self._window = window
+        self.counts = Counts()
+        self._window, self._lane = window, lane
         self._on_host, self._in_order = on_host, in_order
         self._owed: deque[int] = deque()
         self._staying: set[_UnitT] = set()
         self._whole = False
 
-    # What a subclass carries out
-
-    @abstractmethod
-    def _is_there(self, unit: _UnitT) -> bool:
-        """Whether the present values lie in the memory that computes without a fetch, and no pass over the
-        record is under way.
-        """
-
-    @abstractmethod
-    def _place(self, unit: _UnitT) -> None:
-        """Let a unit that is there without a fetch be resident."""
-
     @abstractmethod
     def _begin_fetch(self, unit: _UnitT, *, urgent: bool) -> Job:
-        """Give a unit memory, and queue the pass that brings its values, with the updates pending for it."""
+        """Queue the pass that brings a unit's values to its memory, with the updates pending for it."""
 
     @abstractmethod
     def _make_update(self, unit: _UnitT, *, resident: bool) -> _UpdateT:
-        """Return a pass that applies the pending updates: to the unit's values, if `resident`, or to its
-        record.
+        """Return a pass that applies the pending updates: to the unit's values, which it will be lent, if
+        `resident`, or to its record.
         """
-
-    @abstractmethod
-    def _start_from(self, unit: _UnitT, job: _UpdateT, *, resident: bool) -> None:
-        """Have an update that was deferred start from the unit's values, which will be its own, or from the
-        record.
-        """
-
-    @abstractmethod
-    def _submit(self, job: _UpdateT) -> None:
-        """Queue an update."""
-
-    @abstractmethod
-    def _promote(self, unit: _UnitT) -> None:
-        """Put the queued passes over a unit's record in front."""
 
     @abstractmethod
     def _wait(self, job: Job, cause: str) -> None:
         """Wait for what computing cannot go on without; count the time for `cause`, "read" or "update"."""
-
-    @abstractmethod
-    def _free(self, unit: _UnitT) -> Callable[[], None]:
-        """Return a call that gives back the unit's memory; it may come from any thread."""
-
-    @abstractmethod
-    def _met(self, unit: _UnitT, *, missed: bool) -> None:
-        """A use found its unit resident or on its way, or, if `missed`, had to ask for it and wait."""
 
     # Uses
 
@@ -249,18 +277,24 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
             self._wait(lent, "update")
         job = residence.fetch
         if job is not None:
-            self._met(unit, missed=False)
+            self.counts.count_met()
         elif self._is_there(unit):
-            self._place(unit)
+            unit.allocate()
             residence.come(THERE)
-            self._met(unit, missed=False)
+            self.counts.count_met()
             return
         else:
             job = self._fetch(unit, urgent=True)
-            self._met(unit, missed=not job.done)
+            self.counts.count_met(missed=not job.done)
         if not job.done:
-            self._promote(unit)
+            self._lane.promote(unit.record)
             self._wait(job, "read")
+
+    def _is_there(self, unit: _UnitT) -> bool:
+        """Whether the present values lie in the memory that computes, without a fetch. The lane is asked
+        first: a pass that was lent the memory has given it back.
+        """
+        return self._lane.settled(unit.record) and unit.in_place and not unit.pending
 
     def look_again(self, upcoming: Iterable[_UnitT], room_nbytes: int, but: _UnitT) -> None:
         """After a use that was not the planned one, of `but`: owe the units that are needed next, as many as
@@ -285,11 +319,9 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
         """
         if unit.residence.has_deferred:
             first, *others = unit.residence.take_deferred()
-            self._start_from(unit, first, resident=True)
             self._lend(unit, first)
             for job in others:
-                self._start_from(unit, job, resident=False)
-                self._submit(job)
+                self._lane.submit(job)
             return
         stays = self._whole or unit in self._staying
         if stays and not unit.pending and self._let_wait(unit):
@@ -298,6 +330,7 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
         self.fetch_owed()
 
     def _fetch(self, unit: _UnitT, *, urgent: bool) -> Job:
+        unit.allocate()
         fetch = self._begin_fetch(unit, urgent=urgent)
         # Now, and not before: it may not stand for a pass that a Ctrl-C kept from the queue.
         unit.residence.come(fetch)
@@ -343,7 +376,7 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
             job.wait()
         self._end_waiting(unit)
         unit.residence.go()
-        self._free(unit)()
+        unit.deallocate()
 
     def _evict_waiting(self, *, only_pending: bool = False) -> None:
         for unit in self.units:
@@ -367,21 +400,21 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
             self._staying.discard(unit)  # what is on the device is stale from now on
             if not residence.users:
                 self.evict(unit)
-            self._submit(job)
+            self._lane.submit(job)
         elif residence.users:
             job.take_over()
             residence.defer(job)
         else:
-            self._start_from(unit, job, resident=True)
             self._lend(unit, job)
         return job
 
     def _lend(self, unit: _UnitT, job: _UpdateT) -> None:
         """Leave the memory of a unit without users to a pass that starts from its values, and releases it."""
+        unit.lend_to(job)
         unit.residence.lend(job)
         self._end_waiting(unit)
-        job.call_when_done(partial(_give_back, unit.residence, self._free(unit), job.on_done))
-        self._submit(job)
+        job.call_when_done(partial(_give_back, unit, job.on_done))
+        self._lane.submit(job)
 
     # Steps
 
@@ -397,12 +430,10 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
         self._evict_waiting(only_pending=self._whole)
 
 
-def _give_back(
-    residence: Residence[Any], free: Callable[[], None], before: Callable[[], None] | None
-) -> None:
+def _give_back(unit: PlacedUnit, before: Callable[[], None] | None) -> None:
     """Take a unit off the device when the pass that was lent its memory is done with it."""
-    residence.go()
-    free()
+    unit.residence.go()
+    unit.deallocate()
     if before:
         before()
-    residence.given_back()  # last, so that it says all of it is done
+    unit.residence.given_back()  # last, so that it says all of it is done

@@ -11,7 +11,6 @@ from typing import Protocol
 from infinity.device.blocks import Blocks, DeviceBlocks, HostBlocks
 from infinity.device.device import Device
 from infinity.errors import UnsupportedError
-from infinity.lane.counts import Counts
 from infinity.lane.fetch import FetchAndUpdatePass, FetchPass, UpdatePass
 from infinity.lane.lane import StreamLane
 from infinity.lane.queue import Pass
@@ -51,10 +50,9 @@ class Executor(Residency[Unit, UpdatePass]):
     ) -> None:
         """Start without units. assembler: None with one rank."""
         self._ahead = Ledger(0)
-        super().__init__(self._ahead, on_host=device.is_host, in_order=assembler is not None)
-        self.counts = Counts()
+        super().__init__(self._ahead, lane, on_host=device.is_host, in_order=assembler is not None)
+        self._lane: StreamLane = lane
         self.cursor = Cursor()
-        self._lane = lane
         self._device = device
         self._timeline = timeline
         self.blocks: Blocks = HostBlocks(self._ahead) if device.is_host else DeviceBlocks(device)
@@ -181,30 +179,14 @@ class Executor(Residency[Unit, UpdatePass]):
 
     # What Residency decides
 
-    def _is_there(self, unit: Unit) -> bool:
-        # The lane is asked first, under its lock: a pass that was lent the memory has given it back.
-        return self._lane.settled(unit.record) and unit.in_place and not unit.pending
-
-    def _place(self, unit: Unit) -> None:
-        unit.allocate()
-
     def _begin_fetch(self, unit: Unit, *, urgent: bool) -> Job:
-        unit.allocate()
         make = FetchAndUpdatePass if unit.pending else FetchPass
         job = make(unit, self._device, unit.record.tile_numel)
         self._lane.submit(job, urgent=urgent)
         return job if self._assembler is None else self._assembler.assemble(unit, job)
 
     def _make_update(self, unit: Unit, *, resident: bool) -> UpdatePass:
-        return UpdatePass(unit, self._device, unit.record.tile_numel, unit.flat if resident else None)
-
-    def _start_from(self, unit: Unit, job: UpdatePass, *, resident: bool) -> None:
-        if resident:
-            unit.part()
-        job.start_from(unit.flat if resident else None)
-
-    def _submit(self, job: UpdatePass) -> None:
-        self._lane.submit(job)
+        return UpdatePass(unit, self._device, unit.record.tile_numel)
 
     def _lend(self, unit: Unit, job: UpdatePass) -> None:
         try:
@@ -212,15 +194,6 @@ class Executor(Residency[Unit, UpdatePass]):
         except BaseException as error:  # the memory would never be given back
             self._lane.fail(error)
             raise
-
-    def _promote(self, unit: Unit) -> None:
-        self._lane.promote(unit.record)
-
-    def _free(self, unit: Unit) -> Callable[[], None]:
-        return unit.deallocate
-
-    def _met(self, unit: Unit, *, missed: bool) -> None:
-        self.counts.count_met(missed=missed)
 
     def _wait(self, job: Job, cause: str) -> None:
         """Wait for a pass that computing cannot go on without, for `cause`, or because slots were lacking."""

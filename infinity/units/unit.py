@@ -174,6 +174,11 @@ class Unit:
             self._home.blocks.leaving(self.flat)
             self._bind(flat, None)
 
+    def lend_to(self, job: UpdatePass) -> None:
+        """Have an update start from the unit's values, in memory that the unit shares with no one."""
+        self.part()
+        job.start_from(self.flat)
+
     @property
     def _pinned(self) -> bool:
         """Whether `hi` lies in the memory that the unit is resident in."""
