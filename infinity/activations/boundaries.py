@@ -35,9 +35,9 @@ from torch.utils import checkpoint
 from infinity.activations.passes import ELEMENT_NBYTES, FIELD, LoadPass, SavePass
 from infinity.device.device import Device
 from infinity.errors import HostMemoryError
+from infinity.lane.base import Pass
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import Lease, Outgoing
-from infinity.lane.queue import Pass
 from infinity.planning.layout import lay_out
 from infinity.records.record import Record, Traffic
 from infinity.sizes import BLOCK, format_size

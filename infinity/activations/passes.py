@@ -8,8 +8,8 @@ import torch
 
 from infinity import kernels
 from infinity.device.device import Device
+from infinity.lane.base import Pass
 from infinity.lane.passes import clear
-from infinity.lane.queue import Pass
 from infinity.planning.budget import SLOT_NBYTES_PER_ELEMENT
 from infinity.planning.layout import tiles
 from infinity.records.record import Record

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from infinity import kernels
+from infinity.lane.base import Pass
 from infinity.lane.passes import clear
-from infinity.lane.queue import Pass
 from infinity.planning.layout import STATE_BLOCK, pieces, tiles
 from infinity.records.record import Record
 from infinity.records.weights import WEIGHTS

@@ -33,10 +33,10 @@ from infinity.engine.state_dict import Exchange
 from infinity.errors import UnsupportedError
 from infinity.gradients.reduction import Reduction
 from infinity.gradients.store import GradientStore
+from infinity.lane.base import Pass
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import Outgoing
 from infinity.lane.passes import ReadPass, WritePass
-from infinity.lane.queue import Pass
 from infinity.planning.budget import Budget, divide
 from infinity.planning.layout import Format, format_beside, lay_out, share
 from infinity.ranks.group import open_ranks

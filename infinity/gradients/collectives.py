@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from infinity.device.device import Device
+from infinity.lane.base import Pass
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import Lease
-from infinity.lane.queue import Pass
 from infinity.planning.queue import Job
 from infinity.ranks.group import Channel
 from infinity.records.weights import ACCUMULATE, NARROW, WIDEN

@@ -22,9 +22,9 @@ import torch
 
 from infinity import kernels
 from infinity.errors import NotResidentError, UnsupportedError
+from infinity.lane.base import Pass
 from infinity.lane.outgoing import Lease
 from infinity.lane.passes import SpillPart
-from infinity.lane.queue import Pass
 from infinity.records.weights import ACCUMULATE, KERNEL_DTYPE, WIDEN
 from infinity.storage.memory import Ledger
 from infinity.storage.store import DONE, Future

@@ -12,8 +12,8 @@ import torch
 
 from infinity import kernels
 from infinity.device.device import Device
+from infinity.lane.base import Pass
 from infinity.lane.passes import clear, piece_address
-from infinity.lane.queue import Pass
 from infinity.planning.layout import TilePiece, pieces, tiles
 from infinity.records.record import Record
 from infinity.records.update_rules import UpdateSpan

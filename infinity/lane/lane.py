@@ -29,8 +29,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infinity.errors import EngineFailedError
+from infinity.lane.base import Pass
 from infinity.lane.counts import LaneTimes
-from infinity.lane.queue import Pass
 from infinity.planning.queue import Job, Queue
 from infinity.records.record import Record
 from infinity.storage.failure import Failure

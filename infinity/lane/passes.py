@@ -16,7 +16,7 @@ from typing import TypeAlias
 import torch
 
 from infinity import kernels
-from infinity.lane.queue import Pass
+from infinity.lane.base import Pass
 from infinity.planning.layout import Segment, pieces, tiles
 from infinity.records.record import Record
 from infinity.records.weights import ACCUMULATE, KERNEL_DTYPE, WEIGHTS, WIDEN

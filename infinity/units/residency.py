@@ -11,9 +11,9 @@ from typing import Protocol
 from infinity.device.blocks import Blocks, DeviceBlocks, HostBlocks
 from infinity.device.device import Device
 from infinity.errors import UnsupportedError
+from infinity.lane.base import Pass
 from infinity.lane.fetch import FetchAndUpdatePass, FetchPass, UpdatePass
 from infinity.lane.lane import StreamLane
-from infinity.lane.queue import Pass
 from infinity.planning.cursor import Cursor
 from infinity.planning.frequency import Frequencies
 from infinity.planning.plan import Plan, make_plan

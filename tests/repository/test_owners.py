@@ -23,7 +23,7 @@ GREAT = {
     "Gradient": "infinity/gradients/gradient.py",
     "Engine": "infinity/engine/engine.py",
     "Executor": "infinity/units/residency.py",
-    "Pass": "infinity/lane/queue.py",
+    "Pass": "infinity/lane/base.py",
 }
 """Classes that much meets in."""
 
