@@ -1,4 +1,4 @@
-"""Passes: walks over records."""
+"""The base class of passes: walks over the tiles of one record."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infinity.storage.store import Transfer
 
 
 class Pass(QueuedPass[Record], ABC):
-    """One walk over a record. Subclasses say which fields each tile reads and writes, and what happens in
+    """One walk over a record. Subclasses name the fields that each tile reads and writes, and do the work in
     between.
     """
 
@@ -49,12 +49,12 @@ class Pass(QueuedPass[Record], ABC):
 
     @property
     def keeps(self) -> object:
-        """What keeps the memory of `place` alive."""
+        """The object that keeps the memory of `place` alive."""
         return None
 
     def sums_up(self, start: int, stop: int) -> bool:
-        """Whether `process` takes `sums` of a tile, all of them, as it works on it. Else they are taken
-        before and after.
+        """Whether the kernel of `process` takes all checksums of a tile, `sums`, on the way. Else they
+        are taken before and after.
         """
         return False
 
@@ -63,7 +63,7 @@ class Pass(QueuedPass[Record], ABC):
         """Work on one tile; `at` is the address of each field. Return transfers that still use them."""
 
     def run_in_memory(self) -> None:
-        """Do all of it now, where all that it touches lies in host memory."""
+        """Do the whole pass now, where all that it touches lies in host memory."""
         transfers: list[Transfer] = []
         for start, stop in self.tiles():
             reads, writes = self.fields(start, stop)
@@ -122,5 +122,5 @@ class Pass(QueuedPass[Record], ABC):
         (self._packed if name in self.record.packed else self.record).note_written(name, start, stop)
 
     def settle(self) -> Sequence[Transfer]:
-        """The last tile was worked on: begin to write what is left."""
+        """Begin to write what is left, when the last tile was worked on."""
         return self._packed.settle()

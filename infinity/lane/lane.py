@@ -1,21 +1,20 @@
-"""The lane that moves records: one thread that keeps reads, work on what was read, and writes going at the
-same time.
+"""The lane that moves records: one thread that overlaps reads, the work on what was read, and writes.
 
 [Note: how the lane makes progress]
 A *pass* walks over the tiles of one record: each tile is read, worked on, and (if the pass changes it)
-written back. A field in host memory is worked on where it lies, one on NVMe in memory that the pass has for
-it, or else in a slot. Tiles of the queued passes are admitted in order as long as slots are free, so the
+written back. A field in host memory is worked on where it lies; a field on NVMe in memory that the pass has
+for it, or else in a slot. Tiles of the queued passes are admitted in order as long as slots are free, so the
 reads of the next passes overlap the work on this one, and writes overlap both: slots bound what is in flight.
 A slot belongs to exactly one tile from the beginning of its read to the end of its write, and every tile with
 a slot finishes by itself: nothing it waits for needs another slot, a lock, or the thread that computes. So
 the lane cannot deadlock, with any number of slots from one up.
 
 Two passes over one record never overlap: a pass is admitted only when it is the oldest unfinished one of its
-record. What somebody waits for goes first, in the queue and at the disk.
+record. A pass that another thread waits for is urgent: it goes first, in the queue and at the disk.
 
 [Note: passes without transfers]
-Where all that a pass needs lies in host memory and the CPU computes, whoever submits it runs it: another
-thread would only take turns with it on the same cores, and a step would be longer by all that it does.
+Where all that a pass needs lies in host memory and the CPU computes, the thread that submits the pass runs it
+inline: the lane's thread would only take turns with that thread on the same cores, and make the step longer.
 """
 
 from __future__ import annotations
@@ -102,7 +101,9 @@ class StreamLane:
             self._queue.here.remove(job)
 
     def _queued(self, job: Pass, *, urgent: bool) -> bool:
-        """Queue a pass, altogether or, at a Ctrl-C, not at all; False for one to be run here."""
+        """Queue a pass and return True, or return False for one to be run inline. A Ctrl-C leaves it queued
+        or not, and nothing in between.
+        """
         job.submitted(self)
         with self.lock:
             self.check_open()
@@ -120,12 +121,12 @@ class StreamLane:
             return True
 
     def runs_here(self, record: Record) -> bool:
-        """Whether who submits a pass over `record` that needs no transfers will run it."""
+        """Whether `submit` runs a pass over `record` that needs no transfers inline."""
         return self._inline and record not in self._queue.of_record
 
     def fail(self, error: BaseException, *, raised: bool = True) -> None:
-        """Stop, and refuse everything because of `error`, which the caller raises; where it does not
-        (`raised`), whoever waits next does.
+        """Stop the lane because of `error`, and refuse further passes. raised: the caller raises it; else it
+        is raised in the next thread that waits.
         """
         with self.lock:
             self._failure.note(error, raised=raised)
@@ -145,7 +146,7 @@ class StreamLane:
             self.changed.notify_all()
 
     def unfinished(self, record: Record) -> list[Pass]:
-        """Return the passes over a record that are not over, writes included. Asked under the lock."""
+        """Return the passes over a record that are not finished. Called under the lock."""
         return self._queue.unfinished(record)
 
     def settled(self, record: Record) -> bool:
@@ -275,7 +276,7 @@ class StreamLane:
 
     @staticmethod
     def _address(job: Pass, name: str, start: int) -> int | None:
-        """Return where a field of a tile is worked on; None for a slot."""
+        """Return the address at which a field of a tile is worked on; None for a slot."""
         if name in job.adopts:
             return job.record.target_address(name, start)
         address = job.record.address(name, start)
@@ -349,7 +350,9 @@ class StreamLane:
             self.changed.notify_all()
 
     def _drain_transfers(self) -> None:
-        """Wait for what is in flight, so that slots may be freed; the error that counts came before."""
+        """Wait for transfers in flight, so that slots may be freed. Their errors are only logged: the lane
+        has stopped because of an earlier one.
+        """
         for tile in (*self._reading, *self._writing):
             for transfer in tile.transfers:
                 try:

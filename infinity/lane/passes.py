@@ -1,7 +1,5 @@
-"""The walks over records beside fetching: spilling gradients, reading and writing single parameters, leaving
-host memory.
-
-Each says which fields of a tile it reads and writes and what it does in between; the lane does the rest.
+"""The passes beside fetching and updating: spilling gradients, reading and writing single parameters, writing
+fields out of host memory, checking hashes.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ def clear(record: Record, at: dict[str, int], name: str, numel: int) -> None:
 class SpillPart:
     """One parameter's new gradient for a spill: added to what is stored, or stored instead of it.
 
-    measure: sum its squares on the way. arriving: of `tensor`, which may be read when this is over.
+    measure: sum its squares on the way. arriving: `tensor` may be read when this is over.
     """
 
     tensor: torch.Tensor
@@ -48,7 +46,7 @@ class SpillPart:
     finite: bool = True
 
     def let_go(self) -> None:
-        """The tensor was used up; the sum stays."""
+        """Drop the tensor, which was used up; the sum stays."""
         self.tensor = self.tensor.new_empty(0)
 
 
@@ -128,7 +126,7 @@ class SpillPass(Pass):
                 part.finite &= finite
 
     def done_processing(self) -> None:
-        """Let go of the tensors."""
+        """Drop the tensors."""
         parts, self._parts = self._parts, {}
         if self._take_parts:
             self._take_parts(parts)
@@ -164,7 +162,7 @@ class ReadPass(Pass):
         return _tiles_of(self._segment, self.record.shard.numel, self._tile_numel)
 
     def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
-        """What was ever written of the fields asked for; the rest counts as zero."""
+        """Of the fields asked for, those that were ever written; the others count as zero."""
         return tuple(name for name in self._names if self.record.written(name, start)), ()
 
     def process(self, start: int, stop: int, at: dict[str, int]) -> None:
@@ -200,7 +198,7 @@ class ReadPass(Pass):
 
 
 def _copy_or_clear(nbytes: int, to: int, address: int | None) -> None:
-    """Copy what there is; what was never written is zero."""
+    """Copy `nbytes` from `address`; None stands for a field that was never written, and counts as zero."""
     if address is None:
         ctypes.memset(to, 0, nbytes)
     else:
@@ -242,7 +240,7 @@ class WritePass(Pass):
                 yield start, stop
 
     def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
-        """Read what is there, unless every parameter in the tile is replaced."""
+        """Read the fields first, unless every parameter in the tile is replaced."""
         parts = list(pieces(self.record.shard, start, stop))
         if not self._rewrite and all(
             set(self._values.get(part.index, ())) >= self._fields_set() for part in parts
@@ -294,7 +292,7 @@ class WritePass(Pass):
                 kernels.copy(4 * numel, here[name], new[name])
 
     def done_processing(self) -> None:
-        """Let go of the tensors."""
+        """Drop the tensors."""
         self._values = {}
 
 
@@ -387,8 +385,8 @@ class CheckPass(Pass):
         return tiles(self.record.shard.numel, self._tile_numel)
 
     def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
-        """What was written of the tile."""
+        """The fields of the tile that were ever written."""
         return tuple(name for name in self.record.fields if self.record.written(name, start)), ()
 
     def process(self, start: int, stop: int, at: dict[str, int]) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the lane has compared the hashes."""
