@@ -5,6 +5,7 @@ fields out of host memory, checking hashes.
 from __future__ import annotations
 
 import ctypes
+from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 
 from infinity import kernels
 from infinity.lane.base import Pass
-from infinity.planning.layout import Segment, pieces, tiles
+from infinity.planning.layout import pieces, tiles
 from infinity.records.record import Record
 from infinity.records.weights import ACCUMULATE, KERNEL_DTYPE, WEIGHTS, WIDEN
 from infinity.storage.store import DONE, Extent, Future, Transfer
@@ -132,69 +133,98 @@ class SpillPass(Pass):
             self._take_parts(parts)
 
 
-def _tiles_of(segment: Segment, numel: int, tile_numel: int) -> Iterator[tuple[int, int]]:
-    """Return the whole tiles that hold any of `segment`."""
-    for start, stop in tiles(numel, tile_numel):
-        if segment.numel and start < segment.stop and segment.start < stop:
-            yield start, stop
+def field_nbytes(record: Record, field: str, numel: int) -> int:
+    """Return the bytes of `numel` elements of a field as it is stored; "master" in fp32."""
+    return 4 * numel if field == "master" else record.form.nbytes(field, numel)
 
 
-class ReadPass(Pass):
+class _RangePass(Pass):
+    """Moves elements [start, stop) of a record's fields from or to host memory."""
+
+    def __init__(
+        self, record: Record, tile_numel: int, start: int, stop: int, values: Mapping[str, torch.Tensor]
+    ) -> None:
+        """values: contiguous host tensors by field; "master" stands for the fields that keep it."""
+        super().__init__(record)
+        self.start, self.stop = start, stop
+        self.values = dict(values)
+        self._tile_numel = tile_numel
+        self._weights = WEIGHTS[record.form.dtype]
+        self._names = tuple(dict.fromkeys(name for field in values for name in self._kept_in(field)))
+
+    def _kept_in(self, field: str) -> Sequence[str]:
+        """Return the fields of the record to move for a field of `values`."""
+        return self.record.form.master if field == "master" else (field,)
+
+    def tiles(self) -> Iterator[tuple[int, int]]:
+        """The range's tiles."""
+        first = self.start // self._tile_numel * self._tile_numel
+        for start in range(first, self.stop if self.start < self.stop else first, self._tile_numel):
+            yield start, min(start + self._tile_numel, self.record.shard.numel)
+
+    def process(self, start: int, stop: int, at: dict[str, int]) -> None:
+        """Move what the tile has of the range."""
+        first, last = max(start, self.start), min(stop, self.stop)
+        here = {name: piece_address(self.record, at[name], first, start, name) for name in at}
+        values = {
+            field: tensor.data_ptr() + self._nbytes(field, first - self.start)
+            for field, tensor in self.values.items()
+        }
+        self._move(last - first, here, values)
+
+    def _nbytes(self, field: str, numel: int) -> int:
+        """Return the bytes of `numel` elements of a field in its tensor."""
+        return field_nbytes(self.record, field, numel)
+
+    @abstractmethod
+    def _move(self, numel: int, here: dict[str, int], values: dict[str, int]) -> None:
+        """Move `numel` elements between the addresses of the record's fields and those of `values`."""
+
+
+class CopyOutPass(_RangePass):
+    """Copies a range of a record into buffers, as it is stored; what was never written is zero."""
+
+    def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
+        """Of the fields asked for, those that were ever written."""
+        return tuple(name for name in self._names if self.record.written(name, start)), ()
+
+    def _move(self, numel: int, here: dict[str, int], values: dict[str, int]) -> None:
+        for field, to in values.items():
+            if field == "master" and all(name in here for name in self._kept_in(field)):
+                self._weights.read_master(numel, here, to)
+            else:
+                _copy_or_clear(self._nbytes(field, numel), to, here.get(field))
+
+
+class ReadPass(CopyOutPass):
     """Copy fields of one parameter into tensors: "hi", of the type that computes; "m", "v" and "master" in
     fp32, in whatever fields they are kept.
     """
 
     def __init__(self, record: Record, index: int, tile_numel: int, into: dict[str, torch.Tensor]) -> None:
         """Prepare to fill the contiguous host tensors `into`, each with as many elements as the parameter."""
-        super().__init__(record)
-        self._index = index
-        self._segment = record.shard.segments[index]
-        self._tile_numel = tile_numel
-        self._into = into
-        names: list[str] = []
-        for name in into:
-            names += record.form.master if name == "master" else [name]
-            names += record.form.moments if name in ("m", "v") else []
-        self._names = tuple(dict.fromkeys(names))
+        segment = record.shard.segments[index]
+        super().__init__(record, tile_numel, segment.start, segment.stop, into)
 
-    def tiles(self) -> Iterator[tuple[int, int]]:
-        """Tiles with a part of the parameter."""
-        return _tiles_of(self._segment, self.record.shard.numel, self._tile_numel)
+    def _kept_in(self, field: str) -> Sequence[str]:
+        return self.record.form.moments if field in ("m", "v") else super()._kept_in(field)
 
-    def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
-        """Of the fields asked for, those that were ever written; the others count as zero."""
-        return tuple(name for name in self._names if self.record.written(name, start)), ()
+    def _nbytes(self, field: str, numel: int) -> int:
+        return numel * self.values[field].element_size()
 
-    def process(self, start: int, stop: int, at: dict[str, int]) -> None:
-        """Copy, join or widen."""
-        for piece in pieces(self.record.shard, start, stop):
-            if piece.index != self._index:
-                continue
-            to = {
-                name: tensor.data_ptr() + piece.within * tensor.element_size()
-                for name, tensor in self._into.items()
-            }
-            here = {name: piece_address(self.record, at[name], piece.start, start, name) for name in at}
-            if "master" in to:
-                WEIGHTS[self.record.form.dtype].read_master(piece.numel, here, to["master"])
-            for name in ("hi", "grad16", "grad32"):
-                if name in to:
-                    _copy_or_clear(piece.numel * self._into[name].element_size(), to[name], here.get(name))
-            self._moments(piece.numel, to, here)
-
-    def _moments(self, numel: int, to: dict[str, int], here: dict[str, int]) -> None:
-        form = self.record.form.state_dtype
-        asked = [name for name in ("m", "v") if name in to]
+    def _move(self, numel: int, here: dict[str, int], values: dict[str, int]) -> None:
+        super()._move(numel, here, {field: to for field, to in values.items() if field not in ("m", "v")})
+        form, asked = self.record.form.state_dtype, [name for name in ("m", "v") if name in values]
         if form == "int8" and asked and "m" in here:
             unasked = torch.empty(numel, dtype=torch.float32)
-            m, v = (to.get(name, unasked.data_ptr()) for name in ("m", "v"))
+            m, v = (values.get(name, unasked.data_ptr()) for name in ("m", "v"))
             kernels.dequantize(numel, here["m"], here["v"], here["scale"], m, v)
             return
         for name in asked:
             if form == "bf16" and name in here:
-                kernels.widen(numel, here[name], to[name])
+                kernels.widen(numel, here[name], values[name])
             else:
-                _copy_or_clear(4 * numel, to[name], here.get(name))
+                _copy_or_clear(4 * numel, values[name], here.get(name))
 
 
 def _copy_or_clear(nbytes: int, to: int, address: int | None) -> None:
@@ -203,6 +233,31 @@ def _copy_or_clear(nbytes: int, to: int, address: int | None) -> None:
         ctypes.memset(to, 0, nbytes)
     else:
         kernels.copy(nbytes, to, address)
+
+
+class CopyInPass(_RangePass):
+    """Replaces a range of a record, whole tiles, by what buffers hold, as it is stored."""
+
+    def _kept_in(self, field: str) -> Sequence[str]:
+        """All weights follow their master."""
+        return self.record.form.weights if field == "master" else (field,)
+
+    def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
+        """Everything is replaced, padding included."""
+        return (), self._names
+
+    def _move(self, numel: int, here: dict[str, int], values: dict[str, int]) -> None:
+        for name in self._names:
+            clear(self.record, here, name, numel)
+        for field, source in values.items():
+            if field == "master":
+                self._weights.write_master(numel, source, here)
+            else:
+                kernels.copy(self._nbytes(field, numel), here[field], source)
+
+    def done_processing(self) -> None:
+        """Drop the buffers."""
+        self.values = {}
 
 
 class WritePass(Pass):
