@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class LaneTimes:
-    """Seconds of the lane's thread: waiting for reads, at work, waiting for writes, with nothing to do. And
-    of those who ran a pass themselves, as all of it was in host memory.
+    """Seconds of the lane's thread: waiting for reads, at work, waiting for writes, idle; and `inline_s`, of
+    threads that ran a pass inline, as all of it was in host memory.
     """
 
     read_wait_s: float = 0.0

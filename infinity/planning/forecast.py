@@ -2,10 +2,10 @@
 no I/O.
 
 [Note: what is simulated]
-One thread computes, and follows the plan: what is fetched when, waits and goes is decided by residence.py, as
-in a running engine. One lane moves records (see simulator), through as many slots as the budget has. Several
-steps run one after the other, and the last counts: what is still being written when it
-begins is part of it.
+One thread computes and follows the plan. As in a running engine, residence.py decides which units are
+fetched, wait or are evicted, and queue.py which pass is next; passes take their time on a simulated machine
+(see simulator), through as many slots as the budget has. Several steps run one after the other, and the last
+counts: what is still being written when it begins is part of it.
 
 [Note: coarse tiles]
 A model of 10^12 parameters has 10^6 tiles, and its forecast should take seconds. Beyond `TILES_MOST` a pass
@@ -177,7 +177,7 @@ class _Window:
 
 
 class _Walk(Residency[_Unit, SimulatedPass]):
-    """The thread that computes, on a simulated clock, and what its residency takes of it."""
+    """The thread that computes, and its residency, on a simulated clock."""
 
     def __init__(
         self, script: Sequence[Act], plan: Plan, units: Sequence[Moves], limits: EngineLimits, rates: Rates
@@ -209,7 +209,7 @@ class _Walk(Residency[_Unit, SimulatedPass]):
         self._clock.busy_s = dict.fromkeys(SERVERS, 0.0)
 
     def result(self) -> Forecast:
-        """Say what was counted."""
+        """Return what was counted."""
         seconds = self._clock.now - self._began_s
         read, written = self._moved["read"], self._moved["written"]
         return Forecast(
@@ -232,7 +232,7 @@ class _Walk(Residency[_Unit, SimulatedPass]):
             unit = self.units[act.unit]
             if act.verb == "use":
                 step = next(steps)
-                if unit.moved:  # what is used in place passes none of it by
+                if unit.moved:
                     self._compute(self._rates.use_s)
                 self.use(unit, step.fetch, keep=step.keep)
                 unit.residence.use()
@@ -258,7 +258,7 @@ class _Walk(Residency[_Unit, SimulatedPass]):
         """Let a unit's gradient come, the `number`th of this step."""
         moves = unit.moves
         nbytes = moves.width * moves.numel
-        if moves.gathered_nbytes:  # reduced and scattered; whoever comes next on the link waits for it
+        if moves.gathered_nbytes:  # reduced and scattered; later transfers on the link wait behind it
             self._clock.serve("link", moves.gathered_nbytes, lambda: None)
         backward = self._limits.update == "backward"
         if unit.moved or not backward:  # else the kernel takes it from where autograd has put it
@@ -281,7 +281,7 @@ class _Walk(Residency[_Unit, SimulatedPass]):
     # What Residency decides
 
     def _begin_fetch(self, unit: _Unit, *, urgent: bool) -> Job:
-        """Bring a unit, and apply what is pending; what other ranks hold of it is gathered afterwards."""
+        """Bring a unit, with its pending update; the other ranks' shares of it are gathered afterwards."""
         moves = unit.moves
         if unit.pending:
             unit.pending = False
@@ -295,7 +295,7 @@ class _Walk(Residency[_Unit, SimulatedPass]):
         return fetch
 
     def _gathered(self, unit: _Unit, job: SimulatedPass) -> Job:
-        """Return what is done once the other ranks' shares have come, too."""
+        """Return a job that is done once the other ranks' shares have come, too."""
         whole = _Gathering(self._lane)
         job.call_when_done(lambda: self._clock.serve("link", unit.moves.gathered_nbytes, whole.end))
         return whole

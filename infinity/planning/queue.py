@@ -172,7 +172,7 @@ class QueuedPass(Job, ABC, Generic[_RecordT]):
         self.urgent = urgent
 
     def call_when_done(self, call: Callable[[], None]) -> None:
-        """Let `call` be what `on_done` is, instead of what it was."""
+        """Set `on_done`, instead of what it was."""
         self.on_done = call
 
     def end_processing(self) -> None:

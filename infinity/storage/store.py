@@ -131,7 +131,7 @@ class Request(NamedTuple):
     owner: object
     """What keeps the memory alive."""
     urgent: bool = False
-    """Somebody waits: it goes first."""
+    """Another thread waits for it: it goes first."""
     more: bool = False
     """Others follow at once, the last without this: it need not begin before. See aio.IoEngine.read."""
 

@@ -270,7 +270,7 @@ def _by_shape(
     rest: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Answer what needs no values by a tensor without any, which lies as the values do: row by row."""
+    """Answer a call that needs no values by a tensor without any, which is contiguous, as the values are."""
     kwargs = {name: one for name, one in kwargs.items() if one is not parameter}
     if operation == "new":
         return func(torch.empty(0, dtype=parameter.dtype, device=parameter.device), *rest, **kwargs)

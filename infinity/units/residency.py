@@ -113,16 +113,16 @@ class Executor(Residency[Unit, UpdatePass]):
         unit.residence.use()
 
     def _refuse_change(self, unit: Unit, name: str) -> None:
-        """A forward or backward has changed a parameter, which it must not; `raise_refused` tells. Nothing
-        goes on where it lies in place, changed for good while its master is not, nor on several ranks: the
-        others must hear of it.
+        """Note that a forward or backward has changed the parameter `name`, for `raise_refused`. The lane
+        fails at once where the parameter lies in place, since it is changed for good and its master is not,
+        and on several ranks, since the others have to be told.
         """
         self._refused = self._refused or UnsupportedError(would_be_lost(name))
         if unit.resident_in_place or self._assembler is not None:
             self._lane.fail(self._refused)
 
     def raise_refused(self) -> None:
-        """Raise what was found of the units released since this was asked.
+        """See that no unit that was released since the last call had a changed parameter.
 
         Raises: UnsupportedError naming the parameter that was changed.
         """
@@ -136,9 +136,8 @@ class Executor(Residency[Unit, UpdatePass]):
             self._staying.discard(unit)
             self.make_resident(unit)
             if unit.residence.fetch is not None:
-                self._lane.wait(
-                    unit.residence.fetch, finished=True
-                )  # the disk may still write what it updated
+                # The disk may still write what the fetch updated.
+                self._lane.wait(unit.residence.fetch, finished=True)
             unit.make_private()
             unit.attach(aside=True)
             unit.residence.begin()
@@ -218,7 +217,10 @@ class Executor(Residency[Unit, UpdatePass]):
         self._lane.submit(UpdatePass(unit, self._device, unit.record.tile_numel))
 
     def changed(self, unit: Unit) -> None:
-        """A unit's values are about to be replaced in its record: what is resident of it is stale."""
+        """Take a unit off the device whose values are about to be replaced in its record.
+
+        Raises: UnsupportedError while the unit is in use.
+        """
         if unit.residence.users:
             raise UnsupportedError(
                 f"{unit.name}: its parameters are in use and cannot be replaced. Do so outside forward and "
@@ -228,8 +230,8 @@ class Executor(Residency[Unit, UpdatePass]):
         unit.values_changed()
 
     def close_step(self, *, updates_at_fetch: bool) -> bool:
-        """The optimizer has decided its updates: forget what was fetched before. False for a further
-        optimizer's step, which closes none.
+        """End a step when the optimizer has decided its updates: what was fetched before is stale. Return
+        False for the step of a further optimizer, which ends none.
 
         updates_at_fetch: whether updates are pending until the next fetch, and not applied in the backward.
         """
@@ -243,8 +245,8 @@ class Executor(Residency[Unit, UpdatePass]):
         return True
 
     def begin_step(self) -> None:
-        """Plan anew if the last step was not as planned, or fetches take something else than they did; begin
-        the opening.
+        """Plan anew if the last step was not as planned, or units take other memory than they did; begin the
+        fetches that open the plan.
         """
         cursor = self.cursor
         if not cursor.trace:
