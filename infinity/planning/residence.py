@@ -245,6 +245,9 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
     def _begin_fetch(self, unit: _UnitT, *, urgent: bool) -> Job:
         """Queue the pass that brings a unit's values to its memory, with the updates pending for it."""
 
+    def _arrived(self, unit: _UnitT) -> None:
+        """Have later computing see the values that a fetch has brought."""
+
     @abstractmethod
     def _make_update(self, unit: _UnitT, *, resident: bool) -> _UpdateT:
         """Return a pass that applies the pending updates: to the unit's values, which it will be lent, if
@@ -289,6 +292,7 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
         if not job.done:
             self._lane.promote(unit.record)
             self._wait(job, "read")
+        self._arrived(unit)
 
     def _is_there(self, unit: _UnitT) -> bool:
         """Whether the present values lie in the memory that computes, without a fetch. The lane is asked

@@ -155,11 +155,6 @@ class Executor(Residency[Unit, UpdatePass]):
             self.look_again(fetched, self._ahead.limit_nbytes, but=unit)
         self.use(unit, fetch if foreseen else (), keep=keep)
 
-    def make_resident(self, unit: Unit) -> None:
-        """See Residency."""
-        super().make_resident(unit)
-        self._device.arrived(unit.flat)
-
     def drop(self, unit: Unit) -> None:
         """End one `hold`; the last one releases the unit, or keeps it waiting where the plan says so."""
         if not unit.residence.drop():
@@ -183,6 +178,9 @@ class Executor(Residency[Unit, UpdatePass]):
         job = make(unit, self._device, unit.record.tile_numel)
         self._lane.submit(job, urgent=urgent)
         return job if self._assembler is None else self._assembler.assemble(unit, job)
+
+    def _arrived(self, unit: Unit) -> None:
+        self._device.arrived(unit.flat)
 
     def _make_update(self, unit: Unit, *, resident: bool) -> UpdatePass:
         return UpdatePass(unit, self._device, unit.record.tile_numel)

@@ -1,4 +1,4 @@
-"""When units are fetched, wait and leave. Faked: units, and a lane whose passes end when they are waited for."""
+"""When units are fetched, wait and leave. Faked: units, and a lane whose passes end as one waits for them."""
 
 import pytest
 
