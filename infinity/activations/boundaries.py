@@ -35,14 +35,14 @@ from torch.utils import checkpoint
 from infinity.activations.passes import ELEMENT_NBYTES, FIELD, LoadPass, SavePass
 from infinity.device.device import Device
 from infinity.errors import HostMemoryError
+from infinity.lane.base import Pass
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import Lease, Outgoing
-from infinity.lane.queue import Pass
 from infinity.planning.layout import lay_out
 from infinity.records.record import Record, Traffic
 from infinity.sizes import BLOCK, format_size
 from infinity.storage.memory import Ledger
-from infinity.storage.store import Store, Transfer
+from infinity.storage.store import Future, Store
 from infinity.tiling import slices
 
 logger = logging.getLogger("infinity")
@@ -94,7 +94,7 @@ class Boundary:
         self._charged = 0  # bytes of the kept share
         self._record: Record | None = None
         self._passes: list[Pass] = []  # over the record
-        self._load: LoadPass | Transfer | None = None
+        self._load: Future | None = None
         self._flat: torch.Tensor | None = None  # what `_load` fills
         self._lease: Lease | None = None  # while it comes back ahead of its use
 
@@ -160,7 +160,7 @@ class Boundary:
             self._forget_load()
             raise
 
-    def _begun(self, *, urgent: bool) -> tuple[torch.Tensor, LoadPass | Transfer]:
+    def _begun(self, *, urgent: bool) -> tuple[torch.Tensor, Future]:
         every = self._all
         if self._record is not None:
             flat = every.room_for(self._record.shard.numel)
@@ -199,9 +199,9 @@ class Boundary:
         flat, load = self._flat, self._load
         if flat is None:
             raise AssertionError(f"{self!r} was not asked for")
-        if isinstance(load, LoadPass):
-            self._all.lane.promote(load.record)
-            self._all.lane.wait(load)
+        if self._record is not None and load is not None:
+            self._all.lane.promote(self._record)
+            load.wait()
         self._all.device.arrived(flat)
         self._forget_load()
         values = flat.view(torch.uint8)[: self._nbytes].view(self._dtype)
@@ -248,7 +248,7 @@ class Boundaries:
         self.kept, self.nvme = kept, nvme
         self.tile_numel = 0
         """Elements of a slot's tile, from `open` on."""
-        self.leaving: deque[tuple[weakref.ref[Boundary], SavePass | Transfer]] = deque()
+        self.leaving: deque[tuple[weakref.ref[Boundary], Future]] = deque()
         """Those whose tensor is being read, oldest first."""
         self.pid = os.getpid()
         self._traffic, self._verify = traffic, verify
@@ -277,7 +277,7 @@ class Boundaries:
 
     def settle(self) -> None:
         """Let go of tensors that have been read."""
-        while self.leaving and _over(self.leaving[0][1]):
+        while self.leaving and self.leaving[0][1].done:
             boundary = self.leaving.popleft()[0]()
             if boundary is not None:
                 boundary.settle()
@@ -348,10 +348,6 @@ def is_boundary(tensor: torch.Tensor, device: torch.device) -> bool:
         return False
     whole = tensor.is_floating_point() and tensor.nbytes % ELEMENT_NBYTES == 0 and _is_dense(tensor)
     return whole and tensor.device == device and _saver() in _SAVERS
-
-
-def _over(moving: SavePass | Transfer) -> bool:
-    return moving.processed if isinstance(moving, SavePass) else moving.done
 
 
 def stands_between(module: str) -> None:

@@ -8,12 +8,12 @@ import torch
 
 from infinity import kernels
 from infinity.device.device import Device
+from infinity.lane.base import Pass
 from infinity.lane.passes import clear
-from infinity.lane.queue import Pass
 from infinity.planning.budget import SLOT_NBYTES_PER_ELEMENT
 from infinity.planning.layout import tiles
 from infinity.records.record import Record
-from infinity.storage.store import Transfer
+from infinity.storage.store import Future, Transfer
 
 FIELD = "activation"
 ELEMENT_NBYTES = 2
@@ -27,7 +27,7 @@ class SavePass(Pass):
         self,
         record: Record,
         tensor: torch.Tensor,
-        arriving: Transfer,
+        arriving: Future,
         tile_numel: int,
         over: Callable[[], None],
     ) -> None:

@@ -9,9 +9,9 @@ from infinity.checkpoint.save_load import optimizer_in
 from infinity.checkpoint.training_state import Training
 from infinity.durable.commit import Commit, RecordAt, hashes_of
 from infinity.durable.committer import Durable
-from infinity.durable.homes import CheckPass
 from infinity.engine.engine import Engine, engine_of_model
 from infinity.errors import ConfigError, UnsupportedError
+from infinity.lane.passes import CheckPass
 from infinity.optim.base import OffloadedOptimizer
 from infinity.storage.manifest import CheckpointError, compare_groups, decode, readable
 from infinity.units.unit import Unit

@@ -30,12 +30,13 @@ from infinity.checkpoint.atomic import Older
 from infinity.checkpoint.hashed_stream import TensorSource
 from infinity.checkpoint.hub import configuration
 from infinity.checkpoint.inventory import KINDS, Inventory
-from infinity.checkpoint.ranges import CopyInPass, buffers, chunks, parts
+from infinity.checkpoint.ranges import buffers, chunks, parts
 from infinity.checkpoint.safetensors_file import TensorReader
 from infinity.checkpoint.sharedfolder import shared_folder
 from infinity.checkpoint.writer import CheckpointWriter
 from infinity.engine.engine import Engine
 from infinity.errors import UnsupportedError
+from infinity.lane.passes import CopyInPass
 from infinity.optim.base import OffloadedOptimizer
 from infinity.storage.manifest import (
     MASTER,

@@ -37,7 +37,7 @@ _POLL_S = 0.0002
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """A contiguous copy of a tensor in host memory, and its transfer, which may still run: a Transfer.
+    """A contiguous copy of a tensor in host memory, and its transfer, which may still run: a Future.
 
     On CUDA the memory is reused when the last tensor that shares it is gone.
     """
@@ -50,19 +50,9 @@ class Download:
         """Whether `tensor` may be read."""
         return self.transfer.done
 
-    @property
-    def began_s(self) -> float:
-        """When it began, by time.perf_counter."""
-        return self.transfer.began_s
-
-    @property
-    def ended_s(self) -> float | None:
-        """When it ended, on the same clock; None while it runs."""
-        return self.transfer.ended_s
-
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self) -> None:
         """Wait until `tensor` may be read."""
-        self.transfer.wait(timeout_s)
+        self.transfer.wait()
 
 
 class Device:

@@ -34,8 +34,8 @@ from infinity.durable.folder import RunFolder, state_name, wiping
 from infinity.durable.homes import Homes, write_out
 from infinity.durable.recovery import find, in_common
 from infinity.errors import UnsupportedError
+from infinity.lane.base import Pass
 from infinity.lane.lane import StreamLane
-from infinity.lane.queue import Pass
 from infinity.ranks.group import ALONE, Channel, Ranks
 from infinity.storage.generations import TwinStore
 from infinity.storage.manifest import CheckpointError

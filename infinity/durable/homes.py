@@ -1,74 +1,18 @@
-"""Durable runs: fields in host memory, written to where a commit can name them; all of a record, compared."""
+"""Durable runs: fields in host memory, written to where a commit can name them."""
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
 from infinity.lane.lane import StreamLane
-from infinity.lane.queue import Pass
-from infinity.planning.layout import tiles
+from infinity.lane.passes import Home, KeepPass
 from infinity.records.record import Record
-from infinity.storage.store import Extent, Store, Transfer
+from infinity.storage.store import Store
 from infinity.units.unit import Unit
 
-Home: TypeAlias = "tuple[Extent, array[int]]"
-"""Where a field lies on the drive, and its tiles' hashes."""
 ABREAST_NBYTES = 4 << 20
 """Bytes of host memory that a commit queues for writing at a time, so that reads do not wait behind all."""
-
-
-class KeepPass(Pass):
-    """Write fields of a record from host memory, where they stay, to extents."""
-
-    def __init__(self, record: Record, homes: Mapping[str, Home], tile_numel: int) -> None:
-        """Prepare to write the fields that `homes` names, each to its extent; its tiles' hashes go there."""
-        super().__init__(record)
-        self._homes = homes
-        self._tile_numel = tile_numel
-        numel = sum(record.form.nbytes(name, tile_numel) for name in homes)
-        self._most_numel = max(1, record.form.slot_nbytes * tile_numel // numel) * tile_numel
-
-    def tiles(self) -> Iterator[tuple[int, int]]:
-        """Every tile with anything written; of neighbours, as many at once as a slot would hold."""
-        begun, ended = 0, 0
-        names: tuple[str, ...] = ()
-        for start, stop in tiles(self.record.shard.numel, self._tile_numel):
-            here = self._written(start)
-            if here != names or stop - begun > self._most_numel:
-                if names:
-                    yield begun, ended
-                begun, names = start, here
-            ended = stop
-        if names:
-            yield begun, ended
-
-    def _written(self, start: int) -> tuple[str, ...]:
-        return tuple(name for name in self._homes if self.record.written(name, start))
-
-    def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
-        """Those that were ever written, where they lie."""
-        return self._written(start), ()
-
-    def process(self, start: int, stop: int, at: dict[str, int]) -> Sequence[Transfer]:
-        """Begin to write them."""
-        record = self.record
-        return [
-            record.write_to(*self._homes[name], name, start, stop, address, record.memory(name))
-            for name, address in at.items()
-        ]
-
-    @property
-    def nbytes(self) -> int:
-        """Of the fields, whole."""
-        return sum(map(self.record.field_nbytes, self._homes))
-
-    @property
-    def in_memory(self) -> bool:
-        """No: it writes."""
-        return False
 
 
 def write_out(lane: StreamLane, passes: Sequence[KeepPass]) -> None:
@@ -86,26 +30,6 @@ def write_out(lane: StreamLane, passes: Sequence[KeepPass]) -> None:
         nbytes += one.nbytes
     for one in queued:
         lane.wait(one, finished=True)
-
-
-class CheckPass(Pass):
-    """Read all that was ever written of a record; the lane compares it with the hashes."""
-
-    def __init__(self, record: Record, tile_numel: int) -> None:
-        """Prepare to read `record`."""
-        super().__init__(record)
-        self._tile_numel = tile_numel
-
-    def tiles(self) -> Iterator[tuple[int, int]]:
-        """Every tile."""
-        return tiles(self.record.shard.numel, self._tile_numel)
-
-    def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
-        """What was written of the tile."""
-        return tuple(name for name in self.record.fields if self.record.written(name, start)), ()
-
-    def process(self, start: int, stop: int, at: dict[str, int]) -> None:
-        """Nothing is left to do."""
 
 
 class Homes:

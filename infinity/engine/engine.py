@@ -90,7 +90,7 @@ class Engine:
         self.executor = Executor(self.lane, self.device, self.timeline, self.partition)
         self.parameters = Parameters(self.lane, self.executor, self.partition, self.durable)
         self.exchange = Exchange(self.parameters)
-        self.outgoing = Outgoing(self.lane, self.device, self.timeline)
+        self.outgoing = Outgoing(self.device, self.timeline)
         self.gradients = GradientStore(
             self.lane,
             self.device,

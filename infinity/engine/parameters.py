@@ -12,9 +12,9 @@ from torch import nn
 from infinity.durable.committer import Durable
 from infinity.engine.partition import Partition
 from infinity.errors import UnsupportedError
+from infinity.lane.base import Pass
 from infinity.lane.lane import StreamLane
 from infinity.lane.passes import ReadPass, WritePass
-from infinity.lane.queue import Pass
 from infinity.records.record import Record
 from infinity.units.residency import Executor
 from infinity.units.unit import Unit

@@ -9,8 +9,8 @@ import xxhash
 
 from infinity.device.device import Device
 from infinity.gradients.collectives import Collecting, CollectiveLane, Gathering
+from infinity.lane.base import Pass
 from infinity.lane.lane import StreamLane
-from infinity.lane.queue import Pass
 from infinity.planning.layout import share
 from infinity.planning.plan import Plan
 from infinity.ranks.group import Ranks

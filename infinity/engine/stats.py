@@ -12,9 +12,9 @@ from typing import Any
 from torch import nn
 
 from infinity.engine.engine import Engine, engine_of_model
-from infinity.lane.counts import Counts
 from infinity.planning.bottleneck import Load, Speed
 from infinity.planning.forecast import EngineLimits, Moves, predict_step
+from infinity.planning.residence import Counts
 from infinity.planning.simulator import Rates
 from infinity.planning.trace import Phase
 from infinity.sizes import format_size

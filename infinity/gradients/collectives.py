@@ -18,9 +18,10 @@ import numpy as np
 import torch
 
 from infinity.device.device import Device
+from infinity.lane.base import Pass
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import Lease
-from infinity.lane.queue import Pass
+from infinity.planning.queue import Job
 from infinity.ranks.group import Channel
 from infinity.records.weights import ACCUMULATE, NARROW, WIDEN
 from infinity.timeline import Timeline
@@ -31,46 +32,24 @@ logger = logging.getLogger("infinity")
 _CLOSE_S = 30.0
 
 
-class Collective(ABC):
-    """One collective, queued; a Transfer, too, for those who wait for what it brings."""
+class Collective(Job, ABC):
+    """One collective, queued."""
 
     kind = ""
     """What its bytes count as: "gather", "reduce" or "read"."""
 
     def __init__(self, what: str, lane: StreamLane) -> None:
         """Name what every rank does at once. `lane`: its lock guards this, and its failure ends the wait."""
+        super().__init__(lane)
         self.what = what
-        self.began_s = 0.0
-        self.ended_s: float | None = None
         self.nbytes = 0
         """Bytes of what is exchanged, whole."""
-        self._lane = lane
 
-    @property
-    def done(self) -> bool:
-        """Whether it is over."""
-        return self.ended_s is not None
+    def end(self) -> None:
+        """It is over."""
+        self.done = True
 
-    @property
-    def processed(self) -> bool:
-        """The same."""
-        return self.done
-
-    @property
-    def finished(self) -> bool:
-        """The same."""
-        return self.done
-
-    @property
-    def starved_s(self) -> float:
-        """See Pass."""
-        return 0.0
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Return when it is over; raise what made the engine fail."""
-        self._lane.wait(self)
-
-    def ready(self) -> None:  # noqa: B027 - most have what they need when they are queued
+    def ready(self) -> None:
         """Return when what this rank gives is there. Called on the lane's thread."""
 
     @abstractmethod
@@ -133,13 +112,12 @@ class CollectiveLane:
         if job is None:
             return False
         job.ready()
-        job.began_s = time.perf_counter()
+        began_s = time.perf_counter()
         self._channel.agree(job.what)
         job.run(self._channel)
-        ended_s = time.perf_counter()
-        self._timeline.span(self._name, job.what, job.began_s, ended_s, job.nbytes)
+        self._timeline.span(self._name, job.what, began_s, time.perf_counter(), job.nbytes)
         with self._lane.lock:
-            job.ended_s = ended_s
+            job.end()
             self._lane.changed.notify_all()
         return True
 
@@ -176,16 +154,16 @@ class Gathering(Collective):
     @property
     def finished(self) -> bool:
         """Whether it is over, and the fetch's writes as well."""
-        return self.processed and self.local.finished
+        return self.done and self.local.finished
 
     @property
-    def starved_s(self) -> float:
-        """See Pass."""
-        return self.local.starved_s
+    def slot_wait_s(self) -> float:
+        """See Job."""
+        return self.local.slot_wait_s
 
     def ready(self) -> None:
         """Wait for the fetch."""
-        self._lane.wait(self.local)
+        self.local.wait()
 
     def run(self, channel: Channel) -> None:
         """All-gather, in place."""

@@ -32,12 +32,12 @@ import torch
 
 from infinity import kernels
 from infinity.errors import NotResidentError, UnsupportedError
+from infinity.lane.base import Pass
 from infinity.lane.outgoing import Lease
 from infinity.lane.passes import SpillPart
-from infinity.lane.queue import Pass
 from infinity.records.weights import ACCUMULATE, KERNEL_DTYPE, WIDEN
 from infinity.storage.memory import Ledger
-from infinity.storage.store import DONE, Transfer
+from infinity.storage.store import DONE, Future
 from infinity.units.unit import Unit
 
 ONE = np.float32(1)
@@ -92,7 +92,7 @@ class Gradient:
         self.index = index
         self.form = Form.ZERO
         self.tensor: torch.Tensor | None = None
-        self.arriving: Transfer = DONE
+        self.arriving: Future = DONE
         """Of `tensor`, which may be read when this is over."""
         self.field = "grad16"
         """The record's field that holds it while spilled."""
@@ -171,7 +171,7 @@ class Gradient:
         """Be this rank's alone, until the ranks sum theirs."""
         self._become(Form.LOCAL)
 
-    def comes(self, arriving: Transfer) -> None:
+    def comes(self, arriving: Future) -> None:
         """Its tensor, which follows, may be read when `arriving` is over."""
         self.arriving = arriving
 

@@ -28,14 +28,14 @@ from infinity.lane.outgoing import Lease, Outgoing
 from infinity.records.weights import WIDEN
 from infinity.sizes import format_size
 from infinity.storage.memory import Ledger
-from infinity.storage.store import Transfer
+from infinity.storage.store import Future
 from infinity.units.unit import Unit
 
 
 class MeanSink(Protocol):
     """Where this rank's part of the mean goes."""
 
-    def reduced(self, gradient: Gradient, mean: torch.Tensor, arriving: Transfer, *, keep: bool) -> None:
+    def reduced(self, gradient: Gradient, mean: torch.Tensor, arriving: Future, *, keep: bool) -> None:
         """Give a local gradient this rank's part of the mean, which may be read when `arriving` is over."""
 
     def add_mean(self, gradient: Gradient, tensor: torch.Tensor) -> None:

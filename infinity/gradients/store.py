@@ -30,7 +30,7 @@ from infinity.records.updates import Update
 from infinity.records.weights import WEIGHTS
 from infinity.sizes import format_size
 from infinity.storage.memory import Ledger
-from infinity.storage.store import DONE, Store, Transfer
+from infinity.storage.store import DONE, Future, Store
 from infinity.tensors import is_part
 from infinity.units.residency import Executor
 from infinity.units.unit import Unit
@@ -139,7 +139,7 @@ class GradientStore:
         if self._reduction is not None:
             self._reduction.settle(units, self)
 
-    def reduced(self, gradient: Gradient, mean: torch.Tensor, arriving: Transfer, *, keep: bool) -> None:
+    def reduced(self, gradient: Gradient, mean: torch.Tensor, arriving: Future, *, keep: bool) -> None:
         """Give a local gradient this rank's part of the mean, which may be read when `arriving` is over."""
         gradient.comes(arriving)
         self._place(gradient, mean, keep=keep)
@@ -294,7 +294,7 @@ class GradientStore:
             self._in_record[unit][index] = gradient
             if index in parts and parts[index].measure:
                 gradient.measured_by(parts[index], job)
-        job.call_when_processed(partial(_spilled, leases))
+        job.give_parts_to(partial(_spilled, leases))
         try:
             self._lane.submit(job)
         except BaseException as error:  # interrupted: nothing else refers to these gradients

@@ -1,17 +1,20 @@
-"""The walk over a record that a step is made of: fetch a unit, and apply the updates pending for it."""
+"""The passes that a step is made of: fetch a unit, update it, or do both on one walk over its record.
+
+On the CPU, `hi` is read straight into the memory of the unit, and updated and written from there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 
 from infinity import kernels
 from infinity.device.device import Device
+from infinity.lane.base import Pass
 from infinity.lane.passes import clear, piece_address
-from infinity.lane.queue import Pass
-from infinity.planning.layout import pieces, tiles
+from infinity.planning.layout import TilePiece, pieces, tiles
 from infinity.records.record import Record
 from infinity.records.update_rules import UpdateSpan
 from infinity.records.updates import PendingUpdates, Update
@@ -19,11 +22,9 @@ from infinity.records.weights import KERNEL_DTYPE, WEIGHTS
 from infinity.sizes import round_up
 from infinity.storage.store import Transfer
 
-_T = TypeVar("_T")
-
 
 class FetchTarget(Protocol):
-    """What a fetch needs of the unit that it is for."""
+    """What these passes need of the unit that they are for."""
 
     record: Record
     base: int
@@ -31,41 +32,90 @@ class FetchTarget(Protocol):
     pending: PendingUpdates
 
 
-class FetchPass(Pass):
-    """Bring a unit's `hi` to the device; updates that were pending are applied on the way and written behind.
+class _UnitPass(Pass):
+    """A pass that may work on `hi` in the unit's memory, `flat`; None: only where the record lies."""
 
-    Without `upload`, only update: `hi` is taken from the unit's memory on the CPU if `resident`, else from
-    the record.
-    """
-
-    def __init__(
-        self,
-        unit: FetchTarget,
-        device: Device,
-        tile_numel: int,
-        *,
-        upload: bool = True,
-        resident: bool = False,
-    ) -> None:
-        """Begin with what is pending for `unit`, which is this pass's own as soon as it is taken over."""
+    def __init__(self, unit: FetchTarget, device: Device, tile_numel: int, flat: torch.Tensor | None) -> None:
+        """Prepare a pass over the record of `unit`."""
         super().__init__(unit.record)
-        self.pending: dict[int, Update] = unit.pending
-        self._waiting, self._taken = unit.pending, False
         self._base = unit.base
-        self._flat = unit.flat if upload or resident else None
+        self._flat = flat
         self._device = device
         self._tile_numel = tile_numel
-        self._upload = upload
-        self._resident = resident
+        self.on_finished.append(self._drop_memory)
+
+    def place(self, field: str, start: int) -> int | None:
+        """On the CPU, `hi` is worked on in the unit's memory."""
+        return self._place_of_hi(start) if field == "hi" else None
+
+    def _place_of_hi(self, start: int) -> int | None:
+        if self._flat is None or not self._device.is_host:
+            return None
+        return int(self._flat.data_ptr()) + self._flat.itemsize * (self._base + start)
+
+    def _hi_lies_in_place(self) -> bool:
+        """Whether the record's `hi` is the unit's memory itself."""
+        here = self._place_of_hi(0)
+        return here is not None and here == self.record.address("hi", 0)
+
+    @property
+    def keeps(self) -> object:
+        """The unit's memory."""
+        return self._flat
+
+    def _filled(self) -> int:
+        """Return the elements up to the end of the last tile that holds a parameter."""
+        return min(self.record.shard.numel, round_up(self.record.shard.end, self._tile_numel))
+
+    def _upload(self, start: int, stop: int, at: dict[str, int]) -> Sequence[Transfer] | None:
+        """Begin to copy `hi` of a tile to the unit's memory, unless it was read there."""
+        if self._flat is None:
+            raise AssertionError(
+                f"{self.record.name}: expected the unit's memory while tiles are uploaded, got none"
+            )
+        if at["hi"] == self._place_of_hi(start):
+            return None
+        return (self._device.upload(self._flat, self._base + start, at["hi"], stop - start),)
+
+    def _drop_memory(self) -> None:
+        self._flat = None
+
+
+class FetchPass(_UnitPass):
+    """Bring the `hi` of a unit without pending updates to its memory."""
+
+    def __init__(self, unit: FetchTarget, device: Device, tile_numel: int) -> None:
+        """Prepare to fill the memory that the unit has now."""
+        super().__init__(unit, device, tile_numel, unit.flat)
+
+    def tiles(self) -> Iterator[tuple[int, int]]:
+        """As much as a slot holds at once: `hi` takes a part of the bytes that an update has in it."""
+        self.adopts = frozenset({"hi"} & self.record.targets.keys())
+        if self._hi_lies_in_place():
+            return iter(())
+        form = self.record.form
+        return tiles(self._filled(), self._tile_numel * (form.slot_nbytes // form.width))
+
+    def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
+        """`hi`, which is left in its target if it has one."""
+        return (("hi",) if self.record.written("hi", start) else ()), tuple(self.adopts)
+
+    def process(self, start: int, stop: int, at: dict[str, int]) -> Sequence[Transfer] | None:
+        """Upload."""
+        return self._upload(start, stop, at)
+
+
+class _UpdatingPass(_UnitPass):
+    """A pass that applies a unit's pending updates."""
+
+    def __init__(self, unit: FetchTarget, device: Device, tile_numel: int, flat: torch.Tensor | None) -> None:
+        """Begin with what is pending for `unit`, which is this pass's own as soon as it is taken over."""
+        super().__init__(unit, device, tile_numel, flat)
+        self.pending: dict[int, Update] = unit.pending
+        self._waiting, self._taken = unit.pending, False
         self._updates_everywhere = False
         computes = WEIGHTS[unit.record.form.dtype].dtype
         self._dtypes = {"grad16": KERNEL_DTYPE[computes], "grad32": KERNEL_DTYPE[torch.float32]}
-        self.on_finished.append(self._let_go)
-        self.on_processed: Callable[[], None] | None = None
-
-    def call_when_processed(self, call: Callable[[], None]) -> None:
-        """Have `call`, and nothing else, called when the last tile was worked on, under the lane's lock."""
-        self.on_processed = call
 
     def take_over(self) -> None:
         """From now on the updates are this pass's."""
@@ -89,9 +139,12 @@ class FetchPass(Pass):
         """Gradients only where they are spilled."""
         return [*self.record.fields, *(one.field for one in self.pending.values() if one.field)]
 
-    def works_in(self, flat: torch.Tensor | None) -> None:
-        """Start from the values in `flat`, the unit's memory; None: from the record's."""
-        self._flat, self._resident = flat, flat is not None
+    def tiles(self) -> Iterator[tuple[int, int]]:
+        """Return the record's tiles, or all of it as one where it is updated in host memory."""
+        self.adopts = frozenset(self.record.targets if self.pending else ())
+        self._updates_everywhere = len(self.pending) == len(self.record.shard.segments)
+        filled = self._filled()
+        return tiles(filled, max(filled, self._tile_numel) if self._is_one_tile() else self._tile_numel)
 
     def _is_one_tile(self) -> bool:
         """Whether all parameters are updated in host memory, and nothing says how much to do at once."""
@@ -100,24 +153,6 @@ class FetchPass(Pass):
             and self.in_memory
             and self.record.in_one_piece(tuple(self.touched()))
         )
-
-    def tiles(self) -> Iterator[tuple[int, int]]:
-        """Whole records tile by tile; where only `hi` moves, as much as a slot holds at once."""
-        self.adopts = frozenset(
-            name for name in tuple(self.record.targets) if self.pending or (name == "hi" and self._upload)
-        )
-        self._updates_everywhere = len(self.pending) == len(self.record.shard.segments)
-        here = self._in_place("hi", 0)
-        if not self.pending and here is not None and here == self.record.address("hi", 0):
-            return
-        form = self.record.form
-        wide = self._tile_numel * (1 if self.pending else form.slot_nbytes // form.width)
-        filled = min(self.record.shard.numel, round_up(self.record.shard.end, self._tile_numel))
-        if self._is_one_tile():
-            wide = max(wide, filled)
-        for start, stop in tiles(filled, wide):
-            if self._upload or self.adopts or self._updates(start, stop):
-                yield start, stop
 
     def _updates(self, start: int, stop: int) -> bool:
         if self._updates_everywhere or not self.pending:
@@ -129,16 +164,19 @@ class FetchPass(Pass):
             piece.index in self.pending for piece in pieces(self.record.shard, start, stop)
         )
 
+    def _hi_is_given(self) -> bool:
+        """Whether `hi` need not be read: it is in the unit's memory."""
+        return False
+
     def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
-        """Without an update in the tile, `hi` alone, and what this pass adopts."""
+        """All fields, and the spilled gradients; without an update in the tile, `_wanted_anyway`."""
         record = self.record
-        given = ["hi"] if self._resident else []
+        given = {"hi"} if self._hi_is_given() else set()
         if not self._updates(start, stop):
-            names = dict.fromkeys((*(["hi"] if self._upload else []), *self.adopts))
-            reads = [name for name in names if name not in given and record.written(name, start)]
-            return reads, tuple(self.adopts)
+            names = [name for name in self._wanted_anyway() if name not in given]
+            return [name for name in names if record.written(name, start)], tuple(self.adopts)
         if record.form.derived and self._updates_all(start, stop):
-            given += record.form.derived
+            given.update(record.form.derived)
         reads = [name for name in record.fields if name not in given and record.written(name, start)]
         spilled = {index: update.field for index, update in self.pending.items() if update.field}
         if spilled:
@@ -146,29 +184,9 @@ class FetchPass(Pass):
             reads += sorted({field for index, field in spilled.items() if index in here})
         return reads, record.fields
 
-    def place(self, field: str, start: int) -> int | None:
-        """On the CPU, `hi` is read straight into the unit's memory, and updated and written from there."""
-        return self._in_place(field, start)
-
-    def _in_place(self, field: str, start: int) -> int | None:
-        if field != "hi" or self._flat is None or not self._device.is_host:
-            return None
-        return int(self._flat.data_ptr()) + self._flat.itemsize * (self._base + start)
-
-    @property
-    def keeps(self) -> object:
-        """The unit's memory."""
-        return self._flat
-
-    def run_in_memory(self) -> None:
-        """Updates alone, of fields that are there whole, need no walk over tiles."""
-        record = self.record
-        whole = None if self._upload or self._resident or record.targets else record.whole_in_host()
-        if whole is None or any(update.field for update in self.pending.values()):
-            super().run_in_memory()
-            return
-        self._apply(0, record.shard.numel, whole)
-        record.changed_in_host.update(whole)
+    def _wanted_anyway(self) -> Iterable[str]:
+        """Return the fields to read of a tile without updates: those that go to their targets."""
+        return self.adopts
 
     def sums_up(self, start: int, stop: int) -> bool:
         """Where one step of one parameter is all that is done, by a kernel that takes checksums."""
@@ -178,59 +196,109 @@ class FetchPass(Pass):
             return False
         return (self.record.form.dtype, self.record.form.state_dtype) in update.recipe.summing
 
-    def process(self, start: int, stop: int, at: dict[str, int]) -> Sequence[Transfer] | None:
-        """Apply the updates, then upload."""
-        flat = self._in_place("hi", start)
-        if self._resident and "hi" in at and at["hi"] != flat:
-            kernels.copy(self.record.form.width * (stop - start), at["hi"], _known(flat))
-        if self._updates(start, stop):
-            for name in self.record.form.moments:
-                if name in at and not self.record.written(name, start):
-                    clear(self.record, at, name, stop - start)
-            self._apply(start, stop, at)
-        if not self._upload or at["hi"] == flat:
-            return None
-        return (self._device.upload(_known(self._flat), self._base + start, at["hi"], stop - start),)
+    def _update(self, start: int, stop: int, at: dict[str, int]) -> None:
+        if not self._updates(start, stop):
+            return
+        for name in self.record.form.moments:
+            if name in at and not self.record.written(name, start):
+                clear(self.record, at, name, stop - start)
+        self._apply(start, stop, at)
 
     def _apply(self, start: int, stop: int, at: dict[str, int]) -> None:
         for piece in pieces(self.record.shard, start, stop):
             update = self.pending.get(piece.index)
-            if update is None:
-                continue
-            state = {
-                name: piece_address(self.record, at[name], piece.start, start, name)
-                for name in self.record.form.fields
-                if name in at
-            }
-            step = update.recipe.kernels[self.record.form.dtype, self.record.form.state_dtype]
-            if update.missed or (update.tensor is None and update.field is None):
-                zeros = torch.zeros(piece.numel, dtype=torch.bfloat16)
-                gradient, dtype = zeros.data_ptr(), KERNEL_DTYPE[zeros.dtype]
-                for scalars, key in update.missed:
-                    step(UpdateSpan(piece.numel, state, gradient, dtype, key, piece.element), scalars)
-            if update.tensor is not None:
-                update.arriving.wait()
-                gradient = update.tensor.data_ptr() + piece.within * update.tensor.element_size()
-                dtype = KERNEL_DTYPE[update.tensor.dtype]
-            elif update.field is not None:
-                field = update.field
-                gradient = piece_address(self.record, at[field], piece.start, start, field)
-                dtype = self._dtypes[field]
-            span = UpdateSpan(piece.numel, state, gradient, dtype, update.key, piece.element, self.sums)
-            step(span, update.scalars)
+            if update is not None:
+                self._step(update, piece, start, at)
 
-    def _let_go(self) -> None:
-        self._flat = None
+    def _step(self, update: Update, piece: TilePiece, start: int, at: dict[str, int]) -> None:
+        """Make the steps of one parameter's piece of a tile, those that were missed first."""
+        state = {
+            name: piece_address(self.record, at[name], piece.start, start, name)
+            for name in self.record.form.fields
+            if name in at
+        }
+        step = update.recipe.kernels[self.record.form.dtype, self.record.form.state_dtype]
+        if update.missed or (update.tensor is None and update.field is None):
+            zeros = torch.zeros(piece.numel, dtype=torch.bfloat16)
+            gradient, dtype = zeros.data_ptr(), KERNEL_DTYPE[zeros.dtype]
+            for scalars, key in update.missed:
+                step(UpdateSpan(piece.numel, state, gradient, dtype, key, piece.element), scalars)
+        if update.tensor is not None:
+            update.arriving.wait()
+            gradient = update.tensor.data_ptr() + piece.within * update.tensor.element_size()
+            dtype = KERNEL_DTYPE[update.tensor.dtype]
+        elif update.field is not None:
+            gradient = piece_address(self.record, at[update.field], piece.start, start, update.field)
+            dtype = self._dtypes[update.field]
+        span = UpdateSpan(piece.numel, state, gradient, dtype, update.key, piece.element, self.sums)
+        step(span, update.scalars)
 
     def done_processing(self) -> None:
-        """Let go of the gradients."""
+        """Drop the gradients."""
         self.pending = {}
-        call, self.on_processed = self.on_processed, None  # it may refer to this pass
-        if call:
-            call()
+        super().done_processing()
 
 
-def _known(value: _T | None) -> _T:
-    if value is None:
-        raise AssertionError("expected the unit's memory, or a gradient, got none")
-    return value
+class FetchAndUpdatePass(_UpdatingPass):
+    """Bring a unit's `hi` to its memory; the pending updates are applied on the way and written behind."""
+
+    def __init__(self, unit: FetchTarget, device: Device, tile_numel: int) -> None:
+        """Prepare to fill the memory that the unit has now."""
+        super().__init__(unit, device, tile_numel, unit.flat)
+
+    def _wanted_anyway(self) -> Iterable[str]:
+        """Return `hi` as well."""
+        return dict.fromkeys(("hi", *self.adopts))
+
+    def process(self, start: int, stop: int, at: dict[str, int]) -> Sequence[Transfer] | None:
+        """Apply the updates, then upload."""
+        self._update(start, stop, at)
+        return self._upload(start, stop, at)
+
+
+class UpdatePass(_UpdatingPass):
+    """Apply a unit's pending updates, and bring nothing to the device.
+
+    `hi` is taken from `flat`, the memory of a unit that is resident on the CPU; None: from the record.
+    """
+
+    def __init__(
+        self, unit: FetchTarget, device: Device, tile_numel: int, flat: torch.Tensor | None = None
+    ) -> None:
+        """Begin with what is pending for `unit`, which is this pass's own as soon as it is taken over."""
+        super().__init__(unit, device, tile_numel, flat)
+
+    def start_from(self, flat: torch.Tensor | None) -> None:
+        """Take `hi` from `flat` instead, before the pass is queued."""
+        self._flat = flat
+
+    def _hi_is_given(self) -> bool:
+        return self._flat is not None
+
+    def tiles(self) -> Iterator[tuple[int, int]]:
+        """Tiles that change, or of which a field goes to its target."""
+        return (one for one in super().tiles() if self.adopts or self._updates(*one))
+
+    def run_in_memory(self) -> None:
+        """Fields that are there whole need no walk over tiles."""
+        record = self.record
+        whole = None if self._hi_is_given() or record.targets else record.whole_in_host()
+        if whole is None or any(update.field for update in self.pending.values()):
+            super().run_in_memory()
+            return
+        self._apply(0, record.shard.numel, whole)
+        record.changed_in_host.update(whole)
+
+    def process(self, start: int, stop: int, at: dict[str, int]) -> None:
+        """Apply the updates, to the values in the unit's memory if `hi` is given."""
+        if self._hi_is_given() and "hi" in at:
+            self._bring_hi(start, stop, at["hi"])
+        self._update(start, stop, at)
+
+    def _bring_hi(self, start: int, stop: int, address: int) -> None:
+        """Copy the unit's values to where they are updated, unless they are updated where they are."""
+        flat = self._place_of_hi(start)
+        if flat is None:
+            raise AssertionError(f"{self.record.name}: expected values that the CPU computes with, got none")
+        if address != flat:
+            kernels.copy(self.record.form.width * (stop - start), address, flat)

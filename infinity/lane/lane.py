@@ -1,21 +1,20 @@
-"""The lane that moves records: one thread that keeps reads, work on what was read, and writes going at the
-same time.
+"""The lane that moves records: one thread that overlaps reads, the work on what was read, and writes.
 
 [Note: how the lane makes progress]
 A *pass* walks over the tiles of one record: each tile is read, worked on, and (if the pass changes it)
-written back. A field in host memory is worked on where it lies, one on NVMe in memory that the pass has for
-it, or else in a slot. Tiles of the queued passes are admitted in order as long as slots are free, so the
+written back. A field in host memory is worked on where it lies; a field on NVMe in memory that the pass has
+for it, or else in a slot. Tiles of the queued passes are admitted in order as long as slots are free, so the
 reads of the next passes overlap the work on this one, and writes overlap both: slots bound what is in flight.
 A slot belongs to exactly one tile from the beginning of its read to the end of its write, and every tile with
 a slot finishes by itself: nothing it waits for needs another slot, a lock, or the thread that computes. So
 the lane cannot deadlock, with any number of slots from one up.
 
 Two passes over one record never overlap: a pass is admitted only when it is the oldest unfinished one of its
-record. What somebody waits for goes first, in the queue and at the disk.
+record. A pass that another thread waits for is urgent: it goes first, in the queue and at the disk.
 
 [Note: passes without transfers]
-Where all that a pass needs lies in host memory and the CPU computes, whoever submits it runs it: another
-thread would only take turns with it on the same cores, and a step would be longer by all that it does.
+Where all that a pass needs lies in host memory and the CPU computes, the thread that submits the pass runs it
+inline: the lane's thread would only take turns with that thread on the same cores, and make the step longer.
 """
 
 from __future__ import annotations
@@ -29,8 +28,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infinity.errors import EngineFailedError
+from infinity.lane.base import Pass
 from infinity.lane.counts import LaneTimes
-from infinity.lane.queue import Awaited, Pass, Queue
+from infinity.planning.queue import Job, Queue
 from infinity.records.record import Record
 from infinity.storage.failure import Failure
 from infinity.storage.memory import Pool, Slot
@@ -68,13 +68,13 @@ class StreamLane:
         self.lock = threading.RLock()  # entered as a lock, in C; a Ctrl-C in Condition's own methods keeps it
         """Guards all units' state."""
         self.changed = threading.Condition(self.lock)
-        """Notified when a pass is processed or finished, and when the lane fails."""
+        """Notified when a pass is done or finished, and when the lane fails."""
         self.times = LaneTimes()
         self.passes: Counter[str] = Counter()
         self._pool = pool
         self._inline, self._cpus = inline, cpus
         self._timeline = timeline or Timeline()
-        self._queue = Queue()
+        self._queue: Queue[Pass] = Queue()
         self._reading: deque[_Tile] = deque()
         self._writing: deque[_Tile] = deque()
         self._stopping = False
@@ -101,7 +101,10 @@ class StreamLane:
             self._queue.here.remove(job)
 
     def _queued(self, job: Pass, *, urgent: bool) -> bool:
-        """Queue a pass, altogether or, at a Ctrl-C, not at all; False for one to be run here."""
+        """Queue a pass and return True, or return False for one to be run inline. A Ctrl-C leaves it queued
+        or not, and nothing in between.
+        """
+        job.submitted(self)
         with self.lock:
             self.check_open()
             self.passes[type(job).__name__] += 1
@@ -118,12 +121,12 @@ class StreamLane:
             return True
 
     def runs_here(self, record: Record) -> bool:
-        """Whether who submits a pass over `record` that needs no transfers will run it."""
+        """Whether `submit` runs a pass over `record` that needs no transfers inline."""
         return self._inline and record not in self._queue.of_record
 
     def fail(self, error: BaseException, *, raised: bool = True) -> None:
-        """Stop, and refuse everything because of `error`, which the caller raises; where it does not
-        (`raised`), whoever waits next does.
+        """Stop the lane because of `error`, and refuse further passes. raised: the caller raises it; else it
+        is raised in the next thread that waits.
         """
         with self.lock:
             self._failure.note(error, raised=raised)
@@ -143,28 +146,28 @@ class StreamLane:
             self.changed.notify_all()
 
     def unfinished(self, record: Record) -> list[Pass]:
-        """Return the passes over a record that are not over, writes included. Asked under the lock."""
+        """Return the passes over a record that are not finished. Called under the lock."""
         return self._queue.unfinished(record)
 
     def settled(self, record: Record) -> bool:
         """Whether every pass over a record has been worked on, writes apart."""
         with self.lock:
             self.check_open()
-            return all(job.processed for job in self._queue.of_record.get(record, ()))
+            return self._queue.settled(record)
 
     def promote(self, record: Record) -> None:
         """Put the queued passes over `record` in front."""
         with self.lock:
             self._queue.promote(record)
 
-    def wait(self, job: Awaited, *, finished: bool = False) -> float:
-        """Return when `job` is processed (or finished); the seconds that took.
+    def wait(self, job: Job, *, finished: bool = False) -> float:
+        """Return when `job` is done (or finished); the seconds that took.
 
         Raises: what made the lane fail; EngineFailedError where the lane was closed before.
         """
         started = time.perf_counter()
         with self.lock:
-            while not (job.finished if finished else job.processed):
+            while not (job.finished if finished else job.done):
                 self.check_open()
                 self.changed.wait(0.5)
             self._failure.check()
@@ -235,12 +238,10 @@ class StreamLane:
         """Begin the reads of the next tiles, as far as slots go."""
         while self._pool.free:
             with self.lock:
-                job = self._queue.admissible()
-                if job is None:
+                found = self._queue.next_tile()
+                if found is None:
                     return
-                tile, last = job.progress.next_tile(job)
-                if last:
-                    self._queue.waiting.popleft()
+                job, tile = found
                 if tile is None:
                     self._processed(job)
                     continue
@@ -275,7 +276,7 @@ class StreamLane:
 
     @staticmethod
     def _address(job: Pass, name: str, start: int) -> int | None:
-        """Return where a field of a tile is worked on; None for a slot."""
+        """Return the address at which a field of a tile is worked on; None for a slot."""
         if name in job.adopts:
             return job.record.target_address(name, start)
         address = job.record.address(name, start)
@@ -344,13 +345,14 @@ class StreamLane:
         self.changed.notify_all()
 
     def _finish_if_over(self, job: Pass) -> None:
-        if job.processed and not job.progress.open_tiles and not job.finished:
-            self._queue.retire(job)
+        if self._queue.retire_if_over(job):
             job.finish()
             self.changed.notify_all()
 
     def _drain_transfers(self) -> None:
-        """Wait for what is in flight, so that slots may be freed; the error that counts came before."""
+        """Wait for transfers in flight, so that slots may be freed. Their errors are only logged: the lane
+        has stopped because of an earlier one.
+        """
         for tile in (*self._reading, *self._writing):
             for transfer in tile.transfers:
                 try:

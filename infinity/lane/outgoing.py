@@ -1,9 +1,10 @@
 """The budget's share for bytes on their way out of the memory that computes: gradients, activations.
 
 [Note: leases]
-Whoever sends bytes takes a lease for them first, and the lease goes where the buffer goes: with a gradient,
-the pass that writes it, the update that uses it up. It ends once, however often it is told to, and by itself
-where nobody has it any more. So no failure between a lease and the end of its use loses a part of the share.
+Bytes are leased before they are sent, and the lease goes where the buffer goes: with a gradient, the pass
+that writes it, the update that uses it up. A lease ends once, however often `end` is called, and by itself
+when its last reference is gone. So no failure between a lease and the end of its use loses a part of the
+share.
 """
 
 from __future__ import annotations
@@ -14,10 +15,8 @@ from collections.abc import Callable, Iterable
 
 from infinity.device.buffers import Buffers
 from infinity.device.device import Device
-from infinity.lane.lane import StreamLane
-from infinity.lane.queue import Pass
 from infinity.storage.memory import Ledger
-from infinity.storage.store import Transfer
+from infinity.storage.store import Future
 from infinity.timeline import Timeline
 
 
@@ -32,35 +31,34 @@ class Lease:
         self._nbytes = nbytes
 
     def end(self) -> None:
-        """Give the bytes back, if that has not been done."""
+        """Give the bytes back, unless that was done before."""
         nbytes, self._nbytes = self._nbytes, 0
         if nbytes:
             self._ledger.release(nbytes)
 
     def __del__(self) -> None:
-        """Give back what nobody has ended."""
+        """Give the bytes back."""
         self.end()
 
 
 def end_all(leases: Iterable[Lease | None]) -> None:
-    """End leases; where there is None, there was none."""
+    """End leases; None stands for no lease."""
     for lease in leases:
         if lease is not None:
             lease.end()
 
 
 class Outgoing:
-    """Owns the share, and knows what will make room in it. Used by the thread that computes."""
+    """Owns the share, and the work under way that will make room in it. Used by the thread that computes."""
 
-    def __init__(self, lane: StreamLane, device: Device, timeline: Timeline) -> None:
-        """Begin with a share of nothing; `open` says how much it is."""
-        self._lane = lane
+    def __init__(self, device: Device, timeline: Timeline) -> None:
+        """Begin with an empty share; `open` sets its size."""
         self._device = device
         self._timeline = timeline
         self.ledger = Ledger(0)
         self.buffers = Buffers(self.ledger)
-        """Memory for what is on its way; free buffers stay as far as the share has room."""
-        self._jobs: deque[Pass] = deque()
+        """Memory for bytes on their way; free buffers stay as far as the share has room."""
+        self._jobs: deque[Future] = deque()
         self._deferred: list[Callable[[], None]] = []
         self.stall_s = 0.0
         """Seconds that computing waited for room, or for gradients."""
@@ -76,8 +74,8 @@ class Outgoing:
         return Lease(self.ledger, nbytes) if self.ledger.try_reserve(nbytes) else None
 
     def lease(self, nbytes: int) -> Lease:
-        """Return a lease when the share has room, or nothing is under way that could make any: what is larger
-        than the share counts as the unit in use.
+        """Return a lease as soon as the share has room. Where nothing is under way that could make room, the
+        bytes are leased beyond the share: they count as the unit in use.
         """
         while True:
             lease = self.try_lease(nbytes)
@@ -93,7 +91,7 @@ class Outgoing:
 
     def await_buffer(self, nbytes: int, most: int) -> None:
         """Wait until there is memory for a download of `nbytes`, with `most` of them under way at once, or
-        nothing is under way that could free any. So how many are ever made does not depend on who is faster.
+        nothing is under way that could free any. So the number of buffers does not depend on timing.
         """
         while nbytes and not self._device.prepare(nbytes, most):
             if not self._make_room():
@@ -101,9 +99,9 @@ class Outgoing:
 
     # What makes room
 
-    def sent(self, job: Pass) -> None:
-        """Remember a pass that will end leases."""
-        self._forget_processed()
+    def sent(self, job: Future) -> None:
+        """Remember work that will end leases."""
+        self._forget_done()
         self._jobs.append(job)
 
     def defer(self, use: Callable[[], None]) -> None:
@@ -121,23 +119,23 @@ class Outgoing:
         return found
 
     def _make_room(self) -> bool:
-        """Have bytes used up, or wait for a pass that does; False if there is neither."""
+        """Make the deferred calls, or else wait for the oldest work under way; False if there is neither."""
         if self.use_deferred():
             return True
-        self._forget_processed()
+        self._forget_done()
         if not self._jobs:
             return False
         began = time.perf_counter()
-        self._lane.wait(self._jobs.popleft())
+        self._jobs.popleft().wait()
         self._stalled(began)
         return True
 
-    def _forget_processed(self) -> None:
-        while self._jobs and self._jobs[0].processed:
+    def _forget_done(self) -> None:
+        while self._jobs and self._jobs[0].done:
             self._jobs.popleft()
 
-    def stall(self, job: Transfer) -> None:
-        """Wait for a transfer of gradients."""
+    def stall(self, job: Future) -> None:
+        """Wait for gradients that are under way."""
         if not job.done:
             began = time.perf_counter()
             job.wait()

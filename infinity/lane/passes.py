@@ -1,23 +1,25 @@
-"""The walks over records beside fetching: spilling gradients, reading and writing single parameters, leaving
-host memory.
-
-Each says which fields of a tile it reads and writes and what it does in between; the lane does the rest.
+"""The passes beside fetching and updating: spilling gradients, reading and writing single parameters, writing
+fields out of host memory, checking hashes.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from abc import abstractmethod
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
 
 import torch
 
 from infinity import kernels
-from infinity.lane.queue import Pass
-from infinity.planning.layout import Segment, pieces, tiles
+from infinity.lane.base import Pass
+from infinity.planning.layout import pieces, tiles
 from infinity.records.record import Record
 from infinity.records.weights import ACCUMULATE, KERNEL_DTYPE, WEIGHTS, WIDEN
-from infinity.storage.store import DONE, Extent, Transfer
+from infinity.storage.store import DONE, Extent, Future, Transfer
 
 
 def piece_address(record: Record, base: int, element: int, start: int, field: str) -> int:
@@ -34,18 +36,18 @@ def clear(record: Record, at: dict[str, int], name: str, numel: int) -> None:
 class SpillPart:
     """One parameter's new gradient for a spill: added to what is stored, or stored instead of it.
 
-    measure: sum its squares on the way. arriving: of `tensor`, which may be read when this is over.
+    measure: sum its squares on the way. arriving: `tensor` may be read when this is over.
     """
 
     tensor: torch.Tensor
     add: bool = False
     measure: bool = False
-    arriving: Transfer = DONE
+    arriving: Future = DONE
     square_sum: float = 0.0
     finite: bool = True
 
     def let_go(self) -> None:
-        """The tensor was used up; the sum stays."""
+        """Drop the tensor, which was used up; the sum stays."""
         self.tensor = self.tensor.new_empty(0)
 
 
@@ -74,11 +76,11 @@ class SpillPass(Pass):
         self._carried = carried
         self._source = source
         self._target = target
-        self._on_processed: Callable[[dict[int, SpillPart]], None] | None = None
+        self._take_parts: Callable[[dict[int, SpillPart]], None] | None = None
 
-    def call_when_processed(self, call: Callable[[dict[int, SpillPart]], None]) -> None:
+    def give_parts_to(self, call: Callable[[dict[int, SpillPart]], None]) -> None:
         """Have `call` called with the parts when the last tile was worked on, with the lane's lock held."""
-        self._on_processed = call
+        self._take_parts = call
 
     def touched(self) -> Iterable[str]:
         """Gradients alone."""
@@ -125,83 +127,137 @@ class SpillPass(Pass):
                 part.finite &= finite
 
     def done_processing(self) -> None:
-        """Let go of the tensors."""
+        """Drop the tensors."""
         parts, self._parts = self._parts, {}
-        if self._on_processed:
-            self._on_processed(parts)
+        if self._take_parts:
+            self._take_parts(parts)
 
 
-def _tiles_of(segment: Segment, numel: int, tile_numel: int) -> Iterator[tuple[int, int]]:
-    """Return the whole tiles that hold any of `segment`."""
-    for start, stop in tiles(numel, tile_numel):
-        if segment.numel and start < segment.stop and segment.start < stop:
-            yield start, stop
+def field_nbytes(record: Record, field: str, numel: int) -> int:
+    """Return the bytes of `numel` elements of a field as it is stored; "master" in fp32."""
+    return 4 * numel if field == "master" else record.form.nbytes(field, numel)
 
 
-class ReadPass(Pass):
+class _RangePass(Pass):
+    """Moves elements [start, stop) of a record's fields from or to host memory."""
+
+    def __init__(
+        self, record: Record, tile_numel: int, start: int, stop: int, values: Mapping[str, torch.Tensor]
+    ) -> None:
+        """values: contiguous host tensors by field; "master" stands for the fields that keep it."""
+        super().__init__(record)
+        self.start, self.stop = start, stop
+        self.values = dict(values)
+        self._tile_numel = tile_numel
+        self._weights = WEIGHTS[record.form.dtype]
+        self._names = tuple(dict.fromkeys(name for field in values for name in self._kept_in(field)))
+
+    def _kept_in(self, field: str) -> Sequence[str]:
+        """Return the fields of the record to move for a field of `values`."""
+        return self.record.form.master if field == "master" else (field,)
+
+    def tiles(self) -> Iterator[tuple[int, int]]:
+        """The range's tiles."""
+        first = self.start // self._tile_numel * self._tile_numel
+        for start in range(first, self.stop if self.start < self.stop else first, self._tile_numel):
+            yield start, min(start + self._tile_numel, self.record.shard.numel)
+
+    def process(self, start: int, stop: int, at: dict[str, int]) -> None:
+        """Move what the tile has of the range."""
+        first, last = max(start, self.start), min(stop, self.stop)
+        here = {name: piece_address(self.record, at[name], first, start, name) for name in at}
+        values = {
+            field: tensor.data_ptr() + self._nbytes(field, first - self.start)
+            for field, tensor in self.values.items()
+        }
+        self._move(last - first, here, values)
+
+    def _nbytes(self, field: str, numel: int) -> int:
+        """Return the bytes of `numel` elements of a field in its tensor."""
+        return field_nbytes(self.record, field, numel)
+
+    @abstractmethod
+    def _move(self, numel: int, here: dict[str, int], values: dict[str, int]) -> None:
+        """Move `numel` elements between the addresses of the record's fields and those of `values`."""
+
+
+class CopyOutPass(_RangePass):
+    """Copies a range of a record into buffers, as it is stored; what was never written is zero."""
+
+    def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
+        """Of the fields asked for, those that were ever written."""
+        return tuple(name for name in self._names if self.record.written(name, start)), ()
+
+    def _move(self, numel: int, here: dict[str, int], values: dict[str, int]) -> None:
+        for field, to in values.items():
+            if field == "master" and all(name in here for name in self._kept_in(field)):
+                self._weights.read_master(numel, here, to)
+            else:
+                _copy_or_clear(self._nbytes(field, numel), to, here.get(field))
+
+
+class ReadPass(CopyOutPass):
     """Copy fields of one parameter into tensors: "hi", of the type that computes; "m", "v" and "master" in
     fp32, in whatever fields they are kept.
     """
 
     def __init__(self, record: Record, index: int, tile_numel: int, into: dict[str, torch.Tensor]) -> None:
         """Prepare to fill the contiguous host tensors `into`, each with as many elements as the parameter."""
-        super().__init__(record)
-        self._index = index
-        self._segment = record.shard.segments[index]
-        self._tile_numel = tile_numel
-        self._into = into
-        names: list[str] = []
-        for name in into:
-            names += record.form.master if name == "master" else [name]
-            names += record.form.moments if name in ("m", "v") else []
-        self._names = tuple(dict.fromkeys(names))
+        segment = record.shard.segments[index]
+        super().__init__(record, tile_numel, segment.start, segment.stop, into)
 
-    def tiles(self) -> Iterator[tuple[int, int]]:
-        """Tiles with a part of the parameter."""
-        return _tiles_of(self._segment, self.record.shard.numel, self._tile_numel)
+    def _kept_in(self, field: str) -> Sequence[str]:
+        return self.record.form.moments if field in ("m", "v") else super()._kept_in(field)
 
-    def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
-        """What was ever written of the fields asked for; the rest counts as zero."""
-        return tuple(name for name in self._names if self.record.written(name, start)), ()
+    def _nbytes(self, field: str, numel: int) -> int:
+        return numel * self.values[field].element_size()
 
-    def process(self, start: int, stop: int, at: dict[str, int]) -> None:
-        """Copy, join or widen."""
-        for piece in pieces(self.record.shard, start, stop):
-            if piece.index != self._index:
-                continue
-            to = {
-                name: tensor.data_ptr() + piece.within * tensor.element_size()
-                for name, tensor in self._into.items()
-            }
-            here = {name: piece_address(self.record, at[name], piece.start, start, name) for name in at}
-            if "master" in to:
-                WEIGHTS[self.record.form.dtype].read_master(piece.numel, here, to["master"])
-            for name in ("hi", "grad16", "grad32"):
-                if name in to:
-                    _copy_or_clear(piece.numel * self._into[name].element_size(), to[name], here.get(name))
-            self._moments(piece.numel, to, here)
-
-    def _moments(self, numel: int, to: dict[str, int], here: dict[str, int]) -> None:
-        form = self.record.form.state_dtype
-        asked = [name for name in ("m", "v") if name in to]
+    def _move(self, numel: int, here: dict[str, int], values: dict[str, int]) -> None:
+        super()._move(numel, here, {field: to for field, to in values.items() if field not in ("m", "v")})
+        form, asked = self.record.form.state_dtype, [name for name in ("m", "v") if name in values]
         if form == "int8" and asked and "m" in here:
             unasked = torch.empty(numel, dtype=torch.float32)
-            m, v = (to.get(name, unasked.data_ptr()) for name in ("m", "v"))
+            m, v = (values.get(name, unasked.data_ptr()) for name in ("m", "v"))
             kernels.dequantize(numel, here["m"], here["v"], here["scale"], m, v)
             return
         for name in asked:
             if form == "bf16" and name in here:
-                kernels.widen(numel, here[name], to[name])
+                kernels.widen(numel, here[name], values[name])
             else:
-                _copy_or_clear(4 * numel, to[name], here.get(name))
+                _copy_or_clear(4 * numel, values[name], here.get(name))
 
 
 def _copy_or_clear(nbytes: int, to: int, address: int | None) -> None:
-    """Copy what there is; what was never written is zero."""
+    """Copy `nbytes` from `address`; None stands for a field that was never written, and counts as zero."""
     if address is None:
         ctypes.memset(to, 0, nbytes)
     else:
         kernels.copy(nbytes, to, address)
+
+
+class CopyInPass(_RangePass):
+    """Replaces a range of a record, whole tiles, by what buffers hold, as it is stored."""
+
+    def _kept_in(self, field: str) -> Sequence[str]:
+        """All weights follow their master."""
+        return self.record.form.weights if field == "master" else (field,)
+
+    def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
+        """Everything is replaced, padding included."""
+        return (), self._names
+
+    def _move(self, numel: int, here: dict[str, int], values: dict[str, int]) -> None:
+        for name in self._names:
+            clear(self.record, here, name, numel)
+        for field, source in values.items():
+            if field == "master":
+                self._weights.write_master(numel, source, here)
+            else:
+                kernels.copy(self._nbytes(field, numel), here[field], source)
+
+    def done_processing(self) -> None:
+        """Drop the buffers."""
+        self.values = {}
 
 
 class WritePass(Pass):
@@ -239,7 +295,7 @@ class WritePass(Pass):
                 yield start, stop
 
     def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
-        """Read what is there, unless every parameter in the tile is replaced."""
+        """Read the fields first, unless every parameter in the tile is replaced."""
         parts = list(pieces(self.record.shard, start, stop))
         if not self._rewrite and all(
             set(self._values.get(part.index, ())) >= self._fields_set() for part in parts
@@ -291,34 +347,101 @@ class WritePass(Pass):
                 kernels.copy(4 * numel, here[name], new[name])
 
     def done_processing(self) -> None:
-        """Let go of the tensors."""
+        """Drop the tensors."""
         self._values = {}
 
 
-class LeavePass(Pass):
+Home: TypeAlias = "tuple[Extent, array[int]]"
+"""Where a field lies on NVMe, and its tiles' hashes."""
+
+
+class _WriteOutPass(Pass):
+    """Write fields of a record from host memory to extents."""
+
+    def __init__(self, record: Record, homes: Mapping[str, Home], tile_numel: int, most_numel: int) -> None:
+        """Prepare to write the fields that `homes` names, each to its extent; its tiles' hashes go there.
+        most_numel: elements written at once, in whole tiles.
+        """
+        super().__init__(record)
+        self._homes = homes
+        self._tile_numel = tile_numel
+        self._most_numel = most_numel
+
+    def tiles(self) -> Iterator[tuple[int, int]]:
+        """Every tile with anything written, neighbours at once."""
+        begun, ended = 0, 0
+        names: tuple[str, ...] = ()
+        for start, stop in tiles(self.record.shard.numel, self._tile_numel):
+            here = self._written(start)
+            if here != names or stop - begun > self._most_numel:
+                if names:
+                    yield begun, ended
+                begun, names = start, here
+            ended = stop
+        if names:
+            yield begun, ended
+
+    def _written(self, start: int) -> tuple[str, ...]:
+        return tuple(name for name in self._homes if self.record.written(name, start))
+
+    def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
+        """Those that were ever written, where they lie."""
+        return self._written(start), ()
+
+    def process(self, start: int, stop: int, at: dict[str, int]) -> Sequence[Transfer]:
+        """Begin to write them."""
+        record = self.record
+        return [
+            record.write_to(*self._homes[name], name, start, stop, address, record.memory(name))
+            for name, address in at.items()
+        ]
+
+
+class KeepPass(_WriteOutPass):
+    """Write fields of a record to extents from host memory, where they stay."""
+
+    def __init__(self, record: Record, homes: Mapping[str, Home], tile_numel: int) -> None:
+        """Prepare to write the fields that `homes` names, as many tiles at once as a slot would hold."""
+        tile_nbytes = sum(record.form.nbytes(name, tile_numel) for name in homes)
+        tiles_at_once = max(1, record.form.slot_nbytes * tile_numel // tile_nbytes)
+        super().__init__(record, homes, tile_numel, tiles_at_once * tile_numel)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the fields, whole."""
+        return sum(map(self.record.field_nbytes, self._homes))
+
+    @property
+    def in_memory(self) -> bool:
+        """No: the thread that submits it shall not wait for its writes."""
+        return False
+
+
+class LeavePass(_WriteOutPass):
     """Write one field from host memory to an extent on NVMe, then let it lie there."""
 
     def __init__(self, record: Record, name: str, to: Extent, tile_numel: int) -> None:
         """Prepare to move the field `name`."""
+        hashes = record.new_hashes(name)
+        super().__init__(record, {name: (to, hashes)}, tile_numel, tile_numel)
+        self.on_finished.append(partial(record.move, name, to, hashes))
+
+
+class CheckPass(Pass):
+    """Read all that was ever written of a record; the lane compares it with the hashes."""
+
+    def __init__(self, record: Record, tile_numel: int) -> None:
+        """Prepare to read `record`."""
         super().__init__(record)
-        self._name, self._to, self._tile_numel = name, to, tile_numel
-        self._hashes = record.new_hashes(name)
-        self.on_finished.append(self._switch)
+        self._tile_numel = tile_numel
 
     def tiles(self) -> Iterator[tuple[int, int]]:
-        """Every tile that was ever written."""
-        for start, stop in tiles(self.record.shard.numel, self._tile_numel):
-            if self.record.written(self._name, start):
-                yield start, stop
+        """Every tile."""
+        return tiles(self.record.shard.numel, self._tile_numel)
 
     def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
-        """The field, where it lies."""
-        return (self._name,), ()
+        """The fields of the tile that were ever written."""
+        return tuple(name for name in self.record.fields if self.record.written(name, start)), ()
 
-    def process(self, start: int, stop: int, at: dict[str, int]) -> Sequence[Transfer]:
-        """Begin to write it."""
-        keeps = self.record.memory(self._name)
-        return (self.record.write_to(self._to, self._hashes, self._name, start, stop, at[self._name], keeps),)
-
-    def _switch(self) -> None:
-        self.record.move(self._name, self._to, self._hashes)
+    def process(self, start: int, stop: int, at: dict[str, int]) -> None:
+        """Do nothing: the lane has compared the hashes."""

@@ -183,7 +183,7 @@ def _refuse_taken(optimizer: Owning, parameters: Iterable[nn.Parameter]) -> None
         engine = engine_for(parameter)
         if any(id(parameter) in other.mine for other in _others(optimizer, engine)):
             raise ValueError(
-                f"{engine.name_of(parameter)} already belongs to another infinity optimizer. Delete that one "
+                f"{engine.parameters.name_of(parameter)} already belongs to another infinity optimizer. Delete that one "
                 "first, or make one new optimizer for all these parameters, which takes them over."
             )
 

@@ -1,1 +1,3 @@
-"""Decides, in pure Python: layouts, budgets, plans, placement, forecasts. Imports neither torch nor cffi."""
+"""Decides, in pure Python: layouts, budgets, plans, residence, the order of passes, placement, forecasts.
+Imports neither torch nor cffi.
+"""

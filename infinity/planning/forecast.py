@@ -2,10 +2,10 @@
 no I/O.
 
 [Note: what is simulated]
-One thread computes, and follows the plan as executor.py does: units are fetched ahead as far as the window
-has room, wait for their use, and go. One lane moves records (see simulated), through as many slots as the
-budget has. Several steps run one after the other, and the last counts: what is still being written when it
-begins is part of it.
+One thread computes and follows the plan. As in a running engine, residence.py decides which units are
+fetched, wait or are evicted, and queue.py which pass is next; passes take their time on a simulated machine
+(see simulator), through as many slots as the budget has. Several steps run one after the other, and the last
+counts: what is still being written when it begins is part of it.
 
 [Note: coarse tiles]
 A model of 10^12 parameters has 10^6 tiles, and its forecast should take seconds. Beyond `TILES_MOST` a pass
@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from infinity.planning.bottleneck import Bound, Load, bound
 from infinity.planning.outline import Act
 from infinity.planning.plan import Plan
-from infinity.planning.simulator import SERVERS, Clock, Lane, Rates, SimulatedPass
+from infinity.planning.queue import Job
+from infinity.planning.residence import Counts, Residence, Residency
+from infinity.planning.simulator import SERVERS, Clock, Rates, SimulatedLane, SimulatedPass
 
 TILES_MOST = 10_000
 """Tiles of a simulated step, about; see [Note: coarse tiles]."""
@@ -91,7 +92,7 @@ class Forecast:
     misses: int
     """Uses whose unit had to be asked for."""
     busy_s: dict[str, float]
-    """In which each server (see simulated) was busy."""
+    """In which each server (see simulator) was busy."""
     bound: Bound
     """What the step is up against: the disk, or computing."""
 
@@ -134,235 +135,195 @@ def predict_step(
     return forecast(script, plan, units, limits, rates)
 
 
-class _Walk:
-    """One engine's executor, lane and clock, reduced to what takes time."""
+class _Unit:
+    """A unit of the simulated engine."""
+
+    def __init__(self, index: int, moves: Moves) -> None:
+        self.index = self.record = index
+        self.moves = moves
+        self.window_nbytes, self.in_place = moves.waiting_nbytes, moves.in_place
+        self.residence: Residence[SimulatedPass] = Residence()
+        self.pending = False
+
+    def allocate(self) -> None:
+        """Memory takes no time; nor below."""
+
+    def deallocate(self) -> None:
+        pass
+
+    def lend_to(self, job: SimulatedPass) -> None:
+        pass
+
+    @property
+    def moved(self) -> bool:
+        """Whether any of it lies on NVMe."""
+        return bool(self.moves.hi_nbytes or self.moves.state_nbytes)
+
+
+class _Window:
+    """Bytes of the units that wait."""
+
+    def __init__(self, limit_nbytes: int) -> None:
+        self._free_nbytes = limit_nbytes
+
+    def try_reserve(self, nbytes: int) -> bool:
+        if nbytes > self._free_nbytes:
+            return False
+        self._free_nbytes -= nbytes
+        return True
+
+    def release(self, nbytes: int) -> None:
+        self._free_nbytes += nbytes
+
+
+class _Walk(Residency[_Unit, SimulatedPass]):
+    """The thread that computes, and its residency, on a simulated clock."""
 
     def __init__(
         self, script: Sequence[Act], plan: Plan, units: Sequence[Moves], limits: EngineLimits, rates: Rates
     ) -> None:
-        self._script, self._plan, self._units, self._limits, self._rates = script, plan, units, limits, rates
+        gathered = any(moves.gathered_nbytes for moves in units)
         self._clock = Clock(rates)
-        self._lane = Lane(self._clock, limits.slots)
+        lane = SimulatedLane(self._clock, limits.slots, inline=limits.on_host)
+        super().__init__(_Window(limits.window_nbytes), lane, on_host=limits.on_host, in_order=gathered)
+        self._lane: SimulatedLane = lane
+        self.units = [_Unit(index, moves) for index, moves in enumerate(units)]
+        self._script, self._plan, self._limits, self._rates = script, plan, limits, rates
         moved = sum(unit.numel * (1 + 2 * unit.width / _WIDE_NBYTES) for unit in units)
         self._tile_numel = max(limits.tile_numel, math.ceil(moved / TILES_MOST))
-        self._fetches: dict[int, SimulatedPass] = {}
-        self._lent: dict[int, SimulatedPass] = {}
-        self._waiting: dict[int, int] = {}
-        self._staying: set[int] = set()
-        self._owed: deque[int] = deque()
         self._applying: deque[tuple[SimulatedPass, int]] = deque()
         self._outgoing_nbytes = 0
-        self._pending = self._trainable() if limits.update == "forward" else set()
-        self._inline_s = 0.0
+        self._decide_updates()
         self.start_counting()
 
-    def _trainable(self) -> set[int]:
-        return {act.unit for act in self._script if act.verb == "gradient"}
+    def _decide_updates(self) -> None:
+        """The optimizer's step: where updates wait for the next fetch, they are pending from now on."""
+        for act in self._script if self._limits.update == "forward" else ():
+            if act.verb == "gradient":
+                self.units[act.unit].pending = True
 
     def start_counting(self) -> None:
         """Forget what was counted before."""
-        self._began_s, self._stall_s, self._counts = self._clock.now, 0.0, Counter[str]()
+        self._began_s, self._stall_s, self._moved = self._clock.now, 0.0, Counter[str]()
+        self.counts = Counts()
         self._clock.busy_s = dict.fromkeys(SERVERS, 0.0)
 
     def result(self) -> Forecast:
-        """Say what was counted."""
+        """Return what was counted."""
         seconds = self._clock.now - self._began_s
-        read, written = self._counts["read"], self._counts["written"]
+        read, written = self._moved["read"], self._moved["written"]
         return Forecast(
             seconds=seconds,
             compute_s=sum(act.amount for act in self._script if act.verb == "compute"),
             stall_s=self._stall_s,
             read_nbytes=read,
             written_nbytes=written,
-            misses=self._counts["misses"],
+            misses=self.counts.misses,
             busy_s=dict(self._clock.busy_s),
             bound=bound(Load(max(seconds, 1e-12), self._stall_s, read, written), self._rates.disk),
         )
 
     def step(self) -> None:
         """Walk the script once, from the fetches that open it to the last gradient."""
-        thread = self._thread()
-        computing = False
-
-        def computed() -> None:
-            nonlocal computing
-            computing = False
-
-        awaited: SimulatedPass | None = None
-        while True:
-            while not computing and (awaited is None or awaited.processed):
-                asked = next(thread, None)
-                if asked is None:
-                    return
-                awaited = asked if isinstance(asked, SimulatedPass) else None
-                if not isinstance(asked, SimulatedPass) and asked > 0:
-                    computing = True
-                    self._clock.serve("compute", asked, computed)
-            before = self._clock.now
-            if not self._clock.advance():
-                raise AssertionError(f"expected an end of the wait for unit {awaited}, got a clock at rest")
-            if not computing and awaited is not None:
-                self._stall_s += self._clock.now - before
-
-    # The thread that computes: yields seconds to compute, or a pass to wait for
-
-    def _thread(self) -> Iterator[float | SimulatedPass]:
         steps = iter(self._plan.steps)
         gradients: Counter[int] = Counter()
-        self._owed.extend(self._plan.opening)
-        self._fetch_owed()
+        self.begin(self._plan.opening)
         for act in self._script:
+            unit = self.units[act.unit]
             if act.verb == "use":
                 step = next(steps)
-                moves = self._units[act.unit]
-                if moves.hi_nbytes or moves.state_nbytes:  # what is used in place passes none of it by
-                    yield self._rates.use_s
-                yield from self._use(act.unit, keep=step.keep)
-                self._owed.extend(step.fetch)
-                self._fetch_owed()
+                if unit.moved:
+                    self._compute(self._rates.use_s)
+                self.use(unit, step.fetch, keep=step.keep)
+                unit.residence.use()
             elif act.verb == "compute":
-                yield act.amount
-            elif act.verb == "release":
-                self._release(act.unit)
+                self._compute(act.amount)
             else:
-                gradients[act.unit] += 1
-                yield from self._gradient(act, gradients[act.unit])
-            if self._inline_s:
-                yield self._inline_s
-                self._inline_s = 0.0
-        for unit in list(self._waiting):
-            self._evict(unit)
-        self._owed.clear()
-        self._staying.clear()
-        if self._limits.update == "forward":
-            self._pending = self._trainable()
+                if act.verb == "gradient":
+                    gradients[act.unit] += 1
+                    self._gradient(unit, gradients[act.unit])
+                if unit.residence.users and unit.residence.drop():
+                    self.release(unit)
+            self._compute(self._lane.take_inline_s())
+        self.end()
+        self._decide_updates()
 
-    def _use(self, unit: int, *, keep: bool) -> Iterator[float | SimulatedPass]:
-        (self._staying.add if keep else self._staying.discard)(unit)
-        if unit in self._lent:
-            yield self._lent[unit]
-        self._waiting.pop(unit, None)
-        if unit not in self._fetches:
-            moves = self._units[unit]
-            if moves.in_place and unit not in self._pending and self._lane.settled(unit):
-                return
-            self._counts["misses"] += 1
-            self._fetch(unit, urgent=True)
-        job = self._fetches.get(unit)
-        if job is not None and not job.processed:
-            self._lane.promote(unit)
-            yield job
+    def _compute(self, seconds: float) -> None:
+        if seconds > 0:
+            over: list[bool] = []
+            self._clock.serve("compute", seconds, lambda: over.append(True))
+            self._clock.run_until(lambda: bool(over))
 
-    def _gradient(self, act: Act, number: int) -> Iterator[float | SimulatedPass]:
-        """Let a unit's gradient come, the `number`th of this step, and nobody use the unit any more."""
-        unit, moves = act.unit, self._units[act.unit]
+    def _gradient(self, unit: _Unit, number: int) -> None:
+        """Let a unit's gradient come, the `number`th of this step."""
+        moves = unit.moves
         nbytes = moves.width * moves.numel
-        if moves.gathered_nbytes:  # reduced and scattered; whoever comes next on the link waits for it
+        if moves.gathered_nbytes:  # reduced and scattered; later transfers on the link wait behind it
             self._clock.serve("link", moves.gathered_nbytes, lambda: None)
         backward = self._limits.update == "backward"
-        moved = moves.hi_nbytes or moves.state_nbytes
-        if moved or not backward:  # else the kernel takes it from where autograd has put it
-            yield nbytes / self._rates.copied
+        if unit.moved or not backward:  # else the kernel takes it from where autograd has put it
+            self._compute(nbytes / self._rates.copied)
         if not backward and not moves.spills:
-            self._release(unit)
             return
         while self._applying and self._outgoing_nbytes + nbytes > self._limits.outgoing_nbytes:
             job, held = self._applying.popleft()
-            yield job
+            self._wait(job, "gradients")
             self._outgoing_nbytes -= held
         self._outgoing_nbytes += nbytes
         if backward:
-            job = self._apply(unit)
+            job = self.apply(unit, lambda: None)
         else:
             read, written = moves.spills[number - 1]
             job = self._pass(unit, read, written, 0)
-            self._send(job)
-            self._release(unit)
+            self._lane.submit(job)
         self._applying.append((job, nbytes))
 
-    # Residence
+    # What Residency decides
 
-    def _fetch_owed(self) -> None:
-        while self._owed:
-            unit = self._owed[0]
-            if unit in self._lent:
-                return
-            if unit not in self._fetches:
-                if not self._let_wait(unit):
-                    return
-                self._fetch(unit)
-            self._owed.popleft()
-
-    def _let_wait(self, unit: int) -> bool:
-        nbytes = self._units[unit].waiting_nbytes
-        if sum(self._waiting.values()) + nbytes > self._limits.window_nbytes:
-            return False
-        self._waiting[unit] = nbytes
-        return True
-
-    def _fetch(self, unit: int, *, urgent: bool = False) -> None:
-        """Bring a unit, with the update that is pending; what others hold of it is gathered afterwards."""
-        moves = self._units[unit]
-        if unit in self._pending:
-            self._pending.discard(unit)
+    def _begin_fetch(self, unit: _Unit, *, urgent: bool) -> Job:
+        """Bring a unit, with its pending update; the other ranks' shares of it are gathered afterwards."""
+        moves = unit.moves
+        if unit.pending:
+            unit.pending = False
             rest = moves.state_nbytes
             read = rest + moves.spilled_nbytes + (0 if moves.derived else moves.hi_nbytes)
             job = self._pass(unit, read, moves.hi_nbytes + rest, moves.numel)
         else:
             job = self._pass(unit, moves.hi_nbytes, 0, 0)
-        gathered = self._gathered(job) if moves.gathered_nbytes else job
-        self._fetches[unit] = gathered
-        self._send(job, urgent=urgent)
+        fetch = self._gathered(unit, job) if moves.gathered_nbytes else job
+        self._lane.submit(job, urgent=urgent)
+        return fetch
 
-    def _gathered(self, job: SimulatedPass) -> SimulatedPass:
-        """Return what is processed once the other ranks' shares have come, too."""
-        whole = SimulatedPass(job.unit, 0, 0.0, 0.0, 0.0)
-
-        def came() -> None:
-            whole.end()
-
-        nbytes = self._units[job.unit].gathered_nbytes
-        job.on_processed.append(lambda: self._clock.serve("link", nbytes, came))
+    def _gathered(self, unit: _Unit, job: SimulatedPass) -> Job:
+        """Return a job that is done once the other ranks' shares have come, too."""
+        whole = _Gathering(self._lane)
+        job.call_when_done(lambda: self._clock.serve("link", unit.moves.gathered_nbytes, whole.end))
         return whole
 
-    def _apply(self, unit: int) -> SimulatedPass:
-        """Update in the backward, from the values on the CPU if they are there, and give them up."""
-        moves = self._units[unit]
-        fetched = self._fetches.pop(unit, None)
-        self._staying.discard(unit)
-        resident = self._limits.on_host and (fetched is not None or moves.in_place)
+    def _make_update(self, unit: _Unit, *, resident: bool) -> SimulatedPass:
+        moves = unit.moves
         read = moves.state_nbytes + (0 if resident else moves.hi_nbytes)
-        job = self._pass(unit, read, moves.hi_nbytes + moves.state_nbytes, moves.numel)
-        if fetched is not None and self._limits.on_host:
-            self._lent[unit] = job
-            job.on_processed.append(partial(self._lent.pop, unit))
-        self._send(job)
-        return job
+        return self._pass(unit, read, moves.hi_nbytes + moves.state_nbytes, moves.numel)
 
-    def _release(self, unit: int) -> None:
-        if unit in self._staying and unit not in self._pending and self._let_wait(unit):
-            return
-        self._evict(unit)
-        self._fetch_owed()
-
-    def _evict(self, unit: int) -> None:
-        self._waiting.pop(unit, None)
-        self._fetches.pop(unit, None)
+    def _wait(self, job: Job, cause: str) -> None:
+        before_s = self._clock.now
+        job.wait()
+        self._stall_s += self._clock.now - before_s
 
     # Passes
 
-    def _pass(self, unit: int, read: int, written: int, updated: int) -> SimulatedPass:
+    def _pass(self, unit: _Unit, read: int, written: int, updated: int) -> SimulatedPass:
         """Divide a walk over a unit's record into tiles; `updated`: elements that the kernel steps."""
-        moves, rates = self._units[unit], self._rates
+        moves, rates = unit.moves, self._rates
         wide = 1 if written else _WIDE_NBYTES // moves.width
         tiles = max(1, math.ceil(moves.numel / (self._tile_numel * wide)))
         work_s = updated / rates.update + (read + written) / rates.checked
         if not self._limits.on_host:
             work_s += moves.width * moves.numel / rates.copied
-        self._counts["read"] += read
-        self._counts["written"] += written
+        self._moved["read"] += read
+        self._moved["written"] += written
         asked_s = rates.request_s * self._requests(moves, read, written, updated)
-        return SimulatedPass(unit, tiles, read / tiles, work_s / tiles, written / tiles, asked_s)
+        return SimulatedPass(unit.index, tiles, read / tiles, work_s / tiles, written / tiles, asked_s)
 
     @staticmethod
     def _requests(moves: Moves, read: int, written: int, updated: int) -> int:
@@ -373,13 +334,10 @@ class _Walk:
         of_hi = bool(moves.hi_nbytes) + (read >= moves.hi_nbytes + moves.state_nbytes > moves.state_nbytes)
         return 2 * of_state + of_hi + bool(moves.spilled_nbytes)
 
-    def _send(self, job: SimulatedPass, *, urgent: bool = False) -> None:
-        """Let the lane do a pass, or, where nothing is moved, do it here."""
-        moved = job.read_nbytes or job.written_nbytes
-        if moved or not self._limits.on_host or self._lane.busy(job.unit):
-            self._lane.submit(job, urgent=urgent)
-            return
-        self._inline_s += job.work_s * job.tiles
-        job.end()
-        for call in job.on_processed:
-            call()
+
+class _Gathering(Job):
+    """A unit is assembled from every rank's share."""
+
+    def end(self) -> None:
+        """All shares have come."""
+        self.done = True

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 from infinity.planning.bottleneck import Speed
+from infinity.planning.queue import Job, Queue, QueuedPass
 
 SERVERS = ("read", "write", "asking", "work", "link", "compute")
 
@@ -103,6 +104,15 @@ class Clock:
         then()
         return True
 
+    def run_until(self, over: Callable[[], bool]) -> None:
+        """Let the time pass until something is over.
+
+        Raises: AssertionError where nothing is under way that could end it.
+        """
+        while not over():
+            if not self.advance():
+                raise AssertionError(f"expected an end of a wait, got a clock at rest at {self.now} s")
+
     def _speeds(self) -> dict[str, float]:
         busy = {name: 1.0 for name, queue in self._queues.items() if queue}
         if "read" in busy and "write" in busy:
@@ -120,29 +130,27 @@ class Clock:
         return busy
 
 
-@dataclass(slots=True, eq=False)
-class SimulatedPass:
-    """One walk over a unit's record, tile by tile: see queueing."""
+class SimulatedPass(QueuedPass[int]):
+    """One walk over a unit's record, tile by tile; `record` is the unit's index."""
 
-    unit: int
-    tiles: int
-    """Not yet admitted."""
-    read_nbytes: float
-    """Of each tile, as the two below."""
-    work_s: float
-    written_nbytes: float
-    asked_s: float = 0.0
-    """Of the lane's time, for the requests of a tile."""
-    urgent: bool = False
-    unworked: int = 0
-    """Tiles admitted and not yet worked on."""
-    unwritten: int = 0
-    processed: bool = False
-    on_processed: list[Callable[[], object]] = field(default_factory=list)
+    def __init__(
+        self,
+        unit: int,
+        tiles: int,
+        read_nbytes: float,
+        work_s: float,
+        written_nbytes: float,
+        asked_s: float = 0.0,
+    ) -> None:
+        """tiles: how many. The rest is of each tile; asked_s: the lane's time for its requests."""
+        super().__init__(unit)
+        self.read_nbytes, self.work_s, self.written_nbytes = read_nbytes, work_s, written_nbytes
+        self.asked_s = asked_s
+        self.tile_count = tiles
 
-    def end(self) -> None:
-        """All of it was worked on."""
-        self.processed = True
+    def tiles(self) -> Iterator[tuple[int, int]]:
+        """Number them: what they hold is all the same."""
+        return ((tile, tile + 1) for tile in range(self.tile_count))
 
 
 @dataclass(slots=True, eq=False)
@@ -152,44 +160,55 @@ class _SimulatedTile:
     written: bool = False
 
 
-class Lane:
-    """The lane of lanes.py with the same turns, on a simulated clock."""
+class SimulatedLane:
+    """The turns of lane/lane.py's thread, with the same queue, on a simulated clock."""
 
-    def __init__(self, clock: Clock, slots: int) -> None:
-        """Idle, with all its slots free."""
+    def __init__(self, clock: Clock, slots: int, *, inline: bool = False) -> None:
+        """Idle, with all its slots free. inline: a pass that moves nothing is run by the thread that submits
+        it.
+        """
         self._clock = clock
         self._free = slots
-        self._waiting: deque[SimulatedPass] = deque()
-        self._of_unit: dict[int, deque[SimulatedPass]] = {}
+        self._inline = inline
+        self._inline_s = 0.0
+        self._queue: Queue[SimulatedPass] = Queue()
         self._reading: deque[_SimulatedTile] = deque()
         self._writing: deque[_SimulatedTile] = deque()
         self._awaited: _SimulatedTile | None = None
         """What the lane's thread waits for, or works on; None while it is idle."""
 
     def submit(self, job: SimulatedPass, *, urgent: bool = False) -> None:
-        """Queue a pass, an urgent one in front."""
-        self._of_unit.setdefault(job.unit, deque()).append(job)
-        self._waiting.append(job)
-        job.unworked = job.unwritten = job.tiles
-        if urgent:
-            self.promote(job.unit)
+        """Queue a pass, an urgent one in front; or run it inline."""
+        job.submitted(self)
+        moved = job.read_nbytes or job.written_nbytes
+        if self._inline and not moved and job.record not in self._queue.of_record:
+            self._inline_s += job.work_s * job.tile_count
+            job.end_processing()
+            job.finish()
+            return
+        self._queue.add(job, urgent=urgent)
         self._turn()
 
-    def promote(self, unit: int) -> None:
+    def take_inline_s(self) -> float:
+        """Return the seconds of passes run inline since this was asked, which the thread has to compute."""
+        seconds, self._inline_s = self._inline_s, 0.0
+        return seconds
+
+    def wait(self, job: Job) -> None:
+        """Let the time pass until `job` is done."""
+        self._clock.run_until(lambda: job.done)
+
+    def promote(self, record: int) -> None:
         """Put the queued passes over a unit in front."""
-        first = [job for job in self._of_unit.get(unit, ()) if job in self._waiting]
-        for job in first:
-            job.urgent = True
-            self._waiting.remove(job)
-        self._waiting.extendleft(reversed(first))
+        self._queue.promote(record)
 
-    def settled(self, unit: int) -> bool:
+    def settled(self, record: int) -> bool:
         """Whether every pass over a unit was worked on."""
-        return all(job.processed for job in self._of_unit.get(unit, ()))
+        return self._queue.settled(record)
 
-    def busy(self, unit: int) -> bool:
+    def busy(self, record: int) -> bool:
         """Whether a pass over a unit is unfinished."""
-        return unit in self._of_unit
+        return record in self._queue.of_record
 
     def _turn(self) -> None:
         """Do what the lane's thread does until it has to wait: reap, admit, and work on the oldest tile."""
@@ -207,13 +226,9 @@ class Lane:
                 return
 
     def _admit(self) -> None:
-        while self._free and self._waiting:
-            job = self._waiting[0]
-            if self._of_unit[job.unit][0] is not job:
-                return
-            job.tiles -= 1
-            if not job.tiles:
-                self._waiting.popleft()
+        while self._free and (found := self._queue.next_tile()) is not None:
+            job, _ = found
+            job.progress.admit(None)
             self._free -= 1
             tile = _SimulatedTile(job)
             self._reading.append(tile)
@@ -243,11 +258,8 @@ class Lane:
             self._clock.serve("write", job.written_nbytes, partial(self._was_written, tile))
         else:
             tile.written = True
-        job.unworked -= 1
-        if not job.unworked:
-            job.processed = True
-            for call in job.on_processed:
-                call()
+        if job.progress.worked_on(self._clock.now):
+            job.end_processing()
         self._awaited = None
         self._turn()
 
@@ -258,11 +270,7 @@ class Lane:
             self._turn()
 
     def _over(self, tile: _SimulatedTile) -> None:
-        job = tile.owner
         self._free += 1
-        job.unwritten -= 1
-        if not job.unwritten:
-            jobs = self._of_unit[job.unit]
-            jobs.remove(job)
-            if not jobs:
-                del self._of_unit[job.unit]
+        tile.owner.progress.tile_over()
+        if self._queue.retire_if_over(tile.owner):
+            tile.owner.finish()

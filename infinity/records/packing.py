@@ -20,7 +20,7 @@ from infinity import kernels
 from infinity.records.checksums import TileChecksums
 from infinity.records.record import Record
 from infinity.storage.memory import Arena
-from infinity.storage.store import Together, Transfer
+from infinity.storage.store import DONE, AllOf, Transfer
 
 
 class _Span:
@@ -89,20 +89,6 @@ class _Piece:
         self._packed.drop_before(self._span)
 
 
-class _Later:
-    """Stands for the write of a tile that is written with others of its span."""
-
-    done = True
-    began_s = 0.0
-    ended_s: float | None = None
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Return at once."""
-
-
-_LATER = _Later()
-
-
 class PackedSpans:
     """The spans that one pass over a record works on, tile by tile in rising order: [Note: packed fields]."""
 
@@ -122,7 +108,7 @@ class PackedSpans:
         kernels.copy(self._record.form.nbytes(name, stop - start), span.address(start), address)
         span.changed = True
         begun = list(self._write(name, span.stop if stop >= span.stop else span.start))
-        return Together(begun) if begun else _LATER
+        return AllOf(begun) if begun else DONE  # else it is written with others of its span
 
     def note_written(self, name: str, start: int, stop: int) -> None:
         """Remember that a tile was changed in place, in host memory."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from infinity.records.update_rules import ADAMW, Recipe
-from infinity.storage.store import DONE, Transfer
+from infinity.storage.store import DONE, Future
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Update:
     tensor: torch.Tensor | None
     field: str | None
     key: int = 0
-    arriving: Transfer = DONE
+    arriving: Future = DONE
     missed: tuple[tuple[Any, int], ...] = ()
     recipe: Recipe = ADAMW
 

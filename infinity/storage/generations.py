@@ -21,7 +21,7 @@ from typing import Protocol
 from infinity.errors import EngineFailedError
 from infinity.sizes import BLOCK, round_up
 from infinity.storage.failure import without_frames
-from infinity.storage.store import DiskStore, Extent, Request, Together, Transfer
+from infinity.storage.store import AllOf, DiskStore, Extent, Request, Transfer
 
 Runs = tuple[tuple[int, int], ...]
 """The side that holds each byte range: (stop, side) of consecutive ranges, the first of which starts at 0."""
@@ -235,9 +235,9 @@ class TwinStore:
                 piece = request._replace(extent=extent, start=at, address=address, nbytes=end - at)
                 begun.append(begin(piece))
         except Exception:
-            Together.settle(begun)
+            AllOf.settle(begun)
             raise
-        return begun[0] if len(begun) == 1 else Together(begun)
+        return begun[0] if len(begun) == 1 else AllOf(begun)
 
     def where(self, extent: Extent, start: int) -> str:
         """Name a place for an error message, with its generation if that is known."""

@@ -15,12 +15,21 @@ from infinity.sizes import BLOCK, format_size, round_up
 from infinity.storage.memory import Arena, Ledger
 
 
-class Transfer(Protocol):
-    """One transfer between storage and memory that may still be under way."""
+class Future(Protocol):
+    """Work that may still be under way: a transfer, a copy between host and device, a pass over a record, a
+    collective. It brings no value; what it works on may be read or reused once it is done.
+    """
 
     @property
     def done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Whether it is over, well or badly, so that `wait` returns or raises at once."""
+
+    def wait(self) -> None:
+        """Return when it is over; raise what went wrong."""
+
+
+class Transfer(Future, Protocol):
+    """A Future that moves bytes and knows when it did so: the timeline shows it."""
 
     @property
     def began_s(self) -> float:
@@ -28,18 +37,18 @@ class Transfer(Protocol):
 
     @property
     def ended_s(self) -> float | None:
-        """When it ended, on the same clock; None while it runs."""
+        """When it ended, on the same clock; None while it runs, or where nothing was moved."""
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for the end of the transfer; raise its error."""
+        """See Future. Raises: a TimeoutError if it still runs after `timeout_s`."""
 
 
 class _Done:
-    """A transfer that needs no time."""
+    """A transfer that had nothing to move."""
 
     done = True
     began_s = 0.0
-    ended_s: float | None = 0.0
+    ended_s: float | None = None
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return at once."""
@@ -48,7 +57,7 @@ class _Done:
 DONE = _Done()
 
 
-class Together:
+class AllOf:
     """Several transfers awaited as one; done when all are done."""
 
     __slots__ = ("_parts",)
@@ -94,7 +103,7 @@ class Together:
     def settle(begun: Sequence[Transfer]) -> None:
         """Wait for the parts begun before another part was refused: they still use the memory."""
         with contextlib.suppress(OSError, RuntimeError):
-            Together(begun).wait()
+            AllOf(begun).wait()
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from infinity.errors import ConfigError
 from infinity.sizes import BLOCK, round_up
 from infinity.storage.memory import Arena, Pool
 from infinity.storage.nvme import FreeExtents, NvmeStore, Opening
-from infinity.storage.store import Extent, Request, Together
+from infinity.storage.store import AllOf, Extent, Request
 
 STRIPE_NBYTES = 512 << 10
 """Half of the smallest field of a full tile (bf16), and large enough for a drive's full bandwidth."""
@@ -182,15 +182,15 @@ class StripedStore:
         """Free an extent; its stripes stay together for the next one of its size."""
         self._free.give(extent.offset, extent.nbytes)
 
-    def read(self, request: Request) -> Together:
+    def read(self, request: Request) -> AllOf:
         """Begin a read on all paths that hold a part of it; see DiskStore."""
         return self._begin([store.read for store in self.stores], request)
 
-    def write(self, request: Request) -> Together:
+    def write(self, request: Request) -> AllOf:
         """Begin a write on all paths that hold a part of it; see DiskStore."""
         return self._begin([store.write for store in self.stores], request)
 
-    def _begin(self, starts: Sequence[Callable[[Request], aio.Completion]], request: Request) -> Together:
+    def _begin(self, starts: Sequence[Callable[[Request], aio.Completion]], request: Request) -> AllOf:
         """Begin the transfers of a request, with one of `starts` per path."""
         layout, address = self._layouts[request.extent.offset], request.address
         parts: list[aio.Completion] = []
@@ -200,9 +200,9 @@ class StripedStore:
                 parts.append(starts[path](piece))
                 address += nbytes
         except Exception:
-            Together.settle(parts)
+            AllOf.settle(parts)
             raise
-        return Together(parts)
+        return AllOf(parts)
 
     def where(self, extent: Extent, start: int) -> str:
         """Name a place for an error message."""

@@ -1,7 +1,8 @@
-"""What works instead: the advice for calls that meet parameters whose values are elsewhere, by who calls.
+"""Advice for errors about released parameters: what to do instead, by the kind of code that wanted values.
 
 An error that says "wrap it in gathered" to an optimizer, an average or an exporter sends its reader in a
-circle. So the stack is asked, when such an error is made and only then, who it was that wanted the values.
+circle. So when such an error is made, and only then, the stack is searched for the code that wanted the
+values.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ _ELEMENTWISE = frozenset({"Adadelta", "Adamax", "RAdam", "RMSprop", "Rprop"})
 _OURS = ("AdamW", "Adam", "SGD", "Adagrad", "Lion")
 _AVERAGE = re.compile(r"EMA|Ema(?![a-z])|Averag")
 _NEAR = 20
-"""Frames in which a class whose name speaks of an average is taken for the one that wants the values."""
+"""Frames of the stack in which a class whose name speaks of an average is taken for what wants the values."""
 _EXPORTERS = ("torch.jit.", "torch.export.", "torch._export.", "torch.onnx.")
 _SURGERY = ("torch.nn.utils.prune", "torch.nn.utils.parametri", "torch.nn.utils.weight_norm")
 
 ADDING = inspect.unwrap(Optimizer.add_param_group).__code__
-"""What runs when an optimizer looks at the parameters that it is given."""
+"""The code that runs when an optimizer checks the parameters that it is given."""
 
 GATHERED = "`with infinity.gathered(module_or_parameters):` (write=True to change the values)"
 SECOND_MODEL = (
@@ -56,15 +57,13 @@ ADAPTERS = "Call peft.get_peft_model inside `with infinity.Init(...):`, where mo
 
 
 def for_caller() -> str | None:
-    """Return what to do instead of what is under way further up the stack; None for callers that are not
-    known.
-    """
+    """Return what to do instead of the call found on the stack; None for callers that are not known."""
     found = (_for(frame, near=depth < _NEAR) for depth, frame in enumerate(_stack()))
     return next((text for text in found if text is not None), None)
 
 
 def _for(frame: FrameType, *, near: bool) -> str | None:
-    """Return what to do instead of what one frame does."""
+    """Return what to do instead of the call of one frame."""
     name, itself = str(frame.f_globals.get("__name__", "")), frame.f_locals.get("self")
     if is_foreign(itself):
         return in_place_of(itself)
@@ -84,7 +83,7 @@ def _for(frame: FrameType, *, near: bool) -> str | None:
 
 
 def export(what: str) -> str:
-    """Say how a model comes to be scripted, traced or exported."""
+    """Return how to script, trace or export a model instead."""
     return (
         f"{what} cannot follow how parameters are fetched and released. Build the model once more as an "
         f"ordinary one, outside Init, call its load_state_dict(model.state_dict()), and give that to {what}."
@@ -92,7 +91,7 @@ def export(what: str) -> str:
 
 
 def in_place_of(optimizer: Optimizer) -> str:
-    """Say which of ours takes the place of an optimizer, with the options that it was given."""
+    """Return which optimizer of ours takes the place of `optimizer`, with the options that it was given."""
     kind = type(optimizer)
     name = kind.__name__
     options, dropped = _options(optimizer)
@@ -122,7 +121,7 @@ def in_place_of(optimizer: Optimizer) -> str:
 
 
 def _options(optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
-    """Return what was given beside the defaults of its class, and names of those that ours do not have."""
+    """Return the options that differ from the defaults, and the names of those that ours do not have."""
     known: Mapping[str, Any] = inspect.signature(type(optimizer).__init__).parameters
     given = {
         name: value
@@ -134,7 +133,7 @@ def _options(optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
 
 
 def is_foreign(one: object) -> TypeGuard[Optimizer]:
-    """Whether it is an optimizer, and none of ours."""
+    """Whether `one` is an optimizer, and none of ours."""
     return isinstance(one, Optimizer) and not isinstance(one, Tracking)
 
 

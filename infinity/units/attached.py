@@ -26,7 +26,7 @@ DATA: Any = torch.Tensor.data
 
 
 class ChangeWatcher(Protocol):
-    """Who looks after the changes of parameters: their unit's Changes."""
+    """Finds or refuses the changes of parameters: their unit's Changes."""
 
     def watch(self, parameter: nn.Parameter) -> None:
         """Compare the content of `parameter` when it is released: its memory is handed out."""
@@ -39,7 +39,7 @@ _keepers: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def set_keeper(parameter: nn.Parameter, keeper: ChangeWatcher) -> None:
-    """Register who looks after `parameter`. Held weakly on both sides."""
+    """Register the watcher of `parameter`. Held weakly on both sides."""
     _keepers[parameter] = weakref.ref(keeper)
 
 

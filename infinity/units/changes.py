@@ -1,4 +1,4 @@
-"""What becomes of a unit's parameters while they are attached: whether they changed, and whether they may."""
+"""Changes of a unit's parameters while they are attached: found where they would be lost, else kept."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Changes:
         self._digests = {}
 
     def mark(self) -> None:
-        """Take the present values for those that the parameters were attached with."""
+        """From now on count changes from the present values."""
         self._versions = [parameter._version for parameter in self._parameters]
         self._digests = {index: self._digest(index) for index in self._digests}
 
@@ -127,7 +127,7 @@ class Changes:
 
 
 def would_be_lost(name: str) -> str:
-    """Return what to tell whoever changed the parameter `name` where changes are not kept."""
+    """Return the error text for a change of the parameter `name` where changes are not kept."""
     return (
         f"{name} was changed in place, through .data or as a NumPy array, inside a forward or backward; the "
         "change would be lost. Change parameters between steps, inside `with infinity.gathered(module, "

@@ -1,7 +1,7 @@
-"""What of the records lies in host memory: decided from how often units are used, and carried out.
+"""Which fields of records lie in host memory: decided from how often units are used, and carried out.
 
 A field moves up without a transfer of its own: it gets a target, and the next pass that has all of it in
-memory leaves it there. It moves down by being written, between two steps, while nobody uses it.
+memory leaves it there. It moves down by being written, between two steps, while no unit is in use.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Pins:
         self.revisions = 0
         """How often the placement was changed."""
         self.reason = ""
-        """Of the last decision, for people."""
+        """Why the placement was decided as it was, as text for logs."""
         self._units = units
         self._frequencies = frequencies
         self._lane = lane

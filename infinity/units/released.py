@@ -1,5 +1,4 @@
-"""Parameters whose values are elsewhere: what stands in for them, and the guard that keeps it from being
-used.
+"""Parameters whose values are elsewhere: their placeholders, and the guard that keeps those from being used.
 
 [Note: released parameters]
 A released parameter is the same Parameter object, with `.data` a placeholder of the true shape (one NaN,
@@ -67,15 +66,15 @@ _LAYOUT = frozenset({"stride", "is_contiguous", "is_non_overlapping_and_dense", 
 _LIKE = frozenset(
     f"{what}_like" for what in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")
 ) | {f"new_{what}" for what in ("empty", "empty_strided", "full", "ones", "tensor", "zeros")}
-"""What makes a tensor by the shape, dtype and device of its first argument alone."""
+"""Functions that make a tensor by the shape, dtype and device of their first argument alone."""
 _AS = frozenset({"to", "type_as", "view_as", "expand_as", "reshape_as"})
-"""What asks of its second argument no more than that."""
+"""Functions that use no more than that of their second argument."""
 _BY_SHAPE = _LIKE | _LAYOUT | {"new"}
 CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "half", "double", "bfloat16", "type"})
 
 
 class Owner(Protocol):
-    """Whoever keeps the values of released parameters."""
+    """Keeps the values of released parameters: their engine."""
 
     def touch(self, parameters: Sequence[nn.Parameter], operation: str, args: Sequence[Any]) -> object:
         """Make the values of `parameters` present for `operation(*args)`, or raise NotResidentError.
@@ -88,14 +87,14 @@ _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def owner_of(parameter: torch.Tensor) -> Owner | None:
-    """Return who keeps `parameter`, None for a parameter that is not ours (or whose owner is gone)."""
+    """Return the owner of `parameter`; None for one that was not built in Init, or whose owner is gone."""
     reference = _owners.get(parameter)
     owner: Owner | None = reference() if reference is not None else None
     return owner
 
 
 def set_owner(parameter: nn.Parameter, owner: Owner) -> None:
-    """Register who keeps `parameter`. Held weakly on both sides."""
+    """Register the owner of `parameter`. Held weakly on both sides."""
     _owners[parameter] = weakref.ref(owner)
 
 
@@ -103,8 +102,8 @@ _replacing: weakref.WeakSet[Owner] = weakref.WeakSet()
 
 
 def expect_optimizers_of_torch(owner: Owner) -> None:
-    """Let optimizers of torch be made over the parameters of `owner`: infinity.deepspeed.initialize puts ours
-    in their place.
+    """Allow optimizers of torch over the parameters of `owner`: infinity.deepspeed.initialize replaces them
+    by ours.
     """
     _replacing.add(owner)
 
@@ -155,7 +154,7 @@ class Released(nn.Parameter):
         return type(self).__torch_function__(torch.Tensor.as_subclass, (), (self, cls))
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """What is known without the values."""
+        """Show what is known without the values."""
         where = f"shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r}"
         return f"Parameter (released; see infinity.gathered), {where}, requires_grad={self.requires_grad}"
 
@@ -168,7 +167,7 @@ class Released(nn.Parameter):
         raise not_resident(self, "pickle")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Copy the values, where they may be had (while a model is built)."""
+        """Copy the values where the owner brings them back: while a model is built."""
         owner = owner_of(self)
         if owner is None or owner.touch([self], "deepcopy", ()) is not None or type(self) is Released:
             raise not_resident(self, "deepcopy")
@@ -183,7 +182,7 @@ _NO_WRAPPER = (
 
 
 def _see_optimizer(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that takes up a parameter which it cannot step."""
+    """Refuse an optimizer that is given a parameter which it cannot step."""
     owner = owner_of(parameter)
     if owner is None or owner in _replacing or not parameter.requires_grad:
         return
@@ -271,7 +270,7 @@ def _by_shape(
     rest: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Answer what needs no values by a tensor without any, which lies as the values do: row by row."""
+    """Answer a call that needs no values by a tensor without any, which is contiguous, as the values are."""
     kwargs = {name: one for name, one in kwargs.items() if one is not parameter}
     if operation == "new":
         return func(torch.empty(0, dtype=parameter.dtype, device=parameter.device), *rest, **kwargs)

@@ -1,4 +1,4 @@
-"""What a user lets a durable run take down with each step."""
+"""Objects of users whose state is captured with each committed step."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Stateful(Protocol):
 
 
 class Tracking:
-    """The part of an optimizer that knows what else belongs to a step."""
+    """The part of an optimizer that keeps what else belongs to a step."""
 
     tracked: Mapping[str, Stateful] = MappingProxyType({})
     """By name."""
     _begun: set[int]
 
     def begin(self, parameters: Iterable[object]) -> None:
-        """Let the moments that these parameters have count from now on, wherever they came from."""
+        """Let the moments of these parameters count from now on, wherever they came from."""
         self._begun.update(map(id, parameters))
 
     def track(self, *, loader: Stateful | None = None, **others: Stateful) -> None:
@@ -49,5 +49,5 @@ class Tracking:
         self.tracked = {**self.tracked, **given}
 
     def track_what(self, earlier: Tracking) -> None:
-        """Take over what an earlier optimizer tracked, but for what has the same name here."""
+        """Track what an earlier optimizer tracked as well, except under names that are taken here."""
         self.tracked = {**earlier.tracked, **self.tracked}

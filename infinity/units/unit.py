@@ -11,10 +11,10 @@ Where the CPU computes and `hi` is pinned, flat is that very memory: nothing is 
 the weights where they are used.
 
 [Note: abandoned storage]
-Reusing a storage while anyone still has a view of it would change their values: a module may cache
-`self.weight.t()`, return its weight, or keep it in a graph of its own. So a release counts who shares the
-storage. If anybody but the unit does, they keep it, with the values it has, and the unit goes on in other
-memory. That costs memory, never a wrong value.
+Reusing a storage of which a view still exists would change the values of that view: a module may cache
+`self.weight.t()`, return its weight, or keep it in a graph of its own. So a release counts the tensors that
+share the storage. If there are others than the unit's own, they keep it, with the values it has, and the unit
+goes on in other memory. That costs memory, never a wrong value.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from infinity.device.blocks import Blocks, wrap
+from infinity.lane.fetch import UpdatePass
 from infinity.planning.layout import Shard
+from infinity.planning.residence import Residence
 from infinity.records.record import Record
 from infinity.records.updates import PendingUpdates
 from infinity.records.weights import WEIGHTS
 from infinity.units.attached import Attached, set_keeper
 from infinity.units.changes import Changes
 from infinity.units.released import placeholder, release, restore
-from infinity.units.residence import Residence
 
 logger = logging.getLogger("infinity")
 
@@ -46,7 +47,7 @@ class _Home(NamedTuple):
 
     blocks: Blocks
     by_storage: dict[int, Unit]
-    """Where it enters its storage's key, for who meets a tensor and asks whose it is."""
+    """Where it enters its storage's key, so that the unit of any tensor can be found."""
     placeholders: list[torch.Tensor]
     in_place: bool
 
@@ -74,8 +75,8 @@ class Unit:
         self._own_shares = 0
         self._abandoned: list[StorageWeakRef] = []
         self.changes = Changes(parameters, record)
-        self.residence = Residence()
-        """Whether the unit is on the device, and for whom; the executor's."""
+        self.residence: Residence[UpdatePass] = Residence()
+        """Whether the unit is on the device, and who uses it; written by the executor."""
         self.attached = self.aside = False
         """Whether the parameters are their real values, else they are released; and whether they are so for a
         use that is no part of a step.
@@ -150,7 +151,7 @@ class Unit:
             self._bind(wrap(memory, self.shard.numel, self.flat.dtype), memory)
 
     def make_private(self) -> None:
-        """Move a resident unit to memory of its own, where changes are no changes of the record."""
+        """Move a resident unit to memory of its own, where changes do not change the record."""
         if self._memory is not None:
             flat = self._home.blocks.take(self.shard.numel, self.flat.dtype)
             flat.copy_(self.flat)
@@ -172,6 +173,11 @@ class Unit:
             flat.copy_(self.flat)
             self._home.blocks.leaving(self.flat)
             self._bind(flat, None)
+
+    def lend_to(self, job: UpdatePass) -> None:
+        """Have an update start from the unit's values, in memory that the unit shares with no one."""
+        self.part()
+        job.start_from(self.flat)
 
     @property
     def _pinned(self) -> bool:
@@ -203,7 +209,7 @@ class Unit:
         self._home.by_storage[self.storage_key] = self
 
     def unbind(self) -> None:
-        """Let go of the memory."""
+        """Drop the references to the memory."""
         self._home.by_storage.pop(self.storage_key, None)
         self.flat = torch.empty(0, dtype=self.flat.dtype)
         self.storage_key = int(self.flat.untyped_storage()._cdata)
@@ -211,7 +217,7 @@ class Unit:
         self._views = []
 
     def deallocate(self) -> None:
-        """Let go of the unit's memory, unless `hi` lies in it; others who share it keep it, see
+        """Give the unit's memory back, unless `hi` lies in it; tensors that share it keep it, see
         [Note: abandoned storage].
         """
         shared = self._is_shared()
@@ -254,7 +260,7 @@ class Unit:
     def detach(self) -> None:
         """Put the guard on the parameters; the storage stays as it is."""
         saved = [parameter for parameter in self.parameters if saved_itself(parameter)]
-        self.attached = self.aside = False  # first: whoever is interrupted here attaches all of them again
+        self.attached = self.aside = False  # first: after an interrupt here all of them are attached again
         self.changes.end()
         for parameter, stand_in in zip(self.parameters, self._home.placeholders, strict=True):
             release(parameter, stand_in)

@@ -19,7 +19,7 @@ import infinity
 from infinity.device.device import CudaDevice
 from infinity.engine import engine as engine_module
 from infinity.engine.engine import Engine
-from infinity.lane.fetch import FetchPass
+from infinity.lane.fetch import FetchAndUpdatePass, UpdatePass
 from infinity.storage.memory import Arena
 from parity import engine_in, engines, halves, total
 from reach import reached
@@ -197,8 +197,9 @@ def fails_in_backward(model, optimizer, x):
 
 def fails_in_an_update(model, optimizer, x):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(PlantedError):
-        patch.setattr(FetchPass, "_apply", plant)
-        patch.setattr(FetchPass, "run_in_memory", plant)
+        for kind in (FetchAndUpdatePass, UpdatePass):
+            patch.setattr(kind, "_apply", plant)
+            patch.setattr(kind, "run_in_memory", plant)
         for _ in range(2):
             total(model(x)).backward()
             optimizer.step()

@@ -11,7 +11,7 @@ from infinity.device.blocks import HostBlocks
 from infinity.device.device import CpuDevice
 from infinity.errors import CorruptionError
 from infinity.kernels import AdamWScalars, state_key
-from infinity.lane.fetch import FetchPass
+from infinity.lane.fetch import FetchAndUpdatePass, FetchPass, UpdatePass
 from infinity.lane.lane import StreamLane
 from infinity.lane.passes import ReadPass, SpillPart, SpillPass, WritePass
 from infinity.planning.layout import Format, lay_out
@@ -85,11 +85,21 @@ class Setup:
         (beta1, beta2), step = SETTINGS["betas"], self.steps[index]
         return AdamWScalars(SETTINGS["lr"], beta1, beta2, SETTINGS["eps"], SETTINGS["weight_decay"], step)
 
-    def fetch(self, **more):
-        """Fetch the unit, apply what is pending, and let go of it unless it is already resident."""
-        if more.get("upload", True):
-            self.unit.allocate()
-        return self.run(FetchPass(self.unit, self.device, TILE, **more))
+    def fetching(self):
+        """The pass that fetches the unit and applies what is pending."""
+        self.unit.allocate()
+        make = FetchAndUpdatePass if self.unit.pending else FetchPass
+        return make(self.unit, self.device, TILE)
+
+    def updating(self, flat=None):
+        """The pass that applies what is pending, to the values in `flat`, or to those in the record."""
+        return UpdatePass(self.unit, self.device, TILE, flat)
+
+    def fetch(self):
+        return self.run(self.fetching())
+
+    def update(self, flat=None):
+        return self.run(self.updating(flat))
 
     def resident(self):
         """The parameters' values in the unit's memory."""
@@ -147,7 +157,7 @@ def test_an_update_of_what_came_back_damaged_is_refused_and_not_written(made, fo
     setup.disk.data[setup.record.place("lo")[0].offset + 100] ^= 1
     before = bytes(setup.disk.data)
     with pytest.raises(CorruptionError, match=r"layers\.3\.lo: the 8192 bytes read from fake disk"):
-        setup.fetch(upload=False)
+        setup.update()
     setup.lane.close()
     assert bytes(setup.disk.data) == before
 
@@ -181,11 +191,10 @@ def test_weights_are_read_from_the_disk_straight_into_the_units_memory(made):
 
 def test_weights_alone_are_read_in_ranges_as_wide_as_a_slot_and_with_updates_tile_by_tile(made):
     setup = made()
-    setup.unit.allocate()
-    wide = FetchPass(setup.unit, setup.device, TILE)
+    wide = setup.fetching()
     assert list(wide.tiles()) == [(0, 6 * TILE)]
     setup.pend([0])
-    narrow = FetchPass(setup.unit, setup.device, TILE)
+    narrow = setup.fetching()
     assert list(narrow.tiles()) == [(tile * TILE, tile * TILE + TILE) for tile in range(6)]
 
 
@@ -201,12 +210,11 @@ def test_a_finished_fetch_holds_neither_memory_nor_gradients(made):
 def test_who_waits_for_the_values_is_called_once_they_are_there(made):
     setup, found = made(), []
     setup.pend([0])
-    setup.unit.allocate()
-    job = FetchPass(setup.unit, setup.device, TILE)
-    job.on_processed = lambda: found.append((job.processed, job.pending))
+    job = setup.fetching()
+    job.on_done = lambda: found.append((job.done, job.pending))
     setup.run(job)
     assert found == [(False, {})]
-    assert job.on_processed is None
+    assert job.on_done is None
 
 
 # Updates
@@ -242,7 +250,7 @@ def test_only_tiles_with_an_updated_parameter_are_read_whole_and_written(made, f
 def test_an_update_without_upload_passes_by_tiles_it_does_not_change(made):
     setup = made()
     setup.pend([0, 2])
-    job = FetchPass(setup.unit, setup.device, TILE, upload=False)
+    job = setup.updating()
     assert [start // TILE for start, _ in job.tiles()] == [0, 1, 3, 4, 5]
     setup.run(job)
     setup.assert_same_record()
@@ -318,7 +326,7 @@ def test_a_resident_unit_is_updated_from_the_values_it_has_without_reading_them(
     setup.fetch()
     setup.update_counts()
     setup.pend([0, 2])
-    setup.fetch(upload=False, resident=True)
+    setup.update(setup.unit.flat)
     read, written = setup.update_counts()
     assert ("nvme", "hi") not in read
     assert written["nvme", "hi"] == 5 * 2 * TILE
@@ -344,7 +352,7 @@ def test_weights_are_left_in_their_target_by_a_fetch_and_moments_are_not(made, i
     assert setup.update_counts() == ({("nvme", "hi"): nbytes_of(setup, "hi")}, {})
     assert setup.record.in_host("hi")
     assert list(setup.record.targets) == ["m"]
-    assert (setup.unit.flat.data_ptr() == setup.record.there("hi", 0)) is in_place
+    assert (setup.unit.flat.data_ptr() == setup.record.host_address("hi", 0)) is in_place
     setup.assert_same_weights()
     setup.assert_same_record()
 
@@ -358,7 +366,7 @@ def test_a_pass_with_updates_leaves_every_field_in_its_target_and_writes_none_of
     setup.give_targets(*everything(form))
     setup.pend([0, 1, 2])
     setup.update_counts()
-    setup.fetch(upload=upload)
+    setup.fetch() if upload else setup.update()
     _, written = setup.update_counts()
     assert written == {}
     assert setup.record.all_in_host
@@ -383,7 +391,7 @@ def test_what_an_update_does_not_touch_is_left_in_the_target_too(made, form, upd
     setup.fetch()
     setup.give_targets(*everything(form))
     setup.pend(updated)
-    setup.fetch(upload=not resident, resident=resident)
+    setup.update(setup.unit.flat) if resident else setup.fetch()
     assert setup.record.all_in_host
     setup.assert_same_record()
     setup.unit.deallocate()
@@ -409,13 +417,12 @@ def test_some_fields_go_into_host_memory_and_the_others_are_written_to_the_disk(
 
 def test_a_target_given_while_the_pass_waits_is_adopted_and_one_given_later_is_not(made):
     setup = made()
-    setup.unit.allocate()
-    job = FetchPass(setup.unit, setup.device, TILE)
+    job = setup.fetching()
     setup.give_targets("hi")
     setup.run(job)
     assert setup.record.in_host("hi")
     setup.pend([0, 1, 2])
-    job = FetchPass(setup.unit, setup.device, TILE)
+    job = setup.fetching()
     list(job.tiles())
     setup.give_targets("m")
     assert job.adopts == frozenset()
@@ -439,8 +446,7 @@ def pinned(made):
 
 
 def test_a_unit_in_place_without_updates_has_nothing_to_walk_over(pinned):
-    pinned.unit.allocate()
-    assert list(FetchPass(pinned.unit, pinned.device, TILE).tiles()) == []
+    assert list(pinned.fetching().tiles()) == []
     pinned.assert_same_weights()
 
 
@@ -457,13 +463,13 @@ def test_a_private_copy_is_not_mistaken_for_the_record(pinned):
     pinned.unit.make_private()
     pinned.unit.flat.zero_()
     pinned.pend([0, 1, 2])
-    pinned.run(FetchPass(pinned.unit, pinned.device, TILE))
+    pinned.run(FetchAndUpdatePass(pinned.unit, pinned.device, TILE))
     pinned.assert_same_weights()
     pinned.assert_same_record()
 
 
 def test_other_elements_of_a_block_stay_what_they_were(pinned):
-    padding = pinned.record.there("hi", NUMELS[0])
+    padding = pinned.record.host_address("hi", NUMELS[0])
     before = bytes(view(padding, 2 * (2 * TILE - NUMELS[0])))
     pinned.pend([0])
     pinned.fetch()
@@ -473,10 +479,10 @@ def test_other_elements_of_a_block_stay_what_they_were(pinned):
 def test_an_update_of_all_parameters_in_host_memory_is_done_at_once_and_of_some_by_tiles(pinned):
     by_tiles = [(tile * TILE, tile * TILE + TILE) for tile in range(6)]
     pinned.pend([0, 1, 2])
-    assert list(FetchPass(pinned.unit, pinned.device, TILE, upload=False).tiles()) == [(0, 6 * TILE)]
+    assert list(pinned.updating().tiles()) == [(0, 6 * TILE)]
     del pinned.unit.pending[1]
     by_tiles.remove((2 * TILE, 3 * TILE))
-    assert list(FetchPass(pinned.unit, pinned.device, TILE, upload=False).tiles()) == by_tiles
+    assert list(pinned.updating().tiles()) == by_tiles
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -490,11 +496,11 @@ def test_an_update_in_host_memory_of_moments_written_in_part_goes_by_tiles_and_i
     setup.fetch()
     assert setup.record.all_in_host
     setup.pend([0, 1, 2])
-    assert len(list(FetchPass(setup.unit, setup.device, TILE).tiles())) == 6
+    assert len(list(setup.fetching().tiles())) == 6
     setup.fetch()
     setup.assert_same_record()
     setup.pend([0, 1, 2])
-    assert len(list(FetchPass(setup.unit, setup.device, TILE).tiles())) == 1
+    assert len(list(setup.fetching().tiles())) == 1
     setup.fetch()
     setup.assert_same_record()
     setup.assert_same_weights()

@@ -115,7 +115,7 @@ def test_what_waits_for_a_slot_knows_how_long_and_what_waits_for_its_read_does_n
     lane.submit(job, urgent=True)
     lane.wait(job)
     lane.close()
-    assert (job.starved_s > 0) == (slots == 1)
+    assert (job.slot_wait_s > 0) == (slots == 1)
 
 
 def test_a_pass_that_takes_all_slots_itself_does_not_lack_any(seed):
@@ -127,7 +127,7 @@ def test_a_pass_that_takes_all_slots_itself_does_not_lack_any(seed):
     lane.submit(job, urgent=True)
     lane.wait(job)
     lane.close()
-    assert job.starved_s == 0
+    assert job.slot_wait_s == 0
 
 
 @pytest.mark.parametrize("fail_at", range(1, 25))
@@ -226,10 +226,10 @@ class _Where(_Order):
 def test_a_pass_over_host_memory_is_run_by_who_submits_it_and_is_over_then(inline):
     log, called = [], []
     job = _Where(in_host(), "here", log)
-    job.on_finished.append(lambda: called.append(job.processed))
+    job.on_finished.append(lambda: called.append(job.done))
     inline.submit(job)
     assert log == [("here", threading.get_ident())]
-    assert (job.processed, job.finished, called) == (True, True, [True])
+    assert (job.done, job.finished, called) == (True, True, [True])
     assert inline.settled(job.record)
     assert inline.passes["_Where"] == 1
 
@@ -270,7 +270,7 @@ def test_what_goes_wrong_in_a_pass_of_ones_own_is_raised_there_and_stops_the_lan
     job, log = _Broken(in_host(), "broken", []), []
     with pytest.raises(ArithmeticError, match="no such number"):
         inline.submit(job)
-    assert not job.processed
+    assert not job.done
     assert not job.finished
     with pytest.raises(EngineFailedError, match="earlier error: no such number"):
         inline.submit(_Where(in_host(), "next", log))
@@ -328,7 +328,7 @@ def test_a_pass_is_not_run_before_an_older_one_over_its_record(inline, seed):
         record.add(name, HostStore(Ledger(1 << 24)))
     younger = _Where(record, "younger", log)
     inline.submit(younger)
-    assert not younger.processed
+    assert not younger.done
     inline.submit(_Where(in_host(), "other", log))
     assert [name for name, _ in log] == ["other"], "another record is nobody's to wait for"
     gate.set()

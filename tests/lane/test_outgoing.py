@@ -1,4 +1,4 @@
-"""Leases of the outgoing share. Faked: the lane and the device, which note what they are asked for."""
+"""Leases of the outgoing share. Faked: passes, which note that they are waited for, and the device."""
 
 import gc
 
@@ -12,21 +12,20 @@ class Job:
     """A pass that ends a lease when somebody waits for it."""
 
     def __init__(self, lease=None):
-        self.lease, self.processed = lease, False
+        self.lease, self.done, self.waited = lease, False, False
+
+    def wait(self):
+        self.waited = True
+        self.end()
 
     def end(self):
-        self.processed = True
+        self.done = True
         if self.lease is not None:
             self.lease.end()
 
 
-class Lane:
-    def __init__(self):
-        self.waited = []
-
-    def wait(self, job):
-        self.waited.append(job)
-        job.end()
+def waited_for(*jobs):
+    return [job.waited for job in jobs]
 
 
 class Device:
@@ -42,7 +41,7 @@ class Device:
 
 @pytest.fixture
 def share():
-    outgoing = Outgoing(Lane(), Device(), Timeline())
+    outgoing = Outgoing(Device(), Timeline())
     outgoing.open(100)
     return outgoing
 
@@ -80,7 +79,7 @@ def test_who_needs_room_waits_for_the_oldest_pass_under_way_and_no_more_than_it_
     for job in jobs:
         share.sent(job)
     lease = share.lease(60)
-    assert share._lane.waited == jobs[:2]
+    assert waited_for(*jobs) == [True, True, False]
     assert share.ledger.held_nbytes == 80
     assert share.stall_s > 0
     lease.end()
@@ -92,7 +91,7 @@ def test_a_pass_that_is_over_is_not_waited_for(share):
     share.sent(under_way)
     over.end()
     share.lease(50).end()
-    assert share._lane.waited == [under_way]
+    assert waited_for(over, under_way) == [False, True]
 
 
 def test_what_is_larger_than_the_share_goes_out_alone(share):
@@ -102,13 +101,13 @@ def test_what_is_larger_than_the_share_goes_out_alone(share):
 
 
 def test_deferred_uses_make_room_before_any_pass_is_waited_for_the_last_one_first(share):
-    lease, used = share.lease(90), []
-    share.sent(Job())
+    lease, used, under_way = share.lease(90), [], Job()
+    share.sent(under_way)
     share.defer(lambda: used.append("first"))
     share.defer(lambda: (used.append("second"), lease.end()))
     share.lease(50).end()
     assert used == ["second", "first"]
-    assert share._lane.waited == []
+    assert waited_for(under_way) == [False]
     assert not share.use_deferred()
 
 
@@ -133,7 +132,7 @@ def test_a_download_waits_for_memory_as_long_as_something_can_free_it(share):
     for job in jobs:
         share.sent(job)
     share.await_buffer(10, 1)
-    assert share._lane.waited == jobs[:2]
+    assert waited_for(*jobs) == [True, True, False]
     share._device.refusals = 5
     share.await_buffer(10, 1)  # the third, and then nothing is under way
-    assert share._lane.waited == jobs
+    assert waited_for(*jobs) == [True, True, True]

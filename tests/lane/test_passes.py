@@ -308,7 +308,7 @@ def test_who_spills_gets_the_measured_parts_when_the_tensors_may_go(setup):
     setup.record.add("grad16", setup.disk)
     parts = {1: SpillPart(torch.ones(3, dtype=torch.bfloat16), measure=True)}
     job, found = SpillPass(setup.unit.record, TILE, parts, set(), None, "grad16"), []
-    job.call_when_processed(found.append)
+    job.give_parts_to(found.append)
     setup.run(job)
     assert found == [parts]
     assert found[0][1].square_sum == 3

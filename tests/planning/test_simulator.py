@@ -2,7 +2,7 @@
 
 import pytest
 
-from infinity.planning.simulator import Clock, Disk, Lane, Rates, SimulatedPass
+from infinity.planning.simulator import Clock, Disk, Rates, SimulatedLane, SimulatedPass
 
 DISK = Disk(read=10.0, write=5.0, mixed=8.0)
 
@@ -50,7 +50,7 @@ def test_what_the_lane_asks_the_disk_for_disturbs_computing_in_its_own_way():
 
 def test_a_tile_is_asked_for_before_it_is_worked_on():
     clock = Clock(Rates(DISK))
-    Lane(clock, 1).submit(SimulatedPass(0, 2, 0.0, 1.0, 0.0, asked_s=3.0))
+    SimulatedLane(clock, 1).submit(SimulatedPass(0, 2, 0.0, 1.0, 0.0, asked_s=3.0))
     assert run(clock) == 2 * (3.0 + 1.0)
 
 
@@ -73,14 +73,18 @@ def test_a_server_is_busy_while_it_serves():
 
 def test_a_tile_is_read_worked_on_and_written():
     clock = Clock(Rates(DISK))
-    Lane(clock, slots=1).submit(SimulatedPass(0, 1, read_nbytes=10.0, work_s=2.0, written_nbytes=10.0))
+    SimulatedLane(clock, slots=1).submit(
+        SimulatedPass(0, 1, read_nbytes=10.0, work_s=2.0, written_nbytes=10.0)
+    )
     assert run(clock) == 1.0 + 2.0 + 2.0
 
 
 def test_slots_let_tiles_overlap():
     def seconds(slots):
         clock = Clock(Rates(Disk(10.0, 10.0, 20.0)))
-        Lane(clock, slots).submit(SimulatedPass(0, 4, read_nbytes=10.0, work_s=1.0, written_nbytes=10.0))
+        SimulatedLane(clock, slots).submit(
+            SimulatedPass(0, 4, read_nbytes=10.0, work_s=1.0, written_nbytes=10.0)
+        )
         return run(clock)
 
     assert seconds(1) == 12.0
@@ -90,15 +94,15 @@ def test_slots_let_tiles_overlap():
 def test_what_is_processed_is_told_before_it_is_written():
     clock, times = Clock(Rates(DISK)), []
     job = SimulatedPass(0, 1, 10.0, 0.0, 10.0)
-    job.on_processed.append(lambda: times.append(clock.now))
-    Lane(clock, 1).submit(job)
+    job.call_when_done(lambda: times.append(clock.now))
+    SimulatedLane(clock, 1).submit(job)
     assert (run(clock), times) == (3.0, [1.0])
 
 
 def test_passes_over_one_record_do_not_overlap_those_over_others_do():
     def seconds(units):
         clock = Clock(Rates(Disk(10.0, 10.0, 20.0)))
-        lane = Lane(clock, 4)
+        lane = SimulatedLane(clock, 4)
         for unit in units:
             lane.submit(SimulatedPass(unit, 1, 10.0, 0.0, 10.0))
         return run(clock)
@@ -108,10 +112,10 @@ def test_passes_over_one_record_do_not_overlap_those_over_others_do():
 
 def test_an_urgent_pass_goes_before_those_that_wait():
     clock, order = Clock(Rates(DISK)), []
-    lane = Lane(clock, 1)
+    lane = SimulatedLane(clock, 1)
     for unit in range(4):
         job = SimulatedPass(unit, 1, 10.0, 0.0, 0.0)
-        job.on_processed.append(lambda unit=unit: order.append(unit))
+        job.call_when_done(lambda unit=unit: order.append(unit))
         lane.submit(job, urgent=unit == 3)
     run(clock)
     assert order == [0, 3, 1, 2]
@@ -119,7 +123,7 @@ def test_an_urgent_pass_goes_before_those_that_wait():
 
 def test_a_record_is_busy_until_it_is_written_and_settled_when_it_was_worked_on():
     clock = Clock(Rates(DISK))
-    lane = Lane(clock, 1)
+    lane = SimulatedLane(clock, 1)
     lane.submit(SimulatedPass(0, 1, 10.0, 1.0, 10.0))
     seen = []
     while clock.advance():

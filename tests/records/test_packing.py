@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from fakes import FakeDisk
-from infinity.checkpoint.ranges import CopyInPass, CopyOutPass, buffers
+from infinity.checkpoint.ranges import buffers
 from infinity.errors import CorruptionError
 from infinity.lane.lane import StreamLane
-from infinity.lane.passes import LeavePass, ReadPass, WritePass
+from infinity.lane.passes import CopyInPass, CopyOutPass, LeavePass, ReadPass, WritePass
 from infinity.planning.layout import Format, lay_out
 from infinity.records.record import Record, Traffic
 from infinity.sizes import BLOCK

@@ -17,13 +17,13 @@ RECEIVERS = {"self", "cls", "ctx", "struct"}
 FEW = 12
 GREAT = {
     "Unit": "infinity/units/unit.py",
-    "Residence": "infinity/units/residence.py",
+    "Residence": "infinity/planning/residence.py",
     "Record": "infinity/records/record.py",
     "GradientStore": "infinity/gradients/store.py",
     "Gradient": "infinity/gradients/gradient.py",
     "Engine": "infinity/engine/engine.py",
     "Executor": "infinity/units/residency.py",
-    "Pass": "infinity/lane/queue.py",
+    "Pass": "infinity/lane/base.py",
 }
 """Classes that much meets in."""
 

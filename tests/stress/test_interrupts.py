@@ -10,7 +10,7 @@ from torch import nn
 
 import infinity
 import models
-from infinity.lane.queue import Pass, Queue
+from infinity.lane.base import Pass, Queue
 from infinity.reference import prepare
 from infinity.units import unit as unit_module
 from infinity.units.changes import Changes

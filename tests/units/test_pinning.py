@@ -12,7 +12,7 @@ from fakes import FakeDisk
 from infinity.device.blocks import HostBlocks
 from infinity.device.device import CpuDevice
 from infinity.kernels import AdamWScalars
-from infinity.lane.fetch import FetchPass
+from infinity.lane.fetch import FetchAndUpdatePass
 from infinity.lane.lane import StreamLane
 from infinity.lane.passes import ReadPass, WritePass
 from infinity.planning.frequency import Frequencies
@@ -83,7 +83,7 @@ class Model:
         scalars = AdamWScalars(0.01, 0.9, 0.99, 1e-8, 0.0, 1)
         unit.pending[0] = Update(scalars, torch.ones(TILE).bfloat16(), None)
         unit.allocate()
-        job = FetchPass(unit, CpuDevice(), TILE)
+        job = FetchAndUpdatePass(unit, CpuDevice(), TILE)
         self.lane.submit(job)
         self.lane.wait(job, finished=True)
         unit.deallocate()

@@ -46,7 +46,7 @@ class Home:
     @property
     def pinned(self):
         """What the record holds in host memory, as the first parameter's values."""
-        memory = self.unit.record.there("hi", 0)
+        memory = self.unit.record.host_address("hi", 0)
         return torch.frombuffer(view(memory, 24), dtype=torch.bfloat16).unique().tolist()
 
 
@@ -159,7 +159,7 @@ def test_a_pinned_unit_is_where_it_computes_and_takes_nothing_more(pinned):
     assert unit.in_place
     assert unit.window_nbytes == 0
     pinned.resident(1)
-    assert unit.flat.data_ptr() == unit.record.there("hi", 0)
+    assert unit.flat.data_ptr() == unit.record.host_address("hi", 0)
     assert pinned.pinned == [1], "computing and storing are in one memory"
     assert pinned.blocks.buffers.made == 0
 
@@ -180,7 +180,7 @@ def test_a_view_of_a_pinned_unit_keeps_its_values_when_the_record_is_updated(pin
     pinned.release()
     assert pinned.unit.record.memory("hi") is not old
     assert pinned.pinned == [1], "the record goes on with the same values"
-    view(pinned.unit.record.there("hi", 0), 2 * 12)[:] = bytes(2 * 12)  # as an update in place does
+    view(pinned.unit.record.host_address("hi", 0), 2 * 12)[:] = bytes(2 * 12)  # as an update in place does
     pinned.unit.allocate()
     pinned.unit.attach()
     assert values(pinned.unit.parameters[0]) == [0]
@@ -239,7 +239,7 @@ def test_a_view_taken_before_a_private_copy_keeps_its_values(pinned):
     kept = pinned.resident(1).t()
     pinned.unit.detach()
     pinned.unit.make_private()
-    view(pinned.unit.record.there("hi", 0), 2 * 12)[:] = bytes(2 * 12)  # as an update in place does
+    view(pinned.unit.record.host_address("hi", 0), 2 * 12)[:] = bytes(2 * 12)  # as an update in place does
     assert values(kept) == [1]
     assert pinned.pinned == [0]
 
@@ -267,14 +267,14 @@ def test_a_unit_whose_memory_was_replaced_meanwhile_moves_to_the_new_one(pinned)
     unit.detach()
     unit.record.leave("hi")
     unit.allocate()
-    assert unit.flat.data_ptr() == unit.record.there("hi", 0)
+    assert unit.flat.data_ptr() == unit.record.host_address("hi", 0)
     unit.attach()
     assert values(unit.parameters[0]) == [1]
 
 
 def test_a_unit_that_is_not_in_place_copies_even_what_is_pinned(home):
     home.resident(1)
-    assert home.unit.flat.data_ptr() != home.unit.record.there("hi", 0)
+    assert home.unit.flat.data_ptr() != home.unit.record.host_address("hi", 0)
     assert home.pinned == [0]
 
 

@@ -3,21 +3,16 @@
 import gc
 import weakref
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.lane.queue import THERE, Pass, Queue
+from infinity.planning.queue import THERE, Queue, QueuedPass
 
 
-class Walk(Pass):
+class Walk(QueuedPass):
     def tiles(self):
         return iter(())
-
-    def fields(self, start, stop):
-        return (), ()
-
-    def process(self, start, stop, at):
-        return None
 
 
 def queued(*jobs, urgent=()):
@@ -169,7 +164,12 @@ def test_who_waits_for_the_end_is_called_once_and_let_go():
     assert gone() is None
 
 
-def test_the_pass_of_what_needs_none_is_over():
-    assert THERE.processed
+def test_a_fetch_that_nothing_is_needed_for_is_over():
+    assert THERE.done
     assert THERE.finished
-    assert list(THERE.tiles()) == []
+    assert THERE.slot_wait_s == 0
+
+
+def test_a_job_that_was_never_submitted_cannot_be_waited_for():
+    with pytest.raises(AssertionError, match="submitted before it is waited for"):
+        Walk("a").wait()

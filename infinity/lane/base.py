@@ -1,0 +1,126 @@
+"""The base class of passes: walks over the tiles of one record."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+
+from infinity import kernels
+from infinity.planning.queue import QueuedPass
+from infinity.records.packing import PackedSpans
+from infinity.records.record import Record
+from infinity.storage.store import Transfer
+
+
+class Pass(QueuedPass[Record], ABC):
+    """One walk over a record. Subclasses name the fields that each tile reads and writes, and do the work in
+    between.
+    """
+
+    def __init__(self, record: Record) -> None:
+        """Prepare a walk over `record`."""
+        super().__init__(record)
+        self.adopts: frozenset[str] = frozenset()
+        """Fields that this pass leaves in their target; see Record.targets. Known from the first tile on."""
+        self.sums: kernels.Checksums | None = None
+        """Of the tile that is worked on, where `sums_up` says that its kernel takes them."""
+        self._packed = PackedSpans(record)
+
+    @abstractmethod
+    def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
+        """Return the fields to read and to write of the tile at elements [start, stop). Called when it is
+        admitted.
+        """
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether all that it may touch lies in host memory."""
+        return all(self.record.in_host(name) for name in self.touched() if name in self.record)
+
+    def touched(self) -> Iterable[str]:
+        """Return the fields that it may touch."""
+        return [name for name, _ in self.record.tiers()]
+
+    def place(self, field: str, start: int) -> int | None:
+        """Return the address, on a whole block, of memory of the pass's own for a field on NVMe from element
+        `start` on; None to use a slot.
+        """
+        return None
+
+    @property
+    def keeps(self) -> object:
+        """The object that keeps the memory of `place` alive."""
+        return None
+
+    def sums_up(self, start: int, stop: int) -> bool:
+        """Whether the kernel of `process` takes all checksums of a tile, `sums`, on the way. Else they
+        are taken before and after.
+        """
+        return False
+
+    @abstractmethod
+    def process(self, start: int, stop: int, at: dict[str, int]) -> Sequence[Transfer] | None:
+        """Work on one tile; `at` is the address of each field. Return transfers that still use them."""
+
+    def run_in_memory(self) -> None:
+        """Do the whole pass now, where all that it touches lies in host memory."""
+        transfers: list[Transfer] = []
+        for start, stop in self.tiles():
+            reads, writes = self.fields(start, stop)
+            at = {name: self.record.host_address(name, start) for name in dict.fromkeys((*reads, *writes))}
+            transfers += self.process(start, stop, at) or ()
+            for name in writes:
+                self.note_written(name, start, stop)
+        for transfer in (*transfers, *self.settle()):
+            transfer.wait()
+
+    def work(
+        self, start: int, stop: int, at: dict[str, int], reads: Sequence[str], writes: Sequence[str]
+    ) -> Sequence[Transfer] | None:
+        """Process one tile; compare the checksums of what was read, and keep those of what is to be written.
+
+        Raises: CorruptionError. What the tile holds then is used no more: its pass is never over.
+        """
+        packed = self.record.packed
+        if packed:  # these are summed up when their span comes and goes
+            reads, writes = ([name for name in names if name not in packed] for names in (reads, writes))
+        sums, on_the_way = self.record.sums(start, stop, at, reads, writes), self.sums_up(start, stop)
+        if not on_the_way:
+            sums.compare()
+        self.sums = sums.fields if on_the_way else None
+        more = self.process(start, stop, at)
+        if on_the_way:
+            sums.compare(taken=True)
+        sums.keep(taken=on_the_way)
+        return more
+
+    def read(
+        self, name: str, start: int, stop: int, address: int, owner: object, *, more: bool = False
+    ) -> Transfer:
+        """Begin to read a tile of a field on NVMe to `address`. more: see Request."""
+        if name in self.record.packed:
+            return self._packed.read(name, start, stop, address, urgent=self.urgent)
+        return self.record.read(name, start, stop, address, owner, urgent=self.urgent, more=more)
+
+    def write(
+        self, name: str, start: int, stop: int, address: int, owner: object, *, more: bool = False
+    ) -> Transfer:
+        """Begin to write a tile of a field on NVMe, or put it to others that are written with it, the last of
+        them in `settle`. more: see Request.
+        """
+        if name in self.record.packed:
+            return self._packed.write(name, start, stop, address)
+        return self.record.write(name, start, stop, address, owner, more=more)
+
+    def ordered(self, names: Iterable[str]) -> list[str]:
+        """Put fields in the order in which to read or write them: the last one is a transfer in any case."""
+        packed = self.record.packed
+        return sorted(names, key=packed.__contains__, reverse=True) if packed else list(names)
+
+    def note_written(self, name: str, start: int, stop: int) -> None:
+        """Remember that a tile of a field was written where it lies: see Record, and packing."""
+        (self._packed if name in self.record.packed else self.record).note_written(name, start, stop)
+
+    def settle(self) -> Sequence[Transfer]:
+        """Begin to write what is left, when the last tile was worked on."""
+        return self._packed.settle()

@@ -1,0 +1,443 @@
+"""Which units are resident when, decided alike for a running engine and for a forecast of it. Pure: no torch,
+no I/O.
+
+[Note: residence]
+A use of a unit makes it resident, and begins the fetches that the plan puts there: they are *owed* until the
+window has room for them. When the last user of a unit is gone, the unit waits in the window for its next
+use if the plan keeps it and nothing is pending for it; else it leaves the device. An update in the backward
+that starts from a unit's values is *lent* their memory, and releases it. A use that the plan did not foresee
+takes the same path without prefetch: its unit is fetched on demand, and counted as a miss.
+
+Residency decides all that. Subclasses carry it out: units/residency.py with passes of the lane, forecast.py
+with passes on a simulated clock.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+from infinity.planning.queue import THERE, Job, PassLane, QueuedPass
+
+STALLS = ("read", "slot", "update")
+"""Why computing waits for a unit: it is being read; its read waits for a free slot; it is being updated."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened since the start: uses, and how they were met."""
+
+    uses: int = 0
+    hits: int = 0
+    """Uses that found the unit resident, or on its way."""
+    misses: int = 0
+    """Uses that had to ask for it."""
+    divergences: int = 0
+    """Uses that were not the next one of the plan."""
+    stalls_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STALLS, 0.0))
+    """Seconds that computing waited for a unit, by cause."""
+    steps: int = 0
+    plans: int = 0
+
+    def count_plan(self) -> None:
+        """A plan was made."""
+        self.plans += 1
+
+    def count_step(self) -> None:
+        """A step was closed."""
+        self.steps += 1
+
+    def count_use(self) -> None:
+        """A unit was used."""
+        self.uses += 1
+
+    def count_met(self, *, missed: bool = False) -> None:
+        """A use found its unit resident or on its way, or had to ask for it."""
+        self.misses += missed
+        self.hits += not missed
+
+    def note_divergences(self, so_far: int) -> None:
+        """So many uses were not the next one of the plan."""
+        self.divergences = so_far
+
+    def stalled(self, cause: str, seconds: float) -> None:
+        """Computing waited for a unit."""
+        self.stalls_s[cause] += seconds
+
+
+_UpdateT = TypeVar("_UpdateT", bound=QueuedPass[Any])
+
+
+class Residence(Generic[_UpdateT]):
+    """Whether one unit is on the device: what brings it there, who uses it, which pass is lent its memory
+    afterwards. Written by Residency; passes that end do so with the lane's lock held.
+    """
+
+    __slots__ = ("_began_s", "_charged", "_deferred", "_fetch", "_lent", "users", "uses")
+
+    def __init__(self) -> None:
+        """Begin off the device."""
+        self._fetch: Job | None = None
+        self._lent: _UpdateT | None = None
+        self._deferred: list[_UpdateT] = []
+        self._charged: int | None = None
+        self._began_s = 0.0
+        self.users = 0
+        """Frames and backward leases that need the unit attached."""
+        self.uses = 0
+        """Uses since the model was built."""
+
+    @property
+    def fetch(self) -> Job | None:
+        """What makes, or made, the unit resident; None while it is not."""
+        return self._fetch
+
+    @property
+    def processed(self) -> bool:
+        """Whether the values have arrived."""
+        fetch = self._fetch  # read once: the lane may take it away
+        return fetch is not None and fetch.done
+
+    def come(self, fetch: Job) -> None:
+        """Be resident, or on the way, by `fetch`."""
+        self._fetch = fetch
+
+    def go(self) -> None:
+        """Be off the device."""
+        self._fetch = None
+
+    # Uses
+
+    def count_use(self) -> None:
+        """Count a use."""
+        self.uses += 1
+
+    def begin(self) -> None:
+        """The unit was attached now, for its first user."""
+        self._began_s = time.perf_counter()
+
+    @property
+    def began_s(self) -> float:
+        """When it was attached, by time.perf_counter."""
+        return self._began_s
+
+    def use(self) -> None:
+        """Count a user."""
+        self.users += 1
+
+    def drop(self) -> bool:
+        """Count a user less; return whether it was the last one."""
+        self.users -= 1
+        return not self.users
+
+    # Waiting for a use
+
+    @property
+    def waits(self) -> bool:
+        """Whether the unit is resident ahead of its use, and charged for it."""
+        return self._charged is not None
+
+    def charge(self, nbytes: int) -> None:
+        """Note the bytes that are charged while it waits."""
+        self._charged = nbytes
+
+    def uncharge(self) -> int | None:
+        """Wait no more; return the bytes that were charged, None where there were none."""
+        charged, self._charged = self._charged, None
+        return charged
+
+    # Its memory afterwards
+
+    @property
+    def lent(self) -> _UpdateT | None:
+        """The pass that works on the memory of a unit without users, and releases it afterwards."""
+        return self._lent
+
+    def lend(self, job: _UpdateT) -> None:
+        """Leave the memory to a pass."""
+        self._lent = job
+
+    def given_back(self) -> None:
+        """The pass to which the memory was lent is done with it."""
+        self._lent = None
+
+    @property
+    def has_deferred(self) -> bool:
+        """Whether passes begin as soon as the last user is gone."""
+        return bool(self._deferred)
+
+    def defer(self, job: _UpdateT) -> None:
+        """Have a pass begin as soon as the last user is gone; the first is lent the memory."""
+        self._deferred.append(job)
+
+    def take_deferred(self) -> list[_UpdateT]:
+        """Return those passes, which wait no more."""
+        jobs, self._deferred = self._deferred, []
+        return jobs
+
+
+class PlacedUnit(Protocol):
+    """A unit, as Residency sees it."""
+
+    index: int
+    record: Any
+    residence: Residence[Any]
+
+    @property
+    def window_nbytes(self) -> int:
+        """Bytes that it takes of the window while it waits for its use."""
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it is always where it computes: being resident takes no memory and no transfer."""
+
+    @property
+    def pending(self) -> object:
+        """True while updates wait for the next pass over its record."""
+
+    def allocate(self) -> None:
+        """Give it memory: with its values, if `in_place`, else undefined."""
+
+    def deallocate(self) -> None:
+        """Give the memory back."""
+
+    def lend_to(self, job: Any) -> None:
+        """Have an update that was not queued yet start from the unit's values."""
+
+
+class Window(Protocol):
+    """The share of the budget for units that wait, resident, for their use."""
+
+    def try_reserve(self, nbytes: int) -> bool:
+        """Take `nbytes` if the share has them."""
+
+    def release(self, nbytes: int) -> None:
+        """Give back `nbytes` that were reserved."""
+
+
+_UnitT = TypeVar("_UnitT", bound=PlacedUnit)
+
+
+class Residency(ABC, Generic[_UnitT, _UpdateT]):
+    """Decides when units are fetched, wait and leave: see [Note: residence]. Called from the one thread that
+    computes.
+    """
+
+    def __init__(self, window: Window, lane: PassLane, *, on_host: bool, in_order: bool) -> None:
+        """Begin without units. window: what units that wait are charged to. on_host: the CPU computes,
+        so that an update can start from the values of a resident unit. in_order: other ranks fetch in the
+        same order, which may not depend on this rank's timing.
+        """
+        self.units: Sequence[_UnitT] = ()
+        self.counts = Counts()
+        self._window, self._lane = window, lane
+        self._on_host, self._in_order = on_host, in_order
+        self._owed: deque[int] = deque()
+        self._staying: set[_UnitT] = set()
+        self._whole = False
+
+    @abstractmethod
+    def _begin_fetch(self, unit: _UnitT, *, urgent: bool) -> Job:
+        """Queue the pass that brings a unit's values to its memory, with the updates pending for it."""
+
+    def _arrived(self, unit: _UnitT) -> None:
+        """Have later computing see the values that a fetch has brought."""
+
+    @abstractmethod
+    def _make_update(self, unit: _UnitT, *, resident: bool) -> _UpdateT:
+        """Return a pass that applies the pending updates: to the unit's values, which it will be lent, if
+        `resident`, or to its record.
+        """
+
+    @abstractmethod
+    def _wait(self, job: Job, cause: str) -> None:
+        """Wait for what computing cannot go on without; count the time for `cause`, "read" or "update"."""
+
+    # Uses
+
+    def use(self, unit: _UnitT, fetch: Iterable[int], *, keep: bool) -> None:
+        """Make a unit resident for a use. By the plan, the fetches of the units `fetch` begin with it; `keep`
+        says whether the unit stays afterwards.
+        """
+        if keep:
+            self._staying.add(unit)
+        else:
+            self._staying.discard(unit)
+        self.make_resident(unit)
+        self._owed.extend(fetch)
+        self.fetch_owed()
+
+    def make_resident(self, unit: _UnitT) -> None:
+        """Return when `unit` holds its current values on the device. It stays until it is released."""
+        self._end_waiting(unit)
+        residence = unit.residence
+        if residence.fetch is not None and (lent := residence.lent) is not None:
+            self._wait(lent, "update")
+        job = residence.fetch
+        if job is not None:
+            self.counts.count_met()
+        elif self._is_there(unit):
+            unit.allocate()
+            residence.come(THERE)
+            self.counts.count_met()
+            return
+        else:
+            job = self._fetch(unit, urgent=True)
+            self.counts.count_met(missed=not job.done)
+        if not job.done:
+            self._lane.promote(unit.record)
+            self._wait(job, "read")
+        self._arrived(unit)
+
+    def _is_there(self, unit: _UnitT) -> bool:
+        """Whether the present values lie in the memory that computes, without a fetch. The lane is asked
+        first: a pass that was lent the memory has given it back.
+        """
+        return self._lane.settled(unit.record) and unit.in_place and not unit.pending
+
+    def look_again(self, upcoming: Iterable[_UnitT], room_nbytes: int, but: _UnitT) -> None:
+        """After a use that was not the planned one, of `but`: owe the units that are needed next, as many as
+        `room_nbytes` has room for, and evict the others that wait.
+        """
+        wanted: dict[int, None] = {}
+        for unit in upcoming:
+            if unit.index in wanted or unit is but:
+                continue
+            room_nbytes -= unit.window_nbytes
+            if room_nbytes < 0:
+                break
+            wanted[unit.index] = None
+        for unit in self.units:
+            if unit.residence.waits and unit is not but and unit.index not in wanted:
+                self.evict(unit)
+        self._owed = deque(wanted)
+
+    def release(self, unit: _UnitT) -> None:
+        """The last user of a unit is gone: begin the updates that waited for that, in its memory; or keep it
+        waiting where the plan says so; else take it off the device.
+        """
+        if unit.residence.has_deferred:
+            first, *others = unit.residence.take_deferred()
+            self._lend(unit, first)
+            for job in others:
+                self._lane.submit(job)
+            return
+        stays = self._whole or unit in self._staying
+        if stays and not unit.pending and self._let_wait(unit):
+            return
+        self.evict(unit)
+        self.fetch_owed()
+
+    def _fetch(self, unit: _UnitT, *, urgent: bool) -> Job:
+        unit.allocate()
+        fetch = self._begin_fetch(unit, urgent=urgent)
+        # Now, and not before: it may not stand for a pass that a Ctrl-C kept from the queue.
+        unit.residence.come(fetch)
+        return fetch
+
+    def fetch_owed(self) -> None:
+        """Begin the fetches that the plan asked for, as far as there is room for what waits."""
+        while self._owed:
+            unit = self.units[self._owed[0]]
+            if (lent := unit.residence.lent) is not None:
+                if not self._in_order:
+                    return
+                self._wait(lent, "update")
+            if unit.residence.fetch is None and not self._is_there(unit):
+                if not self._let_wait(unit):
+                    return
+                self._fetch(unit, urgent=False)
+            self._owed.popleft()
+
+    # The window
+
+    def _let_wait(self, unit: _UnitT) -> bool:
+        """Charge a unit for waiting, resident, for its use; False where the window has no room."""
+        nbytes = unit.window_nbytes
+        if not self._window.try_reserve(nbytes):
+            return False
+        unit.residence.charge(nbytes)
+        return True
+
+    def _end_waiting(self, unit: _UnitT) -> None:
+        charged = unit.residence.uncharge()
+        if charged is not None:
+            self._window.release(charged)
+
+    def evict(self, unit: _UnitT) -> None:
+        """Take a unit without users off the device."""
+        if (lent := unit.residence.lent) is not None:
+            lent.wait()
+        job = unit.residence.fetch
+        if job is None:
+            return
+        if not job.done:
+            job.wait()
+        self._end_waiting(unit)
+        unit.residence.go()
+        unit.deallocate()
+
+    def _evict_waiting(self, *, only_pending: bool = False) -> None:
+        for unit in self.units:
+            if unit.residence.waits and (unit.pending or not only_pending):
+                self.evict(unit)
+
+    # Updates in the backward
+
+    def apply(self, unit: _UnitT, on_done: Callable[[], None]) -> _UpdateT:
+        """Apply a unit's pending updates in the backward, from the values on the CPU if they are there, which
+        releases it. on_done: called when the last tile was worked on, under the lane's lock.
+        """
+        residence = unit.residence
+        lent, fetch = residence.lent, residence.fetch
+        if fetch is not None and not fetch.done:
+            fetch.wait()  # else it would go on standing for values of before the update
+        resident = self._on_host and lent is None and residence.processed
+        job = self._make_update(unit, resident=resident)
+        job.call_when_done(on_done)
+        if not resident:
+            self._staying.discard(unit)  # what is on the device is stale from now on
+            if not residence.users:
+                self.evict(unit)
+            self._lane.submit(job)
+        elif residence.users:
+            job.take_over()
+            residence.defer(job)
+        else:
+            self._lend(unit, job)
+        return job
+
+    def _lend(self, unit: _UnitT, job: _UpdateT) -> None:
+        """Leave the memory of a unit without users to a pass that starts from its values, and releases it."""
+        unit.lend_to(job)
+        unit.residence.lend(job)
+        self._end_waiting(unit)
+        job.call_when_done(partial(_give_back, unit, job.on_done))
+        self._lane.submit(job)
+
+    # Steps
+
+    def begin(self, opening: Iterable[int]) -> None:
+        """Begin a step with the fetches that open its plan."""
+        self._owed.extend(opening)
+        self.fetch_owed()
+
+    def end(self) -> None:
+        """A step is over, its updates are decided: what waits for a use is stale."""
+        self._owed.clear()
+        self._staying.clear()
+        self._evict_waiting(only_pending=self._whole)
+
+
+def _give_back(unit: PlacedUnit, before: Callable[[], None] | None) -> None:
+    """Take a unit off the device when the pass that was lent its memory is done with it."""
+    unit.residence.go()
+    unit.deallocate()
+    if before:
+        before()
+    unit.residence.given_back()  # last, so that it says all of it is done
