@@ -182,9 +182,10 @@ def _refuse_taken(optimizer: Owning, parameters: Iterable[nn.Parameter]) -> None
     for parameter in parameters:
         engine = engine_for(parameter)
         if any(id(parameter) in other.mine for other in _others(optimizer, engine)):
+            name = engine.parameters.name_of(parameter)
             raise ValueError(
-                f"{engine.parameters.name_of(parameter)} already belongs to another infinity optimizer. Delete that one "
-                "first, or make one new optimizer for all these parameters, which takes them over."
+                f"{name} already belongs to another infinity optimizer. Delete that one first, or make one "
+                "new optimizer for all these parameters, which takes them over."
             )
 
 
