@@ -10,7 +10,8 @@ from torch import nn
 
 import infinity
 import models
-from infinity.lane.base import Pass, Queue
+from infinity.lane.base import Pass
+from infinity.planning.queue import Queue
 from infinity.reference import prepare
 from infinity.units import unit as unit_module
 from infinity.units.changes import Changes
