@@ -1,7 +1,4 @@
-"""The command `infinity`, and `python -m infinity`: the command line, and the measurements that it offers.
-
-A measurement is imported when it is chosen.
-"""
+"""The command `infinity`, and `python -m infinity`: the command line, with the measurements of `bench`."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ from collections.abc import Sequence
 
 from infinity.cli import main as line
 from infinity.cli.main import Command
+from infinity.planning.outline import Outline
 
 
 def _io() -> Command:
@@ -48,6 +46,12 @@ def _plan() -> Command:
     return planning
 
 
+def _outline_of(model: str) -> Outline:
+    from infinity.bench.planning.sketch import outline_of
+
+    return outline_of(model)
+
+
 BENCHES = {
     "io": (
         _io,
@@ -61,8 +65,8 @@ BENCHES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line asks for, and return the exit code."""
-    return line.main(arguments, BENCHES, _plan)
+    """Run a command line, and return the exit code."""
+    return line.main(arguments, BENCHES, _plan, _outline_of)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""deepspeed.accelerator: the device that computes, by DeepSpeed's calls. What is not here, torch has."""
+"""deepspeed.accelerator: the device that computes. Other calls are those of torch.cuda or torch.cpu."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from infinity.deepspeed.launch import local_rank
 
 
 class Accelerator:
-    """CUDA where there is a GPU, else the CPU."""
+    """The GPU, or the CPU on a machine without one."""
 
     def __init__(self, kind: str) -> None:
         """kind: "cuda" or "cpu"."""
@@ -20,7 +20,7 @@ class Accelerator:
         self._module: Any = torch.cuda if kind == "cuda" else torch.cpu
 
     def __getattr__(self, name: str) -> Any:
-        """Ask torch.cuda, or torch.cpu."""
+        """Look up a name in torch.cuda or torch.cpu."""
         try:
             return getattr(self._module, name)
         except AttributeError:
@@ -34,11 +34,11 @@ class Accelerator:
         return self._kind == "cuda"
 
     def is_available(self) -> bool:
-        """Whether it can compute."""
+        """Return True."""
         return True
 
     def is_synchronized_device(self) -> bool:
-        """Whether an operation is over when its call returns."""
+        """Whether an operation is complete when its call returns."""
         return not self._gpu
 
     def device_name(self, device_index: int | None = None) -> str:
@@ -46,33 +46,33 @@ class Accelerator:
         return self._kind if device_index is None or not self._gpu else f"cuda:{device_index}"
 
     def device(self, device_index: int | None = None) -> Any:
-        """Return torch's context of a device."""
+        """Return torch's device, which is a context manager."""
         return torch.device(self.device_name(device_index))
 
     def device_count(self) -> int:
-        """Return how many there are on this machine."""
+        """Return the number of devices on this machine."""
         return torch.cuda.device_count() if self._gpu else 1
 
     def current_device(self) -> int:
-        """Return the number of this rank's: on a CPU its rank on the machine."""
+        """Return the number of this rank's device; on a CPU the rank on the machine."""
         return torch.cuda.current_device() if self._gpu else local_rank()
 
     def current_device_name(self) -> str:
-        """Return the name of this rank's."""
+        """Return the name of this rank's device."""
         return self.device_name(self.current_device())
 
     def set_device(self, device_index: int) -> None:
-        """Let this rank's be the one of this number."""
+        """Make the device of this number this rank's."""
         if self._gpu:
             torch.cuda.set_device(device_index)
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """Wait for what it computes."""
+        """Wait until the device is idle."""
         if self._gpu:
             torch.cuda.synchronize(device_index)
 
     def communication_backend_name(self) -> str:
-        """Return what torch.distributed exchanges over."""
+        """Return torch.distributed's backend for the device."""
         return "nccl" if self._gpu else "gloo"
 
     def is_bf16_supported(self) -> bool:
@@ -96,45 +96,45 @@ class Accelerator:
         (torch.cuda.manual_seed if self._gpu else torch.manual_seed)(seed)
 
     def manual_seed_all(self, seed: int) -> None:
-        """Seed those of all devices."""
+        """Seed the random numbers of all devices."""
         (torch.cuda.manual_seed_all if self._gpu else torch.manual_seed)(seed)
 
     def empty_cache(self) -> None:
-        """Give memory that torch keeps back to the device."""
+        """Free the memory that torch caches."""
         if self._gpu:
             torch.cuda.empty_cache()
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Return bytes in use: of the device, or of this process."""
+        """Return the bytes in use, on the device or by this process."""
         return torch.cuda.memory_allocated(device_index) if self._gpu else psutil.Process().memory_info().rss
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """Return the most bytes so far, on a GPU; on a CPU those in use."""
+        """Return the most bytes in use so far; on a CPU those in use now."""
         return torch.cuda.max_memory_allocated(device_index) if self._gpu else self.memory_allocated()
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Begin max_memory_allocated anew."""
+        """Restart max_memory_allocated."""
         if self._gpu:
             torch.cuda.reset_peak_memory_stats(device_index)
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Return bytes that the device, or the machine, has."""
+        """Return the bytes of the device's memory, or the machine's."""
         if self._gpu:
             return int(torch.cuda.get_device_properties(device_index or 0).total_memory)
         return int(psutil.virtual_memory().total)
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        """Return the tensor in memory that the device copies from."""
+        """Return the tensor in pinned memory, where there is a GPU."""
         return tensor.pin_memory() if self._gpu else tensor
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies on it."""
+        """Whether a tensor is on the device."""
         return tensor.device.type == self._kind
 
 
 @functools.cache
 def get_accelerator() -> Accelerator:
-    """Return what computes on this machine."""
+    """Return the device that computes on this machine."""
     return Accelerator("cuda" if torch.cuda.is_available() else "cpu")
 
 

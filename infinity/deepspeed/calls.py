@@ -1,12 +1,12 @@
-"""What DeepSpeed's engine and modules have and ours do not, and what to do instead. A table; pure."""
+"""DeepSpeed's names that infinity.deepspeed does not have, and what to use instead. A table; pure."""
 
 from __future__ import annotations
 
 _REPORT = "print(engine.settings.report): what became of every key of the configuration"
-_GROUPS = "ranks share data alone here; torch.distributed has rank and world size"
+_GROUPS = "there is data parallelism alone; torch.distributed has rank and world size"
 COMPILE = "torch.compile cannot follow fetching and releasing; leave it out"
-_GONE = "off, or not supported, as print(engine.settings.report) says; leave it out"
-_REDUCING = "gradients are summed as they come, in fp32; engine.no_sync() postpones that"
+_GONE = "off or not supported, see print(engine.settings.report); leave it out"
+_REDUCING = "gradients are summed when they are complete, in fp32; engine.no_sync() postpones that"
 
 _SETTINGS = """
 aio_config amp_enabled amp_params bf16_master_weights_and_gradients bf16_optimizer_states
@@ -69,15 +69,15 @@ ENGINE: dict[str, str] = {
     "get_wall_clock_timers": '"wall_clock_breakdown": true logs seconds; infinity.stats(engine.module)',
     "is_iterable_style_dataset": "isinstance(data, torch.utils.data.IterableDataset)",
     "is_map_style_dataset": "hasattr(data, '__getitem__')",
-    "load_moe_state_dict": "engine.load_checkpoint loads experts as all else",
+    "load_moe_state_dict": "engine.load_checkpoint loads experts, too",
     "load_module_state_dict": "engine.module.load_state_dict(state_dict)",
     "print_forward_breakdown": '"wall_clock_breakdown": true logs seconds; infinity.stats(engine.module)',
 }
 """Public names of DeepSpeedEngine (0.19)."""
 
-_INIT = "zero.Init builds models that are never held as a whole"
-_WHERE = "infinity.stats(model) says where parameters are"
-_LARGE = "a layer larger than the device: Config(tile_above=...)"
+_INIT = "zero.Init never holds the whole model while it is built"
+_WHERE = "infinity.stats(model) shows where parameters are"
+_LARGE = "for a layer larger than the device: Config(tile_above=...)"
 PACKAGE: dict[str, str] = {
     "DeepSpeedConfig": "infinity.deepspeed.launch.read(file)",
     "DeepSpeedDataLoader": "initialize(training_data=...), or a torch DataLoader",
@@ -96,7 +96,7 @@ PACKAGE: dict[str, str] = {
     "default_inference_config": "model.generate works as it is, on a model built in Init",
     "init_inference": "model.generate works as it is, on a model built in Init",
     "module_inject": "torch's and transformers' own layers",
-    "moe": "transformers' experts work as they are: those that are not used are not fetched",
+    "moe": "transformers' experts work as they are",
     "ops": '"optimizer" in the configuration, or infinity.AdamW, Adam, SGD, Adagrad, Lion',
     "pipe": "a model larger than the device needs no pipeline here",
     "replace_transformer_layer": "torch's and transformers' own layers",
@@ -111,7 +111,7 @@ PACKAGE: dict[str, str] = {
     "zero.unwrap_model_for_generation": "engine.module.generate works as it is",
     "utils.OnDevice": _INIT,
     "utils.get_caller_func": "sys._getframe",
-    "utils.get_numactl_cmd": "`infinity doctor` says what a machine has; torchrun starts ranks",
+    "utils.get_numactl_cmd": "`infinity doctor` shows the machine; torchrun starts ranks",
     "utils.groups": _GROUPS,
     "utils.instrument_w_nvtx": "torch.cuda.nvtx.range",
     "utils.log_dist_once": "utils.log_dist",
@@ -129,7 +129,7 @@ PACKAGE: dict[str, str] = {
             "utils.set_full_hp_param",
             "utils.tensor_fragment",
         ),
-        "utils.safe_get_full_fp32_param and its kin",
+        "utils.safe_get_full_fp32_param and the like",
     ),
     **dict.fromkeys(
         (
@@ -139,14 +139,14 @@ PACKAGE: dict[str, str] = {
             "utils.z3_leaf_module",
             "utils.z3_leaf_parameter",
         ),
-        "what a module uses is fetched when it is used; leave it out",
+        "parameters are fetched when they are used; leave it out",
     ),
 }
 """Public names of the package."""
 
 
 def missing(module: str, name: str) -> str:
-    """Return what to say of a name that a module of infinity.deepspeed does not have."""
+    """Return the error text for a name that a module of infinity.deepspeed does not have."""
     path = name if module == "" else f"{module}.{name}"
     instead = PACKAGE.get(path)
     where = f"infinity.deepspeed{'.' if module else ''}{module}"

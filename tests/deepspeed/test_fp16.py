@@ -10,7 +10,7 @@ import torch
 import infinity
 import models
 from infinity import ConfigError
-from infinity.config.loss_scale import Scaling
+from infinity.config.loss_scale import LossScale, Scaling
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.reference import recipe as reference
 
@@ -60,7 +60,7 @@ def recipe(backwards, scaling, accumulate=1):
     torch.manual_seed(0)
     model = prepare(models.MODELS["llama"](), torch.float16)
     optimizer = ReferenceAdamW(model.parameters(), **ADAM)
-    scale, shown = scaling.begin(), []
+    scale, shown = LossScale(scaling), []
     for number in range(backwards):
         ids = models.batch(number)
         loss = model(input_ids=ids, labels=ids).loss * planted(number)
