@@ -51,6 +51,14 @@ _SUMMED = "gradients are summed in fp32"
 _STATS = "wall_clock_breakdown, infinity.stats"
 _SAVED = "each saved input is stored by itself"
 _MONITOR = "losses, rates and seconds are written there"
+_ON_USE = "parameters are fetched when they are used, experts' too"
+_MEASURED = "measured when a disk is first used"
+
+
+def _all(sections: str, names: str, takes: str, says: str) -> dict[str, tuple[str, str]]:
+    """Return the same entry for each of several names in each of several sections."""
+    return {section + name: (takes, says) for section in sections.split() for name in names.split()}
+
 
 HONOURED = {
     "train_batch_size": ("count", "micro batch x accumulation x ranks"),
@@ -93,15 +101,9 @@ HONOURED = {
     "checkpoint.tag_validation": ("text", "one process names the tag"),
     "dataloader_drop_last": ("switch", "of the data loader that initialize makes"),
     "activation_checkpointing.cpu_checkpointing": ("switch", 'Config(offload_activations="host")'),
-    **{
-        f"{section}.{name}": (takes, _MONITOR)
-        for section, names in {
-            "tensorboard": ("output_path", "job_name"),
-            "csv_monitor": ("output_path", "job_name"),
-            "wandb": ("group", "team", "project"),
-        }.items()
-        for name, takes in {"enabled": "switch", **dict.fromkeys(names, "text")}.items()
-    },
+    **_all("tensorboard. csv_monitor. wandb.", "enabled", "switch", _MONITOR),
+    **_all("tensorboard. csv_monitor.", "output_path job_name", "text", _MONITOR),
+    **_all("wandb.", "group team project", "text", _MONITOR),
     "steps_per_print": ("count", "steps between two lines in the log"),
     "wall_clock_breakdown": ("switch", "seconds of forward, backward and step, in the log"),
     "dump_state": ("switch", "this report, in the log"),
@@ -109,51 +111,29 @@ HONOURED = {
 }
 
 UNNECESSARY = {
-    **dict.fromkeys(
-        [_ZERO + name for name in ("reduce_bucket_size", "allgather_bucket_size")], ("size", _REDUCE)
+    **_all(_ZERO, "reduce_bucket_size allgather_bucket_size", "size", _REDUCE),
+    **_all(
+        _ZERO,
+        "contiguous_gradients reduce_scatter allgather_partitions use_multi_rank_bucket_allreduce "
+        "round_robin_gradients parameter_alignment stage3_use_all_reduce_for_fetch_params "
+        "stage3_allgather_sequential",
+        "switch",
+        _REDUCE,
     ),
-    **dict.fromkeys(
-        [
-            _ZERO + name
-            for name in (
-                "contiguous_gradients",
-                "reduce_scatter",
-                "allgather_partitions",
-                "use_multi_rank_bucket_allreduce",
-                "round_robin_gradients",
-                "parameter_alignment",
-                "stage3_use_all_reduce_for_fetch_params",
-                "stage3_allgather_sequential",
-            )
-        ],
-        ("switch", _REDUCE),
+    **_all(
+        _ZERO,
+        "stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_model_persistence_threshold "
+        "stage3_max_live_parameters stage3_max_reuse_distance stage3_module_granularity_threshold",
+        "size",
+        _FETCH,
     ),
-    **dict.fromkeys(
-        [
-            _ZERO + name
-            for name in (
-                "stage3_prefetch_bucket_size",
-                "stage3_param_persistence_threshold",
-                "stage3_model_persistence_threshold",
-                "stage3_max_live_parameters",
-                "stage3_max_reuse_distance",
-                "stage3_module_granularity_threshold",
-            )
-        ],
-        ("size", _FETCH),
-    ),
-    **dict.fromkeys(
-        [_ZERO + "leaf_module." + name for name in ("classes", "names", "name_suffixes")],
-        ("anything", "parameters are fetched when they are used, experts' too"),
-    ),
-    **dict.fromkeys([_PARAM + "pin_memory", _OPTIMIZER + "pin_memory"], ("switch", _PINNED)),
+    **_all(_ZERO + "leaf_module.", "classes names name_suffixes", "anything", _ON_USE),
+    **_all(f"{_PARAM} {_OPTIMIZER}", "pin_memory", "switch", _PINNED),
     _ZERO + "cpu_offload_use_pin_memory": ("switch", _PINNED),
-    _PARAM + "buffer_count": ("size", _BUDGET),
-    _PARAM + "buffer_size": ("size", _BUDGET),
+    **_all(_PARAM, "buffer_count buffer_size", "size", _BUDGET),
     _PARAM + "max_in_cpu": ("size", _PLACED),
     _OPTIMIZER + "buffer_count": ("size", _BUDGET),
-    _OPTIMIZER + "pipeline_read": ("switch", _OVERLAP),
-    _OPTIMIZER + "pipeline_write": ("switch", _OVERLAP),
+    **_all(_OPTIMIZER, "pipeline_read pipeline_write", "switch", _OVERLAP),
     _OPTIMIZER + "fast_init": ("switch", "moments that are still zero are not written"),
     _OPTIMIZER + "ratio": ("share", _PLACED),
     _OPTIMIZER + "super_offload": ("switch", "updates always run while the model computes"),
@@ -171,10 +151,7 @@ UNNECESSARY = {
     _ZERO + "log_trace_cache_warnings": ("switch", "infinity.stats counts divergences from the plan"),
     _ZERO + "enable_sanity_checks": ("switch", "every completion and every record is checked"),
     _ZERO + "save_muon_momentum_buffer_in_memory": ("switch", "Muon is not supported"),
-    **{
-        "aio." + name: ("size", "measured when a disk is first used")
-        for name in ("block_size", "queue_depth", "thread_count", "intra_op_parallelism")
-    },
+    **_all("aio.", "block_size queue_depth thread_count intra_op_parallelism", "size", _MEASURED),
     "aio.single_submit": ("switch", "requests are submitted as the kernel takes them best"),
     "aio.overlap_events": ("switch", "submitting and completing always overlap"),
     "bf16.immediate_grad_update": ("switch", "each gradient is stored as soon as it is complete"),
@@ -214,6 +191,12 @@ UNNECESSARY = {
     "global_rank": ("size", "the rank of torch.distributed"),
 }
 
+_OTHER_OPTIMIZERS = """
+comm_backend_name cuda_aware freeze_step var_freeze_step var_update_scaler local_step_scaler
+local_step_clipper max_coeff min_coeff coeff_beta factor_max factor_min factor_threshold muon_lr adam_lr
+ns_method
+"""
+_IN_16_BITS = "weights and gradients move in 16 bits; leave it out"
 UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...], str]] = {
     "fp16.fp16_master_weights_and_grads": ("switch", (False,), "masters stay fp32; leave it out"),
     "bf16.bf16_master_weights_and_grads": ("switch", (False,), "masters stay fp32; leave it out"),
@@ -231,36 +214,15 @@ UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...], str]] = {
     "optimizer.params.differentiable": ("switch", (False,), "leave it out"),
     **{
         "optimizer.params." + name: ("anything", (), "of an optimizer that is not supported; AdamW")
-        for name in (
-            "comm_backend_name",
-            "cuda_aware",
-            "freeze_step",
-            "var_freeze_step",
-            "var_update_scaler",
-            "local_step_scaler",
-            "local_step_clipper",
-            "max_coeff",
-            "min_coeff",
-            "coeff_beta",
-            "factor_max",
-            "factor_min",
-            "factor_threshold",
-            "muon_lr",
-            "adam_lr",
-            "ns_method",
-        )
+        for name in _OTHER_OPTIMIZERS.split()
     },
     "aio.use_gds": ("switch", (False,), "records pass through host memory; leave it out"),
     "gradient_allreduce_op": ("text", ("mean",), "scale the loss instead"),
     "checkpoint.load_universal": ("switch", (False,), "any checkpoint loads on any number of ranks"),
     "data_types.gradient_dtype": ("text", (), "gradients have the type of the weights"),
     **{
-        _ZERO + name: ("switch", (False,), "weights and gradients move in 16 bits; leave it out")
-        for name in (
-            "zero_quantized_weights",
-            "zero_quantized_nontrainable_weights",
-            "zero_quantized_gradients",
-        )
+        f"{_ZERO}zero_quantized_{name}": ("switch", (False,), _IN_16_BITS)
+        for name in ("weights", "nontrainable_weights", "gradients")
     },
     _ZERO + "compute_grad_norm": ("switch", (True,), "gradient_clipping: 0 leaves the norm out"),
     _ZERO + "zero_hpz_partition_size": ("size", (0, 1), "all ranks partition alike; leave it out"),
