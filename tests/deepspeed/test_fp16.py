@@ -163,7 +163,9 @@ def test_the_optimizer_that_the_file_names_is_made_with_its_options(folder, opti
 
 def test_an_option_of_another_optimizer_is_refused_by_name(folder):
     config = configuration(folder, optimizer={"type": "Lion", "params": {"eps": 1e-8}})
-    with pytest.raises(ConfigError, match=r"optimizer.params.eps = 1e-08: not supported \(Lion has no such option"):
+    with pytest.raises(
+        ConfigError, match=r"optimizer.params.eps = 1e-08: not supported \(Lion has no such option"
+    ):
         llama(config)
 
 
