@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from infinity.cli import main as line
 from infinity.cli.main import Command
+from infinity.planning.outline import Outline
 
 
 def _io() -> Command:
@@ -48,6 +49,12 @@ def _plan() -> Command:
     return planning
 
 
+def _outline_of(model: str) -> Outline:
+    from infinity.bench.planning.sketch import outline_of
+
+    return outline_of(model)
+
+
 BENCHES = {
     "io": (
         _io,
@@ -62,7 +69,7 @@ BENCHES = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    return line.main(arguments, BENCHES, _plan)
+    return line.main(arguments, BENCHES, _plan, _outline_of)
 
 
 if __name__ == "__main__":

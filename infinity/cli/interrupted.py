@@ -1,4 +1,4 @@
-"""Ctrl-C and a request to end, as one exception, raised once."""
+"""SIGINT and SIGTERM as one exception, raised once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import FrameType
 
 
 class Interrupted(BaseException):
-    """Ctrl-C, or a request to end."""
+    """SIGINT or SIGTERM has arrived."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -19,9 +19,9 @@ class Interrupted(BaseException):
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Callable[[], None]]:
-    """Turn SIGINT and SIGTERM into Interrupted, once; a second one ends the process at once.
+    """Raise the first SIGINT or SIGTERM as Interrupted; a second one ends the process immediately.
 
-    Gives a function that raises what a signal asked for: Python swallows what is raised inside a destructor.
+    Yields a function that raises Interrupted again: Python swallows an exception inside a destructor.
     """
     came: list[int] = []
 
@@ -45,20 +45,20 @@ def interruptible() -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Let SIGINT and SIGTERM come at the end of the `with`, and not in the middle: what is begun there can be
-    ended by whoever began it. They interrupt the main thread alone; in others this does nothing.
+    """Delay SIGINT and SIGTERM to the end of the `with`, so that the caller knows a process begun there.
+    Signals interrupt the main thread alone; in other threads this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     came: list[int] = []
-    hold = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
-    for one in hold:
+    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    for one in before:
         signal.signal(one, lambda number, _: came.append(number))
     try:
         yield
     finally:
-        for one, action in hold.items():
+        for one, action in before.items():
             signal.signal(one, action)
         for number in came[:1]:
             signal.raise_signal(number)

@@ -1,7 +1,9 @@
 """The command line: `infinity train`, `doctor`, `export`, `bench` and `plan`.
 
-Exit codes: 0 done; 1 an error, told in one paragraph on stderr, or (`doctor`, `plan`) an answer that is no; 2
-arguments that cannot be parsed, told by argparse; 130 Ctrl-C; 143 SIGTERM.
+Exit codes: 0 success; 1 an error, with one paragraph on stderr, or (`doctor`, `plan`) a negative answer; 2
+invalid arguments; 130 Ctrl-C; 143 SIGTERM.
+
+Each command imports its modules when it is chosen, so that `infinity --help` answers at once.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import math
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
@@ -22,16 +25,22 @@ from infinity.cli.interrupted import Interrupted
 from infinity.cli.presets import PRESETS
 from infinity.cli.settings import TrainSettings
 from infinity.errors import ConfigError, InfinityError
+from infinity.planning.outline import Outline
 from infinity.sizes import parse_size
 
 _ENGINES = ("io_uring", "threads", "buffered")
 _DEFAULT = TrainSettings()
-_EXPORT = "Hugging Face's files from a checkpoint, for from_pretrained and all else that reads them"
+_EXPORT = "write a checkpoint as Hugging Face's files, for from_pretrained"
 _PLAN = "will a model fit, how fast will it train, what limits it: without training it"
+_MODEL = "a preset or a config.json of transformers, whose needs are compared with space and memory"
+_COMPLETION = "print the completion of a shell, to be sourced: infinity --completion bash"
 
 
 class Command(Protocol):
-    """A module that says what a command takes and does."""
+    """A module with the arguments and the function of a command.
+
+    spelled_out(arguments), if it has that, translates old spellings of arguments.
+    """
 
     HELP: str
 
@@ -39,11 +48,13 @@ class Command(Protocol):
         """Add its arguments."""
 
     def run(self, options: argparse.Namespace, console: Console) -> int:
-        """Return the exit code."""
+        """Run the command; return the exit code."""
 
 
 Load = Callable[[], Command]
-"""Imports a command, once it is chosen: `infinity --help` waits for none."""
+"""Imports a command."""
+OutlineOf = Callable[[str], Outline]
+"""Returns the outline of a preset, or of a model that a config.json describes."""
 
 
 def _export() -> Command:
@@ -52,15 +63,20 @@ def _export() -> Command:
     return export
 
 
-def main(arguments: Sequence[str] | None, benches: Mapping[str, tuple[Load, str]], plan: Load) -> int:
-    """Do what the command line asks for, and return the exit code.
+def main(
+    arguments: Sequence[str] | None,
+    benches: Mapping[str, tuple[Load, str]],
+    plan: Load,
+    outline_of: OutlineOf,
+) -> int:
+    """Run a command line, and return the exit code.
 
-    arguments: None for the process's. benches, by name and each with its help, and plan: measurements, which
-    lie above this package, and which `infinity.__main__` has.
+    arguments: None for the process's. benches (by name, each with its help), plan and outline_of: from
+    packages above this one, by `infinity.__main__`.
     """
-    parser = _parser(benches, plan)
+    parser = _parser(benches, plan, outline_of)
     try:
-        options = parser.parse_args(arguments)  # imports what the command needs, for seconds
+        options = parser.parse_args(arguments)  # imports the command, which takes seconds
     except KeyboardInterrupt:
         return 130
     try:
@@ -80,9 +96,7 @@ def main(arguments: Sequence[str] | None, benches: Mapping[str, tuple[Load, str]
 
 
 def describe(error: BaseException) -> str:
-    """Put an error in one paragraph: its message, the notes it got on its way, and what caused it, unless the
-    message has told that already.
-    """
+    """Return an error as one paragraph: its message, its notes, and its cause, unless the message has it."""
     message = str(error) or type(error).__name__
     if type(error).__str__ is OSError.__str__ and isinstance(error, OSError) and error.filename is not None:
         message = f"{error.filename}: {error.strerror}"
@@ -95,44 +109,71 @@ def describe(error: BaseException) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that has `load` import a command and asks it for its arguments, once it is chosen.
-
-    The command has HELP, add_arguments(parser) and run(options, console), which returns the exit code; where
-    arguments have been written otherwise before, spelled_out(arguments) returns what they mean now.
-    """
+    """A parser whose command is imported, and adds its arguments, when it is chosen."""
 
     def __init__(self, *, load: Load | None = None, **settings: Any) -> None:
         super().__init__(**settings)
         self._load = load
+        self._spelled_out: Callable[[Any], Any] = list
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.complete()
+        return super().parse_known_args(args if args is None else self._spelled_out(args), namespace)
+
+    def complete(self) -> None:
+        """Import the command, and add its arguments, unless that is done."""
         if self._load is not None:
             command, self._load = self._load(), None
             self.description = command.HELP
             command.add_arguments(self)
             self.add_argument("--traceback", action="store_true", help="show where an error came from")
             self.set_defaults(run=lambda options: _measure(command.run, options))
-            args = getattr(command, "spelled_out", list)(args)
-        return super().parse_known_args(args, namespace)
+            self._spelled_out = getattr(command, "spelled_out", list)
 
 
-def _parser(benches: Mapping[str, tuple[Load, str]], plan: Load) -> argparse.ArgumentParser:
+class _Completion(argparse.Action):
+    """Prints a shell's completion script, with shtab, and exits. It imports every command."""
+
+    def __call__(self, parser: argparse.ArgumentParser, _: Any, shell: Any, flag: str | None = None) -> None:
+        try:
+            import shtab
+        except ImportError:
+            parser.error(f"{flag} needs shtab: pip install 'zero-infinity[completion]'")
+        _complete_all(parser)
+        sys.stdout.write(shtab.complete(parser, shell=shell) + "\n")
+        parser.exit()
+
+
+def _complete_all(parser: argparse.ArgumentParser) -> None:
+    if isinstance(parser, _Parser):
+        parser.complete()
+    for action in parser._actions:  # noqa: SLF001 - argparse has no other list of its parsers
+        if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001 - the same
+            for below in action.choices.values():
+                _complete_all(below)
+
+
+def _parser(
+    benches: Mapping[str, tuple[Load, str]], plan: Load, outline_of: OutlineOf
+) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="infinity",
         description="Train models larger than GPU and host memory, by streaming their state from NVMe.",
     )
     parser.add_argument("--version", action="version", version=f"infinity {_version()}")
+    parser.add_argument("--completion", choices=("bash", "zsh"), action=_Completion, help=_COMPLETION)
     parser.set_defaults(run=_helping(parser))
     commands = parser.add_subparsers(dest="command", metavar="train | doctor | export | bench | plan")
     _add_train(
         commands.add_parser("train", help="train a byte-level language model on a text file or folder")
     )
-    doctor = commands.add_parser("doctor", help="say what this machine offers, and what to fix")
-    nvme = "a folder to look at; may be repeated (default: this one)"
+    doctor = commands.add_parser("doctor", help="show what this machine offers, and what to fix")
+    nvme = "a folder to examine; may be repeated (default: this one)"
     doctor.add_argument("--nvme", metavar="DIR", action="append", help=nvme)
-    measure = "measure the disks anew, in some seconds each, and keep the result for training"
+    measure = "measure the disks again, for some seconds each, and keep the result for training"
     doctor.add_argument("--measure", action="store_true", help=measure)
-    doctor.set_defaults(run=_doctor)
+    doctor.add_argument("--model", metavar="MODEL", help=_MODEL)
+    doctor.set_defaults(run=lambda options: _doctor(options, outline_of))
     commands.add_parser("export", help=_EXPORT, load=_export)
     bench = commands.add_parser("bench", help="measure the disk, the kernels, whole steps, copies")
     bench.set_defaults(run=_helping(bench))
@@ -166,8 +207,8 @@ def _add_model(add: Callable[..., object], add_advanced: Callable[..., object]) 
     text = "a text file or folder (default: the sources of Python's standard library)"
     add("--text", metavar="PATH", help=text)
     nvme = (
-        "folder for the state (default: the run's own); its files have no name and vanish by themselves; "
-        "repeated, the state is striped over all of them"
+        "folder for the state (default: the run's own); its files have no names and vanish at the end; "
+        "may be repeated: the state is striped over all folders"
     )
     add("--nvme", metavar="DIR", action="append", help=nvme)
     in_host_memory = "keep all state in host memory"
@@ -176,7 +217,7 @@ def _add_model(add: Callable[..., object], add_advanced: Callable[..., object]) 
     add("--host-memory", type=_size, metavar="SIZE", help=budget)
     add("--device", default=_DEFAULT.device, help='where the model computes, "cpu" or "cuda" (cpu)')
     add_advanced("--aio", choices=_ENGINES, help="the I/O engine (default: the best that works)")
-    computes = "what computes; fp16 with a loss scale that follows the gradients (bf16)"
+    computes = "the compute type; fp16 with a dynamic loss scale (bf16)"
     add("--dtype", choices=("bf16", "fp16", "fp32"), default=_DEFAULT.dtype, help=computes)
     state = "how moments are stored: exactly, or in fewer bytes (fp32)"
     add("--state-dtype", choices=("fp32", "bf16", "int8"), default=_DEFAULT.state_dtype, help=state)
@@ -196,12 +237,12 @@ def _add_recipe(add: Callable[..., object], add_advanced: Callable[..., object])
     number("--micro-batches", _at_least(1), micro_batches, add_advanced)
     number("--accumulate", _at_least(1), "forwards and backwards per step")
     number("--lr", _not_negative, "the highest learning rate")
-    number("--weight-decay", _not_negative, "decoupled, as AdamW has it")
+    number("--weight-decay", _not_negative, "decoupled, as in AdamW")
     number("--warmup", _at_least(0), "steps in which the rate rises, before it falls along a cosine")
     number("--seed", _at_least(0), "of weights and text")
     checkpointing = "recompute activations in the backward (on)"
     add("--checkpointing", action=argparse.BooleanOptionalAction, default=True, help=checkpointing)
-    offload = "keep the blocks' inputs there until the backward: within --host-memory, or on NVMe (neither)"
+    offload = "where to keep the blocks' inputs until the backward: in --host-memory, or on NVMe (neither)"
     add_advanced("--offload-activations", choices=("host", "nvme"), help=offload)
     add("--max-norm", type=_norm, metavar="X", help="clip the gradients' norm (none)")
     update = "when updates are applied (auto: in the backward, unless gradients are clipped or accumulated)"
@@ -209,18 +250,18 @@ def _add_recipe(add: Callable[..., object], add_advanced: Callable[..., object])
 
 
 def _add_run(add: Callable[..., object], add_advanced: Callable[..., object]) -> None:
-    durable = "commit every so many steps, to go on from after a kill (twice the space)"
+    durable = "commit every so many steps, for --resume after a crash (takes twice the space)"
     add("--durable", metavar="STEPS", type=_at_least(1), nargs="?", const=1, default=0, help=durable)
-    add("--resume", action="store_true", help="go on with the durable run in --nvme, or begin one")
+    add("--resume", action="store_true", help="continue the durable run in --nvme, or begin one")
     add("--out", metavar="DIR", help="a new folder for log and picture (default: runs/<time>)")
     add_advanced(
         "--log-every", type=_at_least(1), default=1, metavar="N", help="steps per line of the log (1)"
     )
-    timeline = "write a trace of the lanes there, for ui.perfetto.dev: a new file, *.json"
+    timeline = "write a trace of the lanes, for ui.perfetto.dev, to a new file, *.json"
     add("--timeline", metavar="FILE", help=timeline)
-    report = "write a picture of the run there, lanes, memory and bytes: a new file, *.html or *.png"
+    report = "write a picture of the run, lanes, memory and bytes, to a new file, *.html or *.png"
     add("--report", metavar="FILE", help=report)
-    plain = "the same in memory, by the reference recipe: for comparison"
+    plain = "train in memory, by the reference recipe, for comparison"
     add_advanced("--plain", action="store_true", help=plain)
     add("--traceback", action="store_true", help="show where an error came from")
 
@@ -241,7 +282,7 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _check(settings: TrainSettings) -> None:
-    """Refuse what excludes each other, and paths that lead nowhere, before anything is built.
+    """Refuse options that exclude each other, and missing paths, before anything is built.
 
     Raises: ConfigError naming the options.
     """
@@ -253,31 +294,31 @@ def _check(settings: TrainSettings) -> None:
         and settings.max_norm is not None,
         "--update backward excludes --accumulate: a second backward would come after the update.": backward
         and settings.accumulate > 1,
-        "--dtype fp16 excludes --update backward, which would apply what overflowed.": fp16 and backward,
+        "--dtype fp16 excludes --update backward, which would apply overflowed gradients.": fp16 and backward,
         "--dtype fp16 excludes --plain: torch's GradScaler refuses gradients of fp16.": fp16
         and settings.plain,
-        f"--dtype {settings.dtype} excludes --state-dtype {settings.state_dtype}: only bf16 goes with it.": (
+        f"--dtype {settings.dtype} excludes --state-dtype {settings.state_dtype}, which needs bf16.": (
             settings.dtype != "bf16" and settings.state_dtype != "fp32"
         ),
         "--micro-batches excludes --no-checkpointing: each block is recomputed in the backward.": tiles
         and not settings.checkpointing,
-        "--offload-activations excludes --no-checkpointing: what a block saves within itself stays.": (
+        "--offload-activations excludes --no-checkpointing: it moves the inputs of checkpointed blocks.": (
             offload is not None and not settings.checkpointing
         ),
         "--offload-activations nvme excludes --no-nvme.": offload == "nvme" and settings.in_host_memory,
         "--no-nvme excludes --nvme.": settings.in_host_memory and nvme,
-        "--durable needs --nvme DIR, a folder to find the run in again, and excludes --plain.": bool(
+        "--durable needs --nvme DIR, a folder that keeps the run, and excludes --plain.": bool(
             settings.durable
         )
         and (not nvme or settings.plain),
-        "--resume goes on with a durable run, and needs --durable.": settings.resume and not settings.durable,
+        "--resume continues a durable run, and needs --durable.": settings.resume and not settings.durable,
     }
     for why, so in excluded.items():
         if so:
             raise ConfigError(f"{why} Leave one out.")
     for what in ("timeline", "report"):
         if settings.plain and getattr(settings, what) is not None:
-            raise ConfigError(f"--plain excludes --{what}: without an engine there are no lanes to show")
+            raise ConfigError(f"--plain excludes --{what}, which shows an engine's lanes. Leave one out.")
     if settings.text is not None and not Path(settings.text).exists():
         raise ConfigError(
             f"--text {settings.text}: there is no such file or folder. Name a text file, or a folder of them."
@@ -286,16 +327,17 @@ def _check(settings: TrainSettings) -> None:
         raise ConfigError(f"--out {settings.out}: that is a file. Name a new folder for the run.")
 
 
-def _doctor(options: argparse.Namespace) -> int:
+def _doctor(options: argparse.Namespace, outline_of: OutlineOf) -> int:
     from infinity.cli.doctor import examine
 
-    examination = examine(options.nvme or ["."], measure=options.measure)
+    model = None if options.model is None else partial(outline_of, options.model)
+    examination = examine(options.nvme or ["."], measure=options.measure, model=model)
     Console().print(examination.table())
     return 0 if examination.healthy and examination.complete else 1
 
 
 def _measure(run: Callable[[argparse.Namespace, Console], int], options: argparse.Namespace) -> int:
-    """Run a measurement; SIGTERM ends it as Ctrl-C does, so that its files and processes go with it."""
+    """Run a measurement. SIGTERM ends it as Ctrl-C does, so that it removes its files and processes."""
 
     def stop(number: int, _: FrameType | None) -> NoReturn:
         raise Interrupted(number)
@@ -314,7 +356,7 @@ def _version() -> str:
         return "(not installed)"
 
 
-# What arguments may be
+# Types of arguments
 
 
 def _at_least(least: int) -> Callable[[str], int]:

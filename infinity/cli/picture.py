@@ -1,4 +1,4 @@
-"""A run at a glance, as a PNG or as one HTML page: lanes and memory over time, and bytes by field."""
+"""A picture of a run, as a PNG or one HTML page: lanes and memory over time, and bytes by field."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ STEPS_SHOWN = 3
 BARS_SHOWN = 60
 """Steps whose bytes are drawn."""
 _ROWS = 3
-"""Deepest overlap that is drawn span by span; beyond that, as how much is under way."""
+"""The deepest overlap that is drawn span by span; deeper ones are drawn as the amount in flight."""
 _EDGED = 200
-"""Bars in a row that still leave room for their edges."""
+"""Bars in a row that leave room for their edges."""
 _BINS = 2000
-"""About as many columns of pixels as the lanes have."""
+"""About the number of columns of pixels in a lane."""
 _COLORS = {"compute": "#4878a8", "work": "#6a9f58", "read": "#85b6b2", "write": "#d1915e"}
 _PHASE = "phase"
 _PHASES = {"forward": "#7ba3cc", "backward": "#4878a8", "step": "#2f5277"}
@@ -49,7 +49,7 @@ _Point = TypeVar("_Point", bound=tuple[Any, ...])
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """What a picture is drawn from."""
+    """The data of a picture."""
 
     title: str
     timeline: Timeline
@@ -76,7 +76,7 @@ def save(story: Story, path: Path) -> None:
 
 
 def page(story: Story, svg: str) -> str:
-    """Return a page of HTML that needs nothing else: the table, and the picture inline."""
+    """Return a self-contained page of HTML: the table, and the picture inline."""
     table = "".join(
         f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>\n"
         for name, value in story.summary
@@ -143,16 +143,14 @@ def _is_phase(one: Span) -> bool:
 
 
 def _busy_s(spans: Sequence[Span], lane: str, since: float, until: float) -> float:
-    """Return the seconds in which a lane is busy; computing is not, while it waits within a phase."""
+    """Return the seconds in which a lane is busy; the compute lane is not while it waits within a phase."""
     waits = [one for one in spans if one.lane == "stall"] if lane == "compute" else []
     of_lane = [one for one in spans if one.lane == lane]
     return busy_s([*of_lane, *waits], since, until) - busy_s(waits, since, until)
 
 
 def _colors(spans: Sequence[Span]) -> dict[tuple[str, str], str]:
-    """Return a colour for each (lane, name): by lane, but stalls by their cause, in the order of the seconds
-    that they took.
-    """
+    """Return a colour for each (lane, name): by lane, but stalls by cause, the longest cause first."""
     causes: dict[str, float] = {}
     for one in spans:
         if one.lane == "stall":
@@ -209,7 +207,7 @@ def _draw_band(
 
 
 def _merged(row: Sequence[Span], gap_s: float) -> list[Span]:
-    """Join neighbours of one name that no eye could tell apart: a long step has more spans than pixels."""
+    """Join neighbours of one name that are closer than a pixel: a long step has more spans than pixels."""
     joined: list[Span] = []
     for one in row:
         last = joined[-1] if joined else None
@@ -222,7 +220,7 @@ def _merged(row: Sequence[Span], gap_s: float) -> list[Span]:
 
 
 def _draw_under_way(axes: Any, place: float, spans: Sequence[Span], window: tuple[float, float]) -> None:
-    """Draw how much is under way at once: bytes, or spans where they move none."""
+    """Draw the amount in flight: bytes, or spans where they move none."""
     since, until = window
     in_bytes = any(one.nbytes for one in spans)
     changes = sorted(
@@ -268,7 +266,7 @@ def thin(points: Sequence[_Point], since: float, until: float) -> list[_Point]:
 
 
 def _draw_host(axes: Any, story: Story) -> None:
-    """Draw what holds host_memory, one share on the other, in the steps whose lanes are drawn."""
+    """Draw the shares of host_memory, stacked, in the steps whose lanes are drawn."""
     steps = story.timeline.steps[-STEPS_SHOWN:]
     samples = [one for one in story.timeline.samples if one.name == "host"]
     if not steps or not samples:
@@ -302,7 +300,7 @@ def _budget(nbytes: int) -> str:
 
 
 def _legend_above(axes: Any, **options: Any) -> None:
-    """Put the legend beside the title, where it hides nothing."""
+    """Put the legend beside the title, where it covers nothing."""
     place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 6, "fontsize": 8, "frameon": False}
     axes.legend(**place | options)
 

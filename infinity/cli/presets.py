@@ -1,4 +1,4 @@
-"""Llama models whose shapes are known by name, which says how many parameters there are."""
+"""Llama models of fixed shapes, named after their number of parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VOCABULARY = 256
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """One shape: `layers` blocks of width `hidden`, feed-forward `intermediate`, heads of 64 or 128."""
+    """A shape: `layers` blocks of width `hidden`, feed-forward width `intermediate`, heads of 64 or 128."""
 
     layers: int
     hidden: int
@@ -21,7 +21,7 @@ class Preset:
 
     @property
     def parameters(self) -> int:
-        """Elements of all parameters; input and output embeddings are not tied."""
+        """The number of all parameters' elements; input and output embeddings are not tied."""
         block = 4 * self.hidden**2 + 3 * self.hidden * self.intermediate + 2 * self.hidden
         return self.layers * block + 2 * VOCABULARY * self.hidden + self.hidden
 
@@ -69,11 +69,11 @@ def llama(preset: Preset, sequence: int) -> Any:
 
 
 def recompute_blocks(model: Any) -> None:
-    """Let a model of transformers recompute each block's activations in the backward.
+    """Turn on gradient checkpointing of each block of a transformers model.
 
-    Raises: ValueError for a model that cannot.
+    Raises: ValueError for a model without it.
     """
-    with warnings.catch_warnings():  # the new name of it is younger than the transformers that we take
+    with warnings.catch_warnings():  # its new name does not exist in the oldest supported transformers
         warnings.simplefilter("ignore", FutureWarning)
-        model.config.use_cache = False  # of keys and values, for text to be generated: else it says so itself
+        model.config.use_cache = False  # a cache for generation, of which it warns here
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

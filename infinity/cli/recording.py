@@ -1,4 +1,4 @@
-"""What `--timeline` and `--report` ask for: checked first, recorded step by step, written last."""
+"""The files of `--timeline` and `--report`: checked first, recorded step by step, written last."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from infinity.timeline import Timeline, write_chrome_trace
 
 
 class Recording:
-    """One run's timeline, and the files to make of it; without files, nothing is recorded."""
+    """A run's timeline, and the files to write it to; without files, nothing is recorded."""
 
     def __init__(self, trace: str | None, picture: str | None) -> None:
-        """Check where to write.
+        """Check the files' names.
 
-        Raises: ConfigError for a suffix that says nothing, a file that exists, a folder that does not, or
-        a picture without matplotlib.
+        Raises: ConfigError for an unknown suffix, a file that exists, a folder that does not, or a picture
+        without matplotlib.
         """
         self._trace = None if trace is None else _new_file("timeline", trace, (".json",))
         self._picture = None if picture is None else _new_file("report", picture, SUFFIXES)
@@ -35,7 +35,7 @@ class Recording:
         self._moved: list[dict[tuple[str, str], int]] = []
 
     def start(self, engine: Engine) -> None:
-        """Record from now on, if there is anything to write."""
+        """Start recording, if there is a file to write."""
         if self._trace is None and self._picture is None:
             return
         self._engine = engine
@@ -44,7 +44,7 @@ class Recording:
         self.timeline.sample_with(partial(memory_of, engine))
 
     def mark(self, when_s: float, now: Stats | None, process_nbytes: int) -> None:
-        """Note that a step ends, and the next begins; the process takes so much above its imports."""
+        """Record the end of a step. process_nbytes: the process's memory above that of its imports."""
         if self.timeline is None or self._engine is None or now is None:
             return
         self.timeline.mark_step(when_s)
@@ -57,7 +57,7 @@ class Recording:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Note that what is done inside is one phase of a step."""
+        """Record the time inside the `with` as a phase of a step."""
         began = time.perf_counter()
         yield
         if self.timeline is not None:
@@ -88,9 +88,7 @@ class Recording:
 
 
 def memory_of(engine: Engine) -> dict[str, dict[str, int]]:
-    """Return samples of what an engine holds now: "memory" by tier, and "host" by what holds it. Cheap enough
-    to be taken within steps.
-    """
+    """Return samples of an engine's bytes: "memory" by tier, and "host" by owner."""
     pinned = engine.host_store.held_nbytes
     host = {
         "slots": engine.budget.slots * engine.budget.slot_nbytes,

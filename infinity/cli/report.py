@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind: a line per step, a progress bar, a curve, and a closing table."""
+"""The output of a run: a log line per step, a progress bar, a loss curve, and a closing table."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from infinity.planning.layout import Format
 from infinity.sizes import format_size
 
 SMOOTHED = 10
-"""Steps in the mean that the picture shows."""
+"""Steps in the moving average of the picture."""
 LISTED_S = 0.05
 RECENT = 20
-"""Steps that the progress line judges by."""
+"""Steps in the medians of the progress line."""
 _STALLS = {
     "read": "waiting for reads",
     "slot": "waiting for slots to read through",
@@ -38,19 +38,19 @@ _LANE = {"read_wait": "reads awaited", "write_wait": "writes awaited", "inline":
 
 
 def state_nbytes(form: Format) -> int:
-    """Return the bytes of state per parameter: those of the record's fields, scales of blocks left out."""
+    """Return the bytes of state per parameter: those of the record's fields, without the blocks' scales."""
     return sum(form.nbytes(field, 1) for field in form.fields if field != "scale")
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One step as the log has it. The fields' names are the log's keys."""
+    """One step. The fields' names are the log's keys."""
 
     step: int
     loss: float
     lr: float
     grad_norm: float | None
-    """None where nothing made it known."""
+    """None where it was not computed."""
     seconds: float
     tokens_per_second: float
     nvme_read_nbytes: int
@@ -60,22 +60,22 @@ class StepReport:
     budget_held_nbytes: int
     """Bytes of host_memory in use."""
     stall_s: float = 0.0
-    """Seconds in which computing waited."""
+    """Seconds for which the computation waited."""
 
     @property
     def nvme_nbytes(self) -> int:
-        """Bytes moved in either direction."""
+        """Bytes read and written."""
         return self.nvme_read_nbytes + self.nvme_written_nbytes
 
 
 class Meter:
-    """The process as the kernel sees it: memory above a baseline, bytes read and written."""
+    """The kernel's figures of the process: memory above a baseline, bytes read and written."""
 
     def __init__(self) -> None:
         """Take the baseline, after the imports."""
         self._process = psutil.Process()
         with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+            Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark
         self.baseline_nbytes = self.rss_nbytes()
         self.counts_io = self._io() is not None
 
@@ -91,7 +91,7 @@ class Meter:
         return max(0, self.rss_nbytes() - self.baseline_nbytes)
 
     def io_nbytes(self, stats: Stats | None) -> tuple[int, int]:
-        """Bytes (read from, written to) devices; the engine's own count where the kernel shows none."""
+        """Bytes (read from, written to) devices; the engine's own count where the kernel has none."""
         counted = self._io()
         if counted is not None:
             return counted
@@ -108,7 +108,7 @@ class Meter:
 
 
 class StepLog:
-    """A file of JSON lines, one per logged step, each written out at once."""
+    """A file of JSON lines, one per logged step, each flushed immediately."""
 
     def __init__(self, path: Path, every: int = 1) -> None:
         """Create the file.
@@ -119,7 +119,7 @@ class StepLog:
         self._every = every
 
     def write(self, step: StepReport) -> None:
-        """Add a step; a number that is not finite becomes null, as JSON has no other word for it."""
+        """Add a step; a number that is not finite becomes null, since JSON has no value for it."""
         if step.step % self._every and step.step != 1:
             return
         self._file.write(json.dumps({key: _finite(value) for key, value in asdict(step).items()}) + "\n")
@@ -134,10 +134,10 @@ def _finite(value: Any) -> Any:
 
 
 class Progress:
-    """A bar on a terminal; elsewhere about twenty plain lines."""
+    """A progress bar on a terminal; elsewhere about twenty plain lines."""
 
     def __init__(self, steps: int, budget_nbytes: int | None, baseline_nbytes: int) -> None:
-        """Show nothing done of `steps`."""
+        """Show 0 of `steps`."""
         tqdm.monitor_interval = 0  # its thread would outlive the run
         self._steps = steps
         self._budget = "" if budget_nbytes is None else f", budget {format_size(budget_nbytes)}"
@@ -146,7 +146,7 @@ class Progress:
         self._bar: Any = tqdm(total=steps, unit="step", dynamic_ncols=True, leave=True) if terminal else None
 
     def show(self, step: StepReport, bound: Bound | None) -> None:
-        """Show a step that is done, and what bounds the run."""
+        """Show a completed step, and the run's bottleneck."""
         memory = format_size(max(0, step.rss_nbytes - self._baseline_nbytes))
         speed = (
             f"{step.tokens_per_second:.0f} tokens/s, NVMe {step.nvme_nbytes / step.seconds / 1e9:.2f} GB/s"
@@ -161,13 +161,13 @@ class Progress:
             sys.stderr.flush()
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
+        """Close the bar."""
         if self._bar is not None:
             self._bar.close()
 
 
 def plot_loss(path: Path, steps: Sequence[StepReport], title: str) -> str | None:
-    """Draw the loss over the steps as a PNG; where that cannot be done, return why and what to do."""
+    """Draw the loss over the steps as a PNG; without matplotlib, return a line that says so."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -193,7 +193,7 @@ def _smooth(values: Sequence[float]) -> list[float]:
 
 @dataclass(slots=True)
 class Run:
-    """All that the closing table is made of."""
+    """The data of the closing table."""
 
     name: str
     parameters: int
@@ -204,39 +204,39 @@ class Run:
     """Memory above the imports."""
     counts_io: bool = True
     before: Stats | None = None
-    """Of the engine, when training began; None without one."""
+    """The engine's, when training began; None without one."""
     after: Stats | None = None
     speed: Speed | None = None
     """The disk's, if it was measured."""
     of_ranks: list[dict[str, float]] = field(default_factory=list)
-    """What each of several ranks says of itself, as `figures` returns it."""
+    """Each of several ranks' `figures`."""
 
     def begin(self, before: Stats, speed: Speed | None) -> None:
-        """Training with an engine begins."""
+        """Set what is known when training with an engine begins."""
         self.before, self.speed = before, speed
 
     def hear(self, of_ranks: list[dict[str, float]]) -> None:
-        """Take what each of several ranks says of itself."""
+        """Set each of several ranks' `figures`."""
         self.of_ranks = of_ranks
 
     def end(self, peak_nbytes: int, after: Stats | None) -> None:
-        """Training has ended; after: None where there is no engine, or it was asked before."""
+        """Set what is known at the end of training; after: None without an engine, or if it is set."""
         self.peak_nbytes = peak_nbytes
         self.after = after or self.after
 
     @property
     def steady(self) -> list[StepReport]:
-        """The steps without the first: the order is still being learnt then, and no moments are there yet."""
+        """The steps after the first, in which no order is known and no moments exist."""
         return self.steps[1:] or self.steps
 
     def bound(self, last: int | None = None) -> Bound | None:
-        """What the steady steps (or the `last` of them) are up against; None without an engine, or a step."""
+        """Return the bottleneck of the (`last`) steady steps; None without an engine, or a step."""
         if self.before is None or not self.steps:
             return None
         return bound(typical(self.steady[-last:] if last else self.steady), self.speed)
 
     def predict(self, engine: Engine, after: Stats) -> None:
-        """Take the last snapshot, and put into it what a step should have taken, if the disk is known."""
+        """Set the last snapshot, with the predicted time of a step, if the disk's speed is known."""
         self.after = after
         if self.before is None or self.speed is None or not self.steps:
             return
@@ -244,7 +244,7 @@ class Run:
         self.after = replace(after, predicted_step_s=predicted_step_s(engine, load, done, self.speed))
 
     def table(self) -> Table:
-        """What was done, at what cost."""
+        """Return the closing table."""
         table = Table(title=f"Infinity: {self.name}", show_header=False, title_justify="left")
         table.add_column(style="bold", no_wrap=True)
         table.add_column()
@@ -253,11 +253,11 @@ class Run:
         return table
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return what the table says, as (what, value)."""
+        """Return the table's rows, as (what, value)."""
         return [*self._model(), *self._time(), *self._bound(), *self._engine(), *self._ranks()]
 
     def figures(self, peak_nbytes: int) -> dict[str, float]:
-        """Return what this rank tells the one that draws the table."""
+        """Return this rank's figures for rank 0's table."""
         median = statistics.median
         return {
             "peak_nbytes": peak_nbytes,
@@ -318,7 +318,7 @@ class Run:
         return [("bound", str(found)), ("floor of a step", floor), *self._predicted(load)]
 
     def _predicted(self, load: Load) -> list[tuple[str, str]]:
-        """Compare what the plan promises with what the median step took."""
+        """Return the plan's predicted time beside the median step's."""
         predicted_s = None if self.after is None else self.after.predicted_step_s
         if not predicted_s:
             return []
@@ -374,7 +374,7 @@ def typical(steps: Sequence[StepReport]) -> Load:
 
 
 def _seconds(spent: Mapping[str, float], names: Mapping[str, str]) -> str:
-    """List seconds, under better names where there are any; what rounds to none is left out."""
+    """List seconds, under the names in `names` where it has any; without those that round to 0."""
     listed = [
         f"{names.get(name, name)} {seconds:.1f} s" for name, seconds in spent.items() if seconds >= LISTED_S
     ]

@@ -17,7 +17,7 @@ LOG, PICTURE = "log.jsonl", "loss.png"
 
 @contextlib.contextmanager
 def run_folder(out: str | None) -> Iterator[Path]:
-    """Make the folder of a new run; if nothing was trained, an error takes it away again.
+    """Create the folder of a new run, and remove it after an error before the first step.
 
     Raises: ConfigError where `out` already holds something.
     """
@@ -41,26 +41,28 @@ def run_folder(out: str | None) -> Iterator[Path]:
 
 
 def folder_beside(out: str | None) -> Path:
-    """Return where a rank that leaves no log of its own may make files: the folder that holds rank 0's."""
+    """Return the folder for files of ranks without a log: the one that holds rank 0's folder."""
     folder = Path("runs") if out is None else Path(out).absolute().parent
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def _new_folder(parent: Path) -> Path:
-    """Make a folder named after the time, and, where there is one, a number."""
+    """Create a folder named after the time, with a number if that exists."""
     name = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
     for number in range(1, 1000):
         folder = parent / (name if number == 1 else f"{name}-{number}")
         with contextlib.suppress(FileExistsError):
             folder.mkdir(parents=True)
             return folder
-    raise ConfigError(f"{parent} has a thousand runs of this second. Name a folder with --out.")
+    raise ConfigError(
+        f"{parent} already holds 999 runs that started in this second. Name a folder with --out."
+    )
 
 
 @contextlib.contextmanager
 def errors_named(path: Path) -> Iterator[None]:
-    """Let an error of writing name the file, as one of opening does, and on a full disk what is free."""
+    """Add the file's name to an error of writing, and on a full disk the free space."""
     try:
         yield
     except OSError as error:

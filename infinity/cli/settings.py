@@ -1,4 +1,4 @@
-"""What `infinity train` is asked for."""
+"""The settings of `infinity train`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings:
-    """What `infinity train` was asked for."""
+    """The settings of `infinity train`, as its options set them."""
 
     preset: str = "25m"
     text: str | None = None
@@ -22,23 +22,23 @@ class TrainSettings:
     device: str = "cpu"
     aio: str | None = None
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """What computes; in fp16 the loss is scaled."""
+    """The compute type; with fp16 the loss is scaled."""
     state_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
-    """How moments are stored."""
+    """The type in which moments are stored."""
     durable: int = 0
     """Steps from one commit to the next; 0 for none."""
     resume: bool = False
-    """Go on with the durable run in `nvme`, where there is one."""
+    """Continue the durable run in `nvme`, if there is one."""
     steps: int = 100
     batch: int = 1
     """Sequences in one micro-batch."""
     micro_batches: int = 1
-    """In one forward, block by block; see infinity.tiling."""
+    """Per forward, block by block; see infinity.tiling."""
     sequence: int = 256
     """Bytes of text in one sequence."""
     checkpointing: bool = True
     offload_activations: str | None = None
-    """Where the blocks' inputs wait for the backward; see Config."""
+    """Where the blocks' inputs are kept until the backward; see Config."""
     accumulate: int = 1
     """Backwards per step."""
     lr: float = 3e-4
@@ -58,7 +58,7 @@ class TrainSettings:
 
     @property
     def updates_in(self) -> Literal["forward", "backward"]:
-        """Return "forward" or "backward"; "auto" is the backward wherever no gradient has to be kept."""
+        """The phase of updates; "auto" is the backward unless gradients have to be kept."""
         if self.update == "auto":
             kept = self.max_norm is not None or self.accumulate > 1 or self.dtype == "fp16"
             return "forward" if kept else "backward"

@@ -1,9 +1,8 @@
-"""Batches of bytes from a text file or folder of any size: only the windows that a step asks for are read.
+"""Batches of bytes from a text file or folder of any size: only the windows of a step are read.
 
 [Note: one long text]
-The files of a folder, in the order of their names, are one long text. A window is drawn anywhere in it, so it
-may begin in one file and end in the next. What is kept in memory is the files' paths and where each begins,
-never what they say.
+The files of a folder, in the order of their names, are one long text. A window is drawn anywhere in it, so
+it may begin in one file and end in the next. Memory holds the files' paths and offsets, not their text.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _NOT_TEXT = frozenset({"__pycache__", "site-packages", "dist-packages", "node_mo
 
 
 class TextError(InfinityError, ValueError):
-    """There is no text to learn from, or it changed while it was being read."""
+    """There is no text, or it changed while it was read."""
 
 
 def default_text() -> Text:
@@ -57,7 +56,7 @@ class Text:
 
     @property
     def files(self) -> int:
-        """How many files it consists of."""
+        """The number of files."""
         return len(self._files)
 
     def read(self, start: int, nbytes: int) -> bytes:
@@ -89,7 +88,7 @@ class Sampler:
     def __init__(
         self, text: Text, *, batch: int, sequence: int, seed: int, rank: int = 0, ranks: int = 1
     ) -> None:
-        """Sequences per batch and rank, bytes per sequence, and the seed of the positions."""
+        """batch: sequences per batch and rank. sequence: bytes. seed: of the positions."""
         if text.nbytes < sequence:
             raise TextError(
                 f"text: {text.path} has {text.nbytes} B, less than one sequence of {sequence}. "
@@ -101,11 +100,11 @@ class Sampler:
         self._generator = torch.Generator().manual_seed(seed)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return where in the stream it stands."""
+        """Return the position in the stream."""
         return {"generator": self._generator.get_state()}
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Go on from there."""
+        """Continue from a position."""
         self._generator.set_state(state_dict["generator"])
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -122,8 +121,7 @@ class Sampler:
 def _text_files(path: str, suffix: str) -> Iterator[tuple[str, int]]:
     """Yield (path, bytes) of the file, or of the folder's text files in the order of their names.
 
-    In a folder, hidden files, links, installed packages, caches and what begins like a binary file are passed
-    over.
+    Skipped in a folder: hidden files, links, installed packages, caches, and binary files.
     """
     status = os.stat(path)
     if stat.S_ISREG(status.st_mode):
@@ -132,7 +130,7 @@ def _text_files(path: str, suffix: str) -> Iterator[tuple[str, int]]:
     if not stat.S_ISDIR(status.st_mode):
         raise TextError(f"text: {path} is neither a file nor a folder")
     if not os.access(path, os.R_OK | os.X_OK):
-        os.scandir(path).close()  # its error names the folder
+        os.scandir(path).close()  # raises an error that names the folder
     for folder, below, names in os.walk(path):
         below[:] = sorted(name for name in below if name not in _NOT_TEXT and not name.startswith("."))
         for name in sorted(names):
@@ -144,7 +142,7 @@ def _text_files(path: str, suffix: str) -> Iterator[tuple[str, int]]:
 
 
 def _looks_like_text(file: str) -> bool:
-    """Whether the file's beginning has no zero byte; one that cannot be read is passed over."""
+    """Whether the file begins without a zero byte; an unreadable file does not."""
     try:
         with Path(file).open("rb", buffering=0) as opened:
             return b"\0" not in opened.read(_LOOK_NBYTES)
@@ -161,6 +159,6 @@ def _read(file: str, offset: int, nbytes: int) -> bytes:
             nbytes -= len(part)
     if nbytes:
         raise TextError(
-            f"text: {file} has become shorter since training began. Train on a copy that stays as it is."
+            f"text: {file} has become shorter since training began. Train on a copy that nobody changes."
         )
     return b"".join(parts)

@@ -1,8 +1,8 @@
 """`infinity train`: a byte-level language model of any size on any text, by a plain PyTorch loop.
 
 The loop is the one that users write: Init around the model, AdamW, a scheduler of torch. With `plain`, the
-same model, text and recipe run in memory, by infinity.reference: losses are the same, bit for bit, at the
-same number of torch threads.
+same model, text and recipe run in memory, by infinity.reference: losses are bit-identical for the same number
+of torch threads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -22,17 +22,15 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from infinity import reference, tiling
-from infinity.checkpoint.resume import commit
-from infinity.cli.going_on import go_on, outset
+from infinity.checkpoint.resume import commit, durable_of, resume
 from infinity.cli.interrupted import interruptible
 from infinity.cli.presets import PRESETS, llama, recompute_blocks
 from infinity.cli.recording import Recording
 from infinity.cli.report import RECENT, Meter, Progress, Run, StepLog, StepReport, plot_loss, state_nbytes
 from infinity.cli.run_folder import LOG, PICTURE, errors_named, folder_beside, run_folder
-from infinity.cli.scaling import LossScaling
 from infinity.cli.settings import TrainSettings
 from infinity.cli.text import Sampler, Text, default_text
 from infinity.config.settings import Config
@@ -40,19 +38,21 @@ from infinity.engine.engine import Engine, engine_of_model
 from infinity.engine.init import Init
 from infinity.engine.stats import stats
 from infinity.errors import ConfigError, InfinityError
+from infinity.optim.base import OffloadedOptimizer
 from infinity.optim.optimizers import AdamW
 from infinity.planning.layout import Format
 from infinity.ranks.group import ALONE
 from infinity.records.weights import WEIGHTS
 from infinity.sizes import format_size
 from infinity.storage.disk_speed import DiskSpeed, measured
+from infinity.units.tracking import Stateful
 
 LAST_FACTOR = 0.1
-"""What is left of the learning rate at the last step."""
+"""The learning rate's factor at the last step."""
 
 
 class DivergedError(InfinityError, ArithmeticError):
-    """The loss is no longer a number: further steps could not bring it back."""
+    """The loss is not finite, and further steps cannot change that."""
 
 
 def learning_rate(step: int, warmup: int, steps: int) -> float:
@@ -64,21 +64,21 @@ def learning_rate(step: int, warmup: int, steps: int) -> float:
 
 
 def train(settings: TrainSettings, console: Console) -> None:
-    """Train as asked, show it on `console`, and leave log and picture in the run's folder.
+    """Train, show progress on `console`, and write log and picture to the run's folder.
 
-    Raises: Interrupted after a signal, once all is closed and reported; else InfinityError or OSError.
+    Raises: Interrupted after a signal, once everything is closed and reported; InfinityError; OSError.
     """
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError("infinity train needs transformers: pip install 'zero-infinity[train]'")
     rank, ranks = (int(os.environ.get(name, usual)) for name, usual in (("RANK", "0"), ("WORLD_SIZE", "1")))
     if ranks > 1 and settings.plain:
-        raise ConfigError("--plain trains in one process. Leave torchrun out, or --plain.")
+        raise ConfigError("--plain trains in one process: start without torchrun, or without --plain.")
     recording = Recording(None, None) if rank else Recording(settings.timeline, settings.report)
     with interruptible() as check:
         text = default_text() if settings.text is None else Text(settings.text)
         shape = {"batch": settings.batch, "sequence": settings.sequence, "seed": settings.seed}
         sampler = Sampler(text, **shape, rank=rank, ranks=ranks)
-        from transformers import LlamaForCausalLM  # noqa: F401 (its imports are no part of what training takes)
+        from transformers import LlamaForCausalLM  # noqa: F401 (the memory of its imports is not training's)
 
         meter = Meter()
         if rank:
@@ -96,7 +96,7 @@ def _train_beside(
     recording: Recording,
     check: Callable[[], None],
 ) -> None:
-    """Train as a further rank: rank 0 shows and logs what all do."""
+    """Train as a rank other than 0, which shows and logs the run."""
     model, optimizer = build(settings, folder)
     run = Run(settings.preset, 1)
     engine = engine_of_model(model)
@@ -112,7 +112,7 @@ def _train_beside(
 
 
 def _figures(engine: Engine, run: Run, meter: Meter) -> list[dict[str, float]]:
-    """Return what each of several ranks says of itself; nothing with one. Every rank calls it."""
+    """Return the figures of each of several ranks, [] for one rank. Every rank calls this."""
     if engine.ranks.size == 1:
         return []
     mine = json.dumps(run.figures(meter.peak_nbytes())).encode()
@@ -129,7 +129,7 @@ def _train(
     recording: Recording,
     check: Callable[[], None],
 ) -> None:
-    """Build, train, and report what was done, however it ended."""
+    """Build and train, and report the run, however it ends."""
     model, optimizer = build(settings, folder)
     count = sum(parameter.numel() for parameter in model.parameters())
     run = Run(
@@ -145,7 +145,7 @@ def _train(
             recording.start(engine_of_model(model))
         _introduce(console, settings, run, text, folder)
         if settings.resume:
-            console.print(outset(model), markup=False, highlight=False, soft_wrap=True)
+            console.print(_start_of(model), markup=False, highlight=False, soft_wrap=True)
         budget = None if run.before is None else run.before.budget_nbytes
         with closing(Progress(settings.steps, budget, meter.baseline_nbytes)) as progress:
             for step in steps(settings, model, optimizer, sampler, meter, recording):
@@ -159,11 +159,11 @@ def _train(
             run.hear(_figures(engine_of_model(model), run, meter))
             run.predict(engine_of_model(model), stats(model))
     finally:
-        with contextlib.suppress(OSError):  # each line was written at once: what failed then has been raised
+        with contextlib.suppress(OSError):  # each line was flushed when it was written
             log.close()
         run.end(meter.peak_nbytes(), None if settings.plain or run.after is not None else stats(model))
         if not settings.plain:
-            with contextlib.suppress(InfinityError, OSError):  # what matters has been raised by the step
+            with contextlib.suppress(InfinityError, OSError):  # the step has raised the cause
                 engine_of_model(model).close()
         _conclude(console, settings, run, folder, recording)
 
@@ -174,7 +174,7 @@ def _folders(settings: TrainSettings, folder: Path) -> list[str]:
 
 
 def disk_speed(folders: Sequence[str], engine: str | None) -> DiskSpeed | None:
-    """Return what folders move together, a filesystem counted once; None if not all are measured."""
+    """Return the speed of several folders together, each filesystem once; None if one is unmeasured."""
     apart = {os.stat(folder).st_dev: folder for folder in folders}
     speeds = [measured(folder, engine) for folder in apart.values()]
     known = [speed for speed in speeds if speed is not None and min(speed.read, speed.write, speed.mixed) > 0]
@@ -187,8 +187,8 @@ def disk_speed(folders: Sequence[str], engine: str | None) -> DiskSpeed | None:
 def _check_finite(step: StepReport) -> None:
     if not math.isfinite(step.loss):
         raise DivergedError(
-            f"the loss of step {step.step} is {step.loss}. Likely cause: a learning rate that is too high; "
-            "try a smaller --lr, a longer --warmup or --max-norm 1"
+            f"the loss of step {step.step} is {step.loss}. Likely cause: too high a learning rate; try a "
+            "smaller --lr, a longer --warmup or --max-norm 1"
         )
 
 
@@ -207,7 +207,7 @@ def build(settings: TrainSettings, folder: Path) -> tuple[nn.Module, Any]:
     preset = PRESETS[settings.preset]
     rates: dict[str, Any] = {name: getattr(settings, name) for name in ("lr", "weight_decay", "max_norm")}
     if settings.dtype == "fp16":
-        rates["max_norm"] = None  # gradients are clipped once their scale is taken away
+        rates["max_norm"] = None  # LossScaling clips the unscaled gradients
     model: Any
     optimizer: Any
     stored: dict[str, Any] = {} if settings.state_dtype == "fp32" else {"state_dtype": settings.state_dtype}
@@ -247,13 +247,13 @@ def steps(
     meter: Meter,
     recording: Recording,
 ) -> Iterator[StepReport]:
-    """Train step by step, and yield what each was like."""
+    """Train, and yield a report of each step."""
     schedule = LambdaLR(optimizer, lambda step: learning_rate(step, settings.warmup, settings.steps))
     scaling = LossScaling(settings.dtype, settings.device)
     first = 0
     if settings.durable:
         tracked = {"scheduler": schedule, "loader": sampler, **scaling.tracked}
-        first = go_on(model, optimizer, tracked, resuming=settings.resume)
+        first = _begin(model, optimizer, tracked, resuming=settings.resume)
     batches = iter(sampler)
     ranks = ALONE if settings.plain else engine_of_model(model).ranks
     tokens = settings.batch * settings.micro_batches * settings.sequence * settings.accumulate * ranks.size
@@ -297,7 +297,7 @@ def _accumulate(
     recording: Recording,
     scaling: LossScaling,
 ) -> Tensor:
-    """Go forward and backward over the batches of one step; return their mean loss."""
+    """Run forward and backward for the batches of one step; return their mean loss."""
     total = torch.zeros((), device=settings.device)
     for _ in range(settings.accumulate):
         ids = torch.cat([next(batches) for _ in range(settings.micro_batches)]).to(settings.device)
@@ -307,6 +307,86 @@ def _accumulate(
             scaling.scaled(loss).backward()
         total += loss.detach()
     return total
+
+
+# Durable runs
+
+
+def _begin(
+    model: nn.Module,
+    optimizer: OffloadedOptimizer,
+    tracked: Mapping[str, Any],
+    *,
+    resuming: bool,
+) -> int:
+    """Begin a durable run, or continue the one in its folder; return the number of steps that are done.
+
+    tracked: as `optimizer.track` takes it. resuming: whether to continue a run; if there is none, a new one
+    begins, so that the same command serves for every start.
+
+    Raises: ConfigError where there is a run, without `resuming`.
+    """
+    durable = durable_of(model)
+    if durable.found and not resuming:
+        path, step = durable.folders[0].path, durable.found[0].step
+        raise ConfigError(
+            f"--durable: {path} holds a run committed at step {step}. Continue it with --resume, or name "
+            "another folder with --nvme."
+        )
+    optimizer.track(**tracked)
+    return resume(model, optimizer)
+
+
+def _start_of(model: nn.Module) -> str:
+    """Return a line that says where a resuming `_begin` starts; call it before that."""
+    durable = durable_of(model)
+    path = durable.folders[0].path
+    if durable.found:
+        return f"--resume: continues after step {durable.found[0].step}, committed in {path}"
+    return f"--resume: {path} holds no committed step; a new run begins there"
+
+
+# fp16
+
+
+class LossScaling:
+    """torch's GradScaler around backward and step, for a model that computes in fp16; for others nothing."""
+
+    def __init__(self, dtype: str, device: str) -> None:
+        """dtype: the compute type, as in Config."""
+        self._scaler = torch.amp.GradScaler(torch.device(device).type, enabled=dtype == "fp16")
+
+    @property
+    def tracked(self) -> Mapping[str, Stateful]:
+        """The state that a durable run commits with each step."""
+        return {"scaler": self._scaler} if self._scaler.is_enabled() else {}
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss times the scale."""
+        scaled: Tensor = self._scaler.scale(loss)
+        return scaled
+
+    def step(
+        self, model: nn.Module, optimizer: Any, schedule: LRScheduler, max_norm: float | None
+    ) -> float | None:
+        """Step the optimizer and its schedule, unless gradients overflowed; return their norm, if known."""
+        if not self._scaler.is_enabled():
+            optimizer.step()
+            schedule.step()
+            return getattr(optimizer, "grad_norm", None)
+        self._scaler.unscale_(optimizer)
+        norm = None
+        if max_norm is not None:
+            norm = float(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+        scale = self._scaler.get_scale()
+        self._scaler.step(optimizer)
+        self._scaler.update()
+        if self._scaler.get_scale() >= scale:
+            schedule.step()
+        return norm if norm is not None and math.isfinite(norm) else None
+
+
+# What is shown
 
 
 def _introduce(console: Console, settings: TrainSettings, run: Run, text: Text, folder: Path) -> None:

@@ -1,1 +1,1 @@
-"""What a training is told: Config, and DeepSpeed's JSON in its terms."""
+"""What a training is told: Config, and its translation from DeepSpeed's JSON."""

@@ -1,20 +1,18 @@
-"""DeepSpeed's JSON: read, checked, and told key by key what becomes of it. Pure: no torch.
+"""DeepSpeed's JSON: read, checked, and reported key by key. Pure: no torch.
 
-DeepSpeedSettings is all that a file says; its `report` has a line for every key. What a key means is decided
-in deepspeed_keys; what is done with it, in deepspeed_engine.
+DeepSpeedSettings is all that a file says; its `report` has a line for every key. deepspeed_keys has the
+verdict on each key; infinity.deepspeed applies the settings.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from infinity.config.deepspeed_batches import Batches, batches
 from infinity.config.deepspeed_keys import (
     ALIASES,
     SECTIONS,
@@ -26,18 +24,22 @@ from infinity.config.deepspeed_keys import (
     is_section,
     taken,
 )
-from infinity.config.deepspeed_optimizers import OPTIONS, Chosen, chosen, kind_of, strangers
-from infinity.config.deepspeed_schedule_keys import check_schedule
+from infinity.config.deepspeed_recipe import OPTIONS, Chosen, check_schedule, chosen, foreign_options, kind_of
 from infinity.config.deepspeed_values import TYPES
 from infinity.config.loss_scale import Scaling
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, meant
 
 AUTO = "auto"
+MONITORS = ("tensorboard", "wandb", "csv_monitor")
+"""Sections that switch a monitor on with "enabled"."""
 _CLIPPING = 1.0  # DeepSpeed's default, and its documentation's
-_GATHERS = ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
-_STAGES = (0, 1, 2, 3)
+_ZERO = "zero_optimization."
+_GATHERS = (
+    _ZERO + "stage3_gather_16bit_weights_on_model_save",
+    _ZERO + "stage3_gather_fp16_weights_on_model_save",
+)
 _NEEDS_VALUE = (Verdict.HONOURED, Verdict.UNSUPPORTED)
-"""Of these, "auto" is no answer."""
+"""The verdicts on keys for which "auto" is no value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class Line:
     says: str
 
     def __str__(self) -> str:
-        """The line as it stands in the report."""
+        """Return the line of the report."""
         value = json.dumps(self.value, default=str)
         if len(value) > 40:  # a section, which the report need not repeat
             value = value[:37] + "..."
@@ -68,11 +70,21 @@ class Report:
         return tuple(line for line in self.lines if line.verdict in verdicts)
 
     def __str__(self) -> str:
-        """One line per key, by verdict."""
+        """Return one line per key, by verdict."""
         return "\n".join(str(line) for verdict in Verdict for line in self.of(verdict))
 
 
 C = TypeVar("C")
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """train = micro x steps x ranks, in samples; train and micro are None where a file names neither."""
+
+    train: int | None
+    micro: int | None
+    steps: int
+    ranks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +100,9 @@ class DeepSpeedSettings(Generic[C]):
     gradient_clipping: float
     """The largest global norm; 0 for no clipping."""
     check_overflow: bool
-    """Leave out a step whose gradients are not finite."""
+    """Skip a step whose gradients are not finite."""
     precision: str
-    """The type that computes: "bf16", "fp16" or "fp32"."""
+    """The compute type: "bf16", "fp16" or "fp32"."""
     scaling: Scaling | None
     """Of the loss, with fp16."""
     managed_accumulation: bool
@@ -100,9 +112,11 @@ class DeepSpeedSettings(Generic[C]):
     drop_last: bool
     steps_per_print: int | None
     breakdown: bool
-    """Whether seconds of forward, backward and step are logged."""
+    """Whether the seconds of forward, backward and step are logged."""
     dump: bool
     """Whether the report is logged."""
+    monitors: Mapping[str, Mapping[str, Any]]
+    """The monitors that are enabled, of MONITORS, with the other keys of their sections."""
     report: Report
 
 
@@ -115,38 +129,32 @@ def translate(
     infinity: Mapping[str, Any] | None = None,
     **values: Any,
 ) -> DeepSpeedSettings[C]:
-    """Say DeepSpeed's configuration in Infinity's terms.
+    """Translate DeepSpeed's configuration into Infinity's terms.
 
-    source: a JSON file, or what is in it. config_type: Config, whose fields the file sets.
-    strict: refuse what is not supported; False warns of it and goes on without. world_size: ranks.
-    infinity: fields of Config for which DeepSpeed has no words (host_memory=...); a section "infinity" in the
-    file does the same. values: what "auto" stands for, by the key's last name (lr=3e-4) or its whole path;
+    source: a JSON file, or its content. config_type: Config, whose fields the file sets.
+    strict: refuse unsupported keys; False warns of them and leaves them out. world_size: the number of ranks.
+    infinity: fields of Config that DeepSpeed has no key for (host_memory=...); a section "infinity" in the
+    file does the same. values: what replaces "auto", by the key's last name (lr=3e-4) or its whole path;
     `bf16` for "bf16.enabled".
 
-    Raises: ConfigError naming every unknown key (and what it may have meant), every one that is not supported
-    (and the cure), every "auto" without a value, and values of a wrong type.
+    Raises: ConfigError naming every unknown key (and the most similar known one), every unsupported one (and
+    the cure), every "auto" without a value, and values of a wrong type.
     """
     found = {path: taken(path, value) for path, value in _leaves(_content(source))}
     _fill_in(found, values)
-    lines = [_line(path, value) for path, value in found.items()]
-    if infinity:
-        lines += [_line(f"infinity.{name}", value) for name, value in infinity.items()]
-    relation = batches(found, world_size)
-    lines = [_line(line.key, found.get(line.key, line.value)) for line in lines]
-    _settle(found, lines)
-    _refuse(lines, strict=strict)
+    lines = {path: _line(path, value) for path, value in found.items()}
+    for name, value in (infinity or {}).items():
+        lines[f"infinity.{name}"] = _line(f"infinity.{name}", value)
+    relation = _batches(found, world_size)
+    lines.update({name: _line(name, found[name]) for name in (_TRAIN, _MICRO, _STEPS) if name in found})
+    _settle(found, lines, world_size)
+    _refuse(tuple(lines.values()), strict=strict)
     given = {path: value for path, value in found.items() if value is not None}
-    name = given.get("scheduler.type")
-    schedule = {key.rsplit(".", 1)[1]: given[key] for key in given if key.startswith("scheduler.params.")}
-    if name is None and schedule:
-        raise ConfigError("scheduler: parameters without a type; name one, such as WarmupLR")
-    if name is not None:
-        name = check_schedule(name, schedule)
     steps_per_print, precision = given.get("steps_per_print"), _precision(found)
     return DeepSpeedSettings(
-        config=config_type(**_fields(given, infinity or {}, precision, config_type)),
+        config=config_type(**_fields(given, infinity or {}, precision, world_size, config_type)),
         optimizer=chosen(given),
-        scheduler=None if name is None else (name, schedule),
+        scheduler=_schedule(given),
         batches=relation,
         gradient_clipping=float(given.get("gradient_clipping", _CLIPPING)),
         check_overflow=precision == "fp16"
@@ -154,13 +162,61 @@ def translate(
         precision=precision,
         scaling=_scaling(given) if precision == "fp16" else None,
         managed_accumulation=given.get("managed_gradient_accumulation", True),
-        gathers_on_save=any(given.get(f"zero_optimization.{key}", False) for key in _GATHERS),
+        gathers_on_save=any(given.get(key, False) for key in _GATHERS),
         drop_last=given.get("dataloader_drop_last", False),
         steps_per_print=None if steps_per_print is None else int(steps_per_print),
         breakdown=given.get("wall_clock_breakdown", False),
         dump=given.get("dump_state", False),
-        report=Report(tuple(lines)),
+        monitors={one: _below(given, one) for one in MONITORS if given.get(f"{one}.enabled")},
+        report=Report(tuple(lines.values())),
     )
+
+
+def _below(given: Mapping[str, Any], section: str) -> dict[str, Any]:
+    """Return the values of a section, by the rest of their paths."""
+    start = section + "."
+    return {path.removeprefix(start): value for path, value in given.items() if path.startswith(start)}
+
+
+def _schedule(given: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
+    name, parameters = given.get("scheduler.type"), _below(given, "scheduler.params")
+    if name is None and parameters:
+        raise ConfigError("scheduler: parameters without a type; name one, such as WarmupLR")
+    return None if name is None else (check_schedule(name, parameters), parameters)
+
+
+# Batch sizes
+
+_TRAIN, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+def _batches(found: MutableMapping[str, Any], ranks: int) -> Batches:
+    """Return the batch sizes; one that is absent, or "auto", follows from the others, and is set in `found`.
+
+    Raises: ConfigError where they contradict each other, with the numbers.
+    """
+    named = (found.get(name) for name in (_TRAIN, _MICRO, _STEPS))
+    train, micro, steps = (None if value in (None, AUTO) else int(value) for value in named)
+    if steps is None and (train is None or micro is None):
+        if found.get(_STEPS) == AUTO:
+            return Batches(train, micro, 1, ranks)  # refused later, as an "auto" without a value
+        steps = 1
+    if train is not None and micro is not None and steps is None:
+        steps = max(1, train // (micro * ranks))
+    steps = steps or 1
+    if train is not None and micro is None:
+        micro = max(1, train // (steps * ranks))
+    if micro is not None and train is None:
+        train = micro * steps * ranks
+    if train is not None and micro is not None and train != micro * steps * ranks:
+        raise ConfigError(
+            f"{_TRAIN}={train} is not {_MICRO} x {_STEPS} x ranks = {micro} x {steps} x {ranks} = "
+            f"{micro * steps * ranks}; leave one of them out"
+        )
+    for name, value in ((_TRAIN, train), (_MICRO, micro), (_STEPS, steps)):
+        if found.get(name) == AUTO and value is not None:
+            found[name] = value
+    return Batches(train, micro, steps, ranks)
 
 
 # The file
@@ -170,10 +226,10 @@ def _content(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(source, Mapping):
         return source
     if not isinstance(source, str | Path):
-        raise ConfigError(f"{source!r}: expected a DeepSpeed JSON, or what is in it as a dict")
+        raise ConfigError(f"{source!r}: expected a DeepSpeed JSON file, or its content as a dict")
     path = Path(source)
     if not path.is_file():
-        raise ConfigError(f"{path}: no such file. Give a DeepSpeed JSON, or what is in it as a dict.")
+        raise ConfigError(f"{path}: no such file. Give a DeepSpeed JSON file, or its content as a dict.")
     try:
         content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
     except json.JSONDecodeError as error:
@@ -182,7 +238,7 @@ def _content(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{path}: no JSON ({error})") from error
+        raise ConfigError(f"{path}: is not JSON ({error})") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected an object in braces")
     return content
@@ -192,16 +248,16 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ConfigError(f"{', '.join(map(repr, twice))} stands there twice; keep one")
+        raise ConfigError(f"{', '.join(map(repr, twice))} is there twice; keep one")
     return dict(pairs)
 
 
 def _leaves(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Return path and value of every key that says something by itself."""
+    """Yield path and value of every key that has a meaning by itself."""
     for name, value in section.items():
         path = f"{above}.{name}" if above else ALIASES.get(str(name), str(name))
         if path == "zero_optimization" and isinstance(value, bool):
-            yield path + ".stage", int(value)  # DeepSpeed's first versions had a switch there
+            yield path + ".stage", int(value)  # a switch in DeepSpeed's first versions
         elif is_section(path) and path not in SECTIONS:
             if isinstance(value, Mapping):
                 yield from _leaves(value, path)
@@ -215,7 +271,10 @@ def _leaves(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, 
 
 
 def _fill_in(found: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Put values where "auto" stands; `values` are used up."""
+    """Replace "auto" by the values.
+
+    Raises: ConfigError for a value that contradicts the file, or that no key of it takes.
+    """
     used: set[str] = set()
     for path in [path for path in found if _takes_value(path)]:
         names = {path, path.rsplit(".", 1)[-1]} | (
@@ -253,133 +312,167 @@ def _line(path: str, value: Any) -> Line:
     key = find(path)
     if key is None:
         near = alike(path)
-        return Line(
-            path, value, Verdict.UNSUPPORTED, f"unknown; {near}?" if near else "unknown to DeepSpeed, too"
-        )
+        says = f"unknown; did you mean {near}?" if near else "unknown to DeepSpeed, too"
+        return Line(path, value, Verdict.UNSUPPORTED, says)
     if value is None:
         unsupported = key.verdict is Verdict.UNSUPPORTED
         return Line(path, value, Verdict.OFF if unsupported else key.verdict, key.says)
     if value == AUTO and AUTO not in key.neutral:
         return Line(path, value, key.verdict, key.says)
-    section = next((name for name in SECTIONS if path == name), None)
-    if section is not None:
-        return Line(path, value, Verdict.UNSUPPORTED if asks(section, value) else Verdict.OFF, key.says)
-    said, fits = TYPES[key.takes]
+    if path in SECTIONS:
+        return Line(path, value, key.verdict if asks(path, value) else Verdict.OFF, key.says)
+    expected, fits = TYPES[key.takes]
     if not fits(value) and value not in key.neutral:
-        raise ConfigError(f"{path}={value!r}: expected {said}")
+        raise ConfigError(f"{path}={value!r}: expected {expected}")
     return Line(path, value, _verdict(key, value), key.says)
 
 
 def _verdict(key: Key, value: Any) -> Verdict:
-    if key.verdict is not Verdict.UNSUPPORTED:
-        return key.verdict
-    return (
-        Verdict.OFF if any(value == one and type(value) is type(one) for one in key.neutral) else key.verdict
-    )
+    neutral = any(value == one and type(value) is type(one) for one in key.neutral)
+    return Verdict.OFF if neutral and key.verdict is Verdict.UNSUPPORTED else key.verdict
 
 
-def _settle(found: Mapping[str, Any], lines: list[Line]) -> None:
-    """Judge what depends on more than one key."""
+Lines = dict[str, Line]
+"""By key."""
+
+
+def _say(lines: Lines, key: str, value: Any, verdict: Verdict, says: str) -> None:
+    """Set the line of a key."""
+    lines[key] = Line(key, value, verdict, says)
+
+
+def _settle(found: Mapping[str, Any], lines: Lines, ranks: int) -> None:
+    """Set the lines of keys whose verdict depends on other keys."""
     _settle_precision(found, lines)
-    auto = [line.key for line in lines if line.value == AUTO and line.verdict in _NEEDS_VALUE]
+    auto = [line.key for line in lines.values() if line.value == AUTO and line.verdict in _NEEDS_VALUE]
     if auto:
         names = ", ".join(f"{path.replace('.enabled', '').rsplit('.', 1)[-1]}=..." for path in auto)
         raise ConfigError(
-            f'"auto" without a value: {", ".join(auto)}. Give them: from_deepspeed(..., {names})'
+            f'"auto" without a value: {", ".join(auto)}. Give the values to from_deepspeed(..., {names}), or '
+            "write them into the file"
         )
     _settle_optimizer(found, lines)
-    _settle_offload(found, lines)
+    _settle_offload(found, lines, ranks)
     if "gradient_clipping" not in found:
-        says = "not in the file; DeepSpeed's default, as honoured here"
-        lines.append(Line("gradient_clipping", _CLIPPING, Verdict.HONOURED, says))
+        says = "not in the file; DeepSpeed's default"
+        _say(lines, "gradient_clipping", _CLIPPING, Verdict.HONOURED, says)
 
 
 def _precision(found: Mapping[str, Any]) -> str:
-    bf16, fp16 = found.get("bf16.enabled"), found.get("fp16.enabled")
-    return "bf16" if bf16 else "fp16" if fp16 else "fp32"
+    return "bf16" if found.get("bf16.enabled") else "fp16" if found.get("fp16.enabled") else "fp32"
 
 
-def _settle_precision(found: Mapping[str, Any], lines: list[Line]) -> None:
+def _settle_precision(found: Mapping[str, Any], lines: Lines) -> None:
     bf16, fp16 = found.get("bf16.enabled"), found.get("fp16.enabled")
     if bf16 is True and fp16 is True:
         raise ConfigError("bf16 and fp16 are both enabled; choose bf16")
     if not bf16 and not fp16:
-        says = "neither bf16 nor fp16: fp32 computes, as DeepSpeed has it"
-        _replace(lines, Line("bf16.enabled", bf16, Verdict.HONOURED, says))
+        says = "neither bf16 nor fp16: the model computes in fp32, as in DeepSpeed"
+        _say(lines, "bf16.enabled", bf16, Verdict.HONOURED, says)
     if not fp16:
-        for line in [one for one in lines if one.key.startswith("fp16.") and one.key != "fp16.enabled"]:
-            _replace(lines, replace(line, verdict=Verdict.UNNECESSARY, says="of fp16, which is not enabled"))
+        for path, line in lines.items():
+            if path.startswith("fp16.") and path != "fp16.enabled":
+                lines[path] = replace(line, verdict=Verdict.UNNECESSARY, says="fp16 is not enabled")
 
 
-def _settle_optimizer(found: Mapping[str, Any], lines: list[Line]) -> None:
-    name = found.get("optimizer.type")
-    if name is not None and kind_of(found) is None:
-        says = f"{', '.join(OPTIONS)} are there; or give initialize an optimizer"
-        _replace(lines, Line("optimizer.type", name, Verdict.UNSUPPORTED, says))
-    for path in strangers(found):
-        _replace(
-            lines, Line(path, found[path], Verdict.UNSUPPORTED, f"{kind_of(found)} has none; leave it out")
-        )
+def _settle_optimizer(found: Mapping[str, Any], lines: Lines) -> None:
+    name, kind = found.get("optimizer.type"), kind_of(found)
+    if name is not None and kind is None:
+        says = f"choose one of {', '.join(OPTIONS)}, or give initialize an optimizer"
+        _say(lines, "optimizer.type", name, Verdict.UNSUPPORTED, says)
+    for path in foreign_options(found):
+        _say(lines, path, found[path], Verdict.UNSUPPORTED, f"{kind} has no such option; leave it out")
 
 
-def _settle_offload(found: Mapping[str, Any], lines: list[Line]) -> None:
-    stage = found.get("zero_optimization.stage")
-    if stage is not None and stage not in _STAGES:
+def _settle_offload(found: Mapping[str, Any], lines: Lines, ranks: int) -> None:
+    stage = found.get(_ZERO + "stage")
+    if stage is not None and stage not in (0, 1, 2, 3):
         raise ConfigError(f"zero_optimization.stage={stage}: expected 0, 1, 2 or 3")
     for part in ("param", "optimizer"):
-        path = f"zero_optimization.offload_{part}.nvme_path"
-        on_nvme = found.get(f"zero_optimization.offload_{part}.device") == "nvme"
+        section = f"{_ZERO}offload_{part}"
+        path, on_nvme = section + ".nvme_path", found.get(section + ".device") == "nvme"
         if on_nvme and not found.get(path):
-            raise ConfigError(f'zero_optimization.offload_{part}: "device": "nvme" needs an "nvme_path"')
+            raise ConfigError(f'{section}: "device": "nvme" needs an "nvme_path"')
         if found.get(path) and not on_nvme:
-            _replace(lines, Line(path, found[path], Verdict.UNNECESSARY, "its device is not nvme"))
+            _say(lines, path, found[path], Verdict.UNNECESSARY, "its device is not nvme")
+    _settle_tiers(found, lines, ranks)
 
 
-def _replace(lines: list[Line], new: Line) -> None:
-    lines[:] = [line for line in lines if line.key != new.key] + [new]
+def _settle_tiers(found: Mapping[str, Any], lines: Lines, ranks: int) -> None:
+    """Say what becomes of parameters and optimizer state that are to lie on different tiers."""
+    param, optimizer = (found.get(f"{_ZERO}offload_{part}.device") for part in ("param", "optimizer"))
+    ratio = found.get(_ZERO + "offload_optimizer.ratio")
+    if optimizer == "nvme" and ratio is not None and 0 < ratio < 1:
+        says = "host_memory says in bytes how much of the state stays in memory: set it, and leave this out"
+        _say(lines, _ZERO + "offload_optimizer.ratio", ratio, Verdict.UNSUPPORTED, says)
+    if optimizer == "nvme" and ratio == 0:
+        _say(lines, _ZERO + "offload_optimizer.ratio", 0, Verdict.HONOURED, "as device: none")
+    if param == "nvme" and (optimizer in ("none", "cpu") or ratio == 0):
+        says = "in host memory as far as host_memory has room for it, the rest beside the parameters on NVMe"
+        _say(lines, _ZERO + "offload_optimizer.device", optimizer, Verdict.HONOURED, says)
+    if param == "none" and optimizer == "nvme" and ratio != 0:
+        path = _ZERO + "offload_param.device"
+        if _keeps_parameters(found, ranks):
+            says = "the weights that compute stay on the device, as with stage 2"
+            _say(lines, path, param, Verdict.HONOURED, says)
+        elif found.get(_ZERO + "stage") in (None, 0, 3):
+            says = f'of {ranks} ranks each would hold all weights: write "stage": 2 for that, or "nvme" here'
+            _say(lines, path, param, Verdict.UNSUPPORTED, says)
+
+
+def _keeps_parameters(found: Mapping[str, Any], ranks: int) -> bool:
+    """Whether "offload_param": {"device": "none"} beside an NVMe tier asks for weights that stay on the
+    device, where one rank holds them all anyway.
+    """
+    partitioned = found.get(_ZERO + "stage") in (None, 0, 3)
+    devices = [found.get(f"{_ZERO}offload_{part}.device") for part in ("param", "optimizer")]
+    return ranks == 1 and partitioned and devices == ["none", "nvme"]
 
 
 def _refuse(lines: Sequence[Line], *, strict: bool) -> None:
     refused = [str(line) for line in lines if line.verdict is Verdict.UNSUPPORTED]
-    if not refused:
-        return
-    listed = "\n  ".join(refused)
-    if strict:
+    if refused and strict:
+        listed = "\n  ".join(refused)
         raise ConfigError(
             f"{len(refused)} of {len(lines)} keys of the DeepSpeed configuration are not supported; "
-            "zero.Init, initialize and Config.from_deepspeed leave them out, with a warning, if told "
+            "zero.Init, initialize and Config.from_deepspeed leave them out, with a warning, if given "
             f"strict=False:\n  {listed}"
         )
-    warnings.warn(f"left out of the DeepSpeed configuration:\n  {listed}", stacklevel=4)
+    left_out = [*refused, *(str(line) for line in lines if line.verdict is Verdict.LEFT_OUT)]
+    if left_out:
+        listed = "\n  ".join(left_out)
+        warnings.warn(f"left out of the DeepSpeed configuration:\n  {listed}", stacklevel=4)
 
 
 # Infinity's terms
 
 
 def _fields(
-    given: Mapping[str, Any], more: Mapping[str, Any], precision: str, config_type: Any
+    given: Mapping[str, Any], more: Mapping[str, Any], precision: str, ranks: int, config_type: Any
 ) -> dict[str, Any]:
+    """Return the fields of Config that a file and `more` set."""
     folders = [
-        given[f"zero_optimization.offload_{part}.nvme_path"]
+        given[f"{_ZERO}offload_{part}.nvme_path"]
         for part in ("param", "optimizer")
-        if given.get(f"zero_optimization.offload_{part}.device") == "nvme"
+        if given.get(f"{_ZERO}offload_{part}.device") == "nvme"
+        and (part == "param" or given.get(_ZERO + "offload_optimizer.ratio") != 0)
     ]
     ours: dict[str, Any] = {"dtype": precision}
     if folders:
         ours["nvme"] = list(dict.fromkeys(folders))
-    if given.get("zero_optimization.stage"):
-        ours["stage"] = int(given["zero_optimization.stage"])
+    if given.get(_ZERO + "stage"):
+        ours["stage"] = int(given[_ZERO + "stage"])
+    if folders and _keeps_parameters(given, ranks):
+        ours["stage"] = 2
     if given.get("bf16.bf16_optimizer_states"):
         ours["state_dtype"] = "bf16"
-    ours.update(
-        {path.split(".", 1)[1]: value for path, value in given.items() if path.startswith("infinity.")}
-    )
-    ours.update(more)
+    if given.get("activation_checkpointing.cpu_checkpointing"):
+        ours["offload_activations"] = "host"
+    ours |= {**_below(given, "infinity"), **more}
     known = [one.name for one in fields(config_type) if one.init]
     for name in ours:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            raise ConfigError(f"infinity.{name}: Config has no such field; {near[0] if near else known}?")
+            raise ConfigError(f"infinity.{name}: Config has no such field{meant(name, known)}")
     if ours["dtype"] != precision:
         raise ConfigError(
             f"infinity.dtype={ours['dtype']!r}, but the file's sections bf16 and fp16 say {precision}"

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a value of JSON is a number; true and false are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -17,19 +18,17 @@ _SWITCHED = {
 
 
 def switched(value: Any) -> Any:
-    """Return the bool that DeepSpeed (pydantic) takes a value for, of a switch; other values as they are."""
+    """Return the bool that DeepSpeed (pydantic) reads from a switch's value; other values unchanged."""
     known = value.lower() if isinstance(value, str) else value
     return _SWITCHED.get(known, value) if isinstance(known, str | int | float) else value
 
 
 TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "switch": ("true or false", lambda value: isinstance(value, bool)),
-    "count": (
-        "a whole number above 0",
-        lambda value: _is_number(value) and value > 0 == value % 1,
-    ),
-    "size": ("a whole number, 0 or more", lambda value: _is_number(value) and value >= 0 == value % 1),
-    "number": ("a number, 0 or more", lambda value: _is_number(value) and 0 <= value < float("inf")),
+    "count": ("a whole number above 0", lambda value: is_number(value) and value > 0 == value % 1),
+    "size": ("a whole number, 0 or more", lambda value: is_number(value) and value >= 0 == value % 1),
+    "number": ("a number, 0 or more", lambda value: is_number(value) and 0 <= value < float("inf")),
+    "share": ("a number from 0 to 1", lambda value: is_number(value) and 0 <= value <= 1),
     "text": ("text", lambda value: isinstance(value, str)),
     "device": ('"none", "cpu" or "nvme"', lambda value: value in ("none", "cpu", "nvme")),
     "betas": (
@@ -37,9 +36,9 @@ TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda value: (
             isinstance(value, list | tuple)
             and len(value) == 2
-            and all(_is_number(one) and 0 <= one < 1 for one in value)
+            and all(is_number(one) and 0 <= one < 1 for one in value)
         ),
     ),
     "anything": ("anything", lambda _: True),
 }
-"""What a key may take: (said in words, test). null is left to each key's default, whatever its type."""
+"""Name -> what a key may hold: in words, and as a test. null stands for each key's default."""

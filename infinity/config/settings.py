@@ -1,4 +1,4 @@
-"""What a run may use: paths, budgets, precision. Checked once, here; trusted everywhere else."""
+"""Config: the folders, budgets and types of a run. Checked once, here; trusted everywhere else."""
 
 from __future__ import annotations
 
@@ -35,45 +35,45 @@ _AIO = (None, "io_uring", "threads", "buffered")
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The settings of one `Init`: what it may use, never how it should go about it.
+    """The settings of one `Init`.
 
     nvme: a folder on the NVMe device, or a list of folders on as many devices: records are then striped over
-        them in proportion to their measured bandwidth. None for no NVMe tier (all state stays in host
-        memory).
+        them in proportion to their measured bandwidth. None: no NVMe tier, all state stays in host memory.
     host_memory: bytes, or text like "4GiB": a hard budget for what Infinity keeps in host memory (pools,
-        gradients, pinned state), on this machine: its ranks divide it. The units in use, activations and the
+        gradients, pinned state) on this machine; its ranks divide it. The units in use, activations and the
         model's buffers come on top, as in plain training. None: half of the memory that is available when
         `Init` is entered.
     device: where the model computes, "cpu" or "cuda" (one device).
-    device_memory: bytes, or text like "4GiB": what may be used on the device to keep parameters resident.
-        Only for a device with memory of its own: with "cpu", `host_memory` says it all.
-    dtype: the type that computes: "bf16"; "fp16", whose gradients need a scaled loss (torch.amp.GradScaler,
-        or "fp16" in infinity.deepspeed.initialize's configuration); or "fp32". All have fp32 masters. A
-        parameter that is asked for in another of these, as by nn.Linear(4, 4, dtype=torch.float32) or
+    device_memory: bytes, or text like "4GiB": a budget for parameters that stay on the device. Only for a
+        device with memory of its own: with "cpu" there is host_memory alone.
+    dtype: the compute type: "bf16"; "fp16", whose gradients need a scaled loss (torch.amp.GradScaler, or
+        "fp16" in infinity.deepspeed.initialize's configuration); or "fp32". All have fp32 masters. A
+        parameter that is created in another of these types, as by nn.Linear(4, 4, dtype=torch.float32) or
         layer.float() inside Init, computes in that, with fp32 state.
     state_dtype: how the optimizer's moments are stored: "fp32" (exact), "bf16" (rounded stochastically) or
-        "int8" (block-wise), with 26, 18 and 14 bytes of traffic per parameter and step. The last two go with
+        "int8" (block-wise), with 26, 18 and 14 bytes of traffic per parameter and step. The last two need
         dtype="bf16".
     tile_above: bytes, or text like "256MiB": every nn.Linear, nn.Embedding and Hugging Face Conv1D with a
         larger weight is built in tiles of at most that, each fetched, used and released on its own; see
-        infinity.tiling. "auto": where the budgets ask for it; see choice. None: layers stay whole.
-    stage: what the ranks of a run partition among them, as ZeRO counts: 1 the masters and the optimizer's
-        state, 2 gradients as well, 3 parameters as well. With 1 and 2 the 16-bit parameters, with 1 also
-        their gradients, stay whole on the device of every rank.
-    timeout_s: seconds that a rank waits for the others before it gives up, and says who is missing.
-    offload_activations: where the inputs of checkpointed blocks wait for the backward (those of
+        infinity.tiling. "auto": where the budgets require it; see planning.tile_size. None: layers stay
+        whole.
+    stage: what the ranks of a run partition, in ZeRO's numbers: 1 the masters and the optimizer's state, 2
+        gradients as well, 3 parameters as well. With 1 and 2 the 16-bit parameters, with 1 also their
+        gradients, stay whole on the device of every rank.
+    timeout_s: seconds that a rank waits for the others before it fails, and names those that are missing.
+    offload_activations: where the inputs of checkpointed blocks are kept until the backward (those of
         torch.utils.checkpoint, and of tiling's slices): "host" is within host_memory as far as that has room,
-        else on NVMe; "nvme" is there alone. None: on the device, beside host_memory.
-    aio: the I/O engine, "io_uring", "threads" or "buffered"; None picks the best that works (and honours
-    INFINITY_AIO).
-    verify: what is read back is compared with the hash of what was written: "always" (or True), "sample"
+        else on NVMe; "nvme" is on NVMe alone. None: on the device, beside host_memory.
+    aio: the I/O engine, "io_uring", "threads" or "buffered"; None takes INFINITY_AIO, or the best one that
+        works.
+    verify: whether what is read is compared with the hash of what was written: "always" (or True), "sample"
         (one tile in 16; each once in 16 reads), or "off" (or False: nothing is hashed).
-    durable: commit steps to a folder of their own under `nvme`, from which infinity.resume goes on after the
-        process was killed: True for every step, or "every 10 steps". Takes twice the space.
-    wipe: goes with the next release, in favour of infinity.wipe: with `durable`, remove the run that is in
-        the folder and begin anew.
+    durable: commit steps to a folder of their own under `nvme`, from which infinity.resume continues after
+        the process was killed: True for every step, or "every 10 steps". Takes twice the space.
+    wipe: deprecated, use infinity.wipe: with `durable`, remove the run that is in the folder, and begin a new
+        one.
 
-    Raises: ConfigError, naming the field, what it holds and what it may hold.
+    Raises: ConfigError, naming the field, its value and what it may hold.
     """
 
     nvme: str | Sequence[str] | None = None
@@ -102,12 +102,12 @@ class Config:
     """The folders of `nvme`; none without an NVMe tier."""
 
     def __new__(cls, *_args: Any, **fields: Any) -> Config:  # noqa: PYI034 - Self is of Python 3.11
-        """Refuse fields that are not known, before they are set."""
+        """Refuse unknown fields by name."""
         check_fields(fields)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        """Check every field, and derive what is written in more than one way."""
+        """Check every field, and derive those that have one form from those that have several."""
         object.__setattr__(self, "nvme_folders", self._folders())
         object.__setattr__(self, "host_nbytes", _nbytes("host_memory", self.host_memory))
         object.__setattr__(self, "device_nbytes", _nbytes("device_memory", self.device_memory))
@@ -140,7 +140,7 @@ class Config:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {expected}")
         if self.dtype != "bf16" and self.state_dtype != "fp32":
             raise ConfigError(
-                f"state_dtype={self.state_dtype!r} with dtype={self.dtype!r}: moments in fewer bytes go with "
+                f"state_dtype={self.state_dtype!r} with dtype={self.dtype!r}: moments in fewer bytes need "
                 'dtype="bf16"; leave one of the two out'
             )
         if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < math.inf:
@@ -162,7 +162,7 @@ class Config:
         object.__setattr__(self, "device", str(self.device))
         if self.device.startswith("cpu") and self.device_memory is not None:
             raise ConfigError(
-                f"device_memory={self.device_memory!r}: with device={self.device!r} that is host memory; "
+                f"device_memory={self.device_memory!r}: device={self.device!r} has no memory of its own; "
                 "set host_memory alone"
             )
 
@@ -175,7 +175,7 @@ class Config:
             raise ConfigError(
                 f"nvme={self.nvme!r}: expected a folder, a list of folders, or None for no NVMe tier"
             )
-        # As text only: links that lead to one folder are found when the store is opened.
+        # Compared as text: links to one folder are found when the store is opened.
         places = [posixpath.normpath(folder) for folder in folders]
         for folder, place in zip(folders, places, strict=True):
             if places.count(place) > 1:
@@ -191,13 +191,13 @@ class Config:
         infinity: Mapping[str, Any] | None = None,
         **values: Any,
     ) -> Config:
-        """Return what a DeepSpeed JSON says of places and precision; deepspeed_config.translate has all.
+        """Return the Config that a DeepSpeed JSON describes; infinity.deepspeed.initialize reads the rest.
 
-        source: the file, or what is in it. strict: refuse keys that are not supported; False warns of them.
-        infinity: fields of Config for which DeepSpeed has no words, such as host_memory. values: what "auto"
-        stands for: from_deepspeed("ds.json", lr=3e-4, train_micro_batch_size_per_gpu=4).
+        source: the file, or its content. strict: refuse unsupported keys; False warns of them. infinity:
+        fields of Config that DeepSpeed has no key for, such as host_memory. values: what replaces "auto":
+        from_deepspeed("ds.json", lr=3e-4, train_micro_batch_size_per_gpu=4).
 
-        Raises: ConfigError naming every key that is unknown, not supported, or "auto" without a value.
+        Raises: ConfigError naming every key that is unknown, unsupported, or "auto" without a value.
         """
         from infinity.config.deepspeed_json import translate
 
@@ -216,9 +216,9 @@ class Config:
 
 
 def check_fields(given: Iterable[str], more: Iterable[str] = ()) -> None:
-    """See that these are fields of Config, or among what its caller takes `more`.
+    """Check that these are fields of Config. more: further names that the caller takes, for the message.
 
-    Raises: TypeError naming the first that is not, and what may have been meant.
+    Raises: TypeError naming the first unknown one, and the most similar known one.
     """
     known = [one.name for one in dataclasses.fields(Config) if one.init]
     for name in given:
@@ -254,5 +254,5 @@ def _nbytes(name: str, size: int | str | None) -> int | None:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if nbytes == 0:
-        raise ConfigError(f"{name}=0: nothing works in no memory; give at least a few MiB, or leave it out")
+        raise ConfigError(f"{name}=0: expected at least a few MiB; or leave it out")
     return nbytes

@@ -1,7 +1,7 @@
-"""DeepSpeed's names: `import infinity.deepspeed as deepspeed` is the line that a script changes.
+"""DeepSpeed's names: a script changes one line, to `import infinity.deepspeed as deepspeed`.
 
-docs/deepspeed.md says of DeepSpeed's public calls which work, which change nothing here, and what to do
-instead of the others.
+docs/deepspeed.md lists DeepSpeed's public calls: which work, which have no effect here, and what replaces the
+others.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from infinity.errors import ConfigError as DeepSpeedConfigError
 
 
 def __getattr__(name: str) -> Any:
-    """Say what to do instead."""
+    """Raise an error that names the replacement."""
     raise AttributeError(missing("", name))
 
 

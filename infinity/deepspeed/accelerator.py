@@ -1,4 +1,4 @@
-"""deepspeed.accelerator: the device that computes, by DeepSpeed's calls. What is not here, torch has."""
+"""deepspeed.accelerator: the device that computes. Other calls are those of torch.cuda or torch.cpu."""
 
 from __future__ import annotations
 
@@ -12,72 +12,41 @@ from infinity.deepspeed.launch import local_rank
 
 
 class Accelerator:
-    """CUDA where there is a GPU, else the CPU."""
+    """A GPU: the calls that torch.cuda does not have, or has under another name."""
 
-    def __init__(self, kind: str) -> None:
-        """kind: "cuda" or "cpu"."""
-        self._kind = kind
-        self._module: Any = torch.cuda if kind == "cuda" else torch.cpu
+    kind = "cuda"
+    backend = "nccl"
+    module: Any = torch.cuda
 
     def __getattr__(self, name: str) -> Any:
-        """Ask torch.cuda, or torch.cpu."""
+        """Look up a name in torch.cuda or torch.cpu."""
         try:
-            return getattr(self._module, name)
+            return getattr(self.module, name)
         except AttributeError:
             raise AttributeError(
-                f"get_accelerator() has no {name!r}, nor has torch.{self._kind}; ask torch, with "
+                f"get_accelerator() has no {name!r}, nor has torch.{self.kind}; ask torch, with "
                 "get_accelerator().device_name()"
             ) from None
 
-    @property
-    def _gpu(self) -> bool:
-        return self._kind == "cuda"
-
-    def is_available(self) -> bool:
-        """Whether it can compute."""
-        return True
-
     def is_synchronized_device(self) -> bool:
-        """Whether an operation is over when its call returns."""
-        return not self._gpu
+        """Whether an operation is complete when its call returns."""
+        return False
 
     def device_name(self, device_index: int | None = None) -> str:
         """Return the name that torch.device takes."""
-        return self._kind if device_index is None or not self._gpu else f"cuda:{device_index}"
+        return self.kind if device_index is None else f"{self.kind}:{device_index}"
 
     def device(self, device_index: int | None = None) -> Any:
-        """Return torch's context of a device."""
+        """Return torch's device, which is a context manager."""
         return torch.device(self.device_name(device_index))
 
-    def device_count(self) -> int:
-        """Return how many there are on this machine."""
-        return torch.cuda.device_count() if self._gpu else 1
-
-    def current_device(self) -> int:
-        """Return the number of this rank's: on a CPU its rank on the machine."""
-        return torch.cuda.current_device() if self._gpu else local_rank()
-
     def current_device_name(self) -> str:
-        """Return the name of this rank's."""
+        """Return the name of this rank's device."""
         return self.device_name(self.current_device())
 
-    def set_device(self, device_index: int) -> None:
-        """Let this rank's be the one of this number."""
-        if self._gpu:
-            torch.cuda.set_device(device_index)
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        """Wait for what it computes."""
-        if self._gpu:
-            torch.cuda.synchronize(device_index)
-
     def communication_backend_name(self) -> str:
-        """Return what torch.distributed exchanges over."""
-        return "nccl" if self._gpu else "gloo"
-
-    def is_bf16_supported(self) -> bool:
-        """Whether models may compute in bf16."""
-        return torch.cuda.is_bf16_supported() if self._gpu else True
+        """Return torch.distributed's backend for the device."""
+        return self.backend
 
     def is_fp16_supported(self) -> bool:
         """Whether models may compute in fp16."""
@@ -91,51 +60,72 @@ class Accelerator:
         """Return the types that models may compute in."""
         return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
 
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Return the bytes of the device's memory, or the machine's."""
+        return int(torch.cuda.get_device_properties(device_index or 0).total_memory)
+
+    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
+        """Return the tensor in pinned memory, where there is a GPU."""
+        return tensor.pin_memory()
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on the device."""
+        return tensor.device.type == self.kind
+
+
+class CpuAccelerator(Accelerator):
+    """The CPU: torch.cuda's calls, with the process and the machine in the place of a device."""
+
+    kind = "cpu"
+    backend = "gloo"
+    module = torch.cpu
+
+    def is_synchronized_device(self) -> bool:
+        """Return True."""
+        return True
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """Return "cpu"."""
+        return self.kind
+
+    def current_device(self) -> int:
+        """Return this rank's number on the machine."""
+        return local_rank()
+
+    def is_bf16_supported(self) -> bool:
+        """Return True."""
+        return True
+
     def manual_seed(self, seed: int) -> None:
         """Seed this rank's random numbers."""
-        (torch.cuda.manual_seed if self._gpu else torch.manual_seed)(seed)
+        torch.manual_seed(seed)
 
-    def manual_seed_all(self, seed: int) -> None:
-        """Seed those of all devices."""
-        (torch.cuda.manual_seed_all if self._gpu else torch.manual_seed)(seed)
-
-    def empty_cache(self) -> None:
-        """Give memory that torch keeps back to the device."""
-        if self._gpu:
-            torch.cuda.empty_cache()
+    manual_seed_all = manual_seed
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Return bytes in use: of the device, or of this process."""
-        return torch.cuda.memory_allocated(device_index) if self._gpu else psutil.Process().memory_info().rss
+        """Return the bytes in use by this process."""
+        return int(psutil.Process().memory_info().rss)
 
-    def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """Return the most bytes so far, on a GPU; on a CPU those in use."""
-        return torch.cuda.max_memory_allocated(device_index) if self._gpu else self.memory_allocated()
+    max_memory_allocated = memory_allocated
 
-    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Begin max_memory_allocated anew."""
-        if self._gpu:
-            torch.cuda.reset_peak_memory_stats(device_index)
+    def empty_cache(self, device_index: int | None = None) -> None:
+        """Do nothing."""
+
+    reset_peak_memory_stats = empty_cache
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Return bytes that the device, or the machine, has."""
-        if self._gpu:
-            return int(torch.cuda.get_device_properties(device_index or 0).total_memory)
+        """Return the bytes of the machine's memory."""
         return int(psutil.virtual_memory().total)
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        """Return the tensor in memory that the device copies from."""
-        return tensor.pin_memory() if self._gpu else tensor
-
-    def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies on it."""
-        return tensor.device.type == self._kind
+        """Return the tensor as it is."""
+        return tensor
 
 
 @functools.cache
 def get_accelerator() -> Accelerator:
-    """Return what computes on this machine."""
-    return Accelerator("cuda" if torch.cuda.is_available() else "cpu")
+    """Return the device that computes on this machine."""
+    return Accelerator() if torch.cuda.is_available() else CpuAccelerator()
 
 
 __all__ = ["Accelerator", "get_accelerator"]

@@ -1,17 +1,17 @@
-"""Which backwards bring a DeepSpeedEngine's model its gradients, and how their losses were scaled.
+"""The scale and the division of gradients in a DeepSpeedEngine's backwards.
 
 [Note: any backward]
 engine.backward(loss) is engine.scale(loss).backward(): the gradient that enters the graph at the loss is
-multiplied by what the loss was scaled with, and divided by the accumulation steps. A script may as well call
-loss.backward(), or output.backward(gradient). Such gradients are divided as they arrive at the parameters,
-and not at the model's outputs: so it is right for every way that a gradient may take (a second loss, one that
-a module has kept, a penalty on the weights, another engine's model), and once for each. With accumulation
-steps that are a power of two the bits are those of engine.backward; else those of dividing every gradient.
-What fp16 loses without a scale nobody can bring back: that is refused when the first gradient arrives.
+multiplied by the loss scale, and divided by the accumulation steps. A script may also call loss.backward(),
+or output.backward(gradient). Such gradients are divided when they arrive at the parameters, not at the
+model's outputs: this divides each gradient once, whatever its path (a second loss, one that a module has
+kept, a penalty on the weights, another engine's model). If the accumulation steps are a power of two, the
+bits are those of engine.backward; otherwise they are those of dividing every gradient. Gradients that
+underflow in fp16 without a loss scale are lost: such a backward is refused at its first gradient.
 
 [Note: which backward is running]
-The hook at a scaled loss knows. What it notes has to go when that backward is over, and when it raised, too.
-So a callback of the running graph task alone holds the note: it goes with the task.
+The hook at a scaled loss writes a note. The note has to vanish when that backward ends, also when it raises.
+So only a callback of the running graph task holds it: it is freed with the task.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from infinity.errors import UnsupportedError
 
 @dataclass(frozen=True, eq=False)
 class Running:
-    """A backward that an engine has begun: its loss was multiplied by `scale`, and divided."""
+    """A running backward of an engine: its loss was multiplied by `scale`, and divided by `divisor`."""
 
     by: Backwards
     divisor: int
@@ -41,26 +41,26 @@ _running: weakref.ref[Running] | None = None
 
 
 def running() -> Running | None:
-    """Return the backward that runs, where it began at a loss that an engine has scaled."""
+    """Return the running backward, if it began at a loss that an engine has scaled."""
     return None if _running is None else _running()
 
 
-def _let_go(_note: Running) -> None:
-    """The backward is over: see [Note: which backward is running]."""
+def _free(_note: Running) -> None:
+    """Do nothing, with the note as an argument: see [Note: which backward is running]."""
 
 
 class Backwards:
-    """Sees to the gradients of one DeepSpeedEngine's model; see [Note: any backward]."""
+    """Divides and checks the gradients of one DeepSpeedEngine's model; see [Note: any backward]."""
 
     def __init__(
         self, engines: Sequence[Engine], divisor: int, scaling: LossScale | None, *, applies: bool
     ) -> None:
-        """Watch what the model's `engines` receive. divisor: accumulation steps. applies: whether the
+        """Receive the gradients of the model's `engines`. divisor: accumulation steps. applies: whether the
         optimizer applies gradients in the backward.
         """
         self._scaling = scaling
         self.count = 0
-        """Backwards that have brought gradients, since it was set to 0."""
+        """Backwards with gradients in this step."""
         self.divisor = divisor
         """Accumulation steps."""
         self._applies = applies
@@ -73,11 +73,11 @@ class Backwards:
 
     @property
     def scale(self) -> float:
-        """What a loss is multiplied by now."""
+        """The factor on the loss."""
         return 1.0 if self._scaling is None else self._scaling.value
 
     def begin_step(self) -> None:
-        """Count the backwards of the next step."""
+        """Restart the count of backwards."""
         self.count = 0
 
     def divide_by(self, steps: int) -> None:
@@ -85,7 +85,7 @@ class Backwards:
         self.divisor = steps
 
     def close(self) -> None:
-        """Leave gradients as they come."""
+        """Stop receiving gradients."""
         for engine in (one() for one in self._engines):
             if engine is None:
                 continue
@@ -94,12 +94,12 @@ class Backwards:
             engine.gradients.receive_plainly(self._received)
 
     def root(self, loss: torch.Tensor, divisor: int) -> torch.Tensor:
-        """Return what to go backward from: `loss`, scaled, so that gradients are divided by `divisor`."""
+        """Return the tensor whose backward() to call: `loss`, scaled, with gradients divided by `divisor`."""
         if loss.numel() != 1 or not loss.requires_grad:
             graph = "" if loss.requires_grad else ", without a graph"
             raise ValueError(
                 f"a loss of shape {tuple(loss.shape)}{graph}: expected one number that was computed from "
-                "parameters, with gradients on. For others call output.backward(gradient)."
+                "parameters, with gradients enabled. For other tensors call output.backward(gradient)."
             )
         scale = self.scale
 
@@ -107,7 +107,7 @@ class Backwards:
             global _running  # noqa: PLW0603 - one backward runs at a time
             note = Running(self, divisor, scale)
             _running = weakref.ref(note)
-            torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_let_go, note))
+            torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_free, note))
             return grad / divisor if divisor > 1 else None
 
         alias = loss.view_as(loss)
@@ -115,14 +115,14 @@ class Backwards:
         return alias if scale == 1 else alias.float() * scale
 
     def _received(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return a gradient as it counts, when it arrives at its parameter."""
+        """Divide a gradient that arrives at its parameter, unless its loss was divided."""
         note = running()
         if not self._came or self._plain != (note is None):
             self._begun(note)
         return grad / self.divisor if note is None and self.divisor > 1 else grad
 
     def _begun(self, note: Running | None) -> None:
-        """See that the backward whose first gradient arrives can be right."""
+        """Check the backward whose first gradient arrives."""
         if note is None and self.scale != 1:
             raise UnsupportedError(
                 "loss.backward() with fp16, whose gradients need a loss that is multiplied by "
@@ -157,11 +157,11 @@ class Backwards:
         self._came = False
 
     def forget(self) -> None:
-        """The gradients are gone."""
+        """Note that the gradients were dropped."""
         self._other = None
 
     def check(self) -> None:
-        """See that the gradients are what a step takes them for.
+        """Check that the gradients have this engine's scale and divisor.
 
         Raises: UnsupportedError.
         """

@@ -1,12 +1,12 @@
-"""What DeepSpeed's engine and modules have and ours do not, and what to do instead. A table; pure."""
+"""DeepSpeed's names that infinity.deepspeed does not have, and what to use instead. A table; pure."""
 
 from __future__ import annotations
 
 _REPORT = "print(engine.settings.report): what became of every key of the configuration"
-_GROUPS = "ranks share data alone here; torch.distributed has rank and world size"
+_GROUPS = "there is data parallelism alone; torch.distributed has rank and world size"
 COMPILE = "torch.compile cannot follow fetching and releasing; leave it out"
-_GONE = "off, or not supported, as print(engine.settings.report) says; leave it out"
-_REDUCING = "gradients are summed as they come, in fp32; engine.no_sync() postpones that"
+_GONE = "off or not supported, see print(engine.settings.report); leave it out"
+_REDUCING = "gradients are summed when they are complete, in fp32; engine.no_sync() postpones that"
 
 _SETTINGS = """
 aio_config amp_enabled amp_params bf16_master_weights_and_gradients bf16_optimizer_states
@@ -69,84 +69,63 @@ ENGINE: dict[str, str] = {
     "get_wall_clock_timers": '"wall_clock_breakdown": true logs seconds; infinity.stats(engine.module)',
     "is_iterable_style_dataset": "isinstance(data, torch.utils.data.IterableDataset)",
     "is_map_style_dataset": "hasattr(data, '__getitem__')",
-    "load_moe_state_dict": "engine.load_checkpoint loads experts as all else",
+    "load_moe_state_dict": "engine.load_checkpoint loads experts, too",
     "load_module_state_dict": "engine.module.load_state_dict(state_dict)",
     "print_forward_breakdown": '"wall_clock_breakdown": true logs seconds; infinity.stats(engine.module)',
 }
 """Public names of DeepSpeedEngine (0.19)."""
 
-_INIT = "zero.Init builds models that are never held as a whole"
-_WHERE = "infinity.stats(model) says where parameters are"
-_LARGE = "a layer larger than the device: Config(tile_above=...)"
-PACKAGE: dict[str, str] = {
-    "DeepSpeedConfig": "infinity.deepspeed.launch.read(file)",
-    "DeepSpeedDataLoader": "initialize(training_data=...), or a torch DataLoader",
-    "DeepSpeedHybridEngine": "model.generate works as it is",
-    "DeepSpeedInferenceConfig": "model.generate works as it is, on a model built in Init",
-    "DeepSpeedTransformerConfig": "torch's and transformers' own layers",
-    "DeepSpeedTransformerLayer": "torch's and transformers' own layers",
-    "InferenceEngine": "model.generate works as it is, on a model built in Init",
-    "LayerSpec": "a model larger than the device needs no pipeline here",
-    "OnDevice": _INIT,
-    "PipelineEngine": "a model larger than the device needs no pipeline here",
-    "PipelineModule": "a model larger than the device needs no pipeline here",
-    "add_tuning_arguments": '"scheduler" in the configuration',
-    "checkpointing": "torch.utils.checkpoint, or model.gradient_checkpointing_enable()",
-    "domino": _LARGE,
-    "default_inference_config": "model.generate works as it is, on a model built in Init",
-    "init_inference": "model.generate works as it is, on a model built in Init",
-    "module_inject": "torch's and transformers' own layers",
-    "moe": "transformers' experts work as they are: those that are not used are not fetched",
-    "ops": '"optimizer" in the configuration, or infinity.AdamW, Adam, SGD, Adagrad, Lion',
-    "pipe": "a model larger than the device needs no pipeline here",
-    "replace_transformer_layer": "torch's and transformers' own layers",
-    "revert_transformer_layer": "torch's and transformers' own layers",
-    "runtime": "what scripts need of it is in infinity.deepspeed and infinity.deepspeed.zero",
-    "set_autotp_mode": _LARGE,
-    "set_optimizer_flags": '"optimizer" in the configuration',
-    "tp_model_init": _LARGE,
-    **dict.fromkeys(("zero.DeepSpeedTensorOverride", "zero.DeepSpeedZeRoOffload", "zero.MiCS_Init"), _INIT),
-    **dict.fromkeys(("zero.TiledLinear", "zero.TiledLinearReturnBias"), _LARGE),
-    **dict.fromkeys(("zero.ZeroParamStatus", "zero.ZeroParamType"), _WHERE),
-    "zero.unwrap_model_for_generation": "engine.module.generate works as it is",
-    "utils.OnDevice": _INIT,
-    "utils.get_caller_func": "sys._getframe",
-    "utils.get_numactl_cmd": "`infinity doctor` says what a machine has; torchrun starts ranks",
-    "utils.groups": _GROUPS,
-    "utils.instrument_w_nvtx": "torch.cuda.nvtx.range",
-    "utils.log_dist_once": "utils.log_dist",
-    "utils.set_log_level_from_string": 'logging.getLogger("infinity").setLevel(level)',
-    **dict.fromkeys(
-        (
-            "utils.fragment_address",
-            "utils.get_full_hp_grad",
-            "utils.get_full_hp_param",
-            "utils.get_hp_fragment_mapping",
-            "utils.lazy_init_hp_params_optimizer_state",
-            "utils.link_hp_params",
-            "utils.map_to_flat_opt_states",
-            "utils.set_full_hp_grad",
-            "utils.set_full_hp_param",
-            "utils.tensor_fragment",
-        ),
-        "utils.safe_get_full_fp32_param and its kin",
-    ),
-    **dict.fromkeys(
-        (
-            "utils.get_z3_leaf_modules",
-            "utils.set_z3_leaf_modules_by_name",
-            "utils.set_z3_leaf_modules_by_suffix",
-            "utils.z3_leaf_module",
-            "utils.z3_leaf_parameter",
-        ),
-        "what a module uses is fetched when it is used; leave it out",
-    ),
+_HIDDEN = """
+utils.fragment_address utils.get_full_hp_grad utils.get_full_hp_param utils.get_hp_fragment_mapping
+utils.lazy_init_hp_params_optimizer_state utils.link_hp_params utils.map_to_flat_opt_states
+utils.set_full_hp_grad utils.set_full_hp_param utils.tensor_fragment
+"""
+_LEAVES = """
+utils.get_z3_leaf_modules utils.set_z3_leaf_modules_by_name utils.set_z3_leaf_modules_by_suffix
+utils.z3_leaf_module utils.z3_leaf_parameter
+"""
+_CURES = {
+    "infinity.deepspeed.launch.read(file)": "DeepSpeedConfig",
+    "initialize(training_data=...), or a torch DataLoader": "DeepSpeedDataLoader",
+    "model.generate works as it is": "DeepSpeedHybridEngine",
+    "model.generate works as it is, on a model built in Init": """
+        DeepSpeedInferenceConfig InferenceEngine default_inference_config init_inference
+    """,
+    "torch's and transformers' own layers": """
+        DeepSpeedTransformerConfig DeepSpeedTransformerLayer module_inject replace_transformer_layer
+        revert_transformer_layer
+    """,
+    "a model larger than the device needs no pipeline here": "LayerSpec PipelineEngine PipelineModule pipe",
+    "zero.Init never holds the whole model while it is built": """
+        OnDevice zero.DeepSpeedTensorOverride zero.DeepSpeedZeRoOffload zero.MiCS_Init utils.OnDevice
+    """,
+    '"scheduler" in the configuration': "add_tuning_arguments",
+    "torch.utils.checkpoint, or model.gradient_checkpointing_enable()": "checkpointing",
+    "for a layer larger than the device: Config(tile_above=...)": """
+        domino set_autotp_mode tp_model_init zero.TiledLinear zero.TiledLinearReturnBias
+    """,
+    "transformers' experts work as they are": "moe",
+    '"optimizer" in the configuration, or infinity.AdamW, Adam, SGD, Adagrad, Lion': "ops",
+    "what scripts need of it is in infinity.deepspeed and infinity.deepspeed.zero": "runtime",
+    '"optimizer" in the configuration': "set_optimizer_flags",
+    "infinity.stats(model) shows where parameters are": "zero.ZeroParamStatus zero.ZeroParamType",
+    "engine.module.generate works as it is": "zero.unwrap_model_for_generation",
+    "sys._getframe": "utils.get_caller_func",
+    "`infinity doctor` shows the machine; torchrun starts ranks": "utils.get_numactl_cmd",
+    _GROUPS: "utils.groups",
+    "torch.cuda.nvtx.range": "utils.instrument_w_nvtx",
+    "utils.log_dist": "utils.log_dist_once",
+    'logging.getLogger("infinity").setLevel(level)': "utils.set_log_level_from_string",
+    "utils.safe_get_full_fp32_param and the like": _HIDDEN,
+    "parameters are fetched when they are used; leave it out": _LEAVES,
 }
-"""Public names of the package."""
+"""What to use instead -> public names of the package."""
+
+PACKAGE: dict[str, str] = {name: cure for cure, names in _CURES.items() for name in names.split()}
 
 
 def missing(module: str, name: str) -> str:
-    """Return what to say of a name that a module of infinity.deepspeed does not have."""
+    """Return the error text for a name that a module of infinity.deepspeed does not have."""
     path = name if module == "" else f"{module}.{name}"
     instead = PACKAGE.get(path)
     where = f"infinity.deepspeed{'.' if module else ''}{module}"

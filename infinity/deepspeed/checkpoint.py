@@ -1,6 +1,6 @@
-"""Checkpoints as DeepSpeed scripts name them: a folder per tag, and `latest`, which names one.
+"""Checkpoints with DeepSpeed's names: a folder per tag, and a file `latest` with the newest tag.
 
-What is in a tag's folder is infinity.save's.
+The folder of a tag is a checkpoint of infinity.save.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _COUNTS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 
 class Trained(Protocol):
-    """What is saved and loaded of a DeepSpeedEngine."""
+    """The part of a DeepSpeedEngine that is saved and loaded."""
 
     module: nn.Module
     optimizer: Any
@@ -38,7 +38,7 @@ class Trained(Protocol):
     micro_steps: int
 
     def gradient_accumulation_steps(self) -> int:
-        """Return the backwards of a step."""
+        """Return the backwards per update."""
 
 
 def save_tagged(
@@ -55,8 +55,8 @@ def save_tagged(
     waiting = engine.micro_steps % engine.gradient_accumulation_steps()
     if waiting:
         warnings.warn(
-            f"save_checkpoint after {waiting} of {engine.gradient_accumulation_steps()} backwards of a step: "
-            "gradients are not saved",
+            f"save_checkpoint after {waiting} of {engine.gradient_accumulation_steps()} backwards of an "
+            "update: gradients are not saved",
             stacklevel=3,
         )
     extra: dict[str, Any] = {"client_state": client_state}
@@ -95,7 +95,7 @@ def load_tagged(
     if any(path.glob("*model_states.pt")):
         raise CheckpointError(
             f"{path} was saved by DeepSpeed: infinity.deepspeed.load_deepspeed(engine.module, "
-            f"engine.optimizer, {str(folder)!r}, tag={str(tag)!r}) takes weights and moments over"
+            f"engine.optimizer, {str(folder)!r}, tag={str(tag)!r}) loads its weights and moments"
         )
     extra = load(
         engine.module,
@@ -115,7 +115,7 @@ def load_tagged(
 
 def save_weights(model: nn.Module, folder: str | os.PathLike[str], name: str) -> None:
     """Save the 16-bit weights as one file; see DeepSpeedEngine.save_16bit_model."""
-    weights = model.state_dict()  # of all ranks, together
+    weights = model.state_dict()  # a collective of all ranks
     if rank() == 0:
         Path(folder).mkdir(parents=True, exist_ok=True)
         _replace(Path(folder) / name, lambda file: torch.save(weights, file))
@@ -129,7 +129,7 @@ def _name(tag: object) -> str:
 
 
 def _replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Put a file in place as a whole."""
+    """Write a file atomically and durably."""
     filling = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
     try:
         with filling.open("wb") as file:

@@ -1,4 +1,4 @@
-"""deepspeed.comm: torch.distributed by DeepSpeed's name, with the calls that only DeepSpeed has."""
+"""deepspeed.comm: torch.distributed, with the calls that DeepSpeed adds."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def get_world_group() -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """Ask torch.distributed."""
+    """Look up a name in torch.distributed."""
     return getattr(distributed, name)
 
 

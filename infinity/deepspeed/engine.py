@@ -1,7 +1,7 @@
-"""What initialize returns: a model, its optimizer and its schedule, driven as DeepSpeed's engine is.
+"""What initialize returns: a model, its optimizer and its schedule, with the interface of DeepSpeed's engine.
 
-It decides when a step is due, clips, leaves steps out whose gradients are not finite, and counts. All else is
-the model's hooks and the optimizer, which work without it.
+It decides when an update is due, clips, skips updates whose gradients are not finite, and counts. The model's
+hooks and the optimizer do the rest, and also work without it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
+from infinity.config.loss_scale import LossScale
 from infinity.deepspeed import checkpoint as deepspeed_checkpoint
-from infinity.deepspeed.answers import Answers
 from infinity.deepspeed.backward import Backwards
-from infinity.deepspeed.calls import ENGINE
+from infinity.deepspeed.calls import COMPILE, ENGINE
 from infinity.deepspeed.launch import Settings, local_rank, rank, ranks
+from infinity.deepspeed.monitor import Monitors
 from infinity.engine.engine import engine_of, engine_of_model
 from infinity.engine.no_sync import no_sync
 from infinity.errors import UnsupportedError
@@ -34,10 +35,10 @@ from infinity.optim.base import OffloadedOptimizer
 logger = logging.getLogger("infinity")
 
 
-class DeepSpeedEngine(Answers):
+class DeepSpeedEngine(nn.Module):
     """A model, trained as DeepSpeed scripts do it: engine(batch), engine.backward(loss), engine.step().
 
-    Made by infinity.deepspeed.initialize. Attributes of the model may be asked of the engine.
+    Made by infinity.deepspeed.initialize. Attributes that it lacks are looked up on the model.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class DeepSpeedEngine(Answers):
         settings: Settings,
         loader: DataLoader[Any] | None = None,
     ) -> None:
-        """Drive `model`, built in Init, with `optimizer` and `scheduler`."""
+        """Train `model`, built in Init, with `optimizer` and `scheduler`."""
         super().__init__()
         self.module = model
         self.optimizer = optimizer
@@ -58,18 +59,21 @@ class DeepSpeedEngine(Answers):
         self.device = engine_of_model(model).device.torch_device
         self.local_rank, self.global_rank, self.world_size = local_rank(), rank(), ranks()
         self.micro_steps = 0
-        """Backwards that step() has seen."""
+        """Calls of step(), each after one backward."""
         self.global_steps = 0
         self.global_samples = 0
         self.skipped_steps = 0
-        """Steps left out because gradients were not finite."""
-        self.scaling = settings.scaling.begin() if settings.scaling else None
-        """What the loss is multiplied by, with fp16."""
+        """Updates skipped because gradients were not finite."""
+        self.scaling = LossScale(settings.scaling) if settings.scaling else None
+        """The factor on the loss, with fp16."""
         self._norm: float | None = None
         self._applied = False
         self._boundary: bool | None = None
         self._unsynced = self._stepping = False
         self._seconds = dict.fromkeys(("forward", "backward", "step"), 0.0)
+        self._monitors = Monitors(settings.monitors if self.global_rank == 0 else {})
+        self._losses: list[torch.Tensor] = []
+        """This update's, for the monitors."""
         self._gradients: Backwards | None = None
         if optimizer is not None:
             engines = {engine: None for one in model.parameters() if (engine := engine_of(one)) is not None}
@@ -80,9 +84,9 @@ class DeepSpeedEngine(Answers):
             weakref.finalize(self, self._gradients.close).atexit = False
 
     def __getattr__(self, name: str) -> Any:
-        """Ask the model for what the engine does not have.
+        """Look up an attribute on the model.
 
-        Raises: AttributeError saying what to do instead, where DeepSpeed's engine has it.
+        Raises: AttributeError saying what to use instead, for an attribute of DeepSpeed's engine.
         """
         try:
             return super().__getattr__(name)
@@ -112,23 +116,29 @@ class DeepSpeedEngine(Answers):
         retain_graph: bool = False,
         scale_wrt_gas: bool = True,
     ) -> torch.Tensor:
-        """Run the backward of loss / gradient_accumulation_steps (of loss itself without scale_wrt_gas);
-        return what was differentiated, but for the scale that fp16 needs.
+        """Run the backward of loss / gradient_accumulation_steps (of the loss itself without scale_wrt_gas);
+        return that quotient, without fp16's scale.
 
-        loss.backward() and output.backward(gradient) may be called instead, in fp16 of scale(loss).
+        loss.backward() and output.backward(gradient) may be called instead, with fp16 on scale(loss).
         """
         divisor = self.gradient_accumulation_steps() if scale_wrt_gas else 1
         with self._timed("backward"):
-            self._trained()[1].root(loss, divisor).backward(retain_graph=retain_graph)
+            self._root(loss, divisor).backward(retain_graph=retain_graph)
         return loss / divisor if divisor > 1 else loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Multiply the loss as fp16 needs it. engine.scale(loss).backward() is engine.backward(loss), with
-        all that Tensor.backward takes.
+        """Return the loss times fp16's scale. engine.scale(loss).backward() is engine.backward(loss), with
+        all arguments of Tensor.backward.
 
-        Raises: ValueError for what is no loss.
+        Raises: ValueError for a tensor that is not a loss.
         """
-        return self._trained()[1].root(loss, self.gradient_accumulation_steps())
+        return self._root(loss, self.gradient_accumulation_steps())
+
+    def _root(self, loss: torch.Tensor, divisor: int) -> torch.Tensor:
+        root = self._trained()[1].root(loss, divisor)
+        if self._monitors:
+            self._losses.append(loss.detach())
+        return root
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the step() after the current backward updates the model."""
@@ -139,16 +149,16 @@ class DeepSpeedEngine(Answers):
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say from now on whether step() updates the model, instead of counting."""
+        """Set whether step() updates the model, instead of counting backwards."""
         if not self.settings.managed_accumulation:
             raise UnsupportedError("with managed_gradient_accumulation=false every step() is a boundary")
         self._boundary = is_boundary
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Update the model, where the accumulation is complete; then zero gradients and step the schedule.
+        """Update the model if the accumulation is complete; then zero gradients and step the schedule.
 
-        Raises: UnsupportedError within no_sync(), and for gradients of another engine's backward, made with
-        other settings than this engine's.
+        Raises: UnsupportedError inside no_sync(), and for gradients of another engine's backward with
+        another loss scale or other accumulation steps than this engine's.
         """
         optimizer, gradients = self._trained()
         if self._unsynced:
@@ -158,11 +168,14 @@ class DeepSpeedEngine(Answers):
             self._stepping = True
             self._applied = False
             try:
-                if self.is_gradient_accumulation_boundary():
+                updates = self.is_gradient_accumulation_boundary()
+                if updates:
                     self._update(optimizer, gradients, lr_kwargs or {})
             finally:
                 self._stepping = False
         self.micro_steps += 1
+        if updates:
+            self._report()
 
     def _update(
         self, optimizer: OffloadedOptimizer, gradients: Backwards, lr_kwargs: Mapping[str, Any]
@@ -173,20 +186,24 @@ class DeepSpeedEngine(Answers):
             self.scaling.update(overflow=not finite)
         if self.settings.check_overflow and not finite:
             self.skipped_steps += 1
-            logger.warning("step %d left out: the gradients' norm is %s", self.global_steps, self._norm)
+            logger.warning("step %d skipped: the gradients' norm is %s", self.global_steps, self._norm)
         else:
             optimizer.step()
             self._applied = True
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step(**lr_kwargs)
         optimizer.zero_grad()
+        if self._losses:  # over the samples before this update, as DeepSpeed writes it
+            self._monitors.write(
+                {"train_loss": float(sum(self._losses)) / len(self._losses)}, self.global_samples
+            )
+            self._losses = []
         self.global_steps += 1
         self.global_samples += (self.settings.batches.micro or 0) * gradients.count * self.world_size
         gradients.begin_step()
-        self._report()
 
     def _clip(self, optimizer: OffloadedOptimizer) -> float | None:
-        """Return the global norm before clipping; None where updates happen in the backward."""
+        """Clip; return the global norm before that, None where updates happen in the backward."""
         if optimizer.update == "backward":
             return None
         parameters = [
@@ -212,6 +229,13 @@ class DeepSpeedEngine(Answers):
         if self.settings.breakdown:
             took = ", ".join(f"{what} {seconds:.3f} s" for what, seconds in self._seconds.items())
             logger.info("step %d: %s", self.global_steps, took)
+        if self._monitors:
+            values = {"lr": self.get_lr()[0]}
+            if self.scaling is not None:
+                values["loss_scale"] = self.scaling.value
+            if self.settings.breakdown:
+                values |= {f"elapsed_time_ms_{what}": 1000 * took for what, took in self._seconds.items()}
+            self._monitors.write(values, self.global_samples)
         self._seconds = dict.fromkeys(self._seconds, 0.0)
 
     @contextlib.contextmanager
@@ -230,7 +254,7 @@ class DeepSpeedEngine(Answers):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards in here are not reduced among ranks; see infinity.no_sync. step() is refused."""
+        """Do not reduce gradients among ranks in here; see infinity.no_sync."""
         if self._unsynced:
             raise UnsupportedError("no_sync() inside no_sync()")
         self._unsynced = True
@@ -246,13 +270,13 @@ class DeepSpeedEngine(Answers):
         if self._gradients is not None:
             self._gradients.forget()
 
-    # What it can be told
+    # Settings that may change
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the samples per update, by other accumulation steps.
+        """Change the samples per update, by changing the accumulation steps.
 
-        Raises: ValueError for no multiple of the samples of one backward on all ranks; UnsupportedError where
-        updates happen in the backward, which there has to be one of.
+        Raises: ValueError for a number that is not a multiple of the samples of one backward on all ranks;
+        UnsupportedError for several backwards per update where updates happen in the backward.
         """
         batches = self.settings.batches
         at_once = (batches.micro or 0) * self.world_size
@@ -265,7 +289,7 @@ class DeepSpeedEngine(Answers):
         if steps > 1 and self.optimizer is not None and self.optimizer.update == "backward":
             raise UnsupportedError(
                 f"set_train_batch_size({train_batch_size}): {steps} backwards per update, but this optimizer "
-                "updates in the backward. Begin with gradient_clipping, or give initialize("
+                "updates in the backward. Set gradient_clipping, or give initialize("
                 'optimizer=lambda p: infinity.AdamW(p, ..., update="forward")).'
             )
         changed = replace(batches, train=train_batch_size, steps=steps)
@@ -274,14 +298,14 @@ class DeepSpeedEngine(Answers):
             self._gradients.divide_by(steps)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the samples per backward and rank; as many backwards per update as before."""
+        """Change the samples per backward and rank; the backwards per update stay."""
         batches = self.settings.batches
         train = micro_batch_size * batches.steps * self.world_size
         changed = replace(batches, train=train, micro=micro_batch_size)
         self.settings = replace(self.settings, batches=changed)
 
     def destroy(self) -> None:
-        """Let go of the optimizer and the schedule; the model stays as it is. Memory and files go with it."""
+        """Drop the optimizer and the schedule. Memory and files are freed with the model."""
         if self._gradients is not None:
             self._gradients.close()
         self.optimizer = self.lr_scheduler = self.training_dataloader = self._gradients = None
@@ -298,12 +322,12 @@ class DeepSpeedEngine(Answers):
         *,
         client_sd: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Save everything to save_dir/tag, as a whole or not at all; then name it in save_dir/latest.
+        """Save everything to save_dir/tag, atomically; then write the tag to save_dir/latest.
 
         tag: None for "global_stepN". client_state: plain values and tensors, which load_checkpoint returns
-        (client_sd: the same, as DeepSpeed's first page writes it).
+        (client_sd: its old name).
 
-        Raises: as infinity.save; ValueError for a tag that is no name of a folder.
+        Raises: as infinity.save; ValueError for a tag that cannot be a folder's name.
         """
         if exclude_frozen_parameters:
             raise UnsupportedError("exclude_frozen_parameters: checkpoints hold the whole model")
@@ -321,13 +345,15 @@ class DeepSpeedEngine(Answers):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load what save_checkpoint has saved; return its path and client_state, (None, None) for a folder
-        that names no `latest`. tag: None for the one that `latest` names.
+        """Load a checkpoint of save_checkpoint; return its path and client_state, (None, None) where the
+        folder has no file `latest`. tag: None for the one in `latest`.
 
         Raises: as infinity.load.
         """
         if not load_module_strict or custom_load_fn is not None:
-            raise UnsupportedError("load_checkpoint loads everything, or names what does not fit")
+            raise UnsupportedError(
+                "load_checkpoint loads the whole model: leave load_module_strict and custom_load_fn out"
+            )
         whole = load_optimizer_states and not load_module_only
         return deepspeed_checkpoint.load_tagged(
             self, load_dir, tag, optimizer=whole, scheduler=whole and load_lr_scheduler_states
@@ -339,8 +365,10 @@ class DeepSpeedEngine(Answers):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save the 16-bit weights as one file for torch.load; False, and no file, unless the configuration
-        has stage3_gather_16bit_weights_on_model_save. They are in memory at once: save_pretrained streams.
+        """Save the 16-bit weights as one file for torch.load; return False, without a file, unless the
+        configuration has stage3_gather_16bit_weights_on_model_save.
+
+        All weights are in memory at once; infinity.save_pretrained streams them.
 
         Raises: HostMemoryError, with the numbers.
         """
@@ -358,7 +386,7 @@ class DeepSpeedEngine(Answers):
     def save_fp16_model(
         self, save_dir: str | PathLike[str], save_filename: str = "pytorch_model.bin"
     ) -> bool:
-        """As save_16bit_model, by its first name."""
+        """Call save_16bit_model, whose old name this is."""
         return self.save_16bit_model(save_dir, save_filename)
 
     def module_state_dict(
@@ -368,12 +396,122 @@ class DeepSpeedEngine(Answers):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """Return the model's state_dict: plain tensors in memory."""
+        """Return the model's state_dict, as plain tensors in memory."""
         state: dict[str, Any] = self.module.state_dict(prefix=prefix)
         if exclude_frozen_parameters:
             frozen = {prefix + name for name, one in self.module.named_parameters() if not one.requires_grad}
             state = {name: value for name, value in state.items() if name not in frozen}
         return state
+
+    # Settings and counts
+
+    def train_batch_size(self) -> int | None:
+        """Return the samples per update, of all ranks."""
+        return self.settings.batches.train
+
+    def train_micro_batch_size_per_gpu(self) -> int | None:
+        """Return the samples per backward and rank."""
+        return self.settings.batches.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the backwards per update."""
+        return self.settings.batches.steps
+
+    def gradient_clipping(self) -> float:
+        """Return the largest global norm; 0 for no clipping."""
+        return self.settings.gradient_clipping
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the global norm of the last update, before clipping; None before the first one, and where
+        updates happen in the backward.
+        """
+        return self._norm
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of every param group."""
+        return [float(group["lr"]) for group in self._groups()]
+
+    def get_mom(self) -> list[Any]:
+        """Return the betas of every param group, or its momentum; None for optimizers without."""
+        return [group.get("betas", group.get("momentum")) for group in self._groups()]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step() updated the model."""
+        return self._applied
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether the model computes in bf16."""
+        return self.settings.precision == "bf16"
+
+    def fp16_enabled(self) -> bool:
+        """Whether the model computes in fp16."""
+        return self.settings.precision == "fp16"
+
+    def loss_scale(self) -> float:
+        """Return the factor on the loss; 1 unless the model computes in fp16."""
+        return 1.0 if self.scaling is None else self.scaling.value
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether overflows change the loss scale."""
+        return self.scaling is not None and self.scaling.dynamic
+
+    def zero_optimization_stage(self) -> int:
+        """Return what the ranks partition, as ZeRO's stage; see Config.stage."""
+        return engine_of_model(self.module).config.stage
+
+    def wall_clock_breakdown(self) -> bool:
+        """Whether seconds of forward, backward and step are logged."""
+        return self.settings.breakdown
+
+    def get_batch_info(self) -> tuple[int | None, int | None, int]:
+        """Return samples per update, samples per backward and rank, backwards per update."""
+        batches = self.settings.batches
+        return batches.train, batches.micro, batches.steps
+
+    def get_type(self) -> list[Any]:
+        """Return the "type" of every param group; None for a group without."""
+        return [group.get("type") for group in self._groups()]
+
+    def managed_gradient_accumulation(self) -> bool:
+        """Whether step() counts backwards; otherwise every step() is an update."""
+        return self.settings.managed_accumulation
+
+    def zero_optimization(self) -> bool:
+        """Whether the ranks partition anything: always."""
+        return True
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Whether the ranks partition gradients, too."""
+        return self.zero_optimization_stage() >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether the ranks partition weights, too."""
+        return self.zero_optimization_stage() >= 3
+
+    def get_data_parallel_rank(self) -> int:
+        """Return this process's rank."""
+        return self.global_rank
+
+    # Calls without effect
+
+    def empty_partition_cache(self) -> None:
+        """Do nothing: prefetched parameters have a budget."""
+
+    def offload_states(self, *_args: Any, **_options: Any) -> None:
+        """Do nothing: states are always offloaded."""
+
+    def reload_states(self, *_args: Any, **_options: Any) -> None:
+        """Do nothing: states stay offloaded."""
+
+    def allreduce_gradients(self, *_args: Any, **_options: Any) -> None:
+        """Do nothing: gradients are summed in the backward, or by the step."""
+
+    def compile(self, *_args: Any, **_options: Any) -> None:
+        """Raises: UnsupportedError."""
+        raise UnsupportedError(f"engine.compile(): {COMPILE}")
 
 
 def _halved(tensor: torch.Tensor) -> torch.Tensor:
@@ -381,8 +519,6 @@ def _halved(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _unscale(grads: list[torch.Tensor], inverse: float) -> None:
-    """Multiply gradients by the inverse of the loss scale, as GradScaler does; the norm then tells of
-    overflows.
-    """
+    """Divide gradients by the loss scale, as GradScaler does; what is not finite stays so."""
     found_inf, factor = torch.zeros(1), torch.tensor(inverse)
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)

@@ -1,9 +1,8 @@
 """infinity.deepspeed.initialize: from a DeepSpeed script's arguments to an engine.
 
 [Note: when updates happen]
-In the backward, where nothing needs the norm of all gradients first: gradient_clipping 0,
-bf16.check_grad_overflow false (or fp32), and one backward per step. Else with the next forward. A script sees
-no difference.
+In the backward, if no step needs the norm of all gradients: gradient_clipping 0, bf16.check_grad_overflow
+false (or fp32), and one backward per step. Otherwise with the next forward. A script sees no difference.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from infinity.config.deepspeed_optimizers import OPTIONS
+from infinity.config.deepspeed_recipe import OPTIONS
 from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.deepspeed.launch import Settings, init_distributed, rank, ranks, settings_of
 from infinity.deepspeed.schedules import make_schedule
-from infinity.deepspeed.zero_init import take_in
+from infinity.deepspeed.zero import take_in
 from infinity.engine.engine import engine_of_model
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.optim import optimizers
@@ -56,15 +55,15 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, OffloadedOptimizer | None, DataLoader[Any] | None, Any]:
     """Return (engine, optimizer, data loader, learning rate scheduler), as deepspeed.initialize does.
 
-    model: built in infinity.deepspeed.zero.Init or infinity.Init, and so never held as a whole; one that was
-    built without is taken in now. config: DeepSpeed's JSON, what is in it, or what launch.read has made of
-    it (config_params and args.deepspeed_config are other ways to give it). optimizer: one of infinity's,
-    one of torch (AdamW, Adam, SGD, Adagrad) that has not stepped yet (ours with its groups takes its place;
-    over a model built in infinity.Init none can be made), or a function of the parameters that returns one;
-    None for the configuration's. model_parameters: parameters or groups, for that; None for all.
-    lr_scheduler: a scheduler of that optimizer, or a function that makes one; None for the configuration's.
-    training_data: gives the data loader, collate_fn its collation. strict: refuse keys of the configuration
-    that are not supported; False warns of them, and goes on without.
+    model: built in infinity.deepspeed.zero.Init or infinity.Init, and so never held as a whole; a model that
+    was built outside is offloaded now. config: DeepSpeed's JSON, its content, or the result of launch.read
+    (config_params and args.deepspeed_config are other ways to give it). optimizer: one of infinity's; one of
+    torch's (AdamW, Adam, SGD, Adagrad) that has not stepped yet, which is replaced by infinity's with the
+    same groups; or a function of the parameters that returns one; None for the configuration's.
+    model_parameters: parameters or groups for it; None for all. lr_scheduler: a scheduler of that optimizer,
+    or a function of it that returns one; None for the configuration's. training_data: the data set of the
+    data loader, whose collation is collate_fn. strict: refuse unsupported keys of the configuration; False
+    warns of them and leaves them out.
 
     Raises: ConfigError; UnsupportedError; what infinity.Init and the optimizer raise.
     """
@@ -96,21 +95,21 @@ def _take_in(model: nn.Module, settings: Settings) -> None:
         engine = engine_of_model(model)
     except ValueError:
         logger.info(
-            "%s was built in memory and is taken in; inside `with infinity.deepspeed.zero.Init(...)` it is "
-            "never held",
+            "%s was built in memory and is offloaded now; built inside `with "
+            "infinity.deepspeed.zero.Init(...)` it is never held as a whole",
             type(model).__name__,
         )
         take_in(model, settings.config)
         return
     if engine.is_building:
         raise UnsupportedError(
-            f"{type(model).__name__} is still being built, inside an Init: initialize behind the `with`"
+            f"{type(model).__name__} is still being built, inside an Init: call initialize after the `with`"
         )
     wanted, found = settings.config.nvme_folders, engine.config.nvme_folders
     if wanted and wanted != found:
         raise ConfigError(
-            f"the model was built in Init with nvme={found or None}, the configuration says {wanted}; give "
-            "Init the same one"
+            f"the model was built in Init with nvme={found or None}, but the configuration says {wanted}; "
+            "give Init the same configuration"
         )
 
 
@@ -120,7 +119,7 @@ def _optimizer(
     parameters: Iterable[Any] | None,
     settings: Settings,
 ) -> tuple[OffloadedOptimizer | None, Optimizer | None]:
-    """Return the optimizer, and the one of torch that it replaces."""
+    """Return the optimizer, and torch's that it replaces."""
     chosen = list(model.parameters() if parameters is None else parameters)
     if optimizer is None:
         if settings.optimizer is None:
@@ -134,38 +133,38 @@ def _optimizer(
         if optimizer.max_norm is not None and settings.gradient_clipping:
             raise ConfigError(
                 f"{type(optimizer).__name__} has max_norm={optimizer.max_norm}, the configuration "
-                f"gradient_clipping={settings.gradient_clipping} (1.0 unless it says so); use one of the two"
+                f"gradient_clipping={settings.gradient_clipping} (1.0 by default); use one of the two"
             )
         return optimizer, None
     return _in_place_of(optimizer)(_groups(optimizer), update=_update(settings)), optimizer
 
 
 def _update(settings: Settings) -> Literal["forward", "backward"]:
-    """Choose; see [Note: when updates happen]."""
+    """See [Note: when updates happen]."""
     one = settings.batches.steps == 1 and settings.managed_accumulation
     early = one and not settings.gradient_clipping and not settings.check_overflow
     return "backward" if early else "forward"
 
 
 def _in_place_of(optimizer: Optimizer) -> Any:
-    """Return our class for one of torch's."""
+    """Return infinity's class for a torch optimizer."""
     kind = type(optimizer)
     if kind is torch.optim.Adam and not any(group["weight_decay"] for group in optimizer.param_groups):
-        return optimizers.AdamW  # the same, and there for every type of state
+        return optimizers.AdamW  # the same arithmetic, for every state_dtype
     for ours in (optimizers.AdamW, optimizers.Adam, optimizers.SGD, optimizers.Adagrad):
         if kind is getattr(torch.optim, ours.__name__):
             return ours
     raise UnsupportedError(
-        f"{kind.__module__}.{kind.__name__}: ours take the place of torch's AdamW, Adam, SGD and Adagrad; "
-        "give one of these, or one of infinity's"
+        f"{kind.__module__}.{kind.__name__} cannot be replaced: give torch's AdamW, Adam, SGD or Adagrad, or "
+        "one of infinity's"
     )
 
 
 def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the param groups of an optimizer of torch, for ours."""
+    """Return a torch optimizer's param groups, for infinity's."""
     kind = type(optimizer)
     if any(state.get("step", 1) for state in optimizer.state.values()):  # Adagrad's begins with 0
-        raise UnsupportedError(f"{kind.__name__} has stepped already; initialize before the first step")
+        raise UnsupportedError(f"{kind.__name__} has stepped already; call initialize before the first step")
     for group in optimizer.param_groups:
         for name in _NOT_OURS:
             if group.get(name):
@@ -189,7 +188,7 @@ def _scheduler(
     of = getattr(scheduler, "optimizer", optimizer)
     if of is replaced and optimizer is not None and replaced is not None:
         scheduler.optimizer = optimizer
-        _Steady(optimizer)  # torch's schedulers mark the optimizer that they are made for
+        _KeepsRates(optimizer)  # as torch's schedulers do, it patches the optimizer that it is made for
     elif of is not optimizer:
         raise ConfigError(
             f"{type(scheduler).__name__} belongs to another optimizer than initialize was given"
@@ -197,7 +196,7 @@ def _scheduler(
     return scheduler
 
 
-class _Steady(LRScheduler):
+class _KeepsRates(LRScheduler):
     def get_lr(self) -> list[float | torch.Tensor]:
         return [group["lr"] for group in self.optimizer.param_groups]
 

@@ -1,4 +1,4 @@
-"""What a DeepSpeed script asks for before there is a model: arguments, ranks, the device."""
+"""A DeepSpeed script's arguments, ranks, device and configuration, before it has a model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from infinity.errors import ConfigError
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add --deepspeed and --deepspeed_config FILE to a script's arguments, as DeepSpeed does."""
     group = parser.add_argument_group("DeepSpeed", "read by infinity.deepspeed.initialize")
-    group.add_argument("--deepspeed", action="store_true", help="for the script itself; changes nothing here")
+    group.add_argument("--deepspeed", action="store_true", help="for the script itself; no effect here")
     group.add_argument("--deepspeed_config", metavar="FILE", help="DeepSpeed's JSON")
     return parser
 
@@ -39,11 +39,11 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Make torch's process group, if there is none: of torchrun's ranks, or of this process alone.
+    """Create torch's process group, unless it exists: of torchrun's ranks, or of this process alone.
 
-    dist_backend: "nccl" or "gloo"; None for the one that fits the device. timeout, init_method, rank,
-    world_size: as torch.distributed.init_process_group. The other arguments are DeepSpeed's, for its own
-    launcher, and change nothing.
+    dist_backend: "nccl" or "gloo"; None for the device's. timeout, init_method, rank,
+    world_size: as torch.distributed.init_process_group. The other arguments are for DeepSpeed's launcher,
+    and have no effect.
 
     Raises: what torch.distributed.init_process_group raises.
     """
@@ -59,7 +59,7 @@ def init_distributed(
 
 
 def ranks() -> int:
-    """Return how many ranks train together."""
+    """Return the number of ranks."""
     return distributed.get_world_size() if distributed.is_initialized() else 1
 
 
@@ -77,14 +77,14 @@ Settings = SettingsOf[Config]
 
 
 def read(source: str | Path | Mapping[str, Any], **options: Any) -> Settings:
-    """Return all that a DeepSpeed JSON says; see deepspeed_config.translate."""
+    """Return all that a DeepSpeed JSON says; see config.deepspeed_json.translate."""
     return translate(source, Config, **options)
 
 
 def settings_of(source: str | Path | Mapping[str, Any] | Settings | None, *, strict: bool = True) -> Settings:
-    """Read a script's configuration; the device is this rank's GPU where there is one, unless it is named.
+    """Read a script's configuration. Its device is this rank's GPU, if there is one, unless it names another.
 
-    strict: as deepspeed_config.translate has it. Under torchrun the process group is made, if there is none.
+    strict: see config.deepspeed_json.translate. Under torchrun the process group is created, if need be.
 
     Raises: ConfigError, also where `source` was read for another number of ranks.
     """
@@ -92,7 +92,7 @@ def settings_of(source: str | Path | Mapping[str, Any] | Settings | None, *, str
         init_distributed()
     if source is None:
         raise ConfigError(
-            "no configuration: give initialize(config=...) a DeepSpeed JSON or what is in it, or the script "
+            "no configuration: give initialize(config=...) a DeepSpeed JSON or its content, or the script "
             "--deepspeed_config FILE"
         )
     settings = source if isinstance(source, SettingsOf) else read(source, strict=strict, world_size=ranks())
@@ -108,5 +108,5 @@ def settings_of(source: str | Path | Mapping[str, Any] | Settings | None, *, str
 
 
 def on_device(config: Config) -> Config:
-    """Return a configuration for this rank's GPU."""
+    """Return the configuration with this rank's GPU as its device."""
     return replace(config, device=f"cuda:{local_rank()}")

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from infinity.config.deepspeed_schedule_keys import check_schedule
+from infinity.config.deepspeed_recipe import check_schedule
 from infinity.errors import ConfigError
 
 Rates = float | Sequence[float]
 
 
 class _Schedule(LRScheduler):
-    """What they have in common: rates that follow from the iteration alone."""
+    """A schedule whose rates depend on the iteration alone."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
@@ -33,11 +33,11 @@ class _Schedule(LRScheduler):
         return int(self.last_epoch) - 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the schedule is, as DeepSpeed does."""
+        """Return the iteration, in DeepSpeed's format."""
         return {"last_batch_iteration": self.iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there; the rates in the optimizer are the optimizer's to restore."""
+        """Continue from an iteration; the optimizer restores its rates itself."""
         self.last_epoch = state_dict["last_batch_iteration"] + 1
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
@@ -52,12 +52,12 @@ def _per_group(optimizer: Optimizer, rates: Rates, name: str) -> list[float]:
 
 
 def _warmed(iteration: int, steps: int, kind: str) -> float:
-    """Return how far a warm-up is, from 0 to 1."""
+    """Return the progress of a warm-up, from 0 to 1."""
     return math.log(iteration + 1) * (1.0 / math.log(steps)) if kind == "log" else iteration / steps
 
 
 class WarmupLR(_Schedule):
-    """Rise from warmup_min_lr to warmup_max_lr (None: the groups' rates) in warmup_num_steps, then stay.
+    """Rise from warmup_min_lr to warmup_max_lr (None: the groups' rates) in warmup_num_steps, then hold.
 
     warmup_type: "log" or "linear".
     """
@@ -93,7 +93,7 @@ class WarmupLR(_Schedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """WarmupLR, then fall in a straight line, to warmup_min_lr at total_num_steps."""
+    """WarmupLR, then fall linearly to warmup_min_lr at total_num_steps."""
 
     def __init__(
         self,
@@ -114,8 +114,8 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Schedule):
-    """Rise from warmup_min_ratio of the groups' rates to all of them, then fall in half a cosine, to
-    cos_min_ratio at total_num_steps.
+    """Rise from warmup_min_ratio of the groups' rates to the rates, then fall along half a cosine, to
+    cos_min_ratio of them at total_num_steps.
     """
 
     def __init__(
@@ -152,11 +152,12 @@ class WarmupCosineLR(_Schedule):
 
 
 class OneCycle(_Schedule):
-    """One cycle of Smith's 1cycle policy (arXiv 1803.09820): rates rise and fall while beta1 falls and rises,
+    """One cycle of Smith's 1cycle policy (arXiv 1803.09820): rates rise and fall while beta1 falls and rises;
     then both decay.
 
-    cycle_first_step_size, cycle_second_step_size (None: the same): steps up and down. cycle_*_stair_count: in
-    so many stairs, 0 for a straight line. decay_step_size, decay_lr_rate, decay_mom_rate: after the cycle.
+    cycle_first_step_size, cycle_second_step_size (None: the same): steps up and down. cycle_*_stair_count:
+    the number of stairs, 0 for a straight line. decay_step_size, decay_lr_rate, decay_mom_rate: after the
+    cycle.
     """
 
     def __init__(
@@ -233,7 +234,7 @@ class OneCycle(_Schedule):
         return 1 + rate * ((self.iteration - (self._up + self._down) + 1) / self._interval)
 
     def _height(self) -> float:
-        """Return where in the cycle the iteration is, from 0 through 1 to 0."""
+        """Return the height in the cycle, from 0 up to 1 and back to 0."""
         total, number = self._up + self._down, self.iteration + 1
         at = 1.0 + number / total - math.floor(1 + number / total)
         rising, share = at <= self._up / total, self._up / total
@@ -246,8 +247,8 @@ class OneCycle(_Schedule):
 
 
 class LRRangeTest(_Schedule):
-    """Raise the rates without end, by lr_range_test_step_rate per lr_range_test_step_size steps, to see where
-    training breaks; lr_range_test_staircase: in stairs.
+    """Raise the rates without end, by lr_range_test_step_rate per lr_range_test_step_size steps, to find the
+    rate at which training diverges; lr_range_test_staircase: in stairs.
     """
 
     def __init__(
@@ -281,7 +282,8 @@ _KINDS: dict[str, type[_Schedule]] = {
 def make_schedule(name: str, parameters: Mapping[str, Any], optimizer: Optimizer) -> LRScheduler:
     """Return the schedule that a DeepSpeed file describes.
 
-    Raises: ConfigError naming a type or parameter that is none, or not as many values as param groups.
+    Raises: ConfigError for an unknown type or parameter, and for a number of values that is not that of the
+    param groups.
     """
     given = {key: value for key, value in parameters.items() if key != "last_batch_iteration"}
     return _KINDS[check_schedule(name, parameters)](optimizer, **given)

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer and Accelerate."""
+"""Support for Hugging Face's Trainer and Accelerate."""
 
 from infinity.huggingface.trainer import TrainerCallback
 

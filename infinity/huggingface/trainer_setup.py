@@ -1,21 +1,20 @@
-"""What Hugging Face's Trainer is told about a model built in Init, besides its events; it stays as it is.
+"""Changes to a model built in Init so that Hugging Face's Trainer, unmodified, trains and saves it.
 
 [Note: no DistributedDataParallel]
-Accelerate's prepare wraps a model of several ranks in DistributedDataParallel, which would hold and reduce
-what Infinity holds and reduces. `prepare_model(evaluation_mode=True)` does all that prepare does but that,
+Accelerate's prepare wraps a model of several ranks in DistributedDataParallel, which would keep and reduce
+the gradients that Infinity keeps and reduces. `prepare_model(evaluation_mode=True)` does everything else,
 and marks the model as prepared, so that the Trainer's own prepare leaves it alone. Adapters that were not
-built in Init are ordinary parameters, and DistributedDataParallel is right for them: there it is told to
-leave ours out.
+built in Init are ordinary parameters, which DistributedDataParallel handles; it ignores the others.
 
-[Note: who saves]
-The Trainer lets rank 0 alone save a model, with model.save_pretrained, which would hold all of it in memory.
-On one rank the model's files are streamed instead, and so they are on several, in on_save, which every rank
-comes to, where rank 0 asks while a checkpoint is made. Of PEFT's models only the adapters are read. Whoever
-asks transformers for more than the files (push_to_hub, a state_dict of one's own) gets its own.
+[Note: streamed saving]
+The Trainer saves a model on rank 0 alone, with model.save_pretrained, which would hold all of it in memory.
+On one rank the model's files are streamed instead. On several ranks, rank 0's call inside a checkpoint does
+nothing, and on_save, which every rank calls, streams them. Of PEFT's models only the adapters are read. A
+call with further options (push_to_hub, a state_dict) gets transformers' own function.
 
 [Note: generation]
-Ranks generate texts of different lengths, and those that have finished have to go on computing with the
-others. transformers sees to that for modules that carry the mark of FSDP's, whose parameters are cut as ours.
+Ranks generate texts of different lengths, and those that have finished have to take part in the others'
+collectives. transformers does that for modules with FSDP's mark, whose parameters are sharded as here.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from infinity.errors import ConfigError, UnsupportedError
 logger = logging.getLogger("infinity")
 
 FOLDER = "infinity"
-"""Of masters and moments, in a checkpoint of the Trainer."""
+"""The folder of masters and moments in a checkpoint of the Trainer."""
 _FILLING = "infinity-weights"
 _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _USUAL: Mapping[str, Any] = {
@@ -54,17 +53,17 @@ _USUAL: Mapping[str, Any] = {
     "push_to_hub": False,
     "distributed_checkpoint": False,
 }
-"""What save_pretrained of transformers does without options; None where nothing is said here."""
+"""The defaults of transformers' save_pretrained; None for its other options."""
 _SPECIAL = ("_auto_class", "hf_quantizer", "_hf_peft_config_loaded")
-"""Attributes of models that have more to save than weights and configuration."""
+"""Attributes of models that save more than weights and configuration."""
 _CUT = "_is_fsdp_managed_module"
 """See [Note: generation]."""
 _LEFT_OUT = "_ddp_params_and_buffers_to_ignore"
-"""What DistributedDataParallel looks for on a model; see [Note: no DistributedDataParallel]."""
+"""The attribute that names parameters to DistributedDataParallel; see [Note: no DistributedDataParallel]."""
 
 
 def settle_in(model: nn.Module, args: Any) -> None:
-    """Let the ranks of a Trainer train `model`; `args` are its TrainingArguments.
+    """Set `model` up for a Trainer's ranks; `args` are its TrainingArguments.
 
     Raises: UnsupportedError where the Trainer's ranks are not those of the model.
     """
@@ -72,7 +71,7 @@ def settle_in(model: nn.Module, args: Any) -> None:
     if ranks.size != args.world_size:
         raise UnsupportedError(
             f"the Trainer has {args.world_size} ranks, the model {ranks.size}: under the Trainer every rank "
-            "takes its own batches. Start with torchrun, and give Init no process_group"
+            "has its own batches. Start with torchrun, and give Init no process_group"
         )
     save_streamed(model)
     if ranks.size == 1:
@@ -92,10 +91,10 @@ def settle_in(model: nn.Module, args: Any) -> None:
 
 
 def check_output(model: nn.Module, args: Any, done: int) -> None:
-    """See that checkpoints of the steps behind `done` can be put where `args` say, before any is trained.
+    """Check, before any step, that checkpoints of the steps after `done` can be written to args.output_dir.
 
-    Raises: ConfigError for a place that cannot be written; FileExistsError for what is in the way of one;
-    UnsupportedError for a file system on which it cannot be replaced; RanksError for that on another rank.
+    Raises: ConfigError for a folder that cannot be written; FileExistsError for a file at a checkpoint's
+    path; UnsupportedError for a file system without atomic replacement; RanksError for these on another rank.
     """
     with engine_of_model(model).ranks.together("looking at output_dir"):
         if not args.should_save:
@@ -103,9 +102,9 @@ def check_output(model: nn.Module, args: Any, done: int) -> None:
         out = Path(args.output_dir).absolute()
         above = next(one for one in (out, *out.parents) if os.path.lexists(one))
         if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-            what = "cannot be written to by this user" if above.is_dir() else "is no folder"
+            what = "is not writable for this user" if above.is_dir() else "is not a folder"
             raise ConfigError(
-                f"TrainingArguments(output_dir={args.output_dir!r}): {above} {what}, so nothing "
+                f"TrainingArguments(output_dir={args.output_dir!r}): {above} {what}, so that nothing "
                 "could be saved. Name another folder"
             )
         for old in out.glob("checkpoint-*") if args.save_strategy != "no" else ():
@@ -113,19 +112,19 @@ def check_output(model: nn.Module, args: Any, done: int) -> None:
             if number.isdigit() and int(number) > done:
                 if not old.is_dir():
                     raise FileExistsError(
-                        errno.EEXIST, "a checkpoint is to be saved there: move it away", str(old)
+                        errno.EEXIST, "a checkpoint will be saved here: move this file away", str(old)
                     )
                 check_replaceable(old / FOLDER, Older(CHECKPOINT, checkpoint_files, overwrite=True))
 
 
 def save_streamed(model: nn.Module) -> None:
-    """Let a model's save_pretrained be ours; see [Note: who saves]."""
+    """Replace a model's save_pretrained; see [Note: streamed saving]."""
     if (engine_of_model(model).ranks.size > 1 or is_hub_model(model)) and saving(model) is None:
         model.save_pretrained = Saving(model)  # type: ignore[assignment]
 
 
 def saving(model: nn.Module) -> Saving | None:
-    """Return what stands for the model's save_pretrained, if anything does."""
+    """Return the replacement of the model's save_pretrained, if there is one."""
     found = model.__dict__.get("save_pretrained")
     return found if isinstance(found, Saving) else None
 
@@ -141,30 +140,30 @@ def _prepare(model: nn.Module) -> None:
 
 
 class Saving:
-    """Stands for a model's save_pretrained; see [Note: who saves]."""
+    """Replaces a model's save_pretrained; see [Note: streamed saving]."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Stand for that of `model`, which is replaced."""
+        """Replace that of `model`."""
         self._model = weakref.ref(model)
         self.expected: Path | None = None
-        """The checkpoint that may come now, to which all ranks will come."""
+        """The checkpoint that the Trainer may save now, with on_save on every rank."""
 
     def expect(self, checkpoint: Path | None) -> None:
-        """Say which checkpoint may come now; None for no one."""
+        """Set the checkpoint that the Trainer may save now; None for none."""
         self.expected = checkpoint
 
     def __call__(self, save_directory: Any, *more: Any, **options: Any) -> None:
-        """Be called, of several ranks by rank 0 alone; options are those of transformers, or of PEFT.
+        """Save the model; options are those of transformers, or of PEFT. Of several ranks, rank 0 calls this.
 
-        Raises: UnsupportedError outside a checkpoint of the Trainer, on several ranks; else as
-        infinity.save_pretrained, or as the model's own.
+        Raises: UnsupportedError on several ranks outside a checkpoint of the Trainer; otherwise what
+        infinity.save_pretrained or the model's own function raises.
         """
         model = self._alive()
         if engine_of_model(model).ranks.size > 1:
             if self.expected is None or Path(save_directory).absolute() != self.expected:
                 raise UnsupportedError(
-                    f"{save_directory}: on several ranks the weights are in all of them, and "
-                    "trainer.save_model() and model.save_pretrained() ask rank 0 alone. Call "
+                    f"{save_directory}: every rank holds a part of the weights, but trainer.save_model() and "
+                    "model.save_pretrained() run on rank 0 alone. Call "
                     f"infinity.save_pretrained(model, {str(save_directory)!r}) on every rank"
                 )
         elif is_adapted(model):
@@ -178,7 +177,7 @@ class Saving:
     def write(self, folder: Path) -> None:
         """Write the model's files into `folder`, a checkpoint, on every rank."""
         model = self._alive()
-        if engine_of_model(model).ranks.size == 1:  # they are there
+        if engine_of_model(model).ranks.size == 1:  # __call__ has written them
             return
         if is_adapted(model):
             write_adapters(model, folder)
@@ -188,16 +187,16 @@ class Saving:
     def _alive(self) -> nn.Module:
         model = self._model()
         if model is None:
-            raise ReferenceError("save_pretrained of a model that is gone")
+            raise ReferenceError("save_pretrained of a model that was freed")
         return model
 
 
 def _plainly(model: nn.Module, options: Mapping[str, Any]) -> bool:
-    """Whether save_pretrained is asked for a model's files, as they are, and nothing else."""
+    """Whether save_pretrained is to write a model's files with the default options."""
     more = [name for name, value in options.items() if name != "max_shard_size" and value != _USUAL.get(name)]
     special = (getattr(model, name, None) for name in _SPECIAL)
-    lent = any(unit.attached for unit in engine_of_model(model).units)  # inside `gathered`, which may write
-    if more or lent or any(special):
+    gathered = any(unit.attached for unit in engine_of_model(model).units)  # which may write
+    if more or gathered or any(special):
         return False
     try:
         check_names(model)
@@ -208,12 +207,12 @@ def _plainly(model: nn.Module, options: Mapping[str, Any]) -> bool:
 
 
 def _stream(model: nn.Module, folder: Path, max_shard_size: int | str = "5GB") -> None:
-    """Write a model's files into a folder, which may have others in it. Every rank calls this."""
+    """Write a model's files into a folder, which may hold other files. Every rank calls this."""
     filling, ranks = folder / _FILLING, engine_of_model(model).ranks
     with ranks.together(f"making room in {folder}"):
         if ranks.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            if filling.exists():  # a save that was killed here
+            if filling.exists():  # left by a save that was killed
                 shutil.rmtree(filling)
     save_pretrained(model, filling, max_shard_size=max_shard_size)
     with ranks.together(f"putting weights into {folder}"):
@@ -221,7 +220,7 @@ def _stream(model: nn.Module, folder: Path, max_shard_size: int | str = "5GB") -
             written = {path.name for path in filling.iterdir()}
             for name in written:
                 (filling / name).replace(folder / name)
-            for path in folder.glob("model*.safetensors*"):  # of an earlier save, in other shards
+            for path in folder.glob("model*.safetensors*"):  # of an earlier save, with other shards
                 if path.name not in written and _SHARD.fullmatch(path.name):
                     path.unlink()
             filling.rmdir()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
 from infinity.errors import HostMemoryError
-from infinity.ranks.group import Ranks
 from infinity.sizes import format_size
+
+if TYPE_CHECKING:  # it imports torch, for which `infinity doctor` does not wait
+    from infinity.ranks.group import Ranks
 
 _ROOT = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")

@@ -1,9 +1,12 @@
 """`infinity doctor` says what is there. Trusted: the machine; what it lacks is asked for or faked by name."""
 
+import contextlib
 import errno
+import os
 import resource
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -113,7 +116,113 @@ def test_fio_is_looked_for_and_training_does_not_need_it(folder, monkeypatch, pa
 def test_a_folder_in_memory_is_no_nvme():
     if disk.filesystem(Path("/dev/shm")) != "tmpfs":  # noqa: S108
         pytest.skip("no tmpfs at /dev/shm")
-    assert "it lies in memory" in found("/dev/shm")["folder"].fix  # noqa: S108
+    told = found("/dev/shm")["folder"]  # noqa: S108
+    assert "tmpfs: its files are in memory, so training there saves none" in told.found
+    assert told.mark[0] == "warn"
+
+
+def test_a_folder_of_the_kernels_stores_no_files(capsys):
+    assert cli.main(["doctor", "--nvme", "/proc"]) == 1
+    (told,) = doctor.examine("/proc").groups[0]
+    assert told.found == "/proc is the kernel's (proc): it stores no files"
+    assert (told.fatal, told.fix) == (True, "name a folder on an NVMe drive: --nvme DIR")
+
+
+def test_a_missing_folder_is_named_with_its_cure_beside_it(folder):
+    told = found(folder / "missing")["folder"]
+    assert told.found == f"nvme='{folder}/missing': there is no such folder"
+    assert told.fix.startswith("Create it (mkdir -p)")
+
+
+def test_each_finding_is_a_row_of_80_columns_with_its_cure_on_a_line_of_its_own(folder, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(doctor.shutil, "which", lambda _: None)
+    assert cli.main(["doctor", "--nvme", str(folder)]) == 0
+    title, *lines = capsys.readouterr().out.splitlines()
+    assert title.startswith("infinity doctor")
+    assert max(map(len, lines)) <= 80
+    assert "\x1b" not in title, "colours are for terminals"
+    rows = [line for line in lines if line.startswith(("ok ", "warn ", "FAIL "))]
+    subjects = [one.subject for one in doctor.examine(str(folder)).findings]
+    assert [row[6 : 6 + len(one)] for row, one in zip(rows, subjects, strict=True)] == subjects
+    (cure,) = [line for line in lines if "apt install fio" in line]
+    assert cure.strip() == "-> apt install fio"
+
+
+@pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])
+def test_colours_are_shown_on_a_terminal_unless_no_color_is_set(folder, no_color, coloured):
+    ours, theirs = os.openpty()
+    environment = {**os.environ, "NO_COLOR": no_color, "TERM": "xterm-256color"}
+    command = [sys.executable, "-m", "infinity", "doctor", "--nvme", "/proc"]
+    subprocess.run(command, stdout=theirs, env=environment, check=False)
+    os.close(theirs)
+    printed = b""
+    with contextlib.suppress(OSError):  # the end of what was written
+        while part := os.read(ours, 1 << 16):
+            printed += part
+    os.close(ours)
+    assert b"stores no files" in printed
+    assert (b"\x1b[31m" in printed) is coloured
+
+
+@pytest.mark.parametrize(
+    ("flags", "warned"), [("sse4_2 avx2", True), ("avx2 avx512f", False), ("avx2 amx_bf16", False)]
+)
+def test_a_cpu_that_emulates_bf16_products_is_told_to_train_in_fp32(
+    folder, monkeypatch, tmp_path, flags, warned
+):
+    info = tmp_path / "cpuinfo"
+    info.write_text(f"model name\t: A CPU\nflags\t\t: {flags}\n")
+    monkeypatch.setattr(doctor, "_CPUINFO", info)
+    told = found(folder)
+    assert "A CPU, " in told["CPU"].found
+    assert ("bf16 on this CPU" in told) is warned
+    if warned:
+        assert 'dtype="fp32"' in told["bf16 on this CPU"].fix
+
+
+@pytest.mark.parametrize(("cuda", "fix"), [("None", "install torch for CUDA"), ("'12.8'", "")])
+def test_a_gpu_that_torch_was_not_built_for_is_named(folder, monkeypatch, tmp_path, cuda, fix):
+    (tmp_path / "gpus" / "0000:01:00.0").mkdir(parents=True)
+    (tmp_path / "gpus" / "0000:01:00.0" / "information").write_text("Model: \t\t NVIDIA H200\nIRQ: 1\n")
+    monkeypatch.setattr(doctor, "_GPUS", tmp_path / "gpus")
+    (tmp_path / "version.py").write_text(f"__version__ = '2.9'\ncuda: Optional[str] = {cuda}\n")
+    spec = types.SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda _: spec)
+    told = found(folder)
+    assert "NVIDIA H200" in told["torch"].found
+    assert told["torch"].fix.startswith(fix)
+    assert bool(told["torch"].fix) is bool(fix)
+    assert "bf16 on this CPU" not in told or fix
+
+
+def test_few_open_files_are_warned_of(folder, monkeypatch):
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (256, 256))
+    told = found(folder)["open files limit"]
+    assert (told.found, told.fix) == ("256 at once", "ulimit -n 1024")
+
+
+def test_a_models_needs_are_compared_with_space_and_memory(folder, monkeypatch, capsys):
+    assert cli.main(["doctor", "--nvme", str(folder), "--model", "1m"]) == 0
+    printed = capsys.readouterr().out
+    assert "1m, 1 M parameters: 10.5 MiB of state, 15.8 MiB if gradients spill; that fits" in printed
+    assert "model in memory" in printed
+    monkeypatch.setattr(doctor, "_free_nbytes", lambda _: 12 << 20)
+    assert "free 3.8 MiB" in found_for("1m", folder)["model on NVMe"].fix
+    monkeypatch.setattr(doctor, "_free_nbytes", lambda _: 9 << 20)
+    assert found_for("1m", folder)["model on NVMe"].fatal
+    monkeypatch.setattr(doctor, "available_nbytes", lambda: 200 << 10)
+    assert "set host_memory to" in found_for("1m", folder)["model in memory"].fix
+
+
+def found_for(model: str, folder: Path) -> dict[str, doctor.Finding]:
+    examination = doctor.examine(str(folder), model=lambda: cli._outline_of(model))
+    return {finding.subject: finding for finding in examination.findings}
+
+
+def test_a_model_that_is_not_there_is_named(capsys):
+    assert cli.main(["doctor", "--model", "8q"]) == 1
+    assert "8q" in capsys.readouterr().err
 
 
 def test_free_space_is_told_in_parameters(folder, monkeypatch):
@@ -132,7 +241,7 @@ def test_free_space_is_told_in_parameters(folder, monkeypatch):
 def test_a_speed_is_shown_once_it_was_measured(folder, monkeypatch, tmp_path):
     monkeypatch.setenv("INFINITY_CACHE", str(tmp_path))
     before = found(folder)["speed"]
-    assert ("not measured yet" in before.found, before.fix) == (True, "infinity doctor --measure")
+    assert ("not measured;" in before.found, before.fix) == (True, "infinity doctor --measure")
     speed = disk.DiskSpeed(2.5e9, 1.25e9, 3e9, 16, 1 << 20, "io_uring", "2026-05-01")
     disk._keep(str(folder), speed)
     expected = (

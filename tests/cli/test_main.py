@@ -221,7 +221,7 @@ def test_doctor_looks_at_every_folder_and_measures_if_asked(
 
     seen = []
 
-    def examine(names: list[str], *, measure: bool = False) -> FakeExamination:
+    def examine(names: list[str], *, measure: bool = False, model: object = None) -> FakeExamination:
         seen.append((list(names), measure))
         return FakeExamination()
 
@@ -260,6 +260,48 @@ def test_bench_alone_prints_what_there_is(capsys):
     assert "usage: infinity bench" in printed
     for name in ("io", "adam", "step", "copy"):
         assert name in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "without"),
+    [
+        (["--help"], {"torch", "transformers", "numpy", "cffi", "psutil"}),
+        (["train", "--help"], {"torch", "transformers", "numpy", "cffi", "psutil"}),
+        (["bench"], {"torch", "transformers", "numpy"}),
+        (["doctor"], {"torch", "transformers", "numpy"}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_command_imports_only_what_it_needs(arguments, without):
+    code = f"""if True:
+        import sys
+        from infinity import __main__ as cli
+        try:
+            cli.main({arguments})
+        except SystemExit:
+            pass
+        print("loaded:", *({without} & sys.modules.keys()))"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "loaded:"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_shell_is_told_every_command_and_option(capsys, shell):
+    pytest.importorskip("shtab")
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--completion", shell])
+    script = capsys.readouterr().out
+    for word in ("train", "doctor", "--durable", "--measure", "check", "--peer", "--traceback"):
+        assert word in script
+    if shell == "bash":
+        subprocess.run(["/bin/bash", "-n"], input=script, text=True, check=True)
+
+
+def test_completion_without_shtab_says_how_to_get_it(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    code, message = refused(capsys, "--completion", "zsh")
+    assert code == 2
+    assert "pip install 'zero-infinity[completion]'" in message
 
 
 def test_no_measurement_is_imported_before_it_is_asked_for():

@@ -180,7 +180,7 @@ def test_a_killed_run_goes_on_by_resume_with_the_losses_of_one_that_never_stoppe
     assert killed.returncode == -signal.SIGKILL
     again = subprocess.run(command(folder, "no"), check=False, capture_output=True, text=True)
     assert again.returncode != 0
-    assert "Go on with it by --resume" in again.stderr.replace("\n", " ")
+    assert "Continue it with --resume" in again.stderr.replace("\n", " ")
     subprocess.run(command(folder, "second", "--resume"), check=True, stdout=subprocess.DEVNULL)
     before, after = logged(log), logged(folder / "second" / "log.jsonl")
     assert 1 < min(after) <= max(before) + 1
@@ -196,9 +196,9 @@ def test_resume_begins_a_run_where_there_is_none_and_says_so_and_then_goes_on_wi
     assert re.search(r"--resume: \S+ holds no committed step; a new run begins there", said)
     again = cli.main(["train", *command(folder, "second", "--resume", "--steps", "3")[4:]])
     assert (again, list(logged(folder / "second" / "log.jsonl"))) == (0, [3])
-    assert "--resume: goes on after step 2, committed in " in capsys.readouterr().out
+    assert "--resume: continues after step 2, committed in " in capsys.readouterr().out
     assert cli.main(["train", *command(folder, "third", "--resume", "--steps", "3")[4:]]) == 0
-    assert "--resume: goes on after step 3" in capsys.readouterr().out
+    assert "--resume: continues after step 3" in capsys.readouterr().out
 
 
 def test_clipping_makes_the_norm_known(folder):

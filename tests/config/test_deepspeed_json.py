@@ -7,7 +7,7 @@ import pytest
 
 from infinity import Config, ConfigError
 from infinity.config.deepspeed_keys import KEYS, Verdict
-from infinity.config.deepspeed_optimizers import Chosen
+from infinity.config.deepspeed_recipe import Chosen
 from infinity.config.loss_scale import Scaling
 from infinity.deepspeed.launch import read
 from samples import BF16, FINE_TUNE
@@ -100,14 +100,16 @@ def test_what_is_not_supported_is_listed_at_once_or_left_out_with_a_warning():
         **BF16,
         "train_batch_size": 4,
         "gradient_cliping": 1.0,
-        "wandb": {"enabled": True},
+        "autotuning": {"enabled": True},
         "zero_optimization": {"zero_quantized_weights": True, "zero_hpz_partition_size": 1},
     }
     with pytest.raises(ConfigError, match=r"^3 of 7 keys") as caught:
         read(content)
-    assert "gradient_cliping = 1.0: not supported (unknown; gradient_clipping?)" in str(caught.value)
+    assert "gradient_cliping = 1.0: not supported (unknown; did you mean gradient_clipping?)" in str(
+        caught.value
+    )
     with pytest.warns(
-        UserWarning, match="left out .*\n.*gradient_cliping.*\n.*wandb.*\n.*zero_quantized_weights"
+        UserWarning, match="left out .*\n.*gradient_cliping.*\n.*autotuning.*\n.*zero_quantized_weights"
     ):
         settings = read(content, strict=False)
     assert [line.key for line in settings.report.of(Verdict.OFF)] == [
@@ -141,7 +143,9 @@ def test_every_switch_may_be_a_number_as_in_deepspeed():
 def test_without_bf16_and_fp16_fp32_computes_as_deepspeed_has_it():
     settings = read({"train_batch_size": 1})
     assert (settings.config, settings.check_overflow) == (Config(dtype="fp32"), False)
-    assert "bf16.enabled = null: honoured (neither bf16 nor fp16: fp32 computes" in str(settings.report)
+    assert "bf16.enabled = null: honoured (neither bf16 nor fp16: the model computes in fp32" in str(
+        settings.report
+    )
 
 
 @pytest.mark.parametrize(
@@ -188,10 +192,13 @@ def test_the_batch_size_that_is_left_out_follows_from_the_others(given, expected
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, 'needs an "nvme_path"'),
         ({"scheduler": {"type": "Cosine"}}, "scheduler.type='Cosine': expected one of WarmupLR"),
         ({"scheduler": {"type": "WarmupDecayLR"}}, "WarmupDecayLR needs total_num_steps"),
-        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 3}}}, "warmup_num_steps?"),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 3}}},
+            "did you mean 'warmup_num_steps'",
+        ),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "exp"}}}, "warmup_type='exp'"),
         ({"scheduler": {"params": {"warmup_num_steps": 3}}}, "without a type"),
-        ({"infinity": {"host_memroy": "1GiB"}}, "infinity.host_memroy: .*host_memory?"),
+        ({"infinity": {"host_memroy": "1GiB"}}, "infinity.host_memroy: .*did you mean 'host_memory'"),
         ({"infinity": {"host_memory": 0}}, "host_memory=0"),
         ({"infinity": {"dtype": "fp16"}}, "infinity.dtype='fp16', but the file's sections .* say bf16"),
     ],
@@ -265,7 +272,7 @@ def test_of_optimizers_those_with_a_kernel_are_there(optimizer, refused):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ('{"a": 1, "a": 2}', "'a' stands there twice"),
+        ('{"a": 1, "a": 2}', "'a' is there twice"),
         ('{\n"a": 1, // why\n}', "line 2.*Comments are not JSON"),
         ("[1]", "expected an object"),
         (None, "no such file"),
@@ -277,3 +284,60 @@ def test_a_file_that_is_no_such_json_is_refused(tmp_path, text, says):
         file.write_text(text)
     with pytest.raises(ConfigError, match=says):
         Config.from_deepspeed(str(file))
+
+
+def test_monitors_that_are_enabled_are_named_with_their_sections():
+    content = {"tensorboard": {"enabled": 1, "job_name": "a"}, "csv_monitor": {"enabled": False}, "wandb": {}}
+    assert read({**BF16, **content}).monitors == {"tensorboard": {"enabled": True, "job_name": "a"}}
+
+
+def test_checkpoints_on_the_cpu_are_offloaded_activations():
+    section = {"cpu_checkpointing": True, "partition_activations": True, "number_checkpoints": 4}
+    settings = read({**BF16, "activation_checkpointing": section})
+    assert settings.config.offload_activations == "host"
+    (line,) = [one for one in settings.report.lines if one.key.endswith("partition_activations")]
+    assert (line.verdict, "Init(partition_activations=group)" in line.says) == (Verdict.UNNECESSARY, True)
+    assert Config.from_deepspeed(BF16).offload_activations is None
+
+
+NVME = {"device": "nvme", "nvme_path": "/nvme"}
+
+
+def tiers(param=None, optimizer=None, stage=3, **options):
+    zero = {"stage": stage, "offload_param": param, "offload_optimizer": optimizer}
+    content = {**BF16, "zero_optimization": {key: value for key, value in zero.items() if value is not None}}
+    return read(content, **options)
+
+
+@pytest.mark.parametrize(
+    ("param", "optimizer", "folders", "stage"),
+    [
+        ({"device": "none"}, NVME, ("/nvme",), 2),
+        (None, NVME, ("/nvme",), 3),
+        ({"device": "none"}, {"device": "cpu"}, (), 3),
+        ({"device": "none"}, {**NVME, "ratio": 0.0}, (), 3),
+        (NVME, {**NVME, "nvme_path": "/other", "ratio": 0}, ("/nvme",), 3),
+        (None, {**NVME, "ratio": 1.0}, ("/nvme",), 3),
+        (None, {"device": "cpu", "ratio": 0.3}, (), 3),
+        (NVME, {"device": "none"}, ("/nvme",), 3),
+    ],
+)
+def test_none_and_ratio_say_what_stays_in_memory(param, optimizer, folders, stage):
+    config = tiers(param, optimizer).config
+    assert (config.nvme_folders, config.stage) == (folders, stage)
+
+
+def test_shares_of_tiers_that_cannot_be_had_are_refused_with_the_way_out():
+    with pytest.raises(ConfigError, match=r"ratio = 0.3: not supported \(host_memory says in bytes"):
+        tiers(None, {**NVME, "ratio": 0.3})
+    with pytest.raises(ConfigError, match=r"offload_optimizer.ratio=1.5: expected a number from 0 to 1"):
+        tiers(None, {**NVME, "ratio": 1.5})
+    with pytest.raises(ConfigError, match=r'offload_param.device.*of 2 ranks .* write "stage": 2'):
+        tiers({"device": "none"}, NVME, world_size=2)
+    assert tiers({"device": "none"}, NVME, stage=2, world_size=2).config.stage == 2
+    with pytest.warns(UserWarning, match="of 2 ranks"):
+        assert tiers({"device": "none"}, NVME, world_size=2, strict=False).config.stage == 3
+    report = str(tiers(NVME, {"device": "cpu"}).report)
+    assert (
+        'offload_optimizer.device = "cpu": honoured (in host memory as far as host_memory has room' in report
+    )

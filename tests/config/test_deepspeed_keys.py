@@ -77,9 +77,9 @@ def test_a_slip_of_the_pen_finds_what_was_meant(slip, meant):
 @pytest.mark.parametrize(
     ("section", "value", "expected"),
     [
-        ("wandb", {"group": "x"}, False),
-        ("wandb", {"enabled": True}, True),
-        ("wandb", {"enabled": 0}, False),
+        ("comet", {"project": "x"}, False),
+        ("comet", {"enabled": True}, True),
+        ("comet", {"enabled": 0}, False),
         ("elasticity", {"enabled": "false"}, False),
         ("compile", {"deepcompile": 0}, False),
         ("compile", {"deepcompile": 1}, True),

@@ -1,5 +1,7 @@
 """The loss scale's course is DeepSpeed's. Trusted: DynamicLossScaler's rules, written down once more here."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,7 +45,8 @@ SETTINGS = st.tuples(
 def test_any_course_of_overflows_gives_deepspeeds_scales_also_from_a_saved_state(settings, course, cut):
     def fresh():
         scale, window, hysteresis, least, consecutive = settings
-        return LossScale(scale, window=window, hysteresis=hysteresis, least=least, consecutive=consecutive)
+        rules = {"window": window, "hysteresis": hysteresis, "least": least, "consecutive": consecutive}
+        return LossScale(Scaling(power=int(math.log2(scale)), **rules))
 
     ours, theirs = fresh(), AsDeepSpeedHasIt(*settings)
     for number, overflow in enumerate(course):
@@ -61,11 +64,11 @@ def test_any_course_of_overflows_gives_deepspeeds_scales_also_from_a_saved_state
 
 
 def test_a_fixed_scale_stays_whatever_overflows():
-    scale = Scaling(fixed=128.0).begin()
+    scale = LossScale(Scaling(fixed=128.0))
     for _ in range(5):
         scale.update(overflow=True)
     assert (scale.value, scale.dynamic) == (128.0, False)
 
 
 def test_it_begins_where_the_file_says():
-    assert Scaling(power=4).begin().value == 16.0
+    assert LossScale(Scaling(power=4)).value == 16.0

@@ -135,7 +135,7 @@ def test_a_step_with_gradients_that_are_not_finite_is_left_out(folder, bad, capl
     engine.backward(engine(input_ids=ids, labels=ids).loss * bad)
     with caplog.at_level(logging.WARNING, "infinity"):
         engine.step()
-    assert "step 2 left out" in caplog.text
+    assert "step 2 skipped" in caplog.text
     assert (engine.skipped_steps, engine.global_steps, engine.was_step_applied()) == (1, 3, False)
     after = engine.module.state_dict()
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
@@ -286,7 +286,12 @@ def test_progress_and_seconds_are_logged_as_asked(folder, caplog):
     [
         ({}, {"config": None}, ConfigError, "no configuration: .*--deepspeed_config"),
         ({}, {"mpu": object()}, UnsupportedError, "mpu"),
-        ({}, {"optimizer": torch.optim.RMSprop}, UnsupportedError, r"RMSprop: ours take the place of"),
+        (
+            {},
+            {"optimizer": torch.optim.RMSprop},
+            UnsupportedError,
+            r"RMSprop cannot be replaced: give torch's",
+        ),
         (
             {},
             {"optimizer": lambda p: torch.optim.AdamW(p, amsgrad=True)},
@@ -358,25 +363,25 @@ def test_zero_init_takes_deepspeeds_arguments(folder):
 
 
 def test_what_read_has_made_of_a_file_may_stand_for_it(folder):
-    config = configuration(folder, wandb={"enabled": True}, gradient_clipping="auto")
-    with pytest.warns(UserWarning, match="wandb"):
+    config = configuration(folder, autotuning={"enabled": True}, gradient_clipping="auto")
+    with pytest.warns(UserWarning, match="autotuning"):
         settings = read(config, strict=False, gradient_clipping=0.5)
     engine, _, _, _ = infinity.deepspeed.initialize(model=llama(settings), config=settings)
     assert run(engine, 3) == reference(3, 1, 0.5)[2]
 
 
 def test_init_and_initialize_leave_out_what_is_not_supported_if_told_so(folder):
-    config = configuration(folder, wandb={"enabled": 1}, zero_allow_untested_optimizer=1)
-    with pytest.raises(ConfigError, match=r"zero\.Init, initialize .* if told strict=False:\n.*wandb"):
+    config = configuration(folder, autotuning={"enabled": 1}, zero_allow_untested_optimizer=1)
+    with pytest.raises(ConfigError, match=r"zero\.Init, initialize .* if given strict=False:\n.*autotuning"):
         infinity.deepspeed.zero.Init(config_dict_or_path=config)
     torch.manual_seed(0)
-    with pytest.warns(UserWarning, match="wandb"):
+    with pytest.warns(UserWarning, match="autotuning"):
         building = infinity.deepspeed.zero.Init(config=config, strict=False)
     with building:
         model = models.MODELS["llama"]()
-    with pytest.raises(ConfigError, match="wandb"):
+    with pytest.raises(ConfigError, match="autotuning"):
         infinity.deepspeed.initialize(model=model, config=config)
-    with pytest.warns(UserWarning, match="wandb"):
+    with pytest.warns(UserWarning, match="autotuning"):
         engine, _, _, _ = infinity.deepspeed.initialize(model=model, config=config, strict=False)
     assert run(engine, 2) == reference(2, 1, 1.0)[2]
 
@@ -398,3 +403,12 @@ def test_the_arguments_of_a_script_name_the_file(folder):
     engine, _, _, _ = infinity.deepspeed.initialize(args=args, model=llama(str(file)))
     assert args.deepspeed
     assert engine.settings.config.host_nbytes == 1 << 20
+
+
+def test_parameters_that_are_not_offloaded_stay_on_the_device_and_change_no_bit(folder):
+    nvme = {"device": "nvme", "nvme_path": str(folder)}
+    tiers = {"stage": 3, "offload_param": {"device": "none"}, "offload_optimizer": nvme}
+    config = configuration(folder, zero_optimization=tiers)
+    engine, _, _, _ = infinity.deepspeed.initialize(model=llama(config), config=config)
+    assert run(engine, 3) == reference(3, 1, 1.0)[2]
+    assert (engine.zero_optimization_stage(), infinity.stats(engine.module).nvme_nbytes > 0) == (2, True)

@@ -10,7 +10,7 @@ import torch
 import infinity
 import models
 from infinity import ConfigError
-from infinity.config.loss_scale import Scaling
+from infinity.config.loss_scale import LossScale, Scaling
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.reference import recipe as reference
 
@@ -60,7 +60,7 @@ def recipe(backwards, scaling, accumulate=1):
     torch.manual_seed(0)
     model = prepare(models.MODELS["llama"](), torch.float16)
     optimizer = ReferenceAdamW(model.parameters(), **ADAM)
-    scale, shown = scaling.begin(), []
+    scale, shown = LossScale(scaling), []
     for number in range(backwards):
         ids = models.batch(number)
         loss = model(input_ids=ids, labels=ids).loss * planted(number)
@@ -163,7 +163,9 @@ def test_the_optimizer_that_the_file_names_is_made_with_its_options(folder, opti
 
 def test_an_option_of_another_optimizer_is_refused_by_name(folder):
     config = configuration(folder, optimizer={"type": "Lion", "params": {"eps": 1e-8}})
-    with pytest.raises(ConfigError, match=r"optimizer.params.eps = 1e-08: not supported \(Lion has none"):
+    with pytest.raises(
+        ConfigError, match=r"optimizer.params.eps = 1e-08: not supported \(Lion has no such option"
+    ):
         llama(config)
 
 

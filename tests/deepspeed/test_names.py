@@ -355,7 +355,7 @@ def test_the_table_of_the_documentation_is_true():
         if answer != "refused":
             assert callable(resolved(name, engine)) or not name.endswith("()"), name
             if answer == "no effect":
-                assert "hange nothing" in (resolved(name, engine).__doc__ or ""), name
+                assert "o nothing" in (resolved(name, engine).__doc__ or ""), name
         elif name != "engine.compile":
             with pytest.raises(AttributeError) as caught:
                 resolved(name, engine)
@@ -379,10 +379,10 @@ def test_calls_without_effect_can_be_made():
 
 
 def test_engine_methods_are_in_the_table():
-    text = "\n".join((ROOT / "infinity/deepspeed" / f"{one}.py").read_text() for one in ("engine", "answers"))
+    text = (ROOT / "infinity/deepspeed/engine.py").read_text()
     own = {
         f"engine.{node.name}"
-        for parent in ast.walk(ast.parse(text.replace("from __future__ import annotations", "")))
+        for parent in ast.walk(ast.parse(text))
         if isinstance(parent, ast.ClassDef)
         for node in parent.body
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")

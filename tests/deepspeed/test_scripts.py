@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import infinity
 import models
-from infinity.deepspeed import zero_init
+from infinity.deepspeed import zero
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
 
@@ -187,7 +187,7 @@ def test_a_process_group_is_made_of_torchruns_ranks_or_of_one(launched, monkeypa
 
 
 def test_a_model_that_ranks_have_built_in_memory_is_refused(started, monkeypatch):
-    monkeypatch.setattr(zero_init, "ranks", lambda: 2)
+    monkeypatch.setattr(zero, "ranks", lambda: 2)
     with pytest.raises(infinity.UnsupportedError, match=r"by each of 2 ranks: build it inside .*zero.Init"):
         execute(TRAINING, started)
 

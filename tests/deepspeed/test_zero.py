@@ -115,7 +115,7 @@ def test_an_init_or_initialize_inside_an_init_is_refused_and_one_after_the_other
 
         torch.manual_seed(0)
         first = Late()
-        with pytest.raises(UnsupportedError, match="initialize behind the `with`"):
+        with pytest.raises(UnsupportedError, match="call initialize after the `with`"):
             deepspeed.initialize(model=first, config=CONFIG)
     found = trained(deepspeed.initialize(model=first, config=CONFIG)[0])
     outside = nn.Linear(8, 8)

@@ -232,7 +232,7 @@ def test_a_checkpoint_that_was_moved_is_found_where_the_arguments_say_or_refused
     shutil.move(folder / "old", folder / "new")
     moved = str(folder / "new" / "ours" / "checkpoint-2")
     again = trainer_of(build("llama", folder, seed=1), folder / "other", max_steps=3)
-    with pytest.raises(CheckpointError, match="masters and moments of step 2 are not there"):
+    with pytest.raises(CheckpointError, match="masters and moments of step 2 are missing"):
         again.train(resume_from_checkpoint=moved)
     again = trainer_of(
         build("llama", folder, seed=1), folder / "other", max_steps=3, resume_from_checkpoint=moved
@@ -337,9 +337,9 @@ def test_what_is_in_the_way_of_a_checkpoint_is_told_before_anything_is_trained(f
         (checkpoint / "infinity").mkdir(parents=True)
         (checkpoint / "infinity" / "thesis.txt").touch()
     error, says = (
-        (ConfigError, "is no folder, so nothing could be saved")
+        (ConfigError, "is not a folder, so that nothing could be saved")
         if "a file" in way
-        else (FileExistsError, r"move it away|thesis\.txt.*never replaced")
+        else (FileExistsError, r"move this file away|thesis\.txt.*never replaced")
     )
     with pytest.raises(error, match=says):
         trainer.train()
@@ -427,7 +427,7 @@ def test_arguments_that_cannot_work_are_refused_before_training(folder, options,
 
 
 def test_fp16_weights_without_a_scaled_loss_are_refused_before_training(folder):
-    with pytest.raises(UnsupportedError, match=r"fp16=False.*fp16=True alone"):
+    with pytest.raises(UnsupportedError, match=r"fp16=False.*need a scaled loss: set fp16=True"):
         trainer_of(build("llama", folder, dtype="fp16"), folder)
 
 
