@@ -67,7 +67,7 @@ def in_tiles(outline: Outline, above_nbytes: int) -> tuple[Outline, list[str]]:
     stages = [
         replace(one, units=tuple(new for unit in one.units for new in at[unit])) for one in outline.stages
     ]
-    return Outline(outline.name, tuple(parts), tuple(stages)), told
+    return replace(outline, parts=tuple(parts), stages=tuple(stages)), told
 
 
 def _pieces(part: UnitOutline, above_nbytes: int) -> Sequence[UnitOutline]:

@@ -12,8 +12,9 @@ from rich.console import Console
 from torch import nn
 
 from infinity.bench.engine.runs import SHAPES
-from infinity.bench.planning import hindsight, pace, sketch
+from infinity.bench.planning import hindsight, meta, pace, sketch
 from infinity.bench.planning import plan as planning
+from infinity.bench.planning.planned import flops
 from infinity.cli.presets import PRESETS, llama
 from infinity.errors import ConfigError
 from infinity.planning.demand import Setting
@@ -289,7 +290,7 @@ def test_where_a_forward_fails_on_meta_the_order_is_that_of_registration_and_tha
             return self.first(self.second(x)) if x.sum().item() else x
 
     with torch.device("meta"):
-        outline = sketch.outline_of_model(Backwards(), inputs={"x": torch.zeros(1, 2, device="meta")})
+        outline = meta.outline_of_model(Backwards(), inputs={"x": torch.zeros(1, 2, device="meta")})
     assert [stage.units for stage in outline.stages] == [(0, 1)]
     assert "a forward on meta failed" in caplog.text
 
@@ -317,8 +318,8 @@ def test_blocks_are_timed_and_scaled_to_the_whole_model(monkeypatch):
     monkeypatch.setattr(pace, "best", lambda call, repeats=1: call() or 1.0)
     outline = sketch.outline_of("1m")
     seconds = pace.compute_seconds("1m", outline, 64, 32)
-    few = sketch.outline_of_model(*pace._shallow("1m", 32))
-    assert seconds == pytest.approx(pace.flops(outline, 64, 32) / pace.flops(few, 64, 32))
+    few = meta.outline_of_model(*pace._shallow("1m", 32))
+    assert seconds == pytest.approx(flops(outline, 64, 32) / flops(few, 64, 32))
 
 
 def test_a_model_too_large_to_time_asks_for_its_speed(monkeypatch):
