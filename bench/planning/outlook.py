@@ -199,8 +199,6 @@ def _ranks(one: Planned) -> str:
 
 def _verdict(one: Planned) -> str:
     """Say whether it fits: never more than is known."""
-    if one.demand is not None and one.demand.activations is None:
-        return "Whether it fits is not known: the activations of this model could not be counted."
     if not one.fits:
         return " ".join(("It does not fit.", *(f"{reason.rstrip('.')}." for reason in one.reasons)))
     open_needs = [need for need in one.needs if need.has_nbytes is None]

@@ -90,13 +90,18 @@ class Planned:
 
     @property
     def fits(self) -> bool:
-        """Whether nothing that is known is too small."""
-        return self.demand is not None and not any(need.short_nbytes for need in self.needs)
+        """Whether nothing that is known is too small, and the activations are known."""
+        known = self.demand is not None and self.demand.activations is not None
+        return known and not any(need.short_nbytes for need in self.needs)
 
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why it does not fit, with numbers."""
         short = tuple(str(need) for need in self.needs if need.short_nbytes)
+        if self.demand is not None and self.demand.activations is None:
+            short += ("Activations of this model are not known, and not counted",)
+        large = too_large_layer(self)
+        short += (large,) if large else ()
         return (self.refusal, *short) if self.refusal else short
 
     @property
@@ -148,7 +153,7 @@ def answer(question: Question) -> Planned:
     return Planned(question, least, need, refusal, found, told, planning_s)
 
 
-def too_large_units(planned: Planned) -> str:
+def too_large_layer(planned: Planned) -> str:
     """Say which layer alone is more than a GPU holds, if one is: its weights and their gradient."""
     gpu, width = planned.question.machine.gpu_nbytes, 4 if planned.setting.dtype == "fp32" else 2
     largest = max(planned.outline.parts, key=lambda part: part.numel)

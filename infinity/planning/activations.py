@@ -13,7 +13,7 @@ tiling.tile_loss_ makes blocks of logits instead, a sixteenth of 4 bytes at most
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 _LOGIT_NBYTES = 12
 _LOSS_TILES = 16
@@ -36,6 +36,10 @@ class Kept:
     """In fp32."""
     pairs: float = 0
     """In the type that computes, for each token of the sequence: attention scores."""
+    pairs_on_cpu: float = 0
+    """As `pairs`, where the CPU computes: torch's attention there keeps scores if values are not as wide as
+    keys.
+    """
     gated: float = 0
     """Width of gated MLPs: of what their backward makes beside."""
     returned: float = 0
@@ -48,6 +52,10 @@ class Kept:
     def __rmul__(self, times: float) -> Kept:
         """Return what so many keep."""
         return Kept(*(times * one for one in astuple(self)))
+
+    def on(self, *, gpu: bool) -> Kept:
+        """Return what is kept there."""
+        return replace(self, pairs=self.pairs + (0 if gpu else self.pairs_on_cpu), pairs_on_cpu=0)
 
     def nbytes(self, width: int, tokens: int, sequence: int) -> float:
         """Return the bytes that are kept of `tokens` tokens; width: of an element that computes, in bytes."""
@@ -101,8 +109,9 @@ class Usage:
     """At one time; see [Note: the two peaks]."""
 
 
-def usage(model: Activations, method: Method, width: int) -> Usage:
+def usage(model: Activations, method: Method, width: int, *, gpu: bool = False) -> Usage:
     """Return what a model's activations take; width: bytes of an element that computes."""
+    blocks = [one.on(gpu=gpu) for one in model.blocks]
     tokens, sequence = method.tokens, min(method.sequence, method.tokens)
     at_once = min(tokens, (method.batch_tile or tokens) * sequence)
     one_input = width * model.hidden * tokens
@@ -112,11 +121,11 @@ def usage(model: Activations, method: Method, width: int) -> Usage:
         kept = float(one_input * staying)
         block = max(
             (one.nbytes(width, at_once, sequence) + one.backward_nbytes(width, at_once, sequence))
-            for one in model.blocks
+            for one in blocks
         )
     else:
-        kept = sum(one.nbytes(width, tokens, sequence) for one in model.blocks)
-        block = max(one.backward_nbytes(width, tokens, sequence) for one in model.blocks)
+        kept = sum(one.nbytes(width, tokens, sequence) for one in blocks)
+        block = max(one.backward_nbytes(width, tokens, sequence) for one in blocks)
     last_norm = tokens * model.hidden * (2 * width + 4)
     logits = _logits_nbytes(model.vocabulary, tokens, loss_tiles=method.loss_tiles)
     block += 2 * one_input  # the block's output, or its gradient, and that of its input

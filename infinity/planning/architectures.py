@@ -148,7 +148,7 @@ def _qwen3_moe(numbers: _Numbers, layer: int) -> _Block:
     block = _Block()
     _attention(block, numbers, norms=True)
     experts = numbers.given("num_experts", "num_local_experts")
-    _experts(block, numbers, experts, numbers("moe_intermediate_size"))
+    _experts(block, numbers, experts, numbers("moe_intermediate_size"), wide_scores=False)
     block.add("mlp.gate", (experts, numbers.hidden))
     block.use_before("mlp.gate", "mlp.experts")
     return _with_norms(block, numbers)
@@ -163,12 +163,13 @@ def _gpt_oss(numbers: _Numbers, _layer: int) -> _Block:
     block.kept += Kept(narrow=2 * numbers.heads * numbers.head, pairs=_SCORES * numbers.heads)
     experts = numbers.given("num_local_experts", "num_experts")
     block.add("mlp.router", (experts, hidden), (experts,))
-    _experts(block, numbers, experts, width, transposed=True)
+    _experts(block, numbers, experts, width, transposed=True, wide_scores=False)
     return _with_norms(block, numbers)
 
 
 _SCORES = 3
-"""Tensors of one number for each pair of tokens and head: scores without their largest, and probabilities."""
+"""Tensors of one number for each pair of tokens and head, which attention with sinks keeps."""
+_SCORES_ON_CPU = 5
 
 
 def _deepseek_v3(numbers: _Numbers, layer: int) -> _Block:
@@ -194,8 +195,11 @@ def _deepseek_v3(numbers: _Numbers, layer: int) -> _Block:
     block.linear("self_attn.kv_b_proj", heads * (nope + values), rank)
     work = heads * (rope + nope + values) // 2
     block.linear("self_attn.o_proj", hidden, heads * values, bias=bias, attention=work)
-    # values are padded to the width of keys for sdpa, and lie within what they were projected with
-    block.kept += _norm(rank) + Kept(narrow=2 * queries + heads * (nope + 2 * values), wide=heads)
+    # Values lie within what they were projected with; where they are not as wide as keys, attention on the
+    # CPU keeps scores.
+    block.kept += _norm(rank) + Kept(narrow=2 * queries + heads * (nope + 3 * values), wide=heads)
+    if rope + nope != values:
+        block.kept += Kept(pairs_on_cpu=_SCORES_ON_CPU * heads)
     if layer < numbers("first_k_dense_replace", 3):
         _mlp(block, numbers, "mlp", numbers.intermediate)
     else:
@@ -272,8 +276,18 @@ def _mlp(block: _Block, numbers: _Numbers, name: str, width: int, *, bias: bool 
     block.kept += Kept(narrow=4 * width, gated=width)
 
 
-def _experts(block: _Block, numbers: _Numbers, experts: int, width: int, *, transposed: bool = False) -> None:
-    """Add experts in one unit, of which a token uses `num_experts_per_tok`."""
+def _experts(
+    block: _Block,
+    numbers: _Numbers,
+    experts: int,
+    width: int,
+    *,
+    transposed: bool = False,
+    wide_scores: bool = True,
+) -> None:
+    """Add experts in one unit, of which a token uses `num_experts_per_tok`. wide_scores: whether what they
+    return is weighted by fp32 scores, which makes fp32 copies.
+    """
     hidden, routed = numbers.hidden, numbers("num_experts_per_tok")
     shapes: Shapes = ((experts, 2 * width, hidden), (experts, hidden, width))
     if transposed:
@@ -281,8 +295,9 @@ def _experts(block: _Block, numbers: _Numbers, experts: int, width: int, *, tran
             *((experts, hidden, 2 * width), (experts, 2 * width)),
             *((experts, width, hidden), (experts, hidden)),
         )
+    returned = (14 if wide_scores else 6) * hidden
     block.add("mlp.experts", *shapes, active=routed / experts)
-    block.kept += routed * Kept(narrow=4 * width + 2 * hidden, wide=10, gated=width, routed=hidden)
+    block.kept += routed * Kept(narrow=4 * width + 2 * hidden, wide=10, gated=width, returned=returned)
     block.kept += Kept(wide=experts + 11)
 
 

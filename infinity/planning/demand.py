@@ -223,7 +223,12 @@ def demand(outline: Outline, setting: Setting) -> Demand:
     fetched = _fetched_sizes(sizes, setting, placement)
     plan = make_plan(trace, fetched, window, hides=sizes.resident)
     kept_gradients = _kept_gradients(sizes, setting, spills)
-    used = usage(outline.activations, setting.method, sizes.form.width) if outline.activations else None
+    on_gpu = setting.device_nbytes is not None
+    used = (
+        usage(outline.activations, setting.method, sizes.form.width, gpu=on_gpu)
+        if outline.activations is not None
+        else None
+    )
     offloaded = _offloaded(used, setting, budget.kept_nbytes - kept_nbytes - kept_gradients)
     in_place = [_in_place(unit, setting, placement) for unit in range(len(sizes.numels))]
     return Demand(
