@@ -24,7 +24,7 @@ from rich.console import Console
 from infinity.bench.arguments import positive, some_size
 from infinity.bench.findings import add_outputs, check_outputs, show, write
 from infinity.bench.places import check_folder
-from infinity.bench.planning import cuts, hindsight, outlook
+from infinity.bench.planning import cuts, outlook
 from infinity.bench.planning.planned import Planned, Question, answer, flops
 from infinity.bench.planning.sketch import outline_of
 from infinity.cli.presets import PRESETS
@@ -231,6 +231,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     """
     check_outputs(options)
     if options.question == "compare":
+        from infinity.bench.planning import hindsight  # needs torch
+
         findings, good = hindsight.check(options.files, console)
     elif options.question == "zero":
         Setting(1, ranks=options.ranks, local_ranks=options.local_ranks)  # refuses half a machine

@@ -8,7 +8,7 @@ from infinity.planning.demand import Demand
 from infinity.sizes import format_size
 
 PROCESS_NBYTES = 640 << 20
-"""Host memory of one rank's process before it trains: Python, torch and transformers, as measured."""
+"""Host memory of one rank's process before it trains, about: Python, torch and transformers."""
 CONTEXT_NBYTES = 512 << 20
 """Device memory that CUDA takes for itself, about."""
 

@@ -5,6 +5,7 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def test_a_plan_says_whether_it_fits_how_fast_it_is_and_what_limits_it():
         "steps until",
         "1 x 64 tokens",
         "memory of each machine",
-        "logits and loss",
+        "one block's backward",
     ):
         assert part in said
 
@@ -103,9 +104,9 @@ def test_numbers_of_the_json_are_in_si_units(tmp_path):
 
 
 def test_ranks_of_one_machine_share_its_disk_and_wear_it_together(tmp_path):
-    args = ("check", "--model", "25m", "--host-memory", "1MiB", "--link", "100", "--ranks", "2", *RATES)
+    args = ("check", "--model", "25m", "--link", "100", "--ranks", "2", *RATES)
     apart, together = (
-        facts(folder, *args, "--local-ranks", local)[0]["facts"]
+        facts(folder, *args, "--local-ranks", local, "--host-memory", f"{local}MiB")[0]["facts"]
         for local in (1, 2)
         for folder in [tmp_path / str(local)]
         if not folder.mkdir()
@@ -268,7 +269,8 @@ def test_a_module_on_meta_is_planned_in_the_order_of_its_forward():
     assert [part.name for part in got.outline.parts] == [part.name for part in expected.parts]
     assert trace_of(got.outline.script()) == trace_of(expected.script())
     assert got.forecast is None
-    assert planning.plan(expected, Setting(1 << 20)).demand == got.demand
+    uncounted = replace(expected, activations=None)
+    assert planning.plan(uncounted, Setting(1 << 20)).demand == got.demand
 
 
 def test_a_module_of_ones_own_is_planned_too():
