@@ -167,9 +167,9 @@ def _gpt_oss(numbers: _Numbers, _layer: int) -> _Block:
     return _with_norms(block, numbers)
 
 
-_SCORES = 3
+_SCORES = 2
 """Tensors of one number for each pair of tokens and head, which attention with sinks keeps."""
-_SCORES_ON_CPU = 5
+_SCORES_ON_CPU = 2
 
 
 def _deepseek_v3(numbers: _Numbers, layer: int) -> _Block:
