@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.bench.planning.sketch import content_of
+from infinity.bench.planning.config_file import content_of
 from infinity.errors import ConfigError
 from infinity.planning.outline import Outline, Stage, UnitOutline
 

@@ -30,7 +30,7 @@ from infinity.bench.planning.sketch import outline_of
 from infinity.cli.presets import PRESETS
 from infinity.errors import ConfigError
 from infinity.planning.activations import Method
-from infinity.planning.capacity import Machine
+from infinity.planning.capacity import Capacity
 from infinity.planning.demand import Setting
 from infinity.planning.outline import Outline
 from infinity.planning.simulator import Disk, Rates
@@ -68,7 +68,7 @@ def plan(
     seconds: float | None = None,
     rates: Rates | None = None,
     inputs: Mapping[str, Any] | None = None,
-    machine: Machine | None = None,
+    machine: Capacity | None = None,
 ) -> Planned:
     """Plan the training of a model, which may be on the meta device: what `infinity plan` tells, as data.
 
@@ -85,7 +85,7 @@ def plan(
 
         outline = outline_of_model(model, inputs=inputs)
     method = replace(setting.method, tokens=tokens, sequence=sequence or tokens)
-    question = Question(outline, replace(setting, method=method), machine or Machine(), seconds, rates)
+    question = Question(outline, replace(setting, method=method), machine or Capacity(), seconds, rates)
     return answer(question)
 
 
@@ -312,14 +312,14 @@ def _plan_one(
     return answer(Question(outline, setting, _machine(chosen), whole_s, rates, fills_gpu))
 
 
-def _machine(chosen: argparse.Namespace) -> Machine:
+def _machine(chosen: argparse.Namespace) -> Capacity:
     """Return what there is: what was told, and what this machine has, where the plan is for it."""
     memory, space = chosen.machine_memory, chosen.nvme_space
     if chosen.nvme is not None and space is None and not chosen.no_nvme:
         space = shutil.disk_usage(chosen.nvme).free
     if memory is None and (chosen.nvme is not None or not _elsewhere(chosen)):
         memory = _total_nbytes()
-    return Machine(memory, space, chosen.gpu_memory or chosen.device_memory)
+    return Capacity(memory, space, chosen.gpu_memory or chosen.device_memory)
 
 
 def _elsewhere(chosen: argparse.Namespace) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from infinity.errors import HostMemoryError
 from infinity.planning.activations import Method
-from infinity.planning.capacity import CONTEXT_NBYTES, Machine, Need, needs
+from infinity.planning.capacity import CONTEXT_NBYTES, Capacity, Need, needs
 from infinity.planning.demand import Demand, Setting, demand, least_host_nbytes
 from infinity.planning.forecast import Forecast, forecast
 from infinity.planning.outline import Outline, timed
@@ -22,7 +22,7 @@ class Question:
 
     outline: Outline
     setting: Setting
-    machine: Machine = field(default_factory=Machine)
+    machine: Capacity = field(default_factory=Capacity)
     seconds: float | None = None
     """That forward and backward of a step compute, with recomputation; None for no forecast."""
     rates: Rates | None = None

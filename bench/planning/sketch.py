@@ -4,11 +4,10 @@ not known here is built on the meta device; see meta.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from infinity.bench.engine.runs import SHAPES
+from infinity.bench.planning.config_file import content_of
 from infinity.cli.presets import PRESETS
 from infinity.errors import ConfigError
 from infinity.planning.architectures import outline_of_config
@@ -47,16 +46,3 @@ def outline_of_shape(name: str) -> Outline:
     if outline is None:
         raise ConfigError(f"{name}: {SHAPES[name]} describe no Llama")
     return outline
-
-
-def content_of(path: Path) -> dict[str, Any]:
-    """Return what a config.json says. Raises: ConfigError for one that names no type of model."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path}: is no JSON ({error}). Give a config.json of Hugging Face.") from error
-    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
-        raise ConfigError(
-            f'{path}: has no "model_type", as a config.json of Hugging Face has beside the sizes of its model'
-        )
-    return content

@@ -27,7 +27,7 @@ _RETURNING = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptOfToken:
     """Elements that a block's forward keeps of a token for its backward."""
 
     narrow: float = 0
@@ -45,15 +45,15 @@ class Kept:
     returned: float = 0
     """Bytes that the backward makes of what experts return, of all experts of the token."""
 
-    def __add__(self, other: Kept) -> Kept:
+    def __add__(self, other: KeptOfToken) -> KeptOfToken:
         """Return what both keep."""
-        return Kept(*(one + two for one, two in zip(astuple(self), astuple(other), strict=True)))
+        return KeptOfToken(*(one + two for one, two in zip(astuple(self), astuple(other), strict=True)))
 
-    def __rmul__(self, times: float) -> Kept:
+    def __rmul__(self, times: float) -> KeptOfToken:
         """Return what so many keep."""
-        return Kept(*(times * one for one in astuple(self)))
+        return KeptOfToken(*(times * one for one in astuple(self)))
 
-    def on(self, *, gpu: bool) -> Kept:
+    def on(self, *, gpu: bool) -> KeptOfToken:
         """Return what is kept there."""
         return replace(self, pairs=self.pairs + (0 if gpu else self.pairs_on_cpu), pairs_on_cpu=0)
 
@@ -73,7 +73,7 @@ class Activations:
     hidden: int
     """Elements of a block's input."""
     vocabulary: int
-    blocks: tuple[Kept, ...]
+    blocks: tuple[KeptOfToken, ...]
 
 
 @dataclass(frozen=True, slots=True)

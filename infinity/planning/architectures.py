@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from infinity.planning.activations import Activations, Kept
+from infinity.planning.activations import Activations, KeptOfToken
 from infinity.planning.outline import Outline, Stage, UnitOutline
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -28,7 +28,7 @@ class _Block:
 
     parts: list[UnitOutline] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
-    kept: Kept = field(default_factory=Kept)
+    kept: KeptOfToken = field(default_factory=KeptOfToken)
 
     def add(self, name: str, *shapes: tuple[int, ...], **more: Any) -> None:
         """Add a unit that is used after those before it."""
@@ -160,7 +160,7 @@ def _gpt_oss(numbers: _Numbers, _layer: int) -> _Block:
     hidden, width = numbers.hidden, numbers.intermediate
     block.add("self_attn", (numbers.heads,))
     _attention(block, numbers, bias=numbers.says("attention_bias", default=True), output_bias=True)
-    block.kept += Kept(narrow=2 * numbers.heads * numbers.head, pairs=_SCORES * numbers.heads)
+    block.kept += KeptOfToken(narrow=2 * numbers.heads * numbers.head, pairs=_SCORES * numbers.heads)
     experts = numbers.given("num_local_experts", "num_experts")
     block.add("mlp.router", (experts, hidden), (experts,))
     _experts(block, numbers, experts, width, transposed=True, wide_scores=False)
@@ -197,9 +197,9 @@ def _deepseek_v3(numbers: _Numbers, layer: int) -> _Block:
     block.linear("self_attn.o_proj", hidden, heads * values, bias=bias, attention=work)
     # Values lie within what they were projected with; where they are not as wide as keys, attention on the
     # CPU keeps scores.
-    block.kept += _norm(rank) + Kept(narrow=2 * queries + heads * (nope + 3 * values), wide=heads)
+    block.kept += _norm(rank) + KeptOfToken(narrow=2 * queries + heads * (nope + 3 * values), wide=heads)
     if rope + nope != values:
-        block.kept += Kept(pairs_on_cpu=_SCORES_ON_CPU * heads)
+        block.kept += KeptOfToken(pairs_on_cpu=_SCORES_ON_CPU * heads)
     if layer < numbers("first_k_dense_replace", 3):
         _mlp(block, numbers, "mlp", numbers.intermediate)
     else:
@@ -208,7 +208,7 @@ def _deepseek_v3(numbers: _Numbers, layer: int) -> _Block:
         _experts(block, numbers, experts, width)
         block.add("mlp.gate", (experts, hidden))
         block.use_before("mlp.gate", "mlp.experts")
-        block.kept += Kept(wide=hidden + 3 * experts)
+        block.kept += KeptOfToken(wide=hidden + 3 * experts)
         _mlp(block, numbers, "mlp.shared_experts", width * numbers("n_shared_experts", 1))
     return _with_norms(block, numbers)
 
@@ -229,8 +229,8 @@ _KINDS: Mapping[str, tuple[str, Callable[[_Numbers, int], _Block]]] = {
 # Parts of blocks
 
 
-def _norm(width: int) -> Kept:
-    return Kept(narrow=2 * width, wide=width + 1)
+def _norm(width: int) -> KeptOfToken:
+    return KeptOfToken(narrow=2 * width, wide=width + 1)
 
 
 def _with_norms(block: _Block, numbers: _Numbers) -> _Block:
@@ -260,20 +260,20 @@ def _attention(
         block.linear(f"self_attn.{letter}_proj", rows, hidden, bias=own)
     of_output = (every if bias is None else False) if output_bias is None else own
     block.linear("self_attn.o_proj", hidden, queries, bias=of_output, attention=queries)
-    block.kept += Kept(narrow=2 * queries + 2 * keys, wide=numbers.heads)
+    block.kept += KeptOfToken(narrow=2 * queries + 2 * keys, wide=numbers.heads)
     if norms:
         for letter, other in (("q", "self_attn.k_proj"), ("k", "self_attn.v_proj")):
             block.add(f"self_attn.{letter}_norm", (head,))
             block.use_before(f"self_attn.{letter}_norm", other)
         both = numbers.heads + numbers.kv_heads
-        block.kept += Kept(narrow=both * head, wide=both * head + both)
+        block.kept += KeptOfToken(narrow=both * head, wide=both * head + both)
 
 
 def _mlp(block: _Block, numbers: _Numbers, name: str, width: int, *, bias: bool = False) -> None:
     for one in ("gate_proj", "up_proj"):
         block.linear(f"{name}.{one}", width, numbers.hidden, bias=bias)
     block.linear(f"{name}.down_proj", numbers.hidden, width, bias=bias)
-    block.kept += Kept(narrow=4 * width, gated=width)
+    block.kept += KeptOfToken(narrow=4 * width, gated=width)
 
 
 def _experts(
@@ -297,8 +297,8 @@ def _experts(
         )
     returned = (14 if wide_scores else 6) * hidden
     block.add("mlp.experts", *shapes, active=routed / experts)
-    block.kept += routed * Kept(narrow=4 * width + 2 * hidden, wide=10, gated=width, returned=returned)
-    block.kept += Kept(wide=experts + 11)
+    block.kept += routed * KeptOfToken(narrow=4 * width + 2 * hidden, wide=10, gated=width, returned=returned)
+    block.kept += KeptOfToken(wide=experts + 11)
 
 
 def llama(name: str, layers: int, hidden: int, intermediate: int, vocabulary: int) -> Outline:

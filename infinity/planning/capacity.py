@@ -14,7 +14,7 @@ CONTEXT_NBYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class Capacity:
     """What there is, in bytes; None for what is not known."""
 
     memory_nbytes: int | None = None
@@ -53,7 +53,7 @@ class Need:
         )
 
 
-def needs(demand: Demand, machine: Machine) -> tuple[Need, ...]:
+def needs(demand: Demand, machine: Capacity) -> tuple[Need, ...]:
     """Return what a training needs of each resource, all its ranks on a machine together."""
     setting = demand.setting
     ranks, on_gpu = setting.local_ranks, setting.device_nbytes is not None

@@ -11,7 +11,7 @@ from infinity.bench.planning.planned import Question, answer
 from infinity.errors import ConfigError
 from infinity.planning.activations import Method
 from infinity.planning.architectures import llama, outline_of_config
-from infinity.planning.capacity import CONTEXT_NBYTES, PROCESS_NBYTES, Machine
+from infinity.planning.capacity import CONTEXT_NBYTES, PROCESS_NBYTES, Capacity
 from infinity.planning.demand import Setting
 from infinity.sizes import format_size
 
@@ -30,7 +30,7 @@ def asked(outline=SMALL, machine=None, *, tokens=512, sequence=256, **changes):
     method = Method(tokens, sequence, **{key: value for key, value in changes.items() if key in names})
     rest = {key: value for key, value in changes.items() if key not in names}
     return answer(
-        Question(outline, Setting(**{"host_nbytes": 64 * MIB, **rest}, method=method), machine or Machine())
+        Question(outline, Setting(**{"host_nbytes": 64 * MIB, **rest}, method=method), machine or Capacity())
     )
 
 
@@ -48,7 +48,7 @@ def refused(planned, *parts):
 
 def test_nvme_that_is_too_small_is_refused_by_how_much():
     outline = published("llama-3-70b")
-    planned = asked(outline, Machine(nvme_nbytes=76 * GIB), host_nbytes=12 * GIB, update="backward")
+    planned = asked(outline, Capacity(nvme_nbytes=76 * GIB), host_nbytes=12 * GIB, update="backward")
     short = 12 * outline.parameters - 76 * GIB
     assert need(planned, "NVMe").short_nbytes == pytest.approx(short, rel=0.01)
     refused(planned, "NVMe of each machine", "has 76.0 GiB", "too little")
@@ -58,7 +58,7 @@ def test_a_durable_run_needs_twice_the_space_of_its_records():
     once, twice = asked(update="backward"), asked(update="backward", durable=True)
     records = need(once, "NVMe").nbytes
     assert need(twice, "NVMe").nbytes == 2 * records
-    between = Machine(nvme_nbytes=records + records // 2)
+    between = Capacity(nvme_nbytes=records + records // 2)
     assert asked(machine=between, update="backward").fits
     planned = asked(machine=between, update="backward", durable=True)
     refused(planned, f"{format_size(records - records // 2)} too little")
@@ -69,7 +69,7 @@ def test_activations_over_the_device_memory_are_refused():
     outline = published("llama-3-70b")
     planned = asked(
         outline,
-        Machine(gpu_nbytes=80 * GIB),
+        Capacity(gpu_nbytes=80 * GIB),
         tokens=64 * 8192,
         sequence=8192,
         host_nbytes=64 * GIB,
@@ -83,16 +83,16 @@ def test_activations_over_the_device_memory_are_refused():
 
 def test_logits_over_the_device_memory_are_refused_and_the_loss_in_tiles_helps():
     settings = {"tokens": 4096, "host_nbytes": GIB, "device_nbytes": 2 * GIB}
-    planned = asked(WIDE, Machine(gpu_nbytes=2 * GIB), **settings)
+    planned = asked(WIDE, Capacity(gpu_nbytes=2 * GIB), **settings)
     logits = dict(need(planned, "memory of each GPU").parts)["logits and loss"]
     assert logits == pytest.approx(12 * 64_000 * 4096, rel=0.02)
     refused(planned, "logits and loss", "too little")
     assert any("--loss-tiles" in idea.change and idea.planned.fits for idea in ideas(planned))
-    assert asked(WIDE, Machine(gpu_nbytes=2 * GIB), loss_tiles=True, **settings).fits
+    assert asked(WIDE, Capacity(gpu_nbytes=2 * GIB), loss_tiles=True, **settings).fits
 
 
 def test_a_vocabulary_without_tiles_is_refused_on_a_small_device():
-    machine = Machine(gpu_nbytes=900 * MIB)
+    machine = Capacity(gpu_nbytes=900 * MIB)
     settings = {"tokens": 256, "loss_tiles": True, "host_nbytes": GIB, "device_nbytes": 900 * MIB}
     whole = asked(llama("vocabulary", 2, 1024, 2048, 256_000), machine, **settings)
     refused(whole, "alone takes 1000.0 MiB with its gradient, more than the GPU's 900.0 MiB")
@@ -101,7 +101,7 @@ def test_a_vocabulary_without_tiles_is_refused_on_a_small_device():
 
 def test_one_layer_that_is_larger_than_the_device_is_named():
     outline = published("llama-3.1-405b")
-    planned = asked(outline, Machine(gpu_nbytes=2 * GIB), host_nbytes=64 * GIB, device_nbytes=2 * GIB)
+    planned = asked(outline, Capacity(gpu_nbytes=2 * GIB), host_nbytes=64 * GIB, device_nbytes=2 * GIB)
     size = format_size(4 * 128256 * 16384)
     refused(planned, f"alone takes {size} with its gradient, more than the GPU's 2.0 GiB")
 
@@ -114,8 +114,8 @@ def test_ranks_of_a_machine_divide_its_host_memory_and_add_up_what_comes_on_top(
     assert parts["Python and torch"] == 8 * PROCESS_NBYTES
     assert parts["layers in use"] == 8 * eight.demand.in_use_nbytes
     total = need(one, "memory of each machine").nbytes
-    assert asked(machine=Machine(memory_nbytes=total)).fits
-    planned = asked(machine=Machine(memory_nbytes=total), ranks=8, local_ranks=8)
+    assert asked(machine=Capacity(memory_nbytes=total)).fits
+    planned = asked(machine=Capacity(memory_nbytes=total), ranks=8, local_ranks=8)
     short = need(eight, "memory of each machine").nbytes - total
     refused(planned, "memory of each machine", f"{format_size(short)} too little")
 
@@ -135,7 +135,7 @@ def test_offloaded_activations_without_room_or_nvme_are_refused():
 
 
 def test_parameters_get_what_the_gpu_has_left_and_never_more():
-    machine = Machine(gpu_nbytes=2 * GIB)
+    machine = Capacity(gpu_nbytes=2 * GIB)
     planned = asked(SMALL, machine, device_nbytes=2 * GIB)
     assert planned.fits
     assert planned.setting.device_nbytes == 2 * GIB - CONTEXT_NBYTES - planned.demand.working_nbytes
@@ -143,8 +143,8 @@ def test_parameters_get_what_the_gpu_has_left_and_never_more():
 
 def test_a_plan_fits_only_where_what_is_known_is_enough():
     total = need(asked(), "memory of each machine").nbytes
-    assert asked(machine=Machine(memory_nbytes=total)).fits
-    assert not asked(machine=Machine(memory_nbytes=total - 1)).fits
+    assert asked(machine=Capacity(memory_nbytes=total)).fits
+    assert not asked(machine=Capacity(memory_nbytes=total - 1)).fits
     unknown = replace(SMALL, activations=None)
     refused(asked(unknown), "not known")
 
