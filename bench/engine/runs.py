@@ -14,11 +14,11 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, is_dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 from infinity.bench.places import check_folder
 from infinity.cli.interrupted import held_back
@@ -295,7 +295,7 @@ def here() -> dict[str, Any]:
         "date": f"{now:%Y-%m-%d}",
         "commit": commit(),
         "python": platform.python_version(),
-        "torch": str(torch.__version__),
+        "torch": version("torch"),
     }
 
 

@@ -12,7 +12,6 @@ from infinity.bench.arguments import size_of
 from infinity.planning.outline import Outline, UnitOutline
 from infinity.planning.tile_size import tile_choice
 from infinity.sizes import format_size
-from infinity.tiling.grid import Grid, cut_to, tiles_of
 
 _ITEMSIZE = 2
 _TOLD = 3
@@ -67,7 +66,7 @@ def in_tiles(outline: Outline, above_nbytes: int) -> tuple[Outline, list[str]]:
     stages = [
         replace(one, units=tuple(new for unit in one.units for new in at[unit])) for one in outline.stages
     ]
-    return Outline(outline.name, tuple(parts), tuple(stages)), told
+    return replace(outline, parts=tuple(parts), stages=tuple(stages)), told
 
 
 def _pieces(part: UnitOutline, above_nbytes: int) -> Sequence[UnitOutline]:
@@ -77,6 +76,8 @@ def _pieces(part: UnitOutline, above_nbytes: int) -> Sequence[UnitOutline]:
     rows, columns = part.shapes[0]
     if _ITEMSIZE * rows * columns <= above_nbytes:
         return [part]
+    from infinity.tiling.grid import Grid, cut_to, tiles_of  # with tiling comes torch
+
     grid = tiles_of(rows, columns, _ITEMSIZE, above_nbytes)
     if part.looked_up:
         grid = Grid(cut_to(rows, max(above_nbytes // (_ITEMSIZE * columns), 1)), (columns,))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from infinity.bench.findings import Column, Findings, asked
+from infinity.bench.planning.advice import ideas, told
 from infinity.bench.planning.planned import Planned
 from infinity.planning.outline import Outline
 from infinity.planning.zero_memory import STAGES, model_states
@@ -23,18 +23,30 @@ Pairs = Sequence[tuple[Mapping[str, Any], Planned]]
 
 
 def facts(one: Planned, tbw_nbytes: float | None) -> dict[str, Any]:
-    """Return all figures of a plan, in SI units; None for unknown ones."""
-    need, told, setting = one.demand, one.forecast, one.setting
+    """Return everything a plan says, in SI units; what is not known is None."""
+    need, forecast, setting, method = one.demand, one.forecast, one.setting, one.setting.method
     found: dict[str, Any] = {
         "model": one.outline.name,
         "parameters": one.outline.parameters,
+        "active_parameters": one.outline.active_parameters,
         "ranks": setting.ranks,
         "tokens": one.tokens,
-        "fits": need is not None,
+        "sequence": method.sequence,
+        "fits": one.fits,
+        "reasons": list(one.reasons),
         "refusal": one.refusal or None,
         "host_memory": setting.host_nbytes,
         "least_host_memory": one.least_host_nbytes,
         "planning_s": one.planning_s,
+        "needs": [
+            {
+                "what": each.what,
+                "nbytes": each.nbytes,
+                "has_nbytes": each.has_nbytes,
+                "parts": dict(each.parts),
+            }
+            for each in one.needs
+        ],
     }
     if need is not None:
         per_step = one.written_nbytes
@@ -45,6 +57,8 @@ def facts(one: Planned, tbw_nbytes: float | None) -> dict[str, Any]:
             "pinned": _by_field(one),
             "kept_gradients_nbytes": need.kept_gradients_nbytes,
             "in_use_nbytes": need.in_use_nbytes,
+            "activations": asdict(need.activations) if need.activations is not None else None,
+            "offloaded_nbytes": need.offloaded_nbytes,
             "window_nbytes": min(need.limits.window_nbytes, sum(move.waiting_nbytes for move in need.units)),
             "nvme_nbytes": need.nvme_nbytes * setting.local_ranks,
             "read_nbytes": need.read_nbytes,
@@ -53,29 +67,29 @@ def facts(one: Planned, tbw_nbytes: float | None) -> dict[str, Any]:
             "machine_written_nbytes": per_step,
             "steps_until_tbw": tbw_nbytes / per_step if tbw_nbytes and per_step else None,
         }
-    if told is not None:
+    if forecast is not None and one.step_s is not None:
         found |= {
-            "seconds": told.seconds,
+            "seconds": one.step_s,
             "tokens_per_s": one.tokens_per_s,
-            "compute_s": told.compute_s,
-            "stall_s": told.stall_s,
-            "busy_s": told.busy_s,
+            "compute_s": forecast.compute_s,
+            "stall_s": forecast.stall_s,
+            "busy_s": forecast.busy_s,
             "limit": limit(one),
-            "written_per_day": one.written_nbytes * _DAY_S / told.seconds,
+            "written_per_day": one.written_nbytes * _DAY_S / one.step_s,
         }
     return found
 
 
 def limit(one: Planned) -> str:
-    """Describe a step's bottleneck in a few words."""
-    told = one.forecast
-    if told is None:
+    """Say in a few words what a step is up against."""
+    step = one.forecast
+    if step is None:
         return "not known"
-    link, work = (told.busy_s[name] / told.seconds for name in ("link", "work"))
-    if told.bound.kind != "compute" and max(link, work) > told.bound.disk_share:
-        name = "the link" if link > work else "the lane's own work: updating, hashing"
+    link, work = (step.busy_s[name] / step.seconds for name in ("link", "work"))
+    if step.bound.kind != "compute" and max(link, work) > step.bound.disk_share:
+        name = "the link between ranks" if link > work else "the CPU's updates and checksums"
         return f"bound by {name}: busy for {max(link, work):.0%} of the step"
-    return str(told.bound)
+    return str(step.bound)
 
 
 def _by_field(one: Planned) -> dict[str, float]:
@@ -91,50 +105,87 @@ def single(pairs: Pairs, options: argparse.Namespace) -> Findings:
     """Return the findings of one plan, one fact per row."""
     ((_, one),) = pairs
     found = facts(one, options.tbw and options.tbw * 1e12)
-    lines = list(_lines(found))
+    advice = told(one, ideas(one))
+    lines = [*_assumed(one, options), *_needed(one), *_in_a_step(found)]
     return Findings(
-        title=f"{one.outline.name}: {short_count(one.outline.parameters)} parameters on {_ranks(one)}",
+        title=f"{one.outline.name}: {_parameters(one.outline)} on {_ranks(one)}",
         rows=[
-            {"what": what, "shown": text, **({"facts": found} if not number else {})}
+            {"what": what, "shown": text, **({"facts": {**found, "advice": advice}} if not number else {})}
             for number, (what, text) in enumerate(lines)
         ],
-        columns=[Column("what", ""), Column("shown", "")],
-        verdicts=[
-            _fits(found),
-            *_planning(found),
-            *_missing(one, options),
-            *_beyond_here(one, options),
-            _zero_line(one.outline, one.setting.ranks),
-        ],
+        columns=[Column("what", "what"), Column("shown", "planned")],
+        verdicts=[_verdict(one), *_missing(one, options), *_advised(one, advice)],
         options=asked(options),
     )
 
 
-def _lines(found: Mapping[str, Any]) -> list[tuple[str, str]]:
-    lines = [
-        ("host memory, each rank", format_size(found["host_memory"])),
-        ("smallest host memory that works", format_size(found["least_host_memory"])),
+def _parameters(outline: Outline) -> str:
+    total, active = outline.parameters, outline.active_parameters
+    some = f", {short_count(active)} of them active for a token" if active < total else ""
+    return f"{short_count(total)} parameters{some}"
+
+
+def _assumed(one: Planned, options: argparse.Namespace) -> list[tuple[str, str]]:
+    """Return what the plan is for."""
+    setting, method, rates = one.setting, one.setting.method, one.question.rates
+    batch = f"{method.tokens // method.sequence} x {method.sequence:,} tokens on each rank"
+    if setting.micro_batches > 1:
+        batch += f", {setting.micro_batches} times in a step"
+    types = f"{setting.dtype}, moments in {setting.state_dtype}, updates in the {setting.update}"
+    ways = [
+        "blocks recomputed in the backward" if method.checkpointing else "no activation checkpointing",
+        f"their inputs offloaded ({method.offload})" if method.offload else "",
+        f"{method.batch_tile} sequences in a block at once" if method.batch_tile else "",
+        "the loss without logits" if method.loss_tiles else "",
     ]
-    if not found["fits"]:
+    lines = [
+        ("micro-batch", batch),
+        ("types", types),
+        ("activations", ", ".join(filter(None, ways))),
+        ("host_memory", f"{format_size(setting.host_nbytes)} of each machine, for all its ranks"),
+    ]
+    if setting.device_nbytes is not None and one.fits:
+        lines.append(("device_memory", f"{format_size(setting.device_nbytes)} of each GPU, for parameters"))
+    if setting.nvme and rates is not None:
+        disk, source = rates.disk, "given" if options.nvme_read else "measured here"
+        shown = [rate * setting.local_ranks for rate in (disk.read, disk.write, disk.mixed)]
+        speeds = "read {}/s, write {}/s, both at once {}/s".format(*map(format_size, shown))
+        lines.append(("NVMe of each machine", f"{speeds} ({source})"))
+    if setting.durable:
+        lines.append(("durable", "every record is stored twice"))
+    return lines
+
+
+def _needed(one: Planned) -> list[tuple[str, str]]:
+    """Return what it takes of each resource, and what is inside host_memory."""
+    lines = [("smallest host_memory that works", format_size(one.least_host_nbytes))]
+    if one.demand is None:
         return lines
-    pinned = ", ".join(f"{share:.0%} of {name}" for name, share in found["pinned"].items()) or "nothing"
-    lines += [
-        ("pinned in it", f"{format_size(found['pinned_nbytes'])}: {pinned}"),
-        ("gradients kept in it", format_size(found["kept_gradients_nbytes"])),
-        ("units that wait for their use, at most", format_size(found["window_nbytes"])),
-        ("units in use and their gradients, beside it", format_size(found["in_use_nbytes"])),
-        ("NVMe, each machine", format_size(found["nvme_nbytes"])),
+    for need in one.needs:
+        lines.append((need.what, f"needs {format_size(need.nbytes)}"))
+        lines += [(f"  {name}", format_size(nbytes)) for name, nbytes in need.parts if nbytes]
+    state = f"{format_size(one.demand.pinned_nbytes)} of weights and moments on each rank"
+    gradients = f"{format_size(one.demand.kept_gradients_nbytes)} of gradients"
+    return [*lines, ("kept within host_memory", f"{state}, {gradients}")]
+
+
+def _in_a_step(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what a step moves, and how long it takes."""
+    if "moved" not in found:
+        return []
+    lines = [
         ("read in a step, each rank", format_size(found["read_nbytes"])),
         ("written in a step, each rank", format_size(found["written_nbytes"])),
-        *((f"  {name}", format_size(nbytes)) for name, nbytes in found["moved"].items()),
-        ("written to each machine's NVMe in a step", decimal_size(found["machine_written_nbytes"])),
     ]
+    if found["offloaded_nbytes"]:
+        lines.append(("activations to NVMe and back, each rank", format_size(found["offloaded_nbytes"])))
+    lines.append(("written to each machine's NVMe in a step", format_size(found["machine_written_nbytes"])))
     if "seconds" in found:
         lines += [
             ("a step", f"{duration(found['seconds'])}, of which {duration(found['compute_s'])} compute"),
             ("tokens per second", figure(found["tokens_per_s"])),
             ("limited by", found["limit"]),
-            ("written to each machine's NVMe in a day", decimal_size(found["written_per_day"])),
+            ("written to each machine's NVMe in a day", format_size(found["written_per_day"])),
         ]
     if found["steps_until_tbw"] is not None:
         lines.append(("steps until the NVMe has been written its TBW", f"{found['steps_until_tbw']:,.0f}"))
@@ -146,43 +197,38 @@ def _ranks(one: Planned) -> str:
     return "one rank" if ranks == 1 else f"{ranks} ranks, {one.setting.local_ranks} on each machine"
 
 
-def _fits(found: Mapping[str, Any]) -> str:
-    return "It fits." if found["fits"] else f"It does not fit. {found['refusal']}"
+def _verdict(one: Planned) -> str:
+    """Say whether it fits: never more than is known."""
+    if not one.fits:
+        return " ".join(("It does not fit.", *(f"{reason.rstrip('.')}." for reason in one.reasons)))
+    open_needs = [need for need in one.needs if need.has_nbytes is None]
+    if not open_needs:
+        return "It fits."
+    return f"It fits where there is: {'; '.join(map(str, open_needs))}."
 
 
-def _planning(found: Mapping[str, Any]) -> list[str]:
-    if not found["fits"]:
+def _advised(one: Planned, advice: Sequence[str]) -> list[str]:
+    if advice:
+        return [f"Advice: {line}" for line in advice]
+    if one.fits:
         return []
-    return [f"planned {found['uses']:,} uses of {found['units']:,} units in {duration(found['planning_s'])}"]
+    return [
+        "Advice: no single change of a setting makes it fit: a larger machine, more ranks, or fewer tokens."
+    ]
 
 
 def _missing(one: Planned, options: argparse.Namespace) -> list[str]:
-    """Name the options that a forecast would need."""
-    if one.forecast is not None or one.demand is None:
+    """Say what would have to be known for a forecast."""
+    if one.forecast is not None or not one.fits:
         return []
     missing = []
-    if not options.no_nvme and not options.nvme and not options.nvme_mixed:
-        missing.append("--nvme DIR (or --nvme-read, --nvme-write, --nvme-mixed)")
-    if options.ranks > 1 and not options.link:
+    if not options.nvme and not options.nvme_read and not options.no_nvme:
+        missing.append("--nvme DIR (or --nvme-read, --nvme-write and --nvme-mixed)")
+    if one.setting.ranks > 1 and not options.link:
         missing.append("--link GB/s")
     if not options.compute and not options.compute_seconds:
         missing.append("--compute TFLOPS (or --compute-seconds)")
     return [f"How long a step takes would need {' and '.join(missing)}."]
-
-
-def _beyond_here(one: Planned, options: argparse.Namespace) -> list[str]:
-    """Warn if a budget exceeds this machine's memory although the forecast uses its cores."""
-    total_nbytes, host_nbytes = psutil.virtual_memory().total, one.setting.host_nbytes
-    here = not options.compute and not options.compute_seconds and one.setting.device_nbytes is None
-    if one.forecast is None or not here or one.setting.ranks > 1 or host_nbytes <= total_nbytes:
-        return []
-    budget, total = format_size(host_nbytes), format_size(total_nbytes)
-    return [f"--host-memory {budget} is more than this machine has ({total}); the seconds are of its cores."]
-
-
-def _zero_line(outline: Outline, ranks: int) -> str:
-    stages = ", ".join(f"{stage}: {_gb(model_states(outline.parameters, ranks, stage))}" for stage in STAGES)
-    return f"model states in memory alone, each rank, by stage of ZeRO: {stages}"
 
 
 def zero(outline: Outline, ranks: int) -> Findings:
@@ -235,7 +281,6 @@ def swept(pairs: Pairs, options: argparse.Namespace) -> Findings:
         verdicts=[
             f"{sum(row['fits'] for row in rows)} of {len(rows)} fit",
             *_missing(pairs[0][1], options),
-            *dict.fromkeys(line for _, one in pairs for line in _beyond_here(one, options)),
         ],
         options=asked(options),
         draw=lambda axes: _draw(rows, names, axes),

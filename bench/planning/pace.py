@@ -18,7 +18,8 @@ import xxhash
 from torch import nn
 
 from infinity import kernels
-from infinity.bench.planning.sketch import first_line, from_config, outline_of_model
+from infinity.bench.planning.meta import first_line, from_config, outline_of_model
+from infinity.bench.planning.planned import flops
 from infinity.cli.presets import PRESETS, llama, recompute_blocks
 from infinity.errors import ConfigError
 from infinity.planning.outline import Outline
@@ -34,11 +35,6 @@ _TOKENS_LEAST = 32
 _GIVE = "Give --compute TFLOPS (per rank, as reached in training), or --compute-seconds."
 _ELEMENTS = 1 << 22
 _REPEATS = 5
-
-
-def flops(outline: Outline, tokens: int, sequence: int) -> float:
-    """Return the floating-point operations of a forward and a backward with recomputation."""
-    return sum(act.amount for act in outline.script(tokens, sequence) if act.verb == "compute")
 
 
 def compute_seconds(name: str, outline: Outline, tokens: int, sequence: int) -> float:

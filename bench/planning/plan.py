@@ -13,29 +13,31 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import time
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import psutil
 from rich.console import Console
-from torch import nn
 
 from infinity.bench.arguments import positive, some_size
 from infinity.bench.findings import add_outputs, check_outputs, report
 from infinity.bench.places import check_folder
-from infinity.bench.planning import cuts, hindsight, outlook, pace
-from infinity.bench.planning.planned import Planned
-from infinity.bench.planning.sketch import outline_of, outline_of_model
+from infinity.bench.planning import cuts, outlook
+from infinity.bench.planning.planned import Planned, Question, answer, flops
+from infinity.bench.planning.sketch import outline_of
 from infinity.cli.presets import PRESETS
-from infinity.errors import ConfigError, HostMemoryError
-from infinity.planning.demand import Setting, demand, least_host_nbytes
-from infinity.planning.forecast import forecast
-from infinity.planning.outline import Outline, timed
+from infinity.errors import ConfigError
+from infinity.planning.activations import Method
+from infinity.planning.capacity import Capacity
+from infinity.planning.demand import Setting
+from infinity.planning.outline import Outline
 from infinity.planning.simulator import Disk, Rates
 from infinity.storage.disk_speed import DiskSpeed, speed_of
+
+if TYPE_CHECKING:
+    from torch import nn
 
 HELP = "say whether a model fits, how fast a step will be, and what limits it"
 _QUESTIONS = {
@@ -66,30 +68,25 @@ def plan(
     seconds: float | None = None,
     rates: Rates | None = None,
     inputs: Mapping[str, Any] | None = None,
+    machine: Capacity | None = None,
 ) -> Planned:
     """Plan the training of a model, which may be on the meta device: the result of `infinity plan`, as data.
 
-    tokens: of a micro-batch on one rank, in sequences of `sequence` (None: one sequence).
-    seconds: of forward and backward of a step, with recomputation.
-    rates: of one rank. Without seconds and rates there is no forecast.
-    inputs: see sketch.outline_of_model.
+    tokens: of a micro-batch on one rank, in sequences of `sequence` (all of them, if None). seconds: what
+    forward and backward of a step compute, with recomputation. rates: of one rank; without either there is no
+    forecast. inputs: see meta.outline_of_model. machine: what there is; None for nothing that is known.
 
     Raises: ConfigError for a model without parameters.
     """
-    outline = model if isinstance(model, Outline) else outline_of_model(model, inputs=inputs)
-    length = sequence or tokens
-    began = time.perf_counter()
-    need, told, refusal = None, None, ""
-    try:
-        need = demand(outline, setting)
-    except HostMemoryError as error:
-        refusal = str(error)
-    planning_s = time.perf_counter() - began
-    if need is not None and seconds is not None and rates is not None:
-        script = timed(outline.script(tokens, length, setting.micro_batches), seconds)
-        told = forecast(script, need.plan, need.units, need.limits, rates)
-    least = least_host_nbytes(outline, setting)
-    return Planned(outline, setting, tokens, length, least, need, refusal, told, planning_s)
+    if isinstance(model, Outline):
+        outline = model
+    else:
+        from infinity.bench.planning.meta import outline_of_model
+
+        outline = outline_of_model(model, inputs=inputs)
+    method = replace(setting.method, tokens=tokens, sequence=sequence or tokens)
+    question = Question(outline, replace(setting, method=method), machine or Capacity(), seconds, rates)
+    return answer(question)
 
 
 # The command
@@ -153,24 +150,33 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--host-memory",
         type=some_size,
         metavar="SIZE",
-        help="budget of each rank (half of what is available here)",
+        help="budget of each machine, as Config(host_memory=...): its ranks divide it (half of what is "
+        "available here)",
     )
     add(
         "--device-memory",
         type=some_size,
         metavar="SIZE",
-        help="of each rank's GPU, for parameters (none: the CPU computes)",
+        help="of each GPU, for parameters that wait, as Config(device_memory=...) (what --gpu-memory leaves)",
+    )
+    add(
+        "--gpu-memory",
+        type=some_size,
+        metavar="SIZE",
+        help="of each rank's GPU, all of it (--device-memory; without either the CPU computes)",
     )
     add("--nvme", metavar="DIR", help="a folder on the disk to plan for: measured, unless it was before")
     _add_ranks(add)
     add("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="the type that computes (bf16)")
     add("--state-dtype", choices=("fp32", "bf16", "int8"), default="fp32", help="of moments (fp32)")
+    _add_activations(parser.add_argument_group("activations").add_argument)
     _add_machine(parser.add_argument_group("a machine that is not this one").add_argument)
     add = parser.add_argument_group("advanced").add_argument
     updates = ("forward", "backward")
     add("--update", choices=updates, default="forward", help="when updates are applied (forward)")
     add("--micro-batches", type=positive, default=1, metavar="N", help="forwards and backwards per step (1)")
     cuts.add_argument(add)
+    add("--durable", action="store_true", help="steps are committed: every record is stored twice")
     add("--no-nvme", action="store_true", help="keep all state in host memory")
     seconds = "of forward and backward of a step, in the place of --compute"
     add("--compute-seconds", type=_rate, metavar="S", help=seconds)
@@ -189,6 +195,18 @@ def _add_ranks(add: Callable[..., object]) -> None:
     add("--local-ranks", type=positive, default=1, metavar="N", help="on each machine, sharing its NVMe (1)")
 
 
+def _add_activations(add: Callable[..., object]) -> None:
+    checkpointing = "recompute blocks in the backward (on)"
+    add("--checkpointing", action=argparse.BooleanOptionalAction, default=True, help=checkpointing)
+    offload = (
+        "where inputs of recomputed blocks wait, as Config(offload_activations=...) (where they are made)"
+    )
+    add("--offload-activations", choices=("host", "nvme"), help=offload)
+    add("--loss-tiles", action="store_true", help="the loss without logits: tiling.tile_loss_")
+    batch = "sequences that a block computes at once: tiling.tile_batch_(model, N) (all)"
+    add("--batch-tile", type=positive, metavar="N", help=batch)
+
+
 def _add_machine(add: Callable[..., object]) -> None:
     for name, what in (
         ("read", "reads alone"),
@@ -196,6 +214,8 @@ def _add_machine(add: Callable[..., object]) -> None:
         ("mixed", "both at once, together"),
     ):
         add(f"--nvme-{name}", type=_rate, metavar="GB/s", help=f"of one machine: {what}")
+    add("--machine-memory", type=some_size, metavar="SIZE", help="host memory of each machine, all of it")
+    add("--nvme-space", type=some_size, metavar="SIZE", help="free on the NVMe of each machine")
     add("--link", type=_rate, metavar="GB/s", help="of collectives, per rank (needed for several ranks)")
     add(
         "--compute",
@@ -212,13 +232,15 @@ def run(options: argparse.Namespace, console: Console) -> int:
     """
     check_outputs(options)
     if options.question == "compare":
+        from infinity.bench.planning import hindsight  # needs torch
+
         findings, good = hindsight.check(options.files, console)
     elif options.question == "zero":
         Setting(1, ranks=options.ranks, local_ranks=options.local_ranks)  # checks that machines are complete
         findings, good = outlook.zero(outline_of(options.model), options.ranks), True
     else:
         planned = list(_planned(options, console))
-        good = any(one.demand is not None for _, one in planned)
+        good = any(one.fits for _, one in planned)
         tell = outlook.swept if options.question == "sweep" else outlook.single
         findings = tell(planned, options)
     report(findings, options, console)
@@ -245,7 +267,7 @@ def _planned(options: argparse.Namespace, console: Console) -> Iterator[tuple[di
             key = chosen.model, chosen.tokens
             if key not in seconds:
                 seconds[key] = _seconds(chosen, outline, console)
-            budgets = _host_nbytes(chosen), chosen.device_memory
+            budgets = _host_nbytes(chosen), chosen.device_memory or chosen.gpu_memory
             tiled = cuts.tiled(outline, chosen.tile_above, *budgets, console)
             one = _plan_one(chosen, tiled, disk, seconds[key])
         if len(combinations) > 1 and not console.is_terminal:
@@ -254,29 +276,68 @@ def _planned(options: argparse.Namespace, console: Console) -> Iterator[tuple[di
 
 
 def _host_nbytes(chosen: argparse.Namespace) -> int:
-    return int(chosen.host_memory or psutil.virtual_memory().available // 2)
+    return int(chosen.host_memory or _available_nbytes() // 2)
 
 
 def _plan_one(
     chosen: argparse.Namespace, outline: Outline, disk: Disk | None, seconds: float | None
 ) -> Planned:
     batch, sequence = chosen.tokens
+    method = Method(
+        batch * sequence,
+        sequence,
+        checkpointing=chosen.checkpointing,
+        offload=chosen.offload_activations,
+        batch_tile=chosen.batch_tile,
+        loss_tiles=chosen.loss_tiles,
+    )
     setting = Setting(
         host_nbytes=_host_nbytes(chosen),
         nvme=not chosen.no_nvme,
-        device_nbytes=chosen.device_memory,
+        device_nbytes=chosen.device_memory or chosen.gpu_memory,
         state_dtype=chosen.state_dtype,
         dtype=chosen.dtype,
         update=chosen.update,
         micro_batches=chosen.micro_batches,
         ranks=chosen.ranks,
         local_ranks=chosen.local_ranks,
+        durable=chosen.durable,
+        method=method,
     )
-    rates = _rates(chosen, disk)
     whole_s = (
         seconds * chosen.micro_batches if seconds is not None and not chosen.compute_seconds else seconds
     )
-    return plan(outline, setting, tokens=batch * sequence, sequence=sequence, seconds=whole_s, rates=rates)
+    rates = _rates(chosen, disk) if whole_s is not None else None
+    fills_gpu = chosen.device_memory is None or chosen.gpu_memory is None
+    return answer(Question(outline, setting, _machine(chosen), whole_s, rates, fills_gpu))
+
+
+def _machine(chosen: argparse.Namespace) -> Capacity:
+    """Return what there is: what was told, and what this machine has, where the plan is for it."""
+    memory, space = chosen.machine_memory, chosen.nvme_space
+    if chosen.nvme is not None and space is None and not chosen.no_nvme:
+        space = shutil.disk_usage(chosen.nvme).free
+    if memory is None and (chosen.nvme is not None or not _elsewhere(chosen)):
+        memory = _total_nbytes()
+    return Capacity(memory, space, chosen.gpu_memory or chosen.device_memory)
+
+
+def _elsewhere(chosen: argparse.Namespace) -> bool:
+    """Whether the plan is for another machine than this one."""
+    told = (chosen.compute, chosen.compute_seconds, chosen.nvme_read, chosen.gpu_memory, chosen.device_memory)
+    return any(told) or chosen.ranks > 1
+
+
+def _available_nbytes() -> int:
+    from infinity.ranks.machine_memory import available_nbytes
+
+    return available_nbytes()
+
+
+def _total_nbytes() -> int:
+    from infinity.ranks.machine_memory import total_nbytes
+
+    return total_nbytes()[0]
 
 
 # The machine's speed
@@ -288,6 +349,8 @@ def _disk(options: argparse.Namespace) -> Disk | None:
     Raises: ConfigError if only some of the rates are given, or a folder cannot be used or measured.
     """
     given = [options.nvme_read, options.nvme_write, options.nvme_mixed]
+    if options.nvme is not None:
+        check_folder(options.nvme)
     if options.no_nvme:
         return Disk(1.0, 1.0, 1.0)  # never used
     if any(given):
@@ -298,7 +361,6 @@ def _disk(options: argparse.Namespace) -> Disk | None:
         return Disk(*(rate * 1e9 for rate in given))
     if options.nvme is None:
         return None
-    check_folder(options.nvme)
     speed: DiskSpeed = speed_of(options.nvme)
     if not speed.mixed:
         raise ConfigError(
@@ -313,7 +375,7 @@ def _rates(options: argparse.Namespace, disk: Disk | None) -> Rates | None:
     if disk is None or (options.ranks > 1 and not options.link):
         return None
     kernels = _kernels(options)
-    on_host = options.device_memory is None
+    on_host = options.device_memory is None and options.gpu_memory is None
     shared = Disk(*(rate / options.local_ranks for rate in (disk.read, disk.write, disk.mixed)))
     link = options.link * 1e9 if options.link else kernels.link
     return replace(kernels, disk=shared, link=link, shared=kernels.shared and on_host)
@@ -321,6 +383,8 @@ def _rates(options: argparse.Namespace, disk: Disk | None) -> Rates | None:
 
 def _kernels(options: argparse.Namespace) -> Rates:
     """Return the rates of this machine's cores."""
+    from infinity.bench.planning import pace  # needs torch
+
     cores = pace.cores(options.state_dtype)
     update = options.update_rate * 1e9 if options.update_rate else cores.update
     return Rates(Disk(1.0, 1.0, 1.0), update, cores.checked, cores.copied, shared=cores.shared)
@@ -334,9 +398,11 @@ def _seconds(options: argparse.Namespace, outline: Outline, console: Console) ->
     if options.compute_seconds:
         return float(options.compute_seconds)
     if options.compute:
-        return pace.flops(outline, batch * sequence, sequence) / (float(options.compute) * 1e12)
-    if options.ranks > 1 or options.device_memory is not None:
+        return flops(outline, batch * sequence, sequence) / (float(options.compute) * 1e12)
+    if options.ranks > 1 or options.device_memory is not None or options.gpu_memory is not None:
         return None
+    from infinity.bench.planning import pace  # needs torch
+
     try:
         return pace.compute_seconds(options.model, outline, batch * sequence, sequence)
     except ConfigError as error:

@@ -2,38 +2,165 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from infinity.planning.demand import Demand, Setting
-from infinity.planning.forecast import Forecast
-from infinity.planning.outline import Outline
+from infinity.errors import HostMemoryError
+from infinity.planning.activations import Method
+from infinity.planning.capacity import CONTEXT_NBYTES, Capacity, Need, needs
+from infinity.planning.demand import Demand, Setting, demand, least_host_nbytes
+from infinity.planning.forecast import Forecast, forecast
+from infinity.planning.outline import Outline, timed
+from infinity.planning.simulator import Rates
+from infinity.sizes import format_size
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is to be planned, with which machines."""
+
+    outline: Outline
+    setting: Setting
+    machine: Capacity = field(default_factory=Capacity)
+    seconds: float | None = None
+    """That forward and backward of a step compute, with recomputation; None for no forecast."""
+    rates: Rates | None = None
+    """Of one rank; None for no forecast."""
+    fills_gpu: bool = True
+    """Whether parameters may have what the GPU has left, at most the setting's device memory, and not exactly
+    that.
+    """
+
+    def changed(self, **changes: Any) -> Question:
+        """Return the same question with other fields of Setting, or of its Method: computing takes as much
+        longer as there is more of it.
+        """
+        names = Method.__dataclass_fields__
+        of_method = {name: value for name, value in changes.items() if name in names}
+        others = {name: value for name, value in changes.items() if name not in names}
+        method = replace(self.setting.method, **of_method)
+        setting = replace(self.setting, **others, method=method)
+        more = _operations(self.outline, setting) / max(_operations(self.outline, self.setting), 1.0)
+        seconds = None if self.seconds is None else self.seconds * more
+        return replace(self, setting=setting, seconds=seconds)
+
+
+def flops(outline: Outline, tokens: int, sequence: int, micro_batches: int = 1) -> float:
+    """Return the operations of a step's forwards and backwards, with recomputation where there is some."""
+    script = outline.script(tokens, sequence, micro_batches)
+    return sum(act.amount for act in script if act.verb == "compute")
+
+
+def _operations(outline: Outline, setting: Setting) -> float:
+    method = setting.method
+    taken = outline if method.checkpointing else outline.not_recomputed()
+    return flops(taken, method.tokens, method.sequence, setting.micro_batches)
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan of one model at one setting."""
+    """The answer to one question."""
 
-    outline: Outline
-    setting: Setting
-    tokens: int
-    """Of a micro-batch on one rank."""
-    sequence: int
+    question: Question
     least_host_nbytes: int
+    """Of each machine."""
     demand: Demand | None
-    """None if it does not fit; `refusal` says why."""
+    """None where host_memory is too small; `refusal` says why."""
     refusal: str
+    needs: tuple[Need, ...]
     forecast: Forecast | None
     """None if a rate of the disk, or of computing, is not known."""
     planning_s: float
 
     @property
+    def outline(self) -> Outline:
+        """What was planned."""
+        return self.question.outline
+
+    @property
+    def setting(self) -> Setting:
+        """As it was planned: on a GPU with the device memory that is left for parameters."""
+        return self.demand.setting if self.demand is not None else self.question.setting
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch on one rank."""
+        return self.setting.method.tokens
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing that is known is too small, and the activations are known."""
+        known = self.demand is not None and self.demand.activations is not None
+        return known and not any(need.short_nbytes for need in self.needs)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why it does not fit, with numbers."""
+        short = tuple(str(need) for need in self.needs if need.short_nbytes)
+        if self.demand is not None and self.demand.activations is None:
+            short += ("Activations of this model are not known, and not counted",)
+        large = too_large_layer(self)
+        short += (large,) if large else ()
+        return (self.refusal, *short) if self.refusal else short
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a step; activations on NVMe are taken to be moved while nothing else is."""
+        told, rates = self.forecast, self.question.rates
+        if told is None or rates is None or self.demand is None:
+            return None
+        moved = 2 * self.demand.offloaded_nbytes * self.setting.micro_batches
+        return told.seconds + moved / rates.disk.mixed
+
+    @property
     def tokens_per_s(self) -> float | None:
         """Of all ranks together; None without a forecast."""
-        if self.forecast is None:
-            return None
-        return self.setting.ranks * self.setting.micro_batches * self.tokens / self.forecast.seconds
+        seconds = self.step_s
+        return self.setting.ranks * self.setting.micro_batches * self.tokens / seconds if seconds else None
 
     @property
     def written_nbytes(self) -> int:
         """Bytes that a step writes to the NVMe of one machine."""
-        return self.demand.written_nbytes * self.setting.local_ranks if self.demand else 0
+        if self.demand is None:
+            return 0
+        activations = self.demand.offloaded_nbytes * self.setting.micro_batches
+        return (self.demand.written_nbytes + activations) * self.setting.local_ranks
+
+
+def answer(question: Question) -> Planned:
+    """Plan one question: see demand, capacity and forecast."""
+    outline, setting, machine = question.outline, question.setting, question.machine
+    began = time.perf_counter()
+    need, refusal, told = None, "", None
+    try:
+        need = demand(outline, setting)
+        if question.fills_gpu and machine.gpu_nbytes is not None and setting.device_nbytes is not None:
+            left = machine.gpu_nbytes - need.working_nbytes - CONTEXT_NBYTES
+            if left < setting.device_nbytes:
+                need = demand(outline, replace(setting, device_nbytes=max(left, 1)))
+    except HostMemoryError as error:
+        refusal = str(error)
+    found = needs(need, machine) if need is not None else ()
+    planning_s = time.perf_counter() - began
+    fits = need is not None and not any(one.short_nbytes for one in found)
+    if need is not None and fits and question.seconds is not None and question.rates is not None:
+        method = setting.method
+        taken = outline if method.checkpointing else outline.not_recomputed()
+        script = taken.script(method.tokens, method.sequence, setting.micro_batches)
+        told = forecast(timed(script, question.seconds), need.plan, need.units, need.limits, question.rates)
+    least = least_host_nbytes(outline, setting)
+    return Planned(question, least, need, refusal, found, told, planning_s)
+
+
+def too_large_layer(planned: Planned) -> str:
+    """Say which layer alone is more than a GPU holds, if one is: its weights and their gradient."""
+    gpu, width = planned.question.machine.gpu_nbytes, 4 if planned.setting.dtype == "fp32" else 2
+    largest = max(planned.outline.parts, key=lambda part: part.numel)
+    nbytes = 2 * width * largest.numel
+    if gpu is None or planned.setting.device_nbytes is None or nbytes <= gpu:
+        return ""
+    return (
+        f"{largest.name} alone takes {format_size(nbytes)} with its gradient, more than the GPU's "
+        f"{format_size(gpu)}"
+    )

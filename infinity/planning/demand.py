@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from infinity.errors import ConfigError, HostMemoryError
+from infinity.planning.activations import Method, Usage, usage
 from infinity.planning.budget import Budget, divide, least_budget, least_that
 from infinity.planning.forecast import EngineLimits, Moves
 from infinity.planning.layout import Format, lay_out
@@ -32,10 +33,12 @@ class Setting:
     """What a plan is for: see Config and AdamW."""
 
     host_nbytes: int
-    """Of each rank."""
+    """Of each machine, whose ranks divide it: Config(host_memory=...)."""
     nvme: bool = True
     device_nbytes: int | None = None
-    """Of each rank; None where the CPU computes."""
+    """Of each rank, for parameters that wait for their use: Config(device_memory=...). None where the CPU
+    computes.
+    """
     state_dtype: str = "fp32"
     dtype: str = "bf16"
     update: str = "forward"
@@ -43,6 +46,10 @@ class Setting:
     ranks: int = 1
     local_ranks: int = 1
     """That share one machine: its NVMe, and its memory."""
+    durable: bool = False
+    """Whether steps are committed, which keeps every record twice."""
+    method: Method = field(default_factory=Method)
+    """How activations are kept, and of how many tokens."""
 
     def __post_init__(self) -> None:
         """Check what no engine would take.
@@ -52,6 +59,7 @@ class Setting:
         for name in ("micro_batches", "ranks", "local_ranks", "host_nbytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected at least 1")
+        self._check_activations()
         if self.ranks % self.local_ranks:
             raise ConfigError(
                 f"{self.ranks} ranks, {self.local_ranks} on each machine: expected a whole number of machines"
@@ -72,6 +80,26 @@ class Setting:
         if self.dtype != "bf16" and self.state_dtype != "fp32":
             raise ConfigError(f'state_dtype={self.state_dtype!r} goes with dtype="bf16", not {self.dtype!r}')
 
+    def _check_activations(self) -> None:
+        if self.method.offload not in (None, "host", "nvme"):
+            raise ConfigError(f'offload_activations={self.method.offload!r}: expected None, "host" or "nvme"')
+        for name, asked in (
+            ('offload_activations="nvme"', self.method.offload == "nvme"),
+            ("durable", self.durable),
+        ):
+            if asked and not self.nvme:
+                raise ConfigError(f"{name} needs a folder on NVMe: leave one of the two out")
+        if not self.method.checkpointing and (self.method.offload or self.method.batch_tile):
+            raise ConfigError(
+                "offload_activations and tiles of the batch need blocks that are recomputed: with activation "
+                "checkpointing, or neither of them"
+            )
+
+    @property
+    def rank_host_nbytes(self) -> int:
+        """One rank's share of its machine's host_memory."""
+        return self.host_nbytes // self.local_ranks
+
 
 @dataclass(frozen=True, slots=True)
 class Demand:
@@ -86,12 +114,23 @@ class Demand:
     moved: Mapping[tuple[str, str], int]
     """Bytes of NVMe in a step, by field and direction ("read", "written")."""
     nvme_nbytes: int
-    """The most that is ever on NVMe: in the first step, before anything is pinned."""
+    """The most that is ever on NVMe: in the first step, before anything is pinned. Both generations of a
+    durable run, and offloaded activations, are counted.
+    """
+    activations: Usage | None
+    """None for a model whose activations are not known."""
+    offloaded_nbytes: int
+    """Of activations, that go to NVMe and come back in each micro-batch."""
     pinned_nbytes: int
     kept_gradients_nbytes: int
     in_use_nbytes: int
-    """Units in use at once, with their gradients: not counted in host_memory."""
+    """Units in use at once and a gradient, beside host_memory and device_memory."""
     uses: int
+
+    @property
+    def working_nbytes(self) -> int:
+        """Bytes that a rank takes where it computes, beside its budgets: units in use and activations."""
+        return self.in_use_nbytes + (self.activations.peak_nbytes if self.activations is not None else 0)
 
     @property
     def read_nbytes(self) -> int:
@@ -156,14 +195,22 @@ def demand(outline: Outline, setting: Setting) -> Demand:
 
     Raises: HostMemoryError, with the smallest host_memory that works, where this one does not.
     """
+    outline = outline if setting.method.checkpointing else outline.not_recomputed()
     sizes = _sizes(outline, setting)
-    budget = divide(setting.host_nbytes, max(sizes.resident), sizes.form)
-    if not setting.nvme and not _holds(sizes, setting.host_nbytes):
+    least = least_host_nbytes(outline, setting)
+    if setting.host_nbytes < least and setting.nvme:
+        raise HostMemoryError(
+            f"host_memory={format_size(setting.host_nbytes)} cannot work: moving records needs at least "
+            f"{format_size(least)} on each machine with {setting.local_ranks} ranks. Give more; a few "
+            "hundred MiB is fast."
+        )
+    if not setting.nvme and not _holds(sizes, setting.rank_host_nbytes):
         raise HostMemoryError(
             f"{outline.name}: without an NVMe tier all state stays in host memory, and "
             f"host_memory={format_size(setting.host_nbytes)} does not hold it. The smallest that works is "
-            f"{format_size(_least(sizes))}; or plan with NVMe."
+            f"{format_size(least)}; or plan with NVMe."
         )
+    budget = divide(setting.rank_host_nbytes, max(sizes.resident), sizes.form)
     window = budget.ahead_nbytes if setting.device_nbytes is None else setting.device_nbytes
     script = outline.script(micro_batches=setting.micro_batches)
     trace = trace_of(script)
@@ -175,6 +222,15 @@ def demand(outline: Outline, setting: Setting) -> Demand:
     in_first = _spills(script, sizes, budget.kept_nbytes) if stored else {}
     fetched = _fetched_sizes(sizes, setting, placement)
     plan = make_plan(trace, fetched, window, hides=sizes.resident)
+    kept_gradients = _kept_gradients(sizes, setting, spills)
+    on_gpu = setting.device_nbytes is not None
+    used = (
+        usage(outline.activations, setting.method, sizes.form.width, gpu=on_gpu)
+        if outline.activations is not None
+        else None
+    )
+    offloaded = _offloaded(used, setting, budget.kept_nbytes - kept_nbytes - kept_gradients)
+    in_place = [_in_place(unit, setting, placement) for unit in range(len(sizes.numels))]
     return Demand(
         setting=setting,
         budget=budget,
@@ -182,10 +238,12 @@ def demand(outline: Outline, setting: Setting) -> Demand:
         placement=placement,
         units=tuple(_moves(outline, sizes, setting, budget, placement, spills)),
         moved=_moved(outline, sizes, setting, budget, placement, spills, plan),
-        nvme_nbytes=_stored(sizes, setting, budget, in_first),
+        nvme_nbytes=_stored(sizes, setting, budget, in_first) + offloaded,
+        activations=used,
+        offloaded_nbytes=offloaded,
         pinned_nbytes=kept_nbytes,
-        kept_gradients_nbytes=_kept_gradients(sizes, setting, spills),
-        in_use_nbytes=_in_use(outline, sizes),
+        kept_gradients_nbytes=kept_gradients,
+        in_use_nbytes=_in_use(outline, sizes, in_place),
         uses=len(trace),
     )
 
@@ -194,11 +252,11 @@ def demand(outline: Outline, setting: Setting) -> Demand:
 
 
 def least_host_nbytes(outline: Outline, setting: Setting) -> int:
-    """Return the smallest host_memory, in bytes, that Init and AdamW accept: with NVMe what moves records at
-    all, without it (to the MiB) what holds all state and a step's gradients.
+    """Return the smallest host_memory of a machine, in bytes, that Init and AdamW accept: with NVMe what
+    moves records at all, without it (to the MiB for each rank) what holds all state and a step's gradients.
     """
     sizes = _sizes(outline, setting)
-    return least_budget(sizes.form) if setting.nvme else _least(sizes)
+    return setting.local_ranks * (least_budget(sizes.form) if setting.nvme else _least(sizes))
 
 
 def _least(sizes: _Sizes) -> int:
@@ -366,9 +424,27 @@ def _stored(sizes: _Sizes, setting: Setting, budget: Budget, spills: Spills) -> 
     if not setting.nvme:
         return 0
     wide = 4 if setting.micro_batches > 1 else sizes.form.width
-    return sizes.fields(sizes.form.fields, budget.tile_numel) + sum(
-        wide * sizes.numels[unit] for unit in spills
-    )
+    records = sizes.fields(sizes.form.fields, budget.tile_numel)
+    return (2 if setting.durable else 1) * records + sum(wide * sizes.numels[unit] for unit in spills)
+
+
+def _offloaded(used: Usage | None, setting: Setting, room_nbytes: int) -> int:
+    """Return the bytes of activations that find no room in host memory, and go to NVMe; the newest stays.
+
+    Raises: HostMemoryError where there is no NVMe.
+    """
+    if used is None or setting.method.offload is None:
+        return 0
+    leaving = max(0, used.inputs_nbytes - used.kept_nbytes)
+    nbytes = leaving if setting.method.offload == "nvme" else max(0, leaving - room_nbytes)
+    if nbytes and not setting.nvme:
+        raise HostMemoryError(
+            f'offload_activations="host": {format_size(leaving)} of activations on each rank, and '
+            f"host_memory={format_size(setting.host_nbytes)} leaves "
+            f"{format_size(max(0, room_nbytes))} for them. Give "
+            f"{format_size(setting.local_ranks * nbytes)} more, or plan with NVMe."
+        )
+    return nbytes
 
 
 def _kept_gradients(sizes: _Sizes, setting: Setting, spills: Spills) -> int:
@@ -377,11 +453,14 @@ def _kept_gradients(sizes: _Sizes, setting: Setting, spills: Spills) -> int:
     return sum(nbytes for unit, nbytes in enumerate(sizes.gradients) if unit not in spills)
 
 
-def _in_use(outline: Outline, sizes: _Sizes) -> int:
-    """Return the bytes of whole units, weights and gradients, that one stage holds at once."""
+def _in_use(outline: Outline, sizes: _Sizes, in_place: Sequence[bool]) -> int:
+    """Return the bytes of the units that one stage holds at once, with the largest gradient among them;
+    weights that compute where they are pinned are counted there.
+    """
+    own = [0 if there else nbytes for nbytes, there in zip(sizes.resident, in_place, strict=True)]
     return max(
-        sum(2 * sizes.resident[unit] for unit in stage.units)
+        sum(own[unit] for unit in stage.units) + max(sizes.resident[unit] for unit in stage.units)
         if stage.recomputed
-        else max(2 * sizes.resident[unit] for unit in stage.units)
+        else max(own[unit] + sizes.resident[unit] for unit in stage.units)
         for stage in outline.stages
     )

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from infinity.planning.activations import Activations
 from infinity.planning.trace import Phase, Trace, Use
 
 
@@ -28,6 +29,8 @@ class UnitOutline:
     attention: int = 0
     """Width of the attention that runs right before it; 0 for none."""
     trainable: bool = True
+    active: float = 1.0
+    """The share of its matrices that computes with each token; below 1 for experts."""
 
     @property
     def numel(self) -> int:
@@ -37,7 +40,8 @@ class UnitOutline:
     def flops(self, tokens: int, sequence: int) -> float:
         """Operations of its forward for `tokens` tokens in sequences of `sequence`; attention is causal."""
         matrices = sum(math.prod(shape) for shape in self.shapes if len(shape) > 1)
-        return 2.0 * tokens * (0 if self.looked_up else matrices + self.attention * sequence)
+        per_token = 0 if self.looked_up else self.active * matrices + self.attention * sequence
+        return 2.0 * tokens * per_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,8 @@ class Outline:
     name: str
     parts: tuple[UnitOutline, ...]
     stages: tuple[Stage, ...]
+    activations: Activations | None = None
+    """What it keeps of a token; None where that is not known."""
 
     def __post_init__(self) -> None:
         """Check that every unit exists.
@@ -86,6 +92,15 @@ class Outline:
     def parameters(self) -> int:
         """Elements of all parameters."""
         return sum(part.numel for part in self.parts)
+
+    @property
+    def active_parameters(self) -> int:
+        """Elements that compute with each token: of experts, those that it is routed to."""
+        return round(sum(part.active * part.numel for part in self.parts))
+
+    def not_recomputed(self) -> Outline:
+        """Return the same model without activation checkpointing."""
+        return replace(self, stages=tuple(replace(stage, recomputed=False) for stage in self.stages))
 
     def script(self, tokens: int = 1, sequence: int = 1, micro_batches: int = 1) -> tuple[Act, ...]:
         """Return the acts of a step, with operations as amounts: see [Note: a step as a script].
@@ -140,26 +155,3 @@ def timed(script: Sequence[Act], seconds: float) -> tuple[Act, ...]:
         Act(act.verb, act.unit, act.phase, act.amount * seconds / total) if act.amount else act
         for act in script
     )
-
-
-def llama(name: str, layers: int, hidden: int, intermediate: int, vocabulary: int) -> Outline:
-    """Return the outline of a LlamaForCausalLM of transformers, embeddings not tied, blocks recomputed."""
-    parts = [UnitOutline("model.embed_tokens", ((vocabulary, hidden),), looked_up=True)]
-    stages = [Stage((0,))]
-    wide, narrow = (intermediate, hidden), (hidden, intermediate)
-    block = (
-        *((f"self_attn.{letter}_proj", (hidden, hidden)) for letter in "qkvo"),
-        *(("mlp.gate_proj", wide), ("mlp.up_proj", wide), ("mlp.down_proj", narrow)),
-        *(("input_layernorm", (hidden,)), ("post_attention_layernorm", (hidden,))),
-    )
-    for layer in range(layers):
-        first = len(parts)
-        parts += [
-            UnitOutline(f"model.layers.{layer}.{part}", (shape,), attention=hidden if "o_proj" in part else 0)
-            for part, shape in block
-        ]
-        order = (7, 0, 1, 2, 3, 8, 4, 5, 6)  # norms are registered last, and run before what they scale
-        stages.append(Stage(tuple(first + one for one in order), recomputed=True))
-    parts += [UnitOutline("model.norm", ((hidden,),)), UnitOutline("lm_head", ((vocabulary, hidden),))]
-    stages.append(Stage((len(parts) - 2, len(parts) - 1)))
-    return Outline(name, tuple(parts), tuple(stages))

@@ -5,10 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.planning import forecast as forecasts
+from infinity.planning.architectures import llama
 from infinity.planning.bottleneck import Load, disk_limits_s
 from infinity.planning.demand import Setting, demand
 from infinity.planning.forecast import EngineLimits, Forecast, Moves, forecast, predict_step
-from infinity.planning.outline import Outline, Stage, UnitOutline, llama, timed, trace_of
+from infinity.planning.outline import Outline, Stage, UnitOutline, timed, trace_of
 from infinity.planning.plan import Plan, make_plan
 from infinity.planning.simulator import Disk, Rates
 

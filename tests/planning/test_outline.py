@@ -5,7 +5,8 @@ import torch
 
 from infinity.cli import presets
 from infinity.cli.presets import PRESETS
-from infinity.planning.outline import Act, Outline, Stage, UnitOutline, llama, timed, trace_of
+from infinity.planning.architectures import llama
+from infinity.planning.outline import Act, Outline, Stage, UnitOutline, timed, trace_of
 
 TINY = presets.Preset(layers=2, hidden=8, intermediate=24, heads=2)
 

@@ -10,7 +10,7 @@ from torch import nn
 import infinity
 from infinity import tiling
 from infinity.bench.planning import cuts
-from infinity.bench.planning.sketch import outline_of_model
+from infinity.bench.planning.meta import outline_of_model
 from infinity.planning.budget import divide
 from infinity.planning.tile_size import LEAST_NBYTES, tile_choice
 

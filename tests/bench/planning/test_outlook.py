@@ -80,31 +80,3 @@ def test_no_more_units_wait_than_there_are():
     )
     everywhere = planning.plan(outline, Setting(1 << 60, ranks=2))
     assert outlook.facts(everywhere, None)["window_nbytes"] == 2 * 2 * 256 * 256
-
-
-@pytest.mark.parametrize(
-    ("given", "setting", "warned"),
-    [
-        ([], {}, True),
-        (["--compute", "1"], {}, False),
-        ([], {"ranks": 2}, False),
-        ([], {"device_nbytes": 1 << 30}, False),
-        ([], {"host_nbytes": 1 << 30}, False),
-    ],
-)
-def test_a_budget_beyond_this_machine_is_remarked_where_its_cores_were_measured(
-    given, setting, warned, monkeypatch
-):
-    class Machine:
-        total = 1 << 30
-
-    monkeypatch.setattr(outlook.psutil, "virtual_memory", lambda: Machine)
-    one = planned(**{"host_nbytes": 1 << 40, **setting})
-    remark = "--host-memory 1.0 TiB is more than this machine has (1.0 GiB); the seconds are of its cores."
-    sweep = options("sweep", "ranks=1", "--model", "1m", *given)
-    for findings in (
-        outlook.single([({}, one)], options("check", "--model", "1m", *given)),
-        outlook.swept([({"ranks": 1}, one)], sweep),
-    ):
-        found = [line for line in findings.verdicts if "is more than this machine has" in line]
-        assert found == ([remark] if warned else [])

@@ -5,6 +5,7 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from rich.console import Console
 from torch import nn
 
 from infinity.bench.engine.runs import SHAPES
-from infinity.bench.planning import hindsight, pace, sketch
+from infinity.bench.planning import hindsight, meta, pace, sketch
 from infinity.bench.planning import plan as planning
+from infinity.bench.planning.planned import flops
 from infinity.cli.presets import PRESETS, llama
 from infinity.errors import ConfigError
 from infinity.planning.demand import Setting
@@ -61,12 +63,13 @@ def test_a_plan_says_whether_it_fits_how_fast_it_is_and_what_limits_it():
     )
     assert code == 0
     for part in (
-        "It fits.",
+        "It fits where there is",
         "tokens per second",
         "limited by",
         "steps until",
-        "of 39 units in",
-        "by stage of ZeRO",
+        "1 x 64 tokens",
+        "memory of each machine",
+        "one block's backward",
     ):
         assert part in said
 
@@ -101,9 +104,9 @@ def test_numbers_of_the_json_are_in_si_units(tmp_path):
 
 
 def test_ranks_of_one_machine_share_its_disk_and_wear_it_together(tmp_path):
-    args = ("check", "--model", "25m", "--host-memory", "1MiB", "--link", "100", "--ranks", "2", *RATES)
+    args = ("check", "--model", "25m", "--link", "100", "--ranks", "2", *RATES)
     apart, together = (
-        facts(folder, *args, "--local-ranks", local)[0]["facts"]
+        facts(folder, *args, "--local-ranks", local, "--host-memory", f"{local}MiB")[0]["facts"]
         for local in (1, 2)
         for folder in [tmp_path / str(local)]
         if not folder.mkdir()
@@ -266,7 +269,8 @@ def test_a_module_on_meta_is_planned_in_the_order_of_its_forward():
     assert [part.name for part in got.outline.parts] == [part.name for part in expected.parts]
     assert trace_of(got.outline.script()) == trace_of(expected.script())
     assert got.forecast is None
-    assert planning.plan(expected, Setting(1 << 20)).demand == got.demand
+    uncounted = replace(expected, activations=None)
+    assert planning.plan(uncounted, Setting(1 << 20)).demand == got.demand
 
 
 def test_a_module_of_ones_own_is_planned_too():
@@ -289,7 +293,7 @@ def test_where_a_forward_fails_on_meta_the_order_is_that_of_registration_and_tha
             return self.first(self.second(x)) if x.sum().item() else x
 
     with torch.device("meta"):
-        outline = sketch.outline_of_model(Backwards(), inputs={"x": torch.zeros(1, 2, device="meta")})
+        outline = meta.outline_of_model(Backwards(), inputs={"x": torch.zeros(1, 2, device="meta")})
     assert [stage.units for stage in outline.stages] == [(0, 1)]
     assert "a forward on meta failed" in caplog.text
 
@@ -317,8 +321,8 @@ def test_blocks_are_timed_and_scaled_to_the_whole_model(monkeypatch):
     monkeypatch.setattr(pace, "best", lambda call, repeats=1: call() or 1.0)
     outline = sketch.outline_of("1m")
     seconds = pace.compute_seconds("1m", outline, 64, 32)
-    few = sketch.outline_of_model(*pace._shallow("1m", 32))
-    assert seconds == pytest.approx(pace.flops(outline, 64, 32) / pace.flops(few, 64, 32))
+    few = meta.outline_of_model(*pace._shallow("1m", 32))
+    assert seconds == pytest.approx(flops(outline, 64, 32) / flops(few, 64, 32))
 
 
 def test_a_model_too_large_to_time_asks_for_its_speed(monkeypatch):
@@ -459,5 +463,5 @@ def test_a_plan_of_10_to_the_12_parameters_on_16_ranks_takes_less_than_a_gb():
         "sys.stderr.write(peak); sys.exit(code)"
     )
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
-    assert "planned 2,309 uses of 1,155 units" in done.stdout
+    assert "It fits where there is memory of each machine" in done.stdout
     assert int(done.stderr.split()[-1]) * 1024 < 1e9

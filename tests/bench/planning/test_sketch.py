@@ -5,7 +5,7 @@ import json
 import pytest
 from rich.console import Console
 
-from infinity.bench.planning import hindsight, sketch
+from infinity.bench.planning import hindsight, meta, sketch
 from infinity.cli import main as cli
 from infinity.errors import ConfigError
 
@@ -73,7 +73,7 @@ def test_a_model_with_experts_is_planned_in_the_order_of_its_forward(tmp_path, c
 
 def test_a_model_is_outlined_in_the_type_that_a_run_computes_in(tmp_path):
     for named in ({}, {"architectures": ["LlamaForCausalLM"]}, {"dtype": "float16"}):
-        model, width = sketch.from_config(described(tmp_path, {**LLAMA, **named}))
+        model, width = meta.from_config(described(tmp_path, {**LLAMA, **named}))
         assert {str(one.dtype) for one in model.parameters()} == {"torch.bfloat16"}
         assert width == 64
 

@@ -1,0 +1,141 @@
+"""What training keeps of its tokens: activations and logits, in bytes. Pure: no torch, no I/O.
+
+[Note: the two peaks]
+A step's activations have two peaks, one behind the other. The first is at the end of the forward: the loss of
+all tokens, beside what the blocks have kept. The second is in the backward of one block: what its forward
+keeps, made anew where it is recomputed, and gradients. A recomputed block keeps its input alone until then.
+
+[Note: logits]
+transformers makes logits in the type that computes and widens them to fp32; the loss keeps their softmax, and
+its backward makes two gradients of the same size: 12 bytes per token and entry of the vocabulary at one time.
+tiling.tile_loss_ makes blocks of logits instead, a sixteenth of 4 bytes at most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, replace
+
+_LOGIT_NBYTES = 12
+_LOSS_TILES = 16
+"""Parts of the fp32 logits, of which one exists at a time."""
+_LOSS_TILE_TOKENS = 128
+"""At least, in such a part."""
+_LOSS_TILE_NBYTES = 128 << 20
+"""At most, of one block of logits."""
+_RETURNING = 3
+"""Offloaded inputs that are on the device at once: one in use, two on their way back."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptOfToken:
+    """Elements that a block's forward keeps of a token for its backward."""
+
+    narrow: float = 0
+    """In the type that computes."""
+    wide: float = 0
+    """In fp32."""
+    pairs: float = 0
+    """In the type that computes, for each token of the sequence: attention scores."""
+    pairs_on_cpu: float = 0
+    """As `pairs`, where the CPU computes: torch's attention there keeps scores if values are not as wide as
+    keys.
+    """
+    gated: float = 0
+    """Width of gated MLPs: of what their backward makes beside."""
+    returned: float = 0
+    """Bytes that the backward makes of what experts return, of all experts of the token."""
+
+    def __add__(self, other: KeptOfToken) -> KeptOfToken:
+        """Return what both keep."""
+        return KeptOfToken(*(one + two for one, two in zip(astuple(self), astuple(other), strict=True)))
+
+    def __rmul__(self, times: float) -> KeptOfToken:
+        """Return what so many keep."""
+        return KeptOfToken(*(times * one for one in astuple(self)))
+
+    def on(self, *, gpu: bool) -> KeptOfToken:
+        """Return what is kept there."""
+        return replace(self, pairs=self.pairs + (0 if gpu else self.pairs_on_cpu), pairs_on_cpu=0)
+
+    def nbytes(self, width: int, tokens: int, sequence: int) -> float:
+        """Return the bytes that are kept of `tokens` tokens; width: of an element that computes, in bytes."""
+        return tokens * (width * (self.narrow + self.pairs * sequence) + 4 * self.wide)
+
+    def backward_nbytes(self, width: int, tokens: int, sequence: int) -> float:
+        """Return the bytes that the backward needs at one time beside what is kept."""
+        return tokens * max(2 * width * self.gated, self.returned, width * self.pairs * sequence)
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """What a model keeps of a token."""
+
+    hidden: int
+    """Elements of a block's input."""
+    vocabulary: int
+    blocks: tuple[KeptOfToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """How a training goes about its activations."""
+
+    tokens: int = 2048
+    """Of a micro-batch on one rank."""
+    sequence: int = 2048
+    checkpointing: bool = True
+    """Whether blocks are recomputed in the backward (torch.utils.checkpoint)."""
+    offload: str | None = None
+    """Where inputs of recomputed blocks wait, as Config(offload_activations=...)."""
+    batch_tile: int | None = None
+    """Sequences that a block computes at once, as tiling.tile_batch_ has it; None for all."""
+    loss_tiles: bool = False
+    """Whether tiling.tile_loss_ replaces the logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Bytes of one rank."""
+
+    inputs_nbytes: int
+    """Inputs of recomputed blocks, all of them, wherever they wait."""
+    kept_nbytes: int
+    """What waits for the backward on the device: those inputs, or all that blocks keep."""
+    block_nbytes: int
+    """One block's backward, beside that."""
+    logits_nbytes: int
+    """The loss, beside that."""
+    peak_nbytes: int
+    """At one time; see [Note: the two peaks]."""
+
+
+def usage(model: Activations, method: Method, width: int, *, gpu: bool = False) -> Usage:
+    """Return what a model's activations take; width: bytes of an element that computes."""
+    blocks = [one.on(gpu=gpu) for one in model.blocks]
+    tokens, sequence = method.tokens, min(method.sequence, method.tokens)
+    at_once = min(tokens, (method.batch_tile or tokens) * sequence)
+    one_input = width * model.hidden * tokens
+    inputs = one_input * len(model.blocks) if method.checkpointing else 0
+    if method.checkpointing:
+        staying = min(len(model.blocks), _RETURNING) if method.offload else len(model.blocks)
+        kept = float(one_input * staying)
+        block = max(
+            (one.nbytes(width, at_once, sequence) + one.backward_nbytes(width, at_once, sequence))
+            for one in blocks
+        )
+    else:
+        kept = sum(one.nbytes(width, tokens, sequence) for one in blocks)
+        block = max(one.backward_nbytes(width, tokens, sequence) for one in blocks)
+    last_norm = tokens * model.hidden * (2 * width + 4)
+    logits = _logits_nbytes(model.vocabulary, tokens, loss_tiles=method.loss_tiles)
+    block += 2 * one_input  # the block's output, or its gradient, and that of its input
+    head = one_input + last_norm + logits
+    return Usage(inputs, round(kept), round(block), round(head), round(kept + max(block, head)))
+
+
+def _logits_nbytes(vocabulary: int, tokens: int, *, loss_tiles: bool) -> float:
+    whole = vocabulary * tokens
+    if not loss_tiles:
+        return _LOGIT_NBYTES * whole
+    part = min(4 * whole / _LOSS_TILES, 2 * _LOSS_TILE_NBYTES)
+    return min(max(part, 4 * vocabulary * _LOSS_TILE_TOKENS), _LOGIT_NBYTES * whole)

@@ -1,0 +1,87 @@
+"""Whether a planned training fits its machines: what it takes, and what they have. Pure: no torch, no I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from infinity.planning.demand import Demand
+from infinity.sizes import format_size
+
+PROCESS_NBYTES = 640 << 20
+"""Host memory of one rank's process before it trains, about: Python, torch and transformers."""
+CONTEXT_NBYTES = 512 << 20
+"""Device memory that CUDA takes for itself, about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What there is, in bytes; None for what is not known."""
+
+    memory_nbytes: int | None = None
+    """Host memory of each machine, in all."""
+    nvme_nbytes: int | None = None
+    """Free space on the NVMe of each machine."""
+    gpu_nbytes: int | None = None
+    """Memory of each rank's GPU, in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """One resource: what is needed of it, in bytes, and what there is."""
+
+    what: str
+    nbytes: int
+    has_nbytes: int | None
+    """None where that is not known."""
+    parts: tuple[tuple[str, int], ...]
+    """What it is for."""
+
+    @property
+    def short_nbytes(self) -> int:
+        """Bytes that are missing; 0 where it is enough, or not known."""
+        return max(0, self.nbytes - self.has_nbytes) if self.has_nbytes is not None else 0
+
+    def __str__(self) -> str:
+        """Say what is missing, or needed."""
+        parts = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in self.parts if nbytes)
+        if self.has_nbytes is None:
+            return f"{self.what}: at least {format_size(self.nbytes)} ({parts})"
+        missing = f": {format_size(self.short_nbytes)} too little" if self.short_nbytes else ""
+        return (
+            f"{self.what}: needs {format_size(self.nbytes)} ({parts}), has {format_size(self.has_nbytes)}"
+            f"{missing}"
+        )
+
+
+def needs(demand: Demand, machine: Capacity) -> tuple[Need, ...]:
+    """Return what a training needs of each resource, all its ranks on a machine together."""
+    setting = demand.setting
+    ranks, on_gpu = setting.local_ranks, setting.device_nbytes is not None
+    computing = _computing(demand)
+    of_host = [("host_memory", setting.host_nbytes), ("Python and torch", ranks * PROCESS_NBYTES)]
+    if not on_gpu:
+        of_host += [(name, ranks * nbytes) for name, nbytes in computing]
+    found = [_need("memory of each machine", of_host, machine.memory_nbytes)]
+    if on_gpu:
+        waiting = min(demand.limits.window_nbytes, sum(one.waiting_nbytes for one in demand.units))
+        of_device = [("parameters that wait", waiting), *computing, ("CUDA", CONTEXT_NBYTES)]
+        found.append(_need("memory of each GPU", of_device, machine.gpu_nbytes))
+    if setting.nvme:
+        records = demand.nvme_nbytes - demand.offloaded_nbytes
+        of_nvme = [("model and optimizer", ranks * records), ("activations", ranks * demand.offloaded_nbytes)]
+        found.append(_need("NVMe of each machine", of_nvme, machine.nvme_nbytes))
+    return tuple(found)
+
+
+def _computing(demand: Demand) -> list[tuple[str, int]]:
+    parts = [("layers in use", demand.in_use_nbytes)]
+    used = demand.activations
+    if used is not None:
+        beside = used.peak_nbytes - used.kept_nbytes
+        what = "logits and loss" if used.logits_nbytes >= used.block_nbytes else "one block's backward"
+        parts += [("activations", used.kept_nbytes), (what, beside)]
+    return parts
+
+
+def _need(what: str, parts: list[tuple[str, int]], has_nbytes: int | None) -> Need:
+    return Need(what, sum(nbytes for _, nbytes in parts), has_nbytes, tuple(parts))

@@ -1,0 +1,163 @@
+"""Plans that cannot work are refused, with what is missing. Real: the configs of published models."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infinity.bench.planning.advice import ideas
+from infinity.bench.planning.planned import Question, answer
+from infinity.errors import ConfigError
+from infinity.planning.activations import Method
+from infinity.planning.architectures import llama, outline_of_config
+from infinity.planning.capacity import CONTEXT_NBYTES, PROCESS_NBYTES, Capacity
+from infinity.planning.demand import Setting
+from infinity.sizes import format_size
+
+CONFIGS = Path(__file__).parent / "configs"
+SMALL = llama("small", 4, 256, 768, 1024)
+WIDE = llama("wide", 2, 1024, 4096, 64_000)
+MIB, GIB = 1 << 20, 1 << 30
+
+
+def published(name):
+    return outline_of_config(name, json.loads((CONFIGS / f"{name}.json").read_text()))
+
+
+def asked(outline=SMALL, machine=None, *, tokens=512, sequence=256, **changes):
+    names = Method.__dataclass_fields__
+    method = Method(tokens, sequence, **{key: value for key, value in changes.items() if key in names})
+    rest = {key: value for key, value in changes.items() if key not in names}
+    return answer(
+        Question(outline, Setting(**{"host_nbytes": 64 * MIB, **rest}, method=method), machine or Capacity())
+    )
+
+
+def need(planned, what):
+    return next(one for one in planned.needs if one.what.startswith(what))
+
+
+def refused(planned, *parts):
+    assert not planned.fits
+    said = " ".join(planned.reasons)
+    for part in parts:
+        assert part in said
+    return said
+
+
+def test_nvme_that_is_too_small_is_refused_by_how_much():
+    outline = published("llama-3-70b")
+    planned = asked(outline, Capacity(nvme_nbytes=76 * GIB), host_nbytes=12 * GIB, update="backward")
+    short = 12 * outline.parameters - 76 * GIB
+    assert need(planned, "NVMe").short_nbytes == pytest.approx(short, rel=0.01)
+    refused(planned, "NVMe of each machine", "has 76.0 GiB", "too little")
+
+
+def test_a_durable_run_needs_twice_the_space_of_its_records():
+    once, twice = asked(update="backward"), asked(update="backward", durable=True)
+    records = need(once, "NVMe").nbytes
+    assert need(twice, "NVMe").nbytes == 2 * records
+    between = Capacity(nvme_nbytes=records + records // 2)
+    assert asked(machine=between, update="backward").fits
+    planned = asked(machine=between, update="backward", durable=True)
+    refused(planned, f"{format_size(records - records // 2)} too little")
+    assert "no durable run" in [idea.change for idea in ideas(planned)]
+
+
+def test_activations_over_the_device_memory_are_refused():
+    outline = published("llama-3-70b")
+    planned = asked(
+        outline,
+        Capacity(gpu_nbytes=80 * GIB),
+        tokens=64 * 8192,
+        sequence=8192,
+        host_nbytes=64 * GIB,
+        device_nbytes=8 * GIB,
+        loss_tiles=True,
+    )
+    gpu = dict(need(planned, "memory of each GPU").parts)
+    assert gpu["activations"] == 80 * 2 * 8192 * 64 * 8192, "80 inputs of blocks, in 16 bits"
+    refused(planned, "memory of each GPU", "activations 640.0 GiB", "too little")
+
+
+def test_logits_over_the_device_memory_are_refused_and_the_loss_in_tiles_helps():
+    settings = {"tokens": 4096, "host_nbytes": GIB, "device_nbytes": 2 * GIB}
+    planned = asked(WIDE, Capacity(gpu_nbytes=2 * GIB), **settings)
+    logits = dict(need(planned, "memory of each GPU").parts)["logits and loss"]
+    assert logits == pytest.approx(12 * 64_000 * 4096, rel=0.02)
+    refused(planned, "logits and loss", "too little")
+    assert any("--loss-tiles" in idea.change and idea.planned.fits for idea in ideas(planned))
+    assert asked(WIDE, Capacity(gpu_nbytes=2 * GIB), loss_tiles=True, **settings).fits
+
+
+def test_a_vocabulary_without_tiles_is_refused_on_a_small_device():
+    machine = Capacity(gpu_nbytes=900 * MIB)
+    settings = {"tokens": 256, "loss_tiles": True, "host_nbytes": GIB, "device_nbytes": 900 * MIB}
+    whole = asked(llama("vocabulary", 2, 1024, 2048, 256_000), machine, **settings)
+    refused(whole, "alone takes 1000.0 MiB with its gradient, more than the GPU's 900.0 MiB")
+    assert any("tile_above" in idea.change and idea.planned.fits for idea in ideas(whole))
+
+
+def test_one_layer_that_is_larger_than_the_device_is_named():
+    outline = published("llama-3.1-405b")
+    planned = asked(outline, Capacity(gpu_nbytes=2 * GIB), host_nbytes=64 * GIB, device_nbytes=2 * GIB)
+    size = format_size(4 * 128256 * 16384)
+    refused(planned, f"alone takes {size} with its gradient, more than the GPU's 2.0 GiB")
+
+
+def test_ranks_of_a_machine_divide_its_host_memory_and_add_up_what_comes_on_top():
+    one, eight = (asked(host_nbytes=64 * MIB, ranks=ranks, local_ranks=ranks) for ranks in (1, 8))
+    assert eight.demand.budget.total_nbytes == 8 * MIB
+    parts = dict(need(eight, "memory of each machine").parts)
+    assert parts["host_memory"] == 64 * MIB
+    assert parts["Python and torch"] == 8 * PROCESS_NBYTES
+    assert parts["layers in use"] == 8 * eight.demand.in_use_nbytes
+    total = need(one, "memory of each machine").nbytes
+    assert asked(machine=Capacity(memory_nbytes=total)).fits
+    planned = asked(machine=Capacity(memory_nbytes=total), ranks=8, local_ranks=8)
+    short = need(eight, "memory of each machine").nbytes - total
+    refused(planned, "memory of each machine", f"{format_size(short)} too little")
+
+
+def test_a_host_memory_below_the_least_is_refused_with_the_least_of_the_machine():
+    planned = asked(host_nbytes=256 << 10, ranks=8, local_ranks=8)
+    refused(planned, "host_memory=256.0 KiB cannot work", "at least 1.0 MiB on each machine with 8 ranks")
+    assert asked(host_nbytes=MIB, ranks=8, local_ranks=8).fits
+
+
+def test_offloaded_activations_without_room_or_nvme_are_refused():
+    planned = asked(nvme=False, offload="host", tokens=512 * 256, host_nbytes=160 * MIB)
+    refused(planned, 'offload_activations="host"', "plan with NVMe")
+    stored = asked(offload="nvme", update="backward")
+    left = 4 - 3  # of four blocks' inputs, three are on the device at once
+    assert stored.demand.offloaded_nbytes == left * 2 * 256 * 512
+
+
+def test_parameters_get_what_the_gpu_has_left_and_never_more():
+    machine = Capacity(gpu_nbytes=2 * GIB)
+    planned = asked(SMALL, machine, device_nbytes=2 * GIB)
+    assert planned.fits
+    assert planned.setting.device_nbytes == 2 * GIB - CONTEXT_NBYTES - planned.demand.working_nbytes
+
+
+def test_a_plan_fits_only_where_what_is_known_is_enough():
+    total = need(asked(), "memory of each machine").nbytes
+    assert asked(machine=Capacity(memory_nbytes=total)).fits
+    assert not asked(machine=Capacity(memory_nbytes=total - 1)).fits
+    unknown = replace(SMALL, activations=None)
+    refused(asked(unknown), "not known")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"offload": "disk"},
+        {"offload": "nvme", "nvme": False},
+        {"durable": True, "nvme": False},
+        {"offload": "host", "checkpointing": False},
+    ],
+)
+def test_ways_that_exclude_each_other_are_refused(changes):
+    with pytest.raises(ConfigError):
+        asked(**changes)

@@ -1,0 +1,42 @@
+"""Counts the bytes of tensors that are alive, as operations make them and references go."""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveTensors(TorchDispatchMode):
+    """Counts storages that operations make while it is entered: `nbytes` now, `peak_nbytes` at most."""
+
+    def __init__(self, known: Iterable[Any]) -> None:
+        """known: tensors that are not counted; nor are gradients of these, which have their shapes."""
+        super().__init__()
+        self.nbytes = self.peak_nbytes = 0
+        leaves = [one for one in tree_leaves(list(known)) if isinstance(one, torch.Tensor)]
+        self._shapes = {tuple(sorted(one.shape)) for one in leaves if isinstance(one, torch.nn.Parameter)}
+        self._seen: dict[int, Any] = {one.untyped_storage()._cdata: None for one in leaves}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Do the operation, and count what it makes."""
+        result = func(*args, **(kwargs or {}))
+        for one in tree_leaves(result):
+            if isinstance(one, torch.Tensor) and tuple(sorted(one.shape)) not in self._shapes:
+                self._count(one.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+
+        def gone(_: object) -> None:
+            if self._seen.pop(key, None) is not None:
+                self.nbytes -= nbytes
+
+        self._seen[key] = weakref.ref(storage, gone)
+        self.nbytes += nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
