@@ -9,7 +9,7 @@ from typing import Any
 
 from griffe import Class, Extension, Function, Object
 
-ITEM = re.compile(r"(\w+): (.+)")
+ITEM = re.compile(r"(?:^|(?<=[.;)] ))(\w+(?:, \w+)*): ")
 
 
 def names(thing: Object) -> set[str]:
@@ -24,37 +24,57 @@ def names(thing: Object) -> set[str]:
     return found
 
 
+def items(paragraph: str, known: set[str]) -> list[tuple[str, str]]:
+    """Return (name, explanation) of all that a paragraph explains, if it begins with a name."""
+    flat = " ".join(paragraph.split())
+    heads = [match for match in ITEM.finditer(flat) if set(match[1].split(", ")) <= known]
+    if not heads or heads[0].start() > 0:
+        return []
+    ends = [match.start() for match in heads[1:]] + [len(flat)]
+    return [
+        (name, flat[match.end() : end].strip())
+        for match, end in zip(heads, ends, strict=True)
+        for name in match[1].split(", ")
+    ]
+
+
+def paragraphs(text: str, known: set[str]) -> list[str]:
+    """Split a docstring at blank lines, and before lines that explain something or tell of errors."""
+    found = [""]
+    for line in text.split("\n"):
+        if not line.strip() or line.startswith("Raises: ") or items(line, known):
+            found.append(line)
+        else:
+            found[-1] += f"\n{line}"
+    return [one.strip("\n") for one in found if one.strip()]
+
+
 def sections(text: str, known: set[str]) -> str:
     """Return a docstring with what it says of `known` names, and of errors, in sections."""
-    prose: list[str] = []
-    items: list[list[str]] = []
-    within = False
-    for line in text.split("\n"):
-        match = ITEM.fullmatch(line)
-        if match and match[1] in known:
-            items.append([line])
-            within = True
-        elif within and line.strip() and not line.startswith(("Raises:", "::")):
-            items[-1].append(line.strip())
-        else:
-            within = False
-            prose.append(line)
-    told = "\n".join(prose).strip()
-    raises = re.search(r"(?m)^Raises: (.+(?:\n.+)*)", told)
-    if raises:
-        told = (told[: raises.start()] + told[raises.end() :]).strip()
-    told = re.sub(r"(?m)^::\n", "", told)
-    if items:
-        told += "\n\nArgs:\n" + "\n".join("    " + "\n        ".join(item) for item in items)
-    if raises:
-        told += "\n\n**Raises:** " + raises[1].replace("\n", " ")
-    return told
+    prose, explained, raises = [], [], ""
+    for paragraph in paragraphs(text, known):
+        if paragraph.startswith("Raises: "):
+            raises = "**Raises:** " + " ".join(paragraph.removeprefix("Raises: ").split())
+        elif found := items(paragraph, known):
+            explained += found
+        elif paragraph.strip() != "::":
+            prose.append(paragraph)
+    if explained:
+        prose.append("Args:\n" + "\n".join(f"    {name}: {what}" for name, what in explained))
+    return "\n\n".join([*prose, *filter(None, [raises])])
 
 
 class Sections(Extension):
     """Rewrites docstrings when they have been read."""
 
-    def on_instance(self, *, obj: Object, **_: Any) -> None:
-        """Put one docstring into sections."""
-        if obj.docstring is not None:
-            obj.docstring.value = sections(obj.docstring.value, names(obj))
+    def on_function_instance(self, *, func: Function, **_: Any) -> None:
+        """Put a function's docstring into sections; a constructor's says nothing to those who call it."""
+        if func.name == "__init__":
+            func.docstring = None
+        if func.docstring is not None:
+            func.docstring.value = sections(func.docstring.value, names(func))
+
+    def on_class_members(self, *, cls: Class, **_: Any) -> None:
+        """Put a class's docstring into sections, once its fields are known."""
+        if cls.docstring is not None:
+            cls.docstring.value = sections(cls.docstring.value, names(cls))

@@ -121,8 +121,8 @@ def wrapped(name, **options):
 INT8 = {"state_dtype": "int8"}
 TRIED = {
     "`torch.compile(model)`, `model.compile()`": [
-        lambda lab: torch.compile(lab.model())(IDS),
-        lambda lab: (lab.model().compile(), lab.built[-1](IDS)),
+        lambda lab: torch.compile(lab.model(), backend="eager")(IDS),
+        lambda lab: (lab.model().compile(backend="eager"), lab.built[-1](IDS)),
     ],
     "`torch.jit.script`, `torch.jit.trace`": [
         lambda lab: torch.jit.script(lab.model()),
