@@ -83,6 +83,13 @@ def test_every_page_is_in_the_menu_and_the_menu_names_pages_that_are_there():
     assert len(menu) == len(set(menu))
 
 
+def test_every_extra_is_explained():
+    pyproject = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1]
+    extras = set(re.findall(r"^(\w+) = \[", pyproject.split("\n[")[0], re.MULTILINE))
+    rows = re.findall(r"^\| (`.+?) \|", (ROOT / "docs/start.md").read_text(), re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", " ".join(rows))) == extras
+
+
 def test_no_file_of_the_docs_is_large():
     large = [path for folder in ("docs", "examples") for path in (ROOT / folder).rglob("*") if path.is_file()]
     assert [name(path) for path in large if path.stat().st_size > FILE_NBYTES] == []
