@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Set the checkout up and run its tasks: `python3 dev.py demo | test | lint | gpu | faults | soak | build`.
+"""Set the checkout up and run its tasks: `python3 dev.py TASK`; `python3 dev.py --help` names them.
 
 Needs Python 3.10 or newer, nothing else. Each step prints one line; what is done already is skipped. What the
 system lacks is installed by apt-get, as root or by a sudo that asks for no password, or else named. Python's
@@ -39,9 +39,10 @@ DEMO += ["--sequence", "64", "--steps", "40", "--warmup", "8", "--lr", "2e-4"]  
 GPU = ["-m", "infinity.bench.device.gpu", "--out", "bench/results"]
 
 TORCH = "torch==2.13.0"  # what the tests ran on; unpinned, a newer one may bring gigabytes of CUDA libraries
-BUILD = ["setuptools>=77", "wheel"]
+BUILD = ["pip", "setuptools>=77", "wheel"]  # pip, for what users add to .venv
 SOURCES = ("pyproject.toml", "setup.py", "dev.py", "dev_system.py")  # what decides how .venv is set up
 EXTRAS = {"demo": ["train"], "test": ["train", "test"], "lint": ["train", "test", "lint"], "build": []}
+EXTRAS["docs"] = ["docs"]
 EXTRAS["gpu"] = EXTRAS["test"]
 PIPS = [
     ["pip3"],
@@ -281,6 +282,15 @@ def lint() -> int:
     return 0 if all(checks) else 1
 
 
+def docs(rest: list[str]) -> int:
+    """Make the site of docs/ in build/docs, with the API reference; `serve` shows it while it is written."""
+    python = set_up("docs")
+    command = rest or ["build", "--strict"]
+    done = run(python, "-m", "mkdocs", *command, NO_MKDOCS_2_WARNING="1")
+    say("docs: build/docs/index.html" if done else "docs: see above")
+    return 0 if done else 1
+
+
 def sees_cuda(python: str) -> bool:
     """Tell whether that Python's torch has a CUDA device."""
     return succeeds([python, "-c", "import torch; torch.zeros(1, device='cuda')"], cwd="/")
@@ -321,9 +331,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     tasks = parser.add_subparsers(
-        dest="task", required=True, metavar="demo | test | lint | gpu | faults | soak | build"
+        dest="task", required=True, metavar="demo | test | lint | docs | gpu | faults | soak | build"
     )
-    for task in (demo, test, lint, gpu, faults, soak, build):
+    for task in (demo, test, lint, docs, gpu, faults, soak, build):
         summary = (task.__doc__ or "").splitlines()[0]
         command = tasks.add_parser(task.__name__, help=summary, description=summary)
         if task is test:
@@ -336,8 +346,8 @@ def main() -> int:
         demo(rest)
     if options.task == "test":
         test(rest, everything=options.all)
-    if options.task == "gpu":
-        return gpu(rest)
+    if options.task in ("docs", "gpu"):
+        return {"docs": docs, "gpu": gpu}[options.task](rest)
     if options.task in ("faults", "soak"):
         {"faults": faults, "soak": soak}[options.task](rest)
     if rest:

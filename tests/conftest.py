@@ -87,13 +87,16 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def unmeasured() -> Iterator[None]:
-    """No test measures a disk, or sees a measurement, that it did not ask for; nor do processes it starts."""
+    """No test measures a disk, sees a measurement, or computes on a GPU, that it did not ask for; nor do
+    processes it starts.
+    """
     with (
         tempfile.TemporaryDirectory(prefix="infinity-cache-") as cache,
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setenv("INFINITY_MEASURE", "0")
         patch.setenv("INFINITY_CACHE", cache)
+        patch.setenv("INFINITY_DEVICE", "cpu")
         yield
 
 

@@ -245,7 +245,7 @@ def infinity(spec: Spec) -> Contestant:
     import infinity as engine
 
     chosen = {key: value for key, value in spec.settings.items() if key not in ("update", "max_norm")}
-    with engine.Init(nvme=spec.nvme, **chosen):
+    with engine.Init(nvme=spec.nvme, device="cpu", **chosen):
         model = llama(spec)
     update, max_norm = spec.settings["update"], spec.settings.get("max_norm")
     optimizer = engine.AdamW(model.parameters(), **RATES, update=update, max_norm=max_norm)

@@ -17,7 +17,7 @@ def lora(spec: Spec) -> Contestant:
     """Adapters on the attention's queries and values; settings: those of Config, and the adapters' rank."""
     chosen = dict(spec.settings)
     config = peft.LoraConfig(r=chosen.pop("rank"), target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    with infinity.Init(nvme=spec.nvme, **chosen):
+    with infinity.Init(nvme=spec.nvme, device="cpu", **chosen):
         base = llama(spec)
     model = checkpointed(peft.get_peft_model(base, config))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

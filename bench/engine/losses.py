@@ -59,7 +59,9 @@ class CurveSettings:
 def losses(settings: CurveSettings, state_dtype: str, text: Text, folder: Path) -> Iterator[float]:
     """Train with moments of this dtype; yield the loss of each step, in nats per byte."""
     torch.manual_seed(settings.seed)
-    with infinity.Init(nvme=str(folder), host_memory=settings.host_memory, state_dtype=state_dtype):
+    with infinity.Init(
+        nvme=str(folder), host_memory=settings.host_memory, device="cpu", state_dtype=state_dtype
+    ):
         model = llama(PRESETS[settings.preset], settings.sequence)
     model.train()
     optimizer = infinity.AdamW(

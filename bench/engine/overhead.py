@@ -41,7 +41,7 @@ class Asking:
 
         Raises: the errors of Init.
         """
-        with Init(nvme=folder, host_memory=least_budget()):
+        with Init(nvme=folder, host_memory=least_budget(), device="cpu"):
             self._layer = nn.Linear(1024, numel // 1024, bias=False)
         self._optimizer = AdamW(self._layer.parameters(), update="backward")
         self._engine = engine_of_model(self._layer)

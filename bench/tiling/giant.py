@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _train(options: argparse.Namespace, console: Console) -> int:
     before, began = status("VmRSS"), time.perf_counter()
-    with Init(nvme=options.nvme, host_memory=options.host_memory, tile_above="auto"):
+    with Init(nvme=options.nvme, host_memory=options.host_memory, device="cpu", tile_above="auto"):
         model = nn.Sequential(nn.Linear(options.inputs, options.outputs, bias=False))
     optimizer = AdamW(model.parameters(), lr=1e-3, update="backward")
     built = time.perf_counter()

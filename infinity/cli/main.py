@@ -215,7 +215,7 @@ def _add_model(add: Callable[..., object], add_advanced: Callable[..., object]) 
     add_advanced("--no-nvme", dest="in_host_memory", action="store_true", help=in_host_memory)
     budget = 'hard budget, like "512MiB" (default: half of what is available)'
     add("--host-memory", type=_size, metavar="SIZE", help=budget)
-    add("--device", default=_DEFAULT.device, help='where the model computes, "cpu" or "cuda" (cpu)')
+    add("--device", help='where the model computes, "cpu" or "cuda" (a GPU where torch sees one)')
     add_advanced("--aio", choices=_ENGINES, help="the I/O engine (default: the best that works)")
     computes = "the compute type; fp16 with a dynamic loss scale (bf16)"
     add("--dtype", choices=("bf16", "fp16", "fp32"), default=_DEFAULT.dtype, help=computes)
@@ -269,8 +269,11 @@ def _add_run(add: Callable[..., object], add_advanced: Callable[..., object]) ->
 def _train(options: argparse.Namespace) -> int:
     from infinity.aio import EngineUnavailableError
     from infinity.cli.train import train
+    from infinity.config.settings import Config
+    from infinity.device.device import choose_device
 
-    settings = TrainSettings(**{name: getattr(options, name) for name in TrainSettings.__dataclass_fields__})
+    asked = {name: getattr(options, name) for name in TrainSettings.__dataclass_fields__}
+    settings = TrainSettings(**asked | {"device": choose_device(Config(device=options.device))})
     _check(settings)
     try:
         train(settings, Console())

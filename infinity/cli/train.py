@@ -221,7 +221,7 @@ def build(settings: TrainSettings, folder: Path) -> tuple[nn.Module, Any]:
         durable=f"every {settings.durable} steps" if settings.durable else False,
         **stored,
     )
-    _check_device(config.device)
+    _check_device(settings.device)
     if settings.plain:
         whole = llama(preset, settings.sequence).to(settings.device)
         model = reference.prepare(whole, WEIGHTS[settings.dtype].dtype)

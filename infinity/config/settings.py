@@ -43,7 +43,8 @@ class Config:
         gradients, pinned state) on this machine; its ranks divide it. The units in use, activations and the
         model's buffers come on top, as in plain training. None: half of the memory that is available when
         `Init` is entered.
-    device: where the model computes, "cpu" or "cuda" (one device).
+    device: where the model computes, "cpu" or "cuda" (one device). None: the accelerator, if torch sees one
+        that is supported, else the CPU; `Init` logs which, at INFO. INFINITY_DEVICE decides before that.
     device_memory: bytes, or text like "4GiB": a budget for parameters that stay on the device. Only for a
         device with memory of its own: with "cpu" there is host_memory alone.
     dtype: the compute type: "bf16"; "fp16", whose gradients need a scaled loss (torch.amp.GradScaler, or
@@ -78,7 +79,7 @@ class Config:
 
     nvme: str | Sequence[str] | None = None
     host_memory: int | str | None = None
-    device: str = "cpu"
+    device: str | None = None
     device_memory: int | str | None = None
     dtype: object = "bf16"
     state_dtype: str = "fp32"
@@ -157,12 +158,21 @@ class Config:
             warn_deprecated("wipe=True", "call infinity.wipe(folder) before Init")
 
     def _check_device(self) -> None:
-        if str(self.device).split(":")[0] not in ("cpu", "cuda"):
-            raise ConfigError(f'device={self.device!r}: expected "cpu", "cuda" or "cuda:N"')
+        if self.device is None:
+            return
         object.__setattr__(self, "device", str(self.device))
-        if self.device.startswith("cpu") and self.device_memory is not None:
+        self.check_place(self.device)
+
+    def check_place(self, device: str) -> None:
+        """See that a model can compute on `device` with these settings.
+
+        Raises: ConfigError.
+        """
+        if device.split(":", maxsplit=1)[0] not in ("cpu", "cuda"):
+            raise ConfigError(f'device={device!r}: expected "cpu", "cuda" or "cuda:N"')
+        if device.startswith("cpu") and self.device_memory is not None:
             raise ConfigError(
-                f"device_memory={self.device_memory!r}: device={self.device!r} has no memory of its own; "
+                f"device_memory={self.device_memory!r}: device={device!r} has no memory of its own; "
                 "set host_memory alone"
             )
 
@@ -206,7 +216,7 @@ class Config:
     def __str__(self) -> str:
         """The settings in one line."""
         host = "half of what is available" if self.host_nbytes is None else format_size(self.host_nbytes)
-        device = self.device
+        device = self.device or "as torch finds one"
         if self.device_nbytes is not None:
             device += f" ({format_size(self.device_nbytes)})"
         nvme = ", ".join(self.nvme_folders) or None

@@ -17,7 +17,10 @@ becomes free by itself, whatever the host does.
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
+import os
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -26,11 +29,14 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity import kernels
+from infinity.config.settings import Config
 from infinity.device.streams import Event, HostMemory, Streams, TorchStreams
 from infinity.errors import ConfigError
 from infinity.storage import cpu_affinity as cores
 from infinity.storage.memory import Ledger, view
 from infinity.storage.store import DONE, Transfer
+
+logger = logging.getLogger("infinity")
 
 _POLL_S = 0.0002
 
@@ -299,6 +305,26 @@ class CudaDevice(Device):
         """See Device."""
         self.synchronize()
         self.memory.close()
+
+
+def choose_device(config: Config) -> str:
+    """Return where a model of these settings computes: what they name, else the accelerator that torch sees.
+
+    Raises: ConfigError for a device that is not supported, or does not go with the other settings.
+    """
+    device = config.device or os.environ.get("INFINITY_DEVICE")
+    if device is None:
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        device = "cuda" if found is not None and found.type == "cuda" else "cpu"
+        _say_device(device, found.type if found else "no accelerator")
+    config.check_place(device)
+    return device
+
+
+@functools.cache
+def _say_device(device: str, found: str) -> None:
+    """Log the choice, once in a process."""
+    logger.info("computing on %r: torch sees %s; Config(device=...) names another", device, found)
 
 
 def open_device(name: str) -> Device:

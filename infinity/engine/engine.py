@@ -21,7 +21,7 @@ from infinity.autograd.foreign import ForeignParameters, ForeignSteps
 from infinity.autograd.hooks import Hooks
 from infinity.autograd.module_calls import Entering, Leaving
 from infinity.config.settings import Config
-from infinity.device.device import choose_cores, open_device
+from infinity.device.device import choose_cores, choose_device, open_device
 from infinity.durable.committer import TrainingStateSource
 from infinity.durable.tiers import open_tier
 from infinity.engine.ending import Ending
@@ -63,7 +63,7 @@ class Engine:
         Raises: ConfigError, HostMemoryError, RanksError, or an OSError naming the path.
         """
         self.config = config
-        self.ranks = open_ranks(process_group, config.device, config.timeout_s)
+        self.ranks = open_ranks(process_group, choose_device(config), config.timeout_s)
         self.form = config.form
         self.budget: Budget = divide(share_of(config.host_nbytes, self.ranks), form=self.form)
         self.device = open_device(self.ranks.device)
@@ -109,7 +109,7 @@ class Engine:
         """What divides them among ranks first; None where each rank keeps its own."""
         if copies is not None:
             place = self.device.torch_device
-            self.parts = open_parts(copies, config.device, config.timeout_s, place, self.boundaries)
+            self.parts = open_parts(copies, self.ranks.device, config.timeout_s, place, self.boundaries)
         self.hooks = Hooks(self.executor, self.parts or self.boundaries)
         if self.boundaries is not None:
             self.hooks.backward_ended.append(self.boundaries.backward_ended)
@@ -267,7 +267,7 @@ class Engine:
             return answer
         name = self.parameters.name_of(parameters[0])
         if operation in CONVERSIONS:
-            where = f"{self.config.device!r} in {self.weights.dtype}"
+            where = f"{self.ranks.device!r} in {self.weights.dtype}"
             raise not_converted(name, operation, where)
         raise not_resident(parameters[0], operation, name)
 

@@ -369,6 +369,11 @@ def open_ranks(group: Any | DeviceMesh | None, device: str, timeout_s: float) ->
         meet(backend)
     chosen: Any = group or dist.group.WORLD
     if hasattr(chosen, "get_group"):
+        if chosen.ndim > 1:
+            raise ConfigError(
+                f"process_group is a mesh of {chosen.ndim} dimensions, {chosen.mesh_dim_names}: give one of "
+                'them, such as mesh["dp"]'
+            )
         chosen = chosen.get_group()
     members = sorted(dist.get_process_group_ranks(chosen))
     if dist.get_rank() not in members:

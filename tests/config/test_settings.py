@@ -60,7 +60,7 @@ def test_a_config_cannot_be_changed():
         ({"nvme": ""}, "nvme="),
         ({"nvme": []}, "nvme="),
         ({"nvme": ["/a", ""]}, "nvme="),
-        ({"device_memory": "1GiB"}, "device_memory='1GiB'.*host_memory"),
+        ({"device_memory": "1GiB", "device": "cpu"}, "device_memory='1GiB'.*host_memory"),
         ({"device_memory": "1GiB", "device": "cpu:0"}, "device_memory='1GiB'"),
         ({"device_memory": 0, "device": "cuda"}, "device_memory=0"),
         ({"device_memory": "much", "device": "cuda"}, "device_memory"),

@@ -176,3 +176,37 @@ def test_a_pip_outside_serves_unless_it_is_too_old_to(tmp_path, system, monkeypa
     assert dev.find_pip(tmp_path / "env") == ["pip3", "--python", str(tmp_path / "env")]
     monkeypatch.setattr(dev, "PIPS", [])
     assert dev.find_pip(tmp_path / "python") == [str(tmp_path / "python"), "-m", "pip"]
+
+
+def test_users_find_pip_in_the_environment(tmp_path, monkeypatch):
+    dev = load("dev")
+    asked = []
+    monkeypatch.setattr(dev, "pip_install", lambda python, *arguments: asked.extend(arguments))
+    dev.install(tmp_path / "python", ["train"])
+    assert "pip" in asked
+    assert ".[train]" in asked
+
+
+def test_every_task_is_named_in_the_help_and_has_its_extras(capsys, monkeypatch):
+    dev = load("dev")
+    monkeypatch.setattr(sys, "argv", ["dev.py", "--help"])
+    with pytest.raises(SystemExit):
+        dev.main()
+    shown = capsys.readouterr().out
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    extras = set(
+        re.findall(r"^(\w+) = \[", pyproject.split("[project.optional-dependencies]")[1], re.MULTILINE)
+    )
+    assert all(f"    {task} " in shown for task in dev.EXTRAS)
+    assert {extra for some in dev.EXTRAS.values() for extra in some} <= extras
+
+
+def test_the_docs_are_made_by_mkdocs_with_warnings_as_errors(tmp_path, monkeypatch):
+    dev = load("dev")
+    said = []
+    monkeypatch.setattr(dev, "set_up", lambda task: tmp_path / task)
+    monkeypatch.setattr(
+        dev, "run", lambda python, *command, **_: said.append((python.name, *command)) or True
+    )
+    assert dev.docs([]) == 0
+    assert said == [("docs", "-m", "mkdocs", "build", "--strict")]

@@ -48,10 +48,16 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sdist of a copy of the checkout, links and all."""
-    checkout = tmp_path_factory.mktemp("copy") / "checkout"
-    shutil.copytree(ROOT, checkout, symlinks=True, ignore=LEFT_BEHIND)
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout, links and all, as a clone has them."""
+    folder = tmp_path_factory.mktemp("copy") / "checkout"
+    shutil.copytree(ROOT, folder, symlinks=True, ignore=LEFT_BEHIND)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sdist(checkout: Path) -> Path:
+    """The sdist of a copy of the checkout."""
     run(sys.executable, "-c", "from setuptools import build_meta as b; b.build_sdist('dist')", cwd=checkout)
     (archive,) = (checkout / "dist").glob("*.tar.gz")
     return archive
@@ -68,18 +74,22 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-@pytest.fixture(scope="module")
-def stranger(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of a fresh environment with the wheel in it, and this one's other packages in sight."""
-    folder = tmp_path_factory.mktemp("stranger")
+def environment(folder: Path, what: Path, *how: str) -> Path:
+    """The Python of a fresh environment with `what` installed, and this one's other packages in sight."""
     run(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
     python = folder / "venv/bin/python"
     (site_packages,) = (folder / "venv/lib").glob("python*/site-packages")
     # A plain path: the .pth files in it are not followed, and so our editable install stays out of sight.
     (site_packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
     pip = load_dev().find_pip(python)
-    run(*pip, "install", "--no-deps", "--no-index", "--ignore-installed", wheel, cwd=folder)
+    run(*pip, "install", "--no-deps", "--no-index", "--ignore-installed", *how, what, cwd=folder)
     return python
+
+
+@pytest.fixture(scope="module")
+def stranger(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of a fresh environment with the wheel in it."""
+    return environment(tmp_path_factory.mktemp("stranger"), wheel)
 
 
 def test_the_wheel_is_for_every_python_and_every_new_enough_glibc(wheel: Path) -> None:
@@ -108,6 +118,20 @@ def test_the_wheel_imports_away_from_the_checkout(stranger: Path, tmp_path: Path
     code = "import infinity, infinity.aio, infinity.kernels; print(infinity.__file__)"
     where = Path(run(stranger, "-c", code, cwd=tmp_path).strip())
     assert where.is_relative_to(stranger.parents[1])
+
+
+def test_a_clone_is_installed_by_pip(checkout: Path, tmp_path: Path) -> None:
+    python = environment(tmp_path, checkout, "--no-build-isolation")
+    code = "import infinity, infinity.aio, infinity.kernels; print(infinity.__file__)"
+    assert Path(run(python, "-c", code, cwd=tmp_path).strip()).is_relative_to(tmp_path / "venv")
+
+
+def test_what_pip_shows_has_every_extra_and_the_readme(wheel: Path) -> None:
+    (name,) = (one for one in zipfile.ZipFile(wheel).namelist() if one.endswith("/METADATA"))
+    shown = zipfile.ZipFile(wheel).read(name).decode()
+    extras = set(re.findall(r"^Provides-Extra: (.+)$", shown, re.MULTILINE))
+    assert extras == {"bench", "docs", "hf", "lint", "notebook", "test", "train"}
+    assert "# Infinity" in shown
 
 
 def test_the_command_is_installed(stranger: Path, tmp_path: Path) -> None:

@@ -1,0 +1,121 @@
+"""The programs of examples/ run as a user starts them. Nothing is faked."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from launches import environment, torchrun
+from places import ROOT
+
+pytestmark = pytest.mark.disk
+
+EXAMPLES = ROOT / "examples"
+RUN_BELOW = {path.name for path in EXAMPLES.iterdir()} - {"__pycache__", "deepspeed.json"}
+
+
+def run(name, *arguments, code=0):
+    """Run an example; what it printed."""
+    command = [sys.executable, EXAMPLES / name, *arguments]
+    done = subprocess.run(
+        list(map(str, command)), env=environment(), capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == code, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def losses(text):
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", text)}
+
+
+def test_the_plain_loop_learns_and_saves(folder):
+    text = run("plain_loop.py", "--nvme", folder, "--out", folder / "out")
+    assert losses(text)[20] < losses(text)[10]
+    assert re.search(r"^steps +20$", text, re.MULTILINE)
+    assert (folder / "out/checkpoint/manifest.json").is_file()
+    assert (folder / "out/model/model.safetensors").is_file()
+
+
+def test_the_deepspeed_script_trains_and_loads_its_checkpoint(folder):
+    text = run("deepspeed_script.py", "--nvme", folder, "--out", folder / "out")
+    assert "not supported" not in text
+    assert losses(text)[10] < losses(text)[2]
+    assert "loaded: {'epoch': 1}" in text
+
+
+@pytest.mark.multi
+def test_the_durable_run_goes_on_with_the_same_bits_where_it_was_killed(folder):
+    before = losses(run("durable.py", "--nvme", folder, "--kill-at", 8, code=-9))
+    text = run("durable.py", "--nvme", folder)
+    after = losses(text)
+    done = int(re.search(r"steps already done: (\d+)", text)[1])
+    assert (min(before), max(before), done in {6, 7}) == (1, 7, True)
+    assert (min(after), max(after)) == (done + 1, 12)
+    assert {step: before[step] for step in before.keys() & after} == {
+        step: after[step] for step in before.keys() & after
+    }
+
+
+@pytest.mark.multi
+def test_two_ranks_train_each_on_its_part_and_save_together(folder):
+    done = torchrun(2, EXAMPLES / "two_ranks.py", "--nvme", folder, "--out", folder / "out")
+    assert done.returncode == 0, done.stderr
+    shown = dict(re.findall(r"rank (\d), step 10: loss ([\d.]+)", done.stdout))
+    assert set(shown) == {"0", "1"}
+    assert shown["0"] != shown["1"]
+    assert (folder / "out/manifest.json").is_file()
+
+
+@pytest.mark.slow
+def test_the_trainer_resumes(folder):
+    text = run("trainer.py", "--nvme", folder, "--out", folder / "out")
+    assert "steps: 10" in text
+    assert (folder / "out/checkpoint-5/infinity/manifest.json").is_file()
+    assert (folder / "out/model/config.json").is_file()
+
+
+@pytest.mark.slow
+def test_adapters_are_trained_and_saved(folder):
+    pytest.importorskip("peft")
+    text = run("lora.py", "--nvme", folder, "--out", folder / "adapter")
+    assert losses(text)[15] < losses(text)[5]
+    assert (folder / "adapter/adapter_model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_tiles_take_less_memory_and_give_the_same_losses(folder):
+    tiled, plain = (
+        run("long_sequence.py", "--nvme", folder, "--tokens", 2048, *how) for how in ([], ["--plain"])
+    )
+    peaks = [int(re.search(r"first step: (\d+) MiB", text)[1]) for text in (tiled, plain)]
+    assert peaks[0] < peaks[1] / 2
+    assert losses(tiled) == pytest.approx(losses(plain), abs=0.02)
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_and_is_kept_without_outputs():
+    path = EXAMPLES / "notebook.ipynb"
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert [(cell["outputs"], cell["execution_count"]) for cell in cells] == [([], None)] * len(cells)
+    nbclient = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    notebook = nbformat.read(path, as_version=4)
+    nbclient.NotebookClient(notebook, timeout=200, kernel_name="python3").execute()
+    outputs = [
+        output
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+        if output.output_type == "execute_result"
+    ]
+    assert any("text/html" in output["data"] for output in outputs)  # the table of stats
+
+
+def test_every_example_is_run_here_and_named_in_the_docs():
+    here = (ROOT / "tests/examples/test_examples.py").read_text()
+    page = (ROOT / "docs/examples.md").read_text()
+    assert {name for name in RUN_BELOW if name not in here} == set()
+    assert {name for name in RUN_BELOW if f"(../examples/{name})" not in page} == set()

@@ -1,0 +1,242 @@
+"""docs/limits.md says what happens. Each refused row is tried. Nothing is faked."""
+
+import copy
+import io
+import pickle
+import re
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+import infinity
+import models
+from places import ROOT
+
+PAGE = (ROOT / "docs/limits.md").read_text()
+IDS = torch.zeros(2, dtype=torch.long)
+
+
+def rows(title):
+    section = PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| ")][2:]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+
+
+class Owner(nn.Module):
+    """Has one parameter, which its forward may change."""
+
+    def __init__(self, weight, change=None):
+        super().__init__()
+        self.weight, self.change = nn.Parameter(weight), change
+
+    def forward(self, x):
+        if self.change:
+            with torch.no_grad():
+                self.change(self.weight)
+        return x @ self.weight
+
+
+class Lab:
+    """Builds models on NVMe, with so little memory that no parameter stays by chance, and keeps them."""
+
+    def __init__(self, folder):
+        self.folder, self.built = folder, []
+
+    def build(self, make, **settings):
+        with infinity.Init(**({"nvme": self.folder, "host_memory": "1MiB"} | settings)):
+            self.built.append(make())
+        return self.built[-1]
+
+    def model(self, **settings):
+        return self.build(lambda: nn.Sequential(nn.Embedding(64, 256), nn.Linear(256, 256)), **settings)
+
+    def owner(self, weight, change=None):
+        return self.build(lambda: Owner(weight, change))
+
+    def optimizer(self, kind=infinity.AdamW, *, settings=None, **options):
+        return kind(self.model(**settings or {}).parameters(), **options)
+
+    def loss(self, model):
+        return model(IDS).float().sum()
+
+
+def reshaped(lab):
+    model = lab.model()
+    with infinity.gathered(model, write=True):
+        model[1].weight.data = torch.zeros(4, 256, dtype=torch.bfloat16)
+
+
+def distributed_parameter(lab):
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    lab.owner(distribute_tensor(torch.ones(4, 4), mesh("dp"), [Replicate()]))
+
+
+def mesh(*names):
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if not distributed.is_initialized():
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    return init_device_mesh("cpu", (1,) * len(names), mesh_dim_names=names)
+
+
+def second_backward(lab):
+    model = lab.model()
+    optimizer = infinity.AdamW(model.parameters(), update="backward")
+    for _ in range(2):
+        lab.loss(model).backward()
+    optimizer.step()
+
+
+def clipped_twice(lab):
+    model = lab.model()
+    optimizer = infinity.AdamW(model.parameters(), max_norm=1.0)
+    lab.loss(model).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+def with_a_stranger(lab):
+    infinity.AdamW([*lab.model().parameters(), *nn.Linear(4, 4).parameters()])
+
+
+def resized(lab):
+    lab.build(models.MODELS["llama"]).resize_token_embeddings(80)
+
+
+def in_init(do):
+    return lambda lab: lab.build(lambda: do(lab))
+
+
+def wrapped(name, **options):
+    return lambda lab: lab.optimizer(
+        partial(infinity.wrap_optimizer, getattr(torch.optim, name)), lr=1e-3, **options
+    )
+
+
+INT8 = {"state_dtype": "int8"}
+TRIED = {
+    "`torch.compile(model)`, `model.compile()`": [
+        lambda lab: torch.compile(lab.model(), backend="eager")(IDS),
+        lambda lab: (lab.model().compile(backend="eager"), lab.built[-1](IDS)),
+    ],
+    "`torch.jit.script`, `torch.jit.trace`": [
+        lambda lab: torch.jit.script(lab.model()),
+        lambda lab: torch.jit.trace(lab.model(), IDS),
+    ],
+    "`torch.export.export`": [lambda lab: torch.export.export(lab.model(), (IDS,))],
+    "`copy.deepcopy(model)`, `pickle`, `torch.save(model)`": [
+        lambda lab: copy.deepcopy(lab.model()),
+        lambda lab: pickle.dumps(lab.model()),
+        lambda lab: torch.save(lab.model(), io.BytesIO()),
+    ],
+    "`AveragedModel(model)` after `Init`": [lambda lab: torch.optim.swa_utils.AveragedModel(lab.model())],
+    "`.half()`, `.double()`, `.to()` of another type after `Init`": [
+        lambda lab: lab.model().half(),
+        lambda lab: lab.model().double(),
+        lambda lab: lab.model().to(torch.float16),
+    ],
+    "values outside forward and backward: `p.norm()`, `p.data`, `parameters_to_vector`": [
+        lambda lab: lab.model()[1].weight.norm(),
+        lambda lab: lab.model()[1].weight.data + 1,
+        lambda lab: nn.utils.parameters_to_vector(lab.model().parameters()),
+    ],
+    "`torch.autograd.grad` with respect to parameters": [
+        lambda lab: torch.autograd.grad(lab.loss(lab.model()), lab.built[-1][1].weight)
+    ],
+    "a parameter changed in its forward": [
+        lambda lab: lab.owner(torch.ones(256, 256), lambda weight: weight.mul_(0.5))(
+            torch.ones(2, 256, dtype=torch.bfloat16)
+        )
+    ],
+    "another shape in `gathered(..., write=True)`": [reshaped],
+    "`resize_token_embeddings`, pruning, parametrizations after `Init`": [
+        resized,
+        lambda lab: prune.l1_unstructured(lab.model()[1], "weight", 0.5),
+        lambda lab: nn.utils.parametrizations.weight_norm(lab.model()[1]),
+    ],
+    "`share_memory()`": [lambda lab: lab.model().share_memory()],
+    "DTensor parameters": [distributed_parameter],
+    "a DeviceMesh of several dimensions as `process_group`": [
+        lambda lab: lab.model(process_group=mesh("dp", "tp"))
+    ],
+    "complex, fp64 and fp8 parameters": [
+        lambda lab: lab.owner(torch.ones(4, 4, dtype=torch.complex64)),
+        lambda lab: lab.owner(torch.ones(4, 4, dtype=torch.float64)),
+        lambda lab: lab.owner(torch.ones(4, 4).to(torch.float8_e4m3fn)),
+    ],
+    "optimizers of torch over offloaded parameters, LBFGS and Muon among them": [
+        lambda lab: lab.optimizer(torch.optim.AdamW),
+        lambda lab: lab.optimizer(torch.optim.LBFGS),
+        lambda lab: torch.optim.Muon([lab.model()[1].weight]),
+    ],
+    "`wrap_optimizer` of LBFGS, SparseAdam, NAdam": [
+        wrapped("LBFGS"),
+        wrapped("SparseAdam"),
+        wrapped("NAdam"),
+    ],
+    "`wrap_optimizer` of Muon": [wrapped("Muon")],
+    "`amsgrad=True`": [lambda lab: lab.optimizer(amsgrad=True)],
+    '`state_dtype` other than `"fp32"` with fp16 or fp32 weights': [
+        lambda lab: lab.model(dtype="fp32", state_dtype="int8"),
+        lambda lab: lab.model(dtype="fp16", state_dtype="bf16"),
+    ],
+    '`state_dtype` other than `"fp32"` with other optimizers than AdamW': [
+        lambda lab: lab.optimizer(infinity.SGD, lr=1.0, settings=INT8),
+        wrapped("RMSprop", settings=INT8),
+    ],
+    '`update="backward"` with fp16': [
+        lambda lab: lab.optimizer(update="backward", settings={"dtype": "fp16"})
+    ],
+    '`update="backward"` with `max_norm`': [lambda lab: lab.optimizer(update="backward", max_norm=1.0)],
+    '`update="backward"` and a second backward before `step()`': [second_backward],
+    "`max_norm` and `clip_grad_norm_` together": [clipped_twice],
+    "parameters built outside `Init` in the same optimizer": [with_a_stranger],
+    "`Init` inside `Init`, an optimizer inside `Init`": [
+        in_init(lambda lab: lab.model()),
+        in_init(lambda lab: infinity.AdamW(nn.Linear(4, 4).parameters())),
+    ],
+    "devices other than CPU and CUDA": [lambda lab: lab.model(device="tpu")],
+    "`infinity.snapshot` of a run that is not durable": [
+        lambda lab: infinity.snapshot(lab.model(), lab.folder / "snapshot")
+    ],
+}
+CASES = [
+    pytest.param(what, number, id=f"{what} {number}".replace("`", ""))
+    for what, tries in TRIED.items()
+    for number in range(len(tries))
+]
+
+
+@pytest.fixture
+def lab(folder):
+    from torch import distributed
+
+    yield Lab(folder)
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def test_every_refused_row_is_tried_here():
+    assert [what for what, _, _ in rows("Refused")] == list(TRIED)
+
+
+@pytest.mark.disk
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("what", "number"), CASES)
+def test_what_is_refused_raises_what_the_page_says(lab, what, number):
+    (said,) = (error.strip("`") for row, error, _ in rows("Refused") if row == what)
+    with pytest.raises(Exception) as raised:  # noqa: PT011 - which one is compared below
+        TRIED[what][number](lab)
+    assert type(raised.value).__name__ == said
+    assert len(str(raised.value)) > 20
+
+
+def test_what_is_supported_is_shown_by_tests_that_exist():
+    named = [re.findall(r"`(tests/[\w/.]+)`", shown) for _, shown in rows("Supported")]
+    assert all(named)
+    assert [path for paths in named for path in paths if not (ROOT / path).is_file()] == []
