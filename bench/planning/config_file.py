@@ -14,7 +14,7 @@ def content_of(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"{path}: is no JSON ({error}). Give a config.json of Hugging Face.") from error
+        raise ConfigError(f"{path}: not valid JSON ({error}). Give a config.json of Hugging Face.") from error
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
         raise ConfigError(
             f'{path}: has no "model_type", as a config.json of Hugging Face has beside the sizes of its model'

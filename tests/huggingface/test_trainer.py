@@ -154,8 +154,8 @@ def test_a_training_resumes_with_the_bits_of_one_that_never_stopped(folder, name
     engines = [engine_of_model(one.model) for one in (whole, again)]
     for ours, theirs in zip(whole.model.parameters(), again.model.parameters(), strict=True):
         for field, other in zip(
-            engines[0].read(ours, ["master", "m", "v"]),
-            engines[1].read(theirs, ["master", "m", "v"]),
+            engines[0].parameters.read(ours, ["master", "m", "v"]),
+            engines[1].parameters.read(theirs, ["master", "m", "v"]),
             strict=True,
         ):
             assert torch.equal(field, other)
@@ -444,7 +444,7 @@ def test_data_parallel_and_other_optimizers_are_refused(folder, monkeypatch):
         trainer_of(model, folder)
     monkeypatch.undo()
     for kwargs, says in (
-        ({"optimizer_cls_and_kwargs": (infinity.AdamW, {"max_norm": 1.0})}, "Leave max_norm out"),
+        ({"optimizer_cls_and_kwargs": (infinity.AdamW, {"max_norm": 1.0})}, "leave max_norm out"),
         ({"optimizer_cls_and_kwargs": (infinity.AdamW, {"update": "backward"})}, 'use update="forward"'),
         ({}, r"torch\.optim.* cannot step .*For the Trainer: optimizer_cls_and_kwargs=\(infinity\.AdamW, {"),
     ):

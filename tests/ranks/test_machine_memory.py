@@ -34,7 +34,7 @@ def test_a_container_that_may_use_less_than_the_machine_has_counts(tmp_path, mon
     ):
         Init(host_memory="2GiB").__enter__()
     (row,) = [one for one in examine(str(tmp_path)).findings if one.subject == "memory"]
-    assert "this container may use 1.0 GiB; host_memory by default 262.0 MiB" in row.found
+    assert "this container may use 1.0 GiB; host_memory is 262.0 MiB by default" in row.found
 
 
 def test_a_budget_above_the_machines_memory_is_refused_and_what_is_advised_works(monkeypatch):

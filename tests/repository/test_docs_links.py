@@ -132,7 +132,7 @@ def test_commands_that_pages_name_exist(words, capsys):
 
 def understood(arguments, capsys):
     """The command's own parser reads them, with all options, and is not asked to do anything."""
-    parser = cli._parser(line.BENCHES, line._plan)
+    parser = cli._parser(line.BENCHES, line._plan, line._outline_of)
     try:
         parser.parse_args([one for one in arguments if one != "..."])
     except SystemExit:

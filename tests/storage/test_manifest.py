@@ -119,7 +119,7 @@ def test_a_tensor_that_is_named_twice_is_refused():
 
 @pytest.mark.parametrize("file", ["../x.safetensors", "/etc/x.safetensors", "a/b.safetensors", "x.pt", ".x"])
 def test_files_outside_of_the_folder_are_refused(file):
-    with pytest.raises(CheckpointError, match="no file of a checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a file name of a checkpoint"):
         tensor(file=file)
 
 

@@ -278,6 +278,6 @@ def test_attributes_that_a_user_sets_on_a_parameter_stay():
     train(model, infinity.AdamW(model.parameters()))
     with infinity.gathered(model, write=True):
         assert one.group == "first"
-    assert (model[0].weight.group, engine_in(model).keeps(one)) == ("first", True)
+    assert (model[0].weight.group, engine_in(model).parameters.keeps(one)) == ("first", True)
     del one.group
     assert not hasattr(one, "group")

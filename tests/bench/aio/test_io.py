@@ -379,7 +379,7 @@ def test_libaio_moves_the_right_bytes(folder):
 def test_what_libaio_is_refused_or_gets_short_is_an_error(folder, monkeypatch):
     with peers.opened(str(folder), 1 << 20) as place:
         stream = RequestStream(READ, 1 << 20, 1)
-        with pytest.raises(RunError, match="a request of 1048576 B came back with"):
+        with pytest.raises(RunError, match="a request of 1048576 B returned"):
             os.ftruncate(place.direct.fd, 4096)
             libaio.move(place.direct.fd, stream.memory(), stream, 1 << 20, 0.01)
     with pytest.raises(RunError, match="io_submit failed: Bad file descriptor"):

@@ -115,7 +115,7 @@ def contestants_python():
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--tiles", "0"], "at least 1"),
+        (["--tiles", "0"], "expected 1 or more"),
         (["--kind", "batch", "--venv", "/nowhere"], "no tiles of the kind batch"),
     ],
 )
