@@ -29,7 +29,7 @@ from infinity import reference
 from infinity.bench.device.copy import DOWN, UP, CudaLink, rate
 from infinity.bench.engine.runs import SETTLING, SHAPES, here, machine, save
 from infinity.cli.presets import recompute_blocks
-from infinity.device.device import CudaDevice, Device, open_device
+from infinity.device.device import AcceleratorDevice, Device, open_device
 from infinity.engine.engine import engine_of_model
 from infinity.storage.memory import Arena
 
@@ -210,7 +210,7 @@ def measure(name: str, shape: str, tokens: int, folder: str) -> TrainingResult:
     recompute_blocks(model)
     engine = None if name == PLAIN else engine_of_model(model)
     device = engine.device if engine else None
-    memory = device.memory if isinstance(device, CudaDevice) else None
+    memory = device.memory if isinstance(device, AcceleratorDevice) else None
     generator = torch.Generator("cuda").manual_seed(0)
     ids = torch.randint(0, SHAPES[shape]["vocab_size"], (1, tokens), device="cuda", generator=generator)
     losses: list[torch.Tensor] = []

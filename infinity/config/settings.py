@@ -30,6 +30,8 @@ _STATE_DTYPES = ("fp32", "bf16", "int8")
 _OFFLOADS = (None, "host", "nvme")
 VERIFY = ("always", "sample", "off")
 _EVERY = re.compile(r"every (?:(\d{1,9}) steps|step)")
+ACCELERATORS = {"cuda": "infinity.device.cuda:CudaStreams"}
+"""The class of the streams of each type of accelerator that a model may compute on; tests add one."""
 _AIO = (None, "io_uring", "threads", "buffered")
 
 
@@ -168,7 +170,7 @@ class Config:
 
         Raises: ConfigError.
         """
-        if device.split(":", maxsplit=1)[0] not in ("cpu", "cuda"):
+        if device.split(":", maxsplit=1)[0] not in ("cpu", *ACCELERATORS):
             raise ConfigError(f'device={device!r}: expected "cpu", "cuda" or "cuda:N"')
         if device.startswith("cpu") and self.device_memory is not None:
             raise ConfigError(

@@ -1,8 +1,9 @@
 """The device that computes: units become resident on it, by uploads, and gradients leave it, by downloads.
 
-On the CPU an upload is one copy in memory, and a gradient stays where it is. On CUDA both are copies on
-streams of their own, beside the compute stream. `CudaDevice` has not run on a GPU yet: its ordering is tested
-with recorded streams (tests/device/test_device.py), its calls of torch.cuda are not.
+On the CPU an upload is one copy in memory, and a gradient stays where it is. On an accelerator both are
+copies on streams of their own, beside the compute stream. `AcceleratorDevice` has not run on a GPU yet: its
+order is tested with recorded streams (tests/device/test_device.py) and, with its bits, on a simulated device
+(tests/device/test_simulated_device.py); the calls of torch.cuda in device/cuda.py are not.
 
 [Note: who waits for whom]
 The host waits only in `Transfer.wait`. Streams wait for each other's events:
@@ -21,6 +22,7 @@ import functools
 import logging
 import math
 import os
+import pkgutil
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +31,8 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity import kernels
-from infinity.config.settings import Config
-from infinity.device.streams import Event, HostMemory, Streams, TorchStreams
+from infinity.config.settings import ACCELERATORS, Config
+from infinity.device.streams import Event, HostMemory, Streams
 from infinity.errors import ConfigError
 from infinity.storage import cpu_affinity as cores
 from infinity.storage.memory import Ledger, view
@@ -45,7 +47,7 @@ _POLL_S = 0.0002
 class Download:
     """A contiguous copy of a tensor in host memory, and its transfer, which may still run: a Future.
 
-    On CUDA the memory is reused when the last tensor that shares it is gone.
+    On an accelerator the memory is reused when the last tensor that shares it is gone.
     """
 
     tensor: torch.Tensor
@@ -197,8 +199,8 @@ class _Residence:
     """The end of the last upload so far: compute waits for it."""
 
 
-class CudaDevice(Device):
-    """One CUDA device computes; see [Note: who waits for whom]. Not tested on a GPU."""
+class AcceleratorDevice(Device):
+    """One accelerator computes; see [Note: who waits for whom]. Not tested on a GPU."""
 
     def __init__(self, torch_device: torch.device, streams: Streams) -> None:
         self.torch_device = torch_device
@@ -315,7 +317,7 @@ def choose_device(config: Config) -> str:
     device = config.device or os.environ.get("INFINITY_DEVICE")
     if device is None:
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        device = "cuda" if found is not None and found.type == "cuda" else "cpu"
+        device = found.type if found is not None and found.type in ACCELERATORS else "cpu"
         _say_device(device, found.type if found else "no accelerator")
     config.check_place(device)
     return device
@@ -330,18 +332,20 @@ def _say_device(device: str, found: str) -> None:
 def open_device(name: str) -> Device:
     """Return the device called `name`, such as "cpu" or "cuda:0".
 
-    Raises: ConfigError for a CUDA device that does not exist.
+    Raises: ConfigError for an accelerator that does not exist.
     """
     if name == "cpu":
         return CpuDevice()
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = torch.device(name).index
+    kind, index = torch.device(name).type, torch.device(name).index
+    seen = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = torch.accelerator.device_count() if seen is not None and seen.type == kind else 0
     if (index or 0) >= count:
         raise ConfigError(
-            f"device={name!r}: torch {torch.__version__} sees {count} CUDA devices; use device='cpu'"
+            f"device={name!r}: torch {torch.__version__} sees {count} {kind.upper()} devices; "
+            "use device='cpu'"
         )
-    device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-    return CudaDevice(device, TorchStreams(device))
+    device = torch.device(kind, torch.get_device_module(kind).current_device() if index is None else index)
+    return AcceleratorDevice(device, pkgutil.resolve_name(ACCELERATORS[kind])(device))
 
 
 def choose_cores(device: Device) -> tuple[int, ...]:

@@ -1,14 +1,13 @@
-"""All uses of torch.cuda, in one place, and the host memory of CUDA's copies.
+"""The streams of an accelerator, and the host memory of its copies.
 
-`Streams` is small, so that tests can replace it and record every access in order. `TorchStreams` has not run
-on a GPU yet.
+`Streams` is small, so that tests can replace it and record every access in order. `AcceleratorStreams` runs
+in tests on a simulated device (tests/simdevice).
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -35,7 +34,7 @@ class Event(Protocol):
 
 
 class Streams(Protocol):
-    """The interface to torch.cuda. A stream is an opaque object that `open` or `current` returned."""
+    """The interface to streams. A stream is an opaque object that `open` or `current` returned."""
 
     def open(self) -> Any:
         """Return a new stream."""
@@ -65,74 +64,42 @@ class Streams(Protocol):
         """Undo `lock`."""
 
 
-class TorchStreams:
-    """Streams of torch.cuda, on one device."""
+class AcceleratorStreams(Streams):
+    """Streams of one device, over torch.accelerator. A vendor's class adds page-locking."""
 
     def __init__(self, device: torch.device) -> None:
         """Use `device`, which must have an index."""
         self._device = device
 
-    def open(self) -> torch.cuda.Stream:
+    def open(self) -> torch.Stream:
         """See Streams."""
-        return torch.cuda.Stream(self._device)
+        return torch.Stream(self._device)
 
-    def current(self) -> torch.cuda.Stream:
+    def current(self) -> torch.Stream:
         """See Streams."""
-        return torch.cuda.current_stream(self._device)
+        return torch.accelerator.current_stream(self._device)
 
-    def enter(self, stream: torch.cuda.Stream) -> None:
+    def enter(self, stream: Any) -> None:
         """See Streams."""
-        torch.cuda.set_stream(stream)
+        torch.accelerator.set_stream(stream)
 
-    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """See Streams; a host thread that waits for the event sleeps."""
-        event: torch.cuda.Event = stream.record_event(torch.cuda.Event(blocking=True))
+    def record(self, stream: Any) -> Event:
+        """See Streams."""
+        event: Event = stream.record_event(torch.Event(self._device))
         return event
 
-    def wait(self, stream: torch.cuda.Stream, event: Any) -> None:
+    def wait(self, stream: Any, event: Any) -> None:
         """See Streams."""
         stream.wait_event(event)
 
-    def copy(self, stream: torch.cuda.Stream, to: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, stream: Any, to: torch.Tensor, source: torch.Tensor) -> None:
         """See Streams."""
-        with torch.cuda.stream(stream):
+        with stream:
             to.copy_(source, non_blocking=True)
 
-    def keep(self, stream: torch.cuda.Stream, tensor: torch.Tensor) -> None:
+    def keep(self, stream: Any, tensor: torch.Tensor) -> None:
         """See Streams."""
         tensor.record_stream(stream)
-
-    def lock(self, address: int, nbytes: int) -> str:
-        """See Streams."""
-        runtime: Any = torch.cuda.cudart()
-        return self._apart("infinity-pin", lambda: runtime.cudaHostRegister(address, nbytes, 0))
-
-    def unlock(self, address: int) -> None:
-        """See Streams."""
-        runtime: Any = torch.cuda.cudart()
-        failure = self._apart("infinity-unpin", lambda: runtime.cudaHostUnregister(address))
-        if failure:
-            logger.debug("unlocking host memory: %s", failure)
-
-    def _apart(self, name: str, call: Callable[[], Any]) -> str:
-        """Call the CUDA runtime in a new thread; return the reason if it failed, else an empty text.
-
-        CUDA keeps the last error of each thread, and torch would report it at the next kernel launch and has
-        no way to clear it. A new thread starts on device 0, so it selects this device first.
-        """
-        runtime: Any = torch.cuda.cudart()
-        failures: list[str] = []
-
-        def run() -> None:
-            with torch.cuda.device(self._device):
-                code = int(call())
-            if code:
-                failures.append(f"{runtime.cudaGetErrorString(runtime.cudaError(code))} ({code})")
-
-        thread = threading.Thread(target=run, name=name)
-        thread.start()
-        thread.join()
-        return failures[0] if failures else ""
 
 
 class HostMemory(Buffers):

@@ -247,7 +247,7 @@ class Reducing(Collective):
 
 def _mean_of_ranks(rows: torch.Tensor, mean: torch.Tensor) -> None:
     """Put the mean of `rows`, summed in fp32 from the first to the last, into `mean`, of their type."""
-    if rows.is_cuda:
+    if rows.device.type != "cpu":
         sum_of_rows = rows[0].float()
         for row in rows[1:]:
             sum_of_rows += row

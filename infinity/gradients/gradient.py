@@ -257,7 +257,7 @@ def applied_message(unit: Unit, what: str) -> str:
 
 def total_of(stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """Return fp32(stored) + fp32(new); in place where the stored one is fp32 already."""
-    if stored.is_cuda:
+    if stored.device.type != "cpu":
         return stored.float().add_(new)
     total = stored
     if stored.dtype != torch.float32:

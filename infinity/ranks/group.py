@@ -39,6 +39,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from infinity.config.settings import ACCELERATORS
 from infinity.errors import ConfigError, RanksError
 from infinity.ranks.groups import all_gather, meet, new_group, store
 from infinity.ranks.waiting import Waiting
@@ -126,7 +127,7 @@ class Channel:
         self._do(what, self._over(values), partial(dist.broadcast, values, source))
 
     def _over(self, values: torch.Tensor) -> Any:
-        return self._data if values.is_cuda else self._control  # host memory goes over gloo
+        return self._control if values.device.type == "cpu" else self._data  # host memory goes over gloo
 
     def exchange(self, received: torch.Tensor, sent: torch.Tensor, what: str) -> None:
         """Send the i-th equal part of `sent` to rank i; fill `received` in the order of ranks."""
@@ -362,9 +363,10 @@ def open_ranks(group: Any | DeviceMesh | None, device: str, timeout_s: float) ->
         if group is not None:
             raise ConfigError("a process group needs torch.distributed.init_process_group() first")
         return Ranks([0], 0, backend, timeout_s, device)
-    if device == "cuda" and "LOCAL_RANK" in os.environ:
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
-        torch.cuda.set_device(device)
+    if device in ACCELERATORS and "LOCAL_RANK" in os.environ:
+        place = torch.get_device_module(device)
+        device = f"{device}:{os.environ['LOCAL_RANK']}"
+        place.set_device(device)
     if not dist.is_initialized():
         meet(backend)
     chosen: Any = group or dist.group.WORLD

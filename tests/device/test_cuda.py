@@ -11,8 +11,8 @@ import time
 import pytest
 import torch
 
-from infinity.device.device import CudaDevice
-from infinity.device.streams import TorchStreams
+from infinity.device.cuda import CudaStreams
+from infinity.device.device import AcceleratorDevice
 from streams import RecordedStreams
 
 
@@ -23,7 +23,7 @@ def streams():
 
 @pytest.fixture
 def device(streams):
-    return CudaDevice(torch.device("cpu"), streams)
+    return AcceleratorDevice(torch.device("cpu"), streams)
 
 
 def test_in_the_steady_state_no_buffer_is_allocated(device, streams):
@@ -99,7 +99,7 @@ def test_memory_is_pinned_to_the_byte_and_unpinned_at_the_end(device, streams):
 
 
 def test_what_cannot_be_pinned_is_said_once_and_copied_all_the_same(caplog):
-    device = CudaDevice(torch.device("cpu"), RecordedStreams("out of memory (2)"))
+    device = AcceleratorDevice(torch.device("cpu"), RecordedStreams("out of memory (2)"))
     with caplog.at_level(logging.WARNING, "infinity"):
         device.pin(4096, 1 << 20)
         assert device.to_host(torch.ones(3)).tolist() == [1, 1, 1]
@@ -145,7 +145,7 @@ def test_memory_is_pinned_and_unpinned_on_the_ranks_own_device(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", device)
-    streams = TorchStreams(torch.device("cuda:3"))
+    streams = CudaStreams(torch.device("cuda:3"))
     streams.lock(4096, 100)
     streams.unlock(4096)
     assert on == [3, 1, 3, 2]  # a new thread would be on device 0
@@ -156,7 +156,7 @@ def test_what_cuda_remembers_of_a_refusal_stays_in_a_thread_of_its_own(monkeypat
     runtime = Runtime(code)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    streams = TorchStreams(torch.device("cuda:0"))
+    streams = CudaStreams(torch.device("cuda:0"))
     assert streams.lock(4096, 100) == failure
     streams.unlock(4096)
     assert runtime.calls == [("infinity-pin", 4096, 100), ("infinity-unpin", 4096)]

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 
-from infinity.device.device import CpuDevice, CudaDevice, open_device
+from infinity.device.device import AcceleratorDevice, CpuDevice, open_device
 from infinity.errors import ConfigError
 from streams import RaceError, RecordedStreams
 
@@ -19,7 +19,7 @@ def streams():
 
 @pytest.fixture
 def device(streams):
-    return CudaDevice(torch.device("cpu"), streams)
+    return AcceleratorDevice(torch.device("cpu"), streams)
 
 
 def slot(values):

@@ -12,8 +12,8 @@ import transformers
 import models
 from infinity import AdamW, Init
 from infinity.bench.device.gpu import profiled
-from infinity.device.device import CudaDevice, open_device
-from infinity.device.streams import TorchStreams
+from infinity.device.cuda import CudaStreams
+from infinity.device.device import AcceleratorDevice, open_device
 from infinity.engine.engine import engine_of_model
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.storage.memory import Arena, view
@@ -103,7 +103,7 @@ def test_a_gradient_is_downloaded_as_it_was_though_its_memory_is_used_again(devi
 
 
 def test_a_refusal_to_pin_is_no_failure_of_the_next_kernel():
-    streams = TorchStreams(torch.device("cuda", torch.cuda.current_device()))
+    streams = CudaStreams(torch.device("cuda", torch.cuda.current_device()))
     arena = Arena(1 << 20)
     assert streams.lock(arena.address, arena.nbytes) == ""
     assert "712" in streams.lock(arena.address, arena.nbytes)  # cudaErrorHostMemoryAlreadyRegistered
@@ -252,9 +252,9 @@ def test_closing_an_engine_unpins_its_memory(folder):
     training = Training(folder)
     training.steps(0, 1)
     device = training.engine.device
-    assert isinstance(device, CudaDevice)
+    assert isinstance(device, AcceleratorDevice)
     training.engine.close()
-    streams = TorchStreams(device.torch_device)
+    streams = CudaStreams(device.torch_device)
     arena = Arena(1 << 20)
     assert streams.lock(arena.address, arena.nbytes) == ""
     streams.unlock(arena.address)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import models
-from infinity.device.device import CudaDevice
+from infinity.device.device import AcceleratorDevice
 from infinity.engine import engine as engine_module
 from infinity.engine.engine import engine_of_model
 from infinity.lane.lane import StreamLane
@@ -22,7 +22,7 @@ SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
 @pytest.fixture
 def late(monkeypatch):
     streams = LateStreams()
-    device = CudaDevice(torch.device("cpu"), streams)
+    device = AcceleratorDevice(torch.device("cpu"), streams)
     monkeypatch.setattr(engine_module, "open_device", lambda *_: device)
     return streams
 

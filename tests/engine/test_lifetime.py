@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from infinity.device.device import CudaDevice
+from infinity.device.device import AcceleratorDevice
 from infinity.engine import engine as engine_module
 from infinity.engine.engine import Engine
 from infinity.lane.fetch import FetchAndUpdatePass, UpdatePass
@@ -225,7 +225,7 @@ def way(request, monkeypatch, frozen):
     way = WAYS[request.param]
     if way.late:
         device = torch.device("cpu")
-        monkeypatch.setattr(engine_module, "open_device", lambda _: CudaDevice(device, LateStreams()))
+        monkeypatch.setattr(engine_module, "open_device", lambda _: AcceleratorDevice(device, LateStreams()))
     return way
 
 

@@ -78,7 +78,7 @@ class RecordedStreams:
         self._accesses = []
         self._kept = []
 
-    # What CudaDevice calls
+    # What AcceleratorDevice calls
 
     def open(self):
         self._opened += 1

@@ -1,0 +1,185 @@
+"""What is trained on the simulated device: cases by name, and how each trains beside the recipe in memory."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, replace
+
+import peft
+import torch
+import transformers
+
+import models
+import simulated_faults
+from infinity import AdamW, Init
+from infinity.device import streams as device_streams
+from infinity.engine import engine as engine_module
+from infinity.reference import ReferenceAdamW, prepare
+from infinity.reference import clip_grad_norm_ as reference_clip
+from places import disk
+from simulator import Simulator
+
+SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
+EAGER = "eager"  # transformers' other implementations of experts choose by the type of the device
+
+
+@dataclass(frozen=True)
+class Case:
+    """model: a name of models.MODELS, or "lora" or "experts"; interrupted: a hook raises in one backward;
+    evaluated: parts of the model run before each step; times in microseconds; fault: of simulated_faults.
+    """
+
+    model: str = "llama"
+    memory: str = "128KiB"
+    update: str = "backward"
+    checkpoint: str | None = None
+    offload: str | None = None
+    spare: int = 256 << 20
+    accumulate: int = 1
+    clip: float | None = None
+    interrupted: bool = False
+    evaluated: bool = False
+    steps: int = 3
+    copy_us: int = 200
+    kernel_us: int = 0
+    jitter: int = 0
+    fault: str = ""
+
+
+def experts():
+    config = transformers.MixtralConfig(**models.SIZES, num_local_experts=4, num_experts_per_tok=2)
+    config._experts_implementation = EAGER
+    return transformers.MixtralForCausalLM(config)
+
+
+def lora():
+    model = models.MODELS["llama"]()
+    adapters = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
+    return peft.get_peft_model(model, adapters)
+
+
+models.MODELS["experts"] = experts
+models.MODELS["lora"] = lora
+
+LLAMA = Case()
+CLIPPED = Case(update="forward", accumulate=2, clip=0.5, memory="64MiB")
+OFFLOADED = Case(checkpoint="non-reentrant", offload="host", memory="512KiB", spare=0)
+BASES = {
+    "llama": LLAMA,
+    "llama in much memory": replace(LLAMA, memory="64MiB"),
+    "clipped": CLIPPED,
+    "accumulated": replace(CLIPPED, clip=None, memory="128KiB", accumulate=3),
+    "reentrant": replace(LLAMA, model="gpt2", update="forward", checkpoint="reentrant"),
+    "non-reentrant": replace(LLAMA, model="gpt2", checkpoint="non-reentrant"),
+    "dropout": replace(LLAMA, model="gpt2-dropout", update="forward", checkpoint="reentrant"),
+    "offloaded": OFFLOADED,
+    "offloaded to nvme": replace(OFFLOADED, offload="nvme", checkpoint="reentrant"),
+    "lora": replace(LLAMA, model="lora", update="forward"),
+    "experts": replace(LLAMA, model="experts", memory="256KiB"),
+    "interrupted": replace(LLAMA, interrupted=True, update="forward", memory="64MiB"),
+    "evaluated": replace(LLAMA, evaluated=True),
+}
+DELAYS = {
+    "at once": {"copy_us": 0, "kernel_us": 0},
+    "0.2 ms": {"copy_us": 200, "kernel_us": 50},
+    "jitter": {"copy_us": 1000, "kernel_us": 100, "jitter": 7},
+    "20 ms": {"copy_us": 20_000, "kernel_us": 200, "steps": 2},
+}
+CASES = {
+    f"{name}, {delay}": replace(case, **DELAYS[delay]) for name, case in BASES.items() for delay in DELAYS
+}
+CASES |= {
+    f"fault: {name}": replace(BASES[fault.case], **fault.settings, fault=name)
+    for name, fault in simulated_faults.FAULTS.items()
+}
+
+
+def _ready(model, checkpoint):
+    if checkpoint is None:
+        return model.train()
+    models.checkpointed(model, checkpoint == "reentrant")
+    return model
+
+
+def _interrupt(model, place):
+    """Let a backward end in the middle, by an exception of a hook."""
+
+    def refuse(grad):
+        raise ValueError("planted")
+
+    def watch(module, inputs, made):
+        if made.requires_grad:
+            made.register_hook(refuse)
+
+    handle = model.model.layers[1].mlp.register_forward_hook(watch)
+    ids = models.batch(7).to(place)
+    try:
+        model(input_ids=ids, labels=ids).loss.backward()
+        raise AssertionError("the backward was to raise")
+    except ValueError as error:
+        if str(error) != "planted":
+            raise
+    handle.remove()
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def train(case, model, optimizer, place):
+    """Return the losses."""
+    losses = []
+    for step in range(case.steps):
+        if case.interrupted and step == 1:
+            _interrupt(model, place)
+        for micro in range(case.accumulate):
+            ids = models.batch(100 * step + micro).to(place)
+            if case.evaluated:
+                with torch.no_grad():
+                    model.model.layers[0].mlp(model.model.embed_tokens(ids))
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            losses.append(loss.item())
+        if case.clip is not None and isinstance(optimizer, ReferenceAdamW):
+            reference_clip(optimizer, case.clip)
+        elif case.clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def expected(case):
+    """Return the losses and the weights of the recipe in memory."""
+    torch.manual_seed(0)
+    model = _ready(prepare(models.MODELS[case.model](), torch.bfloat16), case.checkpoint)
+    optimizer = ReferenceAdamW([one for one in model.parameters() if one.requires_grad], **SETTINGS)
+    return train(case, model, optimizer, "cpu"), model.state_dict()
+
+
+def found(case):
+    """Return the losses and the weights on the simulated device."""
+    device_streams.SPARE_NBYTES = case.spare
+    settings = {"offload_activations": case.offload} if case.offload else {}
+    with tempfile.TemporaryDirectory(prefix="infinity-", dir=disk()) as folder:
+        torch.manual_seed(0)
+        with Init(nvme=folder, host_memory=case.memory, device="sim", **settings):
+            model = models.MODELS[case.model]()
+        model.to("sim")
+        _ready(model, case.checkpoint)
+        trained = [one for one in model.parameters() if one.requires_grad]
+        optimizer = AdamW(trained, update=case.update, **SETTINGS)
+        losses = train(case, model, optimizer, "sim")
+        return losses, {key: value.cpu() for key, value in model.state_dict().items()}
+
+
+def run(case: Case, simulator: Simulator) -> dict[str, object]:
+    """Train a case, here and in memory, and say how they differ."""
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        losses, weights = expected(case)
+        simulator.delay(case.copy_us, case.kernel_us, case.jitter)
+        simulator.restart()
+        if case.fault:
+            simulated_faults.FAULTS[case.fault].plant(engine_module)
+        here, values = found(case)
+    torch.accelerator.synchronize()
+    different = [key for key, value in weights.items() if not torch.equal(value, values[key])]
+    return {"losses": here == losses, "different": different}

@@ -1,0 +1,149 @@
+"""The engine's accelerator with one order missing, each under a name; see the note in device/device.py."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from infinity.device.device import AcceleratorDevice, Download
+from infinity.device.streams import HostMemory
+from infinity.storage.store import DONE
+from simulator import SimStreams
+
+
+class NoWaitForUploads(AcceleratorDevice):
+    """Kernels do not wait for uploads."""
+
+    def arrived(self, flat=None):
+        residence = None if flat is None else self._residences.get(flat)
+        if residence is not None and residence.uploaded is None:
+            super().arrived(flat)
+
+
+class NoWaitForMemory(AcceleratorDevice):
+    """Uploads do not wait for kernels that still use the memory."""
+
+    def allocated(self, flat):
+        super().allocated(flat)
+        self._residences[flat].free = torch.Event(self.torch_device)
+
+
+class GathersDoNotWait(AcceleratorDevice):
+    """A gather into memory that nothing was uploaded to does not wait for kernels that still use it."""
+
+    def arrived(self, flat=None):
+        residence = None if flat is None else self._residences.get(flat)
+        if residence is None or residence.uploaded is not None:
+            super().arrived(flat)
+
+
+class LeavesAtOnce(AcceleratorDevice):
+    """Memory is freed while unused uploads still write to it."""
+
+    def leaving(self, flat):
+        self._residences.pop(flat, None)
+
+
+class DownloadsAreRead(AcceleratorDevice):
+    """The host reads a download before it is over."""
+
+    def download(self, tensor):
+        return Download(super().download(tensor).tensor, DONE)
+
+
+class SlotsAreReused(AcceleratorDevice):
+    """The host reuses the source of an upload before it is over."""
+
+    def upload(self, flat, start, address, numel):
+        super().upload(flat, start, address, numel)
+        return DONE
+
+
+class HostKernel(AcceleratorDevice):
+    """A kernel of the host gets a device address."""
+
+    def download(self, tensor):
+        ctypes.c_short.from_address(tensor.data_ptr()).value  # noqa: B018
+        return super().download(tensor)
+
+
+class NoKeep(SimStreams):
+    """The memory of a gradient is freed while it is downloaded."""
+
+    def keep(self, stream, tensor): ...
+
+
+class DownloadsDoNotWait(SimStreams):
+    """Downloads do not wait for the kernel that makes the gradient."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.opened = []
+
+    def open(self):
+        self.opened.append(super().open())
+        return self.opened[-1]
+
+    def wait(self, stream, event):
+        if stream != self.opened[1]:  # HostMemory opens that of uploads first
+            super().wait(stream, event)
+
+
+def unlock_at_once(memory, arenas):
+    """HostMemory.are_dropped, without waiting for the copies that may use the buffers."""
+    for arena in arenas:
+        memory.unpin(arena.address)
+
+
+def unlock_behind_downloads(memory, arenas):
+    """HostMemory.are_dropped, with a wait for downloads alone: uploads may still read the buffers."""
+    memory._streams.record(memory.down).synchronize()
+    unlock_at_once(memory, arenas)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """caught: what is found, a part of the first failure; empty where the bits alone show it. case: what
+    finds it, with other settings; empty where a single order does (simulated_orders).
+    """
+
+    caught: str
+    case: str = "llama"
+    settings: dict[str, Any] = field(default_factory=dict)
+    device: type[AcceleratorDevice] = AcceleratorDevice
+    streams: type[SimStreams] = SimStreams
+    are_dropped: Callable[..., None] | None = None
+
+    def opened(self) -> AcceleratorDevice:
+        """Return the device that has the fault."""
+        if self.are_dropped is not None:
+            HostMemory.are_dropped = self.are_dropped
+        place = torch.device("sim", 0)
+        return self.device(place, self.streams(place))
+
+    def plant(self, module: Any) -> None:
+        """Let engines be opened on it."""
+        module.open_device = lambda _: self.opened()
+
+
+LATE = {"copy_us": 2000}
+FAULTS = {
+    "arrived": Fault("not ordered behind an upload", device=NoWaitForUploads),
+    "allocated": Fault("not ordered behind", device=NoWaitForMemory),
+    "download": Fault("a download on stream", streams=DownloadsDoNotWait),
+    "kept": Fault("not ordered behind a download", streams=NoKeep),
+    "read early": Fault("", settings=LATE, device=DownloadsAreRead),
+    "slot reused": Fault("the host changed the source of an upload", settings=LATE, device=SlotsAreReused),
+    "host kernel": Fault("SIGSEGV", device=HostKernel),
+}
+ORDERS = {
+    "leaving": Fault("not ordered behind an upload", device=LeavesAtOnce),
+    "gathered": Fault("not ordered behind", device=GathersDoNotWait),
+    "unpinned": Fault("host memory is unpinned while a download", are_dropped=unlock_at_once),
+    "unmapped": Fault("host memory is unpinned while an upload", are_dropped=unlock_behind_downloads),
+}
+"""Orders that no training here depends on: each is caught by a sequence of calls of its own."""
