@@ -25,8 +25,10 @@ EAGER = "eager"  # transformers' other implementations of experts choose by the 
 
 @dataclass(frozen=True)
 class Case:
-    """model: a name of models.MODELS, or "lora" or "experts"; interrupted: a hook raises in one backward;
-    evaluated: parts of the model run before each step; times in microseconds; fault: of simulated_faults.
+    """model: a name of models.MODELS, or "lora" or "experts"; spare: bytes of free buffers to keep;
+    interrupted: a hook raises in one backward; evaluated: parts of the model run before each step; length: of
+    the sequences; copy_us, kernel_us: delays in microseconds, with `jitter`, a seed, 0 to twice as long;
+    fault: of simulated_faults.
     """
 
     model: str = "llama"
@@ -40,6 +42,7 @@ class Case:
     interrupted: bool = False
     evaluated: bool = False
     steps: int = 3
+    length: int = 16
     copy_us: int = 200
     kernel_us: int = 0
     jitter: int = 0
@@ -63,7 +66,7 @@ models.MODELS["lora"] = lora
 
 LLAMA = Case()
 CLIPPED = Case(update="forward", accumulate=2, clip=0.5, memory="64MiB")
-OFFLOADED = Case(checkpoint="non-reentrant", offload="host", memory="512KiB", spare=0)
+OFFLOADED = Case(checkpoint="non-reentrant", offload="host", memory="512KiB", spare=0, length=64)
 BASES = {
     "llama": LLAMA,
     "llama in much memory": replace(LLAMA, memory="64MiB"),
@@ -131,7 +134,7 @@ def train(case, model, optimizer, place):
         if case.interrupted and step == 1:
             _interrupt(model, place)
         for micro in range(case.accumulate):
-            ids = models.batch(100 * step + micro).to(place)
+            ids = models.batch(100 * step + micro, length=case.length).to(place)
             if case.evaluated:
                 with torch.no_grad():
                     model.model.layers[0].mlp(model.model.embed_tokens(ids))

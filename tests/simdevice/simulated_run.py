@@ -1,15 +1,19 @@
 """Runs cases on the simulated device, each in a forked process, and prints a line of JSON for each.
 
-python simulated_run.py CASE...: a name of simulated_cases.CASES, "order: NAME" for a sequence of calls of the
-engine's device, or "order: NAME without it" for the same without the order that it depends on.
+python simulated_run.py CASE...: a name of simulated_cases.CASES; one of simulated_ranks.CASES, which prints a
+line for each rank; "order: NAME" for a sequence of calls of the engine's device, or "order: NAME without it"
+for the same without the order that it depends on.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import json
+import logging
 import os
+import resource
 import signal
+import socket
 import sys
 import time
 import warnings
@@ -19,6 +23,7 @@ import torch
 import simulated_cases
 import simulated_faults
 import simulated_orders
+import simulated_ranks
 import simulator
 from children import Child
 from launches import warm_up
@@ -26,17 +31,32 @@ from launches import warm_up
 LIMIT_S = 200.0
 
 
-def work(name):
+class Warned(logging.Handler):
+    """Keeps what the engine warns of."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+def work(name, environment):
     """Return what a child does: it loads the device, runs the case, and says how it went."""
 
     def do(say):
+        os.environ.update(environment)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a fault on device memory is expected to end some
         faulthandler.enable()
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)
         simulated = simulator.load()
-        said = {"raised": ""}
+        warned = Warned()
+        logging.getLogger("infinity").addHandler(warned)
+        said = {"raised": "", "warned": warned.texts}
         try:
-            said |= _order(name, simulated) if name.startswith("order: ") else _trained(name, simulated)
+            said |= result(name, simulated)
         except Exception as error:  # noqa: BLE001
             said["raised"] = f"{type(error).__name__}: {error}"[:1000]
         say(**said, failure=simulated.failure(), waited=simulated.waited_for(), **simulated.counts())
@@ -44,11 +64,11 @@ def work(name):
     return do
 
 
-def _trained(name, simulated):
-    return simulated_cases.run(simulated_cases.CASES[name], simulated)
-
-
-def _order(name, simulated):
+def result(name, simulated):
+    if name in simulated_ranks.CASES:
+        return simulated_ranks.run(name, simulated)
+    if not name.startswith("order: "):
+        return simulated_cases.run(simulated_cases.CASES[name], simulated)
     called, faulty, _ = name.removeprefix("order: ").partition(" without it")
     fault = simulated_faults.ORDERS[called] if faulty else simulated_faults.Fault("")
     simulated.delay(5000, 1000)
@@ -56,15 +76,30 @@ def _order(name, simulated):
     return {}
 
 
+def environments(name):
+    """Return what the environment of each of a case's processes has besides."""
+    if name not in simulated_ranks.CASES:
+        return [{}]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    size = str(simulated_ranks.RANKS)
+    team = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [{**team, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(simulated_ranks.RANKS)]
+
+
 def main():
     simulator.build()
     warm_up()
     for name in sys.argv[1:]:
-        child = Child(work(name), LIMIT_S)
-        while not child.over():
+        children = [Child(work(name, environment), LIMIT_S) for environment in environments(name)]
+        left = children
+        while left := [child for child in left if not child.over()]:
             time.sleep(0.01)
-        killed = signal.Signals(os.WTERMSIG(child.status)).name if os.WIFSIGNALED(child.status) else ""
-        print(json.dumps({"case": name, "killed": killed, **child.last}), flush=True)  # noqa: T201
+        for rank, child in enumerate(children):
+            killed = signal.Signals(os.WTERMSIG(child.status)).name if os.WIFSIGNALED(child.status) else ""
+            said = {"case": name, "rank": rank, "killed": killed, **child.last}
+            print(json.dumps(said), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":
