@@ -15,6 +15,7 @@ DEPS = Path(__file__).resolve().parent / ".deps"
 # The commands that tests call beside the compiler: the package of each, and what is skipped for want of it.
 TOOLS = {
     "fio": ("fio", "the comparison of the I/O engine with fio"),
+    "g++": ("g++", "the simulated device: the order and the bits of what an accelerator does"),
     "losetup": ("mount", "tests on disks of their own: XFS, btrfs, 4 KiB sectors"),
     "mkfs.btrfs": ("btrfs-progs", "the test of a run that reaches its quota"),
     "mkfs.ext4": ("e2fsprogs", "tests on 4 KiB sectors and on a disk that becomes read-only"),

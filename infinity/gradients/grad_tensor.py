@@ -340,14 +340,8 @@ def _norms(grads: list[OffloadedGradient], order: Any = 2, *rest: Any, **named: 
     for store in dict.fromkeys(grad.store for grad in grads):
         ours = [grad.gradient for grad in grads if grad.store is store]
         sums.update(zip(map(id, ours), store.square_sums(ours), strict=True))
-    return [
-        torch.tensor(
-            math.sqrt(sums[id(grad.gradient)]) * float(grad.gradient.scale),
-            dtype=torch.float64,
-            device=grad.device,
-        )
-        for grad in grads
-    ]
+    norms = [math.sqrt(sums[id(grad.gradient)]) * float(grad.gradient.scale) for grad in grads]
+    return list(torch.tensor(norms, dtype=torch.float64, device=grads[0].device))  # one copy to the device
 
 
 def _multiply(grad: OffloadedGradient, factor: Any) -> Any:
@@ -357,8 +351,9 @@ def _multiply(grad: OffloadedGradient, factor: Any) -> Any:
 def _multiply_all(grads: list[OffloadedGradient], factor: Any) -> Any:
     if not _clips():
         return NotImplemented
+    number = float(factor)  # one copy from the device
     for grad in grads:
-        _scale(grad, factor)
+        _scale(grad, number)
     return None
 
 
@@ -386,8 +381,9 @@ def _unscale(grads: list[OffloadedGradient], found_inf: torch.Tensor, inverse: t
         sums = store.square_sums([grad.gradient for grad in grads if grad.store is store])
         if not all(map(math.isfinite, sums)):
             found_inf.fill_(1)
+    number = float(inverse)
     for grad in grads:
-        _scale(grad, inverse)
+        _scale(grad, number)
         grad.gradient.was_seen_finite()
 
 

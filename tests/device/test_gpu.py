@@ -30,7 +30,10 @@ LENGTH = 512
 
 
 @pytest.fixture(autouse=True)
-def repeatable(monkeypatch):
+def repeatable(monkeypatch, request):
+    """With the smaller budget, what `empty` returns is filled as well, by a kernel that no training has."""
+    fills = getattr(request.node, "callspec", None) and request.node.callspec.params.get("memory") == "128KiB"
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", bool(fills))
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(mode=True)
     yield

@@ -58,8 +58,15 @@ def test_a_dropped_wait_and_a_host_kernel_on_device_memory_are_found(default):
 def test_a_single_order_holds_and_is_missed_when_it_is_dropped(default, name):
     ((held,), (dropped,)) = default[f"order: {name}"], default[f"order: {name} without it"]
     assert (held["killed"], held["raised"], held["failure"]) == ("", "", "")
+    assert held["peak"] > held["allocated"] == 0
     assert dropped["killed"] == ""
     assert simulated_faults.ORDERS[name].caught in dropped["failure"]
+
+
+def test_without_a_compiler_the_cases_are_skipped_and_say_why(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(pytest.skip.Exception, match=r"needs a C\+\+ compiler, and there is no g\+\+"):
+        simulated.results("llama, jitter")
 
 
 @pytest.mark.slow
