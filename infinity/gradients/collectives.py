@@ -251,7 +251,8 @@ def _mean_of_ranks(rows: torch.Tensor, mean: torch.Tensor) -> None:
         sum_of_rows = rows[0].float()
         for row in rows[1:]:
             sum_of_rows += row
-        mean.copy_(sum_of_rows / len(rows))  # waits for this thread's stream alone
+        count = torch.full((), float(len(rows)), device=rows.device)  # by a number, CUDA multiplies instead
+        mean.copy_(sum_of_rows / count)  # waits for this thread's stream alone
         return
     numel = mean.numel()
     total = mean if mean.dtype == torch.float32 else torch.empty(numel, dtype=torch.float32)
