@@ -1,1 +1,1 @@
-"""Where units compute: CPU or CUDA, its streams and its buffers."""
+"""Where units compute: the CPU or an accelerator, its streams and its buffers."""

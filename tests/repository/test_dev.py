@@ -79,7 +79,7 @@ def test_what_tests_call_is_installed_where_root_works(system, machine, capsys):
     assert system.lacking() == list(system.TOOLS)
     system.install_tools()
     assert system.lacking() == []
-    assert set(machine.installed) == {"btrfs-progs e2fsprogs fio mount xfsprogs"}
+    assert set(machine.installed) == {"btrfs-progs e2fsprogs fio g++ mount xfsprogs"}
     system.say_what_is_skipped()
     assert capsys.readouterr().out == f"dev: installing {machine.installed[0]} with apt-get\n"
 
