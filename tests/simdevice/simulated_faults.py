@@ -131,11 +131,12 @@ class Fault:
 
 
 LATE = {"copy_us": 2000}
+SLOW = {"copy_us": 20_000, "steps": 2}  # the memory is reused long before the host waits for the download
 FAULTS = {
     "arrived": Fault("not ordered behind an upload", device=NoWaitForUploads),
     "allocated": Fault("not ordered behind", device=NoWaitForMemory),
     "download": Fault("a download on stream", streams=DownloadsDoNotWait),
-    "kept": Fault("not ordered behind a download", streams=NoKeep),
+    "kept": Fault("not ordered behind a download", settings=SLOW, streams=NoKeep),
     "read early": Fault("", settings=LATE, device=DownloadsAreRead),
     "slot reused": Fault("the host changed the source of an upload", settings=LATE, device=SlotsAreReused),
     "host kernel": Fault("SIGSEGV", device=HostKernel),
