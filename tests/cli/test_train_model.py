@@ -396,7 +396,7 @@ def test_the_documented_commands_run(folder, base, lines, monkeypatch, page):
     """On the small model, for a step each; /local_nvme and what a command names are made first."""
     pytest.importorskip("peft")
     said = (ROOT / "docs" / page).read_text()
-    commands = re.findall(r"^infinity (train --(?:model|config) .*)$", said, re.MULTILINE)
+    commands = re.findall(r"^(?:# )?infinity (train --(?:model|config) .*)$", said, re.MULTILINE)
     assert len(commands) == {"start.md": 2, "cli.md": 3}[page]
     monkeypatch.chdir(folder)
     monkeypatch.setattr("infinity.cli.train.plot_run", lambda *_: None)
