@@ -23,6 +23,7 @@ from rich.console import Console
 
 from infinity.cli.interrupted import Interrupted
 from infinity.cli.presets import PRESETS
+from infinity.cli.run_file import arguments_of, config_of
 from infinity.cli.settings import TrainSettings
 from infinity.errors import ConfigError, InfinityError
 from infinity.planning.outline import Outline
@@ -33,6 +34,7 @@ _DEFAULT = TrainSettings()
 _EXPORT = "write a checkpoint as Hugging Face's files, for from_pretrained"
 _PLAN = "will a model fit, how fast will it train, what limits it: without training it"
 _MODEL = "a preset or a config.json of transformers, whose needs are compared with space and memory"
+_TRAIN = "train a model of transformers on data, or a byte-level preset on text"
 _COMPLETION = "print the completion of a shell, to be sourced: infinity --completion bash"
 
 
@@ -118,7 +120,26 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self.complete()
-        return super().parse_known_args(args if args is None else self._spelled_out(args), namespace)
+        args = args if args is None else self._spelled_out(args)
+        path = None if args is None or self.get_default("run") is not _train else config_of(args)
+        if path is None:
+            return super().parse_known_args(args, namespace)
+        said = self._of_file(path)
+        for action in self._actions:
+            action.default = argparse.SUPPRESS  # so that the command line sets what it names alone
+        typed, unknown = super().parse_known_args(args, None)
+        return argparse.Namespace(**vars(said) | vars(typed)), unknown
+
+    def _of_file(self, path: str) -> argparse.Namespace:
+        """Parse a YAML file's options as if they were typed, with the defaults of all others."""
+        try:
+            typed = arguments_of(path, self._actions)
+        except ConfigError as error:
+            self.error(str(error))
+        self.prog, before = f"{self.prog} --config {path}", self.prog
+        said, _ = super().parse_known_args(typed, None)
+        self.prog = before
+        return said
 
     def complete(self) -> None:
         """Import the command, and add its arguments, unless that is done."""
@@ -164,9 +185,7 @@ def _parser(
     parser.add_argument("--completion", choices=("bash", "zsh"), action=_Completion, help=_COMPLETION)
     parser.set_defaults(run=_helping(parser))
     commands = parser.add_subparsers(dest="command", metavar="train | doctor | export | bench | plan")
-    _add_train(
-        commands.add_parser("train", help="train a byte-level language model on a text file or folder")
-    )
+    _add_train(commands.add_parser("train", help=_TRAIN))
     doctor = commands.add_parser("doctor", help="show what this machine offers, and what to fix")
     nvme = "a folder to examine; may be repeated (default: this one)"
     doctor.add_argument("--nvme", metavar="DIR", action="append", help=nvme)
@@ -194,10 +213,30 @@ def _helping(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
     advanced = parser.add_argument_group("advanced")
+    config = "a YAML file of these options, by their names; those of the command line win"
+    parser.add_argument("--config", metavar="FILE", help=config)
+    _add_data(parser.add_argument, advanced.add_argument)
     _add_model(parser.add_argument, advanced.add_argument)
     _add_recipe(parser.add_argument, advanced.add_argument)
     _add_run(parser.add_argument, advanced.add_argument)
     parser.set_defaults(run=_train)
+
+
+def _add_data(add: Callable[..., object], add_advanced: Callable[..., object]) -> None:
+    model = "a folder of a causal language model of transformers; without weights there they start fresh"
+    add("--model", metavar="FOLDER", help=model)
+    add_advanced("--tokenizer", metavar="FOLDER", help="the tokenizer's folder (default: the model's)")
+    data = "files of text, JSON lines (*.jsonl) or parquet: messages, prompt and completion, or text"
+    add("--data", metavar="FILE", nargs="+", help=data)
+    add("--eval-data", metavar="FILE", nargs="+", help="files to evaluate on, not trained on")
+    every = "steps from one evaluation to the next (one, after the last step)"
+    add("--eval-every", type=_at_least(1), default=0, metavar="STEPS", help=every)
+    lora = "train adapters of this rank (8) alone, by PEFT; the model is read, and never written"
+    add("--lora", metavar="RANK", type=_at_least(1), nargs="?", const=8, default=0, help=lora)
+    add_advanced("--lora-alpha", type=_at_least(1), metavar="X", help="their scale (twice the rank)")
+    targets = "modules with adapters (all linear layers but the head)"
+    add_advanced("--lora-targets", metavar="NAME", nargs="+", help=targets)
+    add("--save", metavar="FOLDER", help="write the trained weights, or adapters, and the tokenizer there")
 
 
 def _add_model(add: Callable[..., object], add_advanced: Callable[..., object]) -> None:
@@ -232,14 +271,14 @@ def _add_recipe(add: Callable[..., object], add_advanced: Callable[..., object])
 
     number("--steps", _at_least(1), "updates of the weights")
     number("--batch", _at_least(1), "sequences per forward, or micro-batch")
-    number("--sequence", _at_least(2), "bytes per sequence")
+    number("--sequence", _at_least(2), "tokens per sequence; of a preset, bytes")
     micro_batches = "micro-batches per forward, block by block, so that parameters are fetched once for all"
     number("--micro-batches", _at_least(1), micro_batches, add_advanced)
     number("--accumulate", _at_least(1), "forwards and backwards per step")
     number("--lr", _not_negative, "the highest learning rate")
     number("--weight-decay", _not_negative, "decoupled, as in AdamW")
     number("--warmup", _at_least(0), "steps in which the rate rises, before it falls along a cosine")
-    number("--seed", _at_least(0), "of weights and text")
+    number("--seed", _at_least(0), "of weights and data")
     checkpointing = "recompute activations in the backward (on)"
     add("--checkpointing", action=argparse.BooleanOptionalAction, default=True, help=checkpointing)
     offload = "where to keep the blocks' inputs until the backward: in --host-memory, or on NVMe (neither)"
@@ -261,6 +300,8 @@ def _add_run(add: Callable[..., object], add_advanced: Callable[..., object]) ->
     add("--timeline", metavar="FILE", help=timeline)
     report = "write a picture of the run, lanes, memory and bytes, to a new file, *.html or *.png"
     add("--report", metavar="FILE", help=report)
+    add("--tensorboard", metavar="FOLDER", help="write the figures of each step for TensorBoard")
+    add("--wandb", metavar="PROJECT", help="send the figures of each step to Weights & Biases")
     plain = "train in memory, by the reference recipe, for comparison"
     add_advanced("--plain", action="store_true", help=plain)
     add("--traceback", action="store_true", help="show where an error came from")
@@ -319,6 +360,7 @@ def _check(settings: TrainSettings) -> None:
     for why, so in excluded.items():
         if so:
             raise ConfigError(f"{why} Leave one out.")
+    _check_data(settings)
     for what in ("timeline", "report"):
         if settings.plain and getattr(settings, what) is not None:
             raise ConfigError(f"--plain excludes --{what}, which shows an engine's lanes. Leave one out.")
@@ -328,6 +370,35 @@ def _check(settings: TrainSettings) -> None:
         )
     if settings.out is not None and Path(settings.out).exists() and not Path(settings.out).is_dir():
         raise ConfigError(f"--out {settings.out}: that is a file. Name a new folder for the run.")
+
+
+def _check_data(settings: TrainSettings) -> None:
+    """Refuse options of a model without one, and combinations with one that cannot work.
+
+    Raises: ConfigError naming the options.
+    """
+    for flag in ("tokenizer", "data", "eval_data", "lora"):
+        if settings.model is None and getattr(settings, flag):
+            name = "--" + flag.replace("_", "-")
+            raise ConfigError(f"{name} needs --model FOLDER; presets train on the bytes of --text.")
+    wrong = {
+        "--model needs --data FILE..., what to train on.": settings.model is not None and not settings.data,
+        "--model excludes --text, whose bytes presets train on: name the files by --data.": (
+            settings.model is not None and settings.text is not None
+        ),
+        "--eval-every needs --eval-data FILE...": bool(settings.eval_every) and not settings.eval_data,
+        "--lora-alpha and --lora-targets need --lora.": not settings.lora
+        and not (settings.lora_alpha is None and settings.lora_targets is None),
+        "--plain excludes --lora and --save: it serves for comparison.": settings.plain
+        and bool(settings.lora or settings.save),
+        "--micro-batches excludes --lora: give --accumulate.": settings.micro_batches > 1
+        and bool(settings.lora),
+    }
+    for why, so in wrong.items():
+        if so:
+            raise ConfigError(why)
+    if settings.save is not None and Path(settings.save).exists():
+        raise ConfigError(f"--save {settings.save} exists, and is never overwritten. Name a new folder.")
 
 
 def _doctor(options: argparse.Namespace, outline_of: OutlineOf) -> int:

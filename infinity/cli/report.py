@@ -37,9 +37,12 @@ _STALLS = {
 _LANE = {"read_wait": "reads awaited", "write_wait": "writes awaited", "inline": "in other threads"}
 
 
-def state_nbytes(form: Format) -> int:
-    """Return the bytes of state per parameter: those of the record's fields, without the blocks' scales."""
-    return sum(form.nbytes(field, 1) for field in form.fields if field != "scale")
+def state_nbytes(form: Format, fields: Sequence[str] | None = None) -> int:
+    """Return the bytes of state per parameter: of all the record's fields, or some, without the blocks'
+    scales.
+    """
+    counted = [field for field in form.fields if field != "scale" and (fields is None or field in fields)]
+    return sum(form.nbytes(field, 1) for field in counted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,8 @@ class StepReport:
     """Bytes of host_memory in use."""
     stall_s: float = 0.0
     """Seconds for which the computation waited."""
+    eval_loss: float | None = None
+    """The loss of the evaluation after this step, if there was one."""
 
     @property
     def nvme_nbytes(self) -> int:
@@ -152,7 +157,8 @@ class Progress:
             f"{step.tokens_per_second:.0f} tokens/s, NVMe {step.nvme_nbytes / step.seconds / 1e9:.2f} GB/s"
         )
         against = "" if bound is None else f", {bound}"
-        text = f"loss {step.loss:.3f}, {speed}{against}, memory {memory}{self._budget}"
+        evaluated = "" if step.eval_loss is None else f", evaluation {step.eval_loss:.3f}"
+        text = f"loss {step.loss:.3f}{evaluated}, {speed}{against}, memory {memory}{self._budget}"
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update()
@@ -166,22 +172,39 @@ class Progress:
             self._bar.close()
 
 
-def plot_loss(path: Path, steps: Sequence[StepReport], title: str) -> str | None:
-    """Draw the loss over the steps as a PNG; without matplotlib, return a line that says so."""
+def plot_run(path: Path, run: Run, title: str, unit: str) -> str | None:
+    """Draw loss, tokens per second and memory over the steps as a PNG.
+
+    unit: of the loss, "byte" or "token". Returns: without matplotlib, a line that says so.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         return "no picture of the loss: matplotlib is not installed (pip install matplotlib)"
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 9), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    loss, speed, memory = figure.subplots(3, sharex=True, height_ratios=(2, 1, 1))
+    steps = run.steps
     numbers, losses = [step.step for step in steps], [step.loss for step in steps]
-    axes.plot(numbers, losses, marker="." if len(steps) < 80 else "", alpha=0.4, label="each step")
-    axes.plot(numbers, _smooth(losses), label=f"mean of the last {SMOOTHED}")
-    axes.legend()
-    axes.set(xlabel="step", ylabel="loss (nats per byte)", title=title)
-    axes.grid(visible=True, alpha=0.3)
+    loss.plot(numbers, losses, marker="." if len(steps) < 80 else "", alpha=0.4, label="each step")
+    loss.plot(numbers, _smooth(losses), label=f"mean of the last {SMOOTHED}")
+    if evaluated := [(step.step, step.eval_loss) for step in steps if step.eval_loss is not None]:
+        loss.plot(*zip(*evaluated, strict=True), marker="o", label="evaluation")
+    loss.set(ylabel=f"loss (nats per {unit})", title=title)
+    speed.plot(numbers, [step.tokens_per_second for step in steps], label=f"{unit}s per second")
+    process = [max(0, step.rss_nbytes - run.baseline_nbytes) / 2**20 for step in steps]
+    memory.plot(numbers, process, label="process, above imports (MiB)")
+    if run.before is not None:
+        held = [step.budget_held_nbytes / 2**20 for step in steps]
+        memory.plot(numbers, held, label="host_memory in use (MiB)")
+        memory.axhline(run.before.budget_nbytes / 2**20, linestyle="--", label="host_memory (MiB)")
+    memory.set(xlabel="step")
+    for axes in (loss, speed, memory):
+        axes.legend()
+        axes.grid(visible=True, alpha=0.3)
+    for axes in (speed, memory):
+        axes.set_ylim(bottom=0)
     figure.savefig(path, dpi=120)
     return None
 
@@ -197,8 +220,15 @@ class Run:
 
     name: str
     parameters: int
+    """Those that are trained."""
     state_nbytes: int = 12
-    """Bytes of state per parameter."""
+    """Bytes of state per trained parameter."""
+    frozen: int = 0
+    """Parameters that are not trained."""
+    frozen_nbytes: int = 4
+    """Bytes of state per frozen parameter."""
+    baseline_nbytes: int = 0
+    """Memory of the imports."""
     steps: list[StepReport] = field(default_factory=list)
     peak_nbytes: int = 0
     """Memory above the imports."""
@@ -223,6 +253,16 @@ class Run:
         """Set what is known at the end of training; after: None without an engine, or if it is set."""
         self.peak_nbytes = peak_nbytes
         self.after = after or self.after
+
+    @property
+    def all_parameters(self) -> int:
+        """The number of all parameters, trained or not."""
+        return self.parameters + self.frozen
+
+    @property
+    def whole_state_nbytes(self) -> int:
+        """Bytes of weights, masters and moments of all parameters."""
+        return self.parameters * self.state_nbytes + self.frozen * self.frozen_nbytes
 
     @property
     def steady(self) -> list[StepReport]:
@@ -276,16 +316,16 @@ class Run:
         return rows
 
     def _model(self) -> list[tuple[str, str]]:
-        state = self.parameters * self.state_nbytes
+        state = self.whole_state_nbytes
+        trained = f", {self.parameters / 1e6:,.1f} M trained" if self.frozen else ""
+        each = f"{self.state_nbytes} B per parameter"
+        each += f", {self.frozen_nbytes} B per frozen one" if self.frozen else ""
         used = f"{format_size(self.peak_nbytes)}, {self.peak_nbytes / state:.0%} of the state"
         if self.after is not None:
             used += f" (host_memory {format_size(self.after.budget_nbytes)})"
         return [
-            ("parameters", f"{self.parameters / 1e6:,.1f} M"),
-            (
-                "state",
-                f"{format_size(state)}: weights, masters and moments, {self.state_nbytes} B per parameter",
-            ),
+            ("parameters", f"{self.all_parameters / 1e6:,.1f} M{trained}"),
+            ("state", f"{format_size(state)}: weights, masters and moments, {each}"),
             ("peak memory used", used),
         ]
 
@@ -299,8 +339,12 @@ class Run:
         loss = (
             f"{self.steps[0].loss:.3f} at first, {statistics.fmean(last):.3f} at last (mean of {len(last)})"
         )
+        evaluated = [step.eval_loss for step in self.steps if step.eval_loss is not None]
+        rows = [("loss", loss)]
+        if evaluated:
+            rows.append(("evaluation", f"{evaluated[-1]:.3f} at last, {min(evaluated):.3f} at best"))
         return [
-            ("loss", loss),
+            *rows,
             ("steps", f"{len(self.steps)} in {seconds:.1f} s; median {median:.2f} s, {speed:.0f} tokens/s"),
         ]
 
@@ -346,7 +390,7 @@ class Run:
         return rows
 
     def _traffic(self) -> list[tuple[str, str]]:
-        held = self.parameters / (self.after.ranks if self.after is not None else 1)
+        held = self.all_parameters / (self.after.ranks if self.after is not None else 1)
         read = statistics.median(step.nvme_read_nbytes for step in self.steady) / held
         written = statistics.median(step.nvme_written_nbytes for step in self.steady) / held
         rate = statistics.median(step.nvme_nbytes / step.seconds for step in self.steady) / 1e9

@@ -14,6 +14,21 @@ class TrainSettings:
     preset: str = "25m"
     text: str | None = None
     """A file or folder; None: the standard library's sources."""
+    model: str | None = None
+    """A folder of a causal language model, or its config.json; None: the preset."""
+    tokenizer: str | None = None
+    """A folder; None: the model's."""
+    data: Sequence[str] | None = None
+    """The model's files of text, JSON lines or parquet."""
+    eval_data: Sequence[str] | None = None
+    eval_every: int = 0
+    """Steps from one evaluation to the next; 0 for one, after the last step."""
+    lora: int = 0
+    """The rank of adapters; 0 trains all weights."""
+    lora_alpha: int | None = None
+    """None: twice the rank."""
+    lora_targets: Sequence[str] | None = None
+    """Names of modules; None: all linear layers but the head."""
     nvme: Sequence[str] | None = None
     """Folders; None: the run's own."""
     in_host_memory: bool = False
@@ -35,7 +50,7 @@ class TrainSettings:
     micro_batches: int = 1
     """Per forward, block by block; see infinity.tiling."""
     sequence: int = 256
-    """Bytes of text in one sequence."""
+    """Tokens in one sequence; of a preset, bytes of text."""
     checkpointing: bool = True
     offload_activations: str | None = None
     """Where the blocks' inputs are kept until the backward; see Config."""
@@ -50,6 +65,12 @@ class TrainSettings:
     seed: int = 0
     out: str | None = None
     log_every: int = 1
+    save: str | None = None
+    """A new folder for the trained weights, in Hugging Face's files."""
+    tensorboard: str | None = None
+    """A folder for event files."""
+    wandb: str | None = None
+    """A project."""
     timeline: str | None = None
     """A new file for a trace of the lanes."""
     report: str | None = None

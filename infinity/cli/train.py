@@ -1,7 +1,7 @@
-"""`infinity train`: a byte-level language model of any size on any text, by a plain PyTorch loop.
+"""`infinity train`: a preset on the bytes of a text, or a model of transformers on data, by a plain loop.
 
 The loop is the one that users write: Init around the model, AdamW, a scheduler of torch. With `plain`, the
-same model, text and recipe run in memory, by infinity.reference: losses are bit-identical for the same number
+same model, data and recipe run in memory, by infinity.reference: losses are bit-identical for the same number
 of torch threads.
 """
 
@@ -25,14 +25,17 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from infinity import reference, tiling
+from infinity.checkpoint.export import save_pretrained
 from infinity.checkpoint.resume import commit, durable_of, resume
+from infinity.cli.boards import Boards
+from infinity.cli.data import IGNORED, NEEDED, Sequences
 from infinity.cli.interrupted import interruptible
-from infinity.cli.presets import PRESETS, llama, recompute_blocks
+from infinity.cli.presets import recompute_blocks
 from infinity.cli.recording import Recording
-from infinity.cli.report import RECENT, Meter, Progress, Run, StepLog, StepReport, plot_loss, state_nbytes
+from infinity.cli.report import RECENT, Meter, Progress, Run, StepLog, StepReport, plot_run, state_nbytes
 from infinity.cli.run_folder import LOG, PICTURE, errors_named, folder_beside, run_folder
 from infinity.cli.settings import TrainSettings
-from infinity.cli.text import Sampler, Text, default_text
+from infinity.cli.task import Task, task_of
 from infinity.config.settings import Config
 from infinity.engine.engine import Engine, engine_of_model
 from infinity.engine.init import Init
@@ -41,7 +44,7 @@ from infinity.errors import ConfigError, InfinityError
 from infinity.optim.base import OffloadedOptimizer
 from infinity.optim.optimizers import AdamW
 from infinity.planning.layout import Format
-from infinity.ranks.group import ALONE
+from infinity.ranks.group import ALONE, Ranks
 from infinity.records.weights import WEIGHTS
 from infinity.sizes import format_size
 from infinity.storage.disk_speed import DiskSpeed, measured
@@ -69,43 +72,45 @@ def train(settings: TrainSettings, console: Console) -> None:
     Raises: Interrupted after a signal, once everything is closed and reported; InfinityError; OSError.
     """
     if importlib.util.find_spec("transformers") is None:
-        raise ConfigError("infinity train needs transformers: pip install 'zero-infinity[train]'")
+        cure = "pip install 'zero-infinity[train]'" if settings.model is None else NEEDED
+        raise ConfigError(f"infinity train needs transformers: {cure}")
     rank, ranks = (int(os.environ.get(name, usual)) for name, usual in (("RANK", "0"), ("WORLD_SIZE", "1")))
     if ranks > 1 and settings.plain:
         raise ConfigError("--plain trains in one process: start without torchrun, or without --plain.")
     recording = Recording(None, None) if rank else Recording(settings.timeline, settings.report)
     with interruptible() as check:
-        text = default_text() if settings.text is None else Text(settings.text)
-        shape = {"batch": settings.batch, "sequence": settings.sequence, "seed": settings.seed}
-        sampler = Sampler(text, **shape, rank=rank, ranks=ranks)
+        task = task_of(settings, rank, ranks)
+        boards = None if rank else Boards(settings)
         from transformers import LlamaForCausalLM  # noqa: F401 (the memory of its imports is not training's)
 
         meter = Meter()
-        if rank:
-            _train_beside(settings, sampler, folder_beside(settings.out), meter, recording, check)
+        if boards is None:
+            _train_beside(settings, task, folder_beside(settings.out), meter, recording, check)
             return
         with run_folder(settings.out) as folder:
-            _train(settings, console, text, sampler, folder, meter, recording, check)
+            _train(settings, console, task, boards, folder, meter, recording, check)
 
 
 def _train_beside(
     settings: TrainSettings,
-    sampler: Sampler,
+    task: Task,
     folder: Path,
     meter: Meter,
     recording: Recording,
     check: Callable[[], None],
 ) -> None:
     """Train as a rank other than 0, which shows and logs the run."""
-    model, optimizer = build(settings, folder)
-    run = Run(settings.preset, 1)
+    model, optimizer = build(settings, task, folder)
+    run = Run(task.name, 1)
     engine = engine_of_model(model)
     try:
-        for step in steps(settings, model, optimizer, sampler, meter, recording):
+        for step in steps(settings, task, model, optimizer, meter, recording):
             run.steps.append(step)
             check()
             _check_finite(step)
         _figures(engine, run, meter)
+        if settings.save is not None:
+            save_pretrained(model, settings.save)
     finally:
         with contextlib.suppress(InfinityError, OSError):
             engine.close()
@@ -122,20 +127,26 @@ def _figures(engine: Engine, run: Run, meter: Meter) -> list[dict[str, float]]:
 def _train(
     settings: TrainSettings,
     console: Console,
-    text: Text,
-    sampler: Sampler,
+    task: Task,
+    boards: Boards,
     folder: Path,
     meter: Meter,
     recording: Recording,
     check: Callable[[], None],
 ) -> None:
     """Build and train, and report the run, however it ends."""
-    model, optimizer = build(settings, folder)
-    count = sum(parameter.numel() for parameter in model.parameters())
+    model, optimizer = build(settings, task, folder)
+    counts = dict.fromkeys((True, False), 0)
+    for parameter in model.parameters():
+        counts[parameter.requires_grad] += parameter.numel()
+    form = Format(settings.state_dtype, settings.dtype)
     run = Run(
-        settings.preset,
-        count,
-        state_nbytes(Format(settings.state_dtype, settings.dtype)),
+        task.name,
+        counts[True],
+        state_nbytes(form),
+        frozen=counts[False],
+        frozen_nbytes=state_nbytes(form, ("hi", "lo")),
+        baseline_nbytes=meter.baseline_nbytes,
         counts_io=meter.counts_io,
     )
     log = StepLog(folder / LOG, settings.log_every)
@@ -143,21 +154,25 @@ def _train(
         if not settings.plain:
             run.begin(stats(model), disk_speed(_folders(settings, folder), settings.aio))
             recording.start(engine_of_model(model))
-        _introduce(console, settings, run, text, folder)
+        _introduce(console, settings, run, task, folder)
         if settings.resume:
             console.print(_start_of(model), markup=False, highlight=False, soft_wrap=True)
         budget = None if run.before is None else run.before.budget_nbytes
         with closing(Progress(settings.steps, budget, meter.baseline_nbytes)) as progress:
-            for step in steps(settings, model, optimizer, sampler, meter, recording):
+            for step in steps(settings, task, model, optimizer, meter, recording):
                 run.steps.append(step)
                 with errors_named(folder / LOG):
                     log.write(step)
+                boards.write(step)
                 progress.show(step, run.bound(RECENT))
                 check()
                 _check_finite(step)
         if not settings.plain:
             run.hear(_figures(engine_of_model(model), run, meter))
             run.predict(engine_of_model(model), stats(model))
+        if settings.save is not None:
+            save_pretrained(model, settings.save)
+            task.save_tokenizer(Path(settings.save))
     finally:
         with contextlib.suppress(OSError):  # each line was flushed when it was written
             log.close()
@@ -165,7 +180,7 @@ def _train(
         if not settings.plain:
             with contextlib.suppress(InfinityError, OSError):  # the step has raised the cause
                 engine_of_model(model).close()
-        _conclude(console, settings, run, folder, recording)
+        _conclude(console, settings, task, run, folder, recording)
 
 
 def _folders(settings: TrainSettings, folder: Path) -> list[str]:
@@ -201,10 +216,9 @@ def _check_device(name: str) -> None:
         )
 
 
-def build(settings: TrainSettings, folder: Path) -> tuple[nn.Module, Any]:
+def build(settings: TrainSettings, task: Task, folder: Path) -> tuple[nn.Module, Any]:
     """Return the model and its optimizer: offloaded, or, if plain, in memory."""
     torch.manual_seed(settings.seed)
-    preset = PRESETS[settings.preset]
     rates: dict[str, Any] = {name: getattr(settings, name) for name in ("lr", "weight_decay", "max_norm")}
     if settings.dtype == "fp16":
         rates["max_norm"] = None  # LossScaling clips the unscaled gradients
@@ -223,13 +237,15 @@ def build(settings: TrainSettings, folder: Path) -> tuple[nn.Module, Any]:
     )
     _check_device(settings.device)
     if settings.plain:
-        whole = llama(preset, settings.sequence).to(settings.device)
+        whole = task.build().to(settings.device)
         model = reference.prepare(whole, WEIGHTS[settings.dtype].dtype)
         optimizer = reference.ReferenceAdamW(model.parameters(), **rates, **stored)
     else:
         with Init(config):
-            model = llama(preset, settings.sequence)
-        optimizer = AdamW(model.parameters(), update=settings.updates_in, **rates)
+            model = task.build()
+        model.to(settings.device)  # its buffers
+        trained = [one for one in model.parameters() if one.requires_grad]
+        optimizer = AdamW(trained, update=settings.updates_in, **rates)
     model.train()
     if settings.micro_batches > 1:
         tiling.tile_batch_(model, settings.batch)
@@ -241,9 +257,9 @@ def build(settings: TrainSettings, folder: Path) -> tuple[nn.Module, Any]:
 
 def steps(
     settings: TrainSettings,
+    task: Task,
     model: nn.Module,
     optimizer: Any,
-    sampler: Sampler,
     meter: Meter,
     recording: Recording,
 ) -> Iterator[StepReport]:
@@ -252,9 +268,9 @@ def steps(
     scaling = LossScaling(settings.dtype, settings.device)
     first = 0
     if settings.durable:
-        tracked = {"scheduler": schedule, "loader": sampler, **scaling.tracked}
+        tracked = {"scheduler": schedule, "loader": task.loader, **scaling.tracked}
         first = _begin(model, optimizer, tracked, resuming=settings.resume)
-    batches = iter(sampler)
+    batches = task.batches()
     ranks = ALONE if settings.plain else engine_of_model(model).ranks
     tokens = settings.batch * settings.micro_batches * settings.sequence * settings.accumulate * ranks.size
     now = None if settings.plain else stats(model)
@@ -273,7 +289,7 @@ def steps(
         io_before, io = io, meter.io_nbytes(now)
         rss_nbytes = meter.rss_nbytes()
         recording.mark(began + seconds, now, rss_nbytes - meter.baseline_nbytes)
-        yield StepReport(
+        report = StepReport(
             step=number,
             loss=value,
             lr=lr,
@@ -286,13 +302,39 @@ def steps(
             budget_held_nbytes=0 if now is None else now.budget_held_nbytes,
             stall_s=0.0 if now is None or before is None else now.stall_s - before.stall_s,
         )
+        if task.evaluation is not None and _evaluates(settings, number):
+            report = replace(report, eval_loss=evaluate(model, task.evaluation, settings.device, ranks))
+            now = None if settings.plain else stats(model)  # what evaluating moves is no step's
+            io = meter.io_nbytes(now)
+        yield report
     if settings.durable:
         commit(model)
 
 
+def _evaluates(settings: TrainSettings, step: int) -> bool:
+    return step == settings.steps or (settings.eval_every > 0 and step % settings.eval_every == 0)
+
+
+def evaluate(model: nn.Module, data: Sequences, device: str, ranks: Ranks) -> float:
+    """Return the mean loss per learned token of all sequences. Every rank calls this."""
+    total = tokens = 0.0
+    model.eval()
+    try:
+        with torch.no_grad():
+            for ids, labels in data.once():
+                learned = int((labels[:, 1:] != IGNORED).sum())
+                loss = model(input_ids=ids.to(device), labels=labels.to(device)).loss
+                if learned:
+                    total, tokens = total + float(loss) * learned, tokens + learned
+    finally:
+        model.train()
+    total, tokens = ranks.totals([total, tokens], "loss of the evaluation")
+    return total / tokens
+
+
 def _accumulate(
     model: nn.Module,
-    batches: Iterator[Tensor],
+    batches: Iterator[tuple[Tensor, Tensor]],
     settings: TrainSettings,
     recording: Recording,
     scaling: LossScaling,
@@ -300,9 +342,10 @@ def _accumulate(
     """Run forward and backward for the batches of one step; return their mean loss."""
     total = torch.zeros((), device=settings.device)
     for _ in range(settings.accumulate):
-        ids = torch.cat([next(batches) for _ in range(settings.micro_batches)]).to(settings.device)
+        drawn = [next(batches) for _ in range(settings.micro_batches)]
+        ids, labels = (torch.cat(parts).to(settings.device) for parts in zip(*drawn, strict=True))
         with recording.phase("forward"):
-            loss = model(input_ids=ids, labels=ids).loss / settings.accumulate
+            loss = model(input_ids=ids, labels=labels).loss / settings.accumulate
         with recording.phase("backward"):
             scaling.scaled(loss).backward()
         total += loss.detach()
@@ -389,19 +432,19 @@ class LossScaling:
 # What is shown
 
 
-def _introduce(console: Console, settings: TrainSettings, run: Run, text: Text, folder: Path) -> None:
+def _introduce(console: Console, settings: TrainSettings, run: Run, task: Task, folder: Path) -> None:
     where = "in memory, the reference recipe"
     if run.before is not None:
         folders = _folders(settings, folder)
         tier = f"NVMe {', '.join(folders)}" if folders else "host memory alone"
         where = f"{tier} ({run.before.io_engine}), host_memory {format_size(run.before.budget_nbytes)}"
-    state = format_size(run.state_nbytes * run.parameters)
+    trained = f" ({run.parameters / 1e6:,.1f} M trained)" if run.frozen else ""
     tiles = [settings.micro_batches] if settings.micro_batches > 1 else []
     batches = " x ".join(map(str, [settings.accumulate, *tiles, settings.batch]))
     console.print(
-        f"{run.name}: {run.parameters / 1e6:,.1f} M parameters, {state} of state; {where}\n"
-        f"text: {text.path}, {text.files:,} files, {format_size(text.nbytes)}; "
-        f"{settings.steps} steps of {batches} x {settings.sequence} bytes",
+        f"{run.name}: {run.all_parameters / 1e6:,.1f} M parameters{trained}, "
+        f"{format_size(run.whole_state_nbytes)} of state; {where}\n"
+        f"{task.about}; {settings.steps} steps of {batches} x {settings.sequence} {task.unit}s",
         markup=False,
         highlight=False,
         soft_wrap=True,
@@ -409,15 +452,17 @@ def _introduce(console: Console, settings: TrainSettings, run: Run, text: Text, 
 
 
 def _conclude(
-    console: Console, settings: TrainSettings, run: Run, folder: Path, recording: Recording
+    console: Console, settings: TrainSettings, task: Task, run: Run, folder: Path, recording: Recording
 ) -> None:
+    saved = [f"saved: {settings.save}"] if settings.save and Path(settings.save).exists() else []
     if not run.steps:
+        console.print("\n".join(saved), markup=False, highlight=False, soft_wrap=True)
         return
     console.print(run.table())
     how = "in memory" if run.after is None else f"host_memory {format_size(run.after.budget_nbytes)}"
-    title = f"{settings.preset}: {run.parameters / 1e6:,.1f} M parameters, {how}"
+    title = f"{task.name}: {run.all_parameters / 1e6:,.1f} M parameters, {how}"
     with errors_named(folder / PICTURE):
-        missing = plot_loss(folder / PICTURE, run.steps, title)
-    written = [f"log: {folder / LOG}", missing or f"loss: {folder / PICTURE}"]
+        missing = plot_run(folder / PICTURE, run, title, task.unit)
+    written = [*saved, f"log: {folder / LOG}", missing or f"loss, speed, memory: {folder / PICTURE}"]
     written += recording.write(f"{title}; {run.bound() or ''}", run.rows())
     console.print("\n".join(written), markup=False, highlight=False, soft_wrap=True)

@@ -27,7 +27,7 @@ class Monitors:
         self._writes: dict[str, Write] = {}
         for name, section in sections.items():
             try:
-                self._writes[name] = _OPEN[name](section)
+                self._writes[name] = OPENS[name](section)
             except ImportError as error:
                 package = name.removesuffix("_monitor")
                 _warn(f"{name} is enabled, but cannot be imported ({error}): pip install {package}")
@@ -102,7 +102,7 @@ def _wandb(section: Mapping[str, Any]) -> Write:
     return write
 
 
-_OPEN: dict[str, Callable[[Mapping[str, Any]], Write]] = {
+OPENS: dict[str, Callable[[Mapping[str, Any]], Write]] = {
     "tensorboard": _tensorboard,
     "csv_monitor": _csv,
     "wandb": _wandb,

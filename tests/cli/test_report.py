@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from infinity.cli.report import Progress, Run, StepLog, StepReport, _seconds, plot_loss, typical
+from infinity.cli.report import Progress, Run, StepLog, StepReport, _seconds, plot_run, typical
 from infinity.engine.stats import Stats
 
 
@@ -63,7 +63,9 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
     for module in [module for module in sys.modules if module.startswith("matplotlib")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setattr(builtins, "__import__", without)
-    assert "pip install matplotlib" in str(plot_loss(tmp_path / "loss.png", [step(1)], "title"))
+    assert "pip install matplotlib" in str(
+        plot_run(tmp_path / "loss.png", Run("1m", 1, steps=[step(1)]), "title", "byte")
+    )
     assert not (tmp_path / "loss.png").exists()
 
 

@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 
 from infinity import __main__ as cli
+from infinity.cli import task
 from infinity.cli import train as module
 from infinity.cli.interrupted import Interrupted
 from infinity.cli.presets import PRESETS, llama, recompute_blocks
@@ -41,7 +42,7 @@ def one_thread():
 @pytest.fixture(autouse=True)
 def text_found_once(monkeypatch):
     """The standard library's 2,000 files are looked through once for all trainings."""
-    monkeypatch.setattr(module, "default_text", found_text)
+    monkeypatch.setattr(task, "default_text", found_text)
 
 
 found_text = functools.cache(default_text)
@@ -51,7 +52,7 @@ def run(folder: Path, name: str, **settings: object) -> list[dict]:
     """Train, and return the lines of the log; no picture is drawn."""
     out = folder / name
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "plot_loss", lambda *_: None)
+        patch.setattr(module, "plot_run", lambda *_: None)
         train(TrainSettings(**{**SCHEDULED, **settings}, out=str(out)), Console(quiet=True))
     return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
 

@@ -1,0 +1,36 @@
+"""The figures of a run for TensorBoard and Weights & Biases, by the writers of infinity.deepspeed.monitor."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import asdict
+
+from infinity.cli.report import StepReport
+from infinity.cli.settings import TrainSettings
+from infinity.deepspeed.monitor import OPENS
+from infinity.errors import ConfigError
+
+
+class Boards:
+    """The boards that the settings name; without any, nothing is written."""
+
+    def __init__(self, settings: TrainSettings) -> None:
+        """Open them.
+
+        Raises: ConfigError naming the package that is missing.
+        """
+        asked = {
+            "tensorboard": settings.tensorboard and {"output_path": settings.tensorboard, "job_name": ""},
+            "wandb": settings.wandb and {"project": settings.wandb},
+        }
+        for name, section in asked.items():
+            if section and importlib.util.find_spec(name) is None:
+                raise ConfigError(f"--{name} needs the package {name}: pip install {name}")
+        self._writes = [OPENS[name](section) for name, section in asked.items() if section]
+
+    def write(self, step: StepReport) -> None:
+        """Write all numbers of a step."""
+        known = {f"train/{key}": value for key, value in asdict(step).items() if value is not None}
+        events = [(key, float(value), step.step) for key, value in known.items() if key != "train/step"]
+        for write in self._writes:
+            write(events)

@@ -1,0 +1,147 @@
+"""A causal language model of transformers in a local folder: checked, built, adapted by LoRA."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from infinity.cli.data import NEEDED
+from infinity.cli.settings import TrainSettings
+from infinity.errors import ConfigError
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
+
+
+class LanguageModel:
+    """The model that `--model` names, and its tokenizer: read from local files, without any code from them.
+
+    Raises: ConfigError naming the option, for a missing folder, configuration or tokenizer, a model that is
+    no causal language model, one with quantized weights, a tokenizer with more tokens than the model has, and
+    sequences longer than the model's positions.
+    """
+
+    def __init__(self, settings: TrainSettings) -> None:
+        """Read configuration and tokenizer; no weights."""
+        from transformers.utils import logging
+
+        if not sys.stderr.isatty():
+            logging.disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
+        path = Path(settings.model or "")
+        self.folder = path.parent if path.is_file() else path
+        self.name = self.folder.absolute().name
+        self._settings = settings
+        if not (self.folder / "config.json").is_file():
+            what = "holds no config.json" if path.is_dir() else "there is no such folder"
+            raise ConfigError(f"--model {path}: {what}. Name a folder of a model of transformers.")
+        self._config = self._read_config()
+        self.fresh = path.is_file() or not any(any(self.folder.glob(names)) for names in _WEIGHTS)
+        """Whether weights are drawn, not loaded."""
+        self.tokenizer = self._read_tokenizer()
+        self._check()
+
+    def build(self) -> Any:
+        """Build the model, with its adapters: within Init where it is offloaded."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        if self.fresh:
+            options = {"dtype": torch.float32, "trust_remote_code": False}
+            make: Any = AutoModelForCausalLM.from_config
+            model = make(self._config, **options)
+        else:
+            more = {"dtype": torch.float32} if self._settings.plain else {}
+            model = AutoModelForCausalLM.from_pretrained(
+                self.folder, config=self._config, local_files_only=True, trust_remote_code=False, **more
+            )
+        checkpointed = getattr(model, "supports_gradient_checkpointing", False)
+        if self._settings.checkpointing and not checkpointed:
+            raise ConfigError(
+                f"--model {self.folder}: {type(model).__name__} has no gradient checkpointing. "
+                "Add --no-checkpointing."
+            )
+        return self._adapted(model) if self._settings.lora else model
+
+    def _adapted(self, model: Any) -> Any:
+        import peft
+
+        asked = self._settings
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "fan_in_fan_out")  # of GPT-2's Conv1D: PEFT sets it right
+            try:
+                return peft.get_peft_model(
+                    model,
+                    peft.LoraConfig(
+                        task_type="CAUSAL_LM",
+                        r=asked.lora,
+                        lora_alpha=2 * asked.lora if asked.lora_alpha is None else asked.lora_alpha,
+                        target_modules=list(asked.lora_targets) if asked.lora_targets else "all-linear",
+                    ),
+                )
+            except ValueError as error:
+                raise ConfigError(f"--lora: {error}") from error
+
+    def _read_config(self) -> Any:
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+        with _named(f"--model {self.folder}"):
+            config = AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ConfigError(
+                f"--model {self.folder}: {config.model_type} is no causal language model of transformers."
+            )
+        if getattr(config, "quantization_config", None) is not None:
+            raise ConfigError(
+                f"--model {self.folder}: its weights are quantized, and cannot be trained. "
+                "Name a folder of the model in bf16, fp16 or fp32."
+            )
+        return config
+
+    def _read_tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        asked = self._settings.tokenizer
+        folder = self.folder if asked is None else Path(asked)
+        where = f"--model {folder}" if asked is None else f"--tokenizer {folder}"
+        if not any((folder / name).is_file() for name in _TOKENIZERS):
+            raise ConfigError(f"{where}: no tokenizer there. Name a folder with one by --tokenizer FOLDER.")
+        with _named(where):
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+    def _check(self) -> None:
+        """Compare the model's sizes with the tokenizer's and the sequences'."""
+        text = self._config.get_text_config()
+        positions, sequence = getattr(text, "max_position_embeddings", None), self._settings.sequence
+        if isinstance(positions, int) and 0 < positions < sequence:
+            raise ConfigError(
+                f"--sequence {sequence}: the model has positions for {positions} tokens. "
+                f"Give --sequence {positions}, or less."
+            )
+        if len(self.tokenizer) > text.vocab_size:
+            raise ConfigError(
+                f"--model {self.folder}: the tokenizer has {len(self.tokenizer):,} tokens, the model "
+                f"{text.vocab_size:,}. They do not belong together: see --tokenizer."
+            )
+        if self._settings.lora and importlib.util.find_spec("peft") is None:
+            raise ConfigError(f"--lora needs peft: {NEEDED}")
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Raise what transformers' reading raises as a ConfigError that says where."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(f"{where}: not readable by transformers: {error}") from error
