@@ -8,8 +8,10 @@
    update="backward", the optimizer decides, and a pass over the record applies the update at once
    (`GradientStore.apply`). Else gradients stay in host memory as far as the budget's kept share has room, and
    a `SpillPass` writes the others to the record, as the field grad16 or grad32 (`GradientStore.settle`).
-3. step() puts an update, with the gradient's tensor or field, with its unit (`_decide` in optim/base.py). The
-   unit's next fetch takes it, updates hi, lo, m and v tile by tile, and writes them (lane/fetch.py).
+3. step() puts an update, with the gradient's tensor or field, with its unit (`_decide` in optim/base.py), and
+   begins the first fetches of the next step (`Engine.close_step`). A unit's next fetch takes its update and
+   computes hi, lo, m and v, tile by tile (lane/fetch.py); the lane writes each tile that was worked on
+   (`_work` in lane/lane.py).
 """
 
 from __future__ import annotations

@@ -245,7 +245,7 @@ class GradientStore:
         """Use up a unit's gradients in an update now, in the backward. decide: says what the optimizer makes
         of each.
 
-        Raises: UnsupportedError for one that was clipped: it comes too late.
+        Raises: UnsupportedError for one that was clipped: this update cannot apply the factor any more.
         """
         if not gradients:
             return
@@ -270,7 +270,7 @@ class GradientStore:
         adds = {index for index, gradient in outgoing.items() if gradient.form is Form.SPILLED}
         for index, gradient in stored.items():
             if index in outgoing and index not in adds:
-                gradient.bring_back(self._read(gradient))  # somebody has it still, though no p.grad
+                gradient.bring_back(self._read(gradient))  # replaced as p.grad, but the user still refers to it
         carried = {index: gradient for index, gradient in stored.items() if index not in outgoing}
         wide = bool(adds) or any(gradient.in_memory.dtype == torch.float32 for gradient in outgoing.values())
         survivors = [*carried.values(), *(outgoing[index] for index in adds)]
@@ -294,7 +294,7 @@ class GradientStore:
             self._in_record[unit][index] = gradient
             if index in parts and parts[index].measure:
                 gradient.measured_by(parts[index], job)
-        job.give_parts_to(partial(_spilled, leases))
+        job.give_parts_to(partial(_let_go, leases))
         try:
             self._lane.submit(job)
         except BaseException as error:  # interrupted: nothing else refers to these gradients
@@ -369,7 +369,8 @@ class GradientStore:
         return values
 
 
-def _spilled(leases: Sequence[Lease | None], parts: dict[int, SpillPart]) -> None:
+def _let_go(leases: Sequence[Lease | None], parts: dict[int, SpillPart]) -> None:
+    """Drop the tensors that a pass has written, and end their leases."""
     for part in parts.values():
         part.let_go()
     end_all(leases)

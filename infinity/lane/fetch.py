@@ -33,7 +33,7 @@ class FetchTarget(Protocol):
 
 
 class _UnitPass(Pass):
-    """A pass that may work on `hi` in the unit's memory, `flat`; None: only where the record lies."""
+    """A pass that works on `hi` in the unit's memory, `flat`; if that is None, in the record's memory or a slot."""
 
     def __init__(self, unit: FetchTarget, device: Device, tile_numel: int, flat: torch.Tensor | None) -> None:
         """Prepare a pass over the record of `unit`."""
@@ -89,7 +89,7 @@ class FetchPass(_UnitPass):
         super().__init__(unit, device, tile_numel, unit.flat)
 
     def tiles(self) -> Iterator[tuple[int, int]]:
-        """As much as a slot holds at once: `hi` takes a part of the bytes that an update has in it."""
+        """Cut the record into what a slot holds: `hi` is narrower than a whole record, so several tiles of it."""
         self.adopts = frozenset({"hi"} & self.record.targets.keys())
         if self._hi_lies_in_place():
             return iter(())
@@ -147,7 +147,7 @@ class _UpdatingPass(_UnitPass):
         return tiles(filled, max(filled, self._tile_numel) if self._is_one_tile() else self._tile_numel)
 
     def _is_one_tile(self) -> bool:
-        """Whether all parameters are updated in host memory, and nothing says how much to do at once."""
+        """Whether all parameters are updated in host memory, without slots or gaps that limit a tile."""
         return (
             len(self.pending) == len(self.record.whole.segments)
             and self.in_memory
@@ -280,7 +280,7 @@ class UpdatePass(_UpdatingPass):
         return (one for one in super().tiles() if self.adopts or self._updates(*one))
 
     def run_in_memory(self) -> None:
-        """Fields that are there whole need no walk over tiles."""
+        """Update fields that are contiguous in host memory in one call, others tile by tile."""
         record = self.record
         whole = None if self._hi_is_given() or record.targets else record.whole_in_host()
         if whole is None or any(update.field for update in self.pending.values()):

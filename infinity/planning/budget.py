@@ -19,7 +19,7 @@ from infinity.sizes import format_size
 
 SLOT_NBYTES_PER_ELEMENT = 16
 """Bytes: hi 2, lo 2, m 4, v 4, and a gradient of 2 or 4: one tile of a whole record. Of other records, see
-shard.Format.
+`Format` in planning/layout.py.
 """
 
 _SLOT_NUMEL_MOST = 1 << 19

@@ -296,7 +296,7 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
 
     def _is_there(self, unit: _UnitT) -> bool:
         """Whether the present values lie in the memory that computes, without a fetch. The lane is asked
-        first: a pass that was lent the memory has given it back.
+        first: once it says so, no pass uses memory that was lent to it.
         """
         return self._lane.settled(unit.record) and unit.in_place and not unit.pending
 
@@ -396,7 +396,7 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
         residence = unit.residence
         lent, fetch = residence.lent, residence.fetch
         if fetch is not None and not fetch.done:
-            fetch.wait()  # else it would go on standing for values of before the update
+            fetch.wait()  # else it would count as current, with values from before the update
         resident = self._on_host and lent is None and residence.processed
         job = self._make_update(unit, resident=resident)
         job.call_when_done(on_done)

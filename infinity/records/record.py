@@ -143,7 +143,7 @@ class Record:
         return array("Q", bytes(8 * -(-self.shard.numel // self.span(name))))
 
     def field_nbytes(self, name: str) -> int:
-        """Bytes of a field of the whole unit."""
+        """Bytes of this rank's part of a field, in whole blocks."""
         return self.tile_nbytes(name, self.shard.numel)
 
     def tile_nbytes(self, name: str, numel: int) -> int:
@@ -197,8 +197,9 @@ class Record:
         return self._extents[name], self._hashes[name]
 
     def span_of(self, name: str, nbytes: int) -> int | None:
-        """Return the span with which a field takes `nbytes`: older runs, written before fields were packed,
-        have blocks of their own for each tile. None where neither fits: another unit, or another format.
+        """Return the span with which a field takes `nbytes`: that of its format, or a tile, as in runs from
+        before fields were packed, which aligned every tile to a block. None if `nbytes` matches neither: they
+        are of another unit, or of another format.
         """
         for span in (self.form.span(name, self.tile_numel), self.tile_numel):
             if self.form.stored_nbytes(name, self.shard.numel, span) == nbytes:
@@ -267,8 +268,8 @@ class Record:
     def write(
         self, name: str, start: int, stop: int, address: int, owner: object, *, more: bool = False
     ) -> Transfer:
-        """Start to write elements [start, stop) of a field, whole spans, whose checksums were kept with
-        `sums`. more: see Request.
+        """Start to write elements [start, stop) of a field, whole spans. Call `sums(...).keep()` for them
+        before. more: see Request.
         """
         return self._write(self._extents[name], name, start, stop, address, owner, more=more)
 
@@ -390,8 +391,8 @@ class Record:
         raise CorruptionError(
             f"{self.name}.{name}: the {nbytes} bytes read from {where} are not those that were written "
             f"(checksum {found:016x}, expected {expected:016x}). Likely cause: the device returned stale or "
-            "damaged data. Check it (smartctl, dmesg) and go on from your last checkpoint; a durable run "
-            "from its older generation, infinity.resume(..., older=True), if that is still whole."
+            "damaged data. Check it (smartctl, dmesg) and resume from your last checkpoint; in a durable run, "
+            "try the older generation: infinity.resume(..., older=True)."
         )
 
 

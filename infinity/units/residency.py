@@ -95,8 +95,8 @@ class Executor(Residency[Unit, UpdatePass]):
         return [0 if self._never_fetched(unit) else unit.resident_nbytes for unit in self.units]
 
     def _never_fetched(self, unit: Unit) -> bool:
-        """Whether a use of the unit moves nothing: it is in place, and so is all that updates it, or updates
-        happen at another time.
+        """Whether a use of the unit moves nothing: its values are in place, and either its whole record is in
+        host memory or fetches apply no updates.
         """
         return unit.in_place and (unit.record.all_in_host or not self.updates_at_fetch)
 
@@ -131,7 +131,9 @@ class Executor(Residency[Unit, UpdatePass]):
             raise refused
 
     def hold_aside(self, unit: Unit) -> None:
-        """Like `hold`, for a use that is no part of a step, and may be an edit: of a copy, never in place."""
+        """Like `hold`, for a use outside a step (`gathered`). The caller may edit the values, so it gets a copy
+        of them, never those of the record.
+        """
         if not unit.attached:
             self._staying.discard(unit)
             self.make_resident(unit)
@@ -193,12 +195,14 @@ class Executor(Residency[Unit, UpdatePass]):
             raise
 
     def _wait(self, job: Job, cause: str) -> None:
-        """Wait for a pass that computing cannot go on without, for `cause`, or because slots were lacking."""
-        slot_wait_s, began = job.slot_wait_s, time.perf_counter()
+        """Wait for a pass that computing cannot go on without, and record the stall: as one of slots for as
+        long as the pass waited for a slot meanwhile, which it does before its reads; the rest as `cause`.
+        """
+        waited_before_s, began = job.slot_wait_s, time.perf_counter()
         self._lane.wait(job)
         ended = time.perf_counter()
-        fed = min(began + job.slot_wait_s - slot_wait_s, ended)
-        for name, since, until in (("slot", began, fed), (cause, fed, ended)):
+        had_slots = min(began + job.slot_wait_s - waited_before_s, ended)
+        for name, since, until in (("slot", began, had_slots), (cause, had_slots, ended)):
             if until > since:
                 self.counts.stalled(name, until - since)
                 self._timeline.span("stall", name, since, until)
@@ -234,7 +238,7 @@ class Executor(Residency[Unit, UpdatePass]):
         updates_at_fetch: whether updates are pending until the next fetch, and not applied in the backward.
         """
         self.updates_at_fetch = updates_at_fetch
-        if not self.cursor.trace:  # what it changed is stale, the rest is on its way
+        if not self.cursor.trace:  # nothing was used since the last step: other fetches stay valid
             self._evict_waiting(only_pending=True)
             return False
         self.counts.count_step()
