@@ -270,7 +270,8 @@ class GradientStore:
         adds = {index for index, gradient in outgoing.items() if gradient.form is Form.SPILLED}
         for index, gradient in stored.items():
             if index in outgoing and index not in adds:
-                gradient.bring_back(self._read(gradient))  # replaced as p.grad, but the user still refers to it
+                # Another has replaced it as p.grad, but the user still refers to it.
+                gradient.bring_back(self._read(gradient))
         carried = {index: gradient for index, gradient in stored.items() if index not in outgoing}
         wide = bool(adds) or any(gradient.in_memory.dtype == torch.float32 for gradient in outgoing.values())
         survivors = [*carried.values(), *(outgoing[index] for index in adds)]

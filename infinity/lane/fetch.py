@@ -33,7 +33,7 @@ class FetchTarget(Protocol):
 
 
 class _UnitPass(Pass):
-    """A pass that works on `hi` in the unit's memory, `flat`; if that is None, in the record's memory or a slot."""
+    """A pass that works on `hi` in the unit's memory, `flat`; without it, where the record lies."""
 
     def __init__(self, unit: FetchTarget, device: Device, tile_numel: int, flat: torch.Tensor | None) -> None:
         """Prepare a pass over the record of `unit`."""
@@ -89,7 +89,7 @@ class FetchPass(_UnitPass):
         super().__init__(unit, device, tile_numel, unit.flat)
 
     def tiles(self) -> Iterator[tuple[int, int]]:
-        """Cut the record into what a slot holds: `hi` is narrower than a whole record, so several tiles of it."""
+        """Cut the record into what a slot holds: several tiles, as `hi` is narrower than a whole record."""
         self.adopts = frozenset({"hi"} & self.record.targets.keys())
         if self._hi_lies_in_place():
             return iter(())

@@ -391,8 +391,8 @@ class Record:
         raise CorruptionError(
             f"{self.name}.{name}: the {nbytes} bytes read from {where} are not those that were written "
             f"(checksum {found:016x}, expected {expected:016x}). Likely cause: the device returned stale or "
-            "damaged data. Check it (smartctl, dmesg) and resume from your last checkpoint; in a durable run, "
-            "try the older generation: infinity.resume(..., older=True)."
+            "damaged data. Check it (smartctl, dmesg) and resume from your last checkpoint; in a durable "
+            "run, try the older generation: infinity.resume(..., older=True)."
         )
 
 

@@ -131,8 +131,8 @@ class Executor(Residency[Unit, UpdatePass]):
             raise refused
 
     def hold_aside(self, unit: Unit) -> None:
-        """Like `hold`, for a use outside a step (`gathered`). The caller may edit the values, so it gets a copy
-        of them, never those of the record.
+        """Like `hold`, for a use outside a step (`gathered`). The caller may edit the values, so it gets a
+        copy of them, never those of the record.
         """
         if not unit.attached:
             self._staying.discard(unit)
