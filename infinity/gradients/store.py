@@ -20,6 +20,7 @@ from infinity.errors import HostMemoryError, UnsupportedError
 from infinity.gradients.collectives import CollectiveLane
 from infinity.gradients.gradient import Form, Gradient, applied_message, total_of
 from infinity.gradients.reduction import Reduction
+from infinity.gradients.spilling import Outbound, plan_spill
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import Lease, Outgoing, end_all
 from infinity.lane.passes import ReadPass, SpillPart, SpillPass
@@ -267,31 +268,32 @@ class GradientStore:
             self._executor.flush(unit)  # pending updates read the gradients that are stored now
         outgoing = self._outgoing.pop(unit)
         stored = {index: one for index, one in self._in_record[unit].items() if one.form is Form.SPILLED}
-        adds = {index for index, gradient in outgoing.items() if gradient.form is Form.SPILLED}
-        for index, gradient in stored.items():
-            if index in outgoing and index not in adds:
-                # Another has replaced it as p.grad, but the user still refers to it.
-                gradient.bring_back(self._read(gradient))
-        carried = {index: gradient for index, gradient in stored.items() if index not in outgoing}
-        wide = bool(adds) or any(gradient.in_memory.dtype == torch.float32 for gradient in outgoing.values())
-        survivors = [*carried.values(), *(outgoing[index] for index in adds)]
-        source = survivors[0].field if survivors else None
-        target = "grad32" if wide or source == "grad32" else "grad16"
+        plan = plan_spill(
+            {
+                index: Outbound(one.in_memory.dtype == torch.float32, one.form is Form.SPILLED)
+                for index, one in outgoing.items()
+            },
+            {index: one.field for index, one in stored.items()},
+        )
+        for index in plan.superseded:  # as p.grad, while the user still refers to the old one
+            stored[index].bring_back(self._read(stored[index]))
         parts = {
             index: SpillPart(
                 gradient.in_memory,
-                add=index in adds,
-                measure=index in adds or gradient.parts is None,
+                add=index in plan.adds,
+                measure=index in plan.adds or gradient.parts is None,
                 arriving=gradient.arriving,
             )
             for index, gradient in outgoing.items()
         }
-        if target not in unit.record:
-            self._make_space(unit, target)
-        job = SpillPass(unit.record, unit.record.tile_numel, parts, set(carried), source, target)
+        if plan.target not in unit.record:
+            self._make_space(unit, plan.target)
+        carried = {index: stored[index] for index in plan.carried}
+        record = unit.record
+        job = SpillPass(record, record.tile_numel, parts, set(carried), plan.source, plan.target)
         leases = []
         for index, gradient in (*outgoing.items(), *carried.items()):
-            leases.append(gradient.spill(target))
+            leases.append(gradient.spill(plan.target))
             self._in_record[unit][index] = gradient
             if index in parts and parts[index].measure:
                 gradient.measured_by(parts[index], job)
