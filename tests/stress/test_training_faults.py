@@ -114,9 +114,10 @@ def test_a_disk_that_fills_up_while_building_is_named_and_leaves_nothing(folder)
 
 
 TRAIN_FOREVER = """
-import sys, torch
+import signal, sys, torch
 import models
 from infinity import AdamW
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where whoever started the tests ignores it
 model = models.build("llama", nvme=sys.argv[1], host_memory="1MiB")
 optimizer = AdamW(model.parameters())
 print("built", flush=True)
@@ -155,10 +156,14 @@ def test_an_interrupted_run_leaves_nothing_on_disk(folder):
         env=environment,
         text=True,
     )
-    assert process.stdout.readline() == "built\n", process.stderr.read()
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    try:
+        assert process.stdout.readline() == "built\n", process.stderr.read()
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
     assert "KeyboardInterrupt" in errors
     assert list(folder.iterdir()) == []
 
