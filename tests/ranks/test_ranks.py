@@ -295,7 +295,7 @@ def test_surgery_on_two_ranks_is_that_of_torch(answers, case):
 
 
 def test_a_sample_of_a_tensors_methods_does_on_two_ranks_as_in_torch_or_its_refusal_says_what_works(answers):
-    """A quarter of them, each at one budget."""
+    """A twelfth of them, each at one budget."""
     assert [one["wrong"] for one in answers(2, "sweep")] == [[], []]
 
 

@@ -23,6 +23,7 @@ from infinity import AdamW, CorruptionError, EngineFailedError, Init
 from infinity.aio import IoError, StorageFullError
 from infinity.aio.faults import inject
 from infinity.engine.engine import engine_of_model
+from launches import Program
 from places import SUPPORT
 
 pytestmark = [pytest.mark.disk, pytest.mark.timeout(120)]
@@ -144,7 +145,23 @@ def test_a_killed_run_leaves_nothing_on_disk(folder):
     assert list(folder.iterdir()) == []
 
 
-def test_an_interrupted_run_leaves_nothing_on_disk(folder):
+def test_an_interrupted_run_leaves_nothing_on_disk(folder, tmp_path):
+    run = Program("-c", TRAIN_FOREVER, folder, folder=tmp_path)
+    try:
+        while not any("built" in path.read_text() for path in tmp_path.glob("*.out")):
+            assert not run.over(), run.end()
+            time.sleep(0.01)
+        time.sleep(0.5)
+        os.kill(run.pid, signal.SIGINT)
+        ended = run.end()
+    finally:
+        run.kill()
+    assert "KeyboardInterrupt" in ended.stderr
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_an_interpreter_that_is_interrupted_leaves_nothing_on_disk(folder):
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]),

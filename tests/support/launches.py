@@ -4,8 +4,10 @@ import atexit
 import functools
 import gc
 import importlib
+import itertools
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -48,24 +50,84 @@ def warm_up():
         models.MODELS[name]()
 
 
-def python(*arguments, folder, limit_s=250.0, **more):
-    """Do what `python ARGUMENTS` does, -m and -c among them, in a process forked from this one.
+class Program:
+    """What `python ARGUMENTS` does, -m and -c among them, in a process forked from this one.
 
     This one has imported torch and transformers already, which takes longer than many a program. The child
     ends as a script ends, but for the interpreter's own destructors. folder: what it prints is kept there
-    meanwhile. more: of the environment.
+    until its end. more: of the environment.
     """
-    return _forked([arguments], folder, limit_s, [more])[0]
+
+    def __init__(self, *arguments, folder, limit_s=250.0, **more):
+        warm_up()
+        gc.collect()  # no child shall end what a test before has left
+        self.arguments = [str(one) for one in arguments]
+        self._printed = [Path(folder, f"{next(_NUMBERS)}.{name}") for name in ("out", "err")]
+        self._child = Child(self._work({name: str(one) for name, one in more.items()}), limit_s)
+        self.pid = self._child.pid
+
+    def over(self):
+        """Whether it has ended."""
+        return self._child.status is not None or self._child.over()
+
+    def end(self):
+        """Wait for its end; return that, with what it printed."""
+        while not self.over():
+            time.sleep(0.01)
+        code = os.waitstatus_to_exitcode(self._child.status)
+        texts = [file.read_text() for file in self._printed]
+        for file in self._printed:
+            file.unlink()
+        return subprocess.CompletedProcess(self.arguments, code, *texts)
+
+    def kill(self):
+        """End it, if it has not ended."""
+        if not self.over():
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _work(self, variables):
+        def work(_say):
+            for fd, path in enumerate(self._printed, 1):
+                with path.open("w") as file:
+                    os.dup2(file.fileno(), fd)
+            sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
+            os.environ.update(environment(**variables))
+            torch.set_num_threads(1)
+            warnings.resetwarnings()
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            atexit._clear()  # what this process does at its end is not the child's to do
+            code = 1
+            try:
+                _run(*self.arguments)
+                code = 0
+            except SystemExit as ended:
+                code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+            except BaseException:  # noqa: BLE001 - as the interpreter ends with it
+                traceback.print_exc()
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            os._exit(code)
+
+        return work
 
 
-def python_of_ranks(ranks, *arguments, folder, limit_s=280.0, **more):
-    """Do what `torchrun ARGUMENTS` does on so many ranks, as `python` does; return each rank's end."""
+_NUMBERS = itertools.count()
+
+
+def python(*arguments, **options):
+    """Run a Program to its end."""
+    return Program(*arguments, **options).end()
+
+
+def python_of_ranks(ranks, *arguments, **options):
+    """Do what `torchrun ARGUMENTS` does on so many ranks, as Programs; return each rank's end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     of_all = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    variables = [{**of_all, "RANK": rank, "LOCAL_RANK": rank, **more} for rank in range(ranks)]
-    return _forked([arguments] * ranks, folder, limit_s, variables)
+    options = {"limit_s": 280.0, **of_all, **options}
+    team = [Program(*arguments, **options, RANK=rank, LOCAL_RANK=rank) for rank in range(ranks)]
+    return [one.end() for one in team]
 
 
 def forked(ranks, program, folder, *arguments, **options):
@@ -78,55 +140,6 @@ def forked(ranks, program, folder, *arguments, **options):
     codes = [one.returncode for one in ended]
     assert codes == [0] * ranks, f"exit codes {codes}\n{text[-3000:]}"
     return text
-
-
-def _forked(commands, folder, limit_s, variables):
-    """Run command lines side by side in children of this process, to their ends."""
-    warm_up()
-    gc.collect()  # no child shall end what a test before has left
-    printed = [
-        [Path(folder, f"{number}.{name}") for name in ("out", "err")] for number in range(len(commands))
-    ]
-    team = [
-        Child(_work(list(map(str, command)), files, {name: str(one) for name, one in more.items()}), limit_s)
-        for command, files, more in zip(commands, printed, variables, strict=True)
-    ]
-    left = team
-    while left := [child for child in left if not child.over()]:
-        time.sleep(0.01)
-    ended = []
-    for command, child, files in zip(commands, team, printed, strict=True):
-        code = os.waitstatus_to_exitcode(child.status)
-        ended.append(subprocess.CompletedProcess(command, code, *(file.read_text() for file in files)))
-        for file in files:
-            file.unlink()
-    return ended
-
-
-def _work(command, files, variables):
-    """Return what a child does: it becomes the interpreter of a command line."""
-
-    def work(_say):
-        for fd, path in enumerate(files, 1):
-            with path.open("w") as file:
-                os.dup2(file.fileno(), fd)
-        sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
-        os.environ.update(environment(**variables))
-        torch.set_num_threads(1)
-        warnings.resetwarnings()
-        atexit._clear()  # what this process does at its end is not the child's to do
-        try:
-            _run(*command)
-        except SystemExit as ended:
-            if ended.code not in (None, 0):
-                raise
-        except BaseException:
-            traceback.print_exc()
-            raise
-        finally:
-            atexit._run_exitfuncs()
-
-    return work
 
 
 def _run(first, *rest):
