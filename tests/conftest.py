@@ -27,7 +27,8 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
 
 # Two cores and a busy disk make single examples slow at random: time is pytest-timeout's business.
 hypothesis.settings.register_profile("infinity", deadline=None, derandomize="CI" in os.environ)
-hypothesis.settings.load_profile("infinity")
+PROFILE = hypothesis.settings.get_profile("infinity")
+hypothesis.settings.register_profile("by default", PROFILE, max_examples=40)
 
 
 def pytest_report_header() -> str:
@@ -75,6 +76,9 @@ class Durations:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    everything = "not slow" not in config.option.markexpr
+    os.environ["INFINITY_TEST_ALL"] = "1" if everything else ""
+    hypothesis.settings.load_profile("infinity" if everything else "by default")
     if config.getoption("--write-durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Durations())
 

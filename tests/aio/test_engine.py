@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from covers import examples
 from infinity import aio
 from infinity.aio import faults
 
@@ -105,7 +106,9 @@ def test_a_large_request_is_split_into_pieces_and_put_together_again(engine, fil
     assert 1 <= after.high_water <= 8
 
 
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=examples(10, 30), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     extents=st.lists(
         st.tuples(st.integers(0, 60 * PIECE), st.integers(0, 4 * PIECE), st.booleans()), max_size=12

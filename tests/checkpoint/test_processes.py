@@ -1,13 +1,11 @@
 """Checkpoints of processes that are killed, and what saving and loading take of memory. Real processes."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from infinity.bench.checkpoint import checkpoints
+from launches import python
 
 pytestmark = [pytest.mark.disk, pytest.mark.multi]
 
@@ -85,22 +83,10 @@ print(sorted(path.name for path in folder.iterdir()))
 """
 
 
-def python(code, *arguments):
-    """Run code in a process of its own; return what it printed."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def test_killed_at_any_call_a_save_leaves_the_last_checkpoint(folder):
-    printed = python(KILLED, folder).splitlines()
+def test_killed_at_any_call_a_save_leaves_the_last_checkpoint(folder, tmp_path):
+    ended = python("-c", KILLED, folder, folder=tmp_path)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    printed = ended.stdout.splitlines()
     kills = {line.split()[0]: int(line.split()[1]) for line in printed[:3]}
     assert kills["pwrite"] >= 5
     assert kills["fsync"] >= 5

@@ -19,6 +19,7 @@ from infinity.bench import aio as bench_of_aio
 from infinity.cli.main import describe
 from infinity.cli.text import TextError
 from infinity.errors import ConfigError, EngineFailedError, InfinityError
+from launches import Program
 
 pytestmark = pytest.mark.disk
 
@@ -443,27 +444,47 @@ def test_an_engine_that_was_asked_for_and_is_refused_need_not_be_asked_for(
     assert (code, message.endswith("; or leave --aio out\n")) == (1, told)
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
-)
-def test_a_signal_ends_training_cleanly(folder, number, code):
+def wait_for_three_steps(log, over):
+    """Wait until a training has logged three steps."""
+    while not (log.exists() and log.read_text().count("\n") >= 3):
+        assert not over()
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_training_cleanly(folder, tmp_path, number, code):
+    arguments = [*TINY, "--steps", "1000000", "--nvme", folder, "--out", tmp_path / "run"]
+    training = Program("-m", "infinity", "train", *arguments, folder=tmp_path)
+    try:
+        wait_for_three_steps(tmp_path / "run" / "log.jsonl", training.over)
+        os.kill(training.pid, number)
+        ended = training.end()
+    finally:
+        training.kill()
+    assert_ended_cleanly(ended.returncode, code, ended.stdout, ended.stderr, tmp_path / "run", folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_an_interpreter_that_trains_cleanly(folder, number, code):
     nvme, out = folder / "nvme", folder / "run"
     nvme.mkdir()
     arguments = [*TINY, "--steps", "1000000", "--nvme", nvme, "--out", out]
     command = [sys.executable, "-m", "infinity", "train", *map(str, arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
-            log = out / "log.jsonl"
-            while not (log.exists() and log.read_text().count("\n") >= 3):
-                assert process.poll() is None, process.communicate()
-                time.sleep(0.05)
+            wait_for_three_steps(out / "log.jsonl", lambda: process.poll() is not None)
             process.send_signal(number)
             printed, told = process.communicate(timeout=60)
         finally:
             process.kill()
-    assert process.returncode == code, told
+    assert_ended_cleanly(process.returncode, code, printed, told, out, nvme)
+
+
+def assert_ended_cleanly(found, code, printed, told, out, nvme):
+    assert found == code, told
     assert "Traceback" not in told
-    steps = [json.loads(line) for line in log.read_text().splitlines()]
+    steps = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == list(range(1, len(steps) + 1))
     assert f"{len(steps)} in " in printed
     assert sorted(path.name for path in out.iterdir()) == ["log.jsonl", "loss.png"]

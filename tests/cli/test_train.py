@@ -1,4 +1,4 @@
-"""`infinity train` does what its log says: real text, real disk, 0.9 M parameters. Nothing is faked."""
+"""`infinity train` does what its log says: real text, a real disk, 0.9 M parameters at most."""
 
 import functools
 import json
@@ -19,7 +19,7 @@ from infinity import __main__ as cli
 from infinity.cli import task
 from infinity.cli import train as module
 from infinity.cli.interrupted import Interrupted
-from infinity.cli.presets import PRESETS, llama, recompute_blocks
+from infinity.cli.presets import PRESETS, Preset, llama, recompute_blocks
 from infinity.cli.settings import TrainSettings
 from infinity.cli.text import default_text
 from infinity.cli.train import disk_speed, learning_rate, train
@@ -28,6 +28,8 @@ from infinity.storage.disk_speed import DiskSpeed
 pytestmark = pytest.mark.disk
 
 SCHEDULED = {"preset": "1m", "sequence": 16, "steps": 4, "warmup": 2, "lr": 3e-3}
+SMALL = Preset(layers=2, hidden=64, intermediate=192, heads=1)
+"""0.14 M parameters, a state of 1.6 MiB: what "1m" stands for where its size and learning do not matter."""
 
 
 @pytest.fixture
@@ -49,9 +51,11 @@ found_text = functools.cache(default_text)
 
 
 def run(folder: Path, name: str, **settings: object) -> list[dict]:
-    """Train, and return the lines of the log; no picture is drawn."""
+    """Train, and return the lines of the log; no picture is drawn. Without a preset, on SMALL."""
     out = folder / name
     with pytest.MonkeyPatch.context() as patch:
+        if "preset" not in settings:
+            patch.setitem(PRESETS, "1m", SMALL)
         patch.setattr(module, "plot_run", lambda *_: None)
         train(TrainSettings(**{**SCHEDULED, **settings}, out=str(out)), Console(quiet=True))
     return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
@@ -131,8 +135,8 @@ def test_where_fp16_overflows_neither_weights_nor_rates_move_and_the_scale_falls
 
 @pytest.mark.slow
 def test_micro_batches_are_the_batches_of_accumulation_and_learn_the_same(folder, one_thread):
-    tiles = losses(run(folder, "tiles", host_memory="1MiB", micro_batches=4, steps=8))
-    loop = losses(run(folder, "loop", host_memory="1MiB", accumulate=4, steps=8))
+    tiles = losses(run(folder, "tiles", preset="1m", host_memory="1MiB", micro_batches=4, steps=8))
+    loop = losses(run(folder, "loop", preset="1m", host_memory="1MiB", accumulate=4, steps=8))
     assert tiles[0] == pytest.approx(loop[0], rel=1e-5)
     assert tiles == pytest.approx(loop, rel=2e-3)
     assert tiles[-1] < tiles[0] - 0.2
@@ -290,6 +294,7 @@ def test_disks_add_up_where_all_of_them_were_measured(folder, monkeypatch):
 
 
 def test_the_bound_stands_in_the_progress_line_and_in_the_table(folder, capsys, monkeypatch):
+    monkeypatch.setitem(PRESETS, "1m", SMALL)
     monkeypatch.setattr(module, "measured", lambda *_: known(read=1e3, write=1e3, mixed=1e3))
     monkeypatch.setenv("COLUMNS", "200")
     train(TrainSettings(**SCHEDULED, out=str(folder / "run"), host_memory="512KiB"), Console())
@@ -300,6 +305,7 @@ def test_the_bound_stands_in_the_progress_line_and_in_the_table(folder, capsys, 
 
 
 def test_without_a_measurement_the_table_says_how_to_get_one(folder, capsys, monkeypatch):
+    monkeypatch.setitem(PRESETS, "1m", SMALL)
     monkeypatch.setattr(module, "measured", lambda *_: None)
     monkeypatch.setenv("COLUMNS", "200")
     train(TrainSettings(**SCHEDULED, out=str(folder / "run"), host_memory="512KiB"), Console())
@@ -313,7 +319,8 @@ def test_the_log_says_how_long_each_step_waited(folder):
     assert {step["stall_s"] for step in run(folder, "plain", plain=True)} == {0.0}
 
 
-def test_a_run_leaves_the_timeline_and_the_report_that_were_asked_for(folder, capsys):
+def test_a_run_leaves_the_timeline_and_the_report_that_were_asked_for(folder, capsys, monkeypatch):
+    monkeypatch.setitem(PRESETS, "1m", SMALL)
     trace, report = folder / "trace.json", folder / "report.html"
     train(
         TrainSettings(**SCHEDULED, out=str(folder / "run"), timeline=str(trace), report=str(report)),

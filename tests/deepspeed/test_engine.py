@@ -1,6 +1,7 @@
 """deepspeed.initialize and its engine: DeepSpeed's calls, the reference recipe's bits. Nothing is faked."""
 
 import argparse
+import functools
 import json
 import logging
 import re
@@ -53,6 +54,7 @@ def run(engine, backwards, first=0):
     return losses
 
 
+@functools.cache
 def reference(backwards, accumulate, clip, schedule=None):
     """Train the same model in memory; return it, its optimizer, losses and norms."""
     model = prepare(llama()).train()

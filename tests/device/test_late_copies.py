@@ -27,11 +27,6 @@ def late(monkeypatch):
     return streams
 
 
-def both(folder, memory, update, **settings):
-    init = {"nvme": folder, "host_memory": memory}
-    return models.both("llama", {**SETTINGS, **settings}, init, update=update)
-
-
 @pytest.mark.parametrize("memory", ["128KiB", "64MiB"])
 @pytest.mark.parametrize(
     ("update", "accumulate", "settings"),
@@ -41,10 +36,9 @@ def both(folder, memory, update, **settings):
 def test_nothing_is_read_or_used_again_before_its_copy_is_over(
     folder, late, memory, update, accumulate, settings
 ):
-    ours, plain = both(folder, memory, update, **settings)
-    losses = [models.train(*one[:2], 6, accumulate, schedule=one[2]) for one in (ours, plain)]
-    assert losses[0] == losses[1]
-    models.assert_same_state(ours[0], ours[1], plain[0], plain[1])
+    init = {"nvme": folder, "host_memory": memory}
+    ways = {"update": update, "accumulate": accumulate, "scheduled": True}
+    models.compare("llama", {**SETTINGS, **settings}, init, steps=6, **ways)
     assert late.copies > 0
 
 
@@ -55,7 +49,8 @@ def test_downloads_allocate_nothing_in_the_steady_state_however_slow_the_updates
     folder, late, monkeypatch, memory, update
 ):
     monkeypatch.setattr("infinity.device.streams.SPARE_NBYTES", 0)
-    (model, optimizer, _), _ = both(folder, memory, update)
+    init = {"nvme": folder, "host_memory": memory}
+    model, optimizer, _ = models.offloaded("llama", SETTINGS, init, update=update)
     models.train(model, optimizer, 2)
     memory = engine_of_model(model).device.memory
     made = memory.made

@@ -230,10 +230,15 @@ def way(request, monkeypatch, frozen):
 
 
 @pytest.fixture
-def frozen():
+def frozen(thawed):
     """The collector looks at what the test has made, and at nothing else: a hundred times faster."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def thawed():
+    """What was frozen for these tests alone, the collector looks at once when they are over."""
     yield
     gc.unfreeze()
     gc.collect()

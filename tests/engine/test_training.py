@@ -19,7 +19,7 @@ pytestmark = [
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
 
 
-def compare(name, optimizer, init, *, steps=10, checkpoint=None, update="forward", accumulate=1, clip=None):
+def compare(name, optimizer, init, *, steps=5, checkpoint=None, update="forward", accumulate=1, clip=None):
     ways = {"checkpoint": checkpoint, "update": update, "accumulate": accumulate, "clip": clip}
     return models.compare(name, optimizer, init, steps=steps, scheduled=True, **ways)[0]
 
@@ -31,12 +31,22 @@ def compare(name, optimizer, init, *, steps=10, checkpoint=None, update="forward
         name=["llama", "gpt2", "mixtral"],
     )
 )
-def test_ten_steps_with_clipping_decay_and_schedule_equal_training_in_memory(
-    folder, name, memory, checkpoint
-):
+def test_steps_with_clipping_decay_and_schedule_equal_training_in_memory(folder, name, memory, checkpoint):
     compare(
-        name, {**SETTINGS, "max_norm": 0.5}, {"nvme": folder, "host_memory": memory}, checkpoint=checkpoint
+        name,
+        {**SETTINGS, "max_norm": 0.5},
+        {"nvme": folder, "host_memory": memory},
+        checkpoint=checkpoint,
+        steps=5,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", ["128KiB", "1MiB", "64MiB"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_many_steps_equal_training_in_memory(folder, name, memory):
+    init = {"nvme": folder, "host_memory": memory}
+    compare(name, {**SETTINGS, "max_norm": 0.5}, init, checkpoint="non-reentrant", steps=20)
 
 
 @pytest.mark.parametrize("aio", ["io_uring", "threads", "buffered"])
@@ -65,7 +75,7 @@ def test_updating_in_the_backward_gives_the_same_bits(folder, name, checkpoint, 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_accumulated_gradients_are_summed_in_fp32(folder, name, memory):
     compare(
-        name, {**SETTINGS, "max_norm": 0.5}, {"nvme": folder, "host_memory": memory}, steps=3, accumulate=3
+        name, {**SETTINGS, "max_norm": 0.5}, {"nvme": folder, "host_memory": memory}, steps=2, accumulate=3
     )
 
 

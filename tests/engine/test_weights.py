@@ -248,9 +248,9 @@ def test_values_written_in_gathered_are_their_own_masters_and_the_others_keep_th
     ("dtype", "state_nbytes", "moved"), [("fp16", 14, 28), ("fp32", 12, 28), ("bf16", 12, 26)]
 )
 def test_a_record_takes_and_a_step_moves_the_bytes_that_its_fields_have(folder, dtype, state_nbytes, moved):
-    with infinity.Init(nvme=folder, host_memory="2MiB", dtype=dtype, tile_above=None):
-        model = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(8)])
-    numel = 8 * 512 * 512
+    with infinity.Init(nvme=folder, host_memory="1MiB", dtype=dtype, tile_above=None):
+        model = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(4)])
+    numel = 4 * 512 * 512
     optimizer = infinity.AdamW(model.parameters())
     assert stats(model).nvme_nbytes == state_nbytes * numel
     form = Format("fp32", dtype)

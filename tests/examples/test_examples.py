@@ -1,13 +1,18 @@
-"""The programs of examples/ run as a user starts them. Nothing is faked."""
+"""The programs of examples/ run as a user starts them. Nothing is faked.
+
+By default those that import nothing but what tests import are forked from this process, where torch and
+transformers are imported already; each by an interpreter, or torchrun, of its own with --all.
+"""
 
 import json
 import re
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
-from launches import environment, torchrun
+from launches import environment, python, python_of_ranks, torchrun
 from places import ROOT
 
 pytestmark = pytest.mark.disk
@@ -16,12 +21,27 @@ EXAMPLES = ROOT / "examples"
 RUN_BELOW = {path.name for path in EXAMPLES.iterdir()} - {"__pycache__", "deepspeed.json"}
 
 
-def run(name, *arguments, code=0):
+@pytest.fixture(params=["forked", pytest.param("started", marks=pytest.mark.slow)])
+def way(request):
+    """How a program begins."""
+    return request.param
+
+
+def run(name, *arguments, code=0, way="started"):
     """Run an example; what it printed."""
-    command = [sys.executable, EXAMPLES / name, *arguments]
-    done = subprocess.run(
-        list(map(str, command)), env=environment(), capture_output=True, text=True, timeout=250, check=False
-    )
+    command = [EXAMPLES / name, *arguments]
+    if way == "forked":
+        with tempfile.TemporaryDirectory() as place:
+            done = python(*command, folder=place)
+    else:
+        done = subprocess.run(
+            [sys.executable, *map(str, command)],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=250,
+            check=False,
+        )
     assert done.returncode == code, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -30,25 +50,25 @@ def losses(text):
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", text)}
 
 
-def test_the_plain_loop_learns_and_saves(folder):
-    text = run("plain_loop.py", "--nvme", folder, "--out", folder / "out")
+def test_the_plain_loop_learns_and_saves(folder, way):
+    text = run("plain_loop.py", "--nvme", folder, "--out", folder / "out", way=way)
     assert losses(text)[20] < losses(text)[10]
     assert re.search(r"^steps +20$", text, re.MULTILINE)
     assert (folder / "out/checkpoint/manifest.json").is_file()
     assert (folder / "out/model/model.safetensors").is_file()
 
 
-def test_the_deepspeed_script_trains_and_loads_its_checkpoint(folder):
-    text = run("deepspeed_script.py", "--nvme", folder, "--out", folder / "out")
+def test_the_deepspeed_script_trains_and_loads_its_checkpoint(folder, way):
+    text = run("deepspeed_script.py", "--nvme", folder, "--out", folder / "out", way=way)
     assert "not supported" not in text
     assert losses(text)[10] < losses(text)[2]
     assert "loaded: {'epoch': 1}" in text
 
 
 @pytest.mark.multi
-def test_the_durable_run_goes_on_with_the_same_bits_where_it_was_killed(folder):
-    before = losses(run("durable.py", "--nvme", folder, "--kill-at", 8, code=-9))
-    text = run("durable.py", "--nvme", folder)
+def test_the_durable_run_goes_on_with_the_same_bits_where_it_was_killed(folder, way):
+    before = losses(run("durable.py", "--nvme", folder, "--kill-at", 8, code=-9, way=way))
+    text = run("durable.py", "--nvme", folder, way=way)
     after = losses(text)
     done = int(re.search(r"steps already done: (\d+)", text)[1])
     assert (min(before), max(before), done in {6, 7}) == (1, 7, True)
@@ -59,10 +79,11 @@ def test_the_durable_run_goes_on_with_the_same_bits_where_it_was_killed(folder):
 
 
 @pytest.mark.multi
-def test_two_ranks_train_each_on_its_part_and_save_together(folder):
-    done = torchrun(2, EXAMPLES / "two_ranks.py", "--nvme", folder, "--out", folder / "out")
-    assert done.returncode == 0, done.stderr
-    shown = dict(re.findall(r"rank (\d), step 10: loss ([\d.]+)", done.stdout))
+def test_two_ranks_train_each_on_its_part_and_save_together(folder, way, tmp_path):
+    command = [EXAMPLES / "two_ranks.py", "--nvme", folder, "--out", folder / "out"]
+    done = python_of_ranks(2, *command, folder=tmp_path) if way == "forked" else [torchrun(2, *command)]
+    assert {one.returncode for one in done} == {0}, [one.stderr for one in done]
+    shown = dict(re.findall(r"rank (\d), step 10: loss ([\d.]+)", "".join(one.stdout for one in done)))
     assert set(shown) == {"0", "1"}
     assert shown["0"] != shown["1"]
     assert (folder / "out/manifest.json").is_file()

@@ -1,9 +1,10 @@
 """Hugging Face's Trainer and Accelerate on two ranks: real processes over gloo.
 
 Trusted: the same Trainer, training the reference of several ranks; what the ranks do is in trainer_ranks_run.
-One launch runs all cases: starting processes costs more than they do.
+One launch runs all that are no slow ones: starting processes costs more than they do.
 """
 
+import functools
 import importlib.util
 import json
 
@@ -19,18 +20,22 @@ from trainers_of_ranks import OPTIONS, ROWS, build_llama
 
 pytestmark = [pytest.mark.multi, pytest.mark.disk]
 
-CASES = ["nvme", "joined", "resumed", "best", "accelerated", "afterwards"]
-if importlib.util.find_spec("peft"):
-    CASES.append("adapters")
+CASES = ["nvme", "joined", "resumed", "accelerated", "afterwards"]
+SLOW = ["best", *(["adapters"] if importlib.util.find_spec("peft") else [])]
 
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trainer")
-    forked(2, SUPPORT / "trainer_ranks_run.py", folder, *CASES, RANKS_DISK=folder)
-    both = [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
+    """Return a function that says what both ranks answer in a case."""
+
+    @functools.cache
+    def all_of(*cases):
+        folder = tmp_path_factory.mktemp("trainer")
+        forked(2, SUPPORT / "trainer_ranks_run.py", folder, *cases, RANKS_DISK=folder)
+        return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
 
     def answer(case):
+        both = all_of(*(SLOW if case in SLOW else CASES))
         given = [one.get(case, {"error": "an earlier case ended the run"}) for one in both]
         assert [one.get("trace") or one["error"] for one in given if "error" in one] == []
         return given
@@ -85,6 +90,7 @@ def test_a_training_of_two_ranks_resumes_and_saves_whole_weights(answers):
         assert {"infinity", "model.safetensors", "rng_state_0.pth", "rng_state_1.pth"} <= set(one["files"])
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_loaded_on_all_ranks_and_a_run_repeated_has_its_bits(answers):
     for one, other in zip(answers("best"), answers("resumed"), strict=True):
         assert one["best step"] == 2
@@ -117,7 +123,8 @@ def test_saving_on_one_rank_alone_is_refused_with_what_to_call_instead(answers):
     assert "model.safetensors" in first["files"]
 
 
-@pytest.mark.skipif("adapters" not in CASES, reason="peft is not installed")
+@pytest.mark.slow
+@pytest.mark.skipif("adapters" not in SLOW, reason="peft is not installed")
 def test_adapters_that_are_ordinary_train_as_on_a_base_in_memory(answers):
     """They alone are wrapped in DistributedDataParallel, which gives every rank rank 0's."""
     for one in answers("adapters"):

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from covers import examples
 from infinity import kernels, reference
 from kernel_cases import (  # noqa: F401  (fixtures)
     bits,
@@ -38,7 +39,7 @@ def test_join_gives_back_what_was_split_for_every_hi_and_the_lows_around_a_tie(i
     assert bool((lo[masters.isnan()] == 0).all())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(60, 200), deadline=None)
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40))
 def test_any_master_survives_the_split_and_hi_is_the_nearest_bf16(patterns):
     masters = f32_of_bits(patterns)

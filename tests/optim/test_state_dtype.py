@@ -26,7 +26,7 @@ LEAST = {"bf16": "128KiB", "int8": "256KiB"}
 def test_training_equals_the_reference_at_any_budget(folder, name, state_dtype, memory, update):
     budget = LEAST[state_dtype] if memory == "least" else memory
     init = {"nvme": folder, "host_memory": budget, "state_dtype": state_dtype}
-    models.compare(name, SETTINGS, init, steps=6, update=update)
+    models.compare(name, SETTINGS, init, steps=4, update=update)
 
 
 @pytest.mark.parametrize("state_dtype", ["bf16", "int8"])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from infinity import __main__ as cli
-from launches import forked, torchrun
+from launches import forked, python_of_ranks, torchrun
 from places import SUPPORT
 
 EXACT = [
@@ -295,7 +295,7 @@ def test_surgery_on_two_ranks_is_that_of_torch(answers, case):
 
 
 def test_a_sample_of_a_tensors_methods_does_on_two_ranks_as_in_torch_or_its_refusal_says_what_works(answers):
-    """A quarter of them, each at one budget."""
+    """A twelfth of them, each at one budget."""
     assert [one["wrong"] for one in answers(2, "sweep")] == [[], []]
 
 
@@ -304,17 +304,23 @@ def test_every_method_of_a_tensor_does_so_on_two_ranks_at_every_budget(tmp_path)
     assert [one["whole sweep"]["wrong"] for one in launch(tmp_path, 2, ["whole sweep"])] == [[], []]
 
 
+@pytest.mark.parametrize("way", ["forked", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_the_command_trains_on_two_ranks_with_one_log_as_on_one_with_twice_the_batch(
-    tmp_path, monkeypatch, capfd, repeatable
+    tmp_path, monkeypatch, capfd, repeatable, way
 ):
-    """Under torchrun. Losses within what bf16 sums of other orders explain; the table has both's figures."""
+    """Losses within what bf16 sums of other orders explain; the table has both's figures."""
     monkeypatch.setenv("COLUMNS", "200")
     options = ["--preset", "1m", "--steps", "2", "--sequence", "32", "--no-nvme", "--host-memory", "256MiB"]
     runs = {2: ["--batch", "1", "--out", f"{tmp_path}/two"], 1: ["--batch", "2", "--out", f"{tmp_path}/one"]}
     for ranks, own in runs.items():
         if ranks == 2:
-            run = torchrun(ranks, "-m", "infinity", "train", *options, *own)
-            code, out, err = run.returncode, run.stdout, run.stderr
+            command = ["-m", "infinity", "train", *options, *own]
+            if way == "forked":
+                ended = python_of_ranks(ranks, *command, folder=tmp_path)
+            else:
+                ended = [torchrun(ranks, *command)]
+            code = max(abs(one.returncode) for one in ended)
+            out, err = ("".join(getattr(one, name) for one in ended) for name in ("stdout", "stderr"))
         else:
             code = cli.main(["train", *options, *own])
             out, err = capfd.readouterr()

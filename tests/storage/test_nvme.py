@@ -5,8 +5,6 @@ one by `held`; the disk's speed by an entry in the cache.
 import errno
 import os
 import resource
-import subprocess
-import sys
 
 import pytest
 
@@ -16,6 +14,7 @@ from infinity.storage import disk_speed as disk
 from infinity.storage.memory import Arena, view
 from infinity.storage.nvme import NvmeStore, check_folder
 from infinity.storage.store import Request
+from launches import python
 
 pytestmark = pytest.mark.disk
 
@@ -104,11 +103,9 @@ except ConfigError as error:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_a_folder_one_may_not_write_in_is_refused(folder):
+def test_a_folder_one_may_not_write_in_is_refused(folder, tmp_path):
     folder.chmod(0o755)
-    done = subprocess.run(
-        [sys.executable, "-c", NOT_OURS, str(folder)], capture_output=True, text=True, check=False
-    )
+    done = python("-c", NOT_OURS, folder, folder=tmp_path)
     assert "may not write" in done.stdout or "Permission denied" in done.stdout, done.stderr
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from covers import examples
 from infinity import ConfigError, aio
 from infinity.aio import faults
 from infinity.storage import disk_speed as disk
@@ -61,7 +62,9 @@ def failed_path(error):
 # Right bytes
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=examples(15, 40), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     sizes=st.lists(st.integers(1, 5 * STRIPE // BLOCK), min_size=1, max_size=3),
     moves=st.lists(

@@ -95,7 +95,7 @@ def test_a_rank_that_dies_before_the_first_commit_of_all_lets_the_run_begin_anew
     assert check_end(folder, undisturbed, "forward", 0) == 0
 
 
-@pytest.mark.parametrize("trial", [0, 1, *(pytest.param(one, marks=pytest.mark.slow) for one in (2, 3))])
+@pytest.mark.parametrize("trial", [0, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 2, 3))])
 def test_ranks_killed_at_random_moments_go_on_with_the_same_bits(folder, undisturbed, trial):
     rng = random.Random(f"{SEED} {trial}")
     update, least = rng.choice(["forward", "backward"]), 0
@@ -110,7 +110,7 @@ def test_ranks_killed_at_random_moments_go_on_with_the_same_bits(folder, undistu
     check_end(folder, undisturbed, update, least)
 
 
-@pytest.mark.parametrize("paths", [1, 2])
+@pytest.mark.parametrize("paths", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_snapshot_of_several_ranks_is_a_run_that_goes_on_with_the_same_bits(folder, undisturbed, paths):
     nvme = [folder / f"nvme{number}" for number in range(paths)]
     for one in nvme:
@@ -121,7 +121,7 @@ def test_a_snapshot_of_several_ranks_is_a_run_that_goes_on_with_the_same_bits(fo
     assert check_end(folder / "copy", undisturbed, "forward", 3) == 3
 
 
-@pytest.mark.parametrize("end", ["fails", "dies"])
+@pytest.mark.parametrize("end", [pytest.param("fails", marks=pytest.mark.slow), "dies"])
 def test_a_rank_that_is_lost_while_it_copies_leaves_no_snapshot_and_the_run_goes_on(folder, undisturbed, end):
     def before(rank):
         def fails(*_):

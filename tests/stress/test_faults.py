@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.disk, pytest.mark.multi, pytest.mark.timeout(300)]
 
 
 @pytest.mark.usefixtures("repeatable")
-@pytest.mark.parametrize("every", [200, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [400, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_sample_of_every_kind_of_fault_kill_and_power_cut(every, folder, capsys):
     few = {"kills": 2, "ranks": 1, "cuts": 2, "every": every, "seed": SEED, "place": folder}
     try:
@@ -124,8 +124,9 @@ def _flip(path, offset, mask):
         os.fsync(file.fileno())
 
 
-def test_nothing_grows_over_many_steps():
-    first, last = soak.soak(150, str(disk()))
+@pytest.mark.parametrize("steps", [60, pytest.param(150, marks=pytest.mark.slow)])
+def test_nothing_grows_over_many_steps(steps):
+    first, last = soak.soak(steps, str(disk()))
     assert soak.grown({**first, "memory": 0}, {**last, "memory": 0}) == []
 
 

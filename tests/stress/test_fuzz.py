@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import fragile
 import infinity
+from covers import examples
 from infinity import Config, ConfigError, InfinityError
 from infinity.checkpoint.safetensors_file import TensorFileError, TensorReader
 from infinity.durable import commit as commits
@@ -26,7 +27,7 @@ from infinity.storage.manifest import CheckpointError, Manifest
 from samples import BF16, COMMIT, FINE_TUNE, TENSORS, written
 
 pytestmark = pytest.mark.timeout(120)
-few = settings(max_examples=40, suppress_health_check=list(HealthCheck))
+few = settings(max_examples=examples(15, 40), suppress_health_check=list(HealthCheck))
 
 ODD = st.sampled_from(
     [

@@ -74,15 +74,16 @@ def test_a_step_can_be_repeated_after_an_interrupt_of_its_forward(
     folder, monkeypatch, owner, name, after, nth
 ):
     fields = {"nvme": str(folder), "host_memory": "1MiB"}
-    ours, plain = models.both("gpt2", {"lr": 1e-2}, fields)
-    assert models.train(*ours[:2], 2) == models.train(*plain[:2], 2)
+    *ours, _ = models.offloaded("gpt2", {"lr": 1e-2}, fields)
+    expected, *plain = models.trained_in_memory("gpt2", (("lr", 1e-2),), steps=5)
+    assert models.train(*ours, 2) == expected[:2]
     moment = interrupt(monkeypatch, owner, name, after=after)
     ids = models.batch(200)
     moment.armed = nth
     with pytest.raises(KeyboardInterrupt):
         ours[0](input_ids=ids, labels=ids)
-    assert models.train(*ours[:2], 3, first=2) == models.train(*plain[:2], 3, first=2)
-    models.assert_same_state(ours[0], ours[1], plain[0], plain[1])
+    assert models.train(*ours, 3, first=2) == expected[2:]
+    models.assert_same_state(*ours, *plain)
 
 
 class Right(nn.Module):

@@ -23,6 +23,7 @@ from infinity import AdamW, CorruptionError, EngineFailedError, Init
 from infinity.aio import IoError, StorageFullError
 from infinity.aio.faults import inject
 from infinity.engine.engine import engine_of_model
+from launches import Program
 from places import SUPPORT
 
 pytestmark = [pytest.mark.disk, pytest.mark.timeout(120)]
@@ -114,9 +115,10 @@ def test_a_disk_that_fills_up_while_building_is_named_and_leaves_nothing(folder)
 
 
 TRAIN_FOREVER = """
-import sys, torch
+import signal, sys, torch
 import models
 from infinity import AdamW
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where whoever started the tests ignores it
 model = models.build("llama", nvme=sys.argv[1], host_memory="1MiB")
 optimizer = AdamW(model.parameters())
 print("built", flush=True)
@@ -143,7 +145,23 @@ def test_a_killed_run_leaves_nothing_on_disk(folder):
     assert list(folder.iterdir()) == []
 
 
-def test_an_interrupted_run_leaves_nothing_on_disk(folder):
+def test_an_interrupted_run_leaves_nothing_on_disk(folder, tmp_path):
+    run = Program("-c", TRAIN_FOREVER, folder, folder=tmp_path)
+    try:
+        while not any("built" in path.read_text() for path in tmp_path.glob("*.out")):
+            assert not run.over(), run.end()
+            time.sleep(0.01)
+        time.sleep(0.5)
+        os.kill(run.pid, signal.SIGINT)
+        ended = run.end()
+    finally:
+        run.kill()
+    assert "KeyboardInterrupt" in ended.stderr
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_an_interpreter_that_is_interrupted_leaves_nothing_on_disk(folder):
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -155,10 +173,14 @@ def test_an_interrupted_run_leaves_nothing_on_disk(folder):
         env=environment,
         text=True,
     )
-    assert process.stdout.readline() == "built\n", process.stderr.read()
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    try:
+        assert process.stdout.readline() == "built\n", process.stderr.read()
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
     assert "KeyboardInterrupt" in errors
     assert list(folder.iterdir()) == []
 

@@ -1,8 +1,9 @@
-"""Which combinations of a test's parameters run by default: enough that each pair of values meets."""
+"""What of a test runs by default: combinations in which each pair of values meets, fewer drawn examples."""
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,11 @@ def matrix(*, possible: Callable[..., bool] = lambda **_: True, **axes: Values) 
         )
         for names in combinations
     ]
+
+
+def examples(by_default: int, with_all: int) -> int:
+    """Return how many examples hypothesis draws: so many by default, and so many with --all."""
+    return with_all if os.environ.get("INFINITY_TEST_ALL") else by_default
 
 
 def _named(values: Values) -> dict[str, Any]:

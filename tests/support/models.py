@@ -38,7 +38,9 @@ MODELS = {
     ),
     "gpt2-dropout": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2)),
     "mixtral": lambda: transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
+        transformers.MixtralConfig(
+            **{**SIZES, "num_hidden_layers": 2}, num_local_experts=4, num_experts_per_tok=2
+        )
     ),
 }
 
@@ -150,7 +152,13 @@ def _scheduled(model, optimizer):
 
 
 @functools.cache
-def _trained_in_memory(name, optimizer, init, checkpoint, steps, accumulate, clip, scheduled):
+def trained_in_memory(
+    name, optimizer, init=(), checkpoint=None, *, steps, accumulate=1, clip=None, scheduled=False
+):
+    """Return losses, model and optimizer of a training in memory; of one that was done before, the same.
+
+    optimizer, init: pairs of names and values.
+    """
     model, recipe, schedule = in_memory(name, dict(optimizer), dict(init), checkpoint)
     losses = train(model, recipe, steps, accumulate, clip, schedule if scheduled else None)
     return losses, model, recipe
@@ -174,8 +182,15 @@ def compare(
     lies: it is done once for all budgets.
     """
     computed = tuple((field, init[field]) for field in ("dtype", "state_dtype") if field in init)
-    expected, plain, recipe = _trained_in_memory(
-        name, tuple(sorted(optimizer.items())), computed, checkpoint, steps, accumulate, clip, scheduled
+    expected, plain, recipe = trained_in_memory(
+        name,
+        tuple(sorted(optimizer.items())),
+        computed,
+        checkpoint,
+        steps=steps,
+        accumulate=accumulate,
+        clip=clip,
+        scheduled=scheduled,
     )
     model, ours, schedule = offloaded(name, optimizer, init, checkpoint, update)
     assert train(model, ours, steps, accumulate, clip, schedule if scheduled else None) == expected

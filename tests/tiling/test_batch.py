@@ -32,10 +32,10 @@ def test_blocks_norms_and_embeddings_are_cut_and_can_be_put_back(name):
     model = MODELS[name]()
     whole = list(model.state_dict())
     cut = tile_batch_(model, 2)
-    layers = [f"model.layers.{one}" for one in range(3)]
+    layers = [f"model.layers.{one}" for one in range(model.config.num_hidden_layers)]
     expected = ["model.embed_tokens", *layers, "model.norm"]
     if name == "gpt2":
-        layers = [f"transformer.h.{one}" for one in range(3)]
+        layers = [f"transformer.h.{one}" for one in range(model.config.num_hidden_layers)]
         expected = ["transformer.wte", "transformer.wpe", *layers, "transformer.ln_f"]
     assert cut == expected
     assert list(model.state_dict()) == whole

@@ -160,8 +160,8 @@ def test_a_gradient_that_is_kept_keeps_no_others_of_its_call_in_slices(memory, f
 
 def test_a_step_of_eight_micro_batches_moves_the_bytes_of_one(folder):
     def moved(micro_batches):
-        shape = models.SIZES | {"hidden_size": 256, "intermediate_size": 512}
-        with infinity.Init(nvme=str(folder), host_memory="512KiB"):
+        shape = models.SIZES | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+        with infinity.Init(nvme=str(folder), host_memory="384KiB"):
             model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
         optimizer = infinity.AdamW(model.parameters(), lr=1e-2, update="backward")
         tiling.tile_loss_(model)
@@ -185,7 +185,7 @@ def test_a_layer_eight_times_the_budget_trains(folder):
     def losses(model, optimizer):
         found = []
         for step in range(2):
-            x = torch.randn(4, 2048, generator=torch.Generator().manual_seed(step)).bfloat16()
+            x = torch.randn(4, 1024, generator=torch.Generator().manual_seed(step)).bfloat16()
             loss = model(x).float().square().mean()
             loss.backward()
             optimizer.step()
@@ -194,14 +194,14 @@ def test_a_layer_eight_times_the_budget_trains(folder):
         return found
 
     torch.manual_seed(0)
-    with infinity.Init(nvme=str(folder), host_memory="1MiB", tile_above="256KiB"):
-        ours = nn.Sequential(nn.Linear(2048, 2048))
+    with infinity.Init(nvme=str(folder), host_memory="256KiB", tile_above="64KiB"):
+        ours = nn.Sequential(nn.Linear(1024, 1024))
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(2048, 2048))
-    tiling.tile_(plain, above=1 << 18)
+    plain = nn.Sequential(nn.Linear(1024, 1024))
+    tiling.tile_(plain, above=1 << 16)
     plain = prepare(plain)
     engine = engine_of_model(ours)
-    assert 8 * engine.budget.total_nbytes == 2 * 2048 * 2048
+    assert 8 * engine.budget.total_nbytes == 2 * 1024 * 1024
     found = losses(ours, infinity.AdamW(ours.parameters(), lr=1e-3))
     assert found == losses(plain, ReferenceAdamW(plain.parameters(), lr=1e-3))
     assert torch.equal(ours.state_dict()["0.weight"], plain.state_dict()["0.weight"])

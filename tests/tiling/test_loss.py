@@ -6,6 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from covers import examples
 from infinity.tiling import TiledLinear, cross_entropy, products
 from infinity.tiling import logits as blocks
 
@@ -60,7 +61,7 @@ def head(weight, bias, form):
     )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(40, 150))
 @given(
     shape=st.sampled_from([(5,), (2, 9), (1, 1), (3, 40), (2, 3, 4)]),
     classes=st.integers(1, 120),

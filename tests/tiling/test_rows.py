@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from allocations import Allocations
+from covers import examples
 from infinity.tiling import tile_batch_, untile_
 
 pytestmark = pytest.mark.usefixtures("repeatable")
@@ -18,7 +19,7 @@ def cut(embedding, micro_batch):
     return model
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(15, 40), deadline=None)
 @given(
     seed=st.integers(0, 1000),
     rows=st.integers(1, 12),

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from contestants import BOTH
 from infinity.bench.engine import lora
 from infinity.errors import ConfigError
 from measurements import RUN
@@ -53,7 +54,9 @@ def test_a_run_above_a_limit_ends_with_1(written, tmp_path, monkeypatch, capsys)
 
 @needs_peft
 @pytest.mark.disk
-def test_a_small_base_is_read_in_each_step_and_never_written(folder):
+@pytest.mark.parametrize("environment", BOTH)
+def test_a_small_base_is_read_in_each_step_and_never_written(folder, monkeypatch, environment):
+    monkeypatch.setattr(lora, "OWN", environment)
     out = folder / "lora.json"
     arguments = ["--nvme", str(folder), "--model", "1m", "--host-memory", "1MiB", "--steps", "1"]
     lora.main([*arguments, "--json", str(out)])

@@ -1,6 +1,6 @@
 """Runs of contestants, each in a process of its own, and figures beside limits. Faked: most measurements.
 
-Real: processes of this Python, one of them training a model of 0.9 M parameters on a tmpfs.
+Real: processes of this Python, three of them contestants of 0.9 M parameters, forked by default.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from contestants import BOTH
 from infinity.bench.checkpoint import checkpoints
 from infinity.bench.engine import contestant, memory, rival, runs
 from infinity.bench.engine.runs import OWN, Environment, Model, RunError, measure, settings_of
@@ -191,9 +192,10 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.multi
 @pytest.mark.skipif(disk.filesystem(Path("/dev/shm")) != "tmpfs", reason="no tmpfs at /dev/shm")  # noqa: S108
-def test_on_a_tmpfs_the_engine_counts_the_bytes_that_the_kernel_does_not():
+@pytest.mark.parametrize("environment", BOTH)
+def test_on_a_tmpfs_the_engine_counts_the_bytes_that_the_kernel_does_not(environment):
     with runs.folder_on(Path("/dev/shm")) as folder:  # noqa: S108
-        run = measure(OWN, "infinity", Model("1m", 16, 3), folder, settings_of("2MiB"))
+        run = measure(environment, "infinity", Model("1m", 16, 3), folder, settings_of("2MiB"))
         assert list(folder.iterdir()) == []
     assert 5 < run.read_per_parameter < 20
     assert 5 < run.written_per_parameter < 20
@@ -201,9 +203,10 @@ def test_on_a_tmpfs_the_engine_counts_the_bytes_that_the_kernel_does_not():
 
 
 @pytest.mark.multi
-def test_an_error_of_a_contestant_is_told_in_its_own_words(folder):
+@pytest.mark.parametrize("environment", BOTH)
+def test_an_error_of_a_contestant_is_told_in_its_own_words(folder, environment):
     with pytest.raises(RunError) as caught:
-        measure(OWN, "infinity", Model("1m", 16, 3), folder, settings_of(0))
+        measure(environment, "infinity", Model("1m", 16, 3), folder, settings_of(0))
     assert str(caught.value).startswith("infinity on 1m: ")
     assert "host_memory=0" in str(caught.value)
     assert "Traceback" not in str(caught.value)
@@ -219,10 +222,11 @@ def test_a_contestant_that_dies_is_told_with_its_last_lines(folder):
 
 @pytest.mark.multi
 @root
-def test_a_disk_that_fills_while_training_is_told_and_left_empty(folder):
+@pytest.mark.parametrize("environment", BOTH)
+def test_a_disk_that_fills_while_training_is_told_and_left_empty(folder, environment):
     with mounted(folder, "-t", "tmpfs", "-o", "size=4m", "tmpfs"):
         with pytest.raises(RunError, match="No space left") as caught:
-            measure(OWN, "infinity", Model("1m", 16, 3), folder, settings_of("2MiB"))
+            measure(environment, "infinity", Model("1m", 16, 3), folder, settings_of("2MiB"))
         assert "StorageFullError" in str(caught.value)
         assert list(folder.iterdir()) == []
 

@@ -356,7 +356,9 @@ def mentioning(text: str) -> list[str]:
 
 @pytest.mark.disk
 @pytest.mark.multi
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_a_signal_leaves_neither_files_nor_processes(folder, number, code):
     out = folder / "out.json"
     nvme = folder / "nvme"

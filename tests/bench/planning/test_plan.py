@@ -106,7 +106,7 @@ def test_numbers_of_the_json_are_in_si_units(tmp_path):
 def test_ranks_of_one_machine_share_its_disk_and_wear_it_together(tmp_path):
     args = ("check", "--model", "25m", "--link", "100", "--ranks", "2", *RATES)
     apart, together = (
-        facts(folder, *args, "--local-ranks", local, "--host-memory", f"{local}MiB")[0]["facts"]
+        facts(folder, *args, "--local-ranks", local, "--host-memory", f"{8 * local}MiB")[0]["facts"]
         for local in (1, 2)
         for folder in [tmp_path / str(local)]
         if not folder.mkdir()
