@@ -109,6 +109,8 @@ class Hooks:
         """Called when the outermost backward is over, in the order in which they were appended."""
         self.forward_began: list[Any] = []
         """Called with a module whose forward begins that a backward may follow."""
+        self.round_began: list[Any] = []
+        """Called with a module whose forward begins that no backward will follow."""
 
     @property
     def in_forward(self) -> bool:
@@ -137,7 +139,7 @@ class Hooks:
         if not self._frames:
             refuse(module)
             self._counting = task == -1 and torch.is_grad_enabled()
-            for call in self.forward_began if self._counting else ():
+            for call in self.forward_began if self._counting else self.round_began if task == -1 else ():
                 call(module)
         watched = saving = None
         if torch.is_grad_enabled() and saves:
