@@ -40,9 +40,9 @@ class RoundPins(Protocol):
 
 
 class Rounds:
-    """Finds where a round ends: where a module begins, outside any other, that began in this round before. So
-    one forward of a model is a round, and so is one over its blocks, called one after the other, or that of an
-    encoder and a decoder. A forward that a backward may follow, and a backward, go on with the step instead.
+    """Finds where a round ends: where a module begins, outside any other, that began in this round before.
+    So one forward of a model is a round, and so is one over its blocks, called one after the other, or that
+    of an encoder and a decoder. A forward that a backward may follow, and a backward, go on with the step.
     """
 
     def __init__(self, executor: RoundExecutor, pins: RoundPins | None) -> None:

@@ -1,5 +1,5 @@
-"""What is remembered of one kind of pass over the model, steps or rounds: where it is in its plan, how often it
-uses what, and which units its plan keeps. Pure: no torch, no I/O.
+"""What is remembered of one kind of pass over the model, steps or rounds: where it is in its plan, and how often
+it uses what. Pure: no torch, no I/O.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Course:
         return self.cursor.plan is not None
 
     def plan(self, trace: Trace, sizes: Sequence[int], window_nbytes: int, hides: Sequence[int]) -> None:
-        """Make a plan for passes like `trace`, and follow it from its start. The arguments are make_plan's."""
+        """Make a plan for passes like `trace`, and follow it from its start. Arguments: see make_plan."""
         self._sizes = sizes
         self.cursor.follow(self._planner(trace, sizes, window_nbytes, hides=hides))
 

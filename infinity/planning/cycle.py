@@ -1,12 +1,12 @@
-"""The plan of a round: of one forward without gradients among many that are alike, as the tokens of a generation
-or the batches of an evaluation are. Pure: no torch, no I/O.
+"""The plan of a round: of one forward without gradients among many that are alike, as the tokens of a
+generation or the batches of an evaluation are. Pure: no torch, no I/O.
 
 [Note: rounds are a cycle]
 Nothing changes between two rounds, so what waits at the end of one may be used by the next. Where a cycle does
-not fit the window, a cache that gives up what was used longest ago gives up everything just before its use. What
-reads least is a set that always stays: every round then reads all the rest, and only that (the bound of Belady
-1966; running there and back, as zig-zag schedules do, saves the same bytes). So some units stay, for as long as
-rounds follow each other, and the rest streams by through what is left of the window.
+not fit the window, a cache that gives up what was used longest ago gives up everything just before its use.
+What reads least is a set that always stays: every round then reads all the rest, and only that (the bound of
+Belady 1966; running there and back, as zig-zag schedules do, saves the same bytes). So some units stay, for as
+long as rounds follow each other, and the rest streams by through what is left of the window.
 
 What is left has room for two of the largest units that stream, so that one is read while another is used. Of
 the others, those that a round uses most often stay first, then the largest, and of equals the same share of

@@ -307,8 +307,8 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
         return self._lane.settled(unit.record) and unit.in_place and not unit.pending
 
     def look_again(self, upcoming: Iterable[_UnitT], room_nbytes: int, but: _UnitT | None) -> None:
-        """After a use that was not the planned one, of `but`, or a pass of another kind: owe the units that are
-        needed next, as many as `room_nbytes` has room for, and evict the others that wait.
+        """After a use that was not the planned one, of `but`, or a pass of another kind: owe the units that
+        are needed next, as many as `room_nbytes` has room for, and evict the others that wait.
         """
         wanted: dict[int, None] = {}
         for unit in upcoming:
@@ -434,7 +434,7 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
         self.fetch_owed()
 
     def stay_by(self, staying: set[_UnitT]) -> set[_UnitT]:
-        """Go over to passes of another kind, whose plan keeps the units `staying`. Return those that were kept."""
+        """Go over to passes of another kind, whose plan keeps the units `staying`; return what was kept."""
         before, self._staying = self._staying, staying
         return before
 

@@ -68,9 +68,8 @@ class Pins:
         self._set_targets()
 
     def close_round(self, expected: Frequencies) -> None:
-        """Decide anew when the rounds since the last step have doubled: a move has to pay within as many again,
-        so that all moves together cost no more than what they follow. expected: of a round, which updates
-        nothing.
+        """Decide anew when the rounds since the last step have doubled: a move has to pay within twice as
+        many, so that moves cost no more than the rounds before them. expected: of a round, without updates.
         """
         self._rounds += 1
         if self._rounds & (self._rounds - 1) == 0 or expected.unsettled:
@@ -86,7 +85,9 @@ class Pins:
     def _pinned_nbytes(self) -> int:
         """Bytes of placed fields that are in host memory, or have their room there."""
         waiting = {(move.unit, move.field) for move in self._to_host}
-        here = (self._units[unit].record.field_nbytes(name) for unit, name in self._placement.keys() - waiting)
+        here = (
+            self._units[unit].record.field_nbytes(name) for unit, name in self._placement.keys() - waiting
+        )
         return sum(here)
 
     def _revise(self, revision: Revision) -> None:

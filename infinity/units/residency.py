@@ -5,7 +5,7 @@ why, is in planning/residence.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from infinity.device.blocks import Blocks, DeviceBlocks, HostBlocks
@@ -132,6 +132,24 @@ class Executor(Residency[Unit, UpdatePass]):
         """Make `unit` resident and its parameters real, until as many `drop`s."""
         if not unit.attached:
             self._use(unit, phase)
+            unit.attach()
+            if self._device.is_host:
+                unit.changes.sample(unit.residence.uses)
+            unit.residence.begin()
+        unit.residence.use()
+
+    def are_here(self, units: Iterable[Unit]) -> bool:
+        """Whether a use of any of these units would fetch nothing; False while a timeline shows each use."""
+        return not self._timeline.recording and all(
+            not one.pending and (one.residence.fetch is not None or self._is_there(one)) for one in units
+        )
+
+    def hold_here(self, unit: Unit) -> None:
+        """Like `hold`, in a round, for a unit that is here: there is nothing to plan for it."""
+        if not unit.attached:
+            self.counts.count_use()
+            unit.residence.count_use()
+            self.make_resident(unit)
             unit.attach()
             if self._device.is_host:
                 unit.changes.sample(unit.residence.uses)
@@ -293,14 +311,16 @@ class Executor(Residency[Unit, UpdatePass]):
     # Rounds
 
     def close_round(self) -> bool:
-        """End a round when another one begins. Return False where none was under way."""
-        if not self.in_round:
+        """End a round when another one begins. Return False where none was under way that had to plan anything:
+        see [Note: all at once] in autograd/hooks.py.
+        """
+        if not self.in_round or not self._rounds.cursor.trace:
             return False
         self._rounds.frequencies.close_step()
         return True
 
     def begin_round(self) -> None:
-        """Begin a forward without gradients, of which many may follow: a round, with a plan of its own, a cycle.
+        """Begin a forward without gradients, of which many may follow: a round, by a plan that is a cycle.
         The step that was under way, if any, goes on at `end_rounds`, where it was.
         """
         course, cursor = self._rounds, self._rounds.cursor
