@@ -17,13 +17,18 @@ started right under p (reentrant).
 A node of the graph may have saved several weights, and unpacks them one by one. So the units that it unpacks
 are leased to it until another node of the same graph task unpacks something, or the task is over. A node that
 starts a backward of its own keeps its lease meanwhile.
+
+[Note: all at once]
+Following each module costs as much as computing it, where one token is computed with a small layer. So a forward
+without gradients that finds all its units where they compute, so that a use would fetch nothing, holds all of
+them from its begin to its end, and the modules in it are not followed.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,6 +102,8 @@ class Hooks:
         self._tasks: list[int] = []
         self._leases: list[BackwardLease] = []
         self._counting = False
+        self._at_once = False
+        """Whether the outermost forward holds all units in it: see [Note: all at once]."""
         self._held: set[Unit] = set()
         self._holds: defaultdict[Unit, list[int]] = defaultdict(list)
         """For each hold that lasts until the gradients accumulate: the graph task in which it began."""
@@ -109,6 +116,8 @@ class Hooks:
         """Called when the outermost backward is over, in the order in which they were appended."""
         self.forward_began: list[Any] = []
         """Called with a module whose forward begins that a backward may follow."""
+        self.round_began: list[Any] = []
+        """Called with a module whose forward begins that no backward will follow."""
 
     @property
     def in_forward(self) -> bool:
@@ -126,9 +135,19 @@ class Hooks:
     # Forward
 
     def enter(
-        self, module: nn.Module, units: Iterable[Unit], inputs: Any = (), *, saves: bool = True
+        self,
+        module: nn.Module,
+        units: Iterable[Unit],
+        inputs: Any = (),
+        *,
+        saves: bool = True,
+        below: Sequence[Unit] = (),
     ) -> None:
-        """Begin a module's forward; without `saves` the graph that is built takes no hooks."""
+        """Begin a module's forward; without `saves` the graph that is built takes no hooks. below: the units
+        of all modules in it, if they are known.
+        """
+        if self._at_once and self._is_covered(module):
+            return
         task = graph_task()
         if task == -1 and self._tasks:
             self.end_backward()  # the last one ended with an exception
@@ -137,7 +156,7 @@ class Hooks:
         if not self._frames:
             refuse(module)
             self._counting = task == -1 and torch.is_grad_enabled()
-            for call in self.forward_began if self._counting else ():
+            for call in self.forward_began if self._counting else self.round_began if task == -1 else ():
                 call(module)
         watched = saving = None
         if torch.is_grad_enabled() and saves:
@@ -153,8 +172,26 @@ class Hooks:
         self._frames.append(frame)
         if task != -1:
             self._note_backward(task)
+        if outer is None and task == -1 and below and not torch.is_grad_enabled():
+            self._at_once = self._executor.are_here(below)
+        if self._at_once and outer is None:
+            self._hold_all(below, frame)
+            return
         for unit in units:
             self._hold(unit, frame)
+
+    def _is_covered(self, module: nn.Module) -> bool:
+        """Whether the outermost forward holds the units of `module`, which begins within it: see
+        [Note: all at once].
+        """
+        frames = self._frames
+        covered = len(frames) == 1 and frames[0].module != id(module)
+        return covered and not torch.is_grad_enabled() and graph_task() == -1
+
+    def _hold_all(self, units: Iterable[Unit], frame: Frame) -> None:
+        for unit in units:
+            self._executor.hold_here(unit)
+            frame.units.append(unit)
 
     def _hold(self, unit: Unit, frame: Frame) -> None:
         self._executor.hold(unit, Phase.FORWARD if frame.task == -1 else Phase.BACKWARD)
@@ -181,6 +218,8 @@ class Hooks:
 
         Raises: UnsupportedError naming a parameter that was changed.
         """
+        if self._at_once and all(frame.module != id(module) for frame in self._frames):
+            return
         while self._frames:
             ours = self._frames[-1].module == id(module)
             self._end_frame(self._frames[-1], output if ours else None)
@@ -206,6 +245,7 @@ class Hooks:
             if saving is not None:
                 saving.__exit__(None, None, None)
         self._frames.pop()
+        self._at_once = self._at_once and bool(self._frames)
 
     def _end_use(self, unit: Unit, frame: Frame, output: Any) -> None:
         if frame.task != -1 and frame.keeps and torch.is_grad_enabled():

@@ -7,7 +7,7 @@ refuse to be pickled or copied, with a text that says why.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
@@ -25,8 +25,18 @@ from infinity.units.unit import Unit
 class Follower(Protocol):
     """What follows forwards: infinity.autograd.hooks.Hooks."""
 
-    def enter(self, module: nn.Module, units: list[Unit], inputs: Any, *, saves: bool = True) -> None:
-        """Begin a module's forward; without `saves` the graph that is built takes no hooks."""
+    def enter(
+        self,
+        module: nn.Module,
+        units: list[Unit],
+        inputs: Any,
+        *,
+        saves: bool = True,
+        below: Sequence[Unit] = (),
+    ) -> None:
+        """Begin a module's forward; without `saves` the graph that is built takes no hooks. below: the units
+        of all modules in it, if they are known.
+        """
 
     def leave(self, module: nn.Module, output: Any) -> None:
         """End a module's forward, also one that raised."""
@@ -67,7 +77,7 @@ class Entering(_Hook):
         units = self._below if runs_in_slices(module) else self._units
         units = [] if postpones(module, kwargs) else units
         if torch._C._functorch.peek_interpreter_stack() is None:
-            self._hooks.enter(module, units, (args, kwargs))
+            self._hooks.enter(module, units, (args, kwargs), below=self._below)
         else:
             self._enter_transformed(module, units, (args, kwargs))
 

@@ -20,6 +20,7 @@ from infinity.autograd.arrivals import Arrivals
 from infinity.autograd.foreign import ForeignParameters, ForeignSteps
 from infinity.autograd.hooks import Hooks
 from infinity.autograd.module_calls import Entering, Leaving
+from infinity.autograd.rounds import Rounds
 from infinity.config.settings import Config
 from infinity.device.device import choose_cores, choose_device, open_device
 from infinity.durable.committer import TrainingStateSource
@@ -224,6 +225,10 @@ class Engine:
             stores = (self.host_store, self.store)
             frequencies = self.executor.frequencies
             self.pins = Pins(self.units, frequencies, self.lane, self.kept, stores)
+        # A durable run moves fields between its steps alone, which it commits.
+        rounds = Rounds(self.executor, self.pins if self.durable is None else None)
+        self.hooks.round_began.append(rounds.forward_began)
+        self.hooks.forward_began.append(rounds.step_goes_on)
         if self.partition is not None:
             self.hooks.forward_began.append(ForeignParameters(self.parameters.keeps).look)
         if self.durable is None:

@@ -18,7 +18,8 @@ two decisions, taken one after the other:
 2. When reads begin (the conservative rule: Cao, Felten, Karlin and Li 1995). What is kept is settled, so no
    read can push it out: each begins as early as the room left over from there to its use allows, those
    needed sooner first. One that fits only later does not hold up smaller ones behind it. A unit for which
-   there is no room even just before its use is not in the plan: it is read when its use asks for it.
+   there is no room even just before its use is not in the plan: it is read when its use asks for it. One that
+   turns out to fit all the time since its use before is kept after all.
 
 Keeping all that saves a read may leave no room to read ahead. So room is held back before each use whose
 unit has to be read, over the uses that take as long as the read: `hides` says how many bytes arrive while a
@@ -129,9 +130,14 @@ def make_plan(
         nbytes = unit_nbytes[use.unit]
         if kept[position] or not nbytes:
             continue
-        start = _fits_from(waiting, before[position] + 1, position, window_nbytes - nbytes)
-        if start <= position:
-            waiting[start : position + 1] += nbytes
+        since = before[position] + 1
+        start = _fits_from(waiting, since, position, window_nbytes - nbytes)
+        if start > position:
+            continue
+        waiting[start : position + 1] += nbytes
+        if start == since > 0:  # with its unit's use before: that has it still
+            stays[before[position]] = True
+        else:
             begins[start].append(use.unit)
     steps = (
         PlanStep(use, tuple(fetch), keep) for use, fetch, keep in zip(trace, begins[1:], stays, strict=True)

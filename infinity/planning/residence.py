@@ -42,6 +42,8 @@ class Counts:
     stalls_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STALLS, 0.0))
     """Seconds that computing waited for a unit, by cause."""
     steps: int = 0
+    rounds: int = 0
+    """Forwards without gradients."""
     plans: int = 0
 
     def count_plan(self) -> None:
@@ -51,6 +53,10 @@ class Counts:
     def count_step(self) -> None:
         """A step was closed."""
         self.steps += 1
+
+    def count_round(self) -> None:
+        """A forward without gradients has begun."""
+        self.rounds += 1
 
     def count_use(self) -> None:
         """A unit was used."""
@@ -300,9 +306,9 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
         """
         return self._lane.settled(unit.record) and unit.in_place and not unit.pending
 
-    def look_again(self, upcoming: Iterable[_UnitT], room_nbytes: int, but: _UnitT) -> None:
-        """After a use that was not the planned one, of `but`: owe the units that are needed next, as many as
-        `room_nbytes` has room for, and evict the others that wait.
+    def look_again(self, upcoming: Iterable[_UnitT], room_nbytes: int, but: _UnitT | None) -> None:
+        """After a use that was not the planned one, of `but`, or a pass of another kind: owe the units that
+        are needed next, as many as `room_nbytes` has room for, and evict the others that wait.
         """
         wanted: dict[int, None] = {}
         for unit in upcoming:
@@ -425,6 +431,20 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
     def begin(self, opening: Iterable[int]) -> None:
         """Begin a step with the fetches that open its plan."""
         self._owed.extend(opening)
+        self.fetch_owed()
+
+    def stay_by(self, staying: set[_UnitT]) -> set[_UnitT]:
+        """Go over to passes of another kind, whose plan keeps the units `staying`; return what was kept."""
+        before, self._staying = self._staying, staying
+        return before
+
+    def open_round(self, opening: Iterable[int]) -> None:
+        """Begin a round, at whose begin `opening` wait, or are on their way. What else waits leaves."""
+        wanted = dict.fromkeys(opening)
+        for unit in self.units:
+            if unit.residence.waits and unit.index not in wanted and not self._whole:
+                self.evict(unit)
+        self._owed = deque(wanted)
         self.fetch_owed()
 
     def end(self) -> None:

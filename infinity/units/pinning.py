@@ -1,7 +1,7 @@
 """Which fields of records lie in host memory: decided from how often units are used, and carried out.
 
 A field moves up without a transfer of its own: it gets a target, and the next pass that has all of it in
-memory leaves it there. It moves down by being written, between two steps, while no unit is in use.
+memory leaves it there. It moves down by being written, between two steps or rounds, while no unit is in use.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import MappingProxyType
 from infinity.lane.lane import StreamLane
 from infinity.lane.passes import LeavePass
 from infinity.planning.frequency import Frequencies
-from infinity.planning.placement import Candidate, Move, Placement, PlacementBudget, revise
+from infinity.planning.placement import Candidate, Move, Placement, PlacementBudget, Revision, revise
 from infinity.storage.memory import Ledger
 from infinity.storage.store import HostStore, Store
 from infinity.units.unit import Unit
@@ -26,7 +26,9 @@ _REVISED_EVERY = 8
 
 
 class Pins:
-    """Owns the placement of one engine's fields. Called between steps, from the thread that computes."""
+    """Owns the placement of one engine's fields. Called between steps, and between rounds (forwards without
+    gradients), from the thread that computes.
+    """
 
     def __init__(
         self,
@@ -50,23 +52,45 @@ class Pins:
         self._gradient_nbytes = 0
         self._to_host: deque[Move] = deque()
         self._steps = 0
+        self._rounds = 0
 
     def close_step(self) -> None:
         """Decide anew from time to time, first after the first step: it shows what gradients take. After each
         step while what is used is changing.
         """
         self._steps += 1
-        gradients = (
-            self._kept.peak_nbytes if self._steps == 1 else self._kept.held_nbytes - self._host.held_nbytes
-        )
-        self._gradient_nbytes = max(self._gradient_nbytes, gradients)
-        if self._steps % _REVISED_EVERY == 1 or self._frequencies.unsettled:
-            self._revise()
+        held = self._kept.peak_nbytes - self._pinned_nbytes() if self._steps == 1 else self._in_use_nbytes()
+        self._gradient_nbytes = max(self._gradient_nbytes, held)
+        if self._steps % _REVISED_EVERY == 1 or self._frequencies.unsettled or self._rounds:
+            budget = PlacementBudget(0, self._kept.limit_nbytes, self._gradient_nbytes)
+            self._revise(revise(self._placement, list(self._candidates(self._frequencies)), budget))
+        self._rounds = 0
         self._set_targets()
 
-    def _revise(self) -> None:
-        budget = PlacementBudget(0, self._kept.limit_nbytes, self._gradient_nbytes)
-        revision = revise(self._placement, list(self._candidates()), budget)
+    def close_round(self, expected: Frequencies) -> None:
+        """Decide anew when the rounds since the last step have doubled: a move has to pay within twice as
+        many, so that moves cost no more than the rounds before them. expected: of a round, without updates.
+        """
+        self._rounds += 1
+        if self._rounds & (self._rounds - 1) == 0 or expected.unsettled:
+            budget = PlacementBudget(0, self._kept.limit_nbytes - self._in_use_nbytes(), 0)
+            candidates = list(self._candidates(expected))
+            self._revise(revise(self._placement, candidates, budget, horizon_steps=2 * self._rounds))
+        self._set_targets()
+
+    def _in_use_nbytes(self) -> int:
+        """Bytes of the share that are held by others: gradients, activations."""
+        return self._kept.held_nbytes - self._host.held_nbytes
+
+    def _pinned_nbytes(self) -> int:
+        """Bytes of placed fields that are in host memory, or have their room there."""
+        waiting = {(move.unit, move.field) for move in self._to_host}
+        here = (
+            self._units[unit].record.field_nbytes(name) for unit, name in self._placement.keys() - waiting
+        )
+        return sum(here)
+
+    def _revise(self, revision: Revision) -> None:
         self.reason = revision.reason
         if not revision.moves:
             return
@@ -79,11 +103,11 @@ class Pins:
                 self._kept.set_aside(self._held_nbytes(move))
                 self._to_host.append(move)
 
-    def _candidates(self) -> Iterator[Candidate]:
-        """Every field, with what a step is expected to read and write of it."""
+    def _candidates(self, expected: Frequencies) -> Iterator[Candidate]:
+        """Every field, with what a step, or a round, is expected to read and write of it."""
         for unit in self._units:
-            fetches = self._frequencies.fetches(unit.index)
-            updates = self._frequencies.updates(unit.index)
+            fetches = expected.fetches(unit.index)
+            updates = expected.updates(unit.index)
             for name in unit.record.fields:
                 anew = updates if name in unit.record.form.derived else 0.0
                 reads = fetches - anew if name == "hi" else updates

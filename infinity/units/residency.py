@@ -5,7 +5,7 @@ why, is in planning/residence.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from infinity.device.blocks import Blocks, DeviceBlocks, HostBlocks
@@ -14,7 +14,9 @@ from infinity.errors import UnsupportedError
 from infinity.lane.base import Pass
 from infinity.lane.fetch import FetchAndUpdatePass, FetchPass, UpdatePass
 from infinity.lane.lane import StreamLane
+from infinity.planning.course import Course
 from infinity.planning.cursor import Cursor
+from infinity.planning.cycle import make_cycle
 from infinity.planning.frequency import Frequencies
 from infinity.planning.plan import Plan, make_plan
 from infinity.planning.queue import Job
@@ -24,9 +26,6 @@ from infinity.storage.memory import Ledger
 from infinity.timeline import Timeline
 from infinity.units.changes import would_be_lost
 from infinity.units.unit import Unit
-
-_REPLAN_SHARE = 0.1
-"""A new plan is made when more than this share of a step's uses was not as planned."""
 
 
 class Assembler(Protocol):
@@ -52,14 +51,16 @@ class Executor(Residency[Unit, UpdatePass]):
         self._ahead = Ledger(0)
         super().__init__(self._ahead, lane, on_host=device.is_host, in_order=assembler is not None)
         self._lane: StreamLane = lane
-        self.cursor = Cursor()
+        self._steps, self._rounds = Course(make_plan), Course(make_cycle)
+        self._course = self._steps
+        """What is under way."""
+        self._set_apart: set[Unit] = set()
+        """What stays by the plan of the other course."""
         self._device = device
         self._timeline = timeline
         self.blocks: Blocks = HostBlocks(self._ahead) if device.is_host else DeviceBlocks(device)
         self.updates_at_fetch = True
         """Whether updates are pending until the next fetch, and not applied in the backward."""
-        self.frequencies = Frequencies(0)
-        self._sizes: list[int] = []
         self._refused: UnsupportedError | None = None
         self._assembler = assembler
 
@@ -72,24 +73,49 @@ class Executor(Residency[Unit, UpdatePass]):
         self._whole = whole
         self.units = units
         self._ahead.resize(ahead_nbytes)
-        self.frequencies = Frequencies(len(units))
-        order = [unit.index for unit in units]
-        guess = [
-            *(Use(Phase.FORWARD, one) for one in order),
-            *(Use(Phase.BACKWARD, one) for one in reversed(order)),
-        ]
-        self._follow(tuple(guess))
+        forward = [Use(Phase.FORWARD, unit.index) for unit in units]
+        back = [Use(Phase.BACKWARD, unit.index) for unit in reversed(units)]
+        for course in (self._steps, self._rounds):
+            course.open(len(units))
+        self._plan_steps((*forward, *back))
 
     @property
     def ahead_nbytes(self) -> int:
         """Bytes of units that wait for their use."""
         return self._ahead.held_nbytes
 
-    def _follow(self, trace: tuple[Use, ...]) -> None:
-        self._sizes = self._fetched_sizes()
+    @property
+    def cursor(self) -> Cursor:
+        """Where the step is in its plan."""
+        return self._steps.cursor
+
+    @property
+    def frequencies(self) -> Frequencies:
+        """What is expected of a step."""
+        return self._steps.frequencies
+
+    @property
+    def round_cursor(self) -> Cursor:
+        """Where the round is in its plan: see begin_round."""
+        return self._rounds.cursor
+
+    @property
+    def round_frequencies(self) -> Frequencies:
+        """What is expected of a round."""
+        return self._rounds.frequencies
+
+    @property
+    def in_round(self) -> bool:
+        """Whether uses are those of a round."""
+        return self._course is self._rounds
+
+    def _plan(self, course: Course, trace: tuple[Use, ...], sizes: list[int]) -> None:
         hides = [unit.resident_nbytes for unit in self.units]
-        self.cursor.follow(make_plan(trace, self._sizes, self._ahead.limit_nbytes, hides=hides))
+        course.plan(trace, sizes, self._ahead.limit_nbytes, hides)
         self.counts.count_plan()
+
+    def _plan_steps(self, trace: tuple[Use, ...]) -> None:
+        self._plan(self._steps, trace, self._fetched_sizes())
 
     def _fetched_sizes(self) -> list[int]:
         return [0 if self._never_fetched(unit) else unit.resident_nbytes for unit in self.units]
@@ -106,6 +132,24 @@ class Executor(Residency[Unit, UpdatePass]):
         """Make `unit` resident and its parameters real, until as many `drop`s."""
         if not unit.attached:
             self._use(unit, phase)
+            unit.attach()
+            if self._device.is_host:
+                unit.changes.sample(unit.residence.uses)
+            unit.residence.begin()
+        unit.residence.use()
+
+    def are_here(self, units: Iterable[Unit]) -> bool:
+        """Whether a use of any of these units would fetch nothing; False while a timeline shows each use."""
+        return not self._timeline.recording and all(
+            not one.pending and (one.residence.fetch is not None or self._is_there(one)) for one in units
+        )
+
+    def hold_here(self, unit: Unit) -> None:
+        """Like `hold`, in a round, for a unit that is here: there is nothing to plan for it."""
+        if not unit.attached:
+            self.counts.count_use()
+            unit.residence.count_use()
+            self.make_resident(unit)
             unit.attach()
             if self._device.is_host:
                 unit.changes.sample(unit.residence.uses)
@@ -146,16 +190,22 @@ class Executor(Residency[Unit, UpdatePass]):
         unit.residence.use()
 
     def _use(self, unit: Unit, phase: Phase) -> None:
+        if phase is Phase.BACKWARD:
+            self.end_rounds()
+        course = self._course
         self.counts.count_use()
         unit.residence.count_use()
-        self.frequencies.used(unit.index, kept=unit in self._staying)
-        fetch, keep, foreseen = self.cursor.advance(Use(phase, unit.index))
+        course.frequencies.used(unit.index, kept=unit in self._staying)
+        fetch, keep, foreseen = course.cursor.advance(Use(phase, unit.index))
         if not foreseen:
-            self.counts.note_divergences(self.cursor.divergences)
-            upcoming = (self.units[use.unit] for use in self.cursor.upcoming())
-            fetched = (one for one in upcoming if not self._never_fetched(one))
-            self.look_again(fetched, self._ahead.limit_nbytes, but=unit)
+            self.counts.note_divergences(self.cursor.divergences + self.round_cursor.divergences)
+            self._look_again(course.cursor, but=unit)
         self.use(unit, fetch if foreseen else (), keep=keep)
+
+    def _look_again(self, cursor: Cursor, but: Unit | None) -> None:
+        upcoming = (self.units[use.unit] for use in cursor.upcoming())
+        fetched = (one for one in upcoming if not self._never_fetched(one))
+        self.look_again(fetched, self._ahead.limit_nbytes, but=but)
 
     def drop(self, unit: Unit) -> None:
         """End one `hold`; the last one releases the unit, or keeps it waiting where the plan says so."""
@@ -237,12 +287,14 @@ class Executor(Residency[Unit, UpdatePass]):
 
         updates_at_fetch: whether updates are pending until the next fetch, and not applied in the backward.
         """
+        self.end_rounds()
         self.updates_at_fetch = updates_at_fetch
         if not self.cursor.trace:  # nothing was used since the last step: other fetches stay valid
             self._evict_waiting(only_pending=True)
             return False
         self.counts.count_step()
         self.frequencies.close_step()
+        self._set_apart.clear()
         self.end()
         return True
 
@@ -253,10 +305,50 @@ class Executor(Residency[Unit, UpdatePass]):
         cursor = self.cursor
         if not cursor.trace:
             return
-        surprised = cursor.reordered > _REPLAN_SHARE * max(1, len(cursor.trace))
-        if surprised or self._sizes != self._fetched_sizes():
-            self._follow(tuple(cursor.trace))
+        if self._steps.is_stale(self._fetched_sizes()):
+            self._plan_steps(tuple(cursor.trace))
         cursor.restart()
         if cursor.plan is not None and self._assembler is not None:
             self._assembler.check(cursor.plan)
         self.begin(cursor.plan.opening if cursor.plan is not None else ())
+
+    # Rounds
+
+    def close_round(self) -> bool:
+        """End a round when another one begins. Return False where none was under way that had to plan anything:
+        see [Note: all at once] in autograd/hooks.py.
+        """
+        if not self.in_round or not self._rounds.cursor.trace:
+            return False
+        self._rounds.frequencies.close_step()
+        return True
+
+    def begin_round(self) -> None:
+        """Begin a forward without gradients, of which many may follow: a round, by a plan that is a cycle.
+        The step that was under way, if any, goes on at `end_rounds`, where it was.
+        """
+        course, cursor = self._rounds, self._rounds.cursor
+        # What a target waits for is not fetched ahead: its use puts it there, to stay.
+        sizes = [0 if "hi" in one.record.targets else one.window_nbytes for one in self.units]
+        if self.in_round and cursor.trace and (course.is_stale(sizes) or course.has_other_length):
+            self._plan(course, tuple(cursor.trace), sizes)
+        elif not course.planned or course.has_other_sizes(sizes):
+            planned = tuple(step.use for step in cursor.plan.steps) if cursor.plan is not None else None
+            self._plan(course, planned or tuple(Use(Phase.FORWARD, one.index) for one in self.units), sizes)
+        self.counts.count_round()
+        cursor.restart()
+        if cursor.plan is None:
+            raise AssertionError("expected a plan of the round that begins, got none")
+        if self._assembler is not None:
+            self._assembler.check(cursor.plan)
+        if not self.in_round:
+            self._course, self._set_apart = course, self.stay_by(self._set_apart)
+        self.open_round(cursor.plan.opening)
+
+    def end_rounds(self) -> None:
+        """Go on with the step, where it was; after a round that was the last one, for now."""
+        if not self.in_round:
+            return
+        self._course, self._set_apart = self._steps, self.stay_by(self._set_apart)
+        self._look_again(self.cursor, but=None)
+        self.fetch_owed()

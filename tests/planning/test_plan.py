@@ -118,6 +118,14 @@ def test_room_is_held_back_by_what_uses_hide_and_not_by_their_number():
     assert [read_nbytes(plan, trace, sizes, 20) for plan in (by_count, by_bytes)] == [32, 42]
 
 
+def test_what_fits_since_its_use_before_stays_and_is_not_fetched_by_that_use():
+    # The room that was held back for reads turns out not to be needed where they begin earlier.
+    trace, sizes, hides = forward(3, 1, 2, 4, 0, 3), [1, 8, 2, 1, 9], [10, 2, 2, 1, 5]
+    plan = make_plan(trace, sizes, 17, hides=hides)
+    assert str(plan).splitlines()[:2] == ["open fetch 3 1 2 0", "F3 keep"]
+    assert read_nbytes(plan, trace, sizes, 17) == sum(sizes)
+
+
 sizes_of_8 = st.lists(st.integers(0, 9), min_size=8, max_size=8)
 traces = st.lists(st.integers(0, 7), max_size=40).map(lambda units: forward(*units))
 hidden = st.none() | st.lists(st.integers(0, 12), min_size=8, max_size=8)

@@ -1,0 +1,77 @@
+"""Rounds: forwards without gradients, as the tokens of a generation and the batches of an evaluation are."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Protocol
+
+from torch.utils.checkpoint import CheckpointFunction
+
+from infinity.planning.frequency import Frequencies
+
+
+class RoundExecutor(Protocol):
+    """What plans rounds: units.residency.Executor."""
+
+    @property
+    def in_round(self) -> bool:
+        """Whether uses are those of a round."""
+
+    @property
+    def round_frequencies(self) -> Frequencies:
+        """What is expected of a round."""
+
+    def close_round(self) -> bool:
+        """End a round when another one begins; False where none was under way."""
+
+    def begin_round(self) -> None:
+        """Begin a round."""
+
+    def end_rounds(self) -> None:
+        """Go on with the step."""
+
+
+class RoundPins(Protocol):
+    """What places weights by what rounds use: units.pinning.Pins."""
+
+    def close_round(self, expected: Frequencies) -> None:
+        """A round is over. expected: of the rounds so far."""
+
+
+class Rounds:
+    """Finds where a round ends: where a module begins, outside any other, that began in this round before.
+    So one forward of a model is a round, and so is one over its blocks, called one after the other, or that
+    of an encoder and a decoder. A forward that a backward may follow, and a backward, go on with the step.
+    """
+
+    def __init__(self, executor: RoundExecutor, pins: RoundPins | None) -> None:
+        """pins: None where fields of records stay where they are."""
+        self._executor = executor
+        self._pins = pins
+        self._begun: set[int] = set()
+
+    def forward_began(self, module: object) -> None:
+        """A module begins, outside any other, and no backward will follow."""
+        if _of_checkpoint():
+            return
+        if not self._executor.in_round or id(module) in self._begun:
+            self._begun.clear()
+            if self._executor.close_round() and self._pins is not None:
+                self._pins.close_round(self._executor.round_frequencies)
+            self._executor.begin_round()
+        self._begun.add(id(module))
+
+    def step_goes_on(self, _module: object) -> None:
+        """A module begins whose backward may follow."""
+        self._executor.end_rounds()
+
+
+def _of_checkpoint() -> bool:
+    """Whether a reentrant checkpoint runs this forward, which has gradients off for now."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            return True
+        frame = frame.f_back
+    return False
