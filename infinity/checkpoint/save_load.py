@@ -31,7 +31,6 @@ from infinity.checkpoint.hashed_stream import TensorSource
 from infinity.checkpoint.hub import configuration
 from infinity.checkpoint.inventory import KINDS, Inventory
 from infinity.checkpoint.ranges import buffers, chunks, parts
-from infinity.checkpoint.safetensors_file import TensorReader
 from infinity.checkpoint.sharedfolder import shared_folder
 from infinity.checkpoint.writer import CheckpointWriter
 from infinity.engine.engine import Engine
@@ -54,6 +53,7 @@ from infinity.storage.manifest import (
     names_of,
     readable,
 )
+from infinity.storage.safetensors_file import TensorReader
 from infinity.tensors import as_bytes, empty, name_of_dtype
 from infinity.units.tracking import Stateful
 from infinity.units.unit import Unit

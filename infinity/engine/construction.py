@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from infinity.engine.asked import KEPT, Asked
 from infinity.engine.engine import Engine, engine_of
+from infinity.engine.origins import Origins
 from infinity.engine.overflow import Overflow
 from infinity.engine.pretrained import Mapped, check_values
 from infinity.engine.scripting import refuse_script
@@ -33,6 +35,7 @@ from infinity.planning.tile_size import tile_choice
 from infinity.records.record import Record
 from infinity.records.weights import WEIGHTS
 from infinity.sizes import format_size
+from infinity.storage.checkpoint_store import FileRange
 from infinity.tiling import Whole, assembled, stand_in
 from infinity.units.released import Released, not_resident, placeholder, release, restore, set_owner
 
@@ -48,7 +51,7 @@ _OVERWRITES = frozenset(
 class _Entry:
     """One parameter of a model that is being built."""
 
-    __slots__ = ("asked", "dtype", "index", "module", "name", "parameter", "record")
+    __slots__ = ("asked", "dtype", "index", "is_mapped", "module", "name", "parameter", "record")
 
     def __init__(
         self, parameter: nn.Parameter, module: nn.Module, name: str, asked: torch.dtype | None
@@ -62,6 +65,8 @@ class _Entry:
         self.record: Record | None = None
         """Where it was evicted to; None as long as it never was."""
         self.index = 0
+        self.is_mapped = False
+        """Whether its values are a mapped file's, and take no memory until they are looked at."""
 
     def lie_in(self, record: Record, index: int) -> None:
         """Note that its values are those of parameter `index` of `record`."""
@@ -86,14 +91,19 @@ class _Entry:
     def nbytes(self) -> int:
         """Bytes while real."""
         parameter = self.parameter()
-        return 0 if parameter is None else parameter.numel() * self.dtype.itemsize
+        return 0 if parameter is None or self.is_mapped else parameter.numel() * self.dtype.itemsize
 
 
 class Construction:
     """The models being built inside one `with`."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, frozen: bool = False) -> None:
+        """Build for `engine`. frozen: parameters begin without requires_grad."""
         self._engine = engine
+        self._frozen = frozen
+        self._origins = Origins()
+        self._copied: Counter[str] = Counter()
+        """Bytes of a checkpoint that got records of their own, by the reason."""
         self._entries: dict[int, _Entry] = {}
         self._real: dict[int, _Entry] = {}  # the one touched longest ago first
         self._records: list[Record] = []
@@ -218,7 +228,10 @@ class Construction:
             )
         if parameter.dtype not in KEPT:
             raise UnsupportedError(_wrong_dtype(module, name, parameter))
+        if self._frozen:
+            parameter.requires_grad_(False)
         entry = self._entries[id(parameter)] = _Entry(parameter, module, name, asked)
+        entry.is_mapped = self._mapped is not None and self._origins.may_have(parameter)
         self._real[id(parameter)] = entry
         set_owner(parameter, self._engine)
         return True
@@ -247,6 +260,7 @@ class Construction:
             )
             if not any(_has_views(one.parameter()) for one in together):
                 real_nbytes -= sum(one.nbytes for one in together)
+                self._origins.look()
                 self._evict(together)
 
     def _evict(self, entries: Sequence[_Entry]) -> None:
@@ -255,9 +269,21 @@ class Construction:
         for entry, parameter in alive:
             asked = self._asked_of(parameter)
             entry.take(parameter, asked, self._form(asked))
-        self._give_records([(entry, parameter) for entry, parameter in alive if entry.record is None])
-        values: dict[Record, dict[int, dict[str, torch.Tensor]]] = {}
+        fresh = [(entry, parameter) for entry, parameter in alive if entry.record is None]
+        self._give_records(fresh)
+        lain = {id(entry) for entry, _ in fresh if entry.record is not None and entry.record.in_files}
+        self._write([one for one in alive if id(one[0]) not in lain])
         for entry, parameter in alive:
+            release(parameter, placeholder(parameter.shape, entry.dtype, parameter.device))
+            self.asked.note(parameter, entry.asked)
+            self._real.pop(id(parameter), None)
+        if self._mapped is not None:
+            self._mapped.taken(sum(entry.nbytes for entry, _ in alive))
+
+    def _write(self, entries: Sequence[tuple[_Entry, nn.Parameter]]) -> None:
+        """Write the values of real parameters to their records."""
+        values: dict[Record, dict[int, dict[str, torch.Tensor]]] = {}
+        for entry, parameter in entries:
             if entry.record is not None:
                 tensor = parameter.detach()
                 as_it_is = tensor.dtype in (torch.float32, _computes_in(entry.record))
@@ -266,15 +292,11 @@ class Construction:
                 values.setdefault(entry.record, {})[entry.index] = {"master": part}
         for record, fields in () if self._overflow else values.items():
             self._engine.parameters.write_record(record, fields)
-        for entry, parameter in alive:
-            release(parameter, placeholder(parameter.shape, entry.dtype, parameter.device))
-            self.asked.note(parameter, entry.asked)
-            self._real.pop(id(parameter), None)
-        if self._mapped is not None:
-            self._mapped.taken(sum(entry.nbytes for entry, _ in alive))
 
     def _give_records(self, fresh: Sequence[tuple[_Entry, nn.Parameter]]) -> None:
-        """Make a record for parameters of one module, or one for each type that they compute in."""
+        """Make a record for parameters of one module, or one for each type that they compute in; it lies in
+        the checkpoint's files, if all of them do.
+        """
         by_form: dict[Format, list[tuple[_Entry, nn.Parameter]]] = {}
         for entry, parameter in fresh:
             by_form.setdefault(self._form(entry.asked), []).append((entry, parameter))
@@ -282,9 +304,25 @@ class Construction:
             name = f"{type(together[0][0].module()).__name__} no. {len(self._entries)}"
             record = self._engine.new_record([parameter for _, parameter in together], name, form)
             self._records.append(record)
-            self._overflow.give_room(record)
+            ranges = self._ranges([parameter for _, parameter in together], record)
+            if ranges is not None:
+                self._engine.lay_in_files(record, ranges)
+            else:
+                self._overflow.give_room(record)
             for index, (entry, _) in enumerate(together):
                 entry.lie_in(record, index)
+
+    def _ranges(self, parameters: Sequence[nn.Parameter], record: Record) -> list[FileRange] | None:
+        """Return the ranges of files that parameters' values are; None if that is not so of all."""
+        if self._mapped is None:
+            return None
+        found = [self._origins.of(one, _computes_in(record)) for one in parameters]
+        ranges = [one for one in found if not isinstance(one, str)]
+        if len(ranges) == len(found):
+            return ranges
+        why = next(one for one in found if isinstance(one, str))
+        self._copied[why] += sum(one.nbytes for one in parameters)
+        return None
 
     def touch(self, parameters: Sequence[nn.Parameter], operation: str, args: Sequence[Any]) -> object:
         """Make evicted parameters real again: they are used while the model is built."""
@@ -312,6 +350,7 @@ class Construction:
                 read = self._engine.parameters.read_record(entry.record, entry.index, {field: dtype})
                 values.copy_(read[field].view(parameter.shape))
             restore(parameter, values)
+            entry.is_mapped = False
             self.asked.note(parameter, asked)
             self._real[id(parameter)] = entry
         used = [self._entries.get(id(leaf)) for leaf in pytree.tree_leaves((parameters, args))]
@@ -337,9 +376,12 @@ class Construction:
             self._sweep(root)
         named = list(_named_modules(roots))
         check_values(named)
+        self._origins.look()
         for _, module in named:
             self._evict([self._real[id(one)] for one in module._parameters.values() if id(one) in self._real])
         self._real.clear()
+        for why, nbytes in self._copied.items():
+            logger.info("%s of the checkpoint have records of their own: %s", format_size(nbytes), why)
         self._hand_over(named)
 
     def _hand_over(self, named: list[tuple[str, nn.Module]]) -> None:

@@ -50,6 +50,12 @@ class Init:
     partition_activations: the ranks that compute on copies of the same activations, as those of tensor
     parallelism do (a group or a DeviceMesh likewise): each keeps a part of what a checkpointed block saves,
     and they gather it when the backward takes it.
+    frozen: what is built begins with requires_grad=False. What is made trainable inside the `with` after
+    that, as PEFT's adapters are, trains.
+
+    Weights that from_pretrained takes from safetensors files, in the type that computes, stay in these files:
+    nothing is copied, and each is read from there when it is used. They get records of their own when an
+    optimizer is made that trains them, or when they are written to.
 
     ::
 
@@ -68,15 +74,17 @@ class Init:
         *,
         process_group: Any = None,
         partition_activations: Any = None,
+        frozen: bool = False,
         **fields: Any,
     ) -> None:
         """Check the settings."""
         if config is not None and fields:
             raise ConfigError("Init takes a Config or its fields, not both")
-        check_fields(fields, ("config", "process_group", "partition_activations"))
+        check_fields(fields, ("config", "process_group", "partition_activations", "frozen"))
         self.config = config if config is not None else Config(**fields)
         self._process_group = process_group
         self._copies = partition_activations
+        self._frozen = frozen
         self._engine: Engine | None = None
         self._construction: Construction | None = None
         self._hooks: list[Any] = []
@@ -90,7 +98,7 @@ class Init:
                 "call initialize() after the `with`"
             )
         self._engine = Engine(self.config, self._process_group, self._copies)
-        construction = self._construction = Construction(self._engine)
+        construction = self._construction = Construction(self._engine, frozen=self._frozen)
         self._engine.build_with(construction.touch)
         self._hooks = [
             # A hook may return what is registered instead, whatever torch's annotation says.
