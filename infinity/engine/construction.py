@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import UninitializedParameter
 from torch.utils import _pytree as pytree
 
@@ -36,6 +37,7 @@ from infinity.records.record import Record
 from infinity.records.weights import WEIGHTS
 from infinity.sizes import format_size
 from infinity.storage.checkpoint_store import FileRange
+from infinity.storage.packed import Block8
 from infinity.tiling import Whole, assembled, stand_in
 from infinity.units.released import Released, not_resident, placeholder, release, restore, set_owner
 
@@ -98,10 +100,11 @@ class Construction:
     """The models being built inside one `with`."""
 
     def __init__(self, engine: Engine, *, frozen: bool = False) -> None:
-        """Build for `engine`. frozen: parameters begin without requires_grad."""
+        """Build for `engine`. frozen: what is loaded gets no gradients; see Init."""
         self._engine = engine
         self._frozen = frozen
         self._origins = Origins()
+        self._packed: dict[int, tuple[StorageWeakRef, Block8]] = {}
         self._copied: Counter[str] = Counter()
         """Bytes of a checkpoint that got records of their own, by the reason."""
         self._entries: dict[int, _Entry] = {}
@@ -124,15 +127,40 @@ class Construction:
             return None
         with self.asked.quiet():
             self.asked.registered(parameter)
-            asked = self._asked_for(parameter, module._parameters.get(name))
+            before = module._parameters.get(name)
+            if self._frozen and before is not None and before.is_meta and not parameter.is_meta:
+                parameter.requires_grad_(False)
+            asked = self._asked_for(parameter, before)
             self._asked_of_tiles, outer = asked, self._asked_of_tiles
             try:
                 tiled = self._in_tiles(module, name, parameter)
             finally:
                 self._asked_of_tiles = outer
             if tiled is None and self._take(module, name, parameter, asked):
+                if self._packed_in(parameter) is not None:
+                    self._evict([self._entries[id(parameter)]])  # before anybody looks at its values
                 self._make_room(keep=[module])
         return tiled
+
+    def offered(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """Take note of where a packed weight is; return what stands for it until it is registered, or None
+        for one that cannot be read in place. See [Note: packed checkpoints] in quantized.
+        """
+        with self.asked.quiet():
+            found = self._origins.packed(codes, scales) if dtype == self._engine.weights.dtype else None
+            if found is None:
+                return None
+            stand_in = placeholder(codes.shape, dtype, "cpu")
+            storage = stand_in.untyped_storage()
+            self._packed[int(storage._cdata)] = StorageWeakRef(storage), found
+            return stand_in
+
+    def _packed_in(self, parameter: nn.Parameter) -> Block8 | None:
+        """Return where a parameter's values are packed, if it is such a stand-in."""
+        if not self._packed:
+            return None
+        found = self._packed.get(int(parameter.untyped_storage()._cdata))
+        return found[1] if found is not None else None
 
     def _asked_for(self, parameter: nn.Parameter, before: nn.Parameter | None) -> torch.dtype | None:
         """Return the type that a parameter, which takes the place of another, is asked for in."""
@@ -228,8 +256,6 @@ class Construction:
             )
         if parameter.dtype not in KEPT:
             raise UnsupportedError(_wrong_dtype(module, name, parameter))
-        if self._frozen:
-            parameter.requires_grad_(False)
         entry = self._entries[id(parameter)] = _Entry(parameter, module, name, asked)
         entry.is_mapped = self._mapped is not None and self._origins.may_have(parameter)
         self._real[id(parameter)] = entry
@@ -312,11 +338,11 @@ class Construction:
             for index, (entry, _) in enumerate(together):
                 entry.lie_in(record, index)
 
-    def _ranges(self, parameters: Sequence[nn.Parameter], record: Record) -> list[FileRange] | None:
+    def _ranges(self, parameters: Sequence[nn.Parameter], record: Record) -> list[FileRange | Block8] | None:
         """Return the ranges of files that parameters' values are; None if that is not so of all."""
         if self._mapped is None:
             return None
-        found = [self._origins.of(one, _computes_in(record)) for one in parameters]
+        found = [self._packed_in(one) or self._origins.of(one, _computes_in(record)) for one in parameters]
         ranges = [one for one in found if not isinstance(one, str)]
         if len(ranges) == len(found):
             return ranges

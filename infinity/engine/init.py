@@ -18,6 +18,7 @@ from infinity.config.settings import Config, check_fields
 from infinity.engine.construction import Construction
 from infinity.engine.engine import Engine
 from infinity.engine.pretrained import loading_in_order
+from infinity.engine.quantized import leaving_packed
 from infinity.engine.scripting import refusing_scripts
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.ranks.group import Ranks
@@ -50,8 +51,8 @@ class Init:
     partition_activations: the ranks that compute on copies of the same activations, as those of tensor
     parallelism do (a group or a DeviceMesh likewise): each keeps a part of what a checkpointed block saves,
     and they gather it when the backward takes it.
-    frozen: what is built begins with requires_grad=False. What is made trainable inside the `with` after
-    that, as PEFT's adapters are, trains.
+    frozen: weights that are loaded into a model without values, as by from_pretrained, get
+    requires_grad=False. What is built beside them, as PEFT's adapters are, trains as ever.
 
     Weights that from_pretrained takes from safetensors files, in the type that computes, stay in these files:
     nothing is copied, and each is read from there when it is used. They get records of their own when an
@@ -106,6 +107,7 @@ class Init:
             register_module_module_registration_hook(cast("Any", construction.adopted)),
         ]
         self._contexts.enter_context(loading_in_order())
+        self._contexts.enter_context(leaving_packed(construction.offered))
         self._contexts.enter_context(refusing_scripts())
         self._contexts.enter_context(_drawing_as_rank_0(self._engine.ranks))
         self._contexts.enter_context(construction.asked)

@@ -19,10 +19,13 @@ from typing import NamedTuple
 
 import torch
 
+from infinity.kernels import ScaleBlocks
 from infinity.storage.checkpoint_store import FileRange
+from infinity.storage.packed import Block8
 from infinity.storage.safetensors_file import TensorFileError, TensorReader
-from infinity.tensors import name_of_dtype
+from infinity.tensors import DTYPES
 
+_NAMES = {**{dtype: name for name, dtype in DTYPES.items()}, torch.float8_e4m3fn: "F8_E4M3"}
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _OF_A_FILE, _SWAPPED, _PRESENT = 61, 62, 63  # bits of /proc/self/pagemap (admin-guide/mm/pagemap.rst)
 
@@ -113,11 +116,26 @@ class Origins:
         if isinstance(tensors, str):
             return tensors
         offset = mapping.offset + parameter.data_ptr() - mapping.start
-        if tensors.dtype_of(offset, parameter.nbytes) != name_of_dtype(parameter, "a parameter"):
+        if tensors.dtype_of(offset, parameter.nbytes) != _NAMES.get(parameter.dtype):
             return f"not a tensor of {mapping.path}"
         if _changed(parameter.data_ptr(), parameter.nbytes):
             return "changed after it was loaded"
         return FileRange(mapping.path, offset, parameter.nbytes)
+
+    def packed(self, codes: torch.Tensor, scales: torch.Tensor) -> Block8 | None:
+        """Return the packed weight that a matrix of e4m3 codes and the fp32 scales of its blocks are, if both
+        are a file's bytes, and the blocks equal; else None.
+        """
+        if codes.dtype != torch.float8_e4m3fn or codes.dim() != 2 or scales.dim() != 2 or not scales.numel():
+            return None
+        (rows, cols), (grid_rows, grid_cols) = codes.shape, scales.shape
+        if rows % grid_rows or cols % grid_cols or not (self.may_have(codes) and self.may_have(scales)):
+            return None
+        of_codes, of_scales = self.of(codes, codes.dtype), self.of(scales, torch.float32)
+        if isinstance(of_codes, str) or isinstance(of_scales, str):
+            return None
+        blocks = ScaleBlocks(cols, rows // grid_rows, cols // grid_cols)
+        return Block8(*of_codes[:2], codes.numel(), *of_scales[:2], blocks)
 
     def _tensors(self, mapping: _Mapping) -> _Tensors | str:
         """Return what is in a mapped file, or why that is not known."""

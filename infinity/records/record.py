@@ -25,7 +25,8 @@ from infinity.errors import CorruptionError
 from infinity.planning.layout import FP32, FieldCuts, Format, Shard
 from infinity.records.checksums import FieldTile, TileChecksums
 from infinity.sizes import BLOCK
-from infinity.storage.checkpoint_store import CheckpointStore, FilePart, FileRange
+from infinity.storage.checkpoint_store import CheckpointStore, FileRange
+from infinity.storage.packed import Block8
 from infinity.storage.store import DONE, DiskStore, Extent, HostStore, Request, Store, Transfer
 
 if TYPE_CHECKING:
@@ -176,18 +177,16 @@ class Record:
         """
         return self._in_files
 
-    def lie_in(self, store: CheckpointStore, ranges: Sequence[FileRange]) -> None:
+    def lie_in(self, store: CheckpointStore, ranges: Sequence[FileRange | Block8]) -> None:
         """Let the weights be these ranges, one for each whole parameter, of a checkpoint's files.
 
         Raises: CorruptionError, OSError naming the file.
         """
-        parts = []
-        for segment, one in zip(self.shard.segments, ranges, strict=True):
-            if segment.numel:
-                first, at, nbytes = (
-                    self.form.nbytes("hi", n) for n in (segment.first, segment.start, segment.numel)
-                )
-                parts.append(FilePart(store.file(one.path), one.offset + first, nbytes, at))
+        parts = [
+            store.part(one, self.form, segment.first, segment.numel, segment.start)
+            for segment, one in zip(self.shard.segments, ranges, strict=True)
+            if segment.numel
+        ]
         self._in_files = self._extents["hi"] = store.lay(parts, self.field_nbytes("hi"))
         self._hashes["hi"] = array("Q", [_UNSEEN]) * -(-self.shard.numel // self.span("hi"))
         self._moved()

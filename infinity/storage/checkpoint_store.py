@@ -7,6 +7,8 @@ there to where they belong when the read is awaited. What lies on whole blocks b
 its place. A file's last bytes, less than a block, are read through the page cache, as is everything on file
 systems without O_DIRECT.
 
+Packed weights are always read into the window, and widened from there: see packed.
+
 [Note: files that change]
 Nobody keeps others from writing to these files. What a file was when it was opened, its size and the time of
 its last change, is compared before every read; the content is compared, too, with what the first read of each
@@ -19,14 +21,17 @@ import ctypes
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from infinity import aio, kernels
 from infinity.errors import CorruptionError, UnsupportedError
+from infinity.planning.layout import Format
 from infinity.sizes import BLOCK, format_size, round_up
 from infinity.storage.memory import Arena, view
+from infinity.storage.packed import Block8
 from infinity.storage.store import AllOf, Extent, Request
 
 logger = logging.getLogger("infinity")
@@ -116,14 +121,114 @@ class FilePart(NamedTuple):
     nbytes: int
     at: int
 
+    def sources(self, first: int, nbytes: int) -> list[_Source]:
+        """Return what of files is read for bytes [first, first + nbytes) of the part."""
+        return [_Source(self.file, self.offset + first, nbytes)]
+
+    def put(self, first: int, nbytes: int, target: int, at: Sequence[int]) -> None:
+        """Put bytes [first, first + nbytes) to `target`, from the addresses of their sources."""
+        kernels.copy(nbytes, target, at[0])
+
+    def describe(self) -> list[Any]:
+        """Return it as plain values for JSON; the first is a file's path."""
+        return [self.file.path, self.file.nbytes, self.offset, self.nbytes, self.at]
+
+
+class PackedPart(NamedTuple):
+    """Elements of a packed weight that are bytes [at, at + nbytes) of a field, widened to `dtype`."""
+
+    file: CheckpointFile
+    scales_file: CheckpointFile
+    weight: Block8
+    dtype: str
+    width: int
+    first: int
+    """The weight's element at byte `at`."""
+    nbytes: int
+    at: int
+
+    @property
+    def offset(self) -> int:
+        """The byte of the file at which its codes begin."""
+        return self.weight.codes(self.first, 1)[0]
+
+    def sources(self, first: int, nbytes: int) -> list[_Source]:
+        """See FilePart."""
+        element, numel = self.first + first // self.width, nbytes // self.width
+        codes, scales = self.weight.codes(element, numel), self.weight.scales(element, numel)
+        return [_Source(self.file, *codes), _Source(self.scales_file, *scales)]
+
+    def put(self, first: int, nbytes: int, target: int, at: Sequence[int]) -> None:
+        """See FilePart."""
+        element, numel = self.first + first // self.width, nbytes // self.width
+        self.weight.widen(self.dtype, element, numel, at[0], at[1], target)
+
+    def describe(self) -> list[Any]:
+        """See FilePart."""
+        weight = self.weight
+        scales = [self.scales_file.nbytes, weight.scales_offset, *weight.blocks]
+        return [self.file.path, self.file.nbytes, self.offset, self.nbytes, self.at, self.dtype, *scales]
+
+
+Part = FilePart | PackedPart
+
+
+class _Source(NamedTuple):
+    """Bytes of a file."""
+
+    file: CheckpointFile
+    offset: int
+    nbytes: int
+
+    @property
+    def block_range(self) -> tuple[int, int]:
+        """First and last byte of what is read for it: whole blocks of a direct file, as far as it goes."""
+        low, high = self.offset, self.offset + self.nbytes
+        if self.file.direct:
+            low, high = low // BLOCK * BLOCK, min(round_up(high, BLOCK), self.file.nbytes)
+        return low, high
+
+
+class _Read(NamedTuple):
+    """One read of whole blocks, or of anything from a file that is not direct."""
+
+    file: CheckpointFile
+    offset: int
+    address: int
+    nbytes: int
+
+
+class _Window:
+    """The spare memory of one request; see [Note: windows]."""
+
+    def __init__(self, request: Request) -> None:
+        self._free, room_nbytes = request.window
+        self._end = self._free + room_nbytes
+        self._what = request.what
+        self.reads: list[_Read] = []
+
+    def take(self, source: _Source) -> int:
+        """Have bytes of a file read into the window; return their address there."""
+        file, (low, high) = source.file, source.block_range
+        address, size = self._free, round_up(high - low, BLOCK)
+        if address + size > self._end:
+            raise AssertionError(f"{self._what}: expected a window of {size} B, got {self._end - address} B")
+        self._free += size
+        whole = min(high, file.nbytes // BLOCK * BLOCK) if file.direct else high
+        if whole > low:
+            self.reads.append(_Read(file, low, address, whole - low))
+        if high > whole:
+            file.read_end(whole, address + whole - low, high - whole)
+        return address + source.offset - low
+
 
 class _Arriving:
     """The transfers of one request, whose bytes are put in their places when they are awaited."""
 
-    def __init__(self, parts: Sequence[aio.Completion], copies: Sequence[tuple[int, int, int]]) -> None:
-        """copies: (bytes, target, source)."""
+    def __init__(self, parts: Sequence[aio.Completion], puts: Sequence[Callable[[], None]]) -> None:
+        """puts: put the bytes in their places, once all are there."""
         self._all = AllOf(parts) if parts else None
-        self._copies = copies
+        self._puts = puts
 
     @property
     def done(self) -> bool:
@@ -144,18 +249,9 @@ class _Arriving:
         """Wait for all reads, then put the bytes in their places."""
         if self._all is not None:
             self._all.wait(timeout_s)
-        copies, self._copies = self._copies, ()
-        for nbytes, target, source in copies:
-            kernels.copy(nbytes, target, source)
-
-
-class _Read(NamedTuple):
-    """One read of whole blocks, or of anything from a file that is not direct."""
-
-    file: CheckpointFile
-    offset: int
-    address: int
-    nbytes: int
+        puts, self._puts = self._puts, ()
+        for put in puts:
+            put()
 
 
 class CheckpointStore:
@@ -169,7 +265,7 @@ class CheckpointStore:
         self._engine = engine or aio.open_reader(kind)
         self._owns = engine is None
         self._files: dict[str, CheckpointFile] = {}
-        self._parts: dict[int, tuple[FilePart, ...]] = {}
+        self._parts: dict[int, tuple[Part, ...]] = {}
         self._next = 0
 
     @property
@@ -184,16 +280,28 @@ class CheckpointStore:
             self._files[real] = CheckpointFile(self._engine, real)
         return self._files[real]
 
-    def lay(self, parts: Sequence[FilePart], nbytes: int) -> Extent:
+    def part(self, values: FileRange | Block8, form: Format, first: int, numel: int, start: int) -> Part:
+        """Return elements [first, first + numel) of a parameter, whose values these are, as a part of a field
+        `hi` in which they begin at element `start`.
+
+        Raises: OSError naming a file that cannot be opened.
+        """
+        at, nbytes, file = form.nbytes("hi", start), form.nbytes("hi", numel), self.file(values.path)
+        if isinstance(values, Block8):
+            scales = self.file(values.scales_path)
+            return PackedPart(file, scales, values, form.dtype, form.width, first, nbytes, at)
+        return FilePart(file, values.offset + form.nbytes("hi", first), nbytes, at)
+
+    def lay(self, parts: Sequence[Part], nbytes: int) -> Extent:
         """Return an extent of `nbytes` that consists of `parts`, in rising order, and of zeros between them.
 
         Raises: CorruptionError for a file that ends before a part.
         """
-        for part in parts:
-            if part.offset + part.nbytes > part.file.nbytes:
+        for file, offset, size in (one for part in parts for one in part.sources(0, part.nbytes)):
+            if offset + size > file.nbytes:
                 raise CorruptionError(
-                    f"{part.file.path}: bytes {part.offset} to {part.offset + part.nbytes} are asked for, "
-                    f"and the file has {part.file.nbytes}: it was cut"
+                    f"{file.path}: bytes {offset} to {offset + size} are asked for, and the file has "
+                    f"{file.nbytes}: it was cut"
                 )
         self._parts[self._next] = tuple(parts)
         self._next += 1
@@ -215,11 +323,9 @@ class CheckpointStore:
         """Return the bytes that a read of `nbytes` of an extent moves, whole windows counted."""
         moved = 0
         for part, first, last in self._within(extent, start, start + nbytes):
-            offset = part.offset + first - part.at
-            low, high = offset, offset + last - first
-            if part.file.direct:
-                low, high = low // BLOCK * BLOCK, min(round_up(high, BLOCK), part.file.nbytes)
-            moved += high - low
+            for source in part.sources(first - part.at, last - first):
+                low, high = source.block_range
+                moved += high - low
         return moved
 
     def read(self, request: Request) -> _Arriving:
@@ -227,36 +333,26 @@ class CheckpointStore:
 
         Raises: CorruptionError for a file that has changed.
         """
-        start, stop = request.start, request.start + request.nbytes
-        reads: list[_Read] = []
-        copies: list[tuple[int, int, int]] = []
-        room, room_nbytes = request.window
-        room_end, at = room + room_nbytes, start
-        for part, first, last in self._within(request.extent, start, stop):
-            part.file.check()
+        at, stop = request.start, request.start + request.nbytes
+        window = _Window(request)
+        puts: list[Callable[[], None]] = []
+        for part, first, last in self._within(request.extent, at, stop):
             self._clear(request, at, first)
-            at = last
-            offset, nbytes = part.offset + first - part.at, last - first
-            target = request.address + first - start
-            if not part.file.direct or (offset | target | nbytes) % BLOCK == 0:
-                reads.append(_Read(part.file, offset, target, nbytes))
+            at, nbytes, target = last, last - first, request.address + first - request.start
+            sources = part.sources(first - part.at, nbytes)
+            for source in sources:
+                source.file.check()
+            if isinstance(part, FilePart) and (
+                not part.file.direct or (sources[0].offset | target | nbytes) % BLOCK == 0
+            ):
+                window.reads.append(_Read(part.file, sources[0].offset, target, nbytes))
                 continue
-            low, high = offset // BLOCK * BLOCK, round_up(offset + nbytes, BLOCK)
-            if room + high - low > room_end:
-                raise AssertionError(
-                    f"{request.what}: expected a window of {high - low} B, got {room_end - room} B"
-                )
-            whole = min(high, part.file.nbytes // BLOCK * BLOCK)
-            if whole > low:
-                reads.append(_Read(part.file, low, room, whole - low))
-            if offset + nbytes > whole:
-                part.file.read_end(whole, room + whole - low, offset + nbytes - whole)
-            copies.append((nbytes, target, room + offset - low))
-            room += high - low
+            places = [window.take(source) for source in sources]
+            puts.append(partial(part.put, first - part.at, nbytes, target, places))
         self._clear(request, at, stop)
-        return _Arriving(self._begin(reads, request), copies)
+        return _Arriving(self._begin(window.reads, request), puts)
 
-    def _within(self, extent: Extent, start: int, stop: int) -> Iterator[tuple[FilePart, int, int]]:
+    def _within(self, extent: Extent, start: int, stop: int) -> Iterator[tuple[Part, int, int]]:
         """Yield the parts in bytes [start, stop) of an extent, with the first and last byte of each there."""
         for part in self._parts[extent.offset]:
             first, last = max(start, part.at), min(stop, part.at + part.nbytes)
@@ -292,17 +388,13 @@ class CheckpointStore:
     def where(self, extent: Extent, start: int) -> str:
         """Name a place for an error message."""
         for part, first, _ in self._within(extent, start, extent.nbytes):
-            return f"{part.file.path} at byte {part.offset + first - part.at}"
+            source = part.sources(first - part.at, 1)[0]
+            return f"{source.file.path} at byte {source.offset}"
         return "padding"
 
     def describe(self, extent: Extent) -> dict[str, Any]:
         """Return an extent's files and ranges, as plain values for JSON: `is_same` compares them."""
-        return {
-            "checkpoint": [
-                [one.file.path, one.file.nbytes, one.offset, one.nbytes, one.at]
-                for one in self._parts[extent.offset]
-            ]
-        }
+        return {"checkpoint": [one.describe() for one in self._parts[extent.offset]]}
 
     def differences(self, extent: Extent, place: Mapping[str, Any]) -> list[str]:
         """Return, in words, how an extent differs from one that `describe` described in an earlier process.
