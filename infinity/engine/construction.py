@@ -238,6 +238,8 @@ class Construction:
             return False
         if isinstance(parameter, Whole):
             return False  # its tiles were taken, each by itself
+        if parameter.is_meta:
+            _refuse_packed(module, name, parameter)
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return False  # integers have no gradient: they stay ordinary, like buffers
         if parameter.is_complex():
@@ -469,6 +471,24 @@ def _named_modules(roots: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     for number, root in enumerate(roots):
         prefix = f"{type(root).__name__}{number}" if len(roots) > 1 else ""
         yield from root.named_modules(prefix=prefix)
+
+
+_PACKED = {torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2}
+"""Types of parameters that have no values yet, and will get packed ones."""
+
+
+def _refuse_packed(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Refuse packed weights that would stay in memory, or could not be trained, before anything is read.
+
+    Raises: UnsupportedError.
+    """
+    if parameter.dtype in _PACKED:
+        raise UnsupportedError(
+            f"{type(module).__name__}.{name} is {parameter.dtype} without values: packed weights of a "
+            "quantised model, in a layout that is not read in place. fp8 with fp32 block scales is, where "
+            "transformers converts it (FineGrainedFP8Config(dequantize=True), the default on a CPU). Others: "
+            "let transformers convert them (dequantize=True), or load a checkpoint in 16 bits."
+        )
 
 
 def _wrong_dtype(module: nn.Module | None, name: str, parameter: torch.Tensor) -> str:

@@ -6,6 +6,7 @@ import transformers
 
 import infinity
 import models
+import quantised
 from infinity.engine.engine import engine_of_model
 from infinity.reference import ReferenceAdamW, prepare, rounded
 from trainers import HELD, ROWS, logged
@@ -119,6 +120,35 @@ def test_adapters_built_in_the_init_of_a_frozen_base_train_and_the_base_stays_in
     own = {unit.name for unit in engine_of_model(ours).units if unit.record.in_files is None}
     assert own
     assert all("lora_" in name for name in own)
+
+
+def test_adapters_are_merged_layer_by_layer_into_a_new_folder(folder):
+    build().save_pretrained(folder / "base", max_shard_size="60kB")
+    plain, ours = (
+        adapted(from_files(folder / "base")),
+        adapted(from_files(folder / "base", folder, frozen=True)),
+    )
+    for one in (plain, ours):
+        train(one, torch.optim.AdamW(trained(one), lr=1e-2))
+    for layer in [one for one in ours.modules() if isinstance(one, peft.tuners.tuners_utils.BaseTunerLayer)]:
+        with infinity.gathered(layer.get_base_layer(), write=True):
+            layer.merge()
+    infinity.save_pretrained(ours.unload(), folder / "merged")
+    merged = plain.merge_and_unload().state_dict()
+    assert different(merged, from_files(folder / "merged").state_dict()) == []
+    own = [unit.name for unit in engine_of_model(ours).units if unit.record.in_files is None]
+    assert len(own) == 2 * 3
+
+
+def test_adapters_train_on_a_base_in_fp8(folder):
+    pytest.importorskip("transformers.core_model_loading", reason="transformers 5 alone converts fp8")
+    path = quantised.fp8_llama(folder / "base")
+    plain, ours = adapted(from_files(path)), adapted(from_files(path, folder, frozen=True))
+    optimizers = [torch.optim.AdamW(trained(one), lr=1e-2) for one in (plain, ours)]
+    assert train(ours, optimizers[1]) == train(plain, optimizers[0])
+    assert different(peft.get_peft_model_state_dict(plain), peft.get_peft_model_state_dict(ours)) == []
+    assert infinity.stats(ours).written_nbytes == {}
+    assert all(unit.record.in_files is not None for unit in engine_of_model(ours).units)
 
 
 def test_a_recomputed_frozen_base_leaves_nothing_in_memory(folder):
