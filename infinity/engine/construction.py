@@ -242,24 +242,13 @@ class Construction:
             _refuse_packed(module, name, parameter)
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return False  # integers have no gradient: they stay ordinary, like buffers
-        if parameter.is_complex():
-            raise UnsupportedError(_wrong_dtype(module, name, parameter))
-        if parameter.is_meta:
+        if parameter.is_meta and not parameter.is_complex():
             self._mapped = self._mapped or Mapped()
             return False  # its values come with the parameter that replaces it
-        what = f"{type(module).__name__}.{name}"
-        if isinstance(parameter, UninitializedParameter):
-            raise UnsupportedError(
-                f"{what} is a lazy parameter, whose shape is not known in Init. Give the module its shapes."
-            )
-        if type(parameter) is not nn.Parameter:
-            raise UnsupportedError(
-                f"{what} is a {type(parameter).__name__}; only plain nn.Parameter can be offloaded"
-            )
-        if parameter.dtype not in KEPT:
-            raise UnsupportedError(_wrong_dtype(module, name, parameter))
+        _check_kept(module, name, parameter)
         entry = self._entries[id(parameter)] = _Entry(parameter, module, name, asked)
-        entry.is_mapped = self._mapped is not None and self._origins.may_have(parameter)
+        if self._mapped is not None and self._packed_in(parameter) is None:
+            entry.is_mapped = self._origins.may_have(parameter)
         self._real[id(parameter)] = entry
         set_owner(parameter, self._engine)
         return True
@@ -286,7 +275,9 @@ class Construction:
             together = (
                 [entry] if module is None else [one for one in self._real.values() if one.module() is module]
             )
-            if not any(_has_views(one.parameter()) for one in together):
+            if any(one.nbytes for one in together) and not any(
+                _has_views(one.parameter()) for one in together
+            ):
                 real_nbytes -= sum(one.nbytes for one in together)
                 self._origins.look()
                 self._evict(together)
@@ -471,6 +462,23 @@ def _named_modules(roots: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     for number, root in enumerate(roots):
         prefix = f"{type(root).__name__}{number}" if len(roots) > 1 else ""
         yield from root.named_modules(prefix=prefix)
+
+
+def _check_kept(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Check that a parameter can be offloaded. Raises: UnsupportedError."""
+    what = f"{type(module).__name__}.{name}"
+    if parameter.is_complex():
+        raise UnsupportedError(_wrong_dtype(module, name, parameter))
+    if isinstance(parameter, UninitializedParameter):
+        raise UnsupportedError(
+            f"{what} is a lazy parameter, whose shape is not known in Init. Give the module its shapes."
+        )
+    if type(parameter) is not nn.Parameter:
+        raise UnsupportedError(
+            f"{what} is a {type(parameter).__name__}; only plain nn.Parameter can be offloaded"
+        )
+    if parameter.dtype not in KEPT:
+        raise UnsupportedError(_wrong_dtype(module, name, parameter))
 
 
 _PACKED = {torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2}

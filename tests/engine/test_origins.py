@@ -333,6 +333,23 @@ def test_weights_can_be_used_while_the_model_is_built(folder):
     assert 0 < in_files(ours).count(False) < len(in_files(ours))  # those on one page with what was changed
 
 
+def test_a_checkpoint_with_the_same_weights_leaves_them_in_their_files_and_with_others_does_not(folder):
+    path = saved(folder)
+    ours = loaded(path, folder)
+    infinity.save(ours, None, folder / "same")
+    ours.lm_head.requires_grad_(True)
+    models.train(ours, AdamW(ours.lm_head.parameters(), lr=1e-2), 2)
+    infinity.save(ours, None, folder / "other")
+    again = loaded(path, folder)
+    infinity.load(again, None, folder / "same")
+    assert all(in_files(again))
+    infinity.load(again, None, folder / "other")
+    assert in_files(again).count(False) == 1
+    assert torch.equal(logits(again), logits(ours))
+    head = engine_of_model(ours).parameters.read(ours.lm_head.weight, ["master"])[0]
+    assert torch.equal(engine_of_model(again).parameters.read(again.lm_head.weight, ["master"])[0], head)
+
+
 def test_a_durable_run_names_the_files_and_resumes_from_them(folder):
     path = saved(folder)
     init = {"durable": True, "frozen": False}
