@@ -24,7 +24,7 @@ from infinity.aio.errors import (
 from infinity.aio.files import File
 from infinity.aio.library import BLOCK, RINGS, Priority
 from infinity.aio.memory import AlignedMemory
-from infinity.aio.probe import KINDS, open_engine
+from infinity.aio.probe import KINDS, open_engine, open_reader
 
 __all__ = [
     "BLOCK",
@@ -44,4 +44,5 @@ __all__ = [
     "Priority",
     "StorageFullError",
     "open_engine",
+    "open_reader",
 ]

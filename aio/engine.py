@@ -113,6 +113,20 @@ class IoEngine:
         fd, path = files.open_named(folder, name, self._flags)
         return File(self, fd, path, direct=self.direct)
 
+    def open_to_read(self, path: str | os.PathLike[str], *, direct: bool) -> File:
+        """Open an existing file, anywhere, to be read alone; links are followed.
+
+        Args:
+            path: of the file.
+            direct: with O_DIRECT, whatever the engine's own files have.
+
+        Raises:
+            OSError: there is no such file, it may not be read, or its file system has no O_DIRECT.
+        """
+        self._check()
+        fd, real = files.open_to_read(path, os.O_DIRECT if direct else 0)
+        return File(self, fd, real, direct=direct)
+
     @property
     def _flags(self) -> int:
         return os.O_DIRECT if self.direct else 0

@@ -214,6 +214,12 @@ def _create_and_unlink(folder_fd: int, flags: int) -> int:
             os.unlink(name, dir_fd=folder_fd)
 
 
+def open_to_read(path: str | os.PathLike[str], flags: int) -> tuple[int, str]:
+    """Open an existing file to read it, wherever links lead to it."""
+    real = os.path.realpath(path)
+    return os.open(real, flags | os.O_RDONLY | os.O_CLOEXEC), real
+
+
 def open_named(folder: Folder, name: str, flags: int) -> tuple[int, str]:
     """Open the file `name`, which must be a plain name, in a folder; links are not followed."""
     if not name or "/" in name or name in (".", ".."):

@@ -66,6 +66,33 @@ def open_engine(
         return _open_first(options, folder_fd, path)
 
 
+def open_reader(kind: str | None = None, *, depth: int = 8, piece_nbytes: int = 1 << 20) -> IoEngine:
+    """Start an engine for files that are only read, of any folder: nothing is written to try it.
+
+    Args:
+        kind: one of KINDS; by default the environment variable INFINITY_AIO, else the first of KINDS that
+        starts.
+        depth: pieces in flight at once.
+        piece_nbytes: the size of the pieces into which requests are split, in whole blocks.
+
+    Raises:
+        ValueError: an unknown kind, or a number out of range.
+        EngineUnavailableError: the requested kind, or every kind, does not work here.
+    """
+    _check_numbers(depth, depth, piece_nbytes)
+    asked = kind or os.environ.get("INFINITY_AIO")
+    if asked and asked not in _CHAIN:
+        raise ValueError(f"engine {asked!r} is unknown: choose one of {', '.join(KINDS)}")
+    options = {"depth": depth, "threads": depth, "piece_nbytes": piece_nbytes, "ring": 0}
+    refusal: EngineUnavailableError | None = None
+    for one in (asked,) if asked else KINDS:
+        try:
+            return _start(one, f"{one}: it starts here", options, "files to be read")
+        except EngineUnavailableError as error:
+            refusal = error
+    raise refusal or AssertionError("no kind of engine was tried")
+
+
 def _check_numbers(depth: int, threads: int, piece_nbytes: int) -> None:
     if not 1 <= depth <= _LARGEST_DEPTH:
         raise ValueError(f"depth is {depth}, and must be from 1 to {_LARGEST_DEPTH}")
@@ -96,15 +123,7 @@ def _shortly(error: EngineUnavailableError) -> str:
 
 def _open(kind: str, reason: str, options: dict[str, int], folder_fd: int, path: str) -> IoEngine:
     """Start one kind of engine and try it. Raises: EngineUnavailableError."""
-    library = load()
-    backend, direct = _CHAIN[kind]
-    opened = ffi.new("struct aio_engine **")
-    result = library.aio_open(ffi.new("struct aio_options *", {"kind": backend, **options}), opened)
-    if result < 0:
-        raise EngineUnavailableError.of_kind(kind, -result, STARTING, path)
-    depth = options["depth" if backend == KIND_IO_URING else "threads"]
-    pointer = ffi.gc(opened[0], library.aio_free)
-    engine = IoEngine(kind, reason, pointer, direct=direct, depth=depth, piece_nbytes=options["piece_nbytes"])
+    engine = _start(kind, reason, options, path)
     try:
         _try(engine, folder_fd)
     except OSError as error:
@@ -115,6 +134,19 @@ def _open(kind: str, reason: str, options: dict[str, int], folder_fd: int, path:
         engine.close()
         raise
     return engine
+
+
+def _start(kind: str, reason: str, options: dict[str, int], path: str) -> IoEngine:
+    """Start one kind of engine. Raises: EngineUnavailableError."""
+    library = load()
+    backend, direct = _CHAIN[kind]
+    opened = ffi.new("struct aio_engine **")
+    result = library.aio_open(ffi.new("struct aio_options *", {"kind": backend, **options}), opened)
+    if result < 0:
+        raise EngineUnavailableError.of_kind(kind, -result, STARTING, path)
+    depth = options["depth" if backend == KIND_IO_URING else "threads"]
+    pointer = ffi.gc(opened[0], library.aio_free)
+    return IoEngine(kind, reason, pointer, direct=direct, depth=depth, piece_nbytes=options["piece_nbytes"])
 
 
 def _try(engine: IoEngine, folder_fd: int) -> None:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from infinity.checkpoint.export import save_pretrained as save_pretrained
     from infinity.checkpoint.resume import commit as commit
     from infinity.checkpoint.resume import resume as resume
-    from infinity.checkpoint.safetensors_file import TensorFileError as TensorFileError
     from infinity.checkpoint.save_load import load as load
     from infinity.checkpoint.save_load import save as save
     from infinity.checkpoint.snapshot import Snapshot as Snapshot
@@ -44,11 +43,12 @@ if TYPE_CHECKING:
     from infinity.optim.optimizers import AdamW as AdamW
     from infinity.optim.optimizers import Lion as Lion
     from infinity.storage.manifest import CheckpointError as CheckpointError
+    from infinity.storage.safetensors_file import TensorFileError as TensorFileError
 
 _MODULES = {
     "infinity.checkpoint.export": ("save_pretrained",),
     "infinity.checkpoint.resume": ("commit", "resume"),
-    "infinity.checkpoint.safetensors_file": ("TensorFileError",),
+    "infinity.storage.safetensors_file": ("TensorFileError",),
     "infinity.checkpoint.save_load": ("load", "save"),
     "infinity.checkpoint.snapshot": ("Snapshot", "snapshot"),
     "infinity.config.settings": ("Config",),

@@ -14,6 +14,7 @@ from infinity.kernels.operations import (
     AnyGradientDtype,
     GradientDtype,
     Rows,
+    ScaleBlocks,
     accumulate,
     accumulate_f16,
     accumulate_f32,
@@ -23,6 +24,7 @@ from infinity.kernels.operations import (
     add_product_bf16,
     copy,
     dequantize,
+    e4m3_value,
     join,
     multiplies_bf16,
     narrow,
@@ -33,6 +35,7 @@ from infinity.kernels.operations import (
     split,
     sum_squares,
     widen,
+    widen_e4m3,
     widen_f16,
 )
 from infinity.kernels.recipes import adagrad, adam, adamw_fp16, adamw_fp32, lion, sgd
@@ -51,6 +54,7 @@ __all__ = [
     "LionScalars",
     "Rows",
     "SGDScalars",
+    "ScaleBlocks",
     "UnsupportedIsaError",
     "accumulate",
     "accumulate_f16",
@@ -66,6 +70,7 @@ __all__ = [
     "bind_threads",
     "copy",
     "dequantize",
+    "e4m3_value",
     "isa",
     "join",
     "lion",
@@ -83,5 +88,6 @@ __all__ = [
     "sum_squares",
     "threads",
     "widen",
+    "widen_e4m3",
     "widen_f16",
 ]

@@ -1,5 +1,6 @@
 """The kernels as typed functions over addresses, which check their arguments and call C."""
 
+import math
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -238,6 +239,50 @@ def narrow(n: int, f32: int, bf16: int) -> None:
     """Convert n fp32 values to bf16, to nearest, ties to even; every NaN becomes 0x7FC0."""
     check(n, f32=f32, bf16=bf16)
     library.infinity_narrow(n, as_f32(f32), as_u16(bf16))
+
+
+class ScaleBlocks(NamedTuple):
+    """How a matrix is cut into blocks that have a scale each."""
+
+    cols: int
+    """Of the matrix."""
+    block_rows: int
+    block_cols: int
+
+
+def e4m3_value(code: int) -> float:
+    """Return the value of a code of the 8-bit float e4m3fn: a sign, 4 bits of exponent, 3 of mantissa; no
+    infinities, and NaN where all 7 are ones.
+    """
+    exponent, mantissa = code >> 3 & 15, code & 7
+    if exponent == 15 and mantissa == 7:
+        return math.nan
+    value = math.ldexp(8 + mantissa, exponent - 10) if exponent else math.ldexp(mantissa, -9)
+    return -value if code & 128 else value
+
+
+_E4M3 = ffi.new("float[256]", [e4m3_value(code) for code in range(256)])
+
+
+def widen_e4m3(first: int, n: int, blocks: ScaleBlocks, codes: int, scales: int, f32: int) -> None:
+    """Convert elements [first, first + n) of a matrix of e4m3 codes to fp32: value times scale, rounded once.
+
+    Args:
+        first: the first element, in rows.
+        n: the count of elements.
+        blocks: of the matrix.
+        codes: address of the first element's code.
+        scales: address of the fp32 scales of the blocks, from the first of the row of blocks that `first` is
+        in.
+        f32: address of the results.
+    """
+    check(n, codes=codes, scales=scales, f32=f32)
+    if min(blocks) < 1 or first < 0:
+        message = f"first={first}, {blocks}: expected counts of at least 1, and an element of the matrix"
+        raise ValueError(message)
+    cut = ffi.new("struct infinity_blocks *", blocks._asdict())
+    at = ffi.cast("uint8_t *", codes), as_f32(scales), as_f32(f32)
+    library.infinity_widen_e4m3(first, n, cut, _E4M3, *at)
 
 
 def widen_f16(n: int, f16: int, f32: int) -> None:

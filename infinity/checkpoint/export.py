@@ -30,7 +30,6 @@ from infinity.checkpoint.hub import (
 from infinity.checkpoint.inventory import Inventory
 from infinity.checkpoint.peft import is_adapted, save_adapters
 from infinity.checkpoint.ranges import CHUNK_NUMEL, copied_out, parts
-from infinity.checkpoint.safetensors_file import TensorReader
 from infinity.checkpoint.save_load import open_files, read_manifest
 from infinity.checkpoint.sharedfolder import shared_folder
 from infinity.engine.engine import Engine, engine_of, engine_of_model
@@ -39,6 +38,7 @@ from infinity.planning.layout import Format
 from infinity.records.weights import WEIGHTS
 from infinity.sizes import parse_size
 from infinity.storage.manifest import MASTER, PLAIN, WIDTHS, CheckpointError, Form, Manifest, Tensor
+from infinity.storage.safetensors_file import TensorReader
 from infinity.tensors import as_bytes, empty
 from infinity.units.unit import Unit
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from infinity.checkpoint.safetensors_file import TensorReader, TensorWriter
 from infinity.errors import CorruptionError
 from infinity.storage.manifest import RANGE_NBYTES, WIDTHS, Tensor, TensorPiece
+from infinity.storage.safetensors_file import TensorReader, TensorWriter
 
 
 @dataclass(slots=True)

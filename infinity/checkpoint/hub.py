@@ -20,7 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.safetensors_file import (
+from infinity.engine import state_dict
+from infinity.errors import UnsupportedError
+from infinity.storage.manifest import Form
+from infinity.storage.safetensors_file import (
     TensorEntry,
     TensorFileError,
     TensorJoiner,
@@ -28,9 +31,6 @@ from infinity.checkpoint.safetensors_file import (
     TensorWriter,
     split_by_size,
 )
-from infinity.engine import state_dict
-from infinity.errors import UnsupportedError
-from infinity.storage.manifest import Form
 from infinity.tensors import DTYPES, as_bytes, name_of_dtype
 
 logger = logging.getLogger("infinity")

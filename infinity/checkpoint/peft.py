@@ -18,9 +18,9 @@ from torch import nn
 
 from infinity.checkpoint.atomic import Older
 from infinity.checkpoint.hub import EXPORT, MARK, exported_files
-from infinity.checkpoint.safetensors_file import add_metadata
 from infinity.checkpoint.sharedfolder import shared_folder
 from infinity.engine.engine import engine_of, engine_of_model
+from infinity.storage.safetensors_file import add_metadata
 
 _CARD = "README.md"
 

@@ -116,6 +116,7 @@ def _check_fits(commit: Commit, training: Training, durable: Durable) -> None:
                 f"{', '.join(f'{name} {list(shape)}' for name, shape in ours)} in the model"
             )
             break
+    found += _other_files(engine, commit)
     saved = said.get("optimizer") or {"groups": []}
     kinds = (said.get("optimizer") or {}).get("kind", "AdamW"), training.optimizer.recipe.name
     if kinds[0] != kinds[1]:
@@ -143,6 +144,23 @@ def _check_fits(commit: Commit, training: Training, durable: Durable) -> None:
     if found:
         where = f"the run in {durable.folders[0].path}, committed at step {commit.step}, does not fit"
         raise CheckpointError("\n  ".join([f"{where}; nothing was changed:", *found]))
+
+
+def _other_files(engine: Engine, commit: Commit) -> list[str]:
+    """Return, in words, which weights lay in a checkpoint's files that the model does not have them from."""
+    found = []
+    for unit, at in zip(engine.units, commit.records, strict=False):
+        for one in at.fields:
+            extent = unit.record.in_files
+            if one.in_files is None:
+                continue
+            if extent is None or engine.checkpoint_store is None:
+                paths = sorted({str(part[0]) for part in one.in_files["checkpoint"]})
+                found.append(f"{unit.name} lay in {', '.join(paths)}; load the model from there again")
+            else:
+                different = engine.checkpoint_store.differences(extent, one.in_files)
+                found += [f"{unit.name}: {one}" for one in different]
+    return found[:10]
 
 
 def _named(commit: Commit, durable: Durable) -> str:
@@ -173,6 +191,9 @@ def _restore(engine: Engine, durable: Durable, unit: Unit, at: RecordAt) -> None
         if span is None:
             raise CheckpointError(f"{unit.name}.{one.name}: {one.nbytes} B in the commit, which do not fit")
         hashes = hashes_of(one.hashes, -(-record.shard.numel // span), f"{unit.name}.{one.name}")
+        if one.in_files is not None:
+            record.trust(hashes)
+            continue
         record.restore(one.name, durable.extent_of(one), hashes, span)
     for name in record.form.moments:
         if name in record and name not in there:

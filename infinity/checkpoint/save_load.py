@@ -30,8 +30,7 @@ from infinity.checkpoint.atomic import Older
 from infinity.checkpoint.hashed_stream import TensorSource
 from infinity.checkpoint.hub import configuration
 from infinity.checkpoint.inventory import KINDS, Inventory
-from infinity.checkpoint.ranges import buffers, chunks, parts
-from infinity.checkpoint.safetensors_file import TensorReader
+from infinity.checkpoint.ranges import buffers, chunks, copied_out, parts
 from infinity.checkpoint.sharedfolder import shared_folder
 from infinity.checkpoint.writer import CheckpointWriter
 from infinity.engine.engine import Engine
@@ -54,6 +53,7 @@ from infinity.storage.manifest import (
     names_of,
     readable,
 )
+from infinity.storage.safetensors_file import TensorReader
 from infinity.tensors import as_bytes, empty, name_of_dtype
 from infinity.units.tracking import Stateful
 from infinity.units.unit import Unit
@@ -328,9 +328,9 @@ def _fill_units(manifest: Manifest, inventory: Inventory, files: Mapping[str, Te
         engine.executor.changed(unit)
         names = inventory.names_in(unit)
         fields = ("master", *_moments_to_fill(unit, names, manifest, inventory))
-        for field in fields[1:]:
-            if field not in unit.record:
-                unit.record.add(field, engine.store)
+        if fields == ("master",) and _are_in_files(engine, unit, names, tensors, files):
+            continue
+        _give_room(engine, unit, fields[1:])
         sources: dict[tuple[str, str], TensorSource] = {}
         for start, stop in chunks(unit.record):
             values = buffers(unit.record, fields, stop - start)
@@ -348,6 +348,40 @@ def _fill_units(manifest: Manifest, inventory: Inventory, files: Mapping[str, Te
             before = engine, job
     if before is not None:
         before[0].lane.wait(before[1])
+
+
+def _give_room(engine: Engine, unit: Unit, moments: Sequence[str]) -> None:
+    """Give a unit a record of its own, with room for these fields."""
+    engine.parameters.make_own([unit.record], "a checkpoint is loaded into them")
+    for field in moments:
+        if field not in unit.record:
+            unit.record.add(field, engine.store)
+
+
+def _are_in_files(
+    engine: Engine,
+    unit: Unit,
+    names: Sequence[str | None],
+    tensors: Mapping[tuple[str, str], Tensor],
+    files: Mapping[str, TensorReader],
+) -> bool:
+    """Whether a unit's weights lie in the files they were loaded from, with the masters of a checkpoint."""
+    if unit.record.in_files is None:
+        return False
+    sources: dict[str, TensorSource] = {}
+    for _, chunk in copied_out([(engine, unit, ("master",))]):
+        for part in parts(unit.record, chunk.start, chunk.stop, chunk.values):
+            name = names[part.index]
+            tensor = tensors.get((MASTER, name)) if name is not None else None
+            if name is None or tensor is None:
+                return False
+            if name not in sources:
+                sources[name] = TensorSource(tensor, files, part.first)
+            saved = memoryview(bytearray(len(part.values)))
+            sources[name].read(saved)
+            if saved != part.values:
+                return False
+    return True
 
 
 def _moments_to_fill(

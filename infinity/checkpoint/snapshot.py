@@ -211,6 +211,8 @@ def _ranges(commit: Commit, path: int) -> Iterator[tuple[int, int]]:
     """Yield the byte ranges of one path's file that hold what a commit names."""
     for record in commit.records:
         for field in record.fields:
+            if field.in_files is not None:
+                continue  # the snapshot's commit names the checkpoint's files as well
             for side in {side for _, side in field.runs}:
                 place = field.sides[side]
                 if place is None:

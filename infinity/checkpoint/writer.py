@@ -12,9 +12,9 @@ import torch
 from infinity.checkpoint.hashed_stream import Sink
 from infinity.checkpoint.inventory import KINDS, Inventory
 from infinity.checkpoint.ranges import copied_out, parts
-from infinity.checkpoint.safetensors_file import TensorEntry, TensorWriter, split_by_size, storage_full
 from infinity.engine.engine import Engine
 from infinity.storage.manifest import MASTER, PLAIN, Form, TensorPiece
+from infinity.storage.safetensors_file import TensorEntry, TensorWriter, split_by_size, storage_full
 from infinity.tensors import as_bytes, name_of_dtype
 from infinity.units.unit import Unit
 

@@ -47,6 +47,14 @@ class FieldAt:
     hashes: bytes
     """The checksum of each span of tiles, little-endian; 0 for one that was never written."""
 
+    @property
+    def in_files(self) -> Mapping[str, Any] | None:
+        """The ranges of a checkpoint's files that it is, as CheckpointStore describes them; None for a field
+        on NVMe.
+        """
+        place = self.sides[0]
+        return place if isinstance(place, dict) else None
+
 
 @dataclass(frozen=True, slots=True)
 class RecordAt:

@@ -37,6 +37,7 @@ from infinity.errors import UnsupportedError
 from infinity.lane.base import Pass
 from infinity.lane.lane import StreamLane
 from infinity.ranks.group import ALONE, Channel, Ranks
+from infinity.storage.checkpoint_store import CheckpointStore
 from infinity.storage.generations import TwinStore
 from infinity.storage.manifest import CheckpointError
 from infinity.storage.nvme import Opening
@@ -170,7 +171,7 @@ class Durable:
             for commit in self.found:
                 for record in commit.records:
                     for at in record.fields:
-                        for place in at.sides:
+                        for place in at.sides if at.in_files is None else ():
                             if place is not None and repr(place) not in self._places:
                                 self._places[repr(place)] = self.nvme.claim(place, at.nbytes, what)
             self.nvme.open_gaps()
@@ -357,8 +358,13 @@ class Durable:
             record, fields = unit.record, []
             for name in record.fields:
                 extent, hashes = self.homes.place(record, name)
+                nbytes = extent.nbytes
+                if isinstance(extent.store, CheckpointStore):
+                    place = extent.store.describe(extent)
+                    fields.append(FieldAt(name, nbytes, (place, None), ((nbytes, 0),), hashes.tobytes()))
+                    continue
                 sides, runs = self.store.describe(extent)
-                fields.append(FieldAt(name, extent.nbytes, tuple(sides), runs, hashes.tobytes()))
+                fields.append(FieldAt(name, nbytes, tuple(sides), runs, hashes.tobytes()))
                 named.append(extent)
             segments = tuple((one.name, one.shape) for one in unit.shard.segments)
             records.append(RecordAt(record.name, segments, tuple(fields)))

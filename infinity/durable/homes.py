@@ -40,7 +40,9 @@ class Homes:
         self._of: dict[tuple[Record, str], Home] = {}
 
     def place(self, record: Record, name: str) -> Home:
-        """Return where a field can be read from NVMe, and its hashes."""
+        """Return where a field can be read from NVMe, or from a checkpoint's files, and its hashes."""
+        if name == "hi" and record.in_files is not None:
+            return record.in_files, record.place(name)[1]
         return self._of.get((record, name)) or record.place(name)
 
     def passes(self, units: Sequence[Unit]) -> list[KeepPass]:
@@ -52,7 +54,8 @@ class Homes:
         """Return a record's fields that are to be written, with their places."""
         homes = {}
         for name in record.form.fields:
-            if name not in record or not record.in_host(name):
+            lies = name == "hi" and record.in_files is not None
+            if name not in record or lies or not record.in_host(name):
                 self._leave(record, name)
             elif (record, name) not in self._of or name in record.changed_in_host:
                 homes[name] = self._home(record, name)

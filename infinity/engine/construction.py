@@ -14,16 +14,19 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import UninitializedParameter
 from torch.utils import _pytree as pytree
 
 from infinity.engine.asked import KEPT, Asked
 from infinity.engine.engine import Engine, engine_of
+from infinity.engine.origins import Origins
 from infinity.engine.overflow import Overflow
 from infinity.engine.pretrained import Mapped, check_values
 from infinity.engine.scripting import refuse_script
@@ -33,6 +36,8 @@ from infinity.planning.tile_size import tile_choice
 from infinity.records.record import Record
 from infinity.records.weights import WEIGHTS
 from infinity.sizes import format_size
+from infinity.storage.checkpoint_store import FileRange
+from infinity.storage.packed import Block8
 from infinity.tiling import Whole, assembled, stand_in
 from infinity.units.released import Released, not_resident, placeholder, release, restore, set_owner
 
@@ -48,7 +53,7 @@ _OVERWRITES = frozenset(
 class _Entry:
     """One parameter of a model that is being built."""
 
-    __slots__ = ("asked", "dtype", "index", "module", "name", "parameter", "record")
+    __slots__ = ("asked", "dtype", "index", "is_mapped", "module", "name", "parameter", "record")
 
     def __init__(
         self, parameter: nn.Parameter, module: nn.Module, name: str, asked: torch.dtype | None
@@ -62,6 +67,8 @@ class _Entry:
         self.record: Record | None = None
         """Where it was evicted to; None as long as it never was."""
         self.index = 0
+        self.is_mapped = False
+        """Whether its values are a mapped file's, and take no memory until they are looked at."""
 
     def lie_in(self, record: Record, index: int) -> None:
         """Note that its values are those of parameter `index` of `record`."""
@@ -86,14 +93,20 @@ class _Entry:
     def nbytes(self) -> int:
         """Bytes while real."""
         parameter = self.parameter()
-        return 0 if parameter is None else parameter.numel() * self.dtype.itemsize
+        return 0 if parameter is None or self.is_mapped else parameter.numel() * self.dtype.itemsize
 
 
 class Construction:
     """The models being built inside one `with`."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, frozen: bool = False) -> None:
+        """Build for `engine`. frozen: what is loaded gets no gradients; see Init."""
         self._engine = engine
+        self._frozen = frozen
+        self._origins = Origins()
+        self._packed: dict[int, tuple[StorageWeakRef, Block8]] = {}
+        self._copied: Counter[str] = Counter()
+        """Bytes of a checkpoint that got records of their own, by the reason."""
         self._entries: dict[int, _Entry] = {}
         self._real: dict[int, _Entry] = {}  # the one touched longest ago first
         self._records: list[Record] = []
@@ -114,15 +127,40 @@ class Construction:
             return None
         with self.asked.quiet():
             self.asked.registered(parameter)
-            asked = self._asked_for(parameter, module._parameters.get(name))
+            before = module._parameters.get(name)
+            if self._frozen and before is not None and before.is_meta and not parameter.is_meta:
+                parameter.requires_grad_(False)
+            asked = self._asked_for(parameter, before)
             self._asked_of_tiles, outer = asked, self._asked_of_tiles
             try:
                 tiled = self._in_tiles(module, name, parameter)
             finally:
                 self._asked_of_tiles = outer
             if tiled is None and self._take(module, name, parameter, asked):
+                if self._packed_in(parameter) is not None:
+                    self._evict([self._entries[id(parameter)]])  # before anybody looks at its values
                 self._make_room(keep=[module])
         return tiled
+
+    def offered(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """Take note of where a packed weight is; return what stands for it until it is registered, or None
+        for one that cannot be read in place. See [Note: packed checkpoints] in quantized.
+        """
+        with self.asked.quiet():
+            found = self._origins.packed(codes, scales) if dtype == self._engine.weights.dtype else None
+            if found is None:
+                return None
+            stand_in = placeholder(codes.shape, dtype, "cpu")
+            storage = stand_in.untyped_storage()
+            self._packed[int(storage._cdata)] = StorageWeakRef(storage), found
+            return stand_in
+
+    def _packed_in(self, parameter: nn.Parameter) -> Block8 | None:
+        """Return where a parameter's values are packed, if it is such a stand-in."""
+        if not self._packed:
+            return None
+        found = self._packed.get(int(parameter.untyped_storage()._cdata))
+        return found[1] if found is not None else None
 
     def _asked_for(self, parameter: nn.Parameter, before: nn.Parameter | None) -> torch.dtype | None:
         """Return the type that a parameter, which takes the place of another, is asked for in."""
@@ -200,25 +238,17 @@ class Construction:
             return False
         if isinstance(parameter, Whole):
             return False  # its tiles were taken, each by itself
+        if parameter.is_meta:
+            _refuse_packed(module, name, parameter)
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return False  # integers have no gradient: they stay ordinary, like buffers
-        if parameter.is_complex():
-            raise UnsupportedError(_wrong_dtype(module, name, parameter))
-        if parameter.is_meta:
+        if parameter.is_meta and not parameter.is_complex():
             self._mapped = self._mapped or Mapped()
             return False  # its values come with the parameter that replaces it
-        what = f"{type(module).__name__}.{name}"
-        if isinstance(parameter, UninitializedParameter):
-            raise UnsupportedError(
-                f"{what} is a lazy parameter, whose shape is not known in Init. Give the module its shapes."
-            )
-        if type(parameter) is not nn.Parameter:
-            raise UnsupportedError(
-                f"{what} is a {type(parameter).__name__}; only plain nn.Parameter can be offloaded"
-            )
-        if parameter.dtype not in KEPT:
-            raise UnsupportedError(_wrong_dtype(module, name, parameter))
+        _check_kept(module, name, parameter)
         entry = self._entries[id(parameter)] = _Entry(parameter, module, name, asked)
+        if self._mapped is not None and self._packed_in(parameter) is None:
+            entry.is_mapped = self._origins.may_have(parameter)
         self._real[id(parameter)] = entry
         set_owner(parameter, self._engine)
         return True
@@ -245,8 +275,11 @@ class Construction:
             together = (
                 [entry] if module is None else [one for one in self._real.values() if one.module() is module]
             )
-            if not any(_has_views(one.parameter()) for one in together):
+            if any(one.nbytes for one in together) and not any(
+                _has_views(one.parameter()) for one in together
+            ):
                 real_nbytes -= sum(one.nbytes for one in together)
+                self._origins.look()
                 self._evict(together)
 
     def _evict(self, entries: Sequence[_Entry]) -> None:
@@ -255,9 +288,21 @@ class Construction:
         for entry, parameter in alive:
             asked = self._asked_of(parameter)
             entry.take(parameter, asked, self._form(asked))
-        self._give_records([(entry, parameter) for entry, parameter in alive if entry.record is None])
-        values: dict[Record, dict[int, dict[str, torch.Tensor]]] = {}
+        fresh = [(entry, parameter) for entry, parameter in alive if entry.record is None]
+        self._give_records(fresh)
+        lain = {id(entry) for entry, _ in fresh if entry.record is not None and entry.record.in_files}
+        self._write([one for one in alive if id(one[0]) not in lain])
         for entry, parameter in alive:
+            release(parameter, placeholder(parameter.shape, entry.dtype, parameter.device))
+            self.asked.note(parameter, entry.asked)
+            self._real.pop(id(parameter), None)
+        if self._mapped is not None:
+            self._mapped.taken(sum(entry.nbytes for entry, _ in alive))
+
+    def _write(self, entries: Sequence[tuple[_Entry, nn.Parameter]]) -> None:
+        """Write the values of real parameters to their records."""
+        values: dict[Record, dict[int, dict[str, torch.Tensor]]] = {}
+        for entry, parameter in entries:
             if entry.record is not None:
                 tensor = parameter.detach()
                 as_it_is = tensor.dtype in (torch.float32, _computes_in(entry.record))
@@ -266,15 +311,11 @@ class Construction:
                 values.setdefault(entry.record, {})[entry.index] = {"master": part}
         for record, fields in () if self._overflow else values.items():
             self._engine.parameters.write_record(record, fields)
-        for entry, parameter in alive:
-            release(parameter, placeholder(parameter.shape, entry.dtype, parameter.device))
-            self.asked.note(parameter, entry.asked)
-            self._real.pop(id(parameter), None)
-        if self._mapped is not None:
-            self._mapped.taken(sum(entry.nbytes for entry, _ in alive))
 
     def _give_records(self, fresh: Sequence[tuple[_Entry, nn.Parameter]]) -> None:
-        """Make a record for parameters of one module, or one for each type that they compute in."""
+        """Make a record for parameters of one module, or one for each type that they compute in; it lies in
+        the checkpoint's files, if all of them do.
+        """
         by_form: dict[Format, list[tuple[_Entry, nn.Parameter]]] = {}
         for entry, parameter in fresh:
             by_form.setdefault(self._form(entry.asked), []).append((entry, parameter))
@@ -282,9 +323,25 @@ class Construction:
             name = f"{type(together[0][0].module()).__name__} no. {len(self._entries)}"
             record = self._engine.new_record([parameter for _, parameter in together], name, form)
             self._records.append(record)
-            self._overflow.give_room(record)
+            ranges = self._ranges([parameter for _, parameter in together], record)
+            if ranges is not None:
+                self._engine.lay_in_files(record, ranges)
+            else:
+                self._overflow.give_room(record)
             for index, (entry, _) in enumerate(together):
                 entry.lie_in(record, index)
+
+    def _ranges(self, parameters: Sequence[nn.Parameter], record: Record) -> list[FileRange | Block8] | None:
+        """Return the ranges of files that parameters' values are; None if that is not so of all."""
+        if self._mapped is None:
+            return None
+        found = [self._packed_in(one) or self._origins.of(one, _computes_in(record)) for one in parameters]
+        ranges = [one for one in found if not isinstance(one, str)]
+        if len(ranges) == len(found):
+            return ranges
+        why = next(one for one in found if isinstance(one, str))
+        self._copied[why] += sum(one.nbytes for one in parameters)
+        return None
 
     def touch(self, parameters: Sequence[nn.Parameter], operation: str, args: Sequence[Any]) -> object:
         """Make evicted parameters real again: they are used while the model is built."""
@@ -312,6 +369,7 @@ class Construction:
                 read = self._engine.parameters.read_record(entry.record, entry.index, {field: dtype})
                 values.copy_(read[field].view(parameter.shape))
             restore(parameter, values)
+            entry.is_mapped = False
             self.asked.note(parameter, asked)
             self._real[id(parameter)] = entry
         used = [self._entries.get(id(leaf)) for leaf in pytree.tree_leaves((parameters, args))]
@@ -337,9 +395,12 @@ class Construction:
             self._sweep(root)
         named = list(_named_modules(roots))
         check_values(named)
+        self._origins.look()
         for _, module in named:
             self._evict([self._real[id(one)] for one in module._parameters.values() if id(one) in self._real])
         self._real.clear()
+        for why, nbytes in self._copied.items():
+            logger.info("%s of the checkpoint have records of their own: %s", format_size(nbytes), why)
         self._hand_over(named)
 
     def _hand_over(self, named: list[tuple[str, nn.Module]]) -> None:
@@ -401,6 +462,41 @@ def _named_modules(roots: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     for number, root in enumerate(roots):
         prefix = f"{type(root).__name__}{number}" if len(roots) > 1 else ""
         yield from root.named_modules(prefix=prefix)
+
+
+def _check_kept(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Check that a parameter can be offloaded. Raises: UnsupportedError."""
+    what = f"{type(module).__name__}.{name}"
+    if parameter.is_complex():
+        raise UnsupportedError(_wrong_dtype(module, name, parameter))
+    if isinstance(parameter, UninitializedParameter):
+        raise UnsupportedError(
+            f"{what} is a lazy parameter, whose shape is not known in Init. Give the module its shapes."
+        )
+    if type(parameter) is not nn.Parameter:
+        raise UnsupportedError(
+            f"{what} is a {type(parameter).__name__}; only plain nn.Parameter can be offloaded"
+        )
+    if parameter.dtype not in KEPT:
+        raise UnsupportedError(_wrong_dtype(module, name, parameter))
+
+
+_PACKED = {torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2}
+"""Types of parameters that have no values yet, and will get packed ones."""
+
+
+def _refuse_packed(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Refuse packed weights that would stay in memory, or could not be trained, before anything is read.
+
+    Raises: UnsupportedError.
+    """
+    if parameter.dtype in _PACKED:
+        raise UnsupportedError(
+            f"{type(module).__name__}.{name} is {parameter.dtype} without values: packed weights of a "
+            "quantised model, in a layout that is not read in place. fp8 with fp32 block scales is, where "
+            "transformers converts it (FineGrainedFP8Config(dequantize=True), the default on a CPU). Others: "
+            "let transformers convert them (dequantize=True), or load a checkpoint in 16 bits."
+        )
 
 
 def _wrong_dtype(module: nn.Module | None, name: str, parameter: torch.Tensor) -> str:

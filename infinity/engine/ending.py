@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 
 from infinity.activations.partitioned import PartitionedBoundaries
 from infinity.device.device import Device
@@ -34,10 +35,15 @@ class Ending:
         """Close these at the end."""
         self._lane, self._partition, self._parts = lane, partition, parts
         self._device, self._store = device, store
+        self._first: Callable[[], None] = _nothing
         self._pid = os.getpid()
         # For the exit of the interpreter alone. It keeps the folders of a run: collected in one go with this,
         # their own finalizers would close them before `close` can remove a run without commit.
         weakref.finalize(self, _close, weakref.ref(self), getattr(store, "folders", ()))
+
+    def close_first(self, close: Callable[[], None]) -> None:
+        """Call this, too, once the lanes have stopped, before the stores are closed."""
+        self._first = close
 
     def close(self) -> None:
         """Stop the lanes and give memory, connections and files back. A forked child has none of them."""
@@ -52,12 +58,17 @@ class Ending:
         if self._partition is not None:
             self._partition.close()
         self._device.close()
+        self._first()
         if self._store is not None:
             self._store.close()
 
     def __del__(self) -> None:
         """Close, when nothing refers to the engine any more."""
         self.close()
+
+
+def _nothing() -> None:
+    """Close nothing."""
 
 
 def _close(ending: weakref.ref[Ending], _folders: object) -> None:

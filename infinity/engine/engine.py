@@ -38,9 +38,12 @@ from infinity.ranks.group import open_ranks
 from infinity.ranks.machine_memory import share_of
 from infinity.records.record import Record, Traffic
 from infinity.records.weights import WEIGHTS, Weights
+from infinity.storage.checkpoint_store import CheckpointStore, FileRange
 from infinity.storage.memory import Ledger, Pool, map_large_blocks, reuse_large_blocks
+from infinity.storage.packed import Block8
 from infinity.storage.paths import of_rank
 from infinity.storage.store import HostStore, Store
+from infinity.storage.stripes import StripedStore
 from infinity.timeline import Timeline
 from infinity.units.pinning import Pins
 from infinity.units.released import CONVERSIONS, not_converted, not_resident, owner_of, set_owner
@@ -89,7 +92,9 @@ class Engine:
         if self.ranks.size > 1:
             self.partition = Partition(self.ranks, self.lane, self.device, self.timeline, self.units)
         self.executor = Executor(self.lane, self.device, self.timeline, self.partition)
-        self.parameters = Parameters(self.lane, self.executor, self.partition, self.durable)
+        self.parameters = Parameters(self.lane, self.executor, self.partition, self.durable, self.store)
+        self.checkpoint_store: CheckpointStore | None = None
+        """The files that weights are read from where they lie; None where there are none."""
         self.exchange = Exchange(self.parameters)
         self.outgoing = Outgoing(self.device, self.timeline)
         self.gradients = GradientStore(
@@ -194,6 +199,16 @@ class Engine:
             name=name,
         )
 
+    def lay_in_files(self, record: Record, ranges: Sequence[FileRange | Block8]) -> None:
+        """Let the weights of a record be ranges of a checkpoint's files; see Record.lie_in."""
+        if self.checkpoint_store is None:
+            nvme = self.nvme_store
+            shared = nvme.stores[0] if isinstance(nvme, StripedStore) else nvme
+            engine = shared.engine if shared is not None else None
+            self.checkpoint_store = CheckpointStore(engine, self.config.aio)
+            self.ending.close_first(self.checkpoint_store.close)
+        record.lie_in(self.checkpoint_store, ranges)
+
     def open(self, records: Mapping[Record, list[nn.Parameter]]) -> dict[Record, Unit]:
         """Take over a finished model: the parameters in each record, in the order of its modules. Return the
         unit that each record is of.
@@ -221,7 +236,7 @@ class Engine:
         self.gradients.open(self.budget, self.units)
         if self.boundaries is not None:
             self.boundaries.open(self.budget.tile_numel)
-        if self.nvme_store is not None:
+        if self.nvme_store is not None or self.checkpoint_store is not None:
             stores = (self.host_store, self.store)
             frequencies = self.executor.frequencies
             self.pins = Pins(self.units, frequencies, self.lane, self.kept, stores)

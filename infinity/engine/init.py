@@ -18,6 +18,7 @@ from infinity.config.settings import Config, check_fields
 from infinity.engine.construction import Construction
 from infinity.engine.engine import Engine
 from infinity.engine.pretrained import loading_in_order
+from infinity.engine.quantized import leaving_packed
 from infinity.engine.scripting import refusing_scripts
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.ranks.group import Ranks
@@ -50,6 +51,12 @@ class Init:
     partition_activations: the ranks that compute on copies of the same activations, as those of tensor
     parallelism do (a group or a DeviceMesh likewise): each keeps a part of what a checkpointed block saves,
     and they gather it when the backward takes it.
+    frozen: weights that are loaded into a model without values, as by from_pretrained, get
+    requires_grad=False. What is built beside them, as PEFT's adapters are, trains as ever.
+
+    Weights that from_pretrained takes from safetensors files, in the type that computes, stay in these files:
+    nothing is copied, and each is read from there when it is used. They get records of their own when an
+    optimizer is made that trains them, or when they are written to.
 
     ::
 
@@ -68,15 +75,17 @@ class Init:
         *,
         process_group: Any = None,
         partition_activations: Any = None,
+        frozen: bool = False,
         **fields: Any,
     ) -> None:
         """Check the settings."""
         if config is not None and fields:
             raise ConfigError("Init takes a Config or its fields, not both")
-        check_fields(fields, ("config", "process_group", "partition_activations"))
+        check_fields(fields, ("config", "process_group", "partition_activations", "frozen"))
         self.config = config if config is not None else Config(**fields)
         self._process_group = process_group
         self._copies = partition_activations
+        self._frozen = frozen
         self._engine: Engine | None = None
         self._construction: Construction | None = None
         self._hooks: list[Any] = []
@@ -90,7 +99,7 @@ class Init:
                 "call initialize() after the `with`"
             )
         self._engine = Engine(self.config, self._process_group, self._copies)
-        construction = self._construction = Construction(self._engine)
+        construction = self._construction = Construction(self._engine, frozen=self._frozen)
         self._engine.build_with(construction.touch)
         self._hooks = [
             # A hook may return what is registered instead, whatever torch's annotation says.
@@ -98,6 +107,7 @@ class Init:
             register_module_module_registration_hook(cast("Any", construction.adopted)),
         ]
         self._contexts.enter_context(loading_in_order())
+        self._contexts.enter_context(leaving_packed(construction.offered))
         self._contexts.enter_context(refusing_scripts())
         self._contexts.enter_context(_drawing_as_rank_0(self._engine.ranks))
         self._contexts.enter_context(construction.asked)

@@ -120,4 +120,6 @@ def _least_total(built: Sequence[Record], model: Sequence[tuple[Record, bool]], 
 def _stored_nbytes(record: Record, budget: Budget, *, trained: bool) -> int:
     form, numel, tile_numel = record.form, record.shard.numel, budget.tile_of(record.form)
     names = (*form.fields, form.gradient) if trained else form.weights
+    if record.in_files is not None and not trained:
+        names = ()
     return sum(form.stored_nbytes(name, numel, form.span(name, tile_numel)) for name in names)

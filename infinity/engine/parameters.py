@@ -4,7 +4,8 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -16,19 +17,31 @@ from infinity.lane.base import Pass
 from infinity.lane.lane import StreamLane
 from infinity.lane.passes import ReadPass, WritePass
 from infinity.records.record import Record
+from infinity.records.weights import WEIGHTS
+from infinity.sizes import format_size
+from infinity.storage.store import Store
+from infinity.tensors import as_bytes
 from infinity.units.residency import Executor
 from infinity.units.unit import Unit
+
+logger = logging.getLogger("infinity")
 
 
 class Parameters:
     """Finds parameters and their values. Used by the thread that computes."""
 
     def __init__(
-        self, lane: StreamLane, executor: Executor, partition: Partition | None, durable: Durable | None
+        self,
+        lane: StreamLane,
+        executor: Executor,
+        partition: Partition | None,
+        durable: Durable | None,
+        store: Store,
     ) -> None:
         """Begin without parameters. partition: None with one rank. durable: the run that has to know before
-        records change; None for none.
+        records change; None for none. store: where records have their own weights.
         """
+        self._store = store
         self._lane = lane
         self._executor = executor
         self._partition = partition
@@ -131,8 +144,54 @@ class Parameters:
     def write_record(
         self, record: Record, values: dict[int, dict[str, torch.Tensor]], *, rewrite: bool = False
     ) -> None:
-        """Set fields of this rank's parts of a record's parameters; see WritePass."""
+        """Set fields of this rank's parts of a record's parameters; see WritePass. A record whose weights lie
+        in a checkpoint's files gets its own, unless these are the values that it has.
+        """
+        if record.in_files is not None:
+            if self._are_there(record, values):
+                return
+            self.make_own([record], "new values are written to them")
         self._run(WritePass(record, record.tile_numel, values, rewrite=rewrite))
+
+    def _are_there(self, record: Record, values: Mapping[int, Mapping[str, torch.Tensor]]) -> bool:
+        """Whether a record whose weights lie in files has these values, with masters equal to them."""
+        if any(set(fields) != {"master"} for fields in values.values()):
+            return False
+        dtype = WEIGHTS[record.form.dtype].dtype
+        for index, fields in values.items():
+            (here,) = self._read(record, index, {"hi": dtype}).values()
+            new = fields["master"].reshape(-1)
+            if as_bytes(here.to(new.dtype)) != as_bytes(new):
+                return False
+        return True
+
+    def make_own(self, records: Sequence[Record], why: str) -> None:
+        """Copy weights that lie in a checkpoint's files to records of their own. why: for the log.
+
+        Raises: HostMemoryError or aio.StorageFullError where they do not fit, named; CorruptionError.
+        """
+        records = [record for record in records if record.in_files is not None]
+        if not records:
+            return
+        self.before_change()
+        self._lane.drain()
+        for record in records:
+            dtype = WEIGHTS[record.form.dtype].dtype
+            values = {
+                index: {"master": self._read(record, index, {"hi": dtype})["hi"]}
+                for index in range(len(record.shard.segments))
+            }
+            record.make_own(self._store)
+            self._run(WritePass(record, record.tile_numel, values))
+        nbytes = sum(one.field_nbytes(name) for one in records for name in one.form.weights)
+        more = f" and {len(records) - 1} more" if records[1:] else ""
+        logger.info(
+            "%s%s were copied from the checkpoint's files to records of their own, %s, since %s",
+            records[0].name,
+            more,
+            format_size(nbytes),
+            why,
+        )
 
     def _run(self, job: Pass) -> None:
         self._lane.submit(job, urgent=True)

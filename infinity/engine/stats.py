@@ -113,6 +113,11 @@ class Stats:
         return sum(nbytes for (tier, _), nbytes in self.written_nbytes.items() if tier == "nvme")
 
     @property
+    def checkpoint_read_nbytes(self) -> int:
+        """Bytes read from the checkpoint's own files, in which frozen weights lie; see Init."""
+        return sum(nbytes for (tier, _), nbytes in self.read_nbytes.items() if tier == "checkpoint")
+
+    @property
     def stall_s(self) -> float:
         """Seconds that computing waited, for any cause."""
         return sum(self.stalls_s.values())
@@ -135,6 +140,8 @@ class Stats:
             moved += (
                 f"; {(self.nvme_read_nbytes + self.nvme_written_nbytes) / share:.1f} B per parameter and step"
             )
+        if self.checkpoint_read_nbytes:
+            moved += f"; from the checkpoint {format_size(self.checkpoint_read_nbytes)}"
         held = f"{format_size(self.budget_nbytes)}, {format_size(self.budget_held_nbytes)} of it in use now"
         where = f"{format_size(self.nvme_nbytes)} on NVMe (I/O engine: {self.io_engine}), "
         uses = f"{self.hits:,} hits, {self.misses:,} misses, {self.divergences:,} out of the plan's order"
@@ -238,7 +245,7 @@ def _moves(unit: Unit) -> Moves:
     stored = {
         name: unit.record.field_nbytes(name)
         for name, tier in unit.record.tiers()
-        if tier == "nvme" and name in unit.record.fields
+        if tier != "host" and name in unit.record.fields
     }
     hi_nbytes = stored.pop("hi", 0)
     return Moves(

@@ -95,12 +95,21 @@ class Pass(QueuedPass[Record], ABC):
         return more
 
     def read(
-        self, name: str, start: int, stop: int, address: int, owner: object, *, more: bool = False
+        self,
+        name: str,
+        start: int,
+        stop: int,
+        address: int,
+        owner: object,
+        *,
+        more: bool = False,
+        window: tuple[int, int] = (0, 0),
     ) -> Transfer:
-        """Begin to read a tile of a field on NVMe to `address`. more: see Request."""
+        """Begin to read a tile of a field on NVMe to `address`. more, window: see Request."""
         if name in self.record.packed:
             return self._packed.read(name, start, stop, address, urgent=self.urgent)
-        return self.record.read(name, start, stop, address, owner, urgent=self.urgent, more=more)
+        urgent = self.urgent
+        return self.record.read(name, start, stop, address, owner, urgent=urgent, more=more, window=window)
 
     def write(
         self, name: str, start: int, stop: int, address: int, owner: object, *, more: bool = False

@@ -263,14 +263,19 @@ class StreamLane:
         reads = job.ordered(name for name in reads if not record.in_host(name))
         stored = job.ordered(name for name in writes if not record.in_host(name) and name not in job.adopts)
         slot = self._pool.lease() if slotted or reads or stored else None
+        window = (0, 0)
         if slot is not None:
-            address = slot.address
+            free = slot.address
             for name in slotted:
-                at[name] = address
-                address += record.tile_nbytes(name, stop - start)
+                at[name] = free
+                free += record.tile_nbytes(name, stop - start)
+            window = free, slot.address + slot.nbytes - free
         owner = (slot, job.keeps)
         last = reads[-1] if reads else None
-        transfers = [job.read(name, start, stop, at[name], owner, more=name is not last) for name in reads]
+        transfers = [
+            job.read(name, start, stop, at[name], owner, more=name is not last, window=window)
+            for name in reads
+        ]
         changes = [name for name in writes if name not in stored]
         return _Tile(job, start, stop, slot, at, reads, stored, changes, transfers)
 

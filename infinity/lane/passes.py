@@ -192,6 +192,8 @@ class CopyOutPass(_RangePass):
         for field, to in values.items():
             if field == "master" and all(name in here for name in self._kept_in(field)):
                 self._weights.read_master(numel, here, to)
+            elif field == "master" and self.record.in_files is not None:
+                WIDEN[self._weights.dtype](numel, here["hi"], to)
             else:
                 _copy_or_clear(self._nbytes(field, numel), to, here.get(field))
 

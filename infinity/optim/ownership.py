@@ -115,6 +115,7 @@ class Owning:
         for engine in {self.mine[id(one)].engine for one in parameters}:
             ours = [one for one in trained if self.mine[id(one)].engine is engine]
             check_fits(engine, type(self).__name__, self._missing_nbytes(ours))
+            self._make_own(engine, ours)
         for parameter in trained:
             self._add_fields(parameter)
         if not self._made:
@@ -130,11 +131,17 @@ class Owning:
     def make_room(self, engine: Engine, parameter: nn.Parameter) -> None:
         """Make room for the parameter's state; the first time, set the state to zero."""
         record = engine.parameters.unit_of(parameter)[0].record
+        self._make_own(engine, [parameter])
         if any(name not in record for name in self.recipe.fields(record.form)):
             self._add_fields(parameter)
         if id(parameter) not in self._begun:
             self._begun.add(id(parameter))
             self._forget(engine, parameter)
+
+    def _make_own(self, engine: Engine, parameters: Iterable[nn.Parameter]) -> None:
+        """Give weights that are trained from now on records of their own."""
+        records = dict.fromkeys(engine.parameters.unit_of(one)[0].record for one in parameters)
+        engine.parameters.make_own(list(records), f"{type(self).__name__} trains them")
 
     def _missing(self, parameter: nn.Parameter) -> list[str]:
         """Return the fields of a parameter's state that its record does not have yet."""
@@ -146,6 +153,7 @@ class Owning:
         records = [self.mine[id(one)].engine.parameters.unit_of(one)[0].record for one in parameters]
         missing = zip(records, map(self._missing, parameters), strict=True)
         fields = {(record, name) for record, names in missing for name in names}
+        fields |= {(one, name) for one in records if one.in_files is not None for name in one.form.weights}
         return sum(record.field_nbytes(name) for record, name in fields)
 
     def _add_fields(self, parameter: nn.Parameter) -> None:

@@ -3,6 +3,12 @@
 A field in host memory is worked on in place; a field on NVMe is read into memory, worked on and written back.
 Pinning a field in host memory needs no transfer of its own: the pass that reads it puts it into its target
 extent. A field moves back to NVMe by being written there.
+
+[Note: fields in files]
+The weights of a record may lie in a checkpoint's own files: `hi` alone, whose bytes are ranges of them. They
+are read as those on NVMe are, and never written; what is pinned goes back by being dropped. Checksums are
+taken by the first read of each tile, and compared from then on. Before such a record is written, `make_own`
+gives it extents of its own.
 """
 
 from __future__ import annotations
@@ -19,12 +25,17 @@ from infinity.errors import CorruptionError
 from infinity.planning.layout import FP32, FieldCuts, Format, Shard
 from infinity.records.checksums import FieldTile, TileChecksums
 from infinity.sizes import BLOCK
+from infinity.storage.checkpoint_store import CheckpointStore, FileRange
+from infinity.storage.packed import Block8
 from infinity.storage.store import DONE, DiskStore, Extent, HostStore, Request, Store, Transfer
 
 if TYPE_CHECKING:
     import torch
 SAMPLED = 16
 """With verify="sample", one tile in this many is compared when it is read."""
+
+_UNSEEN = 2
+"""Stands for the checksum of a tile in a file that nobody has read yet."""
 
 _GOLDEN = 2654435769  # 2**32 / the golden ratio: multiples of it, mod 2**32, are spread evenly
 
@@ -86,6 +97,7 @@ class Record:
         self._cuts = FieldCuts(form, tile_numel)
         self._hashes: dict[str, array[int]] = {}
         self._whole: dict[str, int] | None = None
+        self._in_files: Extent | None = None
 
     def __contains__(self, name: str) -> bool:
         return name in self._extents
@@ -158,8 +170,70 @@ class Record:
         self._moved()
         self._hashes[name] = self.new_hashes(name)
 
+    @property
+    def in_files(self) -> Extent | None:
+        """Where `hi`, all that there is of the weights, lies in a checkpoint's files, pinned or not; None for
+        a record of its own. See [Note: fields in files].
+        """
+        return self._in_files
+
+    def lie_in(self, store: CheckpointStore, ranges: Sequence[FileRange | Block8]) -> None:
+        """Let the weights be these ranges, one for each whole parameter, of a checkpoint's files.
+
+        Raises: CorruptionError, OSError naming the file.
+        """
+        parts = [
+            store.part(one, self.form, segment.first, segment.numel, segment.start)
+            for segment, one in zip(self.shard.segments, ranges, strict=True)
+            if segment.numel
+        ]
+        self._in_files = self._extents["hi"] = store.lay(parts, self.field_nbytes("hi"))
+        self._hashes["hi"] = array("Q", [_UNSEEN]) * -(-self.shard.numel // self.span("hi"))
+        self._moved()
+
+    def trust(self, hashes: array[int]) -> None:
+        """Compare what is read of the files with these checksums, of an earlier process."""
+        self._hashes["hi"] = hashes
+
+    def make_own(self, store: Store) -> None:
+        """Leave the files: give the weights extents in `store`, undefined until they are written; `hi` stays
+        in host memory if it is pinned.
+
+        Raises: HostMemoryError, aio.StorageFullError; then the record is as before.
+        """
+        new: dict[str, Extent] = {}
+        names = [one for one in self.form.weights if one not in self or not self._is_host(one)]
+        try:
+            for name in names:
+                new[name] = store.allocate(self.field_nbytes(name), f"{self.name}.{name}")
+        except BaseException:
+            for extent in new.values():
+                store.free(extent)
+            raise
+        if self._in_files is not None:
+            self._in_files.store.free(self._in_files)
+        self._in_files = None
+        for name, extent in new.items():
+            self._extents[name], self._hashes[name] = extent, self.new_hashes(name)
+        self.changed_in_host.add("hi")
+        self._moved()
+
+    def _is_host(self, name: str) -> bool:
+        return isinstance(self._extents[name].store, HostStore)
+
+    def leave_host(self) -> None:
+        """Let go of the copy in host memory of what lies in files."""
+        pinned = self._extents["hi"]
+        if self._in_files is not None and pinned is not self._in_files:
+            self._extents["hi"] = self._in_files
+            self._moved()
+            pinned.store.free(pinned)
+
     def drop(self, name: str) -> None:
         """Remove a field and free its extent, if the record has it."""
+        if name == "hi" and self._in_files is not None:
+            self.leave_host()
+            self._in_files = None
         target = self.targets.pop(name, None)
         if target is not None:
             target.store.free(target)
@@ -176,7 +250,8 @@ class Record:
         self._extents[name] = self.targets.pop(name)
         self._moved()
         self.changed_in_host.add(name)
-        old.store.free(old)
+        if old is not self._in_files:
+            old.store.free(old)
 
     def move(self, name: str, extent: Extent, hashes: array[int]) -> None:
         """Move a field to `extent` on NVMe, where it was written with these checksums."""
@@ -249,15 +324,19 @@ class Record:
         *,
         urgent: bool = False,
         more: bool = False,
+        window: tuple[int, int] = (0, 0),
     ) -> Transfer:
         """Start to read elements [start, stop) of a field, whole spans, to `address`. The caller compares
-        their `sums` when the transfer has ended. urgent, more: see Request.
+        their `sums` when the transfer has ended. urgent, more, window: see Request.
         """
         extent, nbytes = self._extents[name], self.tile_nbytes(name, stop - start)
         disk = self._disk(extent, name)
-        self._traffic.read[disk.tier, name] += nbytes
         what, offset = f"{self.name}.{name}", self._cuts.offset(name, start)
-        return disk.read(Request(extent, offset, address, nbytes, what, owner, urgent, more))
+        moved = nbytes
+        if isinstance(disk, CheckpointStore):
+            moved = disk.moved_nbytes(extent, offset, nbytes)
+        self._traffic.read[disk.tier, name] += moved
+        return disk.read(Request(extent, offset, address, nbytes, what, owner, urgent, more, window))
 
     def _disk(self, extent: Extent, name: str) -> DiskStore:
         """Return the store of a field's extent, which has to be on NVMe."""
@@ -386,8 +465,18 @@ class Record:
         expected = self._hashes[name][tile]
         if found == expected:
             return
+        if expected == _UNSEEN and name == "hi" and self._in_files is not None:
+            self._hashes[name][tile] = found
+            return
         extent, offset = self._extents[name], self._cuts.offset(name, tile * self.span(name))
         where = self._disk(extent, name).where(extent, offset)
+        if self._in_files is not None:
+            raise CorruptionError(
+                f"{self.name}.{name}: the {nbytes} bytes read from {where} are not those that were read from "
+                f"there before (checksum {found:016x}, expected {expected:016x}). Likely cause: the file was "
+                "changed, or the device returned stale or damaged data. Compare it with where it came from, "
+                "and load the model again."
+            )
         raise CorruptionError(
             f"{self.name}.{name}: the {nbytes} bytes read from {where} are not those that were written "
             f"(checksum {found:016x}, expected {expected:016x}). Likely cause: the device returned stale or "

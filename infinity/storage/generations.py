@@ -117,6 +117,7 @@ class TwinStore:
     """A store of twins, which lie in another store; see [Note: sides]."""
 
     tier = "nvme"
+    writable = True
 
     def __init__(self, store: DurableStore, *, lazy: bool = False) -> None:
         """Keep two generations in `store`.

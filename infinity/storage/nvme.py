@@ -48,6 +48,7 @@ class NvmeStore:
     """
 
     tier = "nvme"
+    writable = True
 
     def __init__(
         self,

@@ -132,12 +132,15 @@ class Request(NamedTuple):
     """A thread waits for it: it goes first."""
     more: bool = False
     """More requests follow at once, and this one may start with the last of them. See aio.IoEngine.read."""
+    window: tuple[int, int] = (0, 0)
+    """Address and bytes of spare memory, kept by `owner`, for a store that has to read more than is asked."""
 
 
 class DiskStore(Protocol):
-    """Storage whose extents are read into memory and written from it."""
+    """Storage whose extents are read into memory and, if it is `writable`, written from it."""
 
     tier: str
+    writable: bool
 
     def allocate(self, nbytes: int, what: str) -> Extent:
         """Return a new extent of `nbytes`, rounded up to whole blocks; `what` names its owner in errors."""
@@ -169,6 +172,7 @@ class HostStore:
     """Extents in host memory, used in place and charged to a ledger."""
 
     tier = "host"
+    writable = True
 
     def __init__(self, ledger: Ledger, locker: PageLocker | None = None) -> None:
         """Open an empty store within the limit of `ledger`. locker: page-locks the extents."""

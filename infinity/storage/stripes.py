@@ -56,6 +56,7 @@ class StripedStore:
     """Extents striped over several NvmeStores, with the methods of one; see [Note: stripes]."""
 
     tier = "nvme"
+    writable = True
 
     def __init__(self, stores: Sequence[NvmeStore], speeds: Sequence[float]) -> None:
         """Own `stores`. speeds: their rates in bytes per second; if one is 0, all get equal shares."""

@@ -109,6 +109,8 @@ class Pins:
             fetches = expected.fetches(unit.index)
             updates = expected.updates(unit.index)
             for name in unit.record.fields:
+                if self._nvme is self._host and unit.record.in_files is None:
+                    continue  # it lies there for good
                 anew = updates if name in unit.record.form.derived else 0.0
                 reads = fetches - anew if name == "hi" else updates
                 nbytes = unit.record.field_nbytes(name)
@@ -138,6 +140,12 @@ class Pins:
                 if move.field in unit.record.targets:
                     self._host.free(unit.record.targets.pop(move.field))
             if not unit.record.in_host(move.field):
+                continue
+            if unit.record.in_files is not None and move.field == "hi":
+                self._lane.drain()
+                unit.record.leave_host()
+                if unit.residence.fetch is None:
+                    unit.unbind()
                 continue
             extent = self._nvme.allocate(move.nbytes, f"{unit.name}.{move.field}")
             job = LeavePass(unit.record, move.field, extent, unit.record.tile_numel)

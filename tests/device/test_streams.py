@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from infinity.checkpoint import hashed_stream as streams
 from infinity.checkpoint.hashed_stream import Sink, TensorSource
-from infinity.checkpoint.safetensors_file import TensorEntry, TensorReader, TensorWriter
 from infinity.errors import CorruptionError
 from infinity.storage import manifest
 from infinity.storage.manifest import MASTER, Tensor
+from infinity.storage.safetensors_file import TensorEntry, TensorReader, TensorWriter
 from infinity.tensors import as_bytes
 
 NUMEL = 100

@@ -6,6 +6,7 @@ import transformers
 
 import infinity
 import models
+import quantised
 from infinity.engine.engine import engine_of_model
 from infinity.reference import ReferenceAdamW, prepare, rounded
 from trainers import HELD, ROWS, logged
@@ -81,6 +82,73 @@ def test_adapters_train_on_an_offloaded_base_which_is_never_written(folder):
         "no state of the base"
     )
     assert different(peft.get_peft_model_state_dict(plain), peft.get_peft_model_state_dict(ours)) == []
+
+
+def from_files(path, folder=None, **init):
+    """Return a base of saved weights: in memory, or read from its files where it computes."""
+    if folder is None:
+        return transformers.AutoModelForCausalLM.from_pretrained(path)
+    with infinity.Init(nvme=str(folder), host_memory="256KiB", **init):
+        return transformers.AutoModelForCausalLM.from_pretrained(path)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_adapters_train_on_a_base_that_stays_in_its_files(folder, frozen):
+    """PEFT freezes the base by itself."""
+    build().save_pretrained(folder / "base", max_shard_size="60kB")
+    plain, ours = (
+        adapted(from_files(folder / "base")),
+        adapted(from_files(folder / "base", folder, frozen=frozen)),
+    )
+    optimizers = [torch.optim.AdamW(trained(one), lr=1e-2) for one in (plain, ours)]
+    assert train(ours, optimizers[1]) == train(plain, optimizers[0])
+    assert different(peft.get_peft_model_state_dict(plain), peft.get_peft_model_state_dict(ours)) == []
+    counted = infinity.stats(ours)
+    assert counted.written_nbytes == {}
+    assert counted.checkpoint_read_nbytes > 4 * 2 * 2 * counted.parameters * 0.5
+    assert all(unit.record.in_files is not None for unit in engine_of_model(ours).units)
+
+
+def test_adapters_built_in_the_init_of_a_frozen_base_train_and_the_base_stays_in_its_files(folder):
+    build().save_pretrained(folder / "base", max_shard_size="60kB")
+    plain = prepare(adapted(from_files(folder / "base")))
+    with infinity.Init(nvme=str(folder), host_memory="256KiB", frozen=True):
+        ours = adapted(transformers.AutoModelForCausalLM.from_pretrained(folder / "base"))
+    recipe, optimizer = ReferenceAdamW(trained(plain), lr=1e-2), infinity.AdamW(trained(ours), lr=1e-2)
+    assert train(ours, optimizer) == train(plain, recipe)
+    assert different(peft.get_peft_model_state_dict(plain), peft.get_peft_model_state_dict(ours)) == []
+    own = {unit.name for unit in engine_of_model(ours).units if unit.record.in_files is None}
+    assert own
+    assert all("lora_" in name for name in own)
+
+
+def test_adapters_are_merged_layer_by_layer_into_a_new_folder(folder):
+    build().save_pretrained(folder / "base", max_shard_size="60kB")
+    plain, ours = (
+        adapted(from_files(folder / "base")),
+        adapted(from_files(folder / "base", folder, frozen=True)),
+    )
+    for one in (plain, ours):
+        train(one, torch.optim.AdamW(trained(one), lr=1e-2))
+    for layer in [one for one in ours.modules() if isinstance(one, peft.tuners.tuners_utils.BaseTunerLayer)]:
+        with infinity.gathered(layer.get_base_layer(), write=True):
+            layer.merge()
+    infinity.save_pretrained(ours.unload(), folder / "merged")
+    merged = plain.merge_and_unload().state_dict()
+    assert different(merged, from_files(folder / "merged").state_dict()) == []
+    own = [unit.name for unit in engine_of_model(ours).units if unit.record.in_files is None]
+    assert len(own) == 2 * 3
+
+
+def test_adapters_train_on_a_base_in_fp8(folder):
+    pytest.importorskip("transformers.core_model_loading", reason="transformers 5 alone converts fp8")
+    path = quantised.fp8_llama(folder / "base")
+    plain, ours = adapted(from_files(path)), adapted(from_files(path, folder, frozen=True))
+    optimizers = [torch.optim.AdamW(trained(one), lr=1e-2) for one in (plain, ours)]
+    assert train(ours, optimizers[1]) == train(plain, optimizers[0])
+    assert different(peft.get_peft_model_state_dict(plain), peft.get_peft_model_state_dict(ours)) == []
+    assert infinity.stats(ours).written_nbytes == {}
+    assert all(unit.record.in_files is not None for unit in engine_of_model(ours).units)
 
 
 def test_a_recomputed_frozen_base_leaves_nothing_in_memory(folder):

@@ -62,6 +62,7 @@ OTHERS = [
     "partitioned",
     "partitioned nvme",
     "fragments",
+    "in files",
     "changed by one",
     "surgery",
     "sweep",
@@ -202,6 +203,15 @@ def test_the_memory_of_a_machine_and_what_is_in_flight_on_a_disk_are_divided_by_
 
 def test_values_written_in_gathered_are_every_ranks(answers):
     assert [one["values"] for one in answers(2, "gathered")] == [[3.0]] * 2
+
+
+def test_each_rank_reads_its_own_share_of_a_checkpoints_files(answers):
+    given = answers(2, "in files")
+    assert all(one["same"] for one in given)
+    assert all(one["own"] == ["lm_head"] for one in given)
+    assert given[0]["losses"] == given[1]["losses"]
+    windows = 2 * 4096 * 31  # of its first and last block at most, for each unit and one more
+    assert all(one["read"] < 2 * (one["numel"] + windows) for one in given)
 
 
 def test_ranks_that_change_a_gradient_differently_are_refused_and_broadcasting_what_one_draws_works(answers):

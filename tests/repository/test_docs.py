@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import infinity
-import infinity.checkpoint.safetensors_file
+import infinity.storage.safetensors_file
 import models
 from infinity import aio
 from infinity.__main__ import main

@@ -39,6 +39,13 @@ class Owner(nn.Module):
         return x @ self.weight
 
 
+def without_values(dtype):
+    """Build a layer as from_pretrained does, whose weight is packed."""
+    layer = nn.Module()
+    layer.weight = nn.Parameter(torch.empty(4, 4, dtype=dtype, device="meta"), requires_grad=False)
+    return layer
+
+
 class Lab:
     """Builds models on NVMe, with so little memory that no parameter stays by chance, and keeps them."""
 
@@ -168,6 +175,11 @@ TRIED = {
         lambda lab: lab.owner(torch.ones(4, 4, dtype=torch.complex64)),
         lambda lab: lab.owner(torch.ones(4, 4, dtype=torch.float64)),
         lambda lab: lab.owner(torch.ones(4, 4).to(torch.float8_e4m3fn)),
+    ],
+    "packed weights of a quantised model (uint8, int8, fp8 without values)": [
+        lambda lab: lab.build(partial(without_values, torch.uint8)),
+        lambda lab: lab.build(partial(without_values, torch.int8)),
+        lambda lab: lab.build(partial(without_values, torch.float8_e4m3fn)),
     ],
     "optimizers of torch over offloaded parameters, LBFGS and Muon among them": [
         lambda lab: lab.optimizer(torch.optim.AdamW),

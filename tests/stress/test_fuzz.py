@@ -19,11 +19,11 @@ import fragile
 import infinity
 from covers import examples
 from infinity import Config, ConfigError, InfinityError
-from infinity.checkpoint.safetensors_file import TensorFileError, TensorReader
 from infinity.durable import commit as commits
 from infinity.durable.commit import read_slot
 from infinity.storage import manifest
 from infinity.storage.manifest import CheckpointError, Manifest
+from infinity.storage.safetensors_file import TensorFileError, TensorReader
 from samples import BF16, COMMIT, FINE_TUNE, TENSORS, written
 
 pytestmark = pytest.mark.timeout(120)

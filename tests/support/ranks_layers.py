@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import transformers
 
 import infinity
 import models
@@ -134,6 +135,27 @@ def gathered_write(*, differently):
     with infinity.gathered(model, write=True), torch.no_grad():
         model.weight.fill_(float(dist.get_rank()) if differently else 3.0)
     return {"values": model.state_dict()["weight"].unique().tolist()}
+
+
+def in_files():
+    """Load a checkpoint whose files the weights stay in, compute with it, and train its head."""
+    path = Path(os.environ["RANKS_DISK"], "checkpoint")
+    if dist.get_rank() == 0:
+        torch.manual_seed(1)
+        models.MODELS["llama"]().to(torch.bfloat16).save_pretrained(path, max_shard_size="60kB")
+    dist.barrier()
+    plain = transformers.AutoModelForCausalLM.from_pretrained(path)
+    with infinity.Init(host_memory="64MiB", frozen=True):
+        ours = transformers.AutoModelForCausalLM.from_pretrained(path)
+    ids = models.batch(0)
+    with torch.no_grad():
+        same = torch.equal(ours(input_ids=ids).logits, plain(input_ids=ids).logits)
+    read = infinity.stats(ours).checkpoint_read_nbytes
+    ours.lm_head.requires_grad_(True)
+    optimizer = infinity.AdamW(ours.lm_head.parameters(), lr=1e-2)
+    losses = models.train(ours, optimizer, 3)
+    own = [unit.name for unit in engine_of_model(ours).units if unit.record.in_files is None]
+    return {"same": same, "read": read, "numel": plain.num_parameters(), "losses": losses, "own": own}
 
 
 def changed_by_one():

@@ -44,6 +44,7 @@ from ranks_layers import (
     failing,
     fragments,
     gathered_write,
+    in_files,
     node,
     seeds,
 )
@@ -469,6 +470,7 @@ CASES = {
     "changes": changes,
     "gathered": lambda: gathered_write(differently=False),
     "gathered differently": lambda: gathered_write(differently=True),
+    "in files": in_files,
     "changed by one": changed_by_one,
     "fragments": fragments,
     "seeds": seeds,

@@ -4,8 +4,8 @@ import dataclasses
 
 import torch
 
-from infinity.checkpoint.safetensors_file import TensorEntry, TensorWriter
 from infinity.durable.commit import Commit, FieldAt, PlainTensor, RecordAt
+from infinity.storage.safetensors_file import TensorEntry, TensorWriter
 from infinity.tensors import as_bytes, name_of_dtype
 
 FIELDS = tuple(

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from infinity.aio import StorageFullError
-from infinity.checkpoint import safetensors_file as tensorfile
-from infinity.checkpoint.safetensors_file import TensorEntry, TensorFileError, TensorReader, TensorWriter
+from infinity.storage import safetensors_file as tensorfile
+from infinity.storage.safetensors_file import TensorEntry, TensorFileError, TensorReader, TensorWriter
 from infinity.tensors import DTYPES, as_bytes, empty, name_of_dtype
 from samples import TENSORS, entries, written
 

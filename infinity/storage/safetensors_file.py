@@ -271,6 +271,10 @@ class TensorReader:
                 raise
             raise TensorFileError(f"{self.path}: the safetensors header cannot be read: {error}") from error
 
+    def begins_at(self, name: str) -> int:
+        """Return the byte of the file at which a tensor begins."""
+        return self._start + self._offsets[name]
+
     def read(self, name: str, offset: int, into: Bytes) -> None:
         """Fill `into` with a tensor's bytes, from byte `offset` of the tensor on."""
         left = memoryview(into).cast("B")

@@ -1,0 +1,155 @@
+"""Checkpoints that stay packed in their files. Trusted: transformers' own conversion of the same files."""
+
+import logging
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import infinity
+import models
+import quantised
+from infinity import AdamW, CorruptionError, Init, reference
+from infinity.engine.engine import engine_of_model
+from parity import differences, repeatable
+
+pytestmark = [pytest.mark.disk]
+
+auto = pytest.importorskip("transformers.quantizers.auto")
+pytest.importorskip("transformers.core_model_loading", reason="transformers 5 alone converts fp8 for a CPU")
+
+
+@pytest.fixture(autouse=True)
+def _repeatable():
+    with repeatable():
+        yield
+
+
+@pytest.fixture
+def path(folder):
+    return quantised.fp8_llama(folder / "model")
+
+
+def plain_of(path):
+    return transformers.AutoModelForCausalLM.from_pretrained(path)
+
+
+def loaded(path, nvme, host_memory="1MiB", **init):
+    with Init(nvme=str(nvme), host_memory=host_memory, **{"frozen": True, **init}):
+        return plain_of(path)
+
+
+def logits(model, number=0):
+    with torch.no_grad():
+        return model(input_ids=models.batch(number)).logits
+
+
+def test_fp8_weights_are_read_packed_and_have_the_bits_of_transformers(folder, path):
+    plain, ours = plain_of(path), loaded(path, folder)
+    counted = infinity.stats(ours)
+    assert (counted.read_nbytes, counted.written_nbytes) == ({}, {})
+    assert all(unit.record.in_files is not None for unit in engine_of_model(ours).units)
+    assert torch.equal(logits(ours), logits(plain))
+    assert differences(plain.state_dict(), ours.state_dict()) == []
+    assert infinity.stats(ours).written_nbytes == {}
+
+
+@pytest.mark.parametrize("host_memory", ["128KiB", "1MiB", "64MiB"])
+def test_any_budget_gives_the_same_values(folder, path, host_memory):
+    plain, ours = plain_of(path), loaded(path, folder, host_memory)
+    for number in range(2):
+        assert torch.equal(logits(ours, number), logits(plain, number))
+
+
+def test_a_use_reads_about_a_byte_for_each_parameter(folder, path):
+    ours = loaded(path, folder, "64MiB")
+    module = ours.model.layers[0].mlp.gate_proj
+    before = infinity.stats(ours)
+    with infinity.gathered(module):
+        pass
+    moved = infinity.stats(ours).since(before).checkpoint_read_nbytes
+    numel = module.in_features * module.out_features
+    assert numel <= moved <= numel + 4 * 4096
+
+
+def test_packed_weights_train_from_the_files(folder, path):
+    plain, ours = reference.prepare(plain_of(path)), loaded(path, folder, frozen=False)
+    for model in (plain, ours):
+        model.requires_grad_(False)
+        model.model.layers[1].requires_grad_(True)
+    losses = [
+        models.train(model, kind([one for one in model.parameters() if one.requires_grad], lr=1e-3), 2)
+        for model, kind in ((plain, reference.ReferenceAdamW), (ours, AdamW))
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_packed_weights_are_saved_as_what_they_are_widened_to(folder, path):
+    ours, plain = loaded(path, folder), plain_of(path)
+    infinity.save_pretrained(ours, folder / "exported")
+    assert differences(plain.state_dict(), plain_of(folder / "exported").state_dict()) == []
+    infinity.save(ours, None, folder / "saved")
+    assert torch.equal(logits(ours), logits(plain))
+
+
+def test_scales_of_blocks_in_another_type_are_converted_as_ever(folder, path, caplog):
+    for shard in path.glob("*.safetensors"):
+        tensors = load_file(shard)
+        halves = {
+            name: one.bfloat16() if name.endswith("scale_inv") else one for name, one in tensors.items()
+        }
+        save_file(halves, shard, {"format": "pt"})
+    with caplog.at_level(logging.INFO, "infinity"):
+        ours = loaded(path, folder, "16MiB")
+    assert "have records of their own" in caplog.text
+    assert torch.equal(logits(ours), logits(plain_of(path)))
+
+
+def test_packed_weights_can_be_used_and_changed_while_the_model_is_built(folder, path):
+    with Init(nvme=str(folder), host_memory="16MiB", frozen=True):
+        ours = plain_of(path)
+        with torch.no_grad():
+            total = ours.model.layers[0].mlp.up_proj.weight.float().sum()
+            ours.model.layers[0].mlp.up_proj.weight.mul_(2)
+    plain = plain_of(path)
+    assert total == plain.model.layers[0].mlp.up_proj.weight.float().sum()
+    with torch.no_grad():
+        plain.model.layers[0].mlp.up_proj.weight.mul_(2)
+    assert torch.equal(logits(ours), logits(plain))
+
+
+def test_changed_scales_are_named(folder, path):
+    ours = loaded(path, folder, "128KiB")
+    logits(ours)
+    shard = next(iter(sorted(path.glob("*.safetensors"))))
+    shard.write_bytes(shard.read_bytes())
+    with pytest.raises(CorruptionError, match=f"{shard} was changed"):
+        logits(ours, 1)
+
+
+def test_transformers_table_of_quantizers_is_put_back(folder):
+    before = dict(auto.AUTO_QUANTIZER_MAPPING)
+    with Init(nvme=str(folder), host_memory="16MiB"):
+        assert auto.AUTO_QUANTIZER_MAPPING["fp8"] is not before["fp8"]
+        assert issubclass(auto.AUTO_QUANTIZER_MAPPING["fp8"], before["fp8"])
+    assert before == auto.AUTO_QUANTIZER_MAPPING
+    with pytest.raises(ValueError, match="x"), Init(nvme=str(folder), host_memory="16MiB"):
+        raise ValueError("x")
+    assert before == auto.AUTO_QUANTIZER_MAPPING
+
+
+def test_packed_weights_that_nothing_here_reads_are_refused_by_name_before_anything_moves(folder):
+    with (
+        pytest.raises(infinity.UnsupportedError, match=r"Linear\.weight is torch.uint8 .* packed weights"),
+        Init(nvme=str(folder), host_memory="16MiB"),
+    ):
+        layer = torch.nn.Linear(4, 4, bias=False, device="meta")
+        layer.weight = torch.nn.Parameter(
+            torch.empty(4, 2, dtype=torch.uint8, device="meta"), requires_grad=False
+        )
+    with (
+        pytest.raises(infinity.UnsupportedError, match=r"Linear\.weight is torch.float8_e4m3fn"),
+        Init(nvme=str(folder), host_memory="16MiB"),
+    ):
+        torch.nn.Linear(4, 4, bias=False, device="meta", dtype=torch.float8_e4m3fn)

@@ -1,0 +1,136 @@
+"""Ranges of files read into memory. Trusted: the files' own bytes."""
+
+import os
+import random
+
+import pytest
+
+from infinity import CorruptionError, UnsupportedError, aio
+from infinity.aio import faults
+from infinity.sizes import BLOCK
+from infinity.storage.checkpoint_store import CheckpointStore, FilePart
+from infinity.storage.memory import Arena, view
+from infinity.storage.store import Request
+
+pytestmark = pytest.mark.disk
+
+WINDOW = 64 * BLOCK
+
+
+@pytest.fixture
+def file(folder):
+    path = folder / "data"
+    path.write_bytes(random.Random(3).randbytes(20 * BLOCK + 123))
+    return path
+
+
+@pytest.fixture(params=["io_uring", "threads", "buffered"])
+def store(request):
+    store = CheckpointStore(kind=request.param)
+    yield store
+    store.close()
+
+
+def read(store, extent, start, nbytes, window=WINDOW):
+    memory, spare = Arena(max(BLOCK, nbytes)), Arena(WINDOW)
+    view(memory.address, nbytes)[:] = b"x" * nbytes
+    request = Request(extent, start, memory.address, nbytes, "a.hi", (memory, spare))
+    store.read(request._replace(window=(spare.address, window))).wait()
+    return bytes(view(memory.address, nbytes))
+
+
+def test_every_range_is_read_as_it_is_in_the_file(store, file):
+    data, random_, one = file.read_bytes(), random.Random(4), store.file(str(file))
+    ranges = [
+        (0, BLOCK),
+        (8, 100),
+        (BLOCK, 2 * BLOCK),
+        (len(data) - 5, 5),
+        (len(data) - 2 * BLOCK, 2 * BLOCK),
+    ]
+    ranges += [(at, random_.randint(1, len(data) - at)) for at in random_.sample(range(len(data)), 40)]
+    for offset, nbytes in ranges:
+        extent = store.lay([FilePart(one, offset, nbytes, 0)], nbytes)
+        assert read(store, extent, 0, nbytes) == data[offset : offset + nbytes]
+        moved = store.moved_nbytes(extent, 0, nbytes)
+        assert nbytes <= moved <= nbytes + 2 * BLOCK
+
+
+def test_parts_are_put_together_with_zeros_between_them(store, file):
+    data, one = file.read_bytes(), store.file(str(file))
+    parts = [FilePart(one, 777, 5000, 0), FilePart(one, 9, 3000, 2 * BLOCK), FilePart(one, 0, 1, 4 * BLOCK)]
+    extent = store.lay(parts, 5 * BLOCK)
+    whole = data[777:5777] + bytes(3192) + data[9:3009] + bytes(5192) + data[:1] + bytes(BLOCK - 1)
+    assert read(store, extent, 0, 5 * BLOCK) == whole
+    for start in range(0, 5 * BLOCK, BLOCK):
+        assert read(store, extent, start, BLOCK) == whole[start : start + BLOCK]
+
+
+def test_a_window_that_is_too_small_is_an_error_with_the_numbers(folder, file):
+    store = CheckpointStore(kind="threads")
+    extent = store.lay([FilePart(store.file(str(file)), 8, 2 * BLOCK, 0)], 2 * BLOCK)
+    with pytest.raises(AssertionError, match=r"a\.hi: expected a window of 12288 B, got 8192 B"):
+        read(store, extent, 0, 2 * BLOCK, window=2 * BLOCK)
+    store.close()
+
+
+def test_a_file_is_opened_once_by_whatever_name(store, file, folder):
+    (folder / "link").symlink_to(file)
+    assert store.file(str(file)) is store.file(str(folder / "link"))
+    assert list(store.files) == [str(file)]
+
+
+def test_changes_of_the_file_are_named(store, file):
+    one = store.file(str(file))
+    extent = store.lay([FilePart(one, 8, BLOCK, 0)], BLOCK)
+    with file.open("ab") as end:
+        end.write(b"more")
+    with pytest.raises(CorruptionError, match=rf"{file} was changed .*: 82047 B, .* it had 82043 B"):
+        read(store, extent, 0, BLOCK)
+    with pytest.raises(CorruptionError, match=r"bytes 82000 to 82100 are asked for, and the file has 82043"):
+        store.lay([FilePart(one, 82000, 100, 0)], BLOCK)
+
+
+def test_a_file_cut_while_it_is_read_is_named(file):
+    store = CheckpointStore(kind="threads")
+    one = store.file(str(file))
+    extent = store.lay([FilePart(one, 10 * BLOCK, BLOCK, 0)], BLOCK)
+    with faults.held(store._engine):
+        memory = Arena(BLOCK)
+        begun = store.read(Request(extent, 0, memory.address, BLOCK, "a.hi", memory))
+        os.truncate(file, BLOCK)
+    with pytest.raises(aio.IoError, match=str(file)):
+        begun.wait()
+    with pytest.raises(CorruptionError, match="ended before byte"):
+        one.read_end(20 * BLOCK, memory.address, 100)
+    store.close()
+
+
+def test_places_are_described_for_another_process(store, file):
+    one = store.file(str(file))
+    extent = store.lay([FilePart(one, 8, 100, 0), FilePart(one, 500, 10, BLOCK)], 2 * BLOCK)
+    place = store.describe(extent)
+    assert place == {"checkpoint": [[str(file), 82043, 8, 100, 0], [str(file), 82043, 500, 10, BLOCK]]}
+    assert store.differences(extent, place) == []
+    moved = {"checkpoint": [["/elsewhere/data", *place["checkpoint"][0][1:]], place["checkpoint"][1]]}
+    assert store.differences(extent, moved) == []
+    moved["checkpoint"][1] = [str(file), 82043, 501, 10, BLOCK]
+    assert store.differences(extent, moved) == [
+        f"bytes 501 to 511 of {file} (82043 B) there, bytes 500 to 510 of {file} (82043 B) here"
+    ]
+    assert store.differences(extent, {"checkpoint": []}) == ["0 ranges of files there, 2 here"]
+    assert store.where(extent, BLOCK) == f"{file} at byte 500"
+    assert store.where(extent, 2 * BLOCK) == "padding"
+
+
+def test_nothing_is_written_and_a_missing_file_is_named(store, file):
+    extent = store.lay([FilePart(store.file(str(file)), 8, 100, 0)], BLOCK)
+    assert not store.writable
+    with pytest.raises(UnsupportedError, match=r"a.hi: a checkpoint's files are never written"):
+        store.write(Request(extent, 0, 4096, BLOCK, "a.hi", None))
+    with pytest.raises(UnsupportedError, match=r"x: 10 B cannot be allocated"):
+        store.allocate(10, "x")
+    with pytest.raises(FileNotFoundError, match="missing"):
+        store.file(str(file.with_name("missing")))
+    store.free(extent)
+    assert store._parts == {}
