@@ -8,6 +8,7 @@ import gc
 import math
 import os
 import random
+import signal
 import sys
 import tempfile
 from collections import Counter
@@ -76,6 +77,8 @@ class Durations:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell lets its background jobs
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # else all that tests start ignores it, too
     everything = "not slow" not in config.option.markexpr
     os.environ["INFINITY_TEST_ALL"] = "1" if everything else ""
     hypothesis.settings.load_profile("infinity" if everything else "by default")

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import infinity
+from covers import matrix
 from infinity import EngineFailedError, UnsupportedError
 from infinity.reference import ReferenceAdamW
 from parity import (
@@ -26,6 +27,8 @@ from parity import (
     train,
 )
 
+pytestmark = pytest.mark.disk
+
 
 @pytest.fixture(autouse=True)
 def _repeatable():
@@ -33,7 +36,10 @@ def _repeatable():
         yield
 
 
-@pytest.fixture(params=["in memory", pytest.param("on disk", marks=pytest.mark.disk)])
+PLACES = ["in memory", "on disk"]
+
+
+@pytest.fixture(params=PLACES)
 def nvme(request):
     return None if request.param == "in memory" else request.getfixturevalue("folder")
 
@@ -67,7 +73,8 @@ def nested(outer, inner):
 
 REENTRANT, PLAIN = again(reentrant=True), again(reentrant=False)
 LATE = again(reentrant=False, early_stop=False)
-CALLS = [lambda module, x: module(x), REENTRANT, PLAIN]
+NAMED_CALLS = {"plain": lambda module, x: module(x), "reentrant": REENTRANT, "non-reentrant": PLAIN}
+CALLS = list(NAMED_CALLS.values())
 CHECKPOINTS = {
     "reentrant": each(REENTRANT),
     "non-reentrant": each(PLAIN),
@@ -90,7 +97,7 @@ CHECKPOINTS = {
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize(*matrix(together=1, name=list(CHECKPOINTS), nvme=PLACES), indirect=["nvme"])
 def test_checkpointed_training_equals_plain_training(name, nvme):
     compare(blocks(forward=CHECKPOINTS[name]), X, nvme=nvme)
 
@@ -205,8 +212,9 @@ def throw(*rest):
     raise NoiseError
 
 
-@pytest.mark.parametrize("kind", [NoiseError, KeyboardInterrupt])
-@pytest.mark.parametrize("call", CALLS, ids=["plain", "reentrant", "non-reentrant"])
+@pytest.mark.parametrize(
+    *matrix(kind=[NoiseError, KeyboardInterrupt], call=NAMED_CALLS, nvme=PLACES), indirect=["nvme"]
+)
 def test_after_an_exception_in_a_forward_the_next_step_is_right(call, kind, nvme):
     def loop(model, optimizer):
         shown = train(model, optimizer, X, steps=1)
@@ -225,8 +233,9 @@ def test_after_an_exception_in_a_forward_the_next_step_is_right(call, kind, nvme
     assert differences(expected, actual) == []
 
 
-@pytest.mark.parametrize("call", CALLS, ids=["plain", "reentrant", "non-reentrant"])
-@pytest.mark.parametrize("where", ["in a hook", "in the recomputation"])
+@pytest.mark.parametrize(
+    *matrix(where=["in a hook", "in the recomputation"], call=NAMED_CALLS, nvme=PLACES), indirect=["nvme"]
+)
 def test_after_an_exception_in_a_backward_the_next_step_is_right(call, where, nvme):
     def loop(model, optimizer):
         shown = train(model, optimizer, X, steps=1)

@@ -81,8 +81,7 @@ def test_a_run_of_before_scales_shared_blocks_goes_on_in_the_same_bits(
     assert same(run.state(), state)
 
 
-@pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("host_memory", HOSTS)
+@pytest.mark.parametrize(*matrix(together=1, update=UPDATES, host_memory=HOSTS))
 def test_a_run_resumed_after_every_step_is_that_run(folder, uninterrupted, update, host_memory):
     losses, state = uninterrupted[update, "fp32"]
     found = {}
@@ -109,8 +108,7 @@ def test_every_few_steps_are_committed_where_that_was_asked_for(folder, uninterr
     assert same(run.state(), state)
 
 
-@pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("host_memory", HOSTS)
+@pytest.mark.parametrize(*matrix(together=1, update=UPDATES, host_memory=HOSTS))
 def test_a_change_by_hand_belongs_to_the_step_before_or_after_it_and_never_to_both(
     folder, update, host_memory
 ):

@@ -11,6 +11,7 @@ import torch
 
 import infinity
 import models
+from covers import matrix
 from infinity import ConfigError, UnsupportedError
 from infinity.deepspeed.launch import read, settings_of
 from infinity.reference import ReferenceAdamW, prepare
@@ -75,9 +76,15 @@ def reference(backwards, accumulate, clip, schedule=None):
     return model, optimizer, losses, norms
 
 
-@pytest.mark.parametrize("built", ["in Init", "before"])
-@pytest.mark.parametrize(("accumulate", "clip"), [(1, 0.5), (3, 0.5), (2, 0)])
-def test_training_has_the_recipes_bits(folder, accumulate, clip, built):
+@pytest.mark.parametrize(
+    *matrix(
+        together=1,
+        ways={"1, clipped": (1, 0.5), "3, clipped": (3, 0.5), "2": (2, 0)},
+        built=["in Init", "before"],
+    )
+)
+def test_training_has_the_recipes_bits(folder, ways, built):
+    accumulate, clip = ways
     config = configuration(folder, gradient_accumulation_steps=accumulate, gradient_clipping=clip)
     model = llama(config if built == "in Init" else None)
     engine, optimizer, loader, scheduler = infinity.deepspeed.initialize(model=model, config=config)

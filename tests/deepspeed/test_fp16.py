@@ -9,6 +9,7 @@ import torch
 
 import infinity
 import models
+from covers import matrix
 from infinity import ConfigError
 from infinity.config.loss_scale import LossScale, Scaling
 from infinity.reference import ReferenceAdamW, prepare
@@ -18,6 +19,13 @@ pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
 
 ADAM = {"lr": 1e-2, "weight_decay": 0.1}
 FP16 = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 2, "hysteresis": 1}
+
+
+SECTIONS = {
+    "usual": FP16,
+    "hysteresis": {**FP16, "hysteresis": 2},
+    "fixed": {"enabled": True, "loss_scale": 64},
+}
 
 
 def configuration(folder, **changes):
@@ -79,8 +87,7 @@ def recipe(backwards, scaling, accumulate=1):
     return model, optimizer, shown
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("section", [FP16, {**FP16, "hysteresis": 2}, {"enabled": True, "loss_scale": 64}])
+@pytest.mark.parametrize(*matrix(together=1, section=SECTIONS, accumulate=[1, 2]))
 def test_planted_overflows_give_deepspeeds_scales_and_the_recipes_weights(folder, section, accumulate):
     config = configuration(folder, fp16=section, gradient_accumulation_steps=accumulate)
     engine, optimizer, _, _ = infinity.deepspeed.initialize(model=llama(config), config=config)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import models
+from covers import matrix
 from infinity.device.device import AcceleratorDevice
 from infinity.engine import engine as engine_module
 from infinity.engine.engine import engine_of_model
@@ -27,15 +28,19 @@ def late(monkeypatch):
     return streams
 
 
-@pytest.mark.parametrize("memory", ["128KiB", "64MiB"])
 @pytest.mark.parametrize(
-    ("update", "accumulate", "settings"),
-    [("backward", 1, {}), ("forward", 1, {"max_norm": 0.5}), ("forward", 2, {})],
-    ids=["backward", "clipped", "accumulated"],
+    *matrix(
+        together=1,
+        way={
+            "backward": ("backward", 1, {}),
+            "clipped": ("forward", 1, {"max_norm": 0.5}),
+            "accumulated": ("forward", 2, {}),
+        },
+        memory=["128KiB", "64MiB"],
+    )
 )
-def test_nothing_is_read_or_used_again_before_its_copy_is_over(
-    folder, late, memory, update, accumulate, settings
-):
+def test_nothing_is_read_or_used_again_before_its_copy_is_over(folder, late, memory, way):
+    update, accumulate, settings = way
     init = {"nvme": folder, "host_memory": memory}
     ways = {"update": update, "accumulate": accumulate, "scheduled": True}
     models.compare("llama", {**SETTINGS, **settings}, init, steps=6, **ways)

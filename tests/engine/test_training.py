@@ -71,16 +71,14 @@ def test_updating_in_the_backward_gives_the_same_bits(folder, name, checkpoint, 
     compare(name, SETTINGS, {"nvme": folder, "host_memory": memory}, **ways)
 
 
-@pytest.mark.parametrize("memory", ["128KiB", "64MiB"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize(*matrix(together=1, name=["llama", "gpt2", "mixtral"], memory=["128KiB", "64MiB"]))
 def test_accumulated_gradients_are_summed_in_fp32(folder, name, memory):
     compare(
         name, {**SETTINGS, "max_norm": 0.5}, {"nvme": folder, "host_memory": memory}, steps=2, accumulate=3
     )
 
 
-@pytest.mark.parametrize("memory", ["128KiB", "64MiB"])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(*matrix(together=1, accumulate=[1, 2], memory=["64MiB", "128KiB"]))
 def test_torchs_own_clipping_is_right_on_offloaded_gradients(folder, memory, accumulate):
     compare(
         "llama", SETTINGS, {"nvme": folder, "host_memory": memory}, steps=5, accumulate=accumulate, clip=0.5

@@ -39,7 +39,9 @@ MODELS = {
     **models.MODELS,
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
     "mixtral": lambda: transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
+        transformers.MixtralConfig(
+            **{**SIZES, "num_hidden_layers": 2}, num_local_experts=4, num_experts_per_tok=2
+        )
     ),
 }
 PLACES = {

@@ -13,12 +13,15 @@ Values = Sequence[Any] | Mapping[str, Any]
 """An axis: its values, or its values by the names that they have in a test's name."""
 
 
-def matrix(*, possible: Callable[..., bool] = lambda **_: True, **axes: Values) -> tuple[str, list[Any]]:
+def matrix(
+    *, together: int = 2, possible: Callable[..., bool] = lambda **_: True, **axes: Values
+) -> tuple[str, list[Any]]:
     """Return parametrize's arguments for every combination of the axes' values.
 
     A combination that adds no new pair of values is marked slow: most faults that combinations show, two
-    values show (D. R. Kuhn et al., Software fault interactions, IEEE TSE 30(6), 2004). `possible` tells, of
-    one value per axis by the axis's name, whether that combination exists.
+    values show (D. R. Kuhn et al., Software fault interactions, IEEE TSE 30(6), 2004). `together`: how many
+    values have to meet by default, where not two; with 1, each value runs once. `possible` tells, of one
+    value per axis by the axis's name, whether that combination exists.
     """
     named = [_named(values) for values in axes.values()]
     combinations = [
@@ -26,7 +29,7 @@ def matrix(*, possible: Callable[..., bool] = lambda **_: True, **axes: Values) 
         for names in itertools.product(*named)
         if possible(**{axis: of[name] for axis, of, name in zip(axes, named, names, strict=True)})
     ]
-    first = _cover(combinations)
+    first = _cover(combinations, together)
     return ",".join(axes), [
         pytest.param(
             *(of[name] for of, name in zip(named, names, strict=True)),
@@ -51,17 +54,17 @@ def _named(values: Values) -> dict[str, Any]:
     return named
 
 
-def _pairs(names: tuple[str, ...]) -> set[Any]:
-    """Return the pairs of values in a combination; single values where there is one axis."""
-    return set(itertools.combinations(enumerate(names), min(2, len(names))))
+def _met(names: tuple[str, ...], together: int) -> set[Any]:
+    """Return the pairs of values in a combination, or so many values together; never more than it has."""
+    return set(itertools.combinations(enumerate(names), min(together, len(names))))
 
 
-def _cover(combinations: list[tuple[str, ...]]) -> set[tuple[str, ...]]:
+def _cover(combinations: list[tuple[str, ...]], together: int) -> set[tuple[str, ...]]:
     """Choose combinations that have every pair that any has: the one with most new pairs, again and again."""
-    missing = set().union(*map(_pairs, combinations))
+    missing = set().union(*(_met(names, together) for names in combinations))
     chosen: set[tuple[str, ...]] = set()
     while missing:
-        best = max(combinations, key=lambda names: len(_pairs(names) & missing))
+        best = max(combinations, key=lambda names: len(_met(names, together) & missing))
         chosen.add(best)
-        missing -= _pairs(best)
+        missing -= _met(best, together)
     return chosen

@@ -84,6 +84,8 @@ class Program:
         """End it, if it has not ended."""
         if not self.over():
             os.kill(self.pid, signal.SIGKILL)
+        while not self.over():
+            time.sleep(0.01)
 
     def _work(self, variables):
         def work(_say):
@@ -102,6 +104,8 @@ class Program:
                 code = 0
             except SystemExit as ended:
                 code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+                if isinstance(ended.code, str):
+                    sys.stderr.write(f"{ended.code}\n")
             except BaseException:  # noqa: BLE001 - as the interpreter ends with it
                 traceback.print_exc()
             atexit._run_exitfuncs()

@@ -25,6 +25,12 @@ def test_every_pair_of_values_meets_by_default_and_every_combination_is_there():
         )
 
 
+def test_each_value_runs_once_by_default_where_none_have_to_meet():
+    _, cases = matrix(together=1, a=[1, 2, 3], b=["x", "y"])
+    assert len(cases) == 6
+    assert by_default(cases) == [(1, "x"), (2, "y"), (3, "x")]
+
+
 def test_every_value_of_a_single_axis_runs_by_default():
     assert by_default(matrix(a=[1, 2, 3])[1]) == [(1,), (2,), (3,)]
 
