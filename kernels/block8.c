@@ -1,12 +1,24 @@
-/* 8-bit floats with a scale for each block of a matrix -> fp32.  See [Note: block scales] in
- * kernels.h.  The values of the 256 codes come from a table, so that no denormal is ever computed;
- * a load a value keeps up with any drive. */
+/* 8-bit floats with a scale for each block of a matrix -> fp32: the walk over the blocks, and one
+ * element at a time, the reference for the vector versions and their tail.  See [Note: block scales]
+ * in kernels.h. */
 #include "internal.h"
 
+/* A denormal of e4m3 is its mantissa times 2^-9, which fp32 has as a normal number: no denormal of
+ * fp32 is ever computed with. */
+void widen_e4m3_scalar(size_t n, const uint8_t *restrict codes, float scale, float *restrict f32) {
+    for (size_t i = 0; i < n; i++) {
+        uint32_t code = codes[i], size = code & 0x7Fu;
+        uint32_t bits = size << 20;
+        bits = size < 8 ? canonical_bits((float)size * 0x1p-9f) : bits + (120u << 23);
+        bits = size == 0x7F ? NAN_U32 : bits | (code & 0x80u) << 24;
+        store_u32(f32 + i, canonical_bits(f32_of(bits) * scale));
+    }
+}
+
 struct block8_args {
+    const struct isa *isa;
     size_t first;
     const struct infinity_blocks *blocks;
-    const float *table;
     const uint8_t *codes;
     const float *scales;
     float *f32;
@@ -19,22 +31,19 @@ static void widen_e4m3_block(const void *args, size_t i, size_t count) {
     size_t grid_row = a->first / b->cols / b->block_rows; /* of the first scale */
     while (count > 0) {
         size_t row = (a->first + i) / b->cols, col = (a->first + i) % b->cols;
-        size_t grid_col = col / b->block_cols;
-        size_t stop = (grid_col + 1) * b->block_cols < b->cols ? (grid_col + 1) * b->block_cols
-                                                                : b->cols;
+        size_t grid_col = col / b->block_cols, stop = (grid_col + 1) * b->block_cols;
+        if (stop > b->cols) stop = b->cols;
         size_t run = stop - col < count ? stop - col : count;
-        float scale = f32_of(
-            load_u32(a->scales + (row / b->block_rows - grid_row) * grid_cols + grid_col));
-        for (size_t k = 0; k < run; k++)
-            store_u32(a->f32 + i + k, canonical_bits(a->table[a->codes[i + k]] * scale));
+        size_t at = (row / b->block_rows - grid_row) * grid_cols + grid_col;
+        a->isa->widen_e4m3(run, a->codes + i, f32_of(load_u32(a->scales + at)), a->f32 + i);
         i += run;
         count -= run;
     }
 }
 
 void infinity_widen_e4m3(size_t first, size_t n, const struct infinity_blocks *blocks,
-                         const float *table, const uint8_t *codes, const float *scales, float *f32) {
-    struct block8_args args = {.first = first, .blocks = blocks, .table = table, .codes = codes,
-                               .scales = scales, .f32 = f32};
+                         const uint8_t *codes, const float *scales, float *f32) {
+    struct block8_args args = {.isa = current_isa(), .first = first, .blocks = blocks,
+                               .codes = codes, .scales = scales, .f32 = f32};
     run_blocks(widen_e4m3_block, &args, n, BLOCK_NUMEL);
 }

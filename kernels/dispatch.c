@@ -37,6 +37,7 @@
      xxh3_##isa, \
      adamw_small_##isa, \
      widen_half_##isa, \
+     widen_e4m3_##isa, \
      narrow_half_##isa, \
      accumulate_half_##isa, \
      adamw16, \

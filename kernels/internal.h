@@ -100,6 +100,7 @@ struct isa {
                         float *restrict v, const void *restrict grad, int32_t type,
                         const struct infinity_adamw_small *s);
     void (*widen_half)(size_t n, const uint16_t *restrict f16, float *restrict f32);
+    void (*widen_e4m3)(size_t n, const uint8_t *restrict codes, float scale, float *restrict f32);
     void (*narrow_half)(size_t n, const float *restrict f32, uint16_t *restrict f16);
     void (*accumulate_half)(size_t n, float *restrict acc, const uint16_t *restrict grad);
     /* The whole step on one or more whole blocks of STATE_BLOCK elements; NULL if it is composed of
@@ -170,6 +171,8 @@ const struct isa *current_isa(void);
                            float *restrict m, float *restrict v, const void *restrict grad, \
                            int32_t type, const struct infinity_adamw_small *s); \
     void widen_half_##isa(size_t n, const uint16_t *restrict f16, float *restrict f32); \
+    void widen_e4m3_##isa(size_t n, const uint8_t *restrict codes, float scale, \
+                          float *restrict f32); \
     void narrow_half_##isa(size_t n, const float *restrict f32, uint16_t *restrict f16); \
     void accumulate_half_##isa(size_t n, float *restrict acc, const uint16_t *restrict grad);
 

@@ -281,15 +281,16 @@ void infinity_widen_f16(size_t n, const uint16_t *f16, float *f32);
 void infinity_narrow_f16(size_t n, const float *f32, uint16_t *f16);
 
 /* [Note: block scales] A matrix of `cols` columns has one scale for each block of block_rows x
- * block_cols; the blocks at the right and the lower edge may be smaller.  Element e, in rows, is
- * table[code] * scale, rounded once, to fp32; a NaN is 0x7FC00000.  Converts elements [first, first +
- * n); `codes` and `f32` begin with element `first`, `scales` with the row of scales that it is in.
- * table: the fp32 values of the 256 codes. */
+ * block_cols; the blocks at the right and the lower edge may be smaller.  A code is an
+ * e4m3fn: sign, 4 bits of exponent with bias 7, 3 of mantissa; denormals, no infinities, NaN where all
+ * 7 bits are ones.  Element e, in rows, is its value times the scale, rounded once, to fp32; a NaN is
+ * 0x7FC00000.  Converts elements [first, first + n); `codes` and `f32` begin with element `first`,
+ * `scales` with the row of scales that it is in. */
 struct infinity_blocks {
     size_t cols, block_rows, block_cols;
 };
 void infinity_widen_e4m3(size_t first, size_t n, const struct infinity_blocks *blocks,
-                         const float *table, const uint8_t *codes, const float *scales, float *f32);
+                         const uint8_t *codes, const float *scales, float *f32);
 
 /* acc = acc + grad, in fp32. */
 void infinity_accumulate_bf16(size_t n, float *acc, const uint16_t *grad);

@@ -176,7 +176,6 @@ class KernelLibrary(Protocol):
         first: int,
         n: int,
         blocks: Pointer,
-        table: Pointer,
         codes: Pointer,
         scales: Pointer,
         f32: Pointer,

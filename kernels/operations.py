@@ -1,6 +1,5 @@
 """The kernels as typed functions over addresses, which check their arguments and call C."""
 
-import math
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -250,20 +249,6 @@ class ScaleBlocks(NamedTuple):
     block_cols: int
 
 
-def e4m3_value(code: int) -> float:
-    """Return the value of a code of the 8-bit float e4m3fn: a sign, 4 bits of exponent, 3 of mantissa; no
-    infinities, and NaN where all 7 are ones.
-    """
-    exponent, mantissa = code >> 3 & 15, code & 7
-    if exponent == 15 and mantissa == 7:
-        return math.nan
-    value = math.ldexp(8 + mantissa, exponent - 10) if exponent else math.ldexp(mantissa, -9)
-    return -value if code & 128 else value
-
-
-_E4M3 = ffi.new("float[256]", [e4m3_value(code) for code in range(256)])
-
-
 def widen_e4m3(first: int, n: int, blocks: ScaleBlocks, codes: int, scales: int, f32: int) -> None:
     """Convert elements [first, first + n) of a matrix of e4m3 codes to fp32: value times scale, rounded once.
 
@@ -282,7 +267,7 @@ def widen_e4m3(first: int, n: int, blocks: ScaleBlocks, codes: int, scales: int,
         raise ValueError(message)
     cut = ffi.new("struct infinity_blocks *", blocks._asdict())
     at = ffi.cast("uint8_t *", codes), as_f32(scales), as_f32(f32)
-    library.infinity_widen_e4m3(first, n, cut, _E4M3, *at)
+    library.infinity_widen_e4m3(first, n, cut, *at)
 
 
 def widen_f16(n: int, f16: int, f32: int) -> None:

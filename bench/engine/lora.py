@@ -9,6 +9,7 @@ above the memory after the imports:
 
     host_memory + 3 x (largest block's parameters and gradients, 16 bits each) + 200 MiB
 
+With --base bf16 or fp8 the base is a checkpoint, written first, whose weights stay in its files.
 Exits with 1 if either limit is exceeded. Time does not matter: this may run on a busy machine.
 """
 
@@ -16,11 +17,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
+from infinity.bench.engine.base_files import PACKINGS, write_base
 from infinity.bench.engine.memory import ALLOWANCE, largest_block
 from infinity.bench.engine.runs import OWN, SETTLING, SHAPES, Measured, Model, measure
 from infinity.bench.findings import Column, Findings, asked, command, run_command
@@ -43,6 +47,13 @@ class LoraRow:
     written_nbytes: float
     peak_nbytes: int
     bound_nbytes: int
+    build_s: float
+    """Seconds until the model was there."""
+
+    @property
+    def read_per_parameter(self) -> float:
+        """Bytes read in a step, for each parameter."""
+        return self.read_nbytes / self.parameters
 
     @property
     def written_percent(self) -> float:
@@ -75,6 +86,7 @@ def row_of(model: str, host_memory: str, run: Measured) -> LoraRow:
         written_nbytes=run.written_nbytes,
         peak_nbytes=run.peak_nbytes,
         bound_nbytes=parse_size(host_memory) + blocks + ALLOWANCE,
+        build_s=run.build_s,
     )
 
 
@@ -82,11 +94,21 @@ def findings_of(row: LoraRow, run: Measured, options: argparse.Namespace) -> Fin
     """Show the bytes and the peak beside their limits."""
     return Findings(
         title=f"LoRA of rank {options.rank} on an offloaded base, {options.tokens} tokens a step",
-        rows=[{**asdict(row), "written_percent": row.written_percent, "met": row.met, "run": run}],
+        rows=[
+            {
+                **asdict(row),
+                "read_per_parameter": row.read_per_parameter,
+                "written_percent": row.written_percent,
+                "met": row.met,
+                "run": run,
+            }
+        ],
         columns=[
             Column("model", "model"),
             Column("parameters", "parameters", "{:,}".format),
+            Column("build_s", "s until it is there", "{:.1f}".format),
             Column("read_nbytes", "read in a step", format_bytes),
+            Column("read_per_parameter", "B per parameter", "{:.2f}".format),
             Column("written_nbytes", "written", format_bytes),
             Column("written_percent", "%", "{:.3f}".format),
             Column("peak_nbytes", "peak", format_size),
@@ -111,9 +133,14 @@ def train(options: argparse.Namespace, folder: Path, console: Console) -> Findin
     if importlib.util.find_spec("peft") is None:
         raise ConfigError("python -m infinity.bench.engine.lora needs peft: pip install peft")
     model = Model(options.model, options.tokens, SETTLING + options.steps)
-    settings = {"host_memory": options.host_memory, "rank": options.rank}
-    with console.status("building the base, training its adapters"):
-        run = measure(OWN, "lora", model, folder, settings, "lora_worker.py")
+    settings: dict[str, Any] = {"host_memory": options.host_memory, "rank": options.rank}
+    with tempfile.TemporaryDirectory(prefix="infinity-base-", dir=folder) as place:
+        if options.base != "built":
+            with console.status("writing the base"):
+                base = write_base(Path(place, "base"), SHAPES[options.model], options.base)
+            settings["files"] = str(base)
+        with console.status("building or loading the base, training its adapters"):
+            run = measure(OWN, "lora", model, folder, settings, "lora_worker.py")
     return findings_of(row_of(options.model, options.host_memory, run), run, options)
 
 
@@ -122,6 +149,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser = command("engine.lora", "LoRA's NVMe bytes and memory against their limits")
     parser.add_argument("--model", choices=SHAPES, default="1.1b")
     parser.add_argument("--host-memory", default="512MiB", metavar="SIZE")
+    bases = ("built", *PACKINGS)
+    parser.add_argument(
+        "--base", choices=bases, default="built", help="built in Init, or a checkpoint's files"
+    )
     parser.add_argument("--rank", type=int, default=8, help="of the adapters")
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--steps", type=int, default=3, help=f"counted, after {SETTLING} that settle")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import peft
 import torch
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 import infinity
 from infinity.bench.engine import contestant
@@ -17,8 +18,14 @@ def lora(spec: Spec) -> Contestant:
     """Adapters on the attention's queries and values; settings: those of Config, and the adapters' rank."""
     chosen = dict(spec.settings)
     config = peft.LoraConfig(r=chosen.pop("rank"), target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    with infinity.Init(nvme=spec.nvme, device="cpu", **chosen):
-        base = llama(spec)
+    files = chosen.pop("files", None)
+    if files is None:
+        with infinity.Init(nvme=spec.nvme, device="cpu", **chosen):
+            base = llama(spec)
+    else:
+        with infinity.Init(nvme=spec.nvme, device="cpu", frozen=True, **chosen):
+            base = LlamaForCausalLM.from_pretrained(files)
+        base.config.use_cache = False
     model = checkpointed(peft.get_peft_model(base, config))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, **RATES)
@@ -29,7 +36,7 @@ def lora(spec: Spec) -> Contestant:
 
     def moved() -> tuple[int, int]:
         stats = infinity.stats(model)
-        return stats.nvme_read_nbytes, stats.nvme_written_nbytes
+        return stats.nvme_read_nbytes + stats.checkpoint_read_nbytes, stats.nvme_written_nbytes
 
     return Contestant(model, count(model), torch.Tensor.backward, step, moved=moved)
 

@@ -28,7 +28,7 @@ from infinity.engine.asked import KEPT, Asked
 from infinity.engine.engine import Engine, engine_of
 from infinity.engine.origins import Origins
 from infinity.engine.overflow import Overflow
-from infinity.engine.pretrained import Mapped, check_values
+from infinity.engine.pretrained import Mapped, check_values, name_file
 from infinity.engine.scripting import refuse_script
 from infinity.errors import UnsupportedError
 from infinity.planning.layout import Format
@@ -378,7 +378,10 @@ class Construction:
     # The end
 
     def failed(self, error: BaseException) -> None:
-        """Called when building ends with `error`. Raises: HostMemoryError if memory had run out before."""
+        """Called when building ends with `error`. Raises: HostMemoryError if memory had run out before;
+        TensorFileError naming a file that could not be opened.
+        """
+        name_file(error)
         self._overflow.refuse_half(self._records, error)
 
     def finish(self) -> None:

@@ -123,12 +123,13 @@ class Origins:
         return FileRange(mapping.path, offset, parameter.nbytes)
 
     def packed(self, codes: torch.Tensor, scales: torch.Tensor) -> Block8 | None:
-        """Return the packed weight that a matrix of e4m3 codes and the fp32 scales of its blocks are, if both
-        are a file's bytes, and the blocks equal; else None.
+        """Return the packed weight that a matrix of e4m3 codes and the fp32 scales of its blocks are, or
+        one for all of it, if both are a file's bytes, and the blocks equal; else None.
         """
-        if codes.dtype != torch.float8_e4m3fn or codes.dim() != 2 or scales.dim() != 2 or not scales.numel():
+        grid = (1, 1) if scales.numel() == 1 else tuple(scales.shape)
+        if codes.dtype != torch.float8_e4m3fn or codes.dim() != 2 or len(grid) != 2 or 0 in grid:
             return None
-        (rows, cols), (grid_rows, grid_cols) = codes.shape, scales.shape
+        (rows, cols), (grid_rows, grid_cols) = codes.shape, grid
         if rows % grid_rows or cols % grid_cols or not (self.may_have(codes) and self.may_have(scales)):
             return None
         of_codes, of_scales = self.of(codes, codes.dtype), self.of(scales, torch.float32)

@@ -14,12 +14,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torch import nn
 
 from infinity.errors import UnsupportedError
+from infinity.storage.safetensors_file import TensorFileError
 
 _IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"
 _MADV_DONTNEED, _MADV_PAGEOUT = 4, 21  # asm-generic/mman-common.h; the second since Linux 5.4
@@ -40,6 +42,26 @@ def loading_in_order() -> Iterator[None]:
             os.environ.pop(_IN_ORDER, None)
         else:
             os.environ[_IN_ORDER] = before
+
+
+def name_file(error: BaseException) -> None:
+    """Name the file that safetensors could not open: its own errors do not.
+
+    Raises: TensorFileError, for such an error.
+    """
+    if type(error).__name__ != "SafetensorError":
+        return
+    files = [
+        value
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        for value in map(frame.f_locals.get, ("file", "checkpoint_file", "filename"))
+        if isinstance(value, str) and os.path.isfile(value)  # noqa: PTH113 - text of somebody else's
+    ]
+    if files:
+        raise TensorFileError(
+            f"{files[-1]}: {error}. It is no safetensors file, or was cut: {os.stat(files[-1]).st_size} B. "
+            "Fetch it again; nothing was read from the others."
+        ) from error
 
 
 class Mapped:

@@ -198,7 +198,7 @@ class _Read(NamedTuple):
     nbytes: int
 
 
-class _Window:
+class _SpareRoom:
     """The spare memory of one request; see [Note: windows]."""
 
     def __init__(self, request: Request) -> None:
@@ -334,7 +334,7 @@ class CheckpointStore:
         Raises: CorruptionError for a file that has changed.
         """
         at, stop = request.start, request.start + request.nbytes
-        window = _Window(request)
+        window = _SpareRoom(request)
         puts: list[Callable[[], None]] = []
         for part, first, last in self._within(request.extent, at, stop):
             self._clear(request, at, first)

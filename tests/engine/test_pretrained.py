@@ -12,7 +12,7 @@ from torch import nn
 
 import models
 from covers import matrix
-from infinity import AdamW, Init, UnsupportedError, reference
+from infinity import AdamW, Init, TensorFileError, UnsupportedError, reference
 from infinity.engine import pretrained
 from infinity.engine.engine import engine_of, engine_of_model
 from infinity.engine.pretrained import Mapped, loading_in_order
@@ -98,6 +98,26 @@ def test_parameters_that_never_get_values_are_named(folder):
     assert model[0].weight.is_meta
     with pytest.raises(UnsupportedError, match=r"12 parameters.*9.weight and 2 more"), Init(nvme=folder):
         model = nn.Sequential(*(nn.Linear(2, 2, bias=False, device="meta") for _ in range(12)))
+
+
+@pytest.mark.parametrize("how", ["cut", "another format"])
+def test_a_file_that_is_cut_or_of_another_format_is_named(folder, how):
+    path = saved("llama", folder, torch.bfloat16)
+    shard = max(path.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-100] if how == "cut" else b"hello" * 100)
+    with (
+        pytest.raises(TensorFileError, match=rf"{shard}: .* or was cut: {shard.stat().st_size} B"),
+        Init(nvme=folder, host_memory="128KiB", frozen=True),
+    ):
+        transformers.AutoModelForCausalLM.from_pretrained(path)
+
+
+def test_a_shard_that_the_index_names_and_is_not_there_is_named(folder):
+    path = saved("llama", folder, torch.bfloat16)
+    shard = max(path.glob("*.safetensors"))
+    shard.unlink()
+    with pytest.raises(OSError, match=shard.name), Init(nvme=folder, host_memory="128KiB", frozen=True):
+        transformers.AutoModelForCausalLM.from_pretrained(path)
 
 
 def test_a_setting_of_transformers_is_put_back(monkeypatch):

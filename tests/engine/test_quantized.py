@@ -93,6 +93,17 @@ def test_packed_weights_are_saved_as_what_they_are_widened_to(folder, path):
     assert torch.equal(logits(ours), logits(plain))
 
 
+def test_one_scale_for_a_whole_weight_is_a_block_of_all_of_it(folder, path):
+    for shard in path.glob("*.safetensors"):
+        tensors = load_file(shard)
+        one = {name: t.max() if name.endswith("scale_inv") else t for name, t in tensors.items()}
+        save_file(one, shard, {"format": "pt"})
+    quantised.add_method(path, quant_method="fp8", activation_scheme="dynamic")
+    ours = loaded(path, folder)
+    assert all(unit.record.in_files is not None for unit in engine_of_model(ours).units)
+    assert torch.equal(logits(ours), logits(plain_of(path)))
+
+
 def test_scales_of_blocks_in_another_type_are_converted_as_ever(folder, path, caplog):
     for shard in path.glob("*.safetensors"):
         tensors = load_file(shard)

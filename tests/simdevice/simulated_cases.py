@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from dataclasses import dataclass, replace
 
@@ -55,12 +56,27 @@ def experts():
     return transformers.MixtralForCausalLM(config)
 
 
-def lora():
-    model = models.MODELS["llama"]()
+def lora(build=models.MODELS["llama"]):
+    model = build()
     adapters = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
     return peft.get_peft_model(model, adapters)
 
 
+@functools.cache
+def checkpoint():
+    """Save a Llama's weights in bf16, once a process; return the folder, which it keeps."""
+    folder = tempfile.TemporaryDirectory(dir=disk())
+    state = torch.get_rng_state()
+    models.MODELS["llama"]().to(torch.bfloat16).save_pretrained(folder.name)
+    torch.set_rng_state(state)
+    return folder
+
+
+def from_files():
+    return transformers.AutoModelForCausalLM.from_pretrained(checkpoint().name)
+
+
+models.MODELS["lora from files"] = lambda: lora(from_files)
 models.MODELS["experts"] = experts
 models.MODELS["lora"] = lora
 
@@ -78,6 +94,7 @@ BASES = {
     "offloaded": OFFLOADED,
     "offloaded to nvme": replace(OFFLOADED, offload="nvme", checkpoint="reentrant"),
     "lora": replace(LLAMA, model="lora", update="forward"),
+    "lora from files": replace(LLAMA, model="lora from files", update="forward"),
     "experts": replace(LLAMA, model="experts", memory="256KiB"),
     "interrupted": replace(LLAMA, interrupted=True, update="forward", memory="64MiB"),
     "evaluated": replace(LLAMA, evaluated=True),

@@ -55,6 +55,23 @@ def test_a_run_above_a_limit_ends_with_1(written, tmp_path, monkeypatch, capsys)
 @needs_peft
 @pytest.mark.disk
 @pytest.mark.parametrize("environment", BOTH)
+@pytest.mark.parametrize("base", ["bf16", "fp8"])
+def test_a_base_in_files_is_read_as_packed_as_it_is_and_nothing_is_written(
+    folder, monkeypatch, base, environment
+):
+    monkeypatch.setattr(lora, "OWN", environment)
+    out = folder / "lora.json"
+    arguments = ["--nvme", str(folder), "--model", "1m", "--host-memory", "1MiB", "--steps", "1"]
+    lora.main([*arguments, "--json", str(out), "--base", base])
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["written_nbytes"] == 0
+    assert 0 < row["read_per_parameter"] < (9.0 if base == "bf16" else 6.0)
+    assert not list(folder.glob("infinity-*"))
+
+
+@needs_peft
+@pytest.mark.disk
+@pytest.mark.parametrize("environment", BOTH)
 def test_a_small_base_is_read_in_each_step_and_never_written(folder, monkeypatch, environment):
     monkeypatch.setattr(lora, "OWN", environment)
     out = folder / "lora.json"
