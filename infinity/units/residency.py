@@ -315,8 +315,8 @@ class Executor(Residency[Unit, UpdatePass]):
     # Rounds
 
     def close_round(self) -> bool:
-        """End a round when another one begins. Return False where none was under way that had to plan anything:
-        see [Note: all at once] in autograd/hooks.py.
+        """End a round when another one begins. Return False where none was under way in which anything was
+        planned: see [Note: all at once] in autograd/hooks.py.
         """
         if not self.in_round or not self._rounds.cursor.trace:
             return False
