@@ -20,8 +20,8 @@ starts a backward of its own keeps its lease meanwhile.
 
 [Note: all at once]
 Following each module costs as much as computing it, where one token is computed with a small layer. So a
-forward without gradients that finds all its units where they compute, so that a use would fetch nothing, holds
-all of them from its begin to its end, and the modules in it are not followed.
+forward without gradients that finds all its units where they compute, so that a use would fetch nothing,
+holds all of them from its begin to its end, and the modules in it are not followed.
 """
 
 from __future__ import annotations
@@ -155,13 +155,7 @@ class Hooks:
             self._abandon_frames()
         if not self._frames:
             self._begin_outermost(module, task, below)
-        watched = saving = None
-        if torch.is_grad_enabled() and saves:
-            pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
-            if task != -1 or (pair is not None and _of_checkpoint(pair[0])):
-                watched = inputs
-            elif pair is None or getattr(pair[0], "infinity", None) is not self:
-                saving = self._packing(*((_as_is, _as_is) if pair is None else pair))
+        watched, saving = self._watching(task, inputs) if torch.is_grad_enabled() and saves else (None, None)
         outer = self._frames[-1] if self._frames else None
         counts = task == -1 and self._counting and (outer is None or (outer.counts and not outer.slices))
         keeps = not isinstance(module, Tile)
@@ -174,6 +168,19 @@ class Hooks:
             return
         for unit in units:
             self._hold(unit, frame)
+
+    def _watching(
+        self, task: int, inputs: Any
+    ) -> tuple[Any, torch.autograd.graph.saved_tensors_hooks | None]:
+        """Return the inputs whose gradients end holds, and the hooks that pack weights, of a forward that
+        builds a graph.
+        """
+        pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if task != -1 or (pair is not None and _of_checkpoint(pair[0])):
+            return inputs, None
+        if pair is None or getattr(pair[0], "infinity", None) is not self:
+            return None, self._packing(*((_as_is, _as_is) if pair is None else pair))
+        return None, None
 
     def _begin_outermost(self, module: nn.Module, task: int, below: Sequence[Unit]) -> None:
         """Begin a forward within no other; a recomputation, in a backward, is none that counts."""

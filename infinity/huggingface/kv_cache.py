@@ -2,14 +2,16 @@
 transformers.
 
 [Note: where keys and values lie]
-What a layer has computed last is its *tail*, in memory where it computes. When the tail has grown to a segment it
-is sealed: it stays in host memory while the cache's share of the budget has room, and else is written to NVMe, by
-the lane, as saved activations are (activations/boundaries.py), with a checksum. A token reads what its layer has
-there, once, and while a layer computes the segments of the next one are on their way, as far as the budget's
-share for bytes on their way has room. Nothing is rounded: the model sees the bits that it computed.
+What a layer has computed last is its *tail*, in memory where it computes. When the tail has grown to a
+segment it is sealed: it stays in host memory while the cache's share of the budget has room, and else is
+written to NVMe, by the lane, as saved activations are (activations/boundaries.py), with a checksum. A token
+reads what its layer has there, once, and while a layer computes the segments of the next one are on their
+way, as far as the budget's share for bytes on their way has room. Nothing is rounded: the model sees the
+bits that it computed.
 
-The share is taken from what keeps weights in host memory. A byte of keys and values is read as often as a byte of
-weights, once for each token, so neither is better kept; but keys and values would have to be written first.
+The share is taken from what keeps weights in host memory. A byte of keys and values is read as often as a
+byte of weights, once for each token, so neither is better kept; but keys and values would have to be written
+first.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from infinity.storage.memory import Ledger
 _SEGMENT_NBYTES_MOST = 4 << 20
 
 
-class KVCache(DynamicCache):  # type: ignore[misc] # transformers' classes are untyped
+class KVCache(DynamicCache):
     """The keys and values of one generation, in host memory as far as `host_memory` goes, else on NVMe.
 
     ::
@@ -38,10 +40,10 @@ class KVCache(DynamicCache):  # type: ignore[misc] # transformers' classes are u
         cache = infinity.KVCache(model, host_memory="1GiB")
         model.generate(**inputs, cache=cache)
 
-    model: built in Init, with a `config` of transformers. host_memory: the cache's share of the model's budget
-    (a quarter of what keeps weights there, without one); weights that lie there make room. The share is given
-    back with the cache. The whole keys and values of one layer are in memory beside it while that layer
-    computes. Layers with a sliding window keep only that, in memory, as transformers' own do.
+    model: built in Init, with a `config` of transformers. host_memory: the cache's share of the model's
+    budget (a quarter of what keeps weights there, without one); weights that lie there make room. The share
+    is given back with the cache. The whole keys and values of one layer are in memory beside it while that
+    layer computes. Layers with a sliding window keep only that, in memory, as transformers' own do.
 
     Raises: ConfigError for a model without a configuration; HostMemoryError for a share that the budget does
     not have, or, without an NVMe tier, when it is full.
@@ -52,8 +54,8 @@ class KVCache(DynamicCache):  # type: ignore[misc] # transformers' classes are u
         config = getattr(model, "config", None)
         if config is None:
             raise ConfigError(
-                f"KVCache is for models of transformers: {type(model).__name__} has no `config`, which says what "
-                "its layers keep"
+                f"KVCache is for models of transformers: {type(model).__name__} has no `config`, which says "
+                "what its layers keep"
             )
         super().__init__(config=config)
         engine = engine_of_model(model)
@@ -88,16 +90,16 @@ class KVCache(DynamicCache):  # type: ignore[misc] # transformers' classes are u
 
 
 def _take_share(engine: Engine, nbytes: int) -> None:
-    """Reserve bytes of the budget's kept share; weights that are pinned there leave as far as they have to."""
+    """Reserve bytes of the budget's kept share; weights that lie there leave as far as they have to."""
     kept = engine.kept
     if engine.pins is not None and nbytes > kept.free_nbytes - kept.aside_nbytes:
         engine.pins.make_room(nbytes)
     if not kept.try_reserve(nbytes):
         raise HostMemoryError(
-            f"KVCache(host_memory={format_size(nbytes)}) does not fit: of the {format_size(kept.limit_nbytes)} of "
-            f"the budget that keep things in host memory, {format_size(kept.held_nbytes)} are in use. Give the "
-            f"cache a smaller share, or Init a larger host_memory: {format_size(engine.least_total(None, nbytes))} "
-            "works."
+            f"KVCache(host_memory={format_size(nbytes)}) does not fit: the budget keeps "
+            f"{format_size(kept.limit_nbytes)} in host memory, {format_size(kept.held_nbytes)} of them in use. "
+            "Give the cache a smaller share, or Init a larger host_memory: "
+            f"{format_size(engine.least_total(None, nbytes))} works."
         )
 
 
@@ -126,9 +128,10 @@ class _Segments:
         """Move a tensor to where it waits for its next use."""
         if self._nvme is None and tensor.nbytes > self._share.free_nbytes:
             raise HostMemoryError(
-                f"KVCache: {format_size(tensor.nbytes)} of keys or values do not fit its share of host memory, of "
-                f"which {format_size(self._share.held_nbytes)} of {format_size(self._share.limit_nbytes)} are in "
-                "use, and there is no NVMe tier. Give KVCache a larger host_memory, or Init a folder (nvme=...)."
+                f"KVCache: {format_size(tensor.nbytes)} of keys or values do not fit its share of host "
+                f"memory, of which {format_size(self._share.held_nbytes)} of {format_size(self._share.limit_nbytes)} "
+                "are in use, and there is no NVMe tier. Give KVCache a larger host_memory, or Init a folder "
+                "(nvme=...)."
             )
         self._boundaries.settle()
         self._count += 1
@@ -143,16 +146,17 @@ class _Segments:
             return boundary.take()
 
 
-class StoredLayer(CacheLayerMixin):  # type: ignore[misc] # the same
-    """The keys and values of one layer, (batch, heads, tokens, width): see [Note: where keys and values lie]."""
+class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call] # transformers has few types
+    """Keys and values of one layer, (batch, heads, tokens, width): see [Note: where keys and values lie]."""
 
     is_sliding = False
     is_croppable = True
 
     def __init__(self, segments: Any) -> None:
         """segments: where to seal."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call] # the same
         self._store: _Segments = segments
+        self._tail: tuple[torch.Tensor, torch.Tensor]
         self._sealed: list[tuple[Boundary, Boundary]] = []
         self._following: weakref.ref[StoredLayer] | None = None
         self._tokens = 0
@@ -166,7 +170,7 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[misc] # the same
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Begin with the type and place of the first keys."""
         self.device, self.dtype = key_states.device, key_states.dtype
-        self.keys, self.values = key_states[..., :0, :], value_states[..., :0, :]
+        self._tail = key_states[..., :0, :], value_states[..., :0, :]
         self.is_initialized = True
 
     def update(
@@ -178,19 +182,19 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[misc] # the same
         sealed = self._take()
         if self._following is not None and (following := self._following()) is not None:
             following.prefetch()
-        self.keys = torch.cat([self.keys, key_states], dim=-2)
-        self.values = torch.cat([self.values, value_states], dim=-2)
+        keys, values = self._tail
+        self._tail = torch.cat([keys, key_states], dim=-2), torch.cat([values, value_states], dim=-2)
         self._tokens += key_states.shape[-2]
         whole = self._joined(sealed)
-        if self.keys.nbytes + self.values.nbytes >= self._store.segment_nbytes:
+        if sum(one.nbytes for one in self._tail) >= self._store.segment_nbytes:
             self._seal()
         return whole
 
     def _seal(self) -> None:
-        nbytes = self.keys.nbytes + self.values.nbytes
-        self._sealed.append((self._store.seal(self.keys), self._store.seal(self.values)))
-        self.sealed_nbytes += nbytes
-        self.keys, self.values = self.keys[..., :0, :].clone(), self.values[..., :0, :].clone()
+        keys, values = self._tail
+        self._sealed.append((self._store.seal(keys), self._store.seal(values)))
+        self.sealed_nbytes += keys.nbytes + values.nbytes
+        self._tail = keys[..., :0, :].clone(), values[..., :0, :].clone()
 
     def _take(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         for pair in self._sealed:
@@ -200,9 +204,9 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[misc] # the same
 
     def _joined(self, sealed: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
         if not sealed:
-            return self.keys, self.values
-        keys = torch.cat([*(one for one, _ in sealed), self.keys], dim=-2)
-        return keys, torch.cat([*(one for _, one in sealed), self.values], dim=-2)
+            return self._tail
+        keys = torch.cat([*(one for one, _ in sealed), self._tail[0]], dim=-2)
+        return keys, torch.cat([*(one for _, one in sealed), self._tail[1]], dim=-2)
 
     def prefetch(self) -> None:
         """Have what lies on NVMe on its way, as far as there is room."""
@@ -228,12 +232,11 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[misc] # the same
     def reset(self) -> None:
         """Forget all tokens."""
         self._sealed, self._tokens, self.sealed_nbytes = [], 0, 0
-        self.keys = self.values = None
         self.is_initialized = False
 
     def _replace(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._sealed, self.sealed_nbytes = [], 0
-        self.keys, self.values, self._tokens = keys, values, keys.shape[-2]
+        self._tail, self._tokens = (keys, values), keys.shape[-2]
         self._seal()
 
     def _changed(self, change: Any) -> None:

@@ -4,16 +4,16 @@ generation or the batches of an evaluation are. Pure: no torch, no I/O.
 [Note: rounds are a cycle]
 Nothing changes between two rounds, so what waits at the end of one may be used by the next. Where a cycle
 does not fit the window, a cache that gives up what was used longest ago gives up everything just before its
-use. What reads least is a set that always stays: every round then reads all the rest, and only that (the bound
-of Belady 1966; running there and back, as zig-zag schedules do, saves the same bytes). So some units stay, for
-as long as rounds follow each other, and the rest streams by through what is left of the window.
+use. What reads least is a set that always stays: every round then reads all the rest, and only that (the
+bound of Belady 1966; running there and back, as zig-zag schedules do, saves the same bytes). So some units
+stay, for as long as rounds follow each other, and the rest streams by through what is left of the window.
 
 What is left has room for the two largest units that stream, so that one is read while another is used. Of the
 others, those that a round uses most often stay first, then the largest, and of equals the same share of every
 stretch of layers: between two that stay lies what hides a read.
 
-The reads run on from one round into the next. Three rounds are planned as one, each with units of its own; the
-plan is the middle one, and what it has begun to read for the third is what waits when a round begins.
+The reads run on from one round into the next. Three rounds are planned as one, each with units of its own;
+the plan is the middle one, and what it has begun to read for the third is what waits when a round begins.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def _endless(trace: Trace, sizes: Sequence[int], room: int, hides: Sequence[int]
     hidden = None if hides is None else [*hides] * 3
     plan = make_plan(tuple(thrice), [*sizes] * 3, room, hides=hidden)
     rounds = plan.steps[:count], plan.steps[count : 2 * count]
-    following = [list(_read_for(number + 1, steps, units)) for number, steps in enumerate(rounds)]
+    following = [tuple(_read_for(at + 1, steps, units)) for at, steps in enumerate(rounds)]
     early = [one for one in plan.opening if one >= units]
-    if early or following[0] != following[1] or list(_read_for(2, rounds[0], units)):
+    if early or following[0] != following[1] or [*_read_for(2, rounds[0], units)]:
         return None
     last = {use.unit: position for position, use in enumerate(trace)}
     keeps = {last[unit] for position, unit in following[1] if position <= last[unit]}

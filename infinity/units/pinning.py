@@ -79,8 +79,8 @@ class Pins:
         self._set_targets()
 
     def make_room(self, nbytes: int) -> None:
-        """Let placed fields leave, those that save least first, until `nbytes` are free, or none is left. Outside
-        of forwards and backwards.
+        """Let placed fields leave, those that save least first, until `nbytes` are free, or none is left.
+        Called outside of forwards and backwards.
         """
         room = self._kept.limit_nbytes - self._in_use_nbytes() - nbytes
         held = PlacementBudget(0, max(0, room), 0)

@@ -139,10 +139,15 @@ class Executor(Residency[Unit, UpdatePass]):
         unit.residence.use()
 
     def are_here(self, units: Iterable[Unit]) -> bool:
-        """Whether a use of any of these units would fetch nothing; False while a timeline shows each use."""
+        """Whether these units are here to stay, so that a use of any fetches nothing; False while a timeline
+        shows each use.
+        """
         return not self._timeline.recording and all(
-            not one.pending and (one.residence.fetch is not None or self._is_there(one)) for one in units
+            not one.pending and (self._stays(one) or self._is_there(one)) for one in units
         )
+
+    def _stays(self, unit: Unit) -> bool:
+        return unit.residence.fetch is not None and (unit in self._staying or self._whole)
 
     def hold_here(self, unit: Unit) -> None:
         """Like `hold`, in a round, for a unit that is here: there is nothing to plan for it."""

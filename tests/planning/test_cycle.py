@@ -1,4 +1,4 @@
-"""The plan of rounds: walked round after round, as the executor would, against what any plan has to read. Pure."""
+"""The plan of rounds: walked round after round, as the executor would. Pure."""
 
 import pytest
 from hypothesis import given
