@@ -95,11 +95,11 @@ def _take_share(engine: Engine, nbytes: int) -> None:
     if engine.pins is not None and nbytes > kept.free_nbytes - kept.aside_nbytes:
         engine.pins.make_room(nbytes)
     if not kept.try_reserve(nbytes):
+        works = format_size(engine.least_total(None, nbytes))
         raise HostMemoryError(
             f"KVCache(host_memory={format_size(nbytes)}) does not fit: the budget keeps "
-            f"{format_size(kept.limit_nbytes)} in host memory, {format_size(kept.held_nbytes)} of them in use. "
-            "Give the cache a smaller share, or Init a larger host_memory: "
-            f"{format_size(engine.least_total(None, nbytes))} works."
+            f"{format_size(kept.limit_nbytes)} in host memory, {format_size(kept.held_nbytes)} of them in "
+            f"use. Give the cache a smaller share, or Init a larger host_memory: {works} works."
         )
 
 
@@ -127,9 +127,10 @@ class _Segments:
     def seal(self, tensor: torch.Tensor) -> Boundary:
         """Move a tensor to where it waits for its next use."""
         if self._nvme is None and tensor.nbytes > self._share.free_nbytes:
+            limit = format_size(self._share.limit_nbytes)
             raise HostMemoryError(
                 f"KVCache: {format_size(tensor.nbytes)} of keys or values do not fit its share of host "
-                f"memory, of which {format_size(self._share.held_nbytes)} of {format_size(self._share.limit_nbytes)} "
+                f"memory, of which {format_size(self._share.held_nbytes)} of {limit} "
                 "are in use, and there is no NVMe tier. Give KVCache a larger host_memory, or Init a folder "
                 "(nvme=...)."
             )

@@ -19,7 +19,7 @@ the plan is the middle one, and what it has begun to read for the third is what 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -57,9 +57,9 @@ def _endless(trace: Trace, sizes: Sequence[int], room: int, hides: Sequence[int]
     hidden = None if hides is None else [*hides] * 3
     plan = make_plan(tuple(thrice), [*sizes] * 3, room, hides=hidden)
     rounds = plan.steps[:count], plan.steps[count : 2 * count]
-    following = [tuple(_read_for(at + 1, steps, units)) for at, steps in enumerate(rounds)]
+    following = [_read_for(at + 1, steps, units) for at, steps in enumerate(rounds)]
     early = [one for one in plan.opening if one >= units]
-    if early or following[0] != following[1] or [*_read_for(2, rounds[0], units)]:
+    if early or following[0] != following[1] or _read_for(2, rounds[0], units):
         return None
     last = {use.unit: position for position, use in enumerate(trace)}
     keeps = {last[unit] for position, unit in following[1] if position <= last[unit]}
@@ -71,12 +71,10 @@ def _endless(trace: Trace, sizes: Sequence[int], room: int, hides: Sequence[int]
     return Plan(tuple(unit for _, unit in following[1]), tuple(steps))
 
 
-def _read_for(number: int, steps: Sequence[PlanStep], units: int) -> Iterator[tuple[int, int]]:
-    """Yield (position, unit) of the reads in `steps` for the uses of round `number`, from 0."""
-    for position, step in enumerate(steps):
-        for one in step.fetch:
-            if one // units == number:
-                yield position, one % units
+def _read_for(number: int, steps: Sequence[PlanStep], units: int) -> list[tuple[int, int]]:
+    """Return (position, unit) of the reads in `steps` for the uses of round `number`, from 0."""
+    reads = ((position, one) for position, step in enumerate(steps) for one in step.fetch)
+    return [(position, one % units) for position, one in reads if one // units == number]
 
 
 def staying(trace: Trace, unit_nbytes: Sequence[int], window_nbytes: int) -> frozenset[int]:
