@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -66,9 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="take prompts in chunks of so many tokens, to save memory",
     )
-    nvme = "a folder for the weights; may be repeated (default: a temporary one beside --out, or here)"
+    nvme = "a folder for what cannot be read from the model's files, such as keys and values; may be repeated"
     add("--nvme", metavar="DIR", action="append", help=nvme)
-    add("--no-nvme", dest="in_host_memory", action="store_true", help="keep all weights in host memory")
     add("--host-memory", metavar="SIZE", help='hard budget, like "8GiB" (default: half of what is available)')
     kept = (
         "keep keys and values in this share of the budget, and beyond it on NVMe (default: beside the budget)"
@@ -89,13 +87,12 @@ def run(options: argparse.Namespace, _: Console) -> int:
     tokenizer = source.tokenizer
     prompts = read_prompts(options.prompts, tokenizer, options.max_new_tokens, source.positions)
     with contextlib.ExitStack() as ends:
-        folders = _folders(options, ends)
-        config = Config(nvme=folders, host_memory=options.host_memory, device=options.device)
+        config = Config(nvme=options.nvme, host_memory=options.host_memory, device=options.device)
         out = ends.enter_context(_answers(options.out))
-        with Init(config):
+        with Init(config, frozen=True):  # so that weights are read from where they lie
             model = source.build()
         ends.callback(_closed, model)
-        model.requires_grad_(requires_grad=False).eval()
+        model.eval()
         figures = _generate(model, tokenizer, prompts, options, out)
     Console(stderr=True).print(figures.text(), markup=False, highlight=False, soft_wrap=True)
     return 0
@@ -119,7 +116,6 @@ def _check(options: argparse.Namespace) -> None:
         "--temperature is above 0; leave it out to take the likeliest token.": temperature is not None
         and not temperature > 0,
         "--top-p is above 0 and at most 1.": top_p is not None and not 0 < top_p <= 1,
-        "--no-nvme excludes --nvme.": options.in_host_memory and bool(options.nvme),
         f"--out {options.out} exists, and is never overwritten: name a new file.": options.out is not None
         and Path(options.out).exists(),
     }
@@ -129,15 +125,6 @@ def _check(options: argparse.Namespace) -> None:
     for name in ("host_memory", "kv_memory"):
         if getattr(options, name) is not None:
             parse_size(getattr(options, name), "--" + name.replace("_", "-"))
-
-
-def _folders(options: argparse.Namespace, ends: contextlib.ExitStack) -> list[str] | None:
-    if options.in_host_memory:
-        return None
-    if options.nvme:
-        return list(options.nvme)
-    beside = Path(options.out).absolute().parent if options.out else Path.cwd()
-    return [ends.enter_context(tempfile.TemporaryDirectory(prefix="infinity-", dir=beside))]
 
 
 def _closed(model: Any) -> None:
@@ -179,9 +166,10 @@ class Figures:
         )
         if self.done is None:
             return lines[0]
-        read, rounds = self.done.nvme_read_nbytes, max(1, self.done.rounds)
+        read = self.done.nvme_read_nbytes + self.done.checkpoint_read_nbytes
+        rounds = max(1, self.done.rounds)
         lines.append(
-            f"NVMe: read {format_size(read)}, {format_size(read / max(1, self.tokens))} a token, "
+            f"disk: read {format_size(read)}, {format_size(read / max(1, self.tokens))} a token, "
             f"{format_size(read / rounds)} a pass over the weights ({self.done.rounds:,} passes); computing "
             f"waited {self.done.stall_s:.1f} s"
         )

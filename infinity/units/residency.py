@@ -333,8 +333,8 @@ class Executor(Residency[Unit, UpdatePass]):
         The step that was under way, if any, goes on at `end_rounds`, where it was.
         """
         course, cursor = self._rounds, self._rounds.cursor
-        # What a target waits for is not fetched ahead: its use puts it there, to stay.
-        sizes = [0 if "hi" in one.record.targets else one.window_nbytes for one in self.units]
+        # What is to lie in place is not fetched ahead: its use puts it there.
+        sizes = [0 if one.comes_in_place else one.window_nbytes for one in self.units]
         if self.in_round and cursor.trace and (course.is_stale(sizes) or course.has_other_length):
             self._plan(course, tuple(cursor.trace), sizes)
         elif not course.planned or course.has_other_sizes(sizes):

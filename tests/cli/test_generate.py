@@ -87,7 +87,7 @@ def test_batches_chunks_sampling_and_keys_and_values_in_a_share_work_together(ba
         (['{"prompt": "the"}'], ["--top-p", "2"], "--top-p is above 0 and at most 1"),
         (['{"prompt": "the"}'], ["--temperature", "0"], "--temperature is above 0"),
         (['{"prompt": "the"}'], ["--batch", "0"], "at least 1"),
-        (['{"prompt": "the"}'], ["--no-nvme"], "--no-nvme excludes --nvme"),
+        (['{"prompt": "the"}'], ["--out", "."], "--out . exists, and is never overwritten"),
     ],
 )
 def test_bad_input_is_refused_by_name_before_weights_are_read(base, tmp_path, capsys, prompts, options, why):
