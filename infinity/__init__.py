@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from infinity.errors import NotResidentError as NotResidentError
     from infinity.errors import RanksError as RanksError
     from infinity.errors import UnsupportedError as UnsupportedError
+    from infinity.huggingface.kv_cache import KVCache as KVCache
     from infinity.optim.base import OffloadedOptimizer as OffloadedOptimizer
     from infinity.optim.elementwise import wrap_optimizer as wrap_optimizer
     from infinity.optim.optimizers import SGD as SGD
@@ -67,6 +68,7 @@ _MODULES = {
         "RanksError",
         "UnsupportedError",
     ),
+    "infinity.huggingface.kv_cache": ("KVCache",),
     "infinity.optim.base": ("OffloadedOptimizer",),
     "infinity.optim.elementwise": ("wrap_optimizer",),
     "infinity.optim.optimizers": ("Adagrad", "Adam", "AdamW", "Lion", "SGD"),

@@ -19,9 +19,9 @@ are leased to it until another node of the same graph task unpacks something, or
 starts a backward of its own keeps its lease meanwhile.
 
 [Note: all at once]
-Following each module costs as much as computing it, where one token is computed with a small layer. So a forward
-without gradients that finds all its units where they compute, so that a use would fetch nothing, holds all of
-them from its begin to its end, and the modules in it are not followed.
+Following each module costs as much as computing it, where one token is computed with a small layer. So a
+forward without gradients that finds all its units where they compute, so that a use would fetch nothing,
+holds all of them from its begin to its end, and the modules in it are not followed.
 """
 
 from __future__ import annotations
@@ -154,17 +154,8 @@ class Hooks:
         if id(module) in [frame.module for frame in self._frames] and not runs_in_itself(module):
             self._abandon_frames()
         if not self._frames:
-            refuse(module)
-            self._counting = task == -1 and torch.is_grad_enabled()
-            for call in self.forward_began if self._counting else self.round_began if task == -1 else ():
-                call(module)
-        watched = saving = None
-        if torch.is_grad_enabled() and saves:
-            pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
-            if task != -1 or (pair is not None and _of_checkpoint(pair[0])):
-                watched = inputs
-            elif pair is None or getattr(pair[0], "infinity", None) is not self:
-                saving = self._packing(*((_as_is, _as_is) if pair is None else pair))
+            self._begin_outermost(module, task, below)
+        watched, saving = self._watching(task, inputs) if torch.is_grad_enabled() and saves else (None, None)
         outer = self._frames[-1] if self._frames else None
         counts = task == -1 and self._counting and (outer is None or (outer.counts and not outer.slices))
         keeps = not isinstance(module, Tile)
@@ -172,13 +163,33 @@ class Hooks:
         self._frames.append(frame)
         if task != -1:
             self._note_backward(task)
-        if outer is None and task == -1 and below and not torch.is_grad_enabled():
-            self._at_once = self._executor.are_here(below)
         if self._at_once and outer is None:
             self._hold_all(below, frame)
             return
         for unit in units:
             self._hold(unit, frame)
+
+    def _watching(
+        self, task: int, inputs: Any
+    ) -> tuple[Any, torch.autograd.graph.saved_tensors_hooks | None]:
+        """Return the inputs whose gradients end holds, and the hooks that pack weights, of a forward that
+        builds a graph.
+        """
+        pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if task != -1 or (pair is not None and _of_checkpoint(pair[0])):
+            return inputs, None
+        if pair is None or getattr(pair[0], "infinity", None) is not self:
+            return None, self._packing(*((_as_is, _as_is) if pair is None else pair))
+        return None, None
+
+    def _begin_outermost(self, module: nn.Module, task: int, below: Sequence[Unit]) -> None:
+        """Begin a forward within no other; a recomputation, in a backward, is none that counts."""
+        refuse(module)
+        self._counting = task == -1 and torch.is_grad_enabled()
+        for call in self.forward_began if self._counting else self.round_began if task == -1 else ():
+            call(module)
+        alone = task == -1 and not self._counting
+        self._at_once = alone and bool(below) and self._executor.are_here(below)
 
     def _is_covered(self, module: nn.Module) -> bool:
         """Whether the outermost forward holds the units of `module`, which begins within it: see

@@ -52,6 +52,12 @@ class LanguageModel:
         self.tokenizer = self._read_tokenizer()
         self._check()
 
+    @property
+    def positions(self) -> int | None:
+        """The most tokens of a sequence; None where the configuration names no limit."""
+        positions = getattr(self._config.get_text_config(), "max_position_embeddings", None)
+        return positions if isinstance(positions, int) and positions > 0 else None
+
     def build(self) -> Any:
         """Build the model, with its adapters: within Init where it is offloaded."""
         import torch
@@ -123,8 +129,8 @@ class LanguageModel:
     def _check(self) -> None:
         """Compare the model's sizes with the tokenizer's and the sequences'."""
         text = self._config.get_text_config()
-        positions, sequence = getattr(text, "max_position_embeddings", None), self._settings.sequence
-        if isinstance(positions, int) and 0 < positions < sequence:
+        positions, sequence = self.positions, self._settings.sequence
+        if positions is not None and positions < sequence:
             raise ConfigError(
                 f"--sequence {sequence}: the model has positions for {positions} tokens. "
                 f"Give --sequence {positions}, or less."

@@ -1,4 +1,4 @@
-"""The command line: `infinity train`, `doctor`, `export`, `bench` and `plan`.
+"""The command line: `infinity train`, `generate`, `doctor`, `export`, `bench` and `plan`.
 
 Exit codes: 0 success; 1 an error, with one paragraph on stderr, or (`doctor`, `plan`) a negative answer; 2
 invalid arguments; 130 Ctrl-C; 143 SIGTERM.
@@ -31,6 +31,7 @@ from infinity.sizes import parse_size
 
 _ENGINES = ("io_uring", "threads", "buffered")
 _DEFAULT = TrainSettings()
+_GENERATE = "answer prompts with a model of transformers that need not fit in memory"
 _EXPORT = "write a checkpoint as Hugging Face's files, for from_pretrained"
 _PLAN = "will a model fit, how fast will it train, what limits it: without training it"
 _MODEL = "a preset or a config.json of transformers, whose needs are compared with space and memory"
@@ -63,6 +64,12 @@ def _export() -> Command:
     from infinity.checkpoint import export
 
     return export
+
+
+def _generate() -> Command:
+    from infinity.cli import generate
+
+    return generate
 
 
 def main(
@@ -184,8 +191,11 @@ def _parser(
     parser.add_argument("--version", action="version", version=f"infinity {_version()}")
     parser.add_argument("--completion", choices=("bash", "zsh"), action=_Completion, help=_COMPLETION)
     parser.set_defaults(run=_helping(parser))
-    commands = parser.add_subparsers(dest="command", metavar="train | doctor | export | bench | plan")
+    commands = parser.add_subparsers(
+        dest="command", metavar="train | generate | doctor | export | bench | plan"
+    )
     _add_train(commands.add_parser("train", help=_TRAIN))
+    commands.add_parser("generate", help=_GENERATE, load=_generate)
     doctor = commands.add_parser("doctor", help="show what this machine offers, and what to fix")
     nvme = "a folder to examine; may be repeated (default: this one)"
     doctor.add_argument("--nvme", metavar="DIR", action="append", help=nvme)

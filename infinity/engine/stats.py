@@ -91,6 +91,10 @@ class Stats:
     rank: int = 0
     ranks: int = 1
     """How many divide the state, and which of them this is. Bytes and seconds are of this rank alone."""
+    rounds: int = field(default=0, metadata=_TOTAL)
+    """Forwards without gradients, each with all that such a forward reads: the tokens of a generation, the
+    batches of an evaluation.
+    """
     exchanged_nbytes: dict[str, int] = field(default_factory=dict, metadata=_TOTAL)
     """Bytes that the ranks exchanged, of what was exchanged as a whole: units to "gather", gradients to
     "reduce", parameters to "read" by state_dict and the like.
@@ -140,13 +144,22 @@ class Stats:
             moved += (
                 f"; {(self.nvme_read_nbytes + self.nvme_written_nbytes) / share:.1f} B per parameter and step"
             )
+        elif self.rounds and self.parameters:
+            nbytes = self.nvme_read_nbytes / (self.parameters / self.ranks * self.rounds)
+            moved += f"; {nbytes:.2f} B read per parameter and round"
         if self.checkpoint_read_nbytes:
             moved += f"; from the checkpoint {format_size(self.checkpoint_read_nbytes)}"
         held = f"{format_size(self.budget_nbytes)}, {format_size(self.budget_held_nbytes)} of it in use now"
         where = f"{format_size(self.nvme_nbytes)} on NVMe (I/O engine: {self.io_engine}), "
         uses = f"{self.hits:,} hits, {self.misses:,} misses, {self.divergences:,} out of the plan's order"
+        rounds = f", {self.rounds:,} rounds without gradients" if self.rounds else ""
         rows = [
-            ("steps", f"{self.steps:,}" + (f", rank {self.rank} of {self.ranks}" if self.ranks > 1 else "")),
+            (
+                "steps",
+                f"{self.steps:,}"
+                + rounds
+                + (f", rank {self.rank} of {self.ranks}" if self.ranks > 1 else ""),
+            ),
             ("parameters", f"{self.parameters:,} in {len(self.units):,} units"),
             ("state now", f"{where}{format_size(self.host_nbytes)} in host memory"),
             ("host_memory", held),
@@ -280,6 +293,7 @@ def stats(model: nn.Module) -> Stats:
         read_nbytes=dict(engine.traffic.read),
         written_nbytes=dict(engine.traffic.written),
         steps=counts.steps,
+        rounds=counts.rounds,
         plans=counts.plans,
         uses=counts.uses,
         hits=counts.hits,

@@ -1,5 +1,5 @@
-"""What is remembered of one kind of pass over the model, steps or rounds: where it is in its plan, and how often
-it uses what. Pure: no torch, no I/O.
+"""What is remembered of one kind of pass over the model, steps or rounds: where it is in its plan, and how
+often it uses what. Pure: no torch, no I/O.
 """
 
 from __future__ import annotations

@@ -78,6 +78,14 @@ class Pins:
             self._revise(revise(self._placement, candidates, budget, horizon_steps=2 * self._rounds))
         self._set_targets()
 
+    def make_room(self, nbytes: int) -> None:
+        """Let placed fields leave, those that save least first, until `nbytes` are free, or none is left.
+        Called outside of forwards and backwards.
+        """
+        room = self._kept.limit_nbytes - self._in_use_nbytes() - nbytes
+        held = PlacementBudget(0, max(0, room), 0)
+        self._revise(revise(self._placement, list(self._candidates(self._frequencies)), held))
+
     def _in_use_nbytes(self) -> int:
         """Bytes of the share that are held by others: gradients, activations."""
         return self._kept.held_nbytes - self._host.held_nbytes

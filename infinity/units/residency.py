@@ -139,10 +139,15 @@ class Executor(Residency[Unit, UpdatePass]):
         unit.residence.use()
 
     def are_here(self, units: Iterable[Unit]) -> bool:
-        """Whether a use of any of these units would fetch nothing; False while a timeline shows each use."""
+        """Whether these units are here to stay, so that a use of any fetches nothing; False while a timeline
+        shows each use.
+        """
         return not self._timeline.recording and all(
-            not one.pending and (one.residence.fetch is not None or self._is_there(one)) for one in units
+            not one.pending and (self._stays(one) or self._is_there(one)) for one in units
         )
+
+    def _stays(self, unit: Unit) -> bool:
+        return unit.residence.fetch is not None and (unit in self._staying or self._whole)
 
     def hold_here(self, unit: Unit) -> None:
         """Like `hold`, in a round, for a unit that is here: there is nothing to plan for it."""
@@ -315,8 +320,8 @@ class Executor(Residency[Unit, UpdatePass]):
     # Rounds
 
     def close_round(self) -> bool:
-        """End a round when another one begins. Return False where none was under way that had to plan anything:
-        see [Note: all at once] in autograd/hooks.py.
+        """End a round when another one begins. Return False where none was under way in which anything was
+        planned: see [Note: all at once] in autograd/hooks.py.
         """
         if not self.in_round or not self._rounds.cursor.trace:
             return False
@@ -328,8 +333,8 @@ class Executor(Residency[Unit, UpdatePass]):
         The step that was under way, if any, goes on at `end_rounds`, where it was.
         """
         course, cursor = self._rounds, self._rounds.cursor
-        # What a target waits for is not fetched ahead: its use puts it there, to stay.
-        sizes = [0 if "hi" in one.record.targets else one.window_nbytes for one in self.units]
+        # What is to lie in place is not fetched ahead: its use puts it there.
+        sizes = [0 if one.comes_in_place else one.window_nbytes for one in self.units]
         if self.in_round and cursor.trace and (course.is_stale(sizes) or course.has_other_length):
             self._plan(course, tuple(cursor.trace), sizes)
         elif not course.planned or course.has_other_sizes(sizes):

@@ -138,6 +138,11 @@ class Unit:
         return self._home.in_place and self.record.in_host("hi")
 
     @property
+    def comes_in_place(self) -> bool:
+        """Whether the next fetch puts `hi` where it computes, to stay."""
+        return self._home.in_place and "hi" in self.record.targets
+
+    @property
     def window_nbytes(self) -> int:
         """Bytes that being resident takes beyond what is pinned."""
         return 0 if self.in_place else self.resident_nbytes

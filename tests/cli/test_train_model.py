@@ -19,6 +19,7 @@ import torch
 import models
 from infinity import __main__ as cli
 from places import ROOT
+from words import SPECIAL, TEMPLATE, tokenizer
 
 datasets = pytest.importorskip("datasets")
 transformers = pytest.importorskip("transformers")
@@ -28,9 +29,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
 
-WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "dog", "ran", "to", "hi", "yo", "who", "\n"]
-SPECIAL = ["<unk>", "<end>", "<user>", "<assistant>"]
-TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}"
 MARKED = (
     "{% for m in messages %}<{{ m.role }}> {% if m.role == 'assistant' %}{% generation %}{{ m.content }} "
     "{% endgeneration %}{% else %}{{ m.content }} {% endif %}{% endfor %}"
@@ -38,25 +36,6 @@ MARKED = (
 LINES = "the cat sat on a mat and a dog ran to the cat\n" * 12
 CHAT = {"messages": [{"role": "user", "content": "who sat"}, {"role": "assistant", "content": "the cat"}]}
 RECIPE = ["--sequence", "16", "--steps", "3", "--warmup", "0", "--lr", "1e-2", "--host-memory", "2MiB"]
-
-
-def tokenizer(template: str | None = TEMPLATE):
-    """Return a tokenizer of whole words."""
-    from tokenizers import Regex, Tokenizer, pre_tokenizers
-    from tokenizers import models as kinds
-
-    vocabulary = {word: number for number, word in enumerate([*SPECIAL, *WORDS])}
-    made = Tokenizer(kinds.WordLevel(vocabulary, unk_token=SPECIAL[0]))
-    made.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.Split(Regex("\n"), "isolated")]
-    )
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        unk_token=SPECIAL[0],
-        eos_token=SPECIAL[1],
-        chat_template=template,
-        additional_special_tokens=SPECIAL[2:],
-    )
 
 
 @pytest.fixture(autouse=True)

@@ -119,7 +119,7 @@ def test_a_step_that_runs_otherwise_costs_a_miss_and_no_bit(folder):
         results.append(losses)
     assert results[0] == results[1]
     models.assert_same_state(ours[0], ours[1], plain[0], plain[1])
-    assert stats(ours[0]).divergences > 0
+    assert stats(ours[0]).rounds == 1, "the forward without gradients is no part of a step"
 
 
 def test_after_the_first_step_units_are_there_when_they_are_used(folder):

@@ -51,6 +51,7 @@ FEW = ["llama", "gpt2", "mixtral", "max_norm", "no_sync", "frozen", "nvme", "nvm
 OTHERS = [
     "dropped",
     "evaluating",
+    "rounds",
     "alone",
     "gathered",
     "edited differently",
@@ -290,6 +291,16 @@ def test_a_rank_that_others_leave_alone_says_so_in_seconds_and_goes_on_when_they
     assert re.match(r"rank 0 of 2 has waited 1 s at assemble 0: rank 1 has not come\. Likely cause: ", told)
     assert "if rank == 0: model(x)" in told
     assert "timeout of 60 s" in told
+
+
+def test_rounds_of_two_ranks_are_plain_ones_and_exchange_nothing_once_all_has_come(answers):
+    one, other = answers(2, "rounds")
+    for rank in (one, other):
+        assert rank["same"]
+        assert rank["rounds"] == 4
+        assert rank["moved"][0] > 0
+        assert rank["moved"][1:] == [0, 0, 0]
+    assert one["loss"] == other["loss"]
 
 
 def test_a_rank_that_fails_tells_the_others_why(answers):

@@ -77,6 +77,25 @@ def evaluating():
     return {"quiet": quiet, "told": told}
 
 
+def rounds():
+    """Two ranks evaluate: the tokens of a plain model, and after two rounds nothing moves where all fits."""
+    torch.manual_seed(3)
+    with infinity.Init(nvme=os.environ["RANKS_DISK"], host_memory="16MiB", timeout_s=60):
+        model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(6)])
+    torch.manual_seed(3)
+    plain = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(6)]).to(torch.bfloat16)
+    inputs, moved = torch.ones(1, 256, dtype=torch.bfloat16) / 16, []
+    with torch.no_grad():
+        for _ in range(4):
+            before = infinity.stats(model)
+            same = torch.equal(model(inputs), plain(inputs))
+            now = infinity.stats(model).since(before)
+            moved.append(now.nvme_read_nbytes + sum(now.exchanged_nbytes.values()))
+    loss = model(inputs).float().sum()
+    loss.backward()
+    return {"same": same, "moved": moved, "rounds": infinity.stats(model).rounds, "loss": loss.item()}
+
+
 def dropped():
     """Drop models in the middle of whatever; return engines, threads and descriptors left after each."""
     left = []

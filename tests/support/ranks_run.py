@@ -46,6 +46,7 @@ from ranks_layers import (
     gathered_write,
     in_files,
     node,
+    rounds,
     seeds,
 )
 from scaling import Beside
@@ -466,6 +467,7 @@ CASES = {
     "alone": alone,
     "dropped": dropped,
     "evaluating": evaluating,
+    "rounds": rounds,
     "failing": failing,
     "changes": changes,
     "gathered": lambda: gathered_write(differently=False),
