@@ -130,6 +130,7 @@ class TiledExperts(Routed):
 
     num_experts: int
     _refused = ""
+    _is_view: Callable[[torch.Tensor], bool] | None = None
 
     @classmethod
     def of(cls, module: nn.Module) -> TiledExperts:
@@ -150,6 +151,12 @@ class TiledExperts(Routed):
         self.tiles, self.grid = nn.ModuleList(first.tiles), first.grid
         self._stand_for(wholes)
 
+    def view_where(self, is_view: Callable[[torch.Tensor], bool] | None) -> None:
+        """Let slices of a stack that is assigned be views of it where `is_view` says so, as of a mapped file,
+        whose memory costs nothing; None: they are copies.
+        """
+        self.__dict__["_is_view"] = is_view
+
     def __getattr__(self, name: str) -> Any:
         """Return what stands for a stack, or what any module has."""
         if name in self.__dict__.get("_wholes", ()):
@@ -163,9 +170,10 @@ class TiledExperts(Routed):
         whole = self._whole(name)
         if other.shape != whole.shape:
             raise ValueError(f"{name} is of shape {tuple(whole.shape)}, not {tuple(other.shape)}")
+        viewed = self._is_view is not None and self._is_view(other)
         for tile, place in zip(self.tiles, whole.places(), strict=True):
             values = other.detach()[place]
-            if other.is_meta or other.untyped_storage().filename is None:
+            if not viewed:
                 values = values.clone(memory_format=torch.contiguous_format)  # else each would keep the whole
             setattr(tile, name, nn.Parameter(values, other.requires_grad))
         fresh = self.__dict__["_wholes"][name] = Whole.of(list(self.tiles), self.grid, name)

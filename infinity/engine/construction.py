@@ -38,7 +38,7 @@ from infinity.records.weights import WEIGHTS
 from infinity.sizes import format_size
 from infinity.storage.checkpoint_store import FileRange
 from infinity.storage.packed import Block8
-from infinity.tiling import Routed, Whole, assembled, stand_in, stand_in_for_stack, stands_in
+from infinity.tiling import Routed, TiledExperts, Whole, assembled, stand_in, stand_in_for_stack, stands_in
 from infinity.units.released import Released, not_resident, placeholder, release, restore, set_owner
 
 logger = logging.getLogger("infinity")
@@ -226,6 +226,8 @@ class Construction:
             tiled = assembled(child)
         if tiled is not None:
             child = tiled
+        if isinstance(tiled, TiledExperts):
+            tiled.view_where(self._origins.may_have)
         if child is not None:
             with self.asked.quiet():
                 self._sweep(child)
@@ -414,6 +416,9 @@ class Construction:
                     "(nn.Sequential), inside Init, or leave tile_above out"
                 )
             self._sweep(root)
+        for module in modules:
+            if isinstance(module, TiledExperts):
+                module.view_where(None)
         named = list(_named_modules(roots))
         check_values(named)
         self._origins.look()
