@@ -68,7 +68,7 @@ models.MODELS.update(  # wide enough that every rank holds a part of most units,
             transformers.MixtralConfig(**WIDE, num_local_experts=4, num_experts_per_tok=2)
         ),
         "experts": lambda: transformers.MixtralForCausalLM(  # the ranks' tokens go to some of them
-            transformers.MixtralConfig(**WIDE, num_local_experts=48, num_experts_per_tok=1)
+            transformers.MixtralConfig(**WIDE, num_local_experts=24, num_experts_per_tok=1)
         ),
     }
 )
@@ -445,7 +445,9 @@ CASES = {
     "dropout": lambda: compare("gpt2-dropout"),
     "mixtral": lambda: compare("mixtral"),
     "experts": lambda: compare("experts", **NVME),
-    "experts, checkpointed": lambda: compare("experts", checkpoint="not", options={"update": "backward"}),
+    "experts, checkpointed": lambda: compare(
+        "experts", checkpoint="not", options={"update": "backward"}, **NVME
+    ),
     "max_norm": lambda: compare("llama", options={"max_norm": 0.5}),
     "clip_grad_norm_": lambda: compare("gpt2", clip=0.5),
     "accumulated": lambda: compare("llama", micro=2),
