@@ -43,6 +43,12 @@ def _copy() -> Command:
     return copy
 
 
+def _experts() -> Command:
+    from infinity.bench.planning import experts
+
+    return experts
+
+
 def _plan() -> Command:
     from infinity.bench.planning import plan as planning
 
@@ -63,6 +69,10 @@ BENCHES = {
     "adam": (_adam, "parameters per second of the update's kernels beside the memory's speed and torch's"),
     "step": (_step, "whole training steps beside their floor, DeepSpeed and plain PyTorch"),
     "tiles": (_tiles, "peak memory and time of operators in tiles, beside the whole ones and DeepSpeed's"),
+    "experts": (
+        _experts,
+        "which experts stay in memory, beside LRU, LFU and Belady's optimum; the bytes of a small Mixtral",
+    ),
     "copy": (_copy, "copies between host and CUDA device, both ways at once and beside NVMe"),
 }
 

@@ -4,13 +4,14 @@ Plain modules and functions that know nothing of the engine. The engine treats a
 """
 
 from infinity.tiling.batch import tile_batch_
-from infinity.tiling.build import assembled, stand_in
+from infinity.tiling.build import assembled, stand_in, stands_in
 from infinity.tiling.causal_lm import postpones, tile_loss_
 from infinity.tiling.embedding import TiledEmbedding
+from infinity.tiling.experts import TiledExperts, stand_in_for_stack
 from infinity.tiling.grid import Grid, tiles_of
 from infinity.tiling.linear import TiledConv1D, TiledLinear
 from infinity.tiling.loss import cross_entropy
-from infinity.tiling.owner import Tiled
+from infinity.tiling.owner import Routed, RoutingFollower, Tiled
 from infinity.tiling.replace import Cut, tile_
 from infinity.tiling.sliced import TiledMLP, runs_in_slices, tile_batch, tile_sequence, untile_
 from infinity.tiling.tile import Tile
@@ -19,10 +20,13 @@ from infinity.tiling.whole import Whole
 __all__ = [
     "Cut",
     "Grid",
+    "Routed",
+    "RoutingFollower",
     "Tile",
     "Tiled",
     "TiledConv1D",
     "TiledEmbedding",
+    "TiledExperts",
     "TiledLinear",
     "TiledMLP",
     "Whole",
@@ -31,6 +35,8 @@ __all__ = [
     "postpones",
     "runs_in_slices",
     "stand_in",
+    "stand_in_for_stack",
+    "stands_in",
     "tile_",
     "tile_batch",
     "tile_batch_",

@@ -5,6 +5,8 @@ There are two steps, each called by one of torch's public registration hooks.
    `stand_in` replaces it by a `Whole`, and the layer draws its initial values into the tiles of that.
 2. `register_module_module_registration_hook`: the layer is put into its parent. `assembled` returns the tiled
    module that takes the layer's place.
+
+For stacks of experts `stand_in_for_stack` does the first; their slices have no memory before the second step.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from infinity.tiling.experts import TiledExperts
 from infinity.tiling.replace import choice, kind, tiled
 from infinity.tiling.tile import Conv1DTile, EmbeddingTile, LinearTile, Tile
 from infinity.tiling.whole import Whole
@@ -45,11 +48,21 @@ def assembled(module: nn.Module | None) -> nn.Module | None:
         TypeError: a module other than the layer that the stand-in was made for holds it.
     """
     weight = module._parameters.get("weight") if module is not None else None
-    if module is None or not isinstance(weight, Whole):
+    if module is None or not stands_in(module):
         return None
+    if not isinstance(weight, Whole):
+        experts = TiledExperts.of(module)
+        for whole in experts.wholes().values():
+            whole.pieces()  # makes them
+        return experts
     if kind(module) is None:
         raise TypeError(
             f"a {type(module).__name__} uses the weight of a tiled layer, and cannot be tiled: leave that "
             "layer whole"
         )
     return tiled(module, weight.grid, weight.pieces()).train(module.training)
+
+
+def stands_in(module: nn.Module) -> bool:
+    """Whether a module has a stand-in for a parameter, and is still to be `assembled`."""
+    return any(isinstance(one, Whole) for one in module._parameters.values())

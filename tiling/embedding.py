@@ -10,17 +10,16 @@ from torch import nn
 
 from infinity.tiling.grid import Grid, cut, spans
 from infinity.tiling.linear import _empty
-from infinity.tiling.owner import Tiled
+from infinity.tiling.owner import Routed
 from infinity.tiling.tile import EmbeddingTile, PlaceRows, Tile
 from infinity.tiling.whole import Whole
 
 
-class TiledEmbedding(Tiled, nn.Embedding):
+class TiledEmbedding(Routed, nn.Embedding):
     """nn.Embedding as tiles of rows, each a module of its own; results and gradients have the same bits.
 
-    Every tile takes part in every forward, even when none of its rows is looked up: its gradient is then zero
-    instead of None, and an optimizer treats it as it would treat those rows of the whole weight. `max_norm`
-    is refused, because it changes weights during the forward.
+    Only the tiles take part in a forward whose rows are looked up: the others get no gradient, which stands
+    for one of zeros. `max_norm` is refused, because it changes weights during the forward.
     """
 
     def __init__(
@@ -81,20 +80,22 @@ class TiledEmbedding(Tiled, nn.Embedding):
             IndexError: an id is negative, or not smaller than the number of rows.
         """
         ids = input.reshape(-1)
-        first = self.weight.pieces()[0]
-        out = torch.empty(ids.numel(), self.embedding_dim, dtype=first.dtype, device=first.device)
-        placed = 0
-        for tile, span in zip(self.tiles, spans(self.grid.rows), strict=True):
-            positions = ((ids >= span.start) & (ids < span.stop)).nonzero()[:, 0]
-            padding = self.padding_idx
-            if padding is not None:
-                padding = padding - span.start if span.start <= padding < span.stop else None
-            rows = tile(ids[positions] - span.start, padding, self.scale_grad_by_freq, self.sparse)
-            out = PlaceRows.apply(out, rows, positions)  # type: ignore[no-untyped-call]
-            placed += positions.numel()
-        if placed != ids.numel():
-            low, high = int(ids.min()), int(ids.max())
+        if ids.numel() and not 0 <= (low := int(ids.min())) <= (high := int(ids.max())) < self.num_embeddings:
             raise IndexError(
                 f"ids range from {low} to {high}, but the embedding has {self.num_embeddings} rows"
             )
+        first, rows_of = self.weight.pieces()[0], spans(self.grid.rows)
+        out = torch.empty(ids.numel(), self.embedding_dim, dtype=first.dtype, device=first.device)
+        begins = torch.tensor([span.start for span in rows_of], device=ids.device, dtype=ids.dtype)
+        tile_of = torch.bucketize(ids, begins, right=True) - 1
+        needed = self.agreed(tile_of.unique().tolist(), len(self.tiles))
+        self.announce(needed)
+        for number in needed:
+            positions, span = (tile_of == number).nonzero()[:, 0], rows_of[number]
+            padding = self.padding_idx
+            if padding is not None:
+                padding = padding - span.start if span.start <= padding < span.stop else None
+            looked_up = ids[positions] - span.start
+            rows = self.tiles[number](looked_up, padding, self.scale_grad_by_freq, self.sparse)
+            out = PlaceRows.apply(out, rows, positions)  # type: ignore[no-untyped-call]
         return out.view(*input.shape, self.embedding_dim)

@@ -1,18 +1,18 @@
 """The base class of tiled modules, whose tiles look like one weight from outside.
 
 [Note: keys]
-A state_dict has the keys `weight` and `bias` of a tiled module, whole. Each tile saves and loads itself like
-any module, so an engine that provides its parameters needs no special case. The tiled module joins what its
-tiles saved, and cuts what is loaded before they load it. Tied weights are saved as one tensor under both
-names.
+A state_dict has the keys of the whole module (`weight` and `bias`, or those of its stacks). Each tile saves
+and loads itself like any module, so an engine that provides its parameters needs no special case. The tiled
+module joins what its tiles saved, and cuts what is loaded before they load it. Tied weights are saved as one
+tensor under both names.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -20,6 +20,18 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.tiling.grid import Grid
 from infinity.tiling.whole import Whole
+
+
+class RoutingFollower(Protocol):
+    """What an engine does for a `Routed` module."""
+
+    def agreed(self, needed: list[int], count: int) -> list[int]:
+        """Return, of `count` things, those that any process needs, where this one needs `needed`. Every
+        process calls it at the same time.
+        """
+
+    def announced(self, tiles: list[nn.Module]) -> None:
+        """Hear which tiles are about to be used, in their order."""
 
 
 class Tiled(nn.Module):
@@ -38,9 +50,17 @@ class Tiled(nn.Module):
         if bias:
             sizes = tuple(getattr(tile, "bias").numel() for tile in bias)  # noqa: B009
             wholes["bias"] = Whole.of(bias, Grid(sizes, (1,)), "bias")
+        self._stand_for(wholes)
+
+    def _stand_for(self, wholes: dict[str, Whole]) -> None:
+        """Have `wholes`, by name, stand for what the tiles make up, here and in a state_dict."""
         self.__dict__["_wholes"] = wholes
         self.register_state_dict_post_hook(_join)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_cut)  # type: ignore[no-untyped-call]
+
+    def wholes(self) -> dict[str, Whole]:
+        """Return what stands for each of the module's parameters, by name."""
+        return {name: self._whole(name) for name in self.__dict__["_wholes"]}
 
     def _whole(self, name: str) -> Whole:
         wholes: dict[str, Whole] = self.__dict__["_wholes"]
@@ -51,7 +71,7 @@ class Tiled(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Tie the weight if it is assigned that of another tiled module."""
-        if name in ("weight", "bias") and "_wholes" in self.__dict__:
+        if name in self.__dict__.get("_wholes", ()):
             self._tie(name, value)
         else:
             super().__setattr__(name, value)
@@ -78,6 +98,27 @@ class Tiled(nn.Module):
         return f"[{rows}, {columns}] in {len(self.grid.rows)} x {len(self.grid.columns)} tiles"
 
 
+class Routed(Tiled):
+    """A tiled module whose forward uses those of its tiles alone that its input needs. For the others, an
+    engine has to do what gradients of zeros would.
+    """
+
+    _follower: RoutingFollower | None = None
+
+    def follow(self, follower: RoutingFollower) -> None:
+        """Let an engine know, from now on, what a forward is about to use."""
+        self.__dict__["_follower"] = follower
+
+    def agreed(self, needed: list[int], count: int) -> list[int]:
+        """Return, of `count` things, those that any process needs, where this one needs `needed`."""
+        return needed if self._follower is None else self._follower.agreed(needed, count)
+
+    def announce(self, numbers: Iterable[int]) -> None:
+        """Say which tiles are about to be used, in their order."""
+        if self._follower is not None:
+            self._follower.announced([self.tiles[number] for number in numbers])
+
+
 _saved: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """For the first piece of a whole weight: the state_dict that the weight was last saved in, its key there, and
 the ids of its pieces. A tied weight is found here when it is saved a second time."""
@@ -100,7 +141,7 @@ def _join(owner: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) 
         if saved is not None and saved[0]() is state and saved[1] in state and saved[2] == parts:
             state[prefix + name] = state[saved[1]]
             continue
-        if name == "bias":
+        if name != "weight":
             state[prefix + name] = torch.cat(pieces)
         else:
             rows = owner.grid.by_row(pieces)
@@ -135,6 +176,6 @@ def _cut(
             )
             continue
         own = metadata.get("assign_to_params_buffers", False)  # then a view would keep the whole alive
-        for number, (rows, columns) in zip(_numbers(owner, name), whole.grid.slices(), strict=True):
-            piece = values[rows, columns] if name == "weight" else values[rows]
+        for number, place in zip(_numbers(owner, name), whole.places(), strict=True):
+            piece = values[place]
             state[f"{prefix}tiles.{number}.{name}"] = piece.clone() if own else piece

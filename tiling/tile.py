@@ -21,10 +21,22 @@ from infinity.tiling import mapped
 from infinity.tiling.products import add_product, product, wide
 
 
-class Tile(nn.Module):
-    """A slice of a large layer, with its own parameters; the tiled module assembles the results.
+class Piece(nn.Module):
+    """A slice of a large layer, with its own parameters; the tiled module assembles the results."""
 
-    A tile's backward needs the parameters again, but no values that its forward saved. An engine may
+    def make(self) -> None:
+        """See that the parameters have memory: of a tile that is begun early they get it here."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load the pieces cut by the tiled module, which has reported missing keys of the whole already."""
+        metadata, strict, missing, unexpected, errors = args
+        own: list[str] = []
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, own, unexpected, errors)
+        missing.extend(key for key in own if key.removeprefix(prefix) not in self._parameters)
+
+
+class Tile(Piece):
+    """A slice whose backward needs the parameters again, but no values that its forward saved. An engine may
     therefore release them right after any forward, also after a recomputation.
     """
 
@@ -32,13 +44,6 @@ class Tile(nn.Module):
         super().__init__()
         self.weight = weight
         self.register_parameter("bias", bias)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load the pieces cut by the tiled module, which has reported missing keys of the whole already."""
-        metadata, strict, missing, unexpected, errors = args
-        own: list[str] = []
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, own, unexpected, errors)
-        missing.extend(key for key in own if key not in (f"{prefix}weight", f"{prefix}bias"))
 
 
 class LinearTile(Tile):

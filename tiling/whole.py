@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from infinity.tiling.grid import ALIGNMENT, Grid, spans
+from infinity.tiling.tile import Piece
 
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag", "grad"})
 METADATA = frozenset({"size", "dim", "ndimension", "numel", "nelement", "__len__", "__hash__"})
@@ -40,9 +41,11 @@ class Whole(nn.Parameter):
 
     @staticmethod
     def of(tiles: Sequence[nn.Module], grid: Grid, name: str) -> Whole:
-        """Make a stand-in for the parameters `name` ("weight" or "bias") of `tiles`."""
+        """Make a stand-in for the parameters `name` of `tiles`: "weight", in the tiles of `grid`, or another,
+        of which each tile has a slice along dimension 0.
+        """
         first = getattr(tiles[0], name)
-        shape = grid.shape if name == "weight" else grid.shape[:1]
+        shape = grid.shape if name == "weight" else (sum(grid.rows), *first.shape[1:])
         empty = torch.empty(shape, dtype=first.dtype, device="meta")
         whole = torch.Tensor._make_subclass(Whole, empty, first.requires_grad)  # noqa: SLF001 - as nn.Parameter does
         whole.tiles, whole.grid, whole.field = tiles, grid, name
@@ -50,7 +53,16 @@ class Whole(nn.Parameter):
 
     def pieces(self) -> list[nn.Parameter]:
         """Return the tiles' parameters, in row-major order."""
+        for tile in self.tiles:
+            if isinstance(tile, Piece):
+                tile.make()
         return [getattr(tile, self.field) for tile in self.tiles]
+
+    def places(self) -> list[tuple[slice, ...]]:
+        """Return which part of the whole each of these is."""
+        if self.field == "weight":
+            return list(self.grid.slices())
+        return [(rows,) for rows in spans(self.grid.rows)]
 
     @classmethod
     def __torch_function__(
@@ -145,6 +157,9 @@ def _generator(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _change(whole: Whole, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if operation == "empty_like":  # as transformers does for what a file does not have
+        like = {"dtype": whole.dtype, "device": whole.pieces()[0].device, **kwargs}
+        return torch.empty(whole.shape, **like)
     if operation in ("detach", "requires_grad_"):
         for piece in whole.pieces() if operation == "requires_grad_" else ():
             piece.requires_grad_(*args, **kwargs)
@@ -162,11 +177,13 @@ def _change(whole: Whole, operation: str, args: tuple[Any, ...], kwargs: dict[st
 def _in_place(whole: Whole, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if operation == "copy_":
         values = args[0].expand(whole.shape)
-        for piece, (rows, columns) in zip(whole.pieces(), whole.grid.slices(), strict=True):
-            piece.copy_(values[rows, columns] if values.dim() > 1 else values[rows])
+        for piece, place in zip(whole.pieces(), whole.places(), strict=True):
+            piece.copy_(values[place])
     elif operation in _ELEMENTWISE and not any(isinstance(one, torch.Tensor) for one in args):
         for piece in whole.pieces():
             getattr(piece, operation)(*args, **kwargs)
+    elif operation in _RANDOM and any(piece.numel() % ALIGNMENT for piece in whole.pieces()[:-1]):
+        _draw_across(whole.pieces(), operation, args, kwargs)
     elif operation in _RANDOM:
         for row in whole.grid.by_row(whole.pieces()):
             _draw(row, whole.grid.columns, operation, args, kwargs)
@@ -192,3 +209,18 @@ def _draw(
         getattr(drawn, operation)(*args, **kwargs)
         for piece, span in zip(pieces, spans(columns), strict=True):
             piece[start : start + step].copy_(drawn[:, span])
+
+
+def _draw_across(
+    pieces: Sequence[nn.Parameter], operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Draw slices that do not begin where torch begins a chunk of numbers, as the whole would be drawn."""
+    left = sum(piece.numel() for piece in pieces)
+    drawn = pieces[0].new_empty(0)
+    for piece in pieces:
+        while drawn.numel() < piece.numel():  # the last chunk is drawn with the one before it
+            more = left if left < 2 * _DRAWN_NUMEL else _DRAWN_NUMEL
+            left -= more
+            drawn = torch.cat([drawn, getattr(pieces[0].new_empty(more), operation)(*args, **kwargs)])
+        piece.copy_(drawn[: piece.numel()].view(piece.shape))
+        drawn = drawn[piece.numel() :]

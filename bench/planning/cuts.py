@@ -1,4 +1,6 @@
-"""Outlines of models in weight tiles, as Config(tile_above=...) would cut them, for `infinity plan`."""
+"""Outlines of models as they are built: in weight tiles, as Config(tile_above=...) cuts them, and with
+experts one by one; for `infinity plan`.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,12 @@ from rich.console import Console
 
 from infinity.bench.arguments import size_of
 from infinity.planning.outline import Outline, UnitOutline
-from infinity.planning.tile_size import tile_choice
+from infinity.planning.tile_size import LEAST_SLICE_NBYTES, tile_choice
 from infinity.sizes import format_size
 
 _ITEMSIZE = 2
 _TOLD = 3
+_TOGETHER = 16
 
 
 def add_argument(add: Callable[..., object]) -> None:
@@ -44,6 +47,61 @@ def tiled(
         lines.append(f"... and {len(told) - _TOLD} more")
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
     return cut
+
+
+def sliced(outline: Outline, tokens: int, console: Console) -> Outline:
+    """Return the outline with experts one by one, as `in_slices`; print how many a step uses."""
+    cut, told = in_slices(outline, tokens)
+    if told:
+        console.print(told, highlight=False, markup=False, soft_wrap=True)
+    return cut
+
+
+def in_slices(outline: Outline, tokens: int) -> tuple[Outline, str]:
+    """Return the outline with the experts of each layer by themselves, of which a step of so many tokens uses
+    as many as chance would; and a line about them, "" where there are none.
+
+    Experts that are used stand together in at most `_TOGETHER` units, since a plan of each would take long.
+    """
+    parts: list[UnitOutline] = []
+    at: list[tuple[int, ...]] = []
+    told = ""
+    for part in outline.parts:
+        pieces = _slices(part, tokens)
+        at.append(tuple(len(parts) + number for number, one in enumerate(pieces) if not one.idle))
+        parts += pieces
+        if pieces[0] is not part and not told:
+            experts, used = part.shapes[0][0], sum(one.shapes[0][0] for one in pieces if not one.idle)
+            each = format_size(_ITEMSIZE * part.numel // experts)
+            told = (
+                f"experts: {experts} of {each} in a layer, one by one; {tokens:,} tokens use {used} of them, "
+                "if none is preferred"
+            )
+    stages = [
+        replace(one, units=tuple(new for unit in one.units for new in at[unit])) for one in outline.stages
+    ]
+    return replace(outline, parts=tuple(parts), stages=tuple(stages)), told
+
+
+def _slices(part: UnitOutline, tokens: int) -> Sequence[UnitOutline]:
+    """Cut stacks of experts, as Config(experts="slices") does; those that are not used are idle, and last."""
+    experts = part.shapes[0][0]
+    stacks = all(len(shape) > 1 and shape[0] == experts for shape in part.shapes)
+    if not stacks or part.active >= 1 or _ITEMSIZE * math.prod(part.shapes[0]) <= LEAST_SLICE_NBYTES:
+        return [part]
+    used = min(math.ceil(experts * (1 - (1 - part.active) ** tokens)), experts)
+    units = min(used, _TOGETHER)
+    sizes = [used * (number + 1) // units - used * number // units for number in range(units)]
+    active = min(part.active * experts / used, 1.0)
+    slices = [_some(part, f"experts.{number}", size, active) for number, size in enumerate(sizes)]
+    if used < experts:
+        slices.append(replace(_some(part, "idle experts", experts - used, 0.0), idle=True))
+    return slices
+
+
+def _some(part: UnitOutline, what: str, experts: int, active: float) -> UnitOutline:
+    shapes = tuple((experts, *shape[1:]) for shape in part.shapes)
+    return replace(part, name=f"{part.name}.{what}", shapes=shapes, active=active)
 
 
 def in_tiles(outline: Outline, above_nbytes: int) -> tuple[Outline, list[str]]:

@@ -17,7 +17,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -77,6 +77,7 @@ class Arrivals:
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         """Those that have parameters of the engine; see `join`."""
         self._takers: dict[Unit, list[weakref.ref[Updater]]] = {}
+        self._slices: list[Sequence[nn.Parameter]] = []
         self._units = units
         self._unit_of = unit_of
         self._hooks = hooks
@@ -156,6 +157,20 @@ class Arrivals:
         self._gradients.settle_ranks([unit])
         self._gradients.settle(unit)
         return gradient
+
+    def have_slices(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Take parameters as slices of one: see [Note: slices that are not used] in engine/routing.py."""
+        self._slices.append(parameters)
+
+    def gradients_beside(self, found: Container[int]) -> Iterator[tuple[nn.Parameter, Gradient]]:
+        """Yield the slices that have a gradient of zeros because others of the same stack have one in this
+        step, with it. found: the id() of each parameter that has a gradient.
+        """
+        for parameters in self._slices:
+            if any(id(one) in found for one in parameters):
+                for one in parameters:
+                    if id(one) not in found and one.requires_grad:
+                        yield one, self._gradients.zero(*self._unit_of(one))
 
     def _may_wait(self, unit: Unit) -> bool:
         """Whether a unit's update needs no I/O, and no later use in this backward can add to its gradients.

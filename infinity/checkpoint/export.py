@@ -165,7 +165,8 @@ def _write_parts(
             of_file = direct.get(of_unit[part.index] or "")
             if of_file is not None:
                 values = written.rounded(part.field, part.values)
-                files.write(of_file, part.first * WIDTHS[written.form], values)
+                first = part.first + inventory.stacks.first(of_unit[part.index] or "")
+                files.write(of_file, first * WIDTHS[written.form], values)
 
 
 def _write_converted(
@@ -177,19 +178,31 @@ def _write_converted(
 ) -> None:
     """Assemble the weights that have another form in files, one by one; rank 0 converts and writes them."""
     ranks = inventory.engine.ranks
-    for name, parameter in model.named_parameters():
-        of_file = names.get(name)
-        engine = engine_of(parameter)
-        if of_file not in files.converted or of_file is None or engine is None:
-            continue
-        unit = engine.parameters.unit_of(parameter)[0]
-        written, field = saved[unit], saved[unit].field(unit.record.form)
-        with ranks.together(f"writing {name}"):
-            (whole,) = engine.parameters.read(parameter, [field])
-            if ranks.rank == 0:
-                converted = empty(written.form, tuple(whole.shape))
-                as_bytes(converted)[:] = written.rounded(field, as_bytes(whole))
-                files.convert(of_file, converted)
+    together: dict[str, list[str]] = {}
+    for name, of_file in names.items():
+        if of_file in files.converted:
+            together.setdefault(of_file, []).append(name)  # slices, or the one
+    parameters = dict(model.named_parameters())
+    for of_file, parts_of in together.items():
+        filled: torch.Tensor | None = None
+        for name in parts_of:
+            engine = engine_of(parameters[name])
+            if engine is None:
+                continue
+            unit = engine.parameters.unit_of(parameters[name])[0]
+            written, field = saved[unit], saved[unit].field(unit.record.form)
+            with ranks.together(f"writing {name}"):
+                (values,) = engine.parameters.read(parameters[name], [field])
+                if ranks.rank == 0:
+                    form = written.form, tuple(values.shape)
+                    if filled is None:
+                        filled = empty(*inventory.stacks.form(name, form))
+                    rounded = written.rounded(field, as_bytes(values))
+                    at = inventory.stacks.first(name) * WIDTHS[written.form]
+                    as_bytes(filled)[at : at + len(rounded)] = rounded
+        if filled is not None:
+            with ranks.together(f"converting {of_file}"):
+                files.convert(of_file, filled)
 
 
 def _write_plain(files: HubWriter, inventory: Inventory, forms: Mapping[str, Form]) -> None:
@@ -218,12 +231,17 @@ def _forms_of_model(
 ) -> tuple[dict[str, Form], dict[str, str]]:
     """Return dtype and shape of all tensors to write, and the offloaded parameters' names among them."""
     parameters = dict(model.named_parameters())
-    names = {name: file_name(model, parameters[name], name) for name in inventory.masters()}
+    stacks = inventory.stacks
+    names = {
+        name: stacks.name(name) if name in stacks.places else file_name(model, parameters[name], name)
+        for name in inventory.masters()
+    }
     kept = set(kept_names(model, [*names.values(), *inventory.plain]))
     names = {name: of_file for name, of_file in names.items() if of_file in kept}
     written = {name: one for unit, one in saved.items() for name in inventory.names_in(unit) if name}
     forms: dict[str, Form] = {
-        of_file: (written[name].form, tuple(parameters[name].shape)) for name, of_file in names.items()
+        of_file: stacks.form(name, (written[name].form, tuple(parameters[name].shape)))
+        for name, of_file in names.items()
     }
     forms.update({name: form for name, form in inventory.plains().items() if name in kept})
     return forms, names

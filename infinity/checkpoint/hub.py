@@ -32,6 +32,7 @@ from infinity.storage.safetensors_file import (
     split_by_size,
 )
 from infinity.tensors import DTYPES, as_bytes, name_of_dtype
+from infinity.tiling import Routed, Tiled
 
 logger = logging.getLogger("infinity")
 
@@ -53,7 +54,8 @@ def check_names(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         for hook in module._state_dict_hooks.values():  # noqa: SLF001 - torch has no public name for it
-            if getattr(hook, "__module__", "") != state_dict.__name__:
+            of_stacks = isinstance(module, Routed) and getattr(hook, "__module__", "") == Tiled.__module__
+            if not of_stacks and getattr(hook, "__module__", "") != state_dict.__name__:
                 raise UnsupportedError(
                     f"{name or type(model).__name__} ({type(module).__name__}) gives its state_dict other "
                     f"names or values than its parameters have ({getattr(hook, '__qualname__', hook)}), so "

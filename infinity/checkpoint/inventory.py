@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.checkpoint.stacks import Stacks
 from infinity.engine.engine import Engine, engine_of, engine_of_model
 from infinity.errors import UnsupportedError
 from infinity.optim.base import OffloadedOptimizer
@@ -47,6 +48,8 @@ class Inventory:
             )
         self.optimizer = optimizer
         self.engine = engine_of_model(model)
+        self.stacks = Stacks(model, blocks=self.engine.form.state_dtype == "int8")
+        """Which parameters are slices, and of what."""
         self.names: dict[int, str] = {}
         """Names of offloaded parameters, by the parameters' id()."""
         self.plain: dict[str, torch.Tensor] = {}
@@ -122,6 +125,15 @@ class Inventory:
         """The number of updates of each parameter that had any; the others have no moments."""
         state = self.optimizer.counts if self.optimizer is not None else {}
         return {self.names[id(one)]: int(kept["step"]) for one, kept in state.items() if kept.get("step")}
+
+    @property
+    def groups_in_files(self) -> list[list[str]]:
+        """The names in files of the parameters in each param group."""
+        return list(map(self.stacks.names, self.group_names))
+
+    def name_in_files(self, parameter: torch.Tensor) -> str:
+        """Return a parameter's name in files: for a slice its stack's."""
+        return self.stacks.name(self.names[id(parameter)])
 
     # Dtypes and shapes
 

@@ -122,7 +122,7 @@ def _check_fits(commit: Commit, training: Training, durable: Durable) -> None:
     if kinds[0] != kinds[1]:
         found.append(f"the state of infinity.{kinds[0]} in the commit, of {kinds[1]} here")
     found += compare_groups(
-        [group["parameters"] for group in saved["groups"]], training.inventory.group_names
+        [group["parameters"] for group in saved["groups"]], training.inventory.groups_in_files
     )
     for what, theirs_, ours_ in (
         ("tracked", set(said.get("tracked", ())), set(training.tracked)),

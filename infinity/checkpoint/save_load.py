@@ -125,7 +125,7 @@ def save(
         if ranks.rank == 0:
             shared["model"] = configuration(model)
             manifest = joined([RankManifest.from_json(text) for text in manifests], shared)
-            (filling / NAME).write_text(manifest.to_json())
+            (filling / NAME).write_text(inventory.stacks.joined(manifest).to_json())
 
 
 def optimizer_out(inventory: Inventory, keep: Any) -> dict[str, Any] | None:
@@ -139,13 +139,13 @@ def optimizer_out(inventory: Inventory, keep: Any) -> dict[str, Any] | None:
                 {key: value for key, value in group.items() if key != "params"}, f"param group {number}", keep
             ),
         }
-        for number, (names, group) in enumerate(zip(inventory.group_names, inventory.groups, strict=True))
+        for number, (names, group) in enumerate(zip(inventory.groups_in_files, inventory.groups, strict=True))
     ]
     return {
         "kind": inventory.optimizer.recipe.name,
         "state_dtype": inventory.engine.form.state_dtype,
         "seed": inventory.optimizer.seed,
-        "steps": inventory.steps,
+        "steps": {inventory.stacks.name(name): step for name, step in inventory.steps.items()},
         "groups": groups,
     }
 
@@ -234,7 +234,7 @@ def _check_fits(manifest: Manifest, inventory: Inventory, scheduler: Stateful | 
     Raises: CheckpointError naming all that does not.
     """
     tensors = manifest.tensors
-    found = compare(names_of(tensors, MASTER), inventory.masters(), "parameters")
+    found = compare(names_of(tensors, MASTER), inventory.stacks.forms(inventory.masters()), "parameters")
     found += compare(names_of(tensors, PLAIN), inventory.plains(), "buffers and ordinary parameters")
     if inventory.optimizer is not None:
         found += _optimizer_complaints(manifest, inventory)
@@ -263,14 +263,15 @@ def _optimizer_complaints(manifest: Manifest, inventory: Inventory) -> list[str]
         cure = f"build the model with Config(state_dtype={saved['state_dtype']!r})"
         return [f"its moments are {saved['state_dtype']}, those of this model {state_dtype}; {cure}"]
     names = [name for group in saved["groups"] for name in group["parameters"]]
-    found = compare_groups([group["parameters"] for group in saved["groups"]], inventory.group_names)
+    found = compare_groups([group["parameters"] for group in saved["groups"]], inventory.groups_in_files)
     stray = [name for name in saved["steps"] if name not in names]
     if stray:
         found.append(f"steps of parameters that are in no group: {', '.join(stray)}")
-    for kind in KINDS.values():
-        expected = {
-            name: form for (of, name), form in inventory.moments(set(saved["steps"])).items() if of == kind
-        }
+    stepped = {name for name in inventory.names.values() if inventory.stacks.name(name) in saved["steps"]}
+    moments = inventory.moments(stepped)
+    for field, kind in KINDS.items():
+        forms = {name: form for (of, name), form in moments.items() if of == kind}
+        expected = inventory.stacks.forms(forms, scales=field == "scale")
         found += compare(names_of(manifest.tensors, kind), expected, kind)
     return found
 
@@ -314,7 +315,7 @@ def _begin_moments(manifest: Manifest, inventory: Inventory) -> None:
         return
     for group in inventory.groups:
         for parameter in group["params"]:
-            if inventory.names[id(parameter)] in manifest.optimizer["steps"]:
+            if inventory.name_in_files(parameter) in manifest.optimizer["steps"]:
                 inventory.optimizer.make_room(inventory.engine, parameter)
 
 
@@ -336,10 +337,11 @@ def _fill_units(manifest: Manifest, inventory: Inventory, files: Mapping[str, Te
             values = buffers(unit.record, fields, stop - start)
             for part in parts(unit.record, start, stop, values):
                 name, kind = names[part.index], KINDS.get(part.field, MASTER)
-                if name is not None and (kind, name) in tensors:
+                if name is not None and (of := (kind, inventory.stacks.name(name))) in tensors:
                     key = kind, name
                     if key not in sources:
-                        sources[key] = TensorSource(tensors[key], files, part.first)
+                        first = inventory.stacks.first(name, scales=part.field == "scale")
+                        sources[key] = TensorSource(tensors[of], files, first + part.first)
                     sources[key].read(part.values)
             job = CopyInPass(unit.record, unit.record.tile_numel, start, stop, values)
             if before is not None:
@@ -392,7 +394,7 @@ def _moments_to_fill(
     saved = manifest.optimizer
     if inventory.optimizer is None or saved is None:
         return ()
-    stepped = any(name in saved["steps"] for name in names if name is not None)
+    stepped = any(inventory.stacks.name(name) in saved["steps"] for name in names if name is not None)
     tiles = range(0, unit.record.shard.numel, unit.record.tile_numel)
     written = any(unit.record.written(field, start) for field in fields for start in tiles)
     return fields if stepped or written else ()
@@ -410,6 +412,6 @@ def optimizer_in(
         group.update(found["options"])
         for parameter in group["params"]:
             optimizer.counts.pop(parameter, None)
-            step = saved["steps"].get(inventory.names[id(parameter)])
+            step = saved["steps"].get(inventory.name_in_files(parameter))
             if step is not None:
                 optimizer.counts[parameter] = {"step": int(step)}

@@ -28,6 +28,7 @@ _DTYPES = {
 }
 _STATE_DTYPES = ("fp32", "bf16", "int8")
 _OFFLOADS = (None, "host", "nvme")
+_EXPERTS = ("slices", "whole")
 VERIFY = ("always", "sample", "off")
 _EVERY = re.compile(r"every (?:(\d{1,9}) steps|step)")
 ACCELERATORS = {"cuda": "infinity.device.cuda:CudaStreams"}
@@ -60,6 +61,9 @@ class Config:
         larger weight is built in tiles of at most that, each fetched, used and released on its own; see
         infinity.tiling. "auto": where the budgets require it; see planning.tile_size. None: layers stay
         whole.
+    experts: "slices": stacked experts that transformers dispatches (Mixtral, Qwen3-MoE, DeepSeek, gpt-oss and
+        others) are built expert by expert, and a step reads, updates and writes those alone that tokens are
+        routed to, with the same results. "whole": each stack is one parameter.
     stage: what the ranks of a run partition, in ZeRO's numbers: 1 the masters and the optimizer's state, 2
         gradients as well, 3 parameters as well. With 1 and 2 the 16-bit parameters, with 1 also their
         gradients, stay whole on the device of every rank.
@@ -86,6 +90,7 @@ class Config:
     dtype: object = "bf16"
     state_dtype: str = "fp32"
     tile_above: int | str | None = None
+    experts: str = "slices"
     stage: int = 3
     timeout_s: float = 600.0
     offload_activations: str | None = None
@@ -133,6 +138,7 @@ class Config:
         object.__setattr__(self, "dtype", _DTYPES[str(self.dtype)])
         choices: dict[str, tuple[Any, ...]] = {
             "state_dtype": _STATE_DTYPES,
+            "experts": _EXPERTS,
             "stage": (1, 2, 3),
             "offload_activations": _OFFLOADS,
             "aio": _AIO,

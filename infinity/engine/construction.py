@@ -32,13 +32,13 @@ from infinity.engine.pretrained import Mapped, check_values, name_file
 from infinity.engine.scripting import refuse_script
 from infinity.errors import UnsupportedError
 from infinity.planning.layout import Format
-from infinity.planning.tile_size import tile_choice
+from infinity.planning.tile_size import LEAST_SLICE_NBYTES, tile_choice
 from infinity.records.record import Record
 from infinity.records.weights import WEIGHTS
 from infinity.sizes import format_size
 from infinity.storage.checkpoint_store import FileRange
 from infinity.storage.packed import Block8
-from infinity.tiling import Whole, assembled, stand_in
+from infinity.tiling import Routed, TiledExperts, Whole, assembled, stand_in, stand_in_for_stack, stands_in
 from infinity.units.released import Released, not_resident, placeholder, release, restore, set_owner
 
 logger = logging.getLogger("infinity")
@@ -133,7 +133,9 @@ class Construction:
             asked = self._asked_for(parameter, before)
             self._asked_of_tiles, outer = asked, self._asked_of_tiles
             try:
-                tiled = self._in_tiles(module, name, parameter)
+                tiled = self._in_slices(module, name, parameter, asked)
+                if tiled is None:
+                    tiled = self._in_tiles(module, name, parameter)
             finally:
                 self._asked_of_tiles = outer
             if tiled is None and self._take(module, name, parameter, asked):
@@ -169,6 +171,24 @@ class Construction:
             return replaced  # its values come from a file, in whatever type they are there
         return self.asked.of(parameter) or replaced or self._asked_of_tiles
 
+    def _in_slices(
+        self, module: nn.Module, name: str, parameter: nn.Parameter, asked: torch.dtype | None
+    ) -> Whole | None:
+        """Return what stands for a stack of experts that is to be built expert by expert; None for every
+        other parameter.
+        """
+        if self._engine.config.experts == "whole":
+            return None
+        least_nbytes = LEAST_SLICE_NBYTES * parameter.element_size() // self._engine.form.width
+        whole = stand_in_for_stack(module, name, parameter, least_nbytes)
+        if whole is None:
+            return None
+        for tile in whole.tiles:
+            self.asked.note(getattr(tile, name), asked)
+        kind, shape = type(module).__name__, " x ".join(map(str, whole.shape))
+        logger.info("%s.%s of %s is built in %d slices", kind, name, shape, len(whole.grid))
+        return whole
+
     def _in_tiles(self, module: nn.Module, name: str, parameter: nn.Parameter) -> Whole | None:
         """Return what stands for a weight that is to be built in tiles, which are taken charge of as they are
         made; None for every other parameter.
@@ -202,9 +222,12 @@ class Construction:
         if isinstance(child, torch.jit.ScriptModule):
             refuse_script(child)
             return None
-        tiled = assembled(child)
+        with self.asked.quiet():
+            tiled = assembled(child)
         if tiled is not None:
             child = tiled
+        if isinstance(tiled, TiledExperts):
+            tiled.view_where(self._origins.may_have)
         if child is not None:
             with self.asked.quiet():
                 self._sweep(child)
@@ -390,12 +413,15 @@ class Construction:
         children = {id(child) for module in modules for child in module.children()}
         roots = [module for module in modules if id(module) not in children]
         for root in roots:
-            if isinstance(root._parameters.get("weight"), Whole):
+            if stands_in(root):
                 raise UnsupportedError(
                     f"{type(root).__name__} is to be tiled, and is in no other module: put it into one "
                     "(nn.Sequential), inside Init, or leave tile_above out"
                 )
             self._sweep(root)
+        for module in modules:
+            if isinstance(module, TiledExperts):
+                module.view_where(None)
         named = list(_named_modules(roots))
         check_values(named)
         self._origins.look()
@@ -414,7 +440,7 @@ class Construction:
                 for field in record.form.weights:
                     record.drop(field)
         self._engine.build_with(None)
-        opened = self._engine.open(units)
+        opened = self._engine.open(units, _routed(named, units_of))
         for _, module in named:
             if any(True for _ in module.parameters()):
                 # MultiheadAttention uses its child's weight itself, and its fast path only if it is there.
@@ -424,6 +450,10 @@ class Construction:
                     for parts in (whole, module.modules())
                 )
                 self._engine.hook(module, used, below)
+        for name, module in named:
+            if isinstance(module, Routed):
+                tiles = {id(tile): [opened[one] for one in units_of[id(tile)]] for tile in module.tiles}
+                self._engine.route(module, name, tiles)
 
     def _units(
         self, named: list[tuple[str, nn.Module]]
@@ -450,6 +480,17 @@ class Construction:
         for record, parameters in units.items():
             record.rename([names.get(id(parameter), "(replaced)") for parameter in parameters])
         return units, units_of
+
+
+def _routed(named: list[tuple[str, nn.Module]], units_of: dict[int, list[Record]]) -> list[Record]:
+    """Return the records that tiles of `Routed` modules use, and no other module."""
+    tiles = {id(tile) for _, module in named if isinstance(module, Routed) for tile in module.tiles}
+    others = {one for module, records in units_of.items() if module not in tiles for one in records}
+    return [
+        one
+        for one in dict.fromkeys(one for tile in tiles for one in units_of.get(tile, ()))
+        if one not in others
+    ]
 
 
 def _holes(record: Record) -> list[nn.Parameter]:

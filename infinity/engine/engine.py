@@ -8,7 +8,7 @@ thread, its memory and its files.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from infinity.durable.tiers import open_tier
 from infinity.engine.ending import Ending
 from infinity.engine.parameters import Parameters
 from infinity.engine.partition import Partition
+from infinity.engine.routing import Routing
 from infinity.engine.state_dict import Exchange
 from infinity.gradients.store import GradientStore
 from infinity.lane.lane import StreamLane
@@ -44,6 +45,7 @@ from infinity.storage.packed import Block8
 from infinity.storage.paths import of_rank
 from infinity.storage.store import HostStore, Store
 from infinity.storage.stripes import StripedStore
+from infinity.tiling import Routed
 from infinity.timeline import Timeline
 from infinity.units.pinning import Pins
 from infinity.units.released import CONVERSIONS, not_converted, not_resident, owner_of, set_owner
@@ -209,9 +211,13 @@ class Engine:
             self.ending.close_first(self.checkpoint_store.close)
         record.lie_in(self.checkpoint_store, ranges)
 
-    def open(self, records: Mapping[Record, list[nn.Parameter]]) -> dict[Record, Unit]:
+    def open(
+        self, records: Mapping[Record, list[nn.Parameter]], routed: Iterable[Record] = ()
+    ) -> dict[Record, Unit]:
         """Take over a finished model: the parameters in each record, in the order of its modules. Return the
         unit that each record is of.
+
+        routed: records of slices alone, of which the data decides whether they are used.
         """
         self.lane.drain()
         for record, parameters in records.items():
@@ -231,7 +237,8 @@ class Engine:
         ahead = self.config.device_nbytes or self.budget.ahead_nbytes
         if whole := self.config.stage < 3:
             ahead = sum(unit.resident_nbytes for unit in self.units)
-        self.executor.open(self.units, ahead, whole=whole)
+        of_record = {unit.record: unit for unit in self.units}
+        self.executor.open(self.units, ahead, whole=whole, routed=[of_record[one] for one in routed])
         self.outgoing.open(self.budget.outgoing_nbytes)
         self.gradients.open(self.budget, self.units)
         if self.boundaries is not None:
@@ -255,7 +262,16 @@ class Engine:
             cut = self.budget.tile_numel, self.form.name
             self.durable.open(self.units, self.lane, self.executor.flush, cut)
         logger.info("%d units, %s; %s", len(self.units), self.config, self.budget)
-        return {unit.record: unit for unit in self.units}
+        return of_record
+
+    def route(self, module: Routed, name: str, units_of: dict[int, list[Unit]]) -> None:
+        """Follow a module that uses those of its tiles alone that its input needs.
+
+        units_of: the units of each tile, by its id().
+        """
+        module.follow(Routing(self.executor, self.ranks, name, units_of))
+        for whole in module.wholes().values():
+            self.arrivals.have_slices(whole.pieces())
 
     def hook(self, module: nn.Module, units: list[Unit], below: list[Unit]) -> None:
         """Follow a module's forward, which uses `units`, its state_dict and load_state_dict; `below` are the

@@ -41,6 +41,12 @@ class UnitStats:
     """Uses expected per step that find the unit gone since its use before; see frequency."""
     updates_per_step: float = 0.0
     """Updates expected per step."""
+    steps_used: int = field(default=0, metadata=_TOTAL)
+    """In how many steps it was used."""
+    routed: bool = False
+    """Whether it is a slice: experts, or rows of an embedding, which the data decides to use or not."""
+    step_nbytes: int = 0
+    """Bytes that a step which uses it reads and writes of its record, wherever that lies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +133,17 @@ class Stats:
         return sum(self.stalls_s.values())
 
     @property
+    def slices(self) -> tuple[UnitStats, ...]:
+        """Experts and rows of embeddings that are fetched by themselves, the most used first."""
+        routed = [unit for unit in self.units if unit.routed]
+        return tuple(sorted(routed, key=lambda unit: (-unit.steps_used, -unit.uses)))
+
+    @property
+    def unmoved_nbytes(self) -> int:
+        """Bytes of slices that would have been read and written, were each used in every step."""
+        return sum((self.steps - unit.steps_used) * unit.step_nbytes for unit in self.units if unit.routed)
+
+    @property
     def frequency(self) -> dict[str, float]:
         """Uses per step, by unit; uses, where no step has ended."""
         return {unit.name: unit.uses / max(1, self.steps) for unit in self.units}
@@ -172,6 +189,7 @@ class Stats:
                 f"{self.placement_revisions:,} revisions; {self.placement_reason or 'none decided'}",
             ),
         ]
+        rows += self._rows_of_slices()
         if self.ranks > 1:
             exchanged = (f"{kind} {format_size(nbytes)}" for kind, nbytes in self.exchanged_nbytes.items())
             rows.append(("ranks exchanged", ", ".join(exchanged)))
@@ -179,6 +197,18 @@ class Stats:
             rows.append(("predicted step", f"{self.predicted_step_s:.2f} s"))
         rows.append(("more", ".units, .frequency, .plan, .since(earlier); dataclasses.asdict(...)"))
         return [(what, textwrap.shorten(value, _WIDTH, placeholder=" ...")) for what, value in rows]
+
+    def _rows_of_slices(self) -> list[tuple[str, str]]:
+        slices, steps = self.slices, max(1, self.steps)
+        if not slices:
+            return []
+        used = sum(unit.steps_used for unit in slices) / steps
+        unmoved = f"{format_size(self.unmoved_nbytes)} were not moved for want of use"
+        named = [f"{unit.name} ({unit.steps_used / steps:.2f} of the steps)" for unit in slices]
+        return [
+            ("slices", f"{len(slices):,}, {used:,.1f} of them used in a step; {unmoved}"),
+            ("hottest, coldest", f"{named[0]}, {named[-1]}"),
+        ]
 
     def __repr__(self) -> str:
         rows = self.rows()
@@ -221,7 +251,17 @@ def _unit_stats(engine: Engine) -> Iterator[UnitStats]:
             unit.residence.uses,
             frequencies.fetches(unit.index),
             frequencies.updates(unit.index),
+            frequencies.steps_used(unit.index),
+            unit in engine.executor.routed,
+            _step_nbytes(unit),
         )
+
+
+def _step_nbytes(unit: Unit) -> int:
+    """Return what one forward and backward read of a record, and the update reads and writes."""
+    fields = {name: unit.record.field_nbytes(name) for name in unit.record.fields}
+    hi_nbytes = fields.get("hi", 0)
+    return hi_nbytes + 2 * sum(fields.values()) if unit.trainable else 2 * hi_nbytes
 
 
 def predicted_step_s(engine: Engine, load: Load, done: Stats, speed: Speed) -> float | None:

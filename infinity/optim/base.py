@@ -143,6 +143,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
             for one in group["params"]
             if (gradient := self.mine[id(one)].engine.arrivals.gradient_of(one)) is not None
         ]
+        found += self._beside({id(one) for _, one, _ in found})
         torch.autograd.graph.increment_version([one for _, one, _ in found])  # graphs with old values end
         taken = [one for one in found if one[2].form is not Form.APPLIED]
         self._warn_of_overflow([gradient for _, _, gradient in taken])
@@ -156,6 +157,15 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         for engine in self._engines.values():
             engine.close_step()
         return loss
+
+    def _beside(self, found: set[int]) -> list[tuple[dict[str, Any], nn.Parameter, Gradient]]:
+        """Return the slices of stacks that were not used, with gradients of zeros, as if they were found."""
+        return [
+            (self.param_groups[place.group], one, gradient)
+            for engine in self._engines.values()
+            for one, gradient in engine.arrivals.gradients_beside(found)
+            if (place := self.mine.get(id(one))) is not None
+        ]
 
     def _warn_of_overflow(self, gradients: list[Gradient]) -> None:
         """Warn, once, if fp16 gradients come without loss scaling, which checks them for overflows."""

@@ -179,7 +179,11 @@ class _Sizes:
 def _sizes(outline: Outline, setting: Setting) -> _Sizes:
     form = Format(setting.state_dtype, setting.dtype)
     align, wide = form.align_numel, 4 if setting.micro_batches > 1 else form.width
-    numels = tuple(-(-part.numel // setting.ranks) if part.trainable else 0 for part in outline.parts)
+    moves = [part.trainable and not part.idle for part in outline.parts]
+    numels = tuple(
+        -(-part.numel // setting.ranks) if moving else 0
+        for part, moving in zip(outline.parts, moves, strict=True)
+    )
     wholes = [lay_out([("", shape) for shape in part.shapes], align).numel for part in outline.parts]
     return _Sizes(
         form,
@@ -406,6 +410,8 @@ def _moved(
     used_last = {step.use.unit: step.use.phase.value for step in plan.steps}
     for unit, fetches in enumerate(_fetches(plan, len(sizes.numels))):
         trainable = outline.parts[unit].trainable
+        if outline.parts[unit].idle:
+            continue
         again = setting.update == "backward" and trainable and not (resident and used_last.get(unit) == "B")
         for name in sizes.form.fields:
             if (unit, name) in placement or not (trainable or name == "hi"):

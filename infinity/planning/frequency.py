@@ -64,6 +64,7 @@ class Frequencies:
         self._settled_at = 0
         # Of this step: lists, which count one at a time faster than arrays.
         self._used, self._fetched, self._updated = [0] * units, [0] * units, [0] * units
+        self._steps_used = np.zeros(units, np.int64)
 
     @property
     def steps(self) -> int:
@@ -88,7 +89,9 @@ class Frequencies:
     def close_step(self) -> None:
         """Fold what this step counted into what is expected."""
         counted = (self._uses, self._used), (self._fetches, self._fetched), (self._updates, self._updated)
-        self._touched.close_step([min(uses, 1) for uses in self._used])
+        touched = [min(uses, 1) for uses in self._used]
+        self._steps_used += touched
+        self._touched.close_step(touched)
         for average, now in counted:
             average.close_step(now)
             now[:] = [0] * len(now)
@@ -104,6 +107,10 @@ class Frequencies:
         [Note: another pattern].
         """
         return self.steps < self._settled_at
+
+    def steps_used(self, unit: int) -> int:
+        """Return in how many steps a unit was used, since the start."""
+        return int(self._steps_used[unit])
 
     def uses(self, unit: int) -> float:
         """Return the uses expected per step; 0 before the first step ends, as all of these."""

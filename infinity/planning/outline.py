@@ -31,6 +31,8 @@ class UnitOutline:
     trainable: bool = True
     active: float = 1.0
     """The share of its matrices that computes with each token; below 1 for experts."""
+    idle: bool = False
+    """Whether no token of a step is routed to it: it is stored, and nothing of it moves."""
 
     @property
     def numel(self) -> int:

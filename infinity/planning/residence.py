@@ -8,6 +8,13 @@ use if the plan keeps it and nothing is pending for it; else it leaves the devic
 that starts from a unit's values is *lent* their memory, and releases it. A use that the plan did not foresee
 takes the same path without prefetch: its unit is fetched on demand, and counted as a miss.
 
+[Note: routed units]
+Which experts, or blocks of an embedding, a step uses is known only when it has come to them, so no plan has
+them. The units that a layer is about to use are *announced*: their fetches begin, in that order, as far as
+the window has room. After a use in a forward such a unit waits on, as long as nothing else needs its room;
+the one used longest ago goes first. In a forward before a backward that is the one needed last; without a
+backward it is the rule of the least recently used.
+
 Residency decides all that. Subclasses carry it out: units/residency.py with passes of the lane, forecast.py
 with passes on a simulated clock.
 """
@@ -245,6 +252,11 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
         self._on_host, self._in_order = on_host, in_order
         self._owed: deque[int] = deque()
         self._staying: set[_UnitT] = set()
+        self._routed: set[_UnitT] = set()
+        """See [Note: routed units]."""
+        self._announced: deque[_UnitT] = deque()
+        self._idle: dict[_UnitT, None] = {}
+        """Routed units that wait since a use, the one used longest ago first."""
         self._whole = False
 
     @abstractmethod
@@ -276,6 +288,13 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
             self._staying.discard(unit)
         self.make_resident(unit)
         self._owed.extend(fetch)
+        self.fetch_owed()
+
+    def announce(self, units: Iterable[_UnitT]) -> None:
+        """Begin the fetches of routed units that are used next, in this order: see [Note: routed units]."""
+        self._announced = deque(units)
+        for unit in self._announced:
+            self._idle.pop(unit, None)
         self.fetch_owed()
 
     def make_resident(self, unit: _UnitT) -> None:
@@ -319,7 +338,8 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
                 break
             wanted[unit.index] = None
         for unit in self.units:
-            if unit.residence.waits and unit is not but and unit.index not in wanted:
+            stays = unit is but or unit.index in wanted or unit in self._routed
+            if unit.residence.waits and not stays:
                 self.evict(unit)
         self._owed = deque(wanted)
 
@@ -335,6 +355,8 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
             return
         stays = self._whole or unit in self._staying
         if stays and not unit.pending and self._let_wait(unit):
+            if unit in self._routed:
+                self._idle[unit] = None
             return
         self.evict(unit)
         self.fetch_owed()
@@ -347,31 +369,41 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
         return fetch
 
     def fetch_owed(self) -> None:
-        """Begin the fetches that the plan asked for, as far as there is room for what waits."""
-        while self._owed:
-            unit = self.units[self._owed[0]]
-            if (lent := unit.residence.lent) is not None:
-                if not self._in_order:
-                    return
-                self._wait(lent, "update")
-            if unit.residence.fetch is None and not self._is_there(unit):
-                if not self._let_wait(unit):
-                    return
-                self._fetch(unit, urgent=False)
+        """Begin the fetches that were announced, and those that the plan asked for, as far as there is room
+        for what waits.
+        """
+        while self._announced and self._begin_owed(self._announced[0]):
+            self._announced.popleft()
+        while self._owed and self._begin_owed(self.units[self._owed[0]]):
             self._owed.popleft()
+
+    def _begin_owed(self, unit: _UnitT) -> bool:
+        """Begin the fetch of a unit, if it is to be fetched; False where that has to wait."""
+        if (lent := unit.residence.lent) is not None:
+            if not self._in_order:
+                return False
+            self._wait(lent, "update")
+        if unit.residence.fetch is None and not self._is_there(unit):
+            if not self._let_wait(unit):
+                return False
+            self._fetch(unit, urgent=False)
+        return True
 
     # The window
 
     def _let_wait(self, unit: _UnitT) -> bool:
         """Charge a unit for waiting, resident, for its use; False where the window has no room."""
         nbytes = unit.window_nbytes
-        if not self._window.try_reserve(nbytes):
-            return False
+        while not self._window.try_reserve(nbytes):
+            if not self._idle:
+                return False
+            self.evict(next(iter(self._idle)))
         unit.residence.charge(nbytes)
         return True
 
     def _end_waiting(self, unit: _UnitT) -> None:
         charged = unit.residence.uncharge()
+        self._idle.pop(unit, None)
         if charged is not None:
             self._window.release(charged)
 
@@ -442,7 +474,8 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
         """Begin a round, at whose begin `opening` wait, or are on their way. What else waits leaves."""
         wanted = dict.fromkeys(opening)
         for unit in self.units:
-            if unit.residence.waits and unit.index not in wanted and not self._whole:
+            stays = self._whole or unit.index in wanted or unit in self._routed
+            if unit.residence.waits and not stays:
                 self.evict(unit)
         self._owed = deque(wanted)
         self.fetch_owed()
@@ -450,6 +483,7 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
     def end(self) -> None:
         """A step is over, its updates are decided: what waits for a use is stale."""
         self._owed.clear()
+        self._announced.clear()
         self._staying.clear()
         self._evict_waiting(only_pending=self._whole)
 

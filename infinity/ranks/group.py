@@ -230,6 +230,15 @@ class Ranks:
         rows = self._control.rows(torch.tensor(values, dtype=torch.float64), what)
         return [sum(column) for column in zip(*rows, strict=True)]
 
+    def union(self, chosen: Sequence[int], count: int, what: str) -> list[int]:
+        """Return, in order, those of the numbers below `count` that any rank has chosen."""
+        if self._control is None:
+            return list(chosen)
+        mine = torch.zeros(count, dtype=torch.uint8)
+        mine[list(chosen)] = 1
+        rows = self._control.rows(mine, what)
+        return [number for number, any_rank in enumerate(zip(*rows, strict=True)) if any(any_rank)]
+
     def least(self, value: int, what: str) -> int:
         """Return the smallest of the ranks' integers."""
         if self._control is None:

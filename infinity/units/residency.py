@@ -5,7 +5,8 @@ why, is in planning/residence.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 from infinity.device.blocks import Blocks, DeviceBlocks, HostBlocks
@@ -26,6 +27,9 @@ from infinity.storage.memory import Ledger
 from infinity.timeline import Timeline
 from infinity.units.changes import would_be_lost
 from infinity.units.unit import Unit
+
+_LAYERS = 1 << 12
+"""Announcements of a forward that are remembered for its backward."""
 
 
 class Assembler(Protocol):
@@ -63,21 +67,34 @@ class Executor(Residency[Unit, UpdatePass]):
         """Whether updates are pending until the next fetch, and not applied in the backward."""
         self._refused: UnsupportedError | None = None
         self._assembler = assembler
+        self._layers: deque[list[Unit]] = deque(maxlen=_LAYERS)
+        """Routed units as they were announced in forwards that a backward may follow."""
+        self._routed_uses = 0
 
-    def open(self, units: list[Unit], ahead_nbytes: int, *, whole: bool = False) -> None:
+    def open(
+        self, units: list[Unit], ahead_nbytes: int, *, whole: bool = False, routed: Iterable[Unit] = ()
+    ) -> None:
         """Take the units of a finished model, in the order of its modules; a first plan assumes they run in
         that order.
 
+        routed: those of which the data decides whether they are used; see [Note: routed units] in residence.
         whole: what is resident stays so until it is updated (ZeRO stages 1 and 2): `ahead_nbytes` has room.
         """
         self._whole = whole
         self.units = units
         self._ahead.resize(ahead_nbytes)
-        forward = [Use(Phase.FORWARD, unit.index) for unit in units]
-        back = [Use(Phase.BACKWARD, unit.index) for unit in reversed(units)]
+        self._routed = set(routed)
+        planned = [unit for unit in units if unit not in self._routed]
+        forward = [Use(Phase.FORWARD, unit.index) for unit in planned]
+        back = [Use(Phase.BACKWARD, unit.index) for unit in reversed(planned)]
         for course in (self._steps, self._rounds):
             course.open(len(units))
         self._plan_steps((*forward, *back))
+
+    @property
+    def routed(self) -> Collection[Unit]:
+        """Units of which the data decides whether they are used."""
+        return self._routed
 
     @property
     def ahead_nbytes(self) -> int:
@@ -111,11 +128,20 @@ class Executor(Residency[Unit, UpdatePass]):
 
     def _plan(self, course: Course, trace: tuple[Use, ...], sizes: list[int]) -> None:
         hides = [unit.resident_nbytes for unit in self.units]
-        course.plan(trace, sizes, self._ahead.limit_nbytes, hides)
+        course.plan(trace, sizes, self._planned_nbytes(), hides)
         self.counts.count_plan()
 
     def _plan_steps(self, trace: tuple[Use, ...]) -> None:
         self._plan(self._steps, trace, self._fetched_sizes())
+
+    def _planned_nbytes(self) -> int:
+        """The window, without what is left to routed units: half of it, where they and the largest of the
+        others need so much.
+        """
+        limit = self._ahead.limit_nbytes
+        of_routed = sum(unit.resident_nbytes for unit in self._routed)
+        others = (unit.resident_nbytes for unit in self.units if unit not in self._routed)
+        return limit - max(0, min(limit // 2, of_routed, limit - max(others, default=0)))
 
     def _fetched_sizes(self) -> list[int]:
         return [0 if self._never_fetched(unit) else unit.resident_nbytes for unit in self.units]
@@ -200,6 +226,9 @@ class Executor(Residency[Unit, UpdatePass]):
         course = self._course
         self.counts.count_use()
         unit.residence.count_use()
+        if unit in self._routed:
+            self._use_routed(unit, phase)
+            return
         course.frequencies.used(unit.index, kept=unit in self._staying)
         fetch, keep, foreseen = course.cursor.advance(Use(phase, unit.index))
         if not foreseen:
@@ -211,6 +240,34 @@ class Executor(Residency[Unit, UpdatePass]):
         upcoming = (self.units[use.unit] for use in cursor.upcoming())
         fetched = (one for one in upcoming if not self._never_fetched(one))
         self.look_again(fetched, self._ahead.limit_nbytes, but=but)
+
+    def _use_routed(self, unit: Unit, phase: Phase) -> None:
+        self._routed_uses += not self.in_round
+        self._course.frequencies.used(unit.index, kept=unit.residence.waits and not unit.in_place)
+        if unit in self._announced:
+            self._announced.remove(unit)
+        forward = phase is Phase.FORWARD
+        if not forward and self._layers:
+            self._foresee(unit)
+        self.use(unit, (), keep=forward)
+
+    def expect(self, units: list[Unit], phase: Phase, *, again: bool) -> None:
+        """Begin to fetch the routed units that a layer is about to use, in this order. again: a backward may
+        use them once more.
+        """
+        if again and phase is Phase.FORWARD:
+            self._layers.append(units)
+        self.announce(units)
+
+    def _foresee(self, unit: Unit) -> None:
+        """In a backward, announce the other units of a layer whose first is used, and of the layer before."""
+        if not any(unit in layer for layer in self._layers):
+            return
+        while unit not in self._layers[-1]:
+            self._layers.pop()
+        layer = self._layers.pop()
+        before = self._layers[-1] if self._layers else []
+        self.announce([*(one for one in reversed(layer) if one is not unit), *reversed(before)])
 
     def drop(self, unit: Unit) -> None:
         """End one `hold`; the last one releases the unit, or keeps it waiting where the plan says so."""
@@ -294,12 +351,15 @@ class Executor(Residency[Unit, UpdatePass]):
         """
         self.end_rounds()
         self.updates_at_fetch = updates_at_fetch
-        if not self.cursor.trace:  # nothing was used since the last step: other fetches stay valid
+        if not self.cursor.trace and not self._routed_uses:
+            # Nothing was used since the last step: other fetches stay valid.
             self._evict_waiting(only_pending=True)
             return False
         self.counts.count_step()
         self.frequencies.close_step()
         self._set_apart.clear()
+        self._routed_uses = 0
+        self._layers.clear()
         self.end()
         return True
 
@@ -339,7 +399,8 @@ class Executor(Residency[Unit, UpdatePass]):
             self._plan(course, tuple(cursor.trace), sizes)
         elif not course.planned or course.has_other_sizes(sizes):
             planned = tuple(step.use for step in cursor.plan.steps) if cursor.plan is not None else None
-            self._plan(course, planned or tuple(Use(Phase.FORWARD, one.index) for one in self.units), sizes)
+            others = (one.index for one in self.units if one not in self._routed)
+            self._plan(course, planned or tuple(Use(Phase.FORWARD, one) for one in others), sizes)
         self.counts.count_round()
         cursor.restart()
         if cursor.plan is None:

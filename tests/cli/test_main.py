@@ -239,6 +239,7 @@ MODULES = {
     "bench adam": "kernels.adam",
     "bench step": "engine.step",
     "bench tiles": "tiling.tiles",
+    "bench experts": "planning.experts",
     "bench copy": "device.copy",
     "plan": "planning.plan",
 }

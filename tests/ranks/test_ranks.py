@@ -20,6 +20,8 @@ EXACT = [
     "gpt2",
     "dropout",
     "mixtral",
+    "experts",
+    "experts, checkpointed",
     "max_norm",
     "clip_grad_norm_",
     "accumulated",
@@ -79,7 +81,7 @@ CASES = {
 }
 BY_DEFAULT = {
     *("mixtral", "no_sync", "frozen", "nvme accumulated", "stage 1", "stage 2 backward", "a head in fp32"),
-    *("edited", "overflow on nvme", "deepspeed", "mesh", "joined llama", *OTHERS),
+    *("experts", "edited", "overflow on nvme", "deepspeed", "mesh", "joined llama", *OTHERS),
 }
 """Of those on two ranks: every mechanism once; each launch of more ranks, and the other cases, are slow."""
 
@@ -130,6 +132,14 @@ def test_ranks_train_bit_for_bit_as_plain_data_parallelism(answers, ranks, case)
         assert all(one["nvme"] > 0 for one in given)
     if case == "nvme accumulated" and ranks == 2:  # a smaller share's gradients fit
         assert any(one["spilled"] > 0 for one in given)
+
+
+@pytest.mark.parametrize(("ranks", "case"), [of(2, "experts"), of(2, "experts, checkpointed")])
+def test_ranks_that_route_differently_fetch_the_experts_that_any_of_them_needs_and_no_others(
+    answers, ranks, case
+):
+    one, other = answers(ranks, case)
+    assert one["used"] == other["used"] < one["units"]
 
 
 @pytest.mark.slow

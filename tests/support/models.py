@@ -7,7 +7,7 @@ import functools
 import torch
 import transformers
 
-from infinity import AdamW, Init
+from infinity import AdamW, Init, tiling
 from infinity.engine.engine import engine_of_model
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.reference import clip_grad_norm_ as reference_clip
@@ -43,6 +43,64 @@ MODELS = {
         )
     ),
 }
+
+
+ROUTED = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 192,
+    "num_experts_per_tok": 2,
+}
+"""Large enough that each expert is a slice of its own."""
+LATENT = {
+    **ROUTED,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 192,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}
+OF_EXPERTS = {
+    "mixtral": (transformers.MixtralConfig, {**ROUTED, "num_local_experts": 12}),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        {**ROUTED, "num_experts": 12, "moe_intermediate_size": 192, "head_dim": 16, "mlp_only_layers": []},
+    ),
+    "deepseek_v3": (transformers.DeepseekV3Config, {**LATENT, "n_routed_experts": 12}),
+    "gpt_oss": (
+        transformers.GptOssConfig,
+        {**ROUTED, "num_local_experts": 12, "head_dim": 16, "layer_types": ["full_attention"] * 2},
+    ),
+    "granitemoe": (transformers.GraniteMoeConfig, {**ROUTED, "num_local_experts": 12}),
+}
+"""Configurations with stacked experts, by architecture."""
+
+
+def of_experts(name, implementation=None, **changes):
+    """Build a small model of an architecture with experts, from seed 0."""
+    kind, fields = OF_EXPERTS[name]
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(kind(**{**fields, **changes}))
+    if implementation is not None:
+        model.set_experts_implementation(implementation)
+    return model
+
+
+def prepared_of_experts(name, implementation=None, **changes):
+    """Build one in memory, for the reference; a router that is made in fp32 computes in it."""
+    model = of_experts(name, implementation, **changes)
+    for module in model.modules():
+        if type(module).__name__ == "DeepseekV3TopkRouter":
+            prepare(module, torch.float32)
+    return prepare(model)
 
 
 def in_fp32(model):
@@ -108,19 +166,35 @@ def train(model, optimizer, steps, accumulate=1, clip=None, schedule=None, first
     return losses
 
 
+def named_wholes(model):
+    """Yield the parameters that a model has where no layer is cut, by name: each with what it is made of."""
+    for prefix, module in model.named_modules():
+        cut = isinstance(module, tiling.Tiled)
+        if isinstance(module, tiling.tile.Piece):
+            continue
+        own = {name: one.pieces() for name, one in module.wholes().items()} if cut else {}
+        own |= {name: [one] for name, one in module._parameters.items() if one is not None}
+        for name, pieces in own.items():
+            yield f"{prefix}.{name}" if prefix else name, pieces
+
+
 def assert_same_state(model, optimizer, plain, reference):
     """Compare weights, masters and moments with the reference's, bit for bit."""
     found, expected = model.state_dict(), plain.state_dict()
     assert list(found) == list(expected)
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
     engine = engine_of_model(model)
-    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+    ours = {}
+    for name, pieces in named_wholes(model):
+        ours.setdefault(id(pieces[0]), (name, pieces))
+    for (name, pieces), theirs in zip(ours.values(), plain.parameters(), strict=True):
         state = reference.state[theirs]
         if not state:
             continue
         m, v = (moment.view(theirs.shape) for moment in widened(state))
         for field, expected in (("master", state["master"]), ("m", m), ("v", v)):
-            assert torch.equal(engine.parameters.read(ours, [field])[0], expected), f"{name}.{field}"
+            found = [engine.parameters.read(one, [field])[0] for one in pieces]
+            assert torch.equal(found[0] if len(found) == 1 else torch.cat(found), expected), f"{name}.{field}"
 
 
 def both(name, optimizer, init, *, checkpoint=None, update="forward"):

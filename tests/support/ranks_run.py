@@ -68,6 +68,9 @@ models.MODELS.update(  # wide enough that every rank holds a part of most units,
         "mixtral": lambda: transformers.MixtralForCausalLM(
             transformers.MixtralConfig(**WIDE, num_local_experts=4, num_experts_per_tok=2)
         ),
+        "experts": lambda: transformers.MixtralForCausalLM(  # the ranks' tokens go to some of them
+            transformers.MixtralConfig(**WIDE, num_local_experts=24, num_experts_per_tok=1)
+        ),
     }
 )
 
@@ -164,11 +167,13 @@ def compare(
         optimizer = kind(trained, **{key: one for key, one in options.items() if ours or key != "update"})
         torch.manual_seed(100 + dist.get_rank())  # of dropout: each rank draws its own
         losses = train(model, optimizer, micro=micro, once=once, clip=clip, edits=edits)
-        shown.append({"losses": losses, **model.state_dict(), **state_of(optimizer)})
+        shown.append({"losses": losses, **model.state_dict(), **state_of(optimizer, model)})
     expected, actual = shown
     assert expected.keys() == actual.keys()
     stats = infinity.stats(model)
     return {
+        "used": sum(unit.uses > 0 for unit in stats.units),
+        "units": len(stats.units),
         "different": [key for key, one in expected.items() if not same(one, actual[key])],
         "losses": actual["losses"],
         "nvme": stats.nvme_written_nbytes,
@@ -360,11 +365,19 @@ def partitioned(**settings):
     return {"equal": equal, "kept": kept}
 
 
-def state_of(optimizer):
+def state_of(optimizer, model=None):
+    """Return an optimizer's moments by number, or, given its model, by the names where no layer is cut."""
+    state = optimizer.state_dict()["state"]
+    keys = ("exp_avg", "exp_avg_sq")
+    if model is None:
+        pairs = [(number, key) for number in state for key in keys]
+        return {f"{key} of parameter {number}": state[number][key].float() for number, key in pairs}
+    numbers = {id(one): number for number, one in enumerate(optimizer.param_groups[0]["params"])}
     return {
-        f"{key} of parameter {number}": state[key].float()
-        for number, state in optimizer.state_dict()["state"].items()
-        for key in ("exp_avg", "exp_avg_sq")
+        f"{key} of {name}": torch.cat([state[numbers[id(one)]][key].float() for one in pieces])
+        for name, pieces in models.named_wholes(model)
+        for key in keys
+        if id(pieces[0]) in numbers and numbers[id(pieces[0])] in state
     }
 
 
@@ -432,6 +445,10 @@ CASES = {
     "gpt2": lambda: compare("gpt2"),
     "dropout": lambda: compare("gpt2-dropout"),
     "mixtral": lambda: compare("mixtral"),
+    "experts": lambda: compare("experts", **NVME),
+    "experts, checkpointed": lambda: compare(
+        "experts", checkpoint="not", options={"update": "backward"}, **NVME
+    ),
     "max_norm": lambda: compare("llama", options={"max_norm": 0.5}),
     "clip_grad_norm_": lambda: compare("gpt2", clip=0.5),
     "accumulated": lambda: compare("llama", micro=2),

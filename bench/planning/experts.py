@@ -1,0 +1,142 @@
+"""`infinity bench experts`: which experts stay in memory, by Infinity's placement and by other policies; and
+the bytes that steps of a small Mixtral move, with its experts one by one and whole.
+
+    infinity bench experts --nvme DIR --json experts.json
+
+Traces are drawn with a stated skew and drift; see routing. Belady's optimum, which knows the future, is the
+limit. The Mixtral is real: random weights, few tokens, everything on NVMe that the budget does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from infinity.bench.arguments import positive, some_size
+from infinity.bench.engine.runs import folder_on
+from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, report
+from infinity.bench.planning.routing import POLICIES, TRACES, compared
+
+HELP = "which experts stay in memory, beside LRU, LFU and Belady's optimum; the bytes of a small Mixtral"
+_SHARES = (8, 4, 2)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `infinity bench experts`."""
+    add = parser.add_argument
+    add(
+        "--nvme", type=Path, default=Path(), metavar="DIR", help="a folder for the Mixtral's state (this one)"
+    )
+    add("--experts", type=positive, default=128, metavar="N", help="in a trace; 128")
+    add("--tokens", type=positive, default=32, metavar="N", help="that a step of a trace routes; 32")
+    add("--steps", type=positive, default=240, metavar="N", help="of a trace; 240")
+    add(
+        "--seeds",
+        type=positive,
+        default=3,
+        metavar="N",
+        help="traces of each kind, of which means are shown; 3",
+    )
+    budget = "host_memory of the Mixtral; 2MiB"
+    add("--host-memory", type=some_size, default=2 << 20, metavar="SIZE", help=budget)
+    add_outputs(parser)
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Simulate, train, and report.
+
+    Raises: OSError, of a full disk for example.
+    """
+    check_outputs(options)
+    with folder_on(options.nvme) as folder:
+        with console.status("routing"):
+            rows = list(simulated(options))
+        with console.status("training"):
+            moved = {how: trained(how, folder, options.host_memory) for how in ("slices", "whole")}
+        report(findings_of(rows, moved, options), options, console, folder)
+    return 0
+
+
+def simulated(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for each kind of trace and room: means over the seeds."""
+    rooms = [max(options.experts // share, 1) for share in _SHARES]
+    for kind in TRACES:
+        runs = [
+            kind.run(seed, options.steps, options.experts, options.tokens) for seed in range(options.seeds)
+        ]
+        for of_room in zip(*(compared(one, rooms) for one in runs), strict=True):
+            means = {
+                key: sum(float(row[key]) for row in of_room) / len(of_room)  # type: ignore[arg-type]
+                for key in of_room[0]
+            }
+            yield {"trace": kind.name, **means}
+
+
+def trained(how: str, folder: str | Path, host_nbytes: int) -> dict[str, float]:
+    """Train a Mixtral of 32 experts a layer on two tokens; return NVMe bytes per parameter and step, the
+    share of the parameters that a step uses, and how many there are.
+    """
+    import torch
+    import transformers
+
+    import infinity
+
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 512, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.MixtralConfig(**sizes, **heads, num_local_experts=32, num_experts_per_tok=1)
+    torch.manual_seed(0)
+    with infinity.Init(nvme=str(folder), host_memory=host_nbytes, experts=how):
+        model = transformers.MixtralForCausalLM(config)
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-3)
+    ids = torch.tensor([[3, 3]])
+    steps, before = 4, infinity.stats(model)
+    for step in range(2 * steps):
+        if step == steps:
+            before = infinity.stats(model)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    done = infinity.stats(model).since(before)
+    used = sum(unit.numel for unit in done.units if unit.uses)
+    return {
+        "bytes": (done.nvme_read_nbytes + done.nvme_written_nbytes) / done.parameters / steps,
+        "used": used / sum(unit.numel for unit in done.units),
+        "parameters": done.parameters,
+    }
+
+
+def findings_of(
+    rows: list[dict[str, Any]], moved: Mapping[str, Mapping[str, float]], options: argparse.Namespace
+) -> Findings:
+    """Return what was found, as a table and as lines below it."""
+
+    def percent(value: Any) -> str:
+        return f"{100 * value:.1f} %"
+
+    skewed = [row for row in rows if row["trace"] != "even"]
+    least = min((row["Infinity hits"] / row["Belady hits"] for row in skewed), default=0.0)
+    online = [max(row["LRU hits"], row["LFU hits"]) - row["Infinity hits"] for row in rows]
+    lines = [
+        f"hits beside Belady's, on skewed traces: at least {percent(least)}",
+        f"hits below the better of LRU and LFU: at most {percent(max(0.0, *online))} of the uses",
+    ]
+    for how, of in moved.items():
+        lines.append(
+            f'a Mixtral of {of["parameters"] / 1e6:.1f} M parameters, experts="{how}": a step uses '
+            f"{percent(of['used'])} of them and moves {of['bytes']:.2f} B per parameter"
+        )
+    return Findings(
+        title=f"which of {options.experts} experts stay in memory, {options.tokens} tokens a step",
+        rows=[*rows, *({"trace": f"Mixtral, {how}", "mixtral": dict(of)} for how, of in moved.items())],
+        columns=[
+            Column("trace", "routing"),
+            Column("room", "room", lambda value: f"{value:.0f}"),
+            *(Column(f"{name} hits", name, percent) for name in POLICIES),
+        ],
+        verdicts=lines,
+        options=asked(options),
+    )

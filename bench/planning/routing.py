@@ -1,0 +1,197 @@
+"""Traces of routing with stated skew and drift, and what stays in memory by several policies. Pure.
+
+A trace is a list of steps, a step the list of the experts that it uses, each once. Memory has room for some
+experts, all of one size. A use that finds its expert in memory is a hit; any other reads it and writes it
+back. Caches (LRU, LFU) take in what was used, and give up something else. Infinity's placement is decided
+between steps, from the expected uses: what moves into memory is written once less, what leaves once more.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+
+from infinity.planning.frequency import Frequencies
+from infinity.planning.placement import Candidate, Placement, PlacementBudget, revise
+
+Run = list[list[int]]
+
+_REVISED_EVERY = 8
+"""Steps from one decision to the next, as in units/pinning.py."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How tokens are routed. skew: the expert of rank r is drawn in proportion to r^-skew. drift: the chance,
+    after a step, that an expert becomes as popular as another was. change_every: steps after which all
+    experts change places; 0: never.
+    """
+
+    name: str
+    skew: float
+    drift: float = 0.0
+    change_every: int = 0
+
+    def run(self, seed: int, steps: int, experts: int, tokens: int) -> Run:
+        """Return the experts that each step's tokens are routed to."""
+        random = np.random.default_rng(seed)
+        weights = np.arange(1, experts + 1) ** -self.skew
+        weights /= weights.sum()
+        ranked = [int(one) for one in random.permutation(experts)]
+        found = []
+        for step in range(1, steps + 1):
+            ranks = random.choice(experts, size=tokens, p=weights)
+            found.append(sorted({ranked[rank] for rank in ranks}))
+            if random.random() < self.drift:
+                ranked.insert(int(random.integers(experts)), ranked.pop(int(random.integers(experts))))
+            if self.change_every and step % self.change_every == 0:
+                ranked = [int(one) for one in random.permutation(experts)]
+        return found
+
+
+TRACES = (
+    Routing("even", 0.0),
+    Routing("skewed", 1.2),
+    Routing("skewed, drifting", 1.2, drift=0.5),
+    Routing("very skewed, drifting", 2.0, drift=0.2),
+    Routing("skewed, all change every 40 steps", 1.2, change_every=40),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a policy did: hits among uses, and records that were read or written, in experts."""
+
+    hits: int
+    uses: int
+    moved: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the uses that found their expert in memory."""
+        return self.hits / max(1, self.uses)
+
+
+def _cached(run: Run, room: int, give_up: Callable[[set[int], int, int], int]) -> Kept:
+    """Follow a cache. give_up: which of the experts in it, after a use, at this place in the run, goes."""
+    cache: set[int] = set()
+    hits = moved = 0
+    uses = list(itertools.chain.from_iterable(run))
+    for place, expert in enumerate(uses):
+        hits += expert in cache
+        moved += expert not in cache
+        cache.add(expert)
+        if len(cache) > room:
+            cache.discard(give_up(cache, expert, place))
+            moved += 1
+    return Kept(hits, len(uses), moved)
+
+
+def lru(run: Run, room: int) -> Kept:
+    """Give up what was used longest ago."""
+    last: dict[int, int] = {}
+    uses = list(itertools.chain.from_iterable(run))
+
+    def give_up(cache: set[int], _used: int, place: int) -> int:
+        last.update({uses[one]: one for one in range(max(last.values(), default=-1) + 1, place + 1)})
+        return min(cache, key=last.__getitem__)
+
+    return _cached(run, room, give_up)
+
+
+def lfu(run: Run, room: int) -> Kept:
+    """Give up what was used least often since the start."""
+    counted: Counter[int] = Counter()
+    uses = list(itertools.chain.from_iterable(run))
+
+    def give_up(cache: set[int], used: int, place: int) -> int:
+        counted.update(uses[counted.total() : place + 1])
+        return min(cache, key=lambda one: (counted[one], one == used))
+
+    return _cached(run, room, give_up)
+
+
+def static(run: Run, room: int) -> Kept:
+    """Keep, from their first use on, the experts that the whole run uses most, as if that were known."""
+    counted = Counter(itertools.chain.from_iterable(run))
+    kept = {expert for expert, _ in counted.most_common(room)}
+    hits = moved = 0
+    seen: set[int] = set()
+    uses = list(itertools.chain.from_iterable(run))
+    for expert in uses:
+        there = expert in kept and expert in seen
+        hits += there
+        moved += 0 if there else 1 if expert in kept else 2
+        seen.add(expert)
+    return Kept(hits, len(uses), moved)
+
+
+def belady(run: Run, room: int) -> Kept:
+    """Give up what is used furthest in the future: no policy has more hits."""
+    uses = list(itertools.chain.from_iterable(run))
+    positions: defaultdict[int, list[int]] = defaultdict(list)
+    for place in reversed(range(len(uses))):
+        positions[uses[place]].append(place)
+
+    def give_up(cache: set[int], _used: int, place: int) -> int:
+        for expert in cache:
+            while positions[expert] and positions[expert][-1] <= place:
+                positions[expert].pop()
+        return max(cache, key=lambda one: positions[one][-1] if positions[one] else len(uses))
+
+    return _cached(run, room, give_up)
+
+
+def ours(run: Run, room: int) -> Kept:
+    """Keep what `Frequencies` expects to be used most, as units/pinning.py decides it."""
+    count = 1 + max(itertools.chain.from_iterable(run))
+    frequencies = Frequencies(count)
+    placed: Placement = MappingProxyType({})
+    there: set[int] = set()
+    hits = moved = uses = 0
+    for number, step in enumerate(run):
+        for expert in step:
+            frequencies.used(expert)
+            frequencies.updated(expert)
+            uses += 1
+            hits += expert in there
+            if expert not in there:
+                comes = (expert, "m") in placed  # with the pass that updates it anyway
+                moved += 1 if comes else 2
+                there |= {expert} if comes else set()
+        frequencies.close_step()
+        if number % _REVISED_EVERY == 0 or frequencies.unsettled:
+            candidates = [
+                Candidate(one, "m", 1, frequencies.fetches(one), frequencies.updates(one))
+                for one in range(count)
+            ]
+            placed = revise(placed, candidates, PlacementBudget(0, room, 0)).placement
+            leaving = {one for one in there if (one, "m") not in placed}
+            moved += len(leaving)
+            there -= leaving
+    return Kept(hits, uses, moved)
+
+
+POLICIES: Mapping[str, Callable[[Run, int], Kept]] = {
+    "Infinity": ours,
+    "LRU": lru,
+    "LFU": lfu,
+    "static": static,
+    "Belady": belady,
+}
+
+
+def compared(run: Run, rooms: Sequence[int]) -> list[dict[str, object]]:
+    """Return a row for each room: hit rates and records moved per use, by policy."""
+    rows: list[dict[str, object]] = []
+    for room in rooms:
+        kept = {name: policy(run, room) for name, policy in POLICIES.items()}
+        rates = {f"{name} hits": one.hit_rate for name, one in kept.items()}
+        moved = {f"{name} moved": one.moved / one.uses for name, one in kept.items()}
+        rows.append({"room": room, **rates, **moved})
+    return rows

@@ -1,0 +1,102 @@
+"""Stacks whose slices are parameters of their own: checkpoints and exports have them whole, by their names.
+
+A slice is a range of its stack's elements. So the pieces of a stack, in the manifest, are those of its
+slices, and a checkpoint loads into a model whose experts are whole, and back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from infinity.planning.layout import STATE_BLOCK
+from infinity.storage.manifest import Form, Manifest, Tensor, TensorPiece
+from infinity.tiling import Routed
+
+
+@dataclass(frozen=True, slots=True)
+class SlicePlace:
+    """Where a slice lies in its stack."""
+
+    stack: str  # its name in the model
+    first: int  # the element of the stack that the slice begins with
+    shape: tuple[int, ...]  # of the stack
+
+
+class Stacks:
+    """The slices of one model, by their names."""
+
+    def __init__(self, model: nn.Module, *, blocks: bool) -> None:
+        """Find them. blocks: moments are kept in blocks, which slices have to be whole numbers of."""
+        self.places: dict[str, SlicePlace] = {}
+        for prefix, module in model.named_modules():
+            if isinstance(module, Routed):
+                for name, place in _places(module, f"{prefix}." if prefix else "", blocks=blocks):
+                    self.places.setdefault(name, place)
+
+    def name(self, name: str) -> str:
+        """Return a parameter's name in files: for a slice its stack's."""
+        place = self.places.get(name)
+        return name if place is None else place.stack
+
+    def names(self, names: Iterable[str]) -> list[str]:
+        """Return parameters' names in files, each once, in their order."""
+        return list(dict.fromkeys(map(self.name, names)))
+
+    def first(self, name: str, *, scales: bool = False) -> int:
+        """Return the element of the tensor in files that a parameter begins with. scales: of its moments'
+        scales.
+        """
+        place = self.places.get(name)
+        first = 0 if place is None else place.first
+        return 2 * (first // STATE_BLOCK) if scales else first
+
+    def form(self, name: str, form: Form, *, scales: bool = False) -> Form:
+        """Return the form of the tensor in files that a parameter's, of this form, is part of."""
+        place = self.places.get(name)
+        if place is None:
+            return form
+        return form[0], (-(-math.prod(place.shape) // STATE_BLOCK), 2) if scales else place.shape
+
+    def joined(self, manifest: Manifest) -> Manifest:
+        """Return a manifest with stacks in the place of their slices."""
+        pieces: defaultdict[tuple[str, str], list[TensorPiece]] = defaultdict(list)
+        forms: dict[tuple[str, str], Form] = {}
+        for one in manifest.tensors:
+            scales = one.kind.endswith("_scale")
+            key = one.kind, self.name(one.name)
+            forms.setdefault(key, self.form(one.name, (one.dtype, one.shape), scales=scales))
+            first = self.first(one.name, scales=scales)
+            pieces[key] += [
+                dataclasses.replace(piece, start=first + piece.start, stop=first + piece.stop)
+                for piece in one.pieces
+            ]
+        tensors = tuple(
+            Tensor(name, kind, *form, tuple(sorted(pieces[kind, name], key=_place)))
+            for (kind, name), form in forms.items()
+        )
+        return dataclasses.replace(manifest, tensors=tensors)
+
+    def forms(self, forms: Mapping[str, Form], *, scales: bool = False) -> dict[str, Form]:
+        """Return the forms of tensors in files, from those of a model's."""
+        return {self.name(name): self.form(name, form, scales=scales) for name, form in forms.items()}
+
+
+def _place(piece: TensorPiece) -> tuple[int, int]:
+    return piece.start, piece.stop
+
+
+def _places(module: Routed, prefix: str, *, blocks: bool) -> Iterator[tuple[str, SlicePlace]]:
+    for name, whole in module.wholes().items():
+        numels = [piece.numel() for piece in whole.pieces()]
+        if blocks and any(numel % STATE_BLOCK for numel in numels[:-1]):
+            continue
+        first = 0
+        for number, numel in enumerate(numels):
+            yield f"{prefix}tiles.{number}.{name}", SlicePlace(prefix + name, first, tuple(whole.shape))
+            first += numel

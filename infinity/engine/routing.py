@@ -1,0 +1,38 @@
+"""What an engine does for modules that use those of their tiles alone that the data needs: experts, and rows
+of embeddings.
+
+[Note: slices that are not used]
+A stack in slices is one parameter to its user: where any of them gets a gradient in a step, the others have
+one of zeros, which still decays weights and moments. No such gradient is ever made. The optimizer puts an
+update without one with the unit, and it is replayed when the slice is next used; see [Note: missed steps] in
+optim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from infinity.autograd.hooks import graph_task
+from infinity.planning.trace import Phase
+from infinity.ranks.group import Ranks
+from infinity.units.residency import Executor
+from infinity.units.unit import Unit
+
+
+class Routing:
+    """Follows one `Routed` module: fetches the units of the tiles that it announces."""
+
+    def __init__(self, executor: Executor, ranks: Ranks, name: str, units_of: dict[int, list[Unit]]) -> None:
+        """name: of the module. units_of: the units of each tile, by its id()."""
+        self._executor, self._ranks, self._name, self._units_of = executor, ranks, name, units_of
+
+    def agreed(self, needed: list[int], count: int) -> list[int]:
+        """See tiling.RoutingFollower."""
+        return self._ranks.union(needed, count, f"route {self._name}")
+
+    def announced(self, tiles: list[nn.Module]) -> None:
+        """See tiling.RoutingFollower."""
+        units = dict.fromkeys(unit for tile in tiles for unit in self._units_of[id(tile)])
+        phase = Phase.FORWARD if graph_task() == -1 else Phase.BACKWARD
+        self._executor.expect(list(units), phase, again=torch.is_grad_enabled())

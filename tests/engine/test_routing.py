@@ -1,0 +1,260 @@
+"""Stacked experts and rows of embeddings, slice by slice: what is not used costs nothing, and no bit changes.
+
+Real training on a real disk, against the reference recipe in memory and against whole fetching.
+"""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+import models
+from covers import matrix
+from infinity import AdamW, Init, tiling
+from infinity.engine.engine import engine_of_model
+from infinity.errors import ConfigError
+from infinity.optim import base as optim
+from infinity.reference import ReferenceAdamW, prepare
+from parity import repeatable
+
+pytestmark = pytest.mark.disk
+SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def _repeatable():
+    with repeatable():
+        yield
+
+
+def ids_of(number, length=6):
+    return torch.randint(0, 64, (1, length), generator=torch.Generator().manual_seed(number))
+
+
+def train(model, optimizer, steps, *, first=0, accumulate=1, length=6):
+    """Train on few tokens, so that each step routes to some experts only; return the losses."""
+    losses = []
+    for step in range(first, first + steps):
+        for micro in range(accumulate):
+            ids = ids_of(100 * step + micro, length)
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def slices_of(model):
+    """Return the units of a model's experts."""
+    return [unit for unit in engine_of_model(model).units if ".experts.tiles." in unit.name]
+
+
+def moved(model, steps):
+    """Return the NVMe bytes per parameter and step of what `steps` does."""
+    before = infinity.stats(model)
+    count = steps()
+    engine_of_model(model).lane.drain()
+    done = infinity.stats(model).since(before)
+    return (done.nvme_read_nbytes + done.nvme_written_nbytes) / done.parameters / count
+
+
+@pytest.mark.parametrize(
+    *matrix(
+        name=list(models.OF_EXPERTS),
+        how=["grouped_mm", "eager"],
+        memory=["2MiB", "64MiB"],
+        checkpoint=[None, "non-reentrant"],
+        update=["forward", "backward"],
+    )
+)
+def test_experts_train_one_by_one_with_the_bits_of_the_recipe(folder, name, how, memory, checkpoint, update):
+    plain = models.prepared_of_experts(name, how)
+    with Init(nvme=folder, host_memory=memory):
+        ours = models.of_experts(name, how)
+    for model in (plain, ours):
+        if checkpoint is not None:
+            models.checkpointed(model, checkpoint == "reentrant")
+    reference = ReferenceAdamW(plain.parameters(), **SETTINGS)
+    optimizer = AdamW(ours.parameters(), **SETTINGS, update=update)
+    long = 24  # tokens: some experts get more than torch sorts in their order
+    assert train(ours, optimizer, 1, length=long) == train(plain, reference, 1, length=long)
+    assert train(ours, optimizer, 3, first=1) == train(plain, reference, 3, first=1)
+    assert len(slices_of(ours)) >= 12
+    models.assert_same_state(ours, optimizer, plain, reference)
+
+
+def test_whole_fetching_has_the_same_bits_and_keys(folder):
+    runs = []
+    for experts in ("slices", "whole"):
+        (folder / experts).mkdir()
+        with Init(nvme=folder / experts, host_memory="4MiB", experts=experts):
+            model = models.of_experts("mixtral")
+        optimizer = AdamW(model.parameters(), **SETTINGS, max_norm=0.5)
+        losses = train(model, optimizer, 3, accumulate=2)
+        runs.append((losses, model.state_dict(), len(slices_of(model))))
+    (losses, ours, slices), (expected, whole, none) = runs
+    assert (losses, slices > 0, none) == (expected, True, 0)
+    assert list(ours) == list(whole)
+    assert [key for key in whole if not torch.equal(ours[key], whole[key])] == []
+
+
+def test_a_step_moves_the_bytes_of_the_dense_part_and_of_the_experts_it_routes_to(folder):
+    with Init(nvme=folder, host_memory="2MiB"):
+        model = models.of_experts(
+            "mixtral", num_local_experts=32, num_experts_per_tok=1, intermediate_size=512, vocab_size=64
+        )
+    optimizer, ids, used = AdamW(model.parameters(), **SETTINGS), torch.tensor([[3, 3]]), set()
+    units = engine_of_model(model).units
+
+    def steps(count=4):
+        for _ in range(count):
+            model(input_ids=ids, labels=ids).loss.backward()
+            used.update(one for one in units if any(each.grad is not None for each in one.parameters))
+            optimizer.step()
+            optimizer.zero_grad()
+        return count
+
+    steps()
+    used.clear()
+    per_parameter = moved(model, steps)
+    share = sum(one.shard.numel for one in used) / sum(one.shard.numel for one in units)
+    assert share < 0.06
+    assert per_parameter <= 1.05 * 26 * share <= 3
+
+
+def test_no_more_than_the_routed_experts_and_the_window_is_resident(folder):
+    with Init(nvme=folder, host_memory="2MiB"):
+        model = models.of_experts("mixtral", num_local_experts=64, num_experts_per_tok=2)
+    engine, most = engine_of_model(model), [0]
+    of_stack, hold = set(slices_of(model)), engine.executor.hold
+    window = engine.executor._ahead.limit_nbytes
+
+    def watched(unit, phase):
+        hold(unit, phase)
+        resident = [one for one in of_stack if one.residence.fetch is not None and not one.in_place]
+        most[0] = max(most[0], sum(one.resident_nbytes for one in resident))
+
+    engine.executor.hold = watched
+    train(model, AdamW(model.parameters(), **SETTINGS), 2)
+    largest = max(one.resident_nbytes for one in of_stack)
+    assert 0 < most[0] <= window + 3 * largest < sum(one.resident_nbytes for one in of_stack) / 4
+
+
+def test_steps_that_a_slice_missed_are_replayed_at_the_latest_after_a_hundred(folder, monkeypatch):
+    monkeypatch.setattr(optim, "MISSED_LIMIT", 3)
+    plain = models.prepared_of_experts("mixtral")
+    with Init(nvme=folder, host_memory="2MiB"):
+        ours = models.of_experts("mixtral")
+    reference = ReferenceAdamW(plain.parameters(), **SETTINGS)
+    optimizer = AdamW(ours.parameters(), **SETTINGS)
+    assert train(ours, optimizer, 9, length=2) == train(plain, reference, 9, length=2)
+    waiting = [len(update.missed) for unit in slices_of(ours) for update in unit.pending.values()]
+    assert 0 < max(waiting) < 3
+    models.assert_same_state(ours, optimizer, plain, reference)
+
+
+def test_a_frozen_stack_and_gradients_that_are_not_set_to_none_change_no_bit(folder):
+    plain = models.prepared_of_experts("mixtral")
+    with Init(nvme=folder, host_memory="2MiB"):
+        ours = models.of_experts("mixtral")
+    pairs = []
+    for model, kind in ((plain, ReferenceAdamW), (ours, AdamW)):
+        model.model.layers[0].mlp.experts.requires_grad_(requires_grad=False)
+        trained = [one for one in model.parameters() if one.requires_grad]
+        pairs.append((model, kind(trained, **SETTINGS)))
+    for number in range(5):
+        losses = []
+        for model, optimizer in pairs:
+            loss = model(input_ids=ids_of(number), labels=ids_of(number)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=number % 2 == 0)
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+    found, expected = ours.state_dict(), plain.state_dict()
+    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+
+
+def test_an_implementation_that_is_not_known_gets_the_stacks_whole_and_says_so_once(folder, caplog):
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward
+
+    ALL_EXPERTS_FUNCTIONS.register("of the user", batched_mm_experts_forward)
+    runs = []
+    caplog.set_level(logging.WARNING, logger="infinity")
+    for experts in ("slices", "whole"):
+        (folder / experts).mkdir()
+        with Init(nvme=folder / experts, host_memory="4MiB", experts=experts):
+            model = models.of_experts("mixtral", "of the user")
+        optimizer = AdamW(model.parameters(), **SETTINGS)
+        runs.append((train(model, optimizer, 3), model.state_dict()))
+    assert runs[0][0] == runs[1][0]
+    assert [key for key, one in runs[1][1].items() if not torch.equal(one, runs[0][1][key])] == []
+    said = [one for one in caplog.messages if "uses its stacks whole" in one]
+    assert len(said) == 2, "once for each of the two layers"
+
+
+def test_an_expert_that_is_not_there_is_named(folder):
+    with Init(nvme=folder, host_memory="4MiB"):
+        model = models.of_experts("mixtral")
+    experts = model.model.layers[0].mlp.experts
+    x = torch.ones(1, 64, dtype=torch.bfloat16)
+    with pytest.raises(IndexError, match="experts 3 to 12 were routed to, but the layer has 12"):
+        experts(x, torch.tensor([[3, 12]]), torch.ones(1, 2))
+
+
+@pytest.mark.parametrize(("width", "experts", "tiles"), [(32, 4, []), (64, 24, [6, 6])])
+def test_small_experts_share_a_slice_and_a_small_stack_stays_whole(folder, width, experts, tiles):
+    with Init(nvme=folder, host_memory="4MiB"):
+        model = models.of_experts("mixtral", intermediate_size=width, num_local_experts=experts)
+    assert [len(one.tiles) for one in model.modules() if isinstance(one, tiling.TiledExperts)] == tiles
+    assert len(slices_of(model)) == sum(tiles)
+
+
+def test_another_setting_for_experts_is_refused():
+    with pytest.raises(ConfigError, match="experts='some': expected one of 'slices', 'whole'"):
+        infinity.Config(experts="some")
+
+
+class Lookup(nn.Module):
+    def __init__(self, rows, width):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(rows, width), nn.Linear(width, 8)
+
+    def forward(self, ids):
+        return self.head(self.embed(ids)).float().square().sum()
+
+
+def test_rows_of_an_embedding_that_are_not_looked_up_are_neither_read_nor_written(folder):
+    torch.manual_seed(0)
+    plain = prepare(Lookup(4096, 128))
+    torch.manual_seed(0)
+    with Init(nvme=folder, host_memory="2MiB", tile_above="16KiB"):
+        ours = Lookup(4096, 128)
+    pairs = (
+        (plain, ReferenceAdamW(plain.parameters(), **SETTINGS)),
+        (ours, AdamW(ours.parameters(), **SETTINGS)),
+    )
+
+    def step(ids):
+        losses = []
+        for model, optimizer in pairs:
+            loss = model(ids)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+
+    def steps(count=4):
+        for _ in range(count):
+            step(torch.tensor([3, 70, 3, 4000]))
+        return count
+
+    step(torch.arange(0, 4096, 64))
+    steps()
+    assert moved(ours, steps) <= 1
+    step(torch.arange(0, 4096, 61))
+    models.assert_same_state(ours, pairs[1][1], plain, pairs[0][1])
