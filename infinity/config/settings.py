@@ -151,7 +151,9 @@ class Config:
                 'dtype="bf16"; leave one of the two out'
             )
         if type(self.sequence_parallel) is not int or self.sequence_parallel < 1:
-            raise ConfigError(f"sequence_parallel={self.sequence_parallel!r}: expected a number of ranks, 1 or more")
+            raise ConfigError(
+                f"sequence_parallel={self.sequence_parallel!r}: expected a number of ranks, 1 or more"
+            )
         if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < math.inf:
             raise ConfigError(f"timeout_s={self.timeout_s!r}: expected a number of seconds above 0")
 

@@ -1,10 +1,10 @@
 """The attention of one rank of a sequence: a part of the heads, over all tokens.
 
 [Note: sinks]
-gpt-oss adds one logit per head to the softmax, whose probability is dropped. scaled_dot_product_attention has
-no argument for that. A key in front of the others does it: queries get eight more elements (1, 0, ...), that key
-has sink / scale at the first of them and zeros elsewhere, and its value is zero. So its logit is the sink, and
-the kernel never sees more than one more key.
+gpt-oss adds one logit per head to the softmax, whose probability is dropped.
+scaled_dot_product_attention has no argument for that. A key in front of the others does it: queries get eight
+more elements (1, 0, ...), that key has sink / scale at the first of them and zeros elsewhere, and its value
+is zero. So its logit is the sink, and the kernel never sees more than one more key.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def divide_heads(queries: int, keys: int, ranks: int) -> HeadsOfRank:
         ]
         raise ConfigError(
             f"sequence_parallel: {queries} query heads and {keys} key heads cannot be divided among {ranks} "
-            f"ranks: query heads have to be a multiple of the ranks, and key heads a multiple or a divisor of "
+            "ranks: query heads have to be a multiple of the ranks, and key heads a multiple or a divisor "
+            "of "
             f"them. Sizes that work here: {', '.join(works)}"
         )
     return HeadsOfRank(queries // ranks, max(keys // ranks, 1), max(ranks // keys, 1))
@@ -107,11 +108,14 @@ def _check(
     name, tokens = type(module).__name__, query.shape[2]
     if key.shape[2] != tokens:
         raise UnsupportedError(
-            f"{name} attends from {tokens} tokens of a rank to {key.shape[2]}: a cache of earlier tokens, or an "
+            f"{name} attends from {tokens} tokens of a rank to {key.shape[2]}: a cache of earlier tokens, or "
+            "an "
             "encoder's output, is not divided among ranks. Generate inside `with sequences.whole():`"
         )
     if not query.dtype == key.dtype == value.dtype:
-        raise UnsupportedError(f"{name}: queries {query.dtype}, keys {key.dtype}, values {value.dtype} differ")
+        raise UnsupportedError(
+            f"{name}: queries {query.dtype}, keys {key.dtype}, values {value.dtype} differ"
+        )
     for one in _BEYOND:
         if options.get(one) is not None:
             raise UnsupportedError(f"{name} attends with {one}, which is not divided among ranks")
@@ -120,9 +124,11 @@ def _check(
     shape = None if mask is None else tuple(mask.shape[-2:])
     if shape is not None and shape != (tokens * ranks, tokens * ranks):
         raise UnsupportedError(
-            f"{name} has a mask of {' x '.join(map(str, shape))} for {tokens * ranks} tokens of {ranks} ranks: "
+            f"{name} has a mask of {' x '.join(map(str, shape))} for {tokens * ranks} tokens of {ranks} "
+            "ranks: "
             "a mask that the model, or its caller, builds from a rank's tokens cannot be split. Causal, "
-            "sliding-window and chunked masks of transformers.masking_utils work, with padding and position_ids"
+            "sliding-window and chunked masks of transformers.masking_utils work, with padding and "
+            "position_ids"
         )
 
 

@@ -24,7 +24,8 @@ def length_of(batch: Mapping[str, Any]) -> int:
         if isinstance(one, torch.Tensor) and one.ndim > 1:
             return one.shape[1]
     raise UnsupportedError(
-        f"a batch of {', '.join(map(repr, batch)) or 'nothing'}: expected a dict with input_ids or inputs_embeds, "
+        f"a batch of {', '.join(map(repr, batch)) or 'nothing'}: expected a dict with input_ids or "
+        "inputs_embeds, "
         "[rows, tokens, ...], as transformers' collators give it"
     )
 
@@ -40,7 +41,8 @@ def cut(batch: Mapping[str, Any], start: int, end: int) -> dict[str, Any]:
         sized = isinstance(one, torch.Tensor) and one.ndim > 1
         if sized and length in one.shape[2:] and length > 1 and name != "inputs_embeds":
             raise UnsupportedError(
-                f"{name!r} of {tuple(one.shape)} has the {length} tokens of the batch in another dimension than "
+                f"{name!r} of {tuple(one.shape)} has the {length} tokens of the batch in another dimension "
+                "than "
                 "the second: masks of queries and keys cannot be cut. Give padding as attention_mask "
                 "[rows, tokens], and packed documents as position_ids"
             )

@@ -67,12 +67,15 @@ def refuse(config: Any, given: Mapping[str, Any]) -> None:
     Raises: UnsupportedError naming the first of them.
     """
     asked = {**given, "output_router_logits": given.get("output_router_logits", False)}
-    asked["output_router_logits"] = asked["output_router_logits"] or getattr(config, "output_router_logits", False)
+    asked["output_router_logits"] = asked["output_router_logits"] or getattr(
+        config, "output_router_logits", False
+    )
     for name, what in _REFUSED.items():
         one = asked.get(name)
         if one is not None and not (isinstance(one, bool | int) and not one):
             raise UnsupportedError(
-                f"{name}: {what} cannot be divided among the ranks of a sequence; leave it out, or call the model "
+                f"{name}: {what} cannot be divided among the ranks of a sequence; leave it out, or call the "
+                "model "
                 "inside `with sequences.whole():`, where each rank computes on whole sequences"
             )
     rows, tokens = _shape(given)
@@ -82,7 +85,8 @@ def refuse(config: Any, given: Mapping[str, Any]) -> None:
         if one is not None and (not isinstance(one, torch.Tensor) or tuple(one.shape) not in expected):
             shape = tuple(one.shape) if hasattr(one, "shape") else type(one).__name__
             raise UnsupportedError(
-                f"{name} is {shape}, but a rank has {rows} rows of {tokens} tokens: expected [rows, tokens], split as "
+                f"{name} is {shape}, but a rank has {rows} rows of {tokens} tokens: expected [rows, tokens], "
+                "split as "
                 "the tokens are (infinity.SequenceParallelLoader). Masks of queries and keys cannot be split"
             )
 
@@ -90,7 +94,9 @@ def refuse(config: Any, given: Mapping[str, Any]) -> None:
 def _tokens(given: Mapping[str, Any]) -> torch.Tensor:
     """Return the ids or the embeddings of this rank's tokens."""
     length_of(given)
-    tokens: torch.Tensor = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
+    tokens: torch.Tensor = (
+        given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
+    )
     return tokens
 
 
@@ -139,7 +145,9 @@ class Meeting:
             given["position_ids"] = torch.arange(start, start + tokens, device=device).unsqueeze(0)
         present = None if padding is None else _joined(parts.pop(0), rows).bool().to(device)
         given["attention_mask"] = (
-            torch.ones(rows, tokens * group.size, dtype=torch.bool, device=device) if present is None else present
+            torch.ones(rows, tokens * group.size, dtype=torch.bool, device=device)
+            if present is None
+            else present
         )
         if labels is not None and shifted is None:
             given["shift_labels"] = _shift(labels, parts.pop(0), group.rank)
@@ -155,23 +163,31 @@ class Meeting:
         has = sum(1 << place for place, name in enumerate(names) if given.get(name) is not None)
         ids = given.get("input_ids")
         digest = 0 if ids is None else xxhash.xxh3_64_intdigest(as_bytes(ids)) >> 12  # as fp64 holds it
-        said = self._group.gather(torch.tensor([rows, tokens, has, digest], dtype=torch.float64), _WHAT).tolist()
+        said = self._group.gather(
+            torch.tensor([rows, tokens, has, digest], dtype=torch.float64), _WHAT
+        ).tolist()
         if any(one[:3] != said[0][:3] for one in said):
             each = "; ".join(
                 f"rank {rank}: {int(one[0])} x {int(one[1])} tokens with "
-                f"{', '.join(name for place, name in enumerate(names) if int(one[2]) >> place & 1) or 'no more'}"
+                + (
+                    ", ".join(name for place, name in enumerate(names) if int(one[2]) >> place & 1)
+                    or "no more"
+                )
                 for rank, one in enumerate(said)
             )
             raise RanksError(
-                f"the ranks of a sequence have parts that differ ({each}). Every rank has to have as many rows "
-                "and tokens of one batch, and the same arguments: infinity.SequenceParallelLoader splits batches "
+                f"the ranks of a sequence have parts that differ ({each}). Every rank has to have as many "
+                "rows "
+                "and tokens of one batch, and the same arguments: infinity.SequenceParallelLoader splits "
+                "batches "
                 "so; pad them with pad_to_multiple_of in the collator"
             )
         same = self._group.size > 1 and digest and len({one[3] for one in said}) == 1
         if same and not self._warned and ids is not None and bool((ids != ids[:, :1]).any()):
             self._warned = True
             logger.warning(
-                "the %d ranks of a sequence have the same tokens: is each given the whole batch, and not its part? "
+                "the %d ranks of a sequence have the same tokens: is each given the whole batch, and not its "
+                "part? "
                 "infinity.SequenceParallelLoader splits batches",
                 self._group.size,
             )
@@ -199,5 +215,3 @@ def _shift(labels: torch.Tensor, firsts: torch.Tensor, rank: int) -> torch.Tenso
     else:
         following = torch.full_like(labels[:, :1], IGNORED)
     return torch.cat([labels[:, 1:], following], dim=1)
-
-

@@ -1,10 +1,11 @@
-"""Ulysses' two exchanges (arXiv 2309.14509), as functions of autograd: from parts of the tokens with all heads
-to all tokens with a part of the heads, and back.
+"""Ulysses' two exchanges (arXiv 2309.14509), as functions of autograd: from parts of the tokens with all
+heads to all tokens with a part of the heads, and back.
 
 [Note: key heads on several ranks]
-Where there are fewer key heads than ranks, each key head goes to several ranks, whose query heads share it. In
-the backward each of these ranks has a gradient for it. The rank whose tokens they are sums these in fp32, in
-the order of ranks, and rounds once: the bits depend on the number of ranks alone.
+Where there are fewer key heads than ranks, each key head goes to several
+ranks, whose query heads share it. In the backward each of these ranks has a gradient for it. The rank whose
+tokens they are sums these in fp32, in the order of ranks, and rounds once: the bits depend on the number of
+ranks alone.
 """
 
 from __future__ import annotations

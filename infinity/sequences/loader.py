@@ -20,16 +20,17 @@ _WHAT = "next batch of a sequence"
 
 
 class SequenceParallelLoader:
-    """Yields this rank's part of each batch of another loader: with position_ids, and shift_labels made of labels.
+    """Yields this rank's part of each batch of another loader: with position_ids, and shift_labels made of
+    labels.
 
-    loader: yields dicts of tensors [rows, tokens, ...]. sequences: the model, or what infinity.sequence_parallel
-    returned. batches: "same", where the loader gives all ranks of a sequence the same batch: a sampler for
-    `sequences.data_ranks` replicas, of which this is `sequences.data_rank`. Or "in turn", where it gives each rank
-    batches of its own, as the Trainer's does: then the ranks work on those of the first, of the second, and so on.
-    Losses are those of one rank with whole sequences.
+    loader: yields dicts of tensors [rows, tokens, ...]. sequences: the model, or what
+    infinity.sequence_parallel returned. batches: "same", where the loader gives all ranks of a sequence the
+    same batch: a sampler for `sequences.data_ranks` replicas, of which this is `sequences.data_rank`. Or "in
+    turn", where it gives each rank batches of its own, as the Trainer's does: then the ranks work on those of
+    the first, of the second, and so on. Losses are those of one rank with whole sequences.
 
-    Raises: RanksError where the ranks' batches are not the same, or do not end together; UnsupportedError for lengths
-    that the ranks do not divide.
+    Raises: RanksError where the ranks' batches are not the same, or do not end together; UnsupportedError for
+    lengths that the ranks do not divide.
     """
 
     def __init__(
@@ -80,18 +81,22 @@ class SequenceParallelLoader:
         """
         if batch is not None and not isinstance(batch, Mapping):
             raise UnsupportedError(
-                f"a batch is a {type(batch).__name__}: expected a dict of tensors, as transformers' collators give it"
+                f"a batch is a {type(batch).__name__}: expected a dict of tensors, as transformers' "
+                "collators give it"
             )
         digest = 0 if batch is None or self._in_turn else _digest(batch)
         group = self._sequences.group
         said = group.gather(torch.tensor([batch is not None, digest], dtype=torch.float64), _WHAT).tolist()
         if any(one != said[0] for one in said):
             has = ", ".join(
-                f"rank {rank}: {f'batch {int(one[1]):x}' if one[0] else 'no more'}" for rank, one in enumerate(said)
+                f"rank {rank}: {f'batch {int(one[1]):x}' if one[0] else 'no more'}"
+                for rank, one in enumerate(said)
             )
             raise RanksError(
-                f"the ranks of a sequence have different batches ({has}). Give the loader's sampler the sequences' place: "
-                "DistributedSampler(data, num_replicas=sequences.data_ranks, rank=sequences.data_rank) and the same seed; "
+                f"the ranks of a sequence have different batches ({has}). Give the loader's sampler the "
+                "sequences' place: "
+                "DistributedSampler(data, num_replicas=sequences.data_ranks, rank=sequences.data_rank) and "
+                "the same seed; "
                 'or SequenceParallelLoader(..., batches="in turn"), where each rank has batches of its own'
             )
 
@@ -106,7 +111,9 @@ class SequenceParallelLoader:
             if not isinstance(what, dict):
                 given[name] = what
                 continue
-            mine = batch[name] if group.rank == root else torch.empty(what["shape"], dtype=DTYPES[what["dtype"]])
+            mine = (
+                batch[name] if group.rank == root else torch.empty(what["shape"], dtype=DTYPES[what["dtype"]])
+            )
             sent = mine.detach().cpu().contiguous()
             group.spread(sent.view(-1).view(torch.uint8), root, f"spread {name}")
             given[name] = sent.to(next(one.device for one in batch.values() if isinstance(one, torch.Tensor)))
@@ -125,7 +132,8 @@ class SequenceParallelLoader:
     def _stateful(self) -> Any:
         if not hasattr(self.loader, "state_dict"):
             raise UnsupportedError(
-                f"{type(self.loader).__name__} has no state_dict(): give a loader that has, such as torchdata's "
+                f"{type(self.loader).__name__} has no state_dict(): give a loader that has, such as "
+                "torchdata's "
                 "StatefulDataLoader"
             )
         return self.loader
@@ -144,7 +152,9 @@ def _description(batch: Mapping[str, Any]) -> str:
     length_of(batch)
     return json.dumps(
         {
-            name: {"shape": list(one.shape), "dtype": name_of_dtype(one, name)} if isinstance(one, torch.Tensor) else one
+            name: {"shape": list(one.shape), "dtype": name_of_dtype(one, name)}
+            if isinstance(one, torch.Tensor)
+            else one
             for name, one in batch.items()
         }
     )

@@ -1,11 +1,11 @@
 """The mean loss of a sequence whose tokens are on several ranks.
 
 [Note: gradients of the mean]
-The mean over a group's N ranks is the sum of their sums, divided by the number of their labels; each rank sees that
-value. Its gradient, through what this rank computes, is this rank's sum's, and the engine takes the mean of the
-gradients of all ranks: those of D groups with N ranks each. So each rank's gradient is made N times as large: then
-the mean over D x N ranks is the mean over D groups of the gradient of the group's mean, which is what D ranks with
-whole sequences would have.
+The mean over a group's N ranks is the sum of their sums, divided by the number
+of their labels; each rank sees that value. Its gradient, through what this rank computes, is this rank's
+sum's, and the engine takes the mean of the gradients of all ranks: those of D groups with N ranks each. So
+each rank's gradient is made N times as large: then the mean over D x N ranks is the mean over D groups of the
+gradient of the group's mean, which is what D ranks with whole sequences would have.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from infinity.sequences.group import SequenceGroup
 
 
 class MeanOverSequence(torch.autograd.Function):
-    """The sums of all ranks, added in fp64 in the order of ranks, divided by the number of labels; rounded once."""
+    """The sums of all ranks, added in fp64 in the order of ranks, divided by the number of labels; rounded
+    once.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]

@@ -1,11 +1,12 @@
 """Masks of the whole sequence, for attention that sees all tokens of some heads.
 
 [Note: masks from a rank's tokens]
-A model builds its masks with transformers.masking_utils, from what it sees: a rank's tokens. That module gives
-our mask function the pattern (causal, a sliding window, chunks) as a function of two positions, before it becomes
-a tensor, so the tensor can be built for the whole sequence. Padding and the borders of packed documents would
-be a rank's own. So the model is given a mask of padding of all ranks' tokens instead of a rank's, which also keeps
-transformers from looking for borders, and these are found here, in the positions of all ranks.
+A model builds its masks with transformers.masking_utils, from what it
+sees: a rank's tokens. That module gives our mask function the pattern (causal, a sliding window, chunks) as a
+function of two positions, before it becomes a tensor, so the tensor can be built for the whole sequence.
+Padding and the borders of packed documents would be a rank's own. So the model is given a mask of padding of
+all ranks' tokens instead of a rank's, which also keeps transformers from looking for borders, and these are
+found here, in the positions of all ranks.
 """
 
 from __future__ import annotations
@@ -58,7 +59,6 @@ def whole_mask(
     q_offset: Any = 0,
     kv_offset: Any = 0,
     mask_function: Pattern,
-    attention_mask: Any = None,
     allow_is_causal_skip: bool = True,
     **more: Any,
 ) -> Any:
@@ -68,15 +68,19 @@ def whole_mask(
 
     Raises: UnsupportedError for a pattern that holds something of each token.
     """
-    if q_length != sequence.tokens or kv_length not in (sequence.tokens, sequence.length):
+    more.pop("attention_mask", None)
+    offsets = [one for one in (q_offset, kv_offset) if not (isinstance(one, int) and one == 0)]
+    if offsets or q_length != sequence.tokens or kv_length not in (sequence.tokens, sequence.length):
         raise UnsupportedError(
-            f"a mask of {q_length} x {kv_length} for {sequence.tokens} tokens of each of {sequence.ranks} ranks: "
+            f"a mask of {q_length} x {kv_length} for {sequence.tokens} tokens of each of {sequence.ranks} "
+            "ranks: "
             "caches are not divided among ranks. Generate inside `with sequences.whole():`"
         )
     for tensor in _tensors(mask_function):
         if tensor.ndim > 1:
             raise UnsupportedError(
-                f"the model's mask depends on a tensor of {tuple(tensor.shape)} with something of each token of "
+                f"the model's mask depends on a tensor of {tuple(tensor.shape)} with something of each token "
+                "of "
                 "this rank (blocks of images, custom masks): it cannot be built for the tokens of all ranks"
             )
     if sequence.positions is not None:
@@ -110,7 +114,9 @@ def _tensors(function: Any, seen: set[int] | None = None) -> Iterator[torch.Tens
     """Yield the tensors that a function, or functions in it, holds on to."""
     seen = set() if seen is None else seen
     for cell in getattr(function, "__closure__", None) or ():
-        for one in cell.cell_contents if isinstance(cell.cell_contents, tuple | list) else (cell.cell_contents,):
+        for one in (
+            cell.cell_contents if isinstance(cell.cell_contents, tuple | list) else (cell.cell_contents,)
+        ):
             if id(one) in seen:
                 continue
             seen.add(id(one))

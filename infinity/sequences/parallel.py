@@ -1,9 +1,10 @@
 """A model of transformers whose sequences are in parts over ranks (Ulysses, arXiv 2309.14509).
 
 [Note: no model code changed]
-transformers calls attention, and makes masks, through two tables of functions by name. A model gets a name of its
-own in both; its configuration holds that name from then on. Two hooks on its forward do the rest: positions and
-labels before it, the mean of the loss after it. All other layers see a rank's tokens and nothing else.
+transformers calls attention, and makes masks, through two tables of functions
+by name. A model gets a name of its own in both; its configuration holds that name from then on. Two hooks on
+its forward do the rest: positions and labels before it, the mean of the loss after it. All other layers see a
+rank's tokens and nothing else.
 """
 
 from __future__ import annotations
@@ -34,16 +35,20 @@ _of_models: weakref.WeakKeyDictionary[nn.Module, SequenceParallel] = weakref.Wea
 
 
 class SequenceParallel:
-    """What infinity.sequence_parallel returns: the ranks that share a model's sequences, and what they exchange."""
+    """What infinity.sequence_parallel returns: the ranks that share a model's sequences, and what they
+    exchange.
+    """
 
-    def __init__(self, model: Any, group: SequenceGroup, data: tuple[int, int], attention: str | None) -> None:
+    def __init__(
+        self, model: Any, group: SequenceGroup, data: tuple[int, int], attention: str | None
+    ) -> None:
         """Have `model` compute on parts of sequences over `group`.
 
         data: the place of this rank's sequence among those that are trained at once, and their number.
         attention: see infinity.sequence_parallel.
 
-        Raises: ConfigError for heads that the ranks do not divide; UnsupportedError for a model, or an attention,
-        that cannot be divided.
+        Raises: ConfigError for heads that the ranks do not divide; UnsupportedError for a model, or an
+        attention, that cannot be divided.
         """
         self.group = group
         self.rank, self.size = group.rank, group.size
@@ -81,12 +86,15 @@ class SequenceParallel:
         return split(batch, self.rank, self.size)
 
     def mean(self, total: torch.Tensor, count: torch.Tensor | float) -> torch.Tensor:
-        """Return the mean of a loss of your own over the whole sequence: the sum of all ranks' `total`, divided by
-        that of all ranks' `count`; differentiable, for the engine's mean over all ranks. Every rank calls it.
+        """Return the mean of a loss of your own over the whole sequence: the sum of all ranks' `total`,
+        divided by that of all ranks' `count`; differentiable, for the engine's mean over all ranks. Every
+        rank calls it.
 
         total: a scalar, the sum over this rank's tokens. count: how many of them it counts.
         """
-        counts = self.group.gather(torch.as_tensor(count, dtype=torch.float64), "count the labels of a sequence")
+        counts = self.group.gather(
+            torch.as_tensor(count, dtype=torch.float64), "count the labels of a sequence"
+        )
         return self._mean(total, counts.sum())
 
     def _mean(self, total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
@@ -95,7 +103,7 @@ class SequenceParallel:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Let each rank compute on whole sequences inside the `with`, as before: to generate, or to evaluate."""
+        """Let each rank compute on whole sequences inside the `with`, to generate or to evaluate."""
         model = self._model()
         if model is None:
             raise ReferenceError("sequences.whole() of a model that was freed")
@@ -115,11 +123,11 @@ class SequenceParallel:
 
     def _install(self, model: Any) -> None:
         model.set_attn_implementation(self._name)
-        names = {one.config._attn_implementation for one in model.modules() if hasattr(one, "set_attn_implementation")}  # noqa: SLF001
-        if names != {self._name}:
+        models = [one for one in model.modules() if hasattr(one, "set_attn_implementation")]
+        if any(one.config._attn_implementation != self._name for one in models):  # noqa: SLF001
             raise UnsupportedError(
-                f"{type(model).__name__} does not take its attention from transformers' AttentionInterface, so it "
-                "cannot be divided among ranks"
+                f"{type(model).__name__} does not take its attention from transformers' AttentionInterface, "
+                "so it cannot be divided among ranks"
             )
 
     def _attend(self, *args: Any, **options: Any) -> Any:
@@ -130,7 +138,8 @@ class SequenceParallel:
     def _mask(self, **given: Any) -> Any:
         if self._call is None:
             raise UnsupportedError(
-                "a part of the model was called by itself: positions and masks of a sequence in parts are made when "
+                "a part of the model was called by itself: positions and masks of a sequence in parts are "
+                "made when "
                 "the model that infinity.sequence_parallel was given is called. Call that one"
             )
         return whole_mask(self._make, self._call.sequence, **given)
@@ -175,8 +184,8 @@ def sequences_of(model: nn.Module) -> SequenceParallel:
         if one in _of_models:
             return _of_models[one]
     raise ConfigError(
-        f"{type(model).__name__}: its sequences are not divided among ranks; call infinity.sequence_parallel(model), or "
-        "build it with Config(sequence_parallel=...)"
+        f"{type(model).__name__}: its sequences are not divided among ranks; call "
+        "infinity.sequence_parallel(model, ranks), or build it with Config(sequence_parallel=...)"
     )
 
 
@@ -187,26 +196,32 @@ def check(model: Any) -> None:
     """
     name, config = type(model).__name__, getattr(model, "config", None)
     if config is None or not hasattr(model, "set_attn_implementation"):
-        raise UnsupportedError(f"{name} is not a model of transformers: its attention cannot be divided among ranks")
+        raise UnsupportedError(
+            f"{name} is not a model of transformers: its attention cannot be divided among ranks"
+        )
     if model in _of_models:
         raise ConfigError(f"{name}: its sequences are divided among ranks already")
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedError(f"{name} attends from a decoder to an encoder, which is not divided among ranks")
+        raise UnsupportedError(
+            f"{name} attends from a decoder to an encoder, which is not divided among ranks"
+        )
     parts = {id(one.config): one for one in model.modules() if hasattr(one, "set_attn_implementation")}
     if len(parts) > 1:
         raise UnsupportedError(
-            f"{name} consists of several models ({', '.join(type(one).__name__ for one in parts.values())}): give "
-            "infinity.sequence_parallel a language model alone"
+            f"{name} consists of several models, {', '.join(type(one).__name__ for one in parts.values())}: "
+            "give infinity.sequence_parallel a language model alone"
         )
     kinds = sorted({*(getattr(config, "layer_types", None) or ())} - _LAYERS)
     mixing = sorted({type(one).__name__ for one in model.modules() if isinstance(one, nn.Conv1d)})
     if kinds or mixing:
         raise UnsupportedError(
-            f"{name} has layers that see other tokens outside of attention ({', '.join(kinds + mixing)}): they would "
-            "see those of one rank alone"
+            f"{name} has layers that see other tokens outside of attention, {', '.join(kinds + mixing)}: "
+            "they would see those of one rank alone"
         )
     if "position_ids" not in _parameters(model):
-        raise UnsupportedError(f"{name}.forward takes no position_ids: it would count each rank's tokens from 0")
+        raise UnsupportedError(
+            f"{name}.forward takes no position_ids: it would count each rank's tokens from 0"
+        )
 
 
 def _parameters(model: nn.Module) -> Mapping[str, Any]:
@@ -225,12 +240,12 @@ def _inner(model: Any, now: str, asked: str | None) -> str:
 
     Raises: UnsupportedError, with what to choose.
     """
-    sinks = any("sinks" in one._parameters for one in model.modules())  # noqa: SLF001 - as named_parameters finds
+    sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
     chosen = asked or ("sdpa" if sinks and now == "eager" else now)  # sdpa() has sinks, transformers' has not
     if chosen not in INNER:
         raise UnsupportedError(
-            f"{type(model).__name__} has attn_implementation={chosen!r}, which is not divided among ranks: it would keep "
-            f"the weights of all tokens by all tokens, or needs lengths of its own. Choose one of "
+            f"{type(model).__name__} has attn_implementation={chosen!r}, which is not divided among ranks: "
+            "it would keep weights of all tokens by all tokens, or needs lengths of its own. Choose one of "
             f'{", ".join(map(repr, INNER))}: infinity.sequence_parallel(model, attention="sdpa")'
         )
     return chosen
@@ -240,8 +255,10 @@ def _check_loss(model: Any) -> None:
     loss = model.loss_function
     if getattr(loss, "__name__", "") != "ForCausalLMLoss" and not isinstance(loss, Loss):
         raise UnsupportedError(
-            f"{type(model).__name__} has the loss {loss}: with labels, only transformers' ForCausalLMLoss is a sum over "
-            "tokens that ranks can add. Leave labels out, and use sequences.mean(sum, count) for a loss of your own"
+            f"{type(model).__name__} has the loss {loss}: with labels, only transformers' ForCausalLMLoss is "
+            "a "
+            "sum over tokens that ranks can add. Leave labels out, and use sequences.mean(sum, count) for a "
+            "loss of your own"
         )
 
 
