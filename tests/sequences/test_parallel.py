@@ -192,32 +192,32 @@ def test_whole_lets_each_rank_generate_by_itself():
     assert all(torch.equal(one, expected) for one in on_ranks(2, work))
 
 
-@pytest.mark.parametrize("batches", ["same", "in turn"])
-def test_the_loader_gives_each_rank_its_part_and_goes_on_where_it_was(batches):
-    class Loader:
-        """Batches by number, with a state."""
+class Loader:
+    """Batches by number, with a state."""
 
-        def __init__(self, first):
-            self.first, self.place = first, 0
+    def __init__(self, first):
+        self.first, self.place = first, 0
 
-        def __len__(self):
-            return 2
+    def __len__(self):
+        return 2
 
-        def __iter__(self):
-            while self.place < len(self):
-                self.place += 1
-                yield sequence_models.batch_of(self.first + self.place)
-            self.place = 0
+    def __iter__(self):
+        while self.place < len(self):
+            self.place += 1
+            yield sequence_models.batch_of(self.first + self.place)
+        self.place = 0
 
-        def state_dict(self):
-            return {"place": self.place}
+    def state_dict(self):
+        return {"place": self.place}
 
-        def load_state_dict(self, state):
-            self.place = state["place"]
+    def load_state_dict(self, state):
+        self.place = state["place"]
 
-    own = 10 if batches == "in turn" else 0
-    numbers = [1, 2] if batches == "same" else [1, 11, 2, 12]
 
+@pytest.mark.parametrize(
+    ("batches", "own", "numbers"), [("same", 0, [1, 2]), ("in turn", 10, [1, 11, 2, 12])]
+)
+def test_the_loader_gives_each_rank_its_part_and_goes_on_where_it_was(batches, own, numbers):
     def work(group):
         sequences = divided(group, built("llama"))
         parts, states = [], []

@@ -1,4 +1,4 @@
-"""A loader whose sequences are short at first. Trusted: planning.lengths, tested against DeepSpeed's lengths."""
+"""A loader whose sequences are short at first. Trusted: planning.lengths, which is tested for itself."""
 
 import pytest
 import torch
