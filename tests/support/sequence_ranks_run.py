@@ -24,6 +24,7 @@ import infinity
 import sequence_models
 from infinity import tiling
 from infinity.reference import ReferenceAdamW, prepare
+from infinity.sequences.parallel import sequences_of
 from thread_ranks import on_ranks
 
 HOST = "64MiB"
@@ -174,7 +175,7 @@ def two_sequences():
         if way == "mesh":
             sequences = infinity.sequence_parallel(model, mesh["sp"])
         else:
-            sequences = infinity.sequences.parallel.sequences_of(model)
+            sequences = sequences_of(model)
         optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
         data = [sequence_models.batch_of(number) for number in range(4)]
         sampler = DistributedSampler(
@@ -288,6 +289,7 @@ CASES = {
 def main():
     folder, *names = sys.argv[1:]
     torch.use_deterministic_algorithms(True)
+    dist.init_process_group("gloo")
     answers = {}
     for name in names:
         try:
@@ -295,8 +297,7 @@ def main():
         except Exception as error:  # noqa: BLE001 - the test shows it
             answers[name] = {"error": str(error), "trace": traceback.format_exc()}
         gc.collect()
-    if dist.is_initialized():
-        dist.barrier()
+    dist.barrier()
     Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps(answers), encoding="utf-8")
 
 
