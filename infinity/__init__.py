@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from infinity.engine.gathered import gathered as gathered
     from infinity.engine.init import Init as Init
     from infinity.engine.no_sync import no_sync as no_sync
+    from infinity.engine.sequences import sequence_parallel as sequence_parallel
     from infinity.engine.stats import Stats as Stats
     from infinity.engine.stats import stats as stats
     from infinity.errors import ConfigError as ConfigError
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
     from infinity.optim.optimizers import Adam as Adam
     from infinity.optim.optimizers import AdamW as AdamW
     from infinity.optim.optimizers import Lion as Lion
+    from infinity.sequences.loader import SequenceParallelLoader as SequenceParallelLoader
+    from infinity.sequences.parallel import SequenceParallel as SequenceParallel
+    from infinity.sequences.warmup import SequenceWarmup as SequenceWarmup
     from infinity.storage.manifest import CheckpointError as CheckpointError
     from infinity.storage.safetensors_file import TensorFileError as TensorFileError
 
@@ -57,6 +61,7 @@ _MODULES = {
     "infinity.engine.gathered": ("gathered",),
     "infinity.engine.init": ("Init",),
     "infinity.engine.no_sync": ("no_sync",),
+    "infinity.engine.sequences": ("sequence_parallel",),
     "infinity.engine.stats": ("Stats", "stats"),
     "infinity.errors": (
         "ConfigError",
@@ -72,6 +77,9 @@ _MODULES = {
     "infinity.optim.base": ("OffloadedOptimizer",),
     "infinity.optim.elementwise": ("wrap_optimizer",),
     "infinity.optim.optimizers": ("Adagrad", "Adam", "AdamW", "Lion", "SGD"),
+    "infinity.sequences.loader": ("SequenceParallelLoader",),
+    "infinity.sequences.parallel": ("SequenceParallel",),
+    "infinity.sequences.warmup": ("SequenceWarmup",),
     "infinity.storage.manifest": ("CheckpointError",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from infinity.config import curriculum
 from infinity.config.deepspeed_keys import (
     ALIASES,
     SECTIONS,
@@ -28,6 +29,7 @@ from infinity.config.deepspeed_recipe import OPTIONS, Chosen, check_schedule, ch
 from infinity.config.deepspeed_values import TYPES
 from infinity.config.loss_scale import Scaling
 from infinity.errors import ConfigError, meant
+from infinity.planning.lengths import LengthSchedule
 
 AUTO = "auto"
 MONITORS = ("tensorboard", "wandb", "csv_monitor")
@@ -79,7 +81,9 @@ C = TypeVar("C")
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """train = micro x steps x ranks, in samples; train and micro are None where a file names neither."""
+    """train = micro x steps x ranks, in samples; train and micro are None where a file names neither. Ranks
+    that share a sequence count as one.
+    """
 
     train: int | None
     micro: int | None
@@ -109,6 +113,8 @@ class DeepSpeedSettings(Generic[C]):
     """False: every step() is an update."""
     gathers_on_save: bool
     """Whether save_16bit_model writes."""
+    curriculum: LengthSchedule | None
+    """The lengths of the batches, by step; None: as they are."""
     drop_last: bool
     steps_per_print: int | None
     breakdown: bool
@@ -145,7 +151,7 @@ def translate(
     lines = {path: _line(path, value) for path, value in found.items()}
     for name, value in (infinity or {}).items():
         lines[f"infinity.{name}"] = _line(f"infinity.{name}", value)
-    relation = _batches(found, world_size)
+    relation = _batches(found, _sequences(found, infinity or {}, world_size))
     lines.update({name: _line(name, found[name]) for name in (_TRAIN, _MICRO, _STEPS) if name in found})
     _settle(found, lines, world_size)
     _refuse(tuple(lines.values()), strict=strict)
@@ -163,6 +169,7 @@ def translate(
         scaling=_scaling(given) if precision == "fp16" else None,
         managed_accumulation=given.get("managed_gradient_accumulation", True),
         gathers_on_save=any(given.get(key, False) for key in _GATHERS),
+        curriculum=curriculum.length_schedule(given),
         drop_last=given.get("dataloader_drop_last", False),
         steps_per_print=None if steps_per_print is None else int(steps_per_print),
         breakdown=given.get("wall_clock_breakdown", False),
@@ -187,6 +194,23 @@ def _schedule(given: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
 
 # Batch sizes
 
+
+def _sequences(found: Mapping[str, Any], more: Mapping[str, Any], ranks: int) -> int:
+    """Return the number of sequences that are trained at once: ranks / those that share one.
+
+    Raises: ConfigError where the ranks cannot be divided, with the numbers.
+    """
+    size = more.get("sequence_parallel", found.get("infinity.sequence_parallel", found.get(_SEQUENCE)))
+    if size in (None, AUTO) or ranks == 1:  # of a file that is read before there are ranks
+        return ranks
+    if not isinstance(size, int) or size < 1 or ranks % size:
+        raise ConfigError(
+            f"{_SEQUENCE}={size}: {ranks} ranks cannot be divided into sequences of so many ranks each"
+        )
+    return ranks // size
+
+
+_SEQUENCE = "sequence_parallel_size"
 _TRAIN, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
@@ -353,6 +377,7 @@ def _settle(found: Mapping[str, Any], lines: Lines, ranks: int) -> None:
         )
     _settle_optimizer(found, lines)
     _settle_offload(found, lines, ranks)
+    _settle_curriculum(found, lines)
     if "gradient_clipping" not in found:
         says = "not in the file; DeepSpeed's default"
         _say(lines, "gradient_clipping", _CLIPPING, Verdict.HONOURED, says)
@@ -382,6 +407,17 @@ def _settle_optimizer(found: Mapping[str, Any], lines: Lines) -> None:
         _say(lines, "optimizer.type", name, Verdict.UNSUPPORTED, says)
     for path in foreign_options(found):
         _say(lines, path, found[path], Verdict.UNSUPPORTED, f"{kind} has no such option; leave it out")
+
+
+def _settle_curriculum(found: Mapping[str, Any], lines: Lines) -> None:
+    """Let keys of a curriculum that is switched off be off."""
+    for section, on in (
+        ("data_efficiency.", curriculum.asked(found)),
+        (curriculum.LEGACY, curriculum.legacy(found)),
+    ):
+        for path, line in lines.items():
+            if path.startswith(section) and not on:
+                lines[path] = replace(line, verdict=Verdict.OFF, says="not enabled")
 
 
 def _settle_offload(found: Mapping[str, Any], lines: Lines, ranks: int) -> None:
@@ -466,6 +502,8 @@ def _fields(
         ours["stage"] = 2
     if given.get("bf16.bf16_optimizer_states"):
         ours["state_dtype"] = "bf16"
+    if given.get(_SEQUENCE):
+        ours["sequence_parallel"] = int(given[_SEQUENCE])
     if given.get("activation_checkpointing.cpu_checkpointing"):
         ours["offload_activations"] = "host"
     ours |= {**_below(given, "infinity"), **more}

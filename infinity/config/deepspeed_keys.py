@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from infinity.config.curriculum import LEARNING, LEGACY, METRICS, SAMPLING, SEQLEN
 from infinity.config.deepspeed_values import switched
 
 
@@ -52,6 +53,8 @@ _STATS = "wall_clock_breakdown, infinity.stats"
 _SAVED = "each saved input is stored by itself"
 _MONITOR = "losses, rates and seconds are written there"
 _ON_USE = "parameters are fetched when they are used, experts' too"
+_LOADED = "the data loader decides"
+_CURRICULUM = "infinity.SequenceWarmup around the data loader that initialize makes"
 _MEASURED = "measured when a disk is first used"
 
 
@@ -107,10 +110,22 @@ HONOURED = {
     "steps_per_print": ("count", "steps between two lines in the log"),
     "wall_clock_breakdown": ("switch", "seconds of forward, backward and step, in the log"),
     "dump_state": ("switch", "this report, in the log"),
+    "sequence_parallel_size": ("count", "Config.sequence_parallel: ranks that share each sequence"),
+    "data_efficiency.enabled": ("switch", _CURRICULUM),
+    SAMPLING + "enabled": ("switch", _CURRICULUM),
+    LEARNING + "enabled": ("switch", _CURRICULUM),
+    LEGACY + "enabled": ("switch", _CURRICULUM),
+    **_all(f"{SEQLEN} {LEGACY}", "min_difficulty max_difficulty", "count", _CURRICULUM),
+    **_all(f"{SEQLEN} {LEGACY}", "schedule_type", "text", _CURRICULUM),
+    **_all(f"{SEQLEN} {LEGACY}", "schedule_config.*", "anything", _CURRICULUM),
     "infinity.*": ("anything", "fields of infinity.Config that DeepSpeed has no key for"),
 }
 
 UNNECESSARY = {
+    **_all("data_efficiency.", "seed", "size", _LOADED),
+    **_all(SAMPLING, "num_epochs num_workers", "size", _LOADED),
+    **_all(SAMPLING, "pin_memory", "switch", _LOADED),
+    LEARNING + "data_cluster_path": ("text", "rows are cut to the length of the step; nothing is indexed"),
     **_all(_ZERO, "reduce_bucket_size allgather_bucket_size", "size", _REDUCE),
     **_all(
         _ZERO,
@@ -229,7 +244,15 @@ UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...], str]] = {
     _ZERO + "mics_shard_size": ("anything", (-1, 0), "DeepSpeed has removed it too"),
     _ZERO + "mics_hierarchical_params_gather": ("switch", (False,), "DeepSpeed has removed it too"),
     _ZERO + "zeropp_loco_param": ("anything", (), "DeepSpeed has removed it too"),
-    "sequence_parallel_size": ("count", (1,), "infinity.tiling cuts sequences on one rank"),
+    METRICS + "*": ("anything", (), "batches can be chosen by length alone: seqlen"),
+    SEQLEN + "difficulty_type": ("text", ("value",), "lengths are tokens; leave it out"),
+    **{
+        SEQLEN + name: ("anything", (), "rows are cut to the length, not chosen by an index; leave it out")
+        for name in ("index_to_sample_path", "index_to_metric_path")
+    },
+    SEQLEN + "clustering_type": ("text", ("single_cluster",), "rows are cut, not clustered; leave it out"),
+    LEGACY + "curriculum_type": ("text", ("seqlen",), "batches can be chosen by length alone: seqlen"),
+    SAMPLING + "dynamic_batching": ("anything", ({"enabled": False},), "choose batches in the data loader"),
     "sparse_gradients": ("switch", (False,), "nn.Embedding(sparse=False)"),
     "graph_harvesting": ("switch", (False,), "leave it out"),
     "datastates_ckpt": ("anything", (False,), "save_checkpoint is streamed and atomic"),
@@ -256,7 +279,7 @@ REFUSED = {
     "expert_parallel": "experts that are not used are not fetched",
     "weight_quantization": "leave it out",
     "compile": "torch.compile cannot follow fetching and releasing; leave it out",
-    "data_efficiency": "choose the data in the data loader",
+    "data_efficiency.data_routing": "no layer leaves tokens out",
     _ZERO + "zenflow": "updates overlap with computing, and are exact; leave it out",
     "compression_training": _GONE,
     "nebula": _GONE,
@@ -265,7 +288,6 @@ REFUSED = {
     "eigenvalue": _GONE,
     "sparse_attention": _GONE,
     "elasticity": _GONE,
-    "curriculum_learning": _GONE,
     "progressive_layer_drop": _GONE,
 }
 """Unsupported sections."""
@@ -290,7 +312,9 @@ KEYS: dict[str, Key] = {
 SWITCHES = {
     "compile": "deepcompile",
     "tensor_parallel": "autotp_size",
-    **dict.fromkeys(("autotuning", "hybrid_engine", "data_efficiency", "expert_parallel"), "enabled"),
+    **dict.fromkeys(
+        ("autotuning", "hybrid_engine", "data_efficiency.data_routing", "expert_parallel"), "enabled"
+    ),
     **dict.fromkeys(("comet", "trackio", "comms_logger", "flops_profiler"), "enabled"),
 }
 """The key that switches a section on; a section without one is on where it is present."""

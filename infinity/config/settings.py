@@ -68,6 +68,9 @@ class Config:
         gradients as well, 3 parameters as well. With 1 and 2 the 16-bit parameters, with 1 also their
         gradients, stay whole on the device of every rank.
     timeout_s: seconds that a rank waits for the others before it fails, and names those that are missing.
+    sequence_parallel: ranks that share each sequence (Ulysses; see infinity.sequence_parallel), for models of
+        transformers: 4 of 8 ranks train two sequences at once, each on a quarter of its tokens. All ranks
+        still partition one model. 1: each rank has sequences of its own.
     offload_activations: where the inputs of checkpointed blocks are kept until the backward (those of
         torch.utils.checkpoint, and of tiling's slices): "host" is within host_memory as far as that has room,
         else on NVMe; "nvme" is on NVMe alone. None: on the device, beside host_memory.
@@ -93,6 +96,7 @@ class Config:
     experts: str = "slices"
     stage: int = 3
     timeout_s: float = 600.0
+    sequence_parallel: int = 1
     offload_activations: str | None = None
     aio: str | None = None
     verify: bool | str = "always"
@@ -151,6 +155,10 @@ class Config:
             raise ConfigError(
                 f"state_dtype={self.state_dtype!r} with dtype={self.dtype!r}: moments in fewer bytes need "
                 'dtype="bf16"; leave one of the two out'
+            )
+        if type(self.sequence_parallel) is not int or self.sequence_parallel < 1:
+            raise ConfigError(
+                f"sequence_parallel={self.sequence_parallel!r}: expected a number of ranks, 1 or more"
             )
         if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < math.inf:
             raise ConfigError(f"timeout_s={self.timeout_s!r}: expected a number of seconds above 0")

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader
 
 from infinity.config.loss_scale import LossScale
 from infinity.deepspeed import checkpoint as deepspeed_checkpoint
@@ -29,8 +28,9 @@ from infinity.deepspeed.launch import Settings, local_rank, rank, ranks
 from infinity.deepspeed.monitor import Monitors
 from infinity.engine.engine import engine_of, engine_of_model
 from infinity.engine.no_sync import no_sync
-from infinity.errors import UnsupportedError
+from infinity.errors import ConfigError, UnsupportedError
 from infinity.optim.base import OffloadedOptimizer
+from infinity.sequences.warmup import SequenceWarmup
 
 logger = logging.getLogger("infinity")
 
@@ -47,10 +47,14 @@ class DeepSpeedEngine(nn.Module):
         optimizer: OffloadedOptimizer | None,
         scheduler: Any,
         settings: Settings,
-        loader: DataLoader[Any] | None = None,
+        loader: Any = None,
+        warmup: SequenceWarmup | None = None,
     ) -> None:
-        """Train `model`, built in Init, with `optimizer` and `scheduler`."""
+        """Train `model`, built in Init, with `optimizer` and `scheduler`, from `loader`; warmup: what in it
+        decides the lengths of sequences.
+        """
         super().__init__()
+        self._warmup = warmup
         self.module = model
         self.optimizer = optimizer
         self.lr_scheduler = scheduler
@@ -58,6 +62,8 @@ class DeepSpeedEngine(nn.Module):
         self.training_dataloader = loader
         self.device = engine_of_model(model).device.torch_device
         self.local_rank, self.global_rank, self.world_size = local_rank(), rank(), ranks()
+        self._sequences = self.world_size // settings.config.sequence_parallel
+        """Trained at once: ranks that share a sequence count as one."""
         self.micro_steps = 0
         """Calls of step(), each after one backward."""
         self.global_steps = 0
@@ -199,7 +205,7 @@ class DeepSpeedEngine(nn.Module):
             )
             self._losses = []
         self.global_steps += 1
-        self.global_samples += (self.settings.batches.micro or 0) * gradients.count * self.world_size
+        self.global_samples += (self.settings.batches.micro or 0) * gradients.count * self._sequences
         gradients.begin_step()
 
     def _clip(self, optimizer: OffloadedOptimizer) -> float | None:
@@ -279,11 +285,11 @@ class DeepSpeedEngine(nn.Module):
         UnsupportedError for several backwards per update where updates happen in the backward.
         """
         batches = self.settings.batches
-        at_once = (batches.micro or 0) * self.world_size
+        at_once = (batches.micro or 0) * self._sequences
         if not at_once or train_batch_size < at_once or train_batch_size % at_once:
             raise ValueError(
                 f"train_batch_size={train_batch_size}: expected a multiple of {at_once}, the micro batch of "
-                f"{batches.micro} on {self.world_size} ranks"
+                f"{batches.micro} on {self._sequences} ranks"
             )
         steps = train_batch_size // at_once
         if steps > 1 and self.optimizer is not None and self.optimizer.update == "backward":
@@ -300,9 +306,24 @@ class DeepSpeedEngine(nn.Module):
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the samples per backward and rank; the backwards per update stay."""
         batches = self.settings.batches
-        train = micro_batch_size * batches.steps * self.world_size
+        train = micro_batch_size * batches.steps * self._sequences
         changed = replace(batches, train=train, micro=micro_batch_size)
         self.settings = replace(self.settings, batches=changed)
+
+    def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Any]) -> None:
+        """Set the function of a step, counted from 1, that returns the tokens of a row: of the metric
+        "seqlen", whose schedule_type is "custom" in the configuration.
+
+        Raises: ConfigError for other metrics, or a configuration without that.
+        """
+        function = schedule_func_dict.get("seqlen")
+        if self._warmup is None or self._warmup.lengths.schedule != "custom" or function is None:
+            raise ConfigError(
+                f"set_custom_curriculum_learning_schedule({', '.join(schedule_func_dict)}): the "
+                "configuration needs "
+                'a metric "seqlen" with the schedule_type "custom", and the dict its function'
+            )
+        self._warmup.set_function(function)
 
     def destroy(self) -> None:
         """Drop the optimizer and the schedule. Memory and files are freed with the model."""

@@ -27,6 +27,8 @@ from infinity.engine.engine import engine_of_model
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.optim import optimizers
 from infinity.optim.base import OffloadedOptimizer
+from infinity.sequences.loader import SequenceParallelLoader
+from infinity.sequences.warmup import SequenceWarmup
 from infinity.units.released import expect_optimizers_of_torch
 
 logger = logging.getLogger("infinity")
@@ -52,7 +54,7 @@ def initialize(
     config_params: Source | None = None,
     *,
     strict: bool = True,
-) -> tuple[DeepSpeedEngine, OffloadedOptimizer | None, DataLoader[Any] | None, Any]:
+) -> tuple[DeepSpeedEngine, OffloadedOptimizer | None, Any, Any]:
     """Return (engine, optimizer, data loader, learning rate scheduler), as deepspeed.initialize does.
 
     model: built in infinity.deepspeed.zero.Init or infinity.Init, and so never held as a whole; a model that
@@ -71,7 +73,9 @@ def initialize(
         raise ValueError("initialize(model=...): no model was given")
     if mpu is not None or mesh_param is not None:
         raise UnsupportedError(
-            "mpu and mesh_param: tensor, pipeline and sequence parallelism are not supported"
+            "mpu and mesh_param: tensor and pipeline parallelism are not supported; for that of sequences "
+            "write "
+            '"sequence_parallel_size" into the configuration'
         )
     if dist_init_required:
         init_distributed(distributed_port=distributed_port)
@@ -86,8 +90,8 @@ def initialize(
     _take_in(model, settings)
     ours, replaced = _optimizer(model, optimizer, model_parameters, settings)
     scheduler = _scheduler(lr_scheduler, ours, replaced, settings)
-    loader = _loader(training_data, collate_fn, settings)
-    return DeepSpeedEngine(model, ours, scheduler, settings, loader), ours, loader, scheduler
+    loader, warmup = _loader(training_data, collate_fn, settings, model)
+    return DeepSpeedEngine(model, ours, scheduler, settings, loader, warmup), ours, loader, scheduler
 
 
 def _take_in(model: nn.Module, settings: Settings) -> None:
@@ -202,19 +206,36 @@ class _KeepsRates(LRScheduler):
 
 
 def _loader(
-    data: Dataset[Any] | None, collate_fn: Callable[[Any], Any] | None, settings: Settings
-) -> DataLoader[Any] | None:
+    data: Dataset[Any] | None, collate_fn: Callable[[Any], Any] | None, settings: Settings, model: nn.Module
+) -> tuple[Any, SequenceWarmup | None]:
+    """Return the data loader, with batches of the step's length, in parts where ranks share a sequence; and
+    what in it decides the lengths.
+    """
+    lengths, at_once = settings.curriculum, settings.config.sequence_parallel
     if data is None:
-        return None
+        if lengths is not None:
+            raise ConfigError(
+                "curriculum_learning needs initialize(training_data=...), whose loader it is for. For a "
+                "loader of your "
+                f"own leave it out, and wrap that: infinity.SequenceWarmup(loader, {lengths.shortest}, "
+                f"{lengths.longest}, schedule={lengths.schedule!r}, ...)"
+            )
+        return None, None
     if settings.batches.micro is None:
         raise ConfigError("training_data needs train_batch_size or train_micro_batch_size_per_gpu")
     sampler: DistributedSampler[Any] | None = None
     if not isinstance(data, IterableDataset):
-        sampler = DistributedSampler(cast("Any", data), num_replicas=ranks(), rank=rank())
-    return DataLoader(
+        sampler = DistributedSampler(
+            cast("Any", data), num_replicas=ranks() // at_once, rank=rank() // at_once
+        )
+    loader: Any = DataLoader(
         data,
         settings.batches.micro,
         sampler=sampler,
         collate_fn=collate_fn,
         drop_last=settings.drop_last,
     )
+    warmup: SequenceWarmup | None = None
+    if lengths is not None:
+        loader = warmup = SequenceWarmup.of(loader, lengths, settings.batches.steps)
+    return (SequenceParallelLoader(loader, model) if at_once > 1 else loader), warmup

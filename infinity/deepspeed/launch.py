@@ -96,10 +96,10 @@ def settings_of(source: str | Path | Mapping[str, Any] | Settings | None, *, str
             "--deepspeed_config FILE"
         )
     settings = source if isinstance(source, SettingsOf) else read(source, strict=strict, world_size=ranks())
-    if settings.batches.ranks != ranks():
+    read_for = settings.batches.ranks * settings.config.sequence_parallel
+    if read_for != ranks():
         raise ConfigError(
-            f"the configuration was read for {settings.batches.ranks} ranks, there are {ranks()}: "
-            "read(..., world_size=...)"
+            f"the configuration was read for {read_for} ranks, there are {ranks()}: read(..., world_size=...)"
         )
     named = any(line.key == "infinity.device" for line in settings.report.lines)
     if named or not torch.cuda.is_available():

@@ -407,8 +407,8 @@ class Construction:
         name_file(error)
         self._overflow.refuse_half(self._records, error)
 
-    def finish(self) -> None:
-        """Evict everything, and hand the finished models to the engine."""
+    def finish(self) -> list[nn.Module]:
+        """Evict everything, and hand the finished models to the engine; return these."""
         modules = [module for reference in self._modules.values() if (module := reference()) is not None]
         children = {id(child) for module in modules for child in module.children()}
         roots = [module for module in modules if id(module) not in children]
@@ -431,6 +431,7 @@ class Construction:
         for why, nbytes in self._copied.items():
             logger.info("%s of the checkpoint have records of their own: %s", format_size(nbytes), why)
         self._hand_over(named)
+        return roots
 
     def _hand_over(self, named: list[tuple[str, nn.Module]]) -> None:
         units, units_of = self._units(named)

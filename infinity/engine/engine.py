@@ -39,6 +39,7 @@ from infinity.ranks.group import open_ranks
 from infinity.ranks.machine_memory import share_of
 from infinity.records.record import Record, Traffic
 from infinity.records.weights import WEIGHTS, Weights
+from infinity.sequences.group import check_sequences
 from infinity.storage.checkpoint_store import CheckpointStore, FileRange
 from infinity.storage.memory import Ledger, Pool, map_large_blocks, reuse_large_blocks
 from infinity.storage.packed import Block8
@@ -70,6 +71,7 @@ class Engine:
         """
         self.config = config
         self.ranks = open_ranks(process_group, choose_device(config), config.timeout_s)
+        check_sequences(config.sequence_parallel, self.ranks.size)
         self.form = config.form
         self.budget: Budget = divide(share_of(config.host_nbytes, self.ranks), form=self.form)
         self.device = open_device(self.ranks.device)

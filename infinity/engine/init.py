@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from infinity.engine.engine import Engine
 from infinity.engine.pretrained import loading_in_order
 from infinity.engine.quantized import leaving_packed
 from infinity.engine.scripting import refusing_scripts
+from infinity.engine.sequences import sequence_parallel
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.ranks.group import Ranks
 from infinity.tensors import as_bytes, digest
@@ -39,6 +40,25 @@ def _drawing_as_rank_0(ranks: Ranks) -> Iterator[None]:
     finally:
         if ranks.rank:
             torch.set_rng_state(own)
+
+
+def _divide_sequences(models: Iterable[nn.Module]) -> None:
+    """Divide the sequences of the models that are transformers', as Config(sequence_parallel=...) says.
+
+    Raises: ConfigError if there is none.
+    """
+    found: dict[nn.Module, None] = {}
+    within: set[nn.Module] = set()
+    for model in [one for root in models for one in root.modules()]:  # from the outermost
+        if hasattr(model, "set_attn_implementation") and model not in within:
+            found[model] = None
+            within.update(model.modules())
+    if not found:
+        raise ConfigError(
+            "sequence_parallel: no model of transformers was built inside this Init; leave it out"
+        )
+    for model in found:
+        sequence_parallel(model)
 
 
 class Init:
@@ -141,7 +161,9 @@ class Init:
             return
         try:
             if error is None:
-                construction.finish()
+                models = construction.finish()
+                if self.config.sequence_parallel > 1:
+                    _divide_sequences(models)
         except BaseException:
             engine.close()
             raise

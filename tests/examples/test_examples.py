@@ -90,6 +90,19 @@ def test_two_ranks_train_each_on_its_part_and_save_together(folder, way, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.multi
+def test_two_ranks_share_a_sequence_and_see_one_loss(folder):
+    example = EXAMPLES / "two_ranks_one_sequence.py"
+    done = torchrun(2, example, "--nvme", folder, "--tokens", 256)
+    assert done.returncode == 0, done.stderr
+    shown = re.findall(r"rank (\d), step (\d): loss ([\d.]+), (\d+) of (\d+) tokens", done.stdout)
+    losses = {rank: [loss for one, _, loss, _, _ in shown if one == rank] for rank in "01"}
+    assert losses["0"] == losses["1"]
+    assert float(losses["0"][-1]) < float(losses["0"][0])
+    assert {(int(part), int(whole)) for *_, part, whole in shown} >= {(40, 80), (128, 256)}
+
+
+@pytest.mark.slow
 def test_the_trainer_resumes(folder):
     text = run("trainer.py", "--nvme", folder, "--out", folder / "out")
     assert "steps: 10" in text

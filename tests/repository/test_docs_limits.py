@@ -125,6 +125,19 @@ def wrapped(name, **options):
     )
 
 
+def t5():
+    import transformers
+
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+
+
+def eager():
+    model = models.MODELS["llama"]()
+    model.set_attn_implementation("eager")
+    return model
+
+
 INT8 = {"state_dtype": "int8"}
 TRIED = {
     "`torch.compile(model)`, `model.compile()`": [
@@ -170,6 +183,12 @@ TRIED = {
     "DTensor parameters": [distributed_parameter],
     "a DeviceMesh of several dimensions as `process_group`": [
         lambda lab: lab.model(process_group=mesh("dp", "tp"))
+    ],
+    "`sequence_parallel` of encoder-decoders, of layers that mix tokens outside of attention, with eager or "
+    "flash attention": [
+        lambda lab: infinity.sequence_parallel(lab.build(t5), 1),
+        lambda lab: infinity.sequence_parallel(lab.model(), 1),
+        lambda lab: infinity.sequence_parallel(lab.build(eager), 1),
     ],
     "complex, fp64 and fp8 parameters": [
         lambda lab: lab.owner(torch.ones(4, 4, dtype=torch.complex64)),

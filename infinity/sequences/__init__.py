@@ -1,0 +1,1 @@
+"""Sequences in parts over ranks, and their lengths: Ulysses' attention, split batches, a warm-up."""

@@ -1,0 +1,109 @@
+"""Sequences on several ranks over gloo, with the engine: processes of their own, whose answers are JSON.
+
+What the ranks do is in sequence_ranks_run.py; the arithmetic that they are compared with, in
+sequence_models.py. One launch runs many cases: starting processes costs more than they do.
+"""
+
+import functools
+import json
+
+import pytest
+
+import sequence_models
+from launches import forked
+from places import SUPPORT
+
+pytestmark = [pytest.mark.multi, pytest.mark.disk]
+
+NAMES = tuple(sequence_models.MODELS)
+EXACT = ("llama", "qwen3", "mixtral")
+OTHERS = ("in slices", "dropout", "refused", "deepspeed")
+CASES = {
+    2: [*(f"as one rank {name}" for name in NAMES), *(f"exact {name}" for name in EXACT), *OTHERS],
+    4: [*(f"as one rank {name}" for name in NAMES), *(f"exact {name}" for name in EXACT), "two sequences"],
+}
+BY_DEFAULT = {"as one rank gpt-oss", "exact qwen3", *OTHERS}
+"""On two ranks; four ranks, and the other models, are slow."""
+
+
+def of(ranks, case):
+    """Return a case on so many ranks as a parameter."""
+    marks = [] if ranks == 2 and case in BY_DEFAULT else [pytest.mark.slow]
+    return pytest.param(ranks, case, id=f"{ranks}-{case}", marks=marks)
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """Return a function that says what each of so many ranks answers in a case."""
+
+    @functools.cache
+    def all_of(ranks, *, by_default):
+        folder = tmp_path_factory.mktemp("sequences")
+        cases = [one for one in CASES[ranks] if by_default is (ranks == 2 and one in BY_DEFAULT)]
+        forked(ranks, SUPPORT / "sequence_ranks_run.py", folder, *cases, RANKS_DISK=folder)
+        return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
+
+    def answer(ranks, case):
+        given = [one[case] for one in all_of(ranks, by_default=ranks == 2 and case in BY_DEFAULT)]
+        assert [one["trace"] for one in given if "error" in one] == []
+        return given
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"), [of(n, case) for n in CASES for case in CASES[n] if "one rank" in case]
+)
+def test_ten_steps_in_fp32_have_the_losses_of_one_rank(answers, ranks, name):
+    for one in answers(ranks, name):
+        assert len(one["apart"]) == 10
+        assert one["apart"] == pytest.approx(one["alone"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"), [of(n, case) for n in CASES for case in CASES[n] if "exact" in case]
+)
+def test_steps_in_bf16_have_the_bits_of_the_same_arithmetic_in_one_process(answers, ranks, name):
+    for one in answers(ranks, name):
+        assert one["losses"] == one["expected"]
+        assert one["different"] == []
+
+
+def test_offloaded_checkpoints_sequence_slices_and_a_loss_without_logits_change_nothing_but_memory(answers):
+    for one in answers(2, "in slices"):
+        assert one["runs"][0] == one["runs"][1]
+        assert one["runs"][0] == pytest.approx(one["plain"], rel=1e-5)
+
+
+def test_dropout_in_attention_is_the_same_from_the_same_seeds_and_when_it_is_recomputed(answers):
+    for one in answers(2, "dropout"):
+        assert one["runs"][0] == one["runs"][1] == one["runs"][2]
+        assert one["runs"][0] != one["without"]
+
+
+@pytest.mark.slow
+def test_two_sequences_of_two_ranks_train_as_two_ranks_with_whole_sequences(answers):
+    for one in answers(4, "two sequences"):
+        plain = {
+            place: losses for place, losses, _ in (other["plain"] for other in answers(4, "two sequences"))
+        }
+        for way in ("config", "mesh"):
+            place, losses, total = one[way]
+            assert losses == pytest.approx(plain[place], rel=1e-5)
+            assert total == pytest.approx(one["plain"][2], rel=1e-4)
+
+
+def test_what_cannot_be_divided_is_refused_on_every_rank_with_numbers(answers):
+    for one in answers(2, "refused"):
+        assert "2 ranks cannot be divided into sequences of 3 ranks" in one["ranks"]
+        assert "9 query heads and 9 key heads cannot be divided among 2 ranks" in one["heads"]
+        assert 'attention="sdpa"' in one["eager"]
+        assert "rank 0: 1 x 3 tokens" in one["lengths"]
+        assert "rank 1: 1 x 4 tokens" in one["lengths"]
+
+
+def test_deepspeeds_sequence_parallel_size_and_curriculum_by_length_are_applied(answers):
+    for one in answers(2, "deepspeed"):
+        assert one["shapes"] == [[2, 6], [2, 8], [2, 8], [2, 8]]
+        assert one["counts"] == [2, 8]
+    assert answers(2, "deepspeed")[0]["losses"] == answers(2, "deepspeed")[1]["losses"]

@@ -1,0 +1,305 @@
+"""What ranks that share sequences do in the tests of them, over gloo: cases by name, an answer as JSON each.
+
+    torchrun --nproc-per-node 2 tests/support/sequence_ranks_run.py FOLDER CASE [CASE ...]  # or
+    launches.forked
+
+Rank R writes FOLDER/R.json: {case: answer, or {"error": text}}.
+"""
+
+import gc
+import json
+import os
+import sys
+import traceback
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader, DistributedSampler
+from transformers import AttentionInterface, AttentionMaskInterface
+
+import infinity
+import sequence_models
+from infinity import tiling
+from infinity.reference import ReferenceAdamW, prepare
+from infinity.sequences.parallel import sequences_of
+from thread_ranks import on_ranks
+
+HOST = "64MiB"
+
+
+def offloaded(name, size, *, seed=0, model=None, **settings):
+    """Build a model in Init, whose sequences are on `size` ranks each."""
+    torch.manual_seed(seed)
+    with infinity.Init(**{"host_memory": HOST, "dtype": "fp32", "sequence_parallel": size, **settings}):
+        return sequence_models.model_of(name, **(model or {})).train()
+
+
+def part_of(batch, size):
+    """Return this rank's part of a batch, by slices: the model does the rest."""
+    rank, tokens = dist.get_rank() % size, batch["input_ids"].shape[1] // size
+    return {name: one[:, rank * tokens :][:, :tokens].contiguous() for name, one in batch.items()}
+
+
+def train(model, size, *, steps, lr=1e-2, rows=2, style="labels"):
+    """Train on whole batches, in parts; return the losses."""
+    optimizer = infinity.AdamW(model.parameters(), lr=lr)
+    losses = []
+    for step in range(steps):
+        loss = model(**part_of(sequence_models.batch_of(step, rows=rows, style=style), size)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def weights(model):
+    return {name: one.clone() for name, one in model.state_dict().items()}
+
+
+def as_one_rank(name):
+    """Ten steps in fp32, with the sequences on all ranks, and with whole ones on each."""
+    size = dist.get_world_size()
+    apart, alone = (train(offloaded(name, one), one, steps=10) for one in (size, 1))
+    return {"apart": apart, "alone": alone}
+
+
+def by_hand(name, size, steps):
+    """Train as `size` ranks do with arithmetic of one process alone: slices, sums in the order of ranks."""
+    torch.manual_seed(0)
+    models = [sequence_models.model_of(name).train() for _ in range(1)]
+    states = models[0].state_dict()
+
+    def work(group):
+        model = replicas[group.rank]
+        name_of_ours = f"by_hand_{group.rank}"
+        AttentionInterface.register(name_of_ours, sequence_models.attention_by_hand(group))
+        AttentionMaskInterface.register(name_of_ours, lambda **_: None)
+        model.set_attn_implementation(name_of_ours)
+        for parameter in model.parameters():
+            parameter.register_hook(partial(mean_of, group))
+        optimizer = ReferenceAdamW(model.parameters(), lr=1e-2)
+        losses = []
+        for step in range(steps):
+            batch = sequence_models.batch_of(step)
+            labels = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+            tokens = labels.shape[1] // group.size
+            here = slice(group.rank * tokens, (group.rank + 1) * tokens)
+            count = int((labels != -100).sum())
+            total = model(
+                input_ids=batch["input_ids"][:, here],
+                position_ids=torch.arange(here.start, here.stop).unsqueeze(0),
+                labels=labels[:, here],
+                shift_labels=labels[:, here].contiguous(),
+                num_items_in_batch=1,
+                use_cache=False,
+            ).loss
+            everywhere = group.gather(total, "")
+            losses.append((sum(one[0] for one in everywhere) / count).float().item())
+            total.backward(torch.tensor(group.size / count))
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    replicas = []
+    for _ in range(size):
+        replica = sequence_models.model_of(name).train()
+        replica.load_state_dict(states)
+        replicas.append(prepare(replica, torch.bfloat16))
+    losses = on_ranks(size, work)[0]
+    return losses, replicas[0].state_dict()
+
+
+def mean_of(group, gradient):
+    rows = group._all(gradient)
+    total = rows[0].float()
+    for one in rows[1:]:
+        total = total + one.float()
+    return (total / group.size).to(gradient.dtype)
+
+
+def exact(name):
+    """Three steps in bf16 against the same arithmetic in one process."""
+    size = dist.get_world_size()
+    model = offloaded(name, size, dtype="bf16")
+    losses = train(model, size, steps=3)
+    found = weights(model)
+    expected, state = by_hand(name, size, 3)
+    return {"losses": losses, "expected": expected, "different": parity_of(found, state)}
+
+
+def parity_of(found, expected):
+    return [name for name, one in found.items() if not torch.equal(one, expected[name].to(one.dtype))]
+
+
+def in_slices(name):
+    """Checkpoints offloaded, MLPs in slices, no logits: as without, in fp32; twice, with the same bits."""
+    size = dist.get_world_size()
+    plain = train(offloaded(name, size), size, steps=2)
+    runs = []
+    for _ in range(2):
+        model = offloaded(name, size, nvme=os.environ["RANKS_DISK"], offload_activations="nvme")
+        model.gradient_checkpointing_enable()
+        for block in model.model.layers:
+            tiling.tile_sequence(block.mlp, tiles=2)
+        tiling.tile_loss_(model)
+        runs.append(train(model, size, steps=2))
+        del model
+        gc.collect()
+    return {"plain": plain, "runs": runs}
+
+
+def dropout(name):
+    """Attention with dropout: twice from the same seeds, and with recomputation, the same bits."""
+    size, runs = dist.get_world_size(), []
+    for checkpointed in (False, False, True):
+        model = offloaded(name, size, model={"attention_dropout": 0.2})
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        torch.manual_seed(7 + dist.get_rank())
+        runs.append(train(model, size, steps=2))
+        del model
+        gc.collect()
+    return {"runs": runs, "without": train(offloaded(name, size), size, steps=2)}
+
+
+def two_sequences():
+    """Four ranks, two sequences of two: by Config, and over a mesh whose sequences are not neighbours."""
+    answers = {}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "dp"))
+    for way in ("config", "mesh"):
+        model = offloaded("llama", 2 if way == "config" else 1)
+        if way == "mesh":
+            sequences = infinity.sequence_parallel(model, mesh["sp"])
+        else:
+            sequences = sequences_of(model)
+        optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+        data = [sequence_models.batch_of(number) for number in range(4)]
+        sampler = DistributedSampler(
+            data, num_replicas=sequences.data_ranks, rank=sequences.data_rank, shuffle=False
+        )
+        loader = DataLoader(data, batch_size=None, sampler=sampler)
+        losses = []
+        for batch in infinity.SequenceParallelLoader(loader, model):
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        answers[way] = [sequences.data_rank, losses, float(weights(model)["lm_head.weight"].double().sum())]
+    model = offloaded("llama", 1)
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(2):  # all ranks as two: ranks 2 and 3 repeat what 0 and 1 do
+        loss = model(**sequence_models.batch_of(2 * step + dist.get_rank() % 2)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    answers["plain"] = [dist.get_rank() % 2, losses, float(weights(model)["lm_head.weight"].double().sum())]
+    return answers
+
+
+def said_of(work):
+    """Return the error of something that fails on every rank."""
+    try:
+        work()
+    except infinity.InfinityError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def refused():
+    """What cannot be divided, on every rank alike."""
+    size = dist.get_world_size()
+    answers = {"ranks": said_of(lambda: offloaded("llama", size + 1))}
+    answers["heads"] = said_of(
+        lambda: offloaded(
+            "llama", size, model={"num_attention_heads": 9, "hidden_size": 36, "num_key_value_heads": 9}
+        )
+    )
+    answers["eager"] = said_of(lambda: offloaded("llama", size, model={"attn_implementation": "eager"}))
+
+    def lengths():
+        model = offloaded("llama", size)
+        model(input_ids=torch.ones(1, 3 + dist.get_rank(), dtype=torch.long))
+
+    answers["lengths"] = said_of(lengths)
+    return answers
+
+
+def deepspeed():
+    """The JSON's sequence_parallel_size and its curriculum: batches in parts, of the step's length."""
+    from infinity import deepspeed as ds
+
+    size = dist.get_world_size()
+    config = {
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 2,
+        "sequence_parallel_size": size,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "infinity": {"host_memory": HOST},
+        "data_efficiency": {
+            "enabled": True,
+            "data_sampling": {
+                "enabled": True,
+                "curriculum_learning": {
+                    "enabled": True,
+                    "curriculum_metrics": {
+                        "seqlen": {
+                            "min_difficulty": 8,
+                            "max_difficulty": 16,
+                            "schedule_type": "fixed_linear",
+                            "schedule_config": {"total_curriculum_step": 2, "difficulty_step": 4},
+                        }
+                    },
+                },
+            },
+        },
+    }
+    torch.manual_seed(0)
+    with ds.zero.Init(config_dict_or_path=config):
+        model = sequence_models.model_of("llama")
+    data = [{name: one[0] for name, one in sequence_models.batch_of(n, rows=1).items()} for n in range(8)]
+    engine, _, loader, _ = ds.initialize(model=model, config=config, training_data=data)
+    shapes, losses = [], []
+    for batch in loader:
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        shapes.append(list(batch["input_ids"].shape))
+        losses.append(loss.item())
+    return {"shapes": shapes, "losses": losses, "counts": [engine.global_steps, engine.global_samples]}
+
+
+CASES = {
+    **{f"as one rank {name}": partial(as_one_rank, name) for name in sequence_models.MODELS},
+    **{f"exact {name}": partial(exact, name) for name in ("llama", "qwen3", "mixtral")},
+    "in slices": partial(in_slices, "llama"),
+    "dropout": partial(dropout, "llama"),
+    "two sequences": two_sequences,
+    "refused": refused,
+    "deepspeed": deepspeed,
+}
+
+
+def main():
+    folder, *names = sys.argv[1:]
+    torch.use_deterministic_algorithms(True)
+    dist.init_process_group("gloo")
+    answers = {}
+    for name in names:
+        try:
+            answers[name] = CASES[name]()
+        except Exception as error:  # noqa: BLE001 - the test shows it
+            answers[name] = {"error": str(error), "trace": traceback.format_exc()}
+        gc.collect()
+    dist.barrier()
+    Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps(answers), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
