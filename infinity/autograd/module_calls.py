@@ -157,8 +157,8 @@ def refuse_transform(units: Iterable[Unit]) -> None:
 
 
 def refuse_placeholders(module: nn.Module) -> None:
-    """Refuse a transform of the model's own parameters, as model.named_parameters() has them: what it wraps is
-    their placeholders, which are NaN.
+    """Refuse a transform of the model's own parameters, as model.named_parameters() has them: it wraps their
+    placeholders, which are NaN.
 
     Raises: UnsupportedError.
     """
@@ -166,9 +166,9 @@ def refuse_placeholders(module: nn.Module) -> None:
         wrapped = torch._C._functorch.is_functorch_wrapped_tensor(parameter)
         if wrapped and type(_unwrapped(parameter)) is Released:
             raise UnsupportedError(
-                f"{name} of {type(module).__name__}: a transform of torch.func was given this parameter while "
-                "its values are in host memory or on NVMe. Give torch.func.functional_call plain tensors for "
-                "all parameters, as model.state_dict() has them, or call it inside "
+                f"{name} of {type(module).__name__}: a transform of torch.func was given this parameter "
+                "while its values are in host memory or on NVMe. Give torch.func.functional_call plain "
+                "tensors for all parameters, as model.state_dict() has them, or call it inside "
                 "`with torch.no_grad(), infinity.gathered(model):`."
             )
 

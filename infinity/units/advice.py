@@ -53,8 +53,8 @@ SHARED = (
     "{name: value.share_memory_() for name, value in model.state_dict().items()}."
 )
 PARTITIONED = (
-    "FSDP (fully_shard) and Infinity both divide parameters among ranks: leave fully_shard out, since the ranks "
-    "that torchrun starts divide a model built in Init by themselves; for FSDP build the model outside Init."
+    "FSDP (fully_shard) and Infinity both divide parameters among ranks: leave fully_shard out, since ranks "
+    "divide a model built in Init by themselves; for FSDP build the model outside Init."
 )
 EMPTIED = "Parameters built in Init have their place; give them values by load_state_dict."
 ADAPTERS = "Call peft.get_peft_model inside `with infinity.Init(...):`, where modules can be copied."
