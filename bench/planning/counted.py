@@ -35,7 +35,7 @@ class UncountedError(InfinityError, RuntimeError):
 
 
 @dataclass(slots=True)
-class _Block:
+class _CountedBlock:
     """Bytes of one block."""
 
     end: tuple[int, int] = (0, 0)
@@ -50,7 +50,7 @@ class _Watch:
     """Hooks on the blocks of a model, which count what is alive."""
 
     live: LiveTensors
-    found: list[_Block] = field(default_factory=list)
+    found: list[_CountedBlock] = field(default_factory=list)
     hidden: int = 0
     start: tuple[int, int] = (0, 0)
     """Alive before the first block, as `end`."""
@@ -63,12 +63,12 @@ class _Watch:
 
     def on(self, blocks: Sequence[nn.Module]) -> list[RemovableHandle]:
         """Watch these, until the handles are removed."""
-        self.found = [_Block() for _ in blocks]
+        self.found = [_CountedBlock() for _ in blocks]
         return [
             handle for block, one in zip(blocks, self.found, strict=True) for handle in self._on(block, one)
         ]
 
-    def _on(self, block: nn.Module, one: _Block) -> list[RemovableHandle]:
+    def _on(self, block: nn.Module, one: _CountedBlock) -> list[RemovableHandle]:
         def begin(_module: object, args: Any, kwargs: Any) -> None:
             entering = _first_tensor((args, *kwargs.values()))
             self.hidden = entering.shape[-1]

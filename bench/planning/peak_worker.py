@@ -33,7 +33,8 @@ def built(spec: dict[str, Any]) -> nn.Module:
     content = dict(spec["config"])
     config = transformers.AutoConfig.for_model(content.pop("model_type"), **content, use_cache=False)
     torch.manual_seed(0)
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    build: Any = transformers.AutoModelForCausalLM.from_config
+    model: nn.Module = build(config, dtype=torch.float32)
     return model
 
 

@@ -53,7 +53,7 @@ _MIXTRAL = {
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class PeakCase:
     """One training."""
 
     name: str
@@ -96,29 +96,29 @@ class Case:
 
 _WHOLE = {"checkpointing": False}
 CASES = (
-    Case("Llama", _LLAMA),
-    Case("Llama, bf16", _LLAMA, dtype="bf16"),
-    Case("Llama, small budget", _LLAMA, host_memory="32MiB"),
-    Case("Llama, large budget", _LLAMA, host_memory="320MiB"),
-    Case("Llama, update in the backward", _LLAMA, update="backward"),
-    Case("Llama, no NVMe", _LLAMA, host_memory="1GiB", nvme=False),
-    Case("Llama, no checkpointing", _LLAMA, method=_WHOLE),
-    Case("Llama, offloaded to host", _LLAMA, host_memory="256MiB", method={"offload": "host"}),
-    Case("Llama, offloaded to NVMe", _LLAMA, method={"offload": "nvme"}),
-    Case("Llama, tiles", _LLAMA, host_memory="256MiB", method={"batch_tile": 1, "loss_tiles": True}),
-    Case("GPT-2", _GPT2),
-    Case("GPT-2, no checkpointing", _GPT2, method=_WHOLE),
-    Case("Mixtral", _MIXTRAL),
-    Case("Mixtral, no checkpointing", _MIXTRAL, method=_WHOLE),
+    PeakCase("Llama", _LLAMA),
+    PeakCase("Llama, bf16", _LLAMA, dtype="bf16"),
+    PeakCase("Llama, small budget", _LLAMA, host_memory="32MiB"),
+    PeakCase("Llama, large budget", _LLAMA, host_memory="320MiB"),
+    PeakCase("Llama, update in the backward", _LLAMA, update="backward"),
+    PeakCase("Llama, no NVMe", _LLAMA, host_memory="1GiB", nvme=False),
+    PeakCase("Llama, no checkpointing", _LLAMA, method=_WHOLE),
+    PeakCase("Llama, offloaded to host", _LLAMA, host_memory="256MiB", method={"offload": "host"}),
+    PeakCase("Llama, offloaded to NVMe", _LLAMA, method={"offload": "nvme"}),
+    PeakCase("Llama, tiles", _LLAMA, host_memory="256MiB", method={"batch_tile": 1, "loss_tiles": True}),
+    PeakCase("GPT-2", _GPT2),
+    PeakCase("GPT-2, no checkpointing", _GPT2, method=_WHOLE),
+    PeakCase("Mixtral", _MIXTRAL),
+    PeakCase("Mixtral, no checkpointing", _MIXTRAL, method=_WHOLE),
 )
 
 
-def planned(case: Case) -> Planned:
+def planned(case: PeakCase) -> Planned:
     """Plan a case."""
     return answer(Question(outline_of_content(case.name, case.content), case.setting))
 
 
-def row_of(case: Case, rss_nbytes: int, activations_nbytes: int | None) -> dict[str, Any]:
+def row_of(case: PeakCase, rss_nbytes: int, activations_nbytes: int | None) -> dict[str, Any]:
     """Return what was measured beside what is planned."""
     plan = planned(case)
     memory = next(need for need in plan.needs if need.what.startswith("memory of each machine"))
@@ -137,7 +137,7 @@ def row_of(case: Case, rss_nbytes: int, activations_nbytes: int | None) -> dict[
     return row
 
 
-def rows_of(cases: tuple[Case, ...], folder: Path, console: Console) -> Iterator[dict[str, Any]]:
+def rows_of(cases: tuple[PeakCase, ...], folder: Path, console: Console) -> Iterator[dict[str, Any]]:
     """Train each case in fresh processes."""
     for case in cases:
         with console.status(f"{case.name}: five steps"):
@@ -150,7 +150,7 @@ def rows_of(cases: tuple[Case, ...], folder: Path, console: Console) -> Iterator
         yield row
 
 
-def _run(case: Case, folder: Path, *, plain: bool) -> dict[str, int]:
+def _run(case: PeakCase, folder: Path, *, plain: bool) -> dict[str, int]:
     arguments = ["-m", "infinity.bench.planning.peak_worker", json.dumps(case.spec(folder, plain=plain))]
     code, said = OWN.run(arguments)
     if code:

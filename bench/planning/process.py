@@ -15,7 +15,7 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from infinity.errors import InfinityError
 from infinity.planning.capacity import Process
@@ -109,7 +109,12 @@ def warm_up() -> None:
 def _tiny() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     model: nn.Module = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=256, use_cache=False))
     return model
 

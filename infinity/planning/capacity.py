@@ -8,7 +8,7 @@ from infinity.planning.demand import Demand
 from infinity.sizes import format_size
 
 _HOLES = 0.4
-"""Of what computing takes on the CPU: what malloc holds free between tensors of many sizes, about; measured by
+"""Of what computing takes on the CPU: what malloc holds free between tensors of many sizes, about. Measured:
 `python -m infinity.bench.planning.peaks`.
 """
 _LOGITS_HELD, _MAPPED_NBYTES = 8, 32 << 20
