@@ -30,14 +30,19 @@ def from_config(path: Path, **changes: object) -> tuple[nn.Module, int]:
     Raises: ConfigError naming the file, for what is no language model, or transformers cannot build;
     ImportError without transformers.
     """
+    return from_content({**content_of(path), **changes}, str(path))
+
+
+def from_content(says: Mapping[str, Any], source: str) -> tuple[nn.Module, int]:
+    """Build what the content of a config.json describes; see from_config. source: its name, for errors."""
     import transformers
 
-    content = {**content_of(path), **changes}
+    content = dict(says)
     kind = content.pop("model_type", None)
     if kind not in transformers.CONFIG_MAPPING:
         raise ConfigError(
-            f'{path}: "model_type" is {kind!r}, which transformers {transformers.__version__} does not know. '
-            f"{_ELSE}"
+            f'{source}: "model_type" is {kind!r}, which transformers {transformers.__version__} does not '
+            f"know. {_ELSE}"
         )
     try:
         config = transformers.AutoConfig.for_model(kind, **content)
@@ -46,7 +51,7 @@ def from_config(path: Path, **changes: object) -> tuple[nn.Module, int]:
         return model.to(torch.bfloat16), int(getattr(config, "hidden_size", None) or 0)
     except Exception as error:  # the checks of transformers raise whatever they like
         raise ConfigError(
-            f"{path}: describes no causal language model that transformers builds ({first_line(error)}). "
+            f"{source}: describes no causal language model that transformers builds ({first_line(error)}). "
             f"{_ELSE}"
         ) from error
 
@@ -64,6 +69,26 @@ def _builder(names: Sequence[str]) -> Any:
     if not {"input_ids", "labels"} <= inspect.signature(named.forward).parameters.keys():
         raise TypeError(f"{names[0]} takes no input_ids, or no labels")
     return named
+
+
+def counted_outline(content: Mapping[str, Any], source: str, name: str) -> Outline:
+    """Return the outline of what the content of a config.json describes, with its activations, counted on
+    tensors without memory.
+    """
+    model, attention = from_content(content, source)
+    return with_activations(outline_of_model(model, attention, name=name), model)
+
+
+def with_activations(outline: Outline, model: nn.Module) -> Outline:
+    """Return the outline of a model on the meta device with its activations, or with the reason why they
+    cannot be counted. The model cannot be used any more.
+    """
+    from infinity.bench.planning.counted import UncountedError, activations_of
+
+    try:
+        return replace(outline, activations=activations_of(model, list(_blocks(model))))
+    except UncountedError as error:
+        return replace(outline, uncounted=str(error))
 
 
 def first_line(error: BaseException) -> str:

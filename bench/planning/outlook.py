@@ -33,6 +33,7 @@ def facts(one: Planned, tbw_nbytes: float | None) -> dict[str, Any]:
         "tokens": one.tokens,
         "sequence": method.sequence,
         "fits": one.fits,
+        "uncounted": one.uncounted or None,
         "reasons": list(one.reasons),
         "refusal": one.refusal or None,
         "host_memory": setting.host_nbytes,
@@ -114,7 +115,7 @@ def single(pairs: Pairs, options: argparse.Namespace) -> Findings:
             for number, (what, text) in enumerate(lines)
         ],
         columns=[Column("what", "what"), Column("shown", "planned")],
-        verdicts=[_verdict(one), *_missing(one, options), *_advised(one, advice)],
+        verdicts=[_verdict(one), *_unmeasured(one), *_missing(one, options), *_advised(one, advice)],
         options=asked(options),
     )
 
@@ -199,8 +200,10 @@ def _ranks(one: Planned) -> str:
 
 def _verdict(one: Planned) -> str:
     """Say whether it fits: never more than is known."""
-    if not one.fits:
+    if one.short:
         return " ".join(("It does not fit.", *(f"{reason.rstrip('.')}." for reason in one.reasons)))
+    if one.uncounted:
+        return f"Whether it fits cannot be said. What is not counted: {one.uncounted}."
     open_needs = [need for need in one.needs if need.has_nbytes is None]
     if not open_needs:
         return "It fits."
@@ -210,11 +213,17 @@ def _verdict(one: Planned) -> str:
 def _advised(one: Planned, advice: Sequence[str]) -> list[str]:
     if advice:
         return [f"Advice: {line}" for line in advice]
-    if one.fits:
+    if not one.short:
         return []
     return [
         "Advice: no single change of a setting makes it fit: a larger machine, more ranks, or fewer tokens."
     ]
+
+
+def _unmeasured(one: Planned) -> list[str]:
+    if one.question.machine.process is not None or one.short:
+        return []
+    return ["Python and torch are not counted: with INFINITY_MEASURE=0 their memory is not measured."]
 
 
 def _missing(one: Planned, options: argparse.Namespace) -> list[str]:
@@ -263,10 +272,11 @@ def swept(pairs: Pairs, options: argparse.Namespace) -> Findings:
     for chosen, one in pairs:
         found = facts(one, options.tbw and options.tbw * 1e12)
         rows.append({"swept": {name: _word(name, value) for name, value in chosen.items()}, **found})
+        rows[-1]["fits_word"] = "yes" if one.fits else "no" if one.short else "not known"
         rows[-1] |= {f"swept {name}": _word(name, value) for name, value in chosen.items()}
     columns = [
         *(Column(f"swept {name}", name) for name in names),
-        Column("fits", "fits", lambda fits: "yes" if fits else "no"),
+        Column("fits_word", "fits"),
         Column("pinned_nbytes", "pinned", format_size),
         Column("read_nbytes", "read", format_size),
         Column("written_nbytes", "written", format_size),

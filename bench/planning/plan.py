@@ -15,6 +15,7 @@ import argparse
 import itertools
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from infinity.bench.findings import add_outputs, check_outputs, report
 from infinity.bench.places import check_folder
 from infinity.bench.planning import cuts, outlook
 from infinity.bench.planning.planned import Planned, Question, answer, flops
+from infinity.bench.planning.process import process_memory
 from infinity.bench.planning.sketch import outline_of
 from infinity.cli.presets import PRESETS
 from infinity.errors import ConfigError
@@ -38,6 +40,9 @@ from infinity.storage.disk_speed import DiskSpeed, speed_of
 
 if TYPE_CHECKING:
     from torch import nn
+
+UNCOUNTED = 3
+"""The exit code where nothing is known to be too small, and something cannot be counted."""
 
 HELP = "say whether a model fits, how fast a step will be, and what limits it"
 _QUESTIONS = {
@@ -81,9 +86,9 @@ def plan(
     if isinstance(model, Outline):
         outline = model
     else:
-        from infinity.bench.planning.meta import outline_of_model
+        from infinity.bench.planning.meta import outline_of_model, with_activations
 
-        outline = outline_of_model(model, inputs=inputs)
+        outline = with_activations(outline_of_model(model, inputs=inputs), deepcopy(model))
     method = replace(setting.method, tokens=tokens, sequence=sequence or tokens)
     question = Question(outline, replace(setting, method=method), machine or Capacity(), seconds, rates)
     return answer(question)
@@ -226,25 +231,29 @@ def _add_machine(add: Callable[..., object]) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Plan, and report; returns 1 if nothing fits, or a comparison fails.
+    """Plan, and report; returns 0 if something fits, else UNCOUNTED if that cannot be said of something, else
+    1. A comparison that fails returns 1.
 
     Raises: ConfigError; OSError if a disk cannot be measured.
     """
     check_outputs(options)
+    code = 0
     if options.question == "compare":
         from infinity.bench.planning import hindsight  # needs torch
 
         findings, good = hindsight.check(options.files, console)
+        code = 0 if good else 1
     elif options.question == "zero":
         Setting(1, ranks=options.ranks, local_ranks=options.local_ranks)  # checks that machines are complete
-        findings, good = outlook.zero(outline_of(options.model), options.ranks), True
+        findings = outlook.zero(outline_of(options.model), options.ranks)
     else:
         planned = list(_planned(options, console))
-        good = any(one.fits for _, one in planned)
+        if not any(one.fits for _, one in planned):
+            code = 1 if all(one.short for _, one in planned) else UNCOUNTED
         tell = outlook.swept if options.question == "sweep" else outlook.single
         findings = tell(planned, options)
     report(findings, options, console)
-    return 0 if good else 1
+    return code
 
 
 def _planned(options: argparse.Namespace, console: Console) -> Iterator[tuple[dict[str, Any], Planned]]:
@@ -321,7 +330,7 @@ def _machine(chosen: argparse.Namespace) -> Capacity:
         space = shutil.disk_usage(chosen.nvme).free
     if memory is None and (chosen.nvme is not None or not _elsewhere(chosen)):
         memory = _total_nbytes()
-    return Capacity(memory, space, chosen.gpu_memory or chosen.device_memory)
+    return Capacity(memory, space, chosen.gpu_memory or chosen.device_memory, process_memory())
 
 
 def _elsewhere(chosen: argparse.Namespace) -> bool:

@@ -89,17 +89,26 @@ class Planned:
         return self.setting.method.tokens
 
     @property
+    def short(self) -> bool:
+        """Whether something that is known is too small."""
+        return self.demand is None or any(need.short_nbytes for need in self.needs)
+
+    @property
+    def uncounted(self) -> str:
+        """What cannot be counted, and why; "" where everything is."""
+        if self.demand is None or self.demand.activations is not None:
+            return ""
+        return f"the activations of {self.outline.name} ({self.outline.uncounted or 'they are not known'})"
+
+    @property
     def fits(self) -> bool:
-        """Whether nothing that is known is too small, and the activations are known."""
-        known = self.demand is not None and self.demand.activations is not None
-        return known and not any(need.short_nbytes for need in self.needs)
+        """Whether everything is counted, and nothing that is known is too small."""
+        return not (self.short or self.uncounted)
 
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why it does not fit, with numbers."""
         short = tuple(str(need) for need in self.needs if need.short_nbytes)
-        if self.demand is not None and self.demand.activations is None:
-            short += ("Activations of this model are not known, and not counted",)
         large = too_large_layer(self)
         short += (large,) if large else ()
         return (self.refusal, *short) if self.refusal else short

@@ -4,7 +4,9 @@ not known here is built on the meta device; see meta.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from infinity.bench.engine.runs import SHAPES
 from infinity.bench.planning.config_file import content_of
@@ -25,12 +27,21 @@ def outline_of(model: str) -> Outline:
     if not path.is_file():
         raise ConfigError(_not_found(model))
     name = path.parent.resolve().name if path.name == "config.json" else path.stem
-    known = outline_of_config(name, content_of(path))
+    return outline_of_content(name, content_of(path), str(path))
+
+
+def outline_of_content(name: str, content: Mapping[str, Any], source: str = "") -> Outline:
+    """Return the outline of what a config.json says; one that is not known here is built on the meta device,
+    and its activations are counted there. source: the file, for errors.
+
+    Raises: ConfigError for what does not describe a model.
+    """
+    known = outline_of_config(name, content)
     if known is not None:
         return known
-    from infinity.bench.planning.meta import from_config, outline_of_model  # needs torch, and seconds
+    from infinity.bench.planning.meta import counted_outline  # needs torch, and seconds
 
-    return outline_of_model(*from_config(path), name=name)
+    return counted_outline(content, source or name, name)
 
 
 def _not_found(model: str) -> str:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from infinity.errors import NotResidentError, UnsupportedError
 from infinity.tiling import postpones, runs_in_slices
 from infinity.units import advice
+from infinity.units.released import Released
 from infinity.units.unit import Unit
 
 
@@ -84,6 +85,7 @@ class Entering(_Hook):
     def _enter_transformed(self, module: nn.Module, units: list[Unit], inputs: Any) -> None:
         """Begin a forward under a transform of torch.func, in which every tensor that is made is wrapped."""
         recorded = differentiates()
+        refuse_placeholders(module)
         if recorded:
             used = {id(parameter) for parameter in module.parameters()}  # functional_call puts others there
             units = [unit for unit in units if any(id(parameter) in used for parameter in unit.parameters)]
@@ -151,6 +153,23 @@ def refuse_transform(units: Iterable[Unit]) -> None:
                 "fetches and releases them. Call them inside "
                 "`with torch.no_grad(), infinity.gathered(model):`, or give torch.func.functional_call plain "
                 "tensors for all parameters, as model.state_dict() has them."
+            )
+
+
+def refuse_placeholders(module: nn.Module) -> None:
+    """Refuse a transform of the model's own parameters, as model.named_parameters() has them: it wraps their
+    placeholders, which are NaN.
+
+    Raises: UnsupportedError.
+    """
+    for name, parameter in module.named_parameters(recurse=False):
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor(parameter)
+        if wrapped and type(_unwrapped(parameter)) is Released:
+            raise UnsupportedError(
+                f"{name} of {type(module).__name__}: a transform of torch.func was given this parameter "
+                "while its values are in host memory or on NVMe. Give torch.func.functional_call plain "
+                "tensors for all parameters, as model.state_dict() has them, or call it inside "
+                "`with torch.no_grad(), infinity.gathered(model):`."
             )
 
 

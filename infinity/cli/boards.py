@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from infinity.cli.report import StepReport
 from infinity.cli.settings import TrainSettings
-from infinity.deepspeed.monitor import OPENS
+from infinity.deepspeed.monitor import OPENS, Write
 from infinity.errors import ConfigError
 
 
@@ -17,7 +17,7 @@ class Boards:
     def __init__(self, settings: TrainSettings) -> None:
         """Open them.
 
-        Raises: ConfigError naming the package that is missing.
+        Raises: ConfigError naming the package that is missing, or why a board does not open.
         """
         asked = {
             "tensorboard": settings.tensorboard and {"output_path": settings.tensorboard, "job_name": ""},
@@ -26,7 +26,7 @@ class Boards:
         for name, section in asked.items():
             if section and importlib.util.find_spec(name) is None:
                 raise ConfigError(f"--{name} needs the package {name}: pip install {name}")
-        self._writes = [OPENS[name](section) for name, section in asked.items() if section]
+        self._writes = [_opened(name, section) for name, section in asked.items() if section]
 
     def write(self, step: StepReport) -> None:
         """Write all numbers of a step."""
@@ -34,3 +34,17 @@ class Boards:
         events = [(key, float(value), step.step) for key, value in known.items() if key != "train/step"]
         for write in self._writes:
             write(events)
+
+
+_CURES = {
+    "tensorboard": "Name a folder that can be written.",
+    "wandb": "Log in by `wandb login`, or set WANDB_MODE=offline and send the run later by `wandb sync`.",
+}
+
+
+def _opened(name: str, section: dict[str, str]) -> Write:
+    try:
+        return OPENS[name](section)
+    except Exception as error:  # wandb raises errors of its own
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ConfigError(f"--{name} does not open: {first} {_CURES[name]}") from error

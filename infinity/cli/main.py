@@ -1,7 +1,7 @@
 """The command line: `infinity train`, `generate`, `doctor`, `export`, `bench` and `plan`.
 
-Exit codes: 0 success; 1 an error, with one paragraph on stderr, or (`doctor`, `plan`) a negative answer; 2
-invalid arguments; 130 Ctrl-C; 143 SIGTERM.
+Exit codes: 0 success; 1 an error, with one paragraph on stderr, or (`doctor`, `plan`) a negative answer; 3
+(`plan`) no answer, because something cannot be counted; 2 invalid arguments; 130 Ctrl-C; 143 SIGTERM.
 
 Each command imports its modules when it is chosen, so that `infinity --help` answers at once.
 """

@@ -31,8 +31,8 @@ class Monitors:
             except ImportError as error:
                 package = name.removesuffix("_monitor")
                 _warn(f"{name} is enabled, but cannot be imported ({error}): pip install {package}")
-            except OSError as error:
-                _warn(f"{name} cannot be opened ({error})")
+            except Exception as error:  # noqa: BLE001 - wandb raises errors of its own
+                _warn(f"{name} cannot be opened ({_first_line(error)})")
 
     def __bool__(self) -> bool:
         """Whether any monitor is open."""
@@ -44,9 +44,13 @@ class Monitors:
         for name, write in list(self._writes.items()):
             try:
                 write(events)
-            except OSError as error:
-                _warn(f"{name} cannot be written to ({error}), and is closed")
+            except Exception as error:  # noqa: BLE001 - as above
+                _warn(f"{name} cannot be written to ({_first_line(error)}), and is closed")
                 del self._writes[name]
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _warn(what: str) -> None:

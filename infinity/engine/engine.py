@@ -30,6 +30,7 @@ from infinity.engine.parameters import Parameters
 from infinity.engine.partition import Partition
 from infinity.engine.routing import Routing
 from infinity.engine.state_dict import Exchange
+from infinity.errors import UnsupportedError
 from infinity.gradients.store import GradientStore
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import Outgoing
@@ -48,6 +49,7 @@ from infinity.storage.store import HostStore, Store
 from infinity.storage.stripes import StripedStore
 from infinity.tiling import Routed
 from infinity.timeline import Timeline
+from infinity.units import advice
 from infinity.units.pinning import Pins
 from infinity.units.released import CONVERSIONS, not_converted, not_resident, owner_of, set_owner
 from infinity.units.residency import Executor
@@ -307,6 +309,8 @@ class Engine:
         if operation in CONVERSIONS:
             where = f"{self.ranks.device!r} in {self.weights.dtype}"
             raise not_converted(name, operation, where)
+        if advice.shards():
+            raise UnsupportedError(f"{name}: {advice.PARTITIONED}")
         raise not_resident(parameters[0], operation, name)
 
     # Steps

@@ -40,6 +40,8 @@ class KeptOfToken:
     """As `pairs`, where the CPU computes: torch's attention there keeps scores if values are not as wide as
     keys.
     """
+    pairs_beside: float = 0
+    """As `pairs`: what the backward makes of them beside."""
     gated: float = 0
     """Width of gated MLPs: of what their backward makes beside."""
     returned: float = 0
@@ -55,7 +57,9 @@ class KeptOfToken:
 
     def on(self, *, gpu: bool) -> KeptOfToken:
         """Return what is kept there."""
-        return replace(self, pairs=self.pairs + (0 if gpu else self.pairs_on_cpu), pairs_on_cpu=0)
+        scores = 0 if gpu else self.pairs_on_cpu
+        pairs, beside = self.pairs + scores, self.pairs_beside + scores
+        return replace(self, pairs=pairs, pairs_beside=beside, pairs_on_cpu=0)
 
     def nbytes(self, width: int, tokens: int, sequence: int) -> float:
         """Return the bytes that are kept of `tokens` tokens; width: of an element that computes, in bytes."""
@@ -63,7 +67,7 @@ class KeptOfToken:
 
     def backward_nbytes(self, width: int, tokens: int, sequence: int) -> float:
         """Return the bytes that the backward needs at one time beside what is kept."""
-        return tokens * max(2 * width * self.gated, self.returned, width * self.pairs * sequence)
+        return tokens * max(2 * width * self.gated, self.returned, width * self.pairs_beside * sequence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,8 @@ class Usage:
     """The loss, beside that."""
     peak_nbytes: int
     """At one time; see [Note: the two peaks]."""
+    narrow_logits_nbytes: int
+    """Logits in the type that computes; 0 where the loss is computed without them."""
 
 
 def usage(model: Activations, method: Method, width: int, *, gpu: bool = False) -> Usage:
@@ -130,7 +136,8 @@ def usage(model: Activations, method: Method, width: int, *, gpu: bool = False) 
     logits = _logits_nbytes(model.vocabulary, tokens, loss_tiles=method.loss_tiles)
     block += 2 * one_input  # the block's output, or its gradient, and that of its input
     head = one_input + last_norm + logits
-    return Usage(inputs, round(kept), round(block), round(head), round(kept + max(block, head)))
+    narrow = 0 if method.loss_tiles else width * model.vocabulary * tokens
+    return Usage(inputs, round(kept), round(block), round(head), round(kept + max(block, head)), narrow)
 
 
 def _logits_nbytes(vocabulary: int, tokens: int, *, loss_tiles: bool) -> float:

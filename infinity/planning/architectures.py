@@ -160,7 +160,8 @@ def _gpt_oss(numbers: _Numbers, _layer: int) -> _Block:
     hidden, width = numbers.hidden, numbers.intermediate
     block.add("self_attn", (numbers.heads,))
     _attention(block, numbers, bias=numbers.says("attention_bias", default=True), output_bias=True)
-    block.kept += KeptOfToken(narrow=2 * numbers.heads * numbers.head, pairs=_SCORES * numbers.heads)
+    scores = _SCORES * numbers.heads
+    block.kept += KeptOfToken(narrow=2 * numbers.heads * numbers.head, pairs=scores, pairs_beside=scores)
     experts = numbers.given("num_local_experts", "num_experts")
     block.add("mlp.router", (experts, hidden), (experts,))
     _experts(block, numbers, experts, width, transposed=True, wide_scores=False)

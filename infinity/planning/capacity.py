@@ -7,10 +7,24 @@ from dataclasses import dataclass
 from infinity.planning.demand import Demand
 from infinity.sizes import format_size
 
-PROCESS_NBYTES = 640 << 20
-"""Host memory of one rank's process before it trains, about: Python, torch and transformers."""
+_HOLES = 0.4
+"""Of what computing takes on the CPU: what malloc holds free between tensors of many sizes, about. Measured:
+`python -m infinity.bench.planning.peaks`.
+"""
+_LOGITS_HELD, _MAPPED_NBYTES = 8, 32 << 20
+"""So many times the logits, as it was measured, if that is more: below a size that glibc maps apart."""
 CONTEXT_NBYTES = 512 << 20
 """Device memory that CUDA takes for itself, about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """What a rank's process takes that trains next to nothing, in bytes: Python, torch and transformers."""
+
+    own_nbytes: int
+    """Of each process."""
+    shared_nbytes: int
+    """Of files that all processes of a machine map: libraries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +37,8 @@ class Capacity:
     """Free space on the NVMe of each machine."""
     gpu_nbytes: int | None = None
     """Memory of each rank's GPU, in all."""
+    process: Process | None = None
+    """Of each rank, here; not counted where that was not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +74,12 @@ def needs(demand: Demand, machine: Capacity) -> tuple[Need, ...]:
     setting = demand.setting
     ranks, on_gpu = setting.local_ranks, setting.device_nbytes is not None
     computing = _computing(demand)
-    of_host = [("host_memory", setting.host_nbytes), ("Python and torch", ranks * PROCESS_NBYTES)]
+    of_host = [("host_memory", ranks * demand.held_nbytes)]
+    if (process := machine.process) is not None:
+        of_host.append(("Python and torch", ranks * process.own_nbytes + process.shared_nbytes))
     if not on_gpu:
         of_host += [(name, ranks * nbytes) for name, nbytes in computing]
+        of_host.append(("held by malloc", ranks * _held_by_malloc(demand)))
     found = [_need("memory of each machine", of_host, machine.memory_nbytes)]
     if on_gpu:
         waiting = min(demand.limits.window_nbytes, sum(one.waiting_nbytes for one in demand.units))
@@ -71,6 +90,12 @@ def needs(demand: Demand, machine: Capacity) -> tuple[Need, ...]:
         of_nvme = [("model and optimizer", ranks * records), ("activations", ranks * demand.offloaded_nbytes)]
         found.append(_need("NVMe of each machine", of_nvme, machine.nvme_nbytes))
     return tuple(found)
+
+
+def _held_by_malloc(demand: Demand) -> int:
+    logits = demand.activations.narrow_logits_nbytes if demand.activations is not None else 0
+    of_logits = _LOGITS_HELD * logits if logits < _MAPPED_NBYTES else 0
+    return max(round(_HOLES * demand.working_nbytes), of_logits)
 
 
 def _computing(demand: Demand) -> list[tuple[str, int]]:

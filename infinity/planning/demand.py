@@ -133,6 +133,17 @@ class Demand:
         return self.in_use_nbytes + (self.activations.peak_nbytes if self.activations is not None else 0)
 
     @property
+    def held_nbytes(self) -> int:
+        """Bytes of a rank's host_memory that it takes at most: a model may be smaller than its budget."""
+        budget = self.budget
+        waiting = sum(one.waiting_nbytes for one in self.units) if self.setting.device_nbytes is None else 0
+        leaving = self.activations.inputs_nbytes - self.activations.kept_nbytes if self.activations else 0
+        offloaded = max(0, leaving) - self.offloaded_nbytes if self.setting.method.offload else 0
+        taken = budget.slots * budget.slot_nbytes + min(budget.ahead_nbytes, waiting) + budget.outgoing_nbytes
+        taken += self.pinned_nbytes + self.kept_gradients_nbytes + max(0, offloaded)
+        return min(budget.total_nbytes, taken)
+
+    @property
     def read_nbytes(self) -> int:
         """Bytes read in a step."""
         return sum(nbytes for (_, way), nbytes in self.moved.items() if way == "read")

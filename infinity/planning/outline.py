@@ -78,6 +78,8 @@ class Outline:
     stages: tuple[Stage, ...]
     activations: Activations | None = None
     """What it keeps of a token; None where that is not known."""
+    uncounted: str = ""
+    """Why it is not known."""
 
     def __post_init__(self) -> None:
         """Check that every unit exists.

@@ -235,7 +235,11 @@ def best(rates: dict[tuple[int, int], float]) -> tuple[float, int, int]:
 # The cache
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """Return the folder of measurements: INFINITY_CACHE, or one in the user's home.
+
+    Raises: FileNotFoundError without a home.
+    """
     if named := os.environ.get("INFINITY_CACHE"):
         return Path(named)
     try:
@@ -269,7 +273,7 @@ def filesystem(folder: Path) -> str:
 def _cached() -> dict[str, DiskSpeed]:
     """Return the valid entries of the cache."""
     try:
-        content = json.loads((_cache_folder() / "disks.json").read_text())
+        content = json.loads((cache_folder() / "disks.json").read_text())
         entries = dict(content)
     except (OSError, ValueError, TypeError, RecursionError):
         return {}
@@ -294,7 +298,7 @@ def check_cache() -> None:
 
     Raises: OSError naming the folder that cannot be created or written.
     """
-    place = _cache_folder()
+    place = cache_folder()
     place.mkdir(parents=True, exist_ok=True)
     if not os.access(place, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, "no permission to write to the cache", str(place))
@@ -303,7 +307,7 @@ def check_cache() -> None:
 def _put(folder: str, speed: DiskSpeed) -> None:
     entries = {**_cached(), f"{_identity(folder)} {speed.engine}": speed}
     text = json.dumps({key: asdict(entry) for key, entry in entries.items()}, indent=1)
-    place = _cache_folder()
+    place = cache_folder()
     place.mkdir(parents=True, exist_ok=True)
     fd, unfinished = tempfile.mkstemp(prefix="disks.", dir=place)
     try:
@@ -328,7 +332,7 @@ def _alone() -> Iterator[None]:
     """Let one process at a time measure: two would halve each other's rates, and cache them."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # without a cache, or locks in it, every process measures
-            place = _cache_folder()
+            place = cache_folder()
             place.mkdir(parents=True, exist_ok=True)
             fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             stack.callback(os.close, fd)

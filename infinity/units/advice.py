@@ -52,6 +52,10 @@ SHARED = (
     "Other processes cannot share parameters that were built in Init; share plain copies: "
     "{name: value.share_memory_() for name, value in model.state_dict().items()}."
 )
+PARTITIONED = (
+    "FSDP (fully_shard) and Infinity both divide parameters among ranks: leave fully_shard out, since ranks "
+    "divide a model built in Init by themselves; for FSDP build the model outside Init."
+)
 EMPTIED = "Parameters built in Init have their place; give them values by load_state_dict."
 ADAPTERS = "Call peft.get_peft_model inside `with infinity.Init(...):`, where modules can be copied."
 
@@ -60,6 +64,13 @@ def for_caller() -> str | None:
     """Return what to do instead of the call found on the stack; None for callers that are not known."""
     found = (_for(frame, near=depth < _NEAR) for depth, frame in enumerate(_stack()))
     return next((text for text in found if text is not None), None)
+
+
+def shards() -> bool:
+    """Whether FSDP is on the stack."""
+    return any(
+        str(one.f_globals.get("__name__", "")).startswith("torch.distributed.fsdp.") for one in _stack()
+    )
 
 
 def _for(frame: FrameType, *, near: bool) -> str | None:

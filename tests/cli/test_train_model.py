@@ -389,3 +389,68 @@ def test_the_documented_commands_run(folder, base, lines, monkeypatch, page):
         assert cli.main([*typed, "--steps", "1", "--sequence", "16", "--out", f"run{number}"]) == 0
         if "--save" in typed:
             assert any((folder / typed[-1]).glob("*.safetensors"))
+
+
+def test_a_board_that_does_not_open_is_told_with_its_cure(folder, base, lines, capsys):
+    pytest.importorskip("tensorboard")
+    said = refused(
+        capsys,
+        "--model",
+        base,
+        "--data",
+        lines,
+        "--nvme",
+        folder,
+        "--out",
+        folder / "x",
+        "--tensorboard",
+        lines,
+    )
+    assert "--tensorboard does not open" in said
+    assert "Name a folder" in said
+
+
+def test_tensorboard_gets_every_step(folder, base, lines, tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = train(folder / "x", "--model", base, "--data", lines, "--tensorboard", tmp_path / "board")
+    events = EventAccumulator(str(tmp_path / "board"))
+    events.Reload()
+    assert [one.step for one in events.Scalars("train/loss")] == [1, 2, 3]
+    assert [one.value for one in events.Scalars("train/loss")] == pytest.approx(losses(log))
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_two_ranks_train_adapters_on_chats_in_parquet_and_resume(folder, base, tmp_path, dtype):
+    pytest.importorskip("peft")
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    chats = tmp_path / "chats.parquet"
+    parquet.write_table(pyarrow.table({"messages": [CHAT["messages"]] * 40}), chats)
+
+    def steps(nvme: Path, out: str, count: int) -> dict[int, float]:
+        nvme.mkdir(exist_ok=True)
+        options = [*RECIPE, "--model", base, "--data", chats, "--lora", "2", "--dtype", dtype, "--durable"]
+        options += [
+            "--resume",
+            "--nvme",
+            nvme,
+            "--out",
+            nvme / out,
+            "--steps",
+            count,
+            "--host-memory",
+            "4MiB",
+        ]
+        started = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--standalone"]
+        started += ["-m", "infinity", "train", *options]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run([*map(str, started)], check=True, stdout=subprocess.DEVNULL, env=environment)
+        log = (nvme / out / "log.jsonl").read_text().splitlines()
+        return {step["step"]: step["loss"] for step in map(json.loads, log)}
+
+    first = steps(folder / "one", "first", 3)
+    again = steps(folder / "one", "second", 3 + 2)
+    assert (list(first), list(again)) == ([1, 2, 3], [4, 5])

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from infinity import deepspeed
-from infinity.deepspeed.monitor import Monitors
+from infinity.deepspeed.monitor import OPENS, Monitors
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -144,3 +144,24 @@ def test_what_only_observes_is_left_out_with_one_warning():
     assert len(warned) == 1
     assert all(name in str(warned[0].message) for name in sections)
     assert settings.monitors == {}
+
+
+def test_a_monitor_that_raises_an_error_of_its_own_is_warned_of_and_training_goes_on(monkeypatch):
+    class BoardError(Exception):
+        """As wandb's, where nobody is logged in."""
+
+    def fails(_section):
+        raise BoardError("No API key configured.\nUse wandb login")
+
+    monkeypatch.setitem(OPENS, "wandb", fails)
+    with pytest.warns(UserWarning, match="wandb cannot be opened .No API key configured.."):
+        assert not Monitors({"wandb": {}})
+
+    def begins(_section):
+        return fails
+
+    monkeypatch.setitem(OPENS, "wandb", begins)
+    open_one = Monitors({"wandb": {}})
+    with pytest.warns(UserWarning, match="cannot be written to .No API key configured."):
+        open_one.write({"lr": 1.0}, 1)
+    assert not open_one

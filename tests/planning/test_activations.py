@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from infinity.bench.planning.live_tensors import LiveTensors
 from infinity.planning.activations import Method, usage
 from infinity.planning.architectures import outline_of_config
-from live_tensors import LiveTensors
 
 LLAMA = {
     "model_type": "llama",

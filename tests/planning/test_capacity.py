@@ -11,7 +11,7 @@ from infinity.bench.planning.planned import Question, answer
 from infinity.errors import ConfigError
 from infinity.planning.activations import Method
 from infinity.planning.architectures import llama, outline_of_config
-from infinity.planning.capacity import CONTEXT_NBYTES, PROCESS_NBYTES, Capacity
+from infinity.planning.capacity import CONTEXT_NBYTES, Capacity, Process
 from infinity.planning.demand import Setting
 from infinity.sizes import format_size
 
@@ -107,15 +107,20 @@ def test_one_layer_that_is_larger_than_the_device_is_named():
 
 
 def test_ranks_of_a_machine_divide_its_host_memory_and_add_up_what_comes_on_top():
-    one, eight = (asked(host_nbytes=64 * MIB, ranks=ranks, local_ranks=ranks) for ranks in (1, 8))
+    process = Process(own_nbytes=300 * MIB, shared_nbytes=100 * MIB)
+    one, eight = (
+        asked(machine=Capacity(process=process), host_nbytes=64 * MIB, ranks=ranks, local_ranks=ranks)
+        for ranks in (1, 8)
+    )
     assert eight.demand.budget.total_nbytes == 8 * MIB
     parts = dict(need(eight, "memory of each machine").parts)
-    assert parts["host_memory"] == 64 * MIB
-    assert parts["Python and torch"] == 8 * PROCESS_NBYTES
+    assert parts["host_memory"] == 8 * eight.demand.held_nbytes <= 64 * MIB
+    assert parts["Python and torch"] == 8 * 300 * MIB + 100 * MIB
     assert parts["layers in use"] == 8 * eight.demand.in_use_nbytes
     total = need(one, "memory of each machine").nbytes
-    assert asked(machine=Capacity(memory_nbytes=total)).fits
-    planned = asked(machine=Capacity(memory_nbytes=total), ranks=8, local_ranks=8)
+    machine = Capacity(memory_nbytes=total, process=process)
+    assert asked(machine=machine).fits
+    planned = asked(machine=machine, ranks=8, local_ranks=8)
     short = need(eight, "memory of each machine").nbytes - total
     refused(planned, "memory of each machine", f"{format_size(short)} too little")
 
@@ -145,8 +150,23 @@ def test_a_plan_fits_only_where_what_is_known_is_enough():
     total = need(asked(), "memory of each machine").nbytes
     assert asked(machine=Capacity(memory_nbytes=total)).fits
     assert not asked(machine=Capacity(memory_nbytes=total - 1)).fits
-    unknown = replace(SMALL, activations=None)
-    refused(asked(unknown), "not known")
+
+
+def test_a_plan_whose_activations_are_not_known_says_neither_that_it_fits_nor_that_it_does_not():
+    unknown = asked(replace(SMALL, activations=None, uncounted="its shapes depend on values"))
+    assert not unknown.fits
+    assert not unknown.short
+    assert unknown.uncounted == "the activations of small (its shapes depend on values)"
+    short = asked(replace(SMALL, activations=None), Capacity(memory_nbytes=MIB))
+    assert short.short, "what is known is too small already"
+
+
+def test_a_model_that_is_smaller_than_its_budget_takes_what_it_needs():
+    small, large = (asked(host_nbytes=nbytes).demand for nbytes in (64 * MIB, GIB))
+    assert small.held_nbytes <= 64 * MIB
+    assert large.held_nbytes < GIB // 2
+    beside = large.budget.slots * large.budget.slot_nbytes + large.budget.outgoing_nbytes
+    assert large.held_nbytes >= beside + large.pinned_nbytes + large.kept_gradients_nbytes
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,16 @@ def resized(lab):
     lab.build(models.MODELS["llama"]).resize_token_embeddings(80)
 
 
+def sharded(model):
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model, mesh=mesh("dp"))
+
+
+def functional(parameters, model):
+    return torch.func.functional_call(model, parameters, (IDS,)).float().sum()
+
+
 def in_init(do):
     return lambda lab: lab.build(lambda: do(lab))
 
@@ -180,6 +190,14 @@ TRIED = {
         lambda lab: nn.utils.parametrizations.weight_norm(lab.model()[1]),
     ],
     "`share_memory()`": [lambda lab: lab.model().share_memory()],
+    "FSDP (`fully_shard`) of a model built in `Init`": [lambda lab: sharded(lab.model())],
+    "`torch.func.grad`, `vjp`, `jacrev` of the model's own parameters": [
+        lambda lab: torch.func.grad(functional)(dict(lab.model().named_parameters()), lab.built[-1]),
+        lambda lab: torch.func.vjp(
+            partial(functional, model=lab.model()), dict(lab.built[-1].named_parameters())
+        ),
+        lambda lab: torch.func.jacrev(functional)(dict(lab.model().named_parameters()), lab.built[-1]),
+    ],
     "DTensor parameters": [distributed_parameter],
     "a DeviceMesh of several dimensions as `process_group`": [
         lambda lab: lab.model(process_group=mesh("dp", "tp"))

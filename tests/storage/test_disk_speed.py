@@ -215,10 +215,10 @@ def test_a_cache_that_cannot_be_written_is_logged_and_no_more(folder, monkeypatc
 def test_the_cache_is_where_such_files_belong(monkeypatch, tmp_path):
     monkeypatch.delenv("INFINITY_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert disk._cache_folder() == tmp_path / "xdg" / "infinity"
+    assert disk.cache_folder() == tmp_path / "xdg" / "infinity"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert disk._cache_folder() == tmp_path / ".cache" / "infinity"
+    assert disk.cache_folder() == tmp_path / ".cache" / "infinity"
 
 
 SECOND = """

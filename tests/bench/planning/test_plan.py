@@ -18,6 +18,7 @@ from infinity.bench.planning import plan as planning
 from infinity.bench.planning.planned import flops
 from infinity.cli.presets import PRESETS, llama
 from infinity.errors import ConfigError
+from infinity.planning.capacity import Process
 from infinity.planning.demand import Setting
 from infinity.planning.outline import trace_of
 from infinity.planning.simulator import Disk, Rates
@@ -77,6 +78,30 @@ def test_a_plan_says_whether_it_fits_how_fast_it_is_and_what_limits_it():
 def test_what_does_not_fit_says_what_would(tmp_path):
     code, said = ask("check", "--model", "1m", "--host-memory", "1MiB", "--no-nvme", *RATES)
     assert (code, "It does not fit." in said, "The smallest that works is" in said) == (1, True, True)
+
+
+def test_what_cannot_be_counted_is_named_and_has_an_exit_code_of_its_own(tmp_path, monkeypatch):
+    def uncounted(_name):
+        return replace(sketch.outline_of("1m"), activations=None, uncounted="shapes depend on values")
+
+    monkeypatch.setattr(planning, "outline_of", uncounted)
+    code, said = ask("check", "--host-memory", "1MiB", *RATES)
+    assert code == planning.UNCOUNTED == 3
+    assert "Whether it fits cannot be said." in said
+    assert "shapes depend on values" in said
+    code, said = ask("check", "--host-memory", "1MiB", "--machine-memory", "1MiB", *RATES)
+    assert (code, "It does not fit." in said) == (1, True)
+    code, said = ask("sweep", "host-memory=1MiB,2MiB", *RATES)
+    assert (code, said.count("not known")) == (3, 2)
+
+
+def test_python_and_torch_are_counted_where_they_were_measured(tmp_path, monkeypatch):
+    arguments = ("--model", "1m", "--host-memory", "1MiB", "--ranks", "2", "--local-ranks", "2", *RATES)
+    _, said = ask("check", *arguments)
+    assert "Python and torch are not counted" in said
+    monkeypatch.setattr(planning, "process_memory", lambda: Process(own_nbytes=300, shared_nbytes=100))
+    (row, *_) = facts(tmp_path, "check", *arguments)
+    assert row["facts"]["needs"][0]["parts"]["Python and torch"] == 2 * 300 + 100
 
 
 def test_without_rates_everything_but_the_time_is_told(tmp_path):
@@ -269,8 +294,9 @@ def test_a_module_on_meta_is_planned_in_the_order_of_its_forward():
     assert [part.name for part in got.outline.parts] == [part.name for part in expected.parts]
     assert trace_of(got.outline.script()) == trace_of(expected.script())
     assert got.forecast is None
-    uncounted = replace(expected, activations=None)
-    assert planning.plan(uncounted, Setting(1 << 20)).demand == got.demand
+    used = planning.plan(expected, Setting(1 << 20)).demand.activations
+    assert got.demand.activations.peak_nbytes == pytest.approx(used.peak_nbytes, rel=0.1)
+    assert replace(got.demand, activations=used) == planning.plan(expected, Setting(1 << 20)).demand
 
 
 def test_a_module_of_ones_own_is_planned_too():
