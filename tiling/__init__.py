@@ -7,7 +7,7 @@ from infinity.tiling.batch import tile_batch_
 from infinity.tiling.build import assembled, stand_in, stands_in
 from infinity.tiling.causal_lm import postpones, tile_loss_
 from infinity.tiling.embedding import TiledEmbedding
-from infinity.tiling.experts import TiledExperts, stand_in_for_stack
+from infinity.tiling.experts import ExpertTile, TiledExperts, stand_in_for_stack
 from infinity.tiling.grid import Grid, tiles_of
 from infinity.tiling.linear import TiledConv1D, TiledLinear
 from infinity.tiling.loss import cross_entropy
@@ -19,6 +19,7 @@ from infinity.tiling.whole import Whole
 
 __all__ = [
     "Cut",
+    "ExpertTile",
     "Grid",
     "Routed",
     "RoutingFollower",

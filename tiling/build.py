@@ -51,10 +51,7 @@ def assembled(module: nn.Module | None) -> nn.Module | None:
     if module is None or not stands_in(module):
         return None
     if not isinstance(weight, Whole):
-        experts = TiledExperts.of(module)
-        for whole in experts.wholes().values():
-            whole.pieces()  # makes them
-        return experts
+        return TiledExperts.of(module)
     if kind(module) is None:
         raise TypeError(
             f"a {type(module).__name__} uses the weight of a tiled layer, and cannot be tiled: leave that "

@@ -136,7 +136,8 @@ class TiledExperts(Routed):
     def of(cls, module: nn.Module) -> TiledExperts:
         """Turn a module whose stacks are stood for, as `stand_in_for_stack` makes them, into one in tiles."""
         wholes = {name: one for name, one in module._parameters.items() if isinstance(one, Whole)}
-        for name in wholes:
+        for name, one in wholes.items():
+            one.pieces()  # have memory from now on
             del module._parameters[name]
         kind = type(module)
         module.__class__ = type(f"Tiled{kind.__name__}", (cls, kind), {"__module__": kind.__module__})

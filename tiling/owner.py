@@ -65,7 +65,7 @@ class Tiled(nn.Module):
     def _whole(self, name: str) -> Whole:
         wholes: dict[str, Whole] = self.__dict__["_wholes"]
         whole = wholes[name]
-        if whole.dtype != whole.pieces()[0].dtype:  # module.to() changed the tiles only
+        if whole.dtype != getattr(whole.tiles[0], whole.field).dtype:  # module.to() changed the tiles only
             whole = wholes[name] = Whole.of(whole.tiles, whole.grid, name)
         return whole
 

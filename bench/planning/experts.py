@@ -69,10 +69,7 @@ def simulated(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             kind.run(seed, options.steps, options.experts, options.tokens) for seed in range(options.seeds)
         ]
         for of_room in zip(*(compared(one, rooms) for one in runs), strict=True):
-            means = {
-                key: sum(float(row[key]) for row in of_room) / len(of_room)  # type: ignore[arg-type]
-                for key in of_room[0]
-            }
+            means = {key: sum(float(row[key]) for row in of_room) / len(of_room) for key in of_room[0]}
             yield {"trace": kind.name, **means}
 
 
@@ -85,8 +82,13 @@ def trained(how: str, folder: str | Path, host_nbytes: int) -> dict[str, float]:
 
     import infinity
 
-    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 512, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+    }
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.MixtralConfig(**sizes, **heads, num_local_experts=32, num_experts_per_tok=1)
     torch.manual_seed(0)
     with infinity.Init(nvme=str(folder), host_memory=host_nbytes, experts=how):

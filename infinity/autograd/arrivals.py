@@ -17,7 +17,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -162,15 +162,18 @@ class Arrivals:
         """Take parameters as slices of one: see [Note: slices that are not used] in engine/routing.py."""
         self._slices.append(parameters)
 
-    def gradients_beside(self, found: Container[int]) -> Iterator[tuple[nn.Parameter, Gradient]]:
-        """Yield the slices that have a gradient of zeros because others of the same stack have one in this
-        step, with it. found: the id() of each parameter that has a gradient.
+    def slices_beside(self, found: Container[int]) -> list[tuple[nn.Parameter, Unit, int]]:
+        """Return the slices that have a gradient of zeros because others of the same stack have one in this
+        step, with their units and indices there. found: the id() of each parameter that has a gradient.
         """
-        for parameters in self._slices:
-            if any(id(one) in found for one in parameters):
-                for one in parameters:
-                    if id(one) not in found and one.requires_grad:
-                        yield one, self._gradients.zero(*self._unit_of(one))
+        with torch._C.DisableTorchFunctionSubclass():  # whether it is trained is no value: no guard is asked
+            return [
+                (one, *self._unit_of(one))
+                for parameters in self._slices
+                if any(id(one) in found for one in parameters)
+                for one in parameters
+                if id(one) not in found and one.requires_grad
+            ]
 
     def _may_wait(self, unit: Unit) -> bool:
         """Whether a unit's update needs no I/O, and no later use in this backward can add to its gradients.

@@ -38,7 +38,16 @@ from infinity.records.weights import WEIGHTS
 from infinity.sizes import format_size
 from infinity.storage.checkpoint_store import FileRange
 from infinity.storage.packed import Block8
-from infinity.tiling import Routed, TiledExperts, Whole, assembled, stand_in, stand_in_for_stack, stands_in
+from infinity.tiling import (
+    ExpertTile,
+    Routed,
+    TiledExperts,
+    Whole,
+    assembled,
+    stand_in,
+    stand_in_for_stack,
+    stands_in,
+)
 from infinity.units.released import Released, not_resident, placeholder, release, restore, set_owner
 
 logger = logging.getLogger("infinity")
@@ -271,7 +280,9 @@ class Construction:
         _check_kept(module, name, parameter)
         entry = self._entries[id(parameter)] = _Entry(parameter, module, name, asked)
         if self._mapped is not None and self._packed_in(parameter) is None:
-            entry.is_mapped = self._origins.may_have(parameter)
+            # Where slices are, was looked for when their stack came.
+            looks = self._origins.knows if isinstance(module, ExpertTile) else self._origins.may_have
+            entry.is_mapped = looks(parameter)
         self._real[id(parameter)] = entry
         set_owner(parameter, self._engine)
         return True

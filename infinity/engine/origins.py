@@ -79,6 +79,10 @@ class Origins:
             self.look()
         return self._mapping(parameter) is not None
 
+    def knows(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter lies in a file that was mapped when this looked last."""
+        return self._mapping(parameter) is not None
+
     def look(self) -> None:
         """Look anew at what is mapped; `of` answers for this moment."""
         self._mappings = []

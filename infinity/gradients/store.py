@@ -172,12 +172,6 @@ class GradientStore:
         self._place(gradient, tensor, keep=keep)
         return gradient
 
-    def zero(self, unit: Unit, index: int) -> Gradient:
-        """Return a gradient of zeros, of which nothing is stored."""
-        gradient = Gradient(unit, index, self._kept)
-        gradient.was_seen_finite()
-        return gradient
-
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy, in a buffer, of a large gradient that torch has allocated on the CPU, since it stays
         for a while (see buffers), and of one that is part of a larger storage, all of which would stay.

@@ -143,14 +143,18 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
             for one in group["params"]
             if (gradient := self.mine[id(one)].engine.arrivals.gradient_of(one)) is not None
         ]
-        found += self._beside({id(one) for _, one, _ in found})
-        torch.autograd.graph.increment_version([one for _, one, _ in found])  # graphs with old values end
+        beside = self._beside({id(one) for _, one, _ in found})
+        # Graphs with old values end.
+        torch.autograd.graph.increment_version(
+            [*(one for _, one, _ in found), *(one for one, _, _ in beside)]
+        )
         taken = [one for one in found if one[2].form is not Form.APPLIED]
         self._warn_of_overflow([gradient for _, _, gradient in taken])
         factor = self._clip_factor([gradient for _, _, gradient in taken])
         self._flush_earlier([gradient for _, _, gradient in taken])
         for group, parameter, gradient in taken:
             self._decide(group, parameter, gradient, factor)
+        self._decide_missed(beside, float(factor))
         for unit in {gradient.unit for _, _, gradient in taken if gradient.form is not Form.ZERO}:
             self._engine(unit).executor.frequencies.updated(unit.index)
         self._applied.clear()
@@ -158,14 +162,37 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
             engine.close_step()
         return loss
 
-    def _beside(self, found: set[int]) -> list[tuple[dict[str, Any], nn.Parameter, Gradient]]:
-        """Return the slices of stacks that were not used, with gradients of zeros, as if they were found."""
+    def _beside(self, found: set[int]) -> list[tuple[nn.Parameter, Unit, int]]:
+        """Return the slices that have gradients of zeros because others of their stacks have some, with their
+        units and indices there. found: the id() of each parameter with a gradient.
+        """
         return [
-            (self.param_groups[place.group], one, gradient)
+            one
             for engine in self._engines.values()
-            for one, gradient in engine.arrivals.gradients_beside(found)
-            if (place := self.mine.get(id(one))) is not None
+            for one in engine.arrivals.slices_beside(found)
+            if id(one[0]) in self.mine
         ]
+
+    def _decide_missed(self, slices: Iterable[tuple[nn.Parameter, Unit, int]], clip: float) -> None:
+        """Add updates with gradients of zeros, of which there are many in each step: none is ever made."""
+        known: dict[tuple[int, int], Any] = {}
+        for parameter, unit, index in slices:
+            place = self.mine[id(parameter)]
+            _check_unused(unit)
+            if id(parameter) not in self._begun or unit.record.in_files is not None:
+                self.make_room(place.engine, parameter)
+            state = self.counts.setdefault(parameter, {})
+            step = state["step"] = state.get("step", 0) + 1
+            if (place.group, step) not in known:
+                known[place.group, step] = self.recipe.scalars(self.param_groups[place.group], step, clip)
+            rounds = unit.record.form.state_dtype != "fp32"
+            key = kernels.state_key(self.seed, place.position, step) if rounds else 0
+            before = unit.pending.get(index)
+            missed = () if before is None else (*before.missed, (before.scalars, before.key))
+            update = Update(known[place.group, step], None, None, key, missed=missed, recipe=self.recipe)
+            unit.pending[index] = update
+            self._decided.add(unit)
+            unit.values_changed()
 
     def _warn_of_overflow(self, gradients: list[Gradient]) -> None:
         """Warn, once, if fp16 gradients come without loss scaling, which checks them for overflows."""
@@ -213,10 +240,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
     ) -> None:
         """Add one parameter's update to those that are pending for its unit."""
         unit, engine = gradient.unit, self.mine[id(parameter)].engine
-        if unit.residence.users:
-            raise UnsupportedError(
-                f"{unit.name}: step() inside a forward or `with infinity.gathered(...)`: call it afterwards"
-            )
+        _check_unused(unit)
         self.make_room(engine, parameter)
         before = unit.pending.get(gradient.index)
         scalars, key = self._scalars(group, parameter, float(np.float32(gradient.scale * factor)))
@@ -299,3 +323,11 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
                 engine.parameters.write(
                     parameter, {field: state[key] for field, key in self.recipe.state.items()}
                 )
+
+
+def _check_unused(unit: Unit) -> None:
+    """Raises: UnsupportedError for a unit that is in use."""
+    if unit.residence.users:
+        raise UnsupportedError(
+            f"{unit.name}: step() inside a forward or `with infinity.gathered(...)`: call it afterwards"
+        )
