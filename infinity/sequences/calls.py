@@ -175,7 +175,7 @@ class Meeting:
                 f"rank {rank}: {int(one[0])} x {int(one[1])} tokens with "
                 + (
                     ", ".join(name for place, name in enumerate(names) if int(one[2]) >> place & 1)
-                    or "no more"
+                    or "nothing else"
                 )
                 for rank, one in enumerate(said)
             )
