@@ -129,7 +129,9 @@ def _parameters(outline: Outline) -> str:
 def _assumed(one: Planned, options: argparse.Namespace) -> list[tuple[str, str]]:
     """Return what the plan is for."""
     setting, method, rates = one.setting, one.setting.method, one.question.rates
-    batch = f"{method.tokens // method.sequence} x {method.sequence:,} tokens on each rank"
+    rows = method.tokens * method.sequence_parallel // method.sequence
+    ranks = "each rank" if method.sequence_parallel == 1 else f"every {method.sequence_parallel} ranks"
+    batch = f"{rows} x {method.sequence:,} tokens on {ranks}"
     if setting.micro_batches > 1:
         batch += f", {setting.micro_batches} times in a step"
     types = f"{setting.dtype}, moments in {setting.state_dtype}, updates in the {setting.update}"

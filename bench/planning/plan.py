@@ -149,8 +149,10 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         type=_tokens,
         default=(1, 2048),
         metavar="BxS",
-        help="batch x sequence of a micro-batch on one rank (1x2048)",
+        help="batch x sequence of a micro-batch on one rank, or on those that share sequences (1x2048)",
     )
+    shared = "ranks that share each sequence, as Config(sequence_parallel=...) (1)"
+    add("--sequence-parallel", type=positive, default=1, metavar="N", help=shared)
     add(
         "--host-memory",
         type=some_size,
@@ -293,14 +295,13 @@ def _host_nbytes(chosen: argparse.Namespace) -> int:
 def _plan_one(
     chosen: argparse.Namespace, outline: Outline, disk: Disk | None, seconds: float | None
 ) -> Planned:
-    batch, sequence = chosen.tokens
     method = Method(
-        batch * sequence,
-        sequence,
+        *_tokens_of_rank(chosen),
         checkpointing=chosen.checkpointing,
         offload=chosen.offload_activations,
         batch_tile=chosen.batch_tile,
         loss_tiles=chosen.loss_tiles,
+        sequence_parallel=chosen.sequence_parallel,
     )
     setting = Setting(
         host_nbytes=_host_nbytes(chosen),
@@ -405,20 +406,34 @@ def _seconds(options: argparse.Namespace, outline: Outline, console: Console) ->
     """Return the seconds of a micro-batch's forward and backward (with --compute-seconds: of a step's); None
     if it is too large to be timed here.
     """
-    batch, sequence = options.tokens
+    tokens, sequence = _tokens_of_rank(options)
     if options.compute_seconds:
         return float(options.compute_seconds)
     if options.compute:
-        return flops(outline, batch * sequence, sequence) / (float(options.compute) * 1e12)
+        return flops(outline, tokens, sequence) / (float(options.compute) * 1e12)
     if options.ranks > 1 or options.device_memory is not None or options.gpu_memory is not None:
         return None
     from infinity.bench.planning import pace  # needs torch
 
     try:
-        return pace.compute_seconds(options.model, outline, batch * sequence, sequence)
+        return pace.compute_seconds(options.model, outline, tokens, sequence)
     except ConfigError as error:
         console.print(str(error), highlight=False, markup=False)
         return None
+
+
+def _tokens_of_rank(options: argparse.Namespace) -> tuple[int, int]:
+    """Return the tokens of a micro-batch on one rank, and those of a whole sequence.
+
+    Raises: ConfigError where ranks, or tokens, cannot be divided among those that share a sequence.
+    """
+    (batch, sequence), sharers = options.tokens, options.sequence_parallel
+    if options.ranks % sharers or sequence % sharers:
+        raise ConfigError(
+            f"--sequence-parallel {sharers}: it has to divide --ranks {options.ranks}, and the sequences of "
+            f"{sequence} tokens of --tokens"
+        )
+    return batch * sequence // sharers, sequence
 
 
 # Types of arguments

@@ -75,8 +75,8 @@ def settle_in(model: nn.Module, args: Any) -> None:
         )
     if engine_of_model(model).config.sequence_parallel > 1 and args.label_smoothing_factor:
         raise UnsupportedError(
-            f"TrainingArguments(label_smoothing_factor={args.label_smoothing_factor}): the Trainer makes that "
-            "loss of a rank's tokens alone, but sequence_parallel has others on other ranks; leave it out"
+            f"TrainingArguments(label_smoothing_factor={args.label_smoothing_factor}): the Trainer makes "
+            "that loss of a rank's tokens alone, and sequence_parallel has others elsewhere; leave it out"
         )
     save_streamed(model)
     if ranks.size == 1:

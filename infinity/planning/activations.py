@@ -95,6 +95,8 @@ class Method:
     """Sequences that a block computes at once, as tiling.tile_batch_ has it; None for all."""
     loss_tiles: bool = False
     """Whether tiling.tile_loss_ replaces the logits."""
+    sequence_parallel: int = 1
+    """Ranks that share a sequence: `tokens` are then a part of the rows, and `sequence` is whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +120,9 @@ class Usage:
 def usage(model: Activations, method: Method, width: int, *, gpu: bool = False) -> Usage:
     """Return what a model's activations take; width: bytes of an element that computes."""
     blocks = [one.on(gpu=gpu) for one in model.blocks]
-    tokens, sequence = method.tokens, min(method.sequence, method.tokens)
-    at_once = min(tokens, (method.batch_tile or tokens) * sequence)
+    sharers = method.sequence_parallel
+    tokens, sequence = method.tokens, min(method.sequence, method.tokens * sharers)
+    at_once = min(tokens, (method.batch_tile or tokens) * sequence // sharers)
     one_input = width * model.hidden * tokens
     inputs = one_input * len(model.blocks) if method.checkpointing else 0
     if method.checkpointing:

@@ -101,7 +101,7 @@ class LengthSchedule:
 
     def _grown(self, step: int, degree: float) -> int:
         steps, multiple = self.steps or 1, self.multiple or 1
-        share = (float(step) / steps) ** (1.0 / degree)
+        share: float = (float(step) / steps) ** (1.0 / degree)
         length = math.floor(share * (self.longest - self.shortest) + self.shortest)
         least = -(-self.shortest // multiple) * multiple
         return min(max(length - length % multiple, least), self.longest)

@@ -49,6 +49,10 @@ class SequenceCall:
     attended: int = 0
     """Layers that have attended."""
 
+    def attend(self) -> None:
+        """Note that a layer attends."""
+        self.attended += 1
+
 
 def arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a model's forward by name."""
@@ -171,7 +175,7 @@ class Meeting:
                 f"rank {rank}: {int(one[0])} x {int(one[1])} tokens with "
                 + (
                     ", ".join(name for place, name in enumerate(names) if int(one[2]) >> place & 1)
-                    or "no more"
+                    or "nothing else"
                 )
                 for rank, one in enumerate(said)
             )
@@ -195,7 +199,8 @@ class Meeting:
 
 def _joined(parts: torch.Tensor, rows: int) -> torch.Tensor:
     """Return [rows, all tokens] from every rank's [rows x tokens]."""
-    return parts.unflatten(1, (rows, -1)).movedim(0, 1).flatten(1)
+    joined: torch.Tensor = parts.unflatten(1, (rows, -1)).movedim(0, 1).flatten(1)
+    return joined
 
 
 def _count(labels: torch.Tensor, shifted: Any, given: Any, ignored: int, rank: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ class ToHeads(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, group: SequenceGroup, copies: int, *parts: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """parts: queries, keys, values. copies: the ranks that share one key head; see the module's note."""
@@ -38,7 +38,7 @@ class ToHeads(torch.autograd.Function):
         return tuple(one.movedim(0, 2).flatten(2, 3) for one in received)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         """Bring the gradients back to the tokens' ranks."""
         rows = [one.unflatten(2, (ctx.group.size, -1)).movedim(2, 0) for one in gradients]
         received = _exchange(ctx.group, rows, TO_TOKENS)
@@ -52,7 +52,7 @@ class ToTokens(torch.autograd.Function):
     """[batch, tokens, heads / N, width] of what was attended to, to [batch, tokens / N, heads, width]."""
 
     @staticmethod
-    def forward(ctx: Any, group: SequenceGroup, attended: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, group: SequenceGroup, attended: torch.Tensor) -> torch.Tensor:
         """Bring the tokens back to their ranks."""
         ctx.group = group
         rows = attended.unflatten(1, (group.size, -1)).movedim(1, 0)
@@ -60,7 +60,7 @@ class ToTokens(torch.autograd.Function):
         return received.movedim(0, 2).flatten(2, 3)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         """Bring the gradients to the heads' ranks."""
         rows = gradient.unflatten(2, (ctx.group.size, -1)).movedim(2, 0)
         (received,) = _exchange(ctx.group, [rows], TO_HEADS)
@@ -77,7 +77,7 @@ def _exchange(group: SequenceGroup, parts: list[torch.Tensor], what: str) -> lis
 def _sum_of_copies(gradient: torch.Tensor, copies: int) -> torch.Tensor:
     """Sum [batch, heads x copies, tokens, width] over the copies; see the module's note."""
     each = gradient.unflatten(1, (-1, copies)).unbind(2)
-    total = each[0].float() if gradient.dtype != torch.float64 else each[0].clone()
+    total: torch.Tensor = each[0].float() if gradient.dtype != torch.float64 else each[0].clone()
     for one in each[1:]:
         total = total + one
     return total.to(gradient.dtype)

@@ -23,9 +23,7 @@ class MeanOverSequence(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, group: SequenceGroup, total: torch.Tensor, count: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, group: SequenceGroup, total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
         """total: this rank's sum, a scalar. count: the number of labels of the group, fp64."""
         ctx.group, ctx.count = group, count
         ctx.dtype = total.dtype
@@ -35,7 +33,7 @@ class MeanOverSequence(torch.autograd.Function):
         return (whole / count).to(total.device, total.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         """See [Note: gradients of the mean]."""
         scale = (ctx.group.size / ctx.count).to(gradient.device, ctx.dtype)
         return None, gradient * scale, None

@@ -132,7 +132,7 @@ class SequenceParallel:
 
     def _attend(self, *args: Any, **options: Any) -> Any:
         if self._call is not None:
-            self._call.attended += 1
+            self._call.attend()
         return attend(self.group, self._inner, *args, **options)
 
     def _mask(self, **given: Any) -> Any:

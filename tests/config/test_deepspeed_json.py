@@ -129,6 +129,8 @@ def test_every_switch_may_be_a_number_as_in_deepspeed():
                 for one in above:
                     section = section.setdefault(one, {})
                 section[last] = value
+                if path == "curriculum_learning.enabled":  # which asks for a whole schedule
+                    section.update({**OLDER, last: value})
                 if path == "fp16.enabled":
                     content["bf16"]["enabled"] = false
                 with warnings.catch_warnings():
@@ -341,3 +343,80 @@ def test_shares_of_tiers_that_cannot_be_had_are_refused_with_the_way_out():
     assert (
         'offload_optimizer.device = "cpu": honoured (in host memory as far as host_memory has room' in report
     )
+
+
+def by_length(**more):
+    """Return a section data_efficiency with the metric seqlen."""
+    metric = {
+        "min_difficulty": 64,
+        "max_difficulty": 1024,
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"total_curriculum_step": 1000, "difficulty_step": 8},
+        **more,
+    }
+    learning = {"enabled": True, "curriculum_metrics": {"seqlen": metric}}
+    return {"enabled": True, "data_sampling": {"enabled": True, "curriculum_learning": learning}}
+
+
+OLDER = {
+    "enabled": True,
+    "curriculum_type": "seqlen",
+    "min_difficulty": 64,
+    "max_difficulty": 1024,
+    "schedule_type": "fixed_linear",
+    "schedule_config": {"total_curriculum_step": 1000, "difficulty_step": 8},
+}
+
+
+@pytest.mark.parametrize("section", [{"data_efficiency": by_length()}, {"curriculum_learning": OLDER}])
+def test_a_curriculum_by_length_is_read_from_both_sections(section):
+    lengths = read(section).curriculum
+    assert (lengths.shortest, lengths.longest, lengths.steps, lengths.multiple) == (64, 1024, 1000, 8)
+    assert lengths.at(500) == 544
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ({"data_efficiency": by_length(difficulty_type="percentile")}, "lengths are tokens"),
+        ({"data_efficiency": by_length(index_to_sample_path="x")}, "rows are cut to the length"),
+        ({"data_efficiency": by_length(schedule_type="cubic")}, "expected one of 'fixed_linear'"),
+        ({"data_efficiency": by_length(schedule_config={"steps": 5})}, "unknown; expected one of"),
+        ({"curriculum_learning": {**OLDER, "curriculum_type": "rarity"}}, "by length alone: seqlen"),
+        ({"curriculum_learning": {"enabled": True}}, "needs min_difficulty, max_difficulty"),
+        ({"curriculum_learning": OLDER, "data_efficiency": by_length()}, "is there twice"),
+        (
+            {"data_efficiency": {**by_length(), "data_routing": {"enabled": True}}},
+            "no layer leaves tokens out",
+        ),
+    ],
+)
+def test_other_curricula_are_refused_by_name(section, says):
+    with pytest.raises(ConfigError) as error:
+        read(section)
+    assert says in str(error.value)
+
+
+def test_a_curriculum_by_another_metric_is_refused_unless_it_is_off():
+    metrics = {"rarity": {"min_difficulty": 1}}
+    section = {
+        "enabled": True,
+        "data_sampling": {
+            "enabled": True,
+            "curriculum_learning": {"enabled": True, "curriculum_metrics": metrics},
+        },
+    }
+    with pytest.raises(ConfigError, match="by length alone: seqlen"):
+        read({"data_efficiency": section})
+    off = read({"data_efficiency": {**section, "enabled": False}})
+    assert off.curriculum is None
+    assert {line.verdict for line in off.report.lines if line.key.startswith("data_eff")} == {Verdict.OFF}
+
+
+def test_ranks_that_share_a_sequence_count_as_one_in_the_relation_of_batches():
+    file = {"train_batch_size": 16, "gradient_accumulation_steps": 2, "sequence_parallel_size": 4}
+    settings = read(file, world_size=8)
+    assert (settings.batches.micro, settings.batches.ranks) == (4, 2)
+    assert settings.config.sequence_parallel == 4
+    with pytest.raises(ConfigError, match="6 ranks cannot be divided into sequences"):
+        read(file, world_size=6)

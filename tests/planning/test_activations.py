@@ -107,3 +107,12 @@ def test_a_step_with_many_logits_takes_those_that_were_planned(checkpointing):
     told = planned(content, 2, 128, checkpointing=checkpointing)
     assert told.logits_nbytes > told.block_nbytes
     assert told.peak_nbytes == pytest.approx(counted(model, 2, 128), rel=0.1)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_ranks_that_share_a_sequence_keep_their_part_of_what_one_rank_keeps(checkpointing):
+    model = outline_of_config("x", LLAMA).activations
+    whole = usage(model, Method(4096, 2048, checkpointing=checkpointing), 2)
+    part = usage(model, Method(1024, 2048, checkpointing=checkpointing, sequence_parallel=4), 2)
+    assert part.peak_nbytes == pytest.approx(whole.peak_nbytes / 4, rel=1e-6)
+    assert part.inputs_nbytes == whole.inputs_nbytes // 4

@@ -103,7 +103,7 @@ def test_a_durable_run_tracks_it(folder):
 
     def train(model, optimizer, warmup, steps):
         seen = []
-        for batch, _ in zip(warmup, range(steps), strict=False):
+        for _, batch in zip(range(steps), warmup, strict=False):
             model(**batch, labels=batch["input_ids"]).loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -24,6 +24,7 @@ PACKAGES = [
     "activations",
     "durable",
     "autograd",
+    "sequences",
     "engine",
     "optim",
     "checkpoint",

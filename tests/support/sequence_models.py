@@ -97,17 +97,17 @@ def attention_by_hand(group):
     """Return a function of transformers' attention interface: causal, for the ranks of `group`."""
 
     def attend(module, query, key, value, _mask, *, scaling, **_):
-        heads, keys, tokens = query.shape[1], key.shape[1], query.shape[2] * group.size
+        heads, keys = query.shape[1], key.shape[1]
         mine = heads // group.size
         first = group.rank * mine
         of_key = heads // keys
         own = (first // of_key, -(-(first + mine) // of_key))
         query = HeadsByHand.apply(group, (first, first + mine), heads, query)
         key, value = (HeadsByHand.apply(group, own, keys, one) for one in (key, value))
-        shared = mine // (own[1] - own[0])
-        key, value = (one.repeat_interleave(shared, 1) if shared > 1 else one for one in (key, value))
-        del tokens
-        out = F.scaled_dot_product_attention(query, key, value, scale=scaling, is_causal=True)
+        shared = mine > own[1] - own[0]
+        out = F.scaled_dot_product_attention(
+            query, key, value, scale=scaling, is_causal=True, enable_gqa=shared
+        )
         return TokensByHand.apply(group, out.transpose(1, 2).contiguous()), None
 
     return attend

@@ -172,10 +172,8 @@ def two_sequences():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "dp"))
     for way in ("config", "mesh"):
         model = offloaded("llama", 2 if way == "config" else 1)
-        if way == "mesh":
-            sequences = infinity.sequence_parallel(model, mesh["sp"])
-        else:
-            sequences = sequences_of(model)
+        by_mesh = way == "mesh"
+        sequences = infinity.sequence_parallel(model, mesh["sp"]) if by_mesh else sequences_of(model)
         optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
         data = [sequence_models.batch_of(number) for number in range(4)]
         sampler = DistributedSampler(
