@@ -28,6 +28,7 @@ GROWING = {
     "passes",
     "exchanged_nbytes",
     "placement_revisions",
+    "rounds",
     "uploaded_nbytes",
     "downloaded_nbytes",
 }
@@ -133,6 +134,7 @@ def test_printed_it_says_what_moved_and_what_was_waited_for():
     now = snapshot(
         1,
         device_budget_nbytes=0,
+        rounds=0,
         parameters=1000,
         steps=2,
         ranks=2,
