@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -29,14 +30,19 @@ from dev_system import (  # noqa: E402
     say,
     say_what_is_skipped,
     succeeds,
+    unpack_liburing,
 )
 
 del sys.path[0]
 
-# What `dev.py demo` tells `infinity`, and what `dev.py gpu`, after its tests, tells Python.
+# What `dev.py demo` tells `infinity`, and what `dev.py gpu` tells Python.
 DEMO = ["train", "--preset", "demo", "--host-memory", "512MiB"]
 DEMO += ["--sequence", "64", "--steps", "40", "--warmup", "8", "--lr", "2e-4"]  # minutes, even without bf16
-GPU = ["-m", "infinity.bench.device.gpu", "--out", "bench/results"]
+GPU = ["-m", "infinity.bench.device.stages"]
+GPU_S = 570  # in which all of `dev.py gpu` ends: leases of such machines are for ten minutes
+PACKED = ["cffi", "pycparser"]  # what machines with torch and a GPU lack, in wheels for their Python
+PACKED_PYTHON = "3.12"
+PACKED_NBYTES = 10 << 20  # at most, to be carried
 
 TORCH = "torch==2.13.0"  # what the tests ran on; unpinned, a newer one may bring gigabytes of CUDA libraries
 BUILD = ["pip", "setuptools>=77", "wheel"]  # pip, for what users add to .venv
@@ -296,19 +302,48 @@ def sees_cuda(python: str) -> bool:
     return succeeds([python, "-c", "import torch; torch.zeros(1, device='cuda')"], cwd="/")
 
 
-def gpu(rest: list[str]) -> int:
-    """Run the tests and measurements that need a CUDA device, with whatever torch sees it."""
+def gpu(rest: list[str], *, packs: bool = False, sets_up: bool = False) -> int:
+    """Run the tests and measurements that need a CUDA device, with whatever torch sees it, in 9:30 minutes.
+
+    packs: bring what is missing there into .deps instead; sets_up: stop before the first stage.
+    """
+    began = time.monotonic()
+    if packs:
+        return pack()
     ours = str(ROOT / ".venv/bin/python")
-    if not sees_cuda(ours) and sees_cuda(sys.executable):
-        build_tools()
+    if not sees_cuda(ours) and (sets_up or sees_cuda(sys.executable)):
+        build_tools(fetch=False)
         python = borrow(ROOT / ".venv-gpu", MODULES + TEST_MODULES)
         build_c(python)
     elif any(Path("/dev").glob("nvidia[0-9]*")):
         python = set_up("gpu")
     else:
         raise SystemExit("dev: no CUDA device here")
-    tests = run(python, "-m", "pytest", "-m", "gpu")
-    return 0 if run(python, *GPU, *rest) and tests else 1
+    if sets_up:
+        say(f"ready: {python}, after {time.monotonic() - began:.0f} s")
+        return 0
+    left_s = GPU_S - (time.monotonic() - began)
+    return 0 if run(python, *GPU, "--seconds", f"{left_s:.0f}", *rest) else 1
+
+
+def pack() -> int:
+    """Bring what machines with a GPU and without a network lack into .deps, to be carried there."""
+    wheels = DEPS / "wheels"
+    wheels.mkdir(parents=True, exist_ok=True)
+    of_python = ["--only-binary=:all:", "--no-deps", "--python-version", PACKED_PYTHON]
+    platforms = ["--platform", "manylinux2014_x86_64", "--platform", "manylinux_2_17_x86_64"]
+    command = [*find_pip(Path(sys.executable)), "download", "-qq", "-d", str(wheels), *of_python, *platforms]
+    if subprocess.run([*command, *PACKED], cwd=ROOT, check=False).returncode:
+        raise SystemExit(f"dev: pip could not download {' '.join(PACKED)} for Python {PACKED_PYTHON}")
+    if not (DEPS / "usr/include/liburing.h").exists() and not unpack_liburing():
+        raise SystemExit("dev: liburing-dev could not be downloaded (apt-get download, dpkg-deb)")
+    for package in DEPS.glob("*.deb"):
+        package.unlink()
+    nbytes = sum(path.lstat().st_size for path in DEPS.rglob("*") if not path.is_dir())
+    if nbytes > PACKED_NBYTES:
+        raise SystemExit(f"dev: .deps has {nbytes} bytes; more than {PACKED_NBYTES} are not carried")
+    say(f".deps is ready: {nbytes / 1e6:.1f} MB, for Python {PACKED_PYTHON}")
+    return 0
 
 
 def build() -> int:
@@ -339,6 +374,14 @@ def main() -> int:
         if task is test:
             everything = "the slow ones too; other arguments go to pytest"
             command.add_argument("--all", action="store_true", help=everything)
+        if task is gpu:
+            carried = (
+                f"bring what is missing on such a machine (Python {PACKED_PYTHON}) into .deps, to be carried"
+            )
+            command.add_argument("--pack", action="store_true", help=carried)
+            command.add_argument(
+                "--set-up", action="store_true", help="set up alone, with or without a device"
+            )
     options, rest = parser.parse_known_args()
     if sys.version_info < (3, 10):  # noqa: UP036 (this script is what finds out)
         raise SystemExit("dev: Python 3.10 or newer, please")
@@ -346,10 +389,10 @@ def main() -> int:
         demo(rest)
     if options.task == "test":
         test(rest, everything=options.all)
-    if options.task in ("docs", "gpu"):
-        return {"docs": docs, "gpu": gpu}[options.task](rest)
-    if options.task in ("faults", "soak"):
-        {"faults": faults, "soak": soak}[options.task](rest)
+    if options.task == "gpu":
+        return gpu(rest, packs=options.pack, sets_up=options.set_up)
+    if options.task in ("docs", "faults", "soak"):
+        return {"docs": docs, "faults": faults, "soak": soak}[options.task](rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return {"lint": lint, "build": build}[options.task]()

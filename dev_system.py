@@ -114,17 +114,17 @@ def say_what_is_skipped() -> None:
         say(f"no {command} here (Debian, Ubuntu: apt-get install {package}): skipped are {skipped}")
 
 
-def build_tools() -> None:
-    """See to a C compiler, and to liburing if it can be had."""
-    if compiler() is None and not (apt_install("gcc", "libc6-dev") and compiler()):
+def build_tools(*, fetch: bool = True) -> None:
+    """See to a C compiler, and to liburing if it can be had. fetch: from elsewhere, if it is not here."""
+    if compiler() is None and not (fetch and apt_install("gcc", "libc6-dev") and compiler()):
         raise SystemExit(
             "dev: no C compiler, and none could be installed: the two C libraries cannot be built.\n"
             "     install one (Debian, Ubuntu: apt-get install gcc libc6-dev), or name it in CC"
         )
     os.environ["CC"] = compiler() or ""
-    if has_liburing() or (apt_install("liburing-dev") and has_liburing()):
+    if has_liburing() or (fetch and apt_install("liburing-dev") and has_liburing()):
         say("liburing: found, the io_uring engine is built")
-    elif unpack_liburing():
+    elif fetch and unpack_liburing():
         say("liburing: unpacked into .deps, the io_uring engine is built")
     else:
         say("liburing: cannot be had here, infinity.aio is built with the thread engine alone")

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from infinity.engine.stats import stats as stats
     from infinity.errors import ConfigError as ConfigError
     from infinity.errors import CorruptionError as CorruptionError
+    from infinity.errors import DeviceMemoryError as DeviceMemoryError
     from infinity.errors import EngineFailedError as EngineFailedError
     from infinity.errors import HostMemoryError as HostMemoryError
     from infinity.errors import InfinityError as InfinityError
@@ -67,6 +68,7 @@ _MODULES = {
         "ConfigError",
         "CorruptionError",
         "EngineFailedError",
+        "DeviceMemoryError",
         "HostMemoryError",
         "InfinityError",
         "NotResidentError",

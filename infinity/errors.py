@@ -18,6 +18,10 @@ class HostMemoryError(InfinityError, MemoryError):
     """A request that can never fit the host memory budget, or the machine's memory."""
 
 
+class DeviceMemoryError(InfinityError, MemoryError):
+    """A request that does not fit the budget of device memory, or what is free on the device."""
+
+
 class NotResidentError(InfinityError, RuntimeError):
     """A parameter was used outside forward and backward, while its values are in host memory or on NVMe."""
 

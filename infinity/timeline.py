@@ -4,6 +4,7 @@
 "compute"   uses of units and phases of a step, on the thread that computes
 "stall"     waits of that thread; a span's name is the cause ("read", "slot", "update", "gradients", …)
 "read"      one span per transfer from storage, with its bytes; transfers overlap
+"upload", "download"   one span per copy to an accelerator and from it, with its bytes
 "write"     the same for transfers to storage
 "work"      kernels that update or upload, on the lane's thread
 "gather"    assembling units from the ranks' shards, waits for other ranks included
@@ -25,7 +26,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-LANES = ("compute", "stall", "work", "read", "write", "gather", "reduce")
+LANES = ("compute", "stall", "work", "read", "write", "upload", "download", "gather", "reduce")
 """The lanes of [Note: lanes of a timeline], in the order in which they are shown."""
 
 SAMPLED_LANES = frozenset({"compute", "stall"})

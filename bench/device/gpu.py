@@ -12,9 +12,10 @@ import argparse
 import gc
 import json
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from rich.table import Table
 import infinity
 from infinity import reference
 from infinity.bench.device.copy import DOWN, UP, CudaLink, rate
-from infinity.bench.engine.runs import SETTLING, SHAPES, here, machine, save
+from infinity.bench.engine.runs import SETTLING, SHAPES, block_parameters, here, machine, save
 from infinity.cli.presets import recompute_blocks
 from infinity.device.device import AcceleratorDevice, Device, open_device
 from infinity.engine.engine import engine_of_model
@@ -37,12 +38,8 @@ STEPS = 6
 TILE_NUMEL = 1 << 19
 """Elements of a full tile of the lane."""
 
-CASES: dict[str, dict[str, Any]] = {
-    "on the device": {"nvme": False, "host_memory": "16GiB", "device_memory": "16GiB"},
-    "in host memory": {"nvme": False, "host_memory": "16GiB", "device_memory": "256MiB"},
-    "on NVMe": {"nvme": True, "host_memory": "2GiB", "device_memory": "256MiB"},
-}
-"""Where the state lies, and the settings that put it there."""
+CASES = ("on the device", "in host memory", "on NVMe")
+"""Where weights wait for their use, and with the last one all state besides."""
 PLAIN = "plain PyTorch"
 
 
@@ -184,35 +181,46 @@ class TrainingResult:
     pageable_reason: str
 
 
-def build(name: str, shape: str, folder: str) -> tuple[Any, Any]:
+def settings_of(name: str, sizes: Mapping[str, int], folder: str) -> dict[str, Any]:
+    """Return the settings that put a Llama's state where a case wants it: all of the weights fit the device,
+    or four blocks and largest layers with their gradients.
+    """
+    block, ends = block_parameters(sizes), sizes["vocab_size"] * sizes["hidden_size"]
+    total = sizes["num_hidden_layers"] * block + 2 * ends
+    window = 4 * (8 * block + 4 * ends)
+    device = max(window, 6 * total) if name == "on the device" else window
+    if name == "on NVMe":
+        return {"nvme": folder, "host_memory": 2 << 30, "device_memory": device}
+    return {"nvme": None, "host_memory": 20 * total + (2 << 30), "device_memory": device}
+
+
+def build(name: str, sizes: Mapping[str, int], folder: str) -> tuple[Any, Any]:
     """Return a Llama and its optimizer."""
     torch.manual_seed(0)
-    sizes: dict[str, Any] = dict(SHAPES[shape])
-    config = transformers.LlamaConfig(**sizes)
+    config = transformers.LlamaConfig(**dict[str, Any](sizes))
     if name == PLAIN:
         model: Any = reference.prepare(transformers.LlamaForCausalLM(config))
         model.cuda()
         return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    settings = {**CASES[name], "nvme": folder if CASES[name]["nvme"] else None}
-    with infinity.Init(device="cuda", **settings):
+    with infinity.Init(device="cuda", **settings_of(name, sizes, folder)):
         model = transformers.LlamaForCausalLM(config)
     model.to(device="cuda")  # moves the buffers; parameters become resident when they are used
     return model, infinity.AdamW(model.parameters(), lr=1e-4, update="backward")
 
 
-def measure(name: str, shape: str, tokens: int, folder: str) -> TrainingResult:
+def measure(name: str, sizes: Mapping[str, int], tokens: int, folder: str) -> TrainingResult:
     """Train, and free everything."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    model, optimizer = build(name, shape, folder)
+    model, optimizer = build(name, sizes, folder)
     model.train()
     recompute_blocks(model)
     engine = None if name == PLAIN else engine_of_model(model)
     device = engine.device if engine else None
     memory = device.memory if isinstance(device, AcceleratorDevice) else None
     generator = torch.Generator("cuda").manual_seed(0)
-    ids = torch.randint(0, SHAPES[shape]["vocab_size"], (1, tokens), device="cuda", generator=generator)
+    ids = torch.randint(0, sizes["vocab_size"], (1, tokens), device="cuda", generator=generator)
     losses: list[torch.Tensor] = []
     seconds, made = [], 0
 
@@ -258,7 +266,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for gpu.json")
     parser.add_argument("--nvme", help="folder on the NVMe device; a temporary one by default")
     parser.add_argument("--model", choices=SHAPES, default="269m")
+    parser.add_argument("--layers", type=int, help="of the model; all by default")
     parser.add_argument("--tokens", type=int, default=1024)
+    names = (PLAIN, *CASES)
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CASE", help=str(names))
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no CUDA device is visible")
@@ -272,11 +283,13 @@ def main() -> None:
         )
     table = Table("state", "step", "peak on the device", UP, DOWN, title=torch.cuda.get_device_name())
     results = {}
+    sizes = {**SHAPES[arguments.model]}
+    sizes["num_hidden_layers"] = arguments.layers or sizes["num_hidden_layers"]
     with tempfile.TemporaryDirectory(dir=arguments.nvme) as folder:
         facts = {**here(), **machine(Path(folder))}
-        for name in (PLAIN, *CASES):
+        for name in arguments.only:
             with console.status(name):
-                results[name] = measure(name, arguments.model, arguments.tokens, folder)
+                results[name] = measure(name, sizes, arguments.tokens, folder)
             table.add_row(name, *figures(results[name], speeds))
     console.print(table)
     if arguments.out:
@@ -285,14 +298,21 @@ def main() -> None:
             "settings": {
                 "model": arguments.model,
                 "tokens": arguments.tokens,
+                "layers": sizes["num_hidden_layers"],
                 "steps": STEPS,
-                "cases": CASES,
             },
             "link_bytes_per_s": speeds,
             "infinity_bytes_per_s": own,
             "steps": results,
         }
         save(arguments.out / "gpu.json", record)
+    found = {
+        "tokens": arguments.tokens,
+        "seconds": {name: one.seconds for name, one in results.items()},
+        "device_nbytes": {name: one.device_nbytes for name, one in results.items()},
+        "summary": {name: f"{one.seconds:.3f} s" for name, one in results.items()},
+    }
+    sys.stdout.write(json.dumps(found) + "\n")  # what the runner of stages reads
 
 
 if __name__ == "__main__":

@@ -97,8 +97,8 @@ def _by_field(one: Planned) -> dict[str, float]:
     """Return the fraction of units, by field, that is pinned in host memory."""
     units = len(one.outline.parts)
     counts: dict[str, int] = {}
-    for _, name in one.demand.placement if one.demand is not None else ():
-        counts[name] = counts.get(name, 0) + 1
+    for (_, name), tier in one.demand.placement.items() if one.demand is not None else ():
+        counts[name] = counts.get(name, 0) + (tier == "host")
     return {name: count / units for name, count in counts.items()}
 
 
@@ -148,7 +148,7 @@ def _assumed(one: Planned, options: argparse.Namespace) -> list[tuple[str, str]]
         ("host_memory", f"{format_size(setting.host_nbytes)} of each machine, for all its ranks"),
     ]
     if setting.device_nbytes is not None and one.fits:
-        lines.append(("device_memory", f"{format_size(setting.device_nbytes)} of each GPU, for parameters"))
+        lines.append(("device_memory", _device_memory(one, setting.device_nbytes)))
     if setting.nvme and rates is not None:
         disk, source = rates.disk, "given" if options.nvme_read else "measured here"
         shown = [rate * setting.local_ranks for rate in (disk.read, disk.write, disk.mixed)]
@@ -157,6 +157,16 @@ def _assumed(one: Planned, options: argparse.Namespace) -> list[tuple[str, str]]
     if setting.durable:
         lines.append(("durable", "every record is stored twice"))
     return lines
+
+
+def _device_memory(one: Planned, waits_nbytes: int) -> str:
+    """Return what of each GPU Config(device_memory=...) has to name, and what it is for."""
+    in_use, lodged = (
+        (one.demand.in_use_nbytes, one.demand.lodged_nbytes) if one.demand is not None else (0, 0)
+    )
+    parts = {"in use": in_use, "living there": lodged, "waiting": waits_nbytes - lodged}
+    shown = ", ".join(f"{format_size(nbytes)} {what}" for what, nbytes in parts.items())
+    return f"{format_size(in_use + waits_nbytes)} of each GPU, for parameters: {shown}"
 
 
 def _needed(one: Planned) -> list[tuple[str, str]]:

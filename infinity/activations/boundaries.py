@@ -73,6 +73,7 @@ class Boundary:
         "_number",
         "_passes",
         "_record",
+        "_room_nbytes",
         "_shape",
         "_stride",
         "_tensor",
@@ -97,6 +98,7 @@ class Boundary:
         self._load: Future | None = None
         self._flat: torch.Tensor | None = None  # what `_load` fills
         self._lease: Lease | None = None  # while it comes back ahead of its use
+        self._room_nbytes = 0  # of device_memory, while it comes back
 
     def __repr__(self) -> str:
         """Name and size, for error messages."""
@@ -111,7 +113,7 @@ class Boundary:
         if every.mode == "host" and every.kept.try_reserve(self._nbytes):
             self._charged = self._nbytes
             if not every.device.is_host:
-                download = every.device.download(flattened(self._tensor))
+                download = every.device.download(flattened(self._tensor), ours=False)
                 self._host = download.tensor
                 every.leaving.append((weakref.ref(self), download))
             return
@@ -150,11 +152,16 @@ class Boundary:
         gone = self._tensor is None and self._load is None
         if not gone:
             return
+        room = every.device.room
         if ahead:
+            if room is not None and not room.fits(self._nbytes):
+                return
             self._lease = every.outgoing.try_lease(self._nbytes)
             if self._lease is None:
                 return
         try:
+            if room is not None:
+                self._room_nbytes = room.take(self._nbytes, repr(self))
             self._flat, self._load = self._begun(urgent=not ahead)
         except BaseException:
             self._forget_load()
@@ -209,6 +216,9 @@ class Boundary:
 
     def _forget_load(self) -> None:
         self._load = self._flat = None
+        taken, self._room_nbytes = self._room_nbytes, 0
+        if taken and self._all.device.room is not None:
+            self._all.device.room.give_back(taken)
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.end()
@@ -291,7 +301,7 @@ class Boundaries:
         """Begin to write a boundary."""
         most = 1 + self.outgoing.ledger.limit_nbytes // max(tensor.nbytes, 1)
         self.outgoing.await_buffer(tensor.nbytes, most)
-        download = self.device.download(tensor)
+        download = self.device.download(tensor, ours=False)
         lease = self.outgoing.lease(tensor.nbytes)
         job = SavePass(record, download.tensor, download.transfer, self.tile_numel, lease.end)
         boundary.sent(job)

@@ -92,12 +92,14 @@ def memory_of(engine: Engine) -> dict[str, dict[str, int]]:
     pinned = engine.host_store.held_nbytes
     host = {
         "slots": engine.budget.slots * engine.budget.slot_nbytes,
-        "ahead": engine.executor.ahead_nbytes,
+        "ahead": engine.executor.ahead_nbytes if engine.device.is_host else 0,
         "outgoing": engine.outgoing.ledger.held_nbytes,
         "gradients": max(0, engine.kept.held_nbytes - pinned),  # the lane may pin between the two
         "pinned": pinned,
     }
-    resident = sum(unit.resident_nbytes for unit in engine.units if unit.residence.processed)
+    room = engine.device.room
+    here = (unit.resident_nbytes for unit in engine.units if unit.residence.processed)
+    resident = sum(here) if room is None else room.ledger.held_nbytes
     return {"memory": {"device": resident, "host": sum(host.values())}, "host": host}
 
 

@@ -43,13 +43,16 @@ class Config:
     nvme: a folder on the NVMe device, or a list of folders on as many devices: records are then striped over
         them in proportion to their measured bandwidth. None: no NVMe tier, all state stays in host memory.
     host_memory: bytes, or text like "4GiB": a hard budget for what Infinity keeps in host memory (pools,
-        gradients, pinned state) on this machine; its ranks divide it. The units in use, activations and the
-        model's buffers come on top, as in plain training. None: half of the memory that is available when
-        `Init` is entered.
+        gradients, pinned state) on this machine; its ranks divide it. Units in use, activations and the
+        model's buffers come on top where the CPU computes, as in plain training. None: half of the memory
+        that is available when `Init` is entered.
     device: where the model computes, "cpu" or "cuda" (one device). None: the accelerator, if torch sees one
         that is supported, else the CPU; `Init` logs which, at INFO. INFINITY_DEVICE decides before that.
-    device_memory: bytes, or text like "4GiB": a budget for parameters that stay on the device. Only for a
-        device with memory of its own: with "cpu" there is host_memory alone.
+    device_memory: bytes, or text like "4GiB": a hard budget for what Infinity keeps on the device: parameters
+        in use, waiting for their use, or living there, gradients until they have left, what ranks exchange,
+        offloaded activations that come back. Activations and the model's buffers come on top. Only for a
+        device with memory of its own: with "cpu" there is host_memory alone. None: half of what is free on
+        the device when the model is built.
     dtype: the compute type: "bf16"; "fp16", whose gradients need a scaled loss (torch.amp.GradScaler, or
         "fp16" in infinity.deepspeed.initialize's configuration); or "fp32". All have fp32 masters. A
         parameter that is created in another of these types, as by nn.Linear(4, 4, dtype=torch.float32) or

@@ -43,7 +43,10 @@ class DeviceBlocks:
         self._device = device
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Allocate with torch."""
+        """Allocate with torch, when device_memory has room."""
+        room = self._device.room
+        if room is not None:
+            room.take(numel * dtype.itemsize, "a unit")
         with torch.inference_mode(mode=False), torch.no_grad():
             flat = torch.empty(numel, dtype=dtype, device=self._device.torch_device)
         self._device.allocated(flat)
@@ -52,6 +55,9 @@ class DeviceBlocks:
     def leaving(self, flat: torch.Tensor) -> None:
         """Make later uses of the memory wait for uploads that may still write to it."""
         self._device.leaving(flat)
+        room = self._device.room
+        if room is not None:
+            room.give_back(room.nbytes(flat.nbytes))
 
 
 def wrap(memory: mmap, numel: int, dtype: torch.dtype) -> torch.Tensor:

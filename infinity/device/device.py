@@ -23,6 +23,7 @@ import logging
 import math
 import os
 import pkgutil
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity import kernels
 from infinity.config.settings import ACCELERATORS, Config
+from infinity.device.room import DeviceRoom
 from infinity.device.streams import Event, HostMemory, Streams
 from infinity.errors import ConfigError
 from infinity.storage import cpu_affinity as cores
@@ -73,6 +75,17 @@ class Device:
     torch_device: torch.device
     is_host: bool
     """Whether units and gradients are in host memory, where kernels may read them by address."""
+    room: DeviceRoom | None = None
+    """What counts our bytes on the device; None where it has no memory of its own."""
+
+    @property
+    def moved_nbytes(self) -> tuple[int, int]:
+        """Bytes copied to the device and from it since the start."""
+        return 0, 0
+
+    def free_nbytes(self) -> int:
+        """Return the bytes of memory that are free on the device, 0 where it has none of its own."""
+        return 0
 
     @property
     def pageable_reason(self) -> str:
@@ -107,12 +120,18 @@ class Device:
     def assembled(self, flat: torch.Tensor) -> None:
         """The work queued on the calling thread's stream completes `flat`: `arrived` waits for it as well."""
 
-    def download(self, tensor: torch.Tensor) -> Download:
-        """Begin to copy `tensor` to host memory, after the work queued on the calling thread's stream."""
+    def download(self, tensor: torch.Tensor, *, ours: bool = True) -> Download:
+        """Begin to copy `tensor` to host memory, after the work queued on the calling thread's stream. ours:
+        its memory counts as device_memory until the copy is over.
+        """
         raise NotImplementedError
 
     def room_for_downloads(self, *shares: Ledger) -> None:
         """Keep the memory of finished downloads for the next ones, within the free bytes of `shares`."""
+
+    def lend_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return uninitialised host memory, 1-D, from which and to which copies are fast. From any thread."""
+        raise NotImplementedError
 
     def prepare(self, nbytes: int, count: int) -> bool:
         """Allocate memory for `count` downloads of `nbytes` each; returns whether one can start now.
@@ -120,6 +139,11 @@ class Device:
         If not, `download` would allocate more; in the steady state the caller waits instead.
         """
         raise NotImplementedError
+
+    @property
+    def made_ahead_nbytes(self) -> int:
+        """Bytes of host memory that `prepare` has allocated."""
+        return 0
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return `tensor` in host memory and contiguous; itself if it is so already."""
@@ -144,9 +168,13 @@ class CpuDevice(Device):
         kernels.copy(flat.itemsize * numel, flat.data_ptr() + flat.itemsize * start, address)
         return DONE
 
-    def download(self, tensor: torch.Tensor) -> Download:
+    def download(self, tensor: torch.Tensor, *, ours: bool = True) -> Download:
         """Return `tensor`, made contiguous if it is not."""
         return Download(tensor.contiguous(), DONE)
+
+    def lend_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return ordinary memory."""
+        return torch.empty(numel, dtype=dtype)
 
     def prepare(self, nbytes: int, count: int) -> bool:
         """Downloads need no memory."""
@@ -202,6 +230,8 @@ class _Residence:
 class AcceleratorDevice(Device):
     """One accelerator computes; see [Note: who waits for whom]. Not tested on a GPU."""
 
+    room: DeviceRoom
+
     def __init__(self, torch_device: torch.device, streams: Streams) -> None:
         self.torch_device = torch_device
         self.is_host = False
@@ -209,6 +239,18 @@ class AcceleratorDevice(Device):
         self._streams = streams
         self._up, self._down = self.memory.up, self.memory.down
         self._residences: Any = WeakIdKeyDictionary()  # flat -> _Residence
+        self.room = DeviceRoom()
+        self._uploaded_nbytes = self._downloaded_nbytes = 0
+        self._counting = threading.Lock()
+
+    @property
+    def moved_nbytes(self) -> tuple[int, int]:
+        """See Device."""
+        return self._uploaded_nbytes, self._downloaded_nbytes
+
+    def free_nbytes(self) -> int:
+        """See Device."""
+        return self._streams.free_nbytes()
 
     @property
     def pageable_reason(self) -> str:
@@ -216,7 +258,8 @@ class AcceleratorDevice(Device):
         return self.memory.pageable_reason
 
     def pin(self, address: int, nbytes: int) -> None:
-        """See Device and HostMemory."""
+        """See Device and HostMemory. What the budget gives to this memory free buffers have no longer."""
+        self.memory.trim(self.memory.spare_nbytes)
         self.memory.pin(address, nbytes)
 
     def unpin(self, address: int) -> None:
@@ -240,6 +283,8 @@ class AcceleratorDevice(Device):
         host = torch.frombuffer(view(address, numel * flat.itemsize), dtype=flat.dtype)
         self._streams.copy(self._up, flat[start : start + numel], host)
         residence.uploaded = self._streams.record(self._up)
+        with self._counting:  # the lane uploads units, the thread that computes boundaries
+            self._uploaded_nbytes += numel * flat.itemsize
         return _Copy(residence.uploaded)
 
     def arrived(self, flat: torch.Tensor | None = None) -> None:
@@ -274,24 +319,41 @@ class AcceleratorDevice(Device):
         if residence is not None:
             residence.uploaded = self._streams.record(self._streams.current())
 
-    def download(self, tensor: torch.Tensor) -> Download:
+    def download(self, tensor: torch.Tensor, *, ours: bool = True) -> Download:
         """See Device; the buffer is from `memory`."""
+        if not tensor.numel():
+            return Download(torch.empty(tensor.shape, dtype=tensor.dtype), DONE)
+        taken = self.room.take(tensor.nbytes, "a gradient on its way to the host") if ours else 0
+        download = self._begin_download(tensor)
+        if taken:
+            self.room.leaves(taken, download.transfer)
+        return download
+
+    def _begin_download(self, tensor: torch.Tensor) -> Download:
         source = tensor.detach().contiguous()
-        if not source.numel():
-            return Download(torch.empty(source.shape, dtype=source.dtype), DONE)
         host = self.memory.lend(source.numel(), source.dtype).view(source.shape)
         self._streams.wait(self._down, self._streams.record(self._streams.current()))
         self._streams.copy(self._down, host, source)
         self._streams.keep(self._down, source)
+        self._downloaded_nbytes += source.nbytes
         return Download(host, _Copy(self._streams.record(self._down)))
 
     def room_for_downloads(self, *shares: Ledger) -> None:
         """See Device."""
         self.memory.share(*shares)
 
+    def lend_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """See Device: page-locked."""
+        return self.memory.lend(numel, dtype)
+
     def prepare(self, nbytes: int, count: int) -> bool:
         """See Device."""
         return self.memory.prepare(nbytes, count)
+
+    @property
+    def made_ahead_nbytes(self) -> int:
+        """See Device."""
+        return self.memory.ahead_nbytes
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """See Device."""

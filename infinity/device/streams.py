@@ -7,6 +7,7 @@ in tests on a simulated device (tests/simdevice).
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -17,10 +18,6 @@ from infinity.sizes import format_size
 from infinity.storage.memory import Arena
 
 logger = logging.getLogger("infinity")
-
-SPARE_NBYTES = 256 << 20
-"""Host buffers of finished downloads are kept for reuse up to this many bytes, or up to the bytes that the
-budget has free for gradients if those are more; buffers made ahead are kept in addition."""
 
 
 class Event(Protocol):
@@ -56,6 +53,9 @@ class Streams(Protocol):
 
     def keep(self, stream: Any, tensor: torch.Tensor) -> None:
         """Keep the memory of `tensor`, once dropped, until the work queued on `stream` by then has run."""
+
+    def free_nbytes(self) -> int:
+        """Return the bytes of memory that are free on the device."""
 
     def lock(self, address: int, nbytes: int) -> str:
         """Page-lock host memory; return the reason if that failed, else an empty text."""
@@ -101,6 +101,11 @@ class AcceleratorStreams(Streams):
         """See Streams."""
         tensor.record_stream(stream)
 
+    def free_nbytes(self) -> int:
+        """See Streams."""
+        module: Any = torch.get_device_module(self._device)
+        return int(module.mem_get_info(self._device)[0])
+
 
 class HostMemory(Buffers):
     """Page-locked host memory, whose copies do not make the host wait: what `pin` locked, and buffers."""
@@ -109,7 +114,8 @@ class HostMemory(Buffers):
         super().__init__()
         self._closed = False
         self._ahead: dict[int, int] = {}
-        self._ahead_nbytes = 0
+        self.ahead_nbytes = 0
+        """Bytes of the buffers made ahead, lent or free."""
         self.pageable_reason = ""
         """Why some memory could not be page-locked; empty if all could."""
         self.up, self.down = streams.open(), streams.open()
@@ -119,8 +125,27 @@ class HostMemory(Buffers):
 
     @property
     def spare_nbytes(self) -> int:
-        """See Buffers and SPARE_NBYTES; 0 once closed."""
-        return 0 if self._closed else self._ahead_nbytes + max(SPARE_NBYTES, super().spare_nbytes)
+        """See Buffers; 0 once closed."""
+        return 0 if self._closed else super().spare_nbytes
+
+    def trim(self, nbytes: int) -> None:
+        """Keep at most `nbytes` of free buffers, and those made ahead, until it is closed."""
+        dropped = []
+        with self._lock:
+            stays = Counter({} if self._closed else self._ahead)
+            stays.subtract(self._there - Counter(arena.nbytes for arena in self._free))  # those that are lent
+            left = nbytes
+            for arena in reversed(list(self._free)):  # the longest idle go first
+                if stays[arena.nbytes] > 0:
+                    stays[arena.nbytes] -= 1
+                elif arena.nbytes <= left:
+                    left -= arena.nbytes
+                elif arena in self._free:
+                    left = 0
+                    self._free.remove(arena)
+                    self._there[arena.nbytes] -= 1
+                    dropped.append(arena)
+        self.are_dropped(dropped)
 
     def pin(self, address: int, nbytes: int) -> None:
         """Page-lock existing memory; the first failure is logged."""
@@ -150,7 +175,7 @@ class HostMemory(Buffers):
         more = count - self._ahead.get(nbytes, 0)
         if more > 0:
             self._ahead[nbytes] = count
-            self._ahead_nbytes += more * nbytes
+            self.ahead_nbytes += more * nbytes
         return super().prepare(nbytes, count)
 
     def was_made(self, arena: Arena) -> None:

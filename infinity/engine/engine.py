@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from infinity.errors import UnsupportedError
 from infinity.gradients.store import GradientStore
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import Outgoing
-from infinity.planning.budget import Budget, divide, least_total
+from infinity.planning.budget import Budget, divide, divide_device, least_total
 from infinity.planning.layout import Format, format_beside, lay_out, share
 from infinity.ranks.group import open_ranks
 from infinity.ranks.machine_memory import share_of
@@ -45,11 +46,12 @@ from infinity.storage.checkpoint_store import CheckpointStore, FileRange
 from infinity.storage.memory import Ledger, Pool, map_large_blocks, reuse_large_blocks
 from infinity.storage.packed import Block8
 from infinity.storage.paths import of_rank
-from infinity.storage.store import HostStore, Store
+from infinity.storage.store import Future, HostStore, Store
 from infinity.storage.stripes import StripedStore
 from infinity.tiling import Routed
 from infinity.timeline import Timeline
 from infinity.units import advice
+from infinity.units.device_tier import DeviceTier
 from infinity.units.pinning import Pins
 from infinity.units.released import CONVERSIONS, not_converted, not_resident, owner_of, set_owner
 from infinity.units.residency import Executor
@@ -75,14 +77,20 @@ class Engine:
         self.ranks = open_ranks(process_group, choose_device(config), config.timeout_s)
         check_sequences(config.sequence_parallel, self.ranks.size)
         self.form = config.form
-        self.budget: Budget = divide(share_of(config.host_nbytes, self.ranks), form=self.form)
         self.device = open_device(self.ranks.device)
+        self._on_device = not self.device.is_host
+        total_nbytes = share_of(config.host_nbytes, self.ranks)
+        self.budget: Budget = divide(total_nbytes, form=self.form, on_device=self._on_device)
         self.timeline, self.traffic = Timeline(), Traffic()
         self.units: list[Unit] = []
         self._building: Touch | None = None
         self._training: TrainingStateSource | None = None
         self.pins: Pins | None = None
-        """What decides which fields are pinned; None without an NVMe tier, and while a model is built."""
+        """What decides which fields are pinned, and which units live on the device; None where there is one
+        tier alone, and while a model is built.
+        """
+        self.tier: DeviceTier | None = None
+        """The device as a tier; None where the CPU computes, and while a model is built."""
         # From the tiers up: each is given what it needs of those before it.
         self.kept = Ledger(self.budget.kept_nbytes)
         self.host_store = HostStore(self.kept, self.device)
@@ -236,9 +244,10 @@ class Engine:
                 set_owner(parameter, self)
                 self.arrivals.catch(parameter)
         largest = max((unit.resident_nbytes for unit in self.units), default=0)
-        self.budget = divide(self.budget.total_nbytes, largest, self.form)
+        self.budget = divide(self.budget.total_nbytes, largest, self.form, on_device=self._on_device)
         self.kept.resize(self.budget.kept_nbytes)
-        ahead = self.config.device_nbytes or self.budget.ahead_nbytes
+        self.tier = self._open_tier(largest)
+        ahead = self.tier.budget.window_nbytes if self.tier is not None else self.budget.ahead_nbytes
         if whole := self.config.stage < 3:
             ahead = sum(unit.resident_nbytes for unit in self.units)
         of_record = {unit.record: unit for unit in self.units}
@@ -247,10 +256,11 @@ class Engine:
         self.gradients.open(self.budget, self.units)
         if self.boundaries is not None:
             self.boundaries.open(self.budget.tile_numel)
-        if self.nvme_store is not None or self.checkpoint_store is not None:
+        if self.nvme_store is not None or self.checkpoint_store is not None or self.tier is not None:
             stores = (self.host_store, self.store)
             frequencies = self.executor.frequencies
-            self.pins = Pins(self.units, frequencies, self.lane, self.kept, stores)
+            lodges = self.tier if self.partition is None and not whole else None
+            self.pins = Pins(self.units, frequencies, self.lane, self.kept, stores, lodges)
         # A durable run moves fields between its steps alone, which it commits.
         rounds = Rounds(self.executor, self.pins if self.durable is None else None)
         self.hooks.round_began.append(rounds.forward_began)
@@ -276,6 +286,32 @@ class Engine:
         module.follow(Routing(self.executor, self.ranks, name, units_of))
         for whole in module.wholes().values():
             self.arrivals.have_slices(whole.pieces())
+
+    def _open_tier(self, largest_nbytes: int) -> DeviceTier | None:
+        """Divide the memory of an accelerator; None where the CPU computes.
+
+        Raises: DeviceMemoryError where the model cannot run in it.
+        """
+        room, free = self.device.room, self.device.free_nbytes()
+        if room is None:
+            return None
+        total = self.ranks.least(self.config.device_nbytes or free // 2, "divide device_memory")
+        whole, fixed = (
+            self.config.stage < 3,
+            room.nbytes(1) * sum(len(unit.parameters) for unit in self.units),
+        )
+        needs = [0]
+        for unit in self.units:
+            gradients = self.gradients.device_nbytes(unit)
+            fixed += whole * room.nbytes(unit.resident_nbytes)
+            needs.append((not whole) * room.nbytes(unit.resident_nbytes) + gradients)
+        if self.config.stage == 1 and self.partition is not None:
+            fixed += sum(room.nbytes(unit.resident_nbytes) for unit in self.units if unit.trainable)
+        budget = divide_device(total, free, room.nbytes(largest_nbytes), max(needs), fixed)
+        room.open(budget.total_nbytes, self.executor.one_gives_way)
+        room.over.append(partial(_note_download, self.timeline))
+        room.take(room.nbytes(1) * sum(len(unit.parameters) for unit in self.units), "placeholders")
+        return DeviceTier(self.executor, room, budget)
 
     def hook(self, module: nn.Module, units: list[Unit], below: list[Unit]) -> None:
         """Follow a module's forward, which uses `units`, its state_dict and load_state_dict; `below` are the
@@ -335,7 +371,8 @@ class Engine:
         """
         held_nbytes = self.kept.held_nbytes + more_nbytes + self.gradients_nbytes(field)
         largest = max(unit.resident_nbytes for unit in self.units)
-        return least_total(held_nbytes, largest, self.form) * self.ranks.local_size
+        least = least_total(held_nbytes, largest, self.form, on_device=self._on_device)
+        return least * self.ranks.local_size
 
     def gradients_nbytes(self, field: str | None = None) -> int:
         """Bytes of the gradients of all trainable units: as one backward yields them, or, where that is more,
@@ -349,11 +386,19 @@ class Engine:
     def held_nbytes(self) -> int:
         """Bytes of host_memory in use now."""
         slots = self.budget.slots * self.budget.slot_nbytes
-        return slots + self.kept.held_nbytes + self.executor.ahead_nbytes + self.outgoing.ledger.held_nbytes
+        ahead = self.executor.ahead_nbytes if self.device.is_host else 0
+        return slots + self.kept.held_nbytes + ahead + self.outgoing.ledger.held_nbytes
 
     def close(self) -> None:
         """Stop the lane and give memory and files back. The parameters' values are gone."""
         self.ending.close()
+
+
+def _note_download(timeline: Timeline, copy: Future, nbytes: int) -> None:
+    """Put what has left an accelerator into the timeline."""
+    began_s, ended_s = getattr(copy, "began_s", None), getattr(copy, "ended_s", None)
+    if began_s is not None and ended_s is not None:  # a reduction has its own place there
+        timeline.span("download", "gradients", began_s, ended_s, nbytes)
 
 
 def engine_of(parameter: torch.Tensor) -> Engine | None:

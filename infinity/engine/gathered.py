@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from infinity.engine.engine import Engine, engine_of
-from infinity.errors import NotResidentError, UnsupportedError
+from infinity.errors import DeviceMemoryError, NotResidentError, UnsupportedError
 from infinity.ranks.machine_memory import check_available
+from infinity.sizes import format_size
 from infinity.tensors import digest
 from infinity.units.unit import Unit, saved_itself
 
@@ -42,6 +43,8 @@ def gathered(
     units = _units_of(what)
     needed = sum(unit.resident_nbytes for unit, engine in units.items() if engine.device.is_host)
     check_available(needed, "gathered: the values", "Gather fewer parameters at a time.")
+    for engine in dict.fromkeys(units.values()):
+        _check_device(engine, [unit for unit, its in units.items() if its is engine])
     held: list[Unit] = []
     try:
         for unit, engine in units.items():
@@ -71,6 +74,25 @@ def gathered(
                 unit.changes.begin_edit()  # a change in here has been reported by now
             units[unit].executor.drop(unit)
             unit.changes.end_edit()
+
+
+def _check_device(engine: Engine, units: Iterable[Unit]) -> None:
+    """See that the values fit an accelerator's budget beside what is in use there.
+
+    Raises: DeviceMemoryError with both numbers.
+    """
+    room = engine.device.room
+    if room is None:
+        return
+    gives_way = sum(room.nbytes(one.resident_nbytes) for one in engine.units if one.residence.waits)
+    left = room.ledger.free_nbytes + gives_way
+    needed = sum(room.nbytes(one.resident_nbytes) for one in units if not one.residence.users)
+    if needed > left:
+        raise DeviceMemoryError(
+            f"gathered: the values take {format_size(needed)} on the device, and device_memory="
+            f"{format_size(room.ledger.limit_nbytes)} has {format_size(left)} beside what is in use. Gather "
+            "fewer parameters at a time."
+        )
 
 
 def _hold(engine: Engine, unit: Unit, *, write: bool) -> None:

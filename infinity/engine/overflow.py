@@ -94,10 +94,13 @@ class Overflow:
 
     def _least(self, built: Sequence[Record], model: Sequence[tuple[Record, bool]]) -> str:
         engine = self._engine
-        return format_size(_least_total(built, model, engine.form) * engine.ranks.local_size)
+        least = _least_total(built, model, engine.form, on_device=not engine.device.is_host)
+        return format_size(least * engine.ranks.local_size)
 
 
-def _least_total(built: Sequence[Record], model: Sequence[tuple[Record, bool]], form: Format) -> int:
+def _least_total(
+    built: Sequence[Record], model: Sequence[tuple[Record, bool]], form: Format, *, on_device: bool
+) -> int:
     """Return the host_memory, in bytes, that holds the weights of `built` at once, and then a model's weights
     with moments (AdamW's) and gradients of its trainable records.
 
@@ -108,7 +111,7 @@ def _least_total(built: Sequence[Record], model: Sequence[tuple[Record, bool]], 
         return sum(_stored_nbytes(record, budget, trained=trained) for record in records)
 
     def holds(total_nbytes: int) -> bool:
-        building, training = divide(total_nbytes, form=form), divide(total_nbytes, largest, form)
+        building, training = (divide(total_nbytes, one, form, on_device=on_device) for one in (0, largest))
         learn = needed([record for record, trained in model if trained], building, trained=True)
         rest = needed([record for record, trained in model if not trained], building)
         return needed(built, building) <= building.kept_nbytes and learn + rest <= training.kept_nbytes

@@ -18,6 +18,7 @@ from infinity.planning.residence import Counts
 from infinity.planning.simulator import Rates
 from infinity.planning.trace import Phase
 from infinity.sizes import format_size
+from infinity.units.device_tier import lives_there
 from infinity.units.unit import Unit
 
 _WIDTH = 100
@@ -109,6 +110,18 @@ class Stats:
     """How often it was decided anew which fields lie in host memory, and something moved."""
     placement_reason: str = ""
     """Of the last such decision, also of one to leave all as it is."""
+    device_budget_nbytes: int = 0
+    """device_memory; 0 where the CPU computes, as the next ones."""
+    device_held_nbytes: int = 0
+    """Bytes of it in use now."""
+    device_peak_nbytes: int = 0
+    """The most that was in use at once."""
+    device_nbytes: int = 0
+    """Bytes of the units that live on the device now."""
+    uploaded_nbytes: int = field(default=0, metadata=_TOTAL)
+    """Bytes copied from host memory to the device."""
+    downloaded_nbytes: int = field(default=0, metadata=_TOTAL)
+    """Bytes copied from the device to host memory."""
     predicted_step_s: float | None = None
     """Seconds that a step should take, by its plan and what was measured; None where that is not known."""
 
@@ -189,6 +202,12 @@ class Stats:
                 f"{self.placement_revisions:,} revisions; {self.placement_reason or 'none decided'}",
             ),
         ]
+        if self.device_budget_nbytes:
+            now = f"{format_size(self.device_held_nbytes)} of it in use now"
+            live = f"{format_size(self.device_nbytes)} of units that live there"
+            rows.insert(4, ("device_memory", f"{format_size(self.device_budget_nbytes)}, {now}, {live}"))
+            up, down = format_size(self.uploaded_nbytes), format_size(self.downloaded_nbytes)
+            rows.insert(6, ("link moved", f"to the device {up}, from it {down}"))
         rows += self._rows_of_slices()
         if self.ranks > 1:
             exchanged = (f"{kind} {format_size(nbytes)}" for kind, nbytes in self.exchanged_nbytes.items())
@@ -247,7 +266,7 @@ def _unit_stats(engine: Engine) -> Iterator[UnitStats]:
         yield UnitStats(
             unit.name,
             unit.shard.numel,
-            unit.record.tiers(),
+            _tiers(unit),
             unit.residence.uses,
             frequencies.fetches(unit.index),
             frequencies.updates(unit.index),
@@ -262,6 +281,12 @@ def _step_nbytes(unit: Unit) -> int:
     fields = {name: unit.record.field_nbytes(name) for name in unit.record.fields}
     hi_nbytes = fields.get("hi", 0)
     return hi_nbytes + 2 * sum(fields.values()) if unit.trainable else 2 * hi_nbytes
+
+
+def _tiers(unit: Unit) -> tuple[tuple[str, str], ...]:
+    """Return (field, tier), the highest in which a field is."""
+    device = lives_there(unit)
+    return tuple((name, "device" if device and name == "hi" else tier) for name, tier in unit.record.tiers())
 
 
 def predicted_step_s(engine: Engine, load: Load, done: Stats, speed: Speed) -> float | None:
@@ -286,7 +311,7 @@ def predicted_step_s(engine: Engine, load: Load, done: Stats, speed: Speed) -> f
     limits = EngineLimits(
         budget.tile_numel,
         budget.slots,
-        engine.config.device_nbytes or budget.ahead_nbytes,
+        engine.executor.window_nbytes,
         budget.outgoing_nbytes,
         on_host=host,
         update="forward" if engine.executor.updates_at_fetch else "backward",
@@ -321,6 +346,8 @@ def stats(model: nn.Module) -> Stats:
     """
     engine = engine_of_model(model)
     counts: Counts = engine.executor.counts
+    tier, (uploaded_nbytes, downloaded_nbytes) = engine.tier, engine.device.moved_nbytes
+    ledger = engine.device.room.ledger if engine.device.room is not None and tier is not None else None
     return Stats(
         parameters=sum(segment.numel for unit in engine.units for segment in unit.shard.segments),
         nvme_nbytes=sum(unit.record.nbytes("nvme") for unit in engine.units),
@@ -347,4 +374,10 @@ def stats(model: nn.Module) -> Stats:
         exchanged_nbytes=engine.partition.nbytes if engine.partition is not None else {},
         placement_revisions=engine.pins.revisions if engine.pins is not None else 0,
         placement_reason=engine.pins.reason if engine.pins is not None else "",
+        device_budget_nbytes=ledger.limit_nbytes if ledger is not None else 0,
+        device_held_nbytes=ledger.held_nbytes if ledger is not None else 0,
+        device_peak_nbytes=ledger.peak_nbytes if ledger is not None else 0,
+        device_nbytes=tier.held_nbytes if tier is not None else 0,
+        uploaded_nbytes=uploaded_nbytes,
+        downloaded_nbytes=downloaded_nbytes,
     )

@@ -341,7 +341,10 @@ def _norms(grads: list[OffloadedGradient], order: Any = 2, *rest: Any, **named: 
         ours = [grad.gradient for grad in grads if grad.store is store]
         sums.update(zip(map(id, ours), store.square_sums(ours), strict=True))
     norms = [math.sqrt(sums[id(grad.gradient)]) * float(grad.gradient.scale) for grad in grads]
-    return list(torch.tensor(norms, dtype=torch.float64, device=grads[0].device))  # one copy to the device
+    device = grads[0].device
+    if len(norms) == 1:  # as clip_grad_norm_ asks for each: a kernel, for which the host does not wait
+        return [torch.full((), norms[0], dtype=torch.float64, device=device)]
+    return list(torch.tensor(norms, dtype=torch.float64, device=device))  # one copy to the device
 
 
 def _multiply(grad: OffloadedGradient, factor: Any) -> Any:
@@ -371,8 +374,28 @@ def _clips() -> bool:
 
 def _scale(grad: OffloadedGradient, factor: Any) -> OffloadedGradient:
     grad.gradient.check("clipping")
-    grad.gradient.multiply(float(factor))
+    grad.gradient.multiply(_number(factor))
     return grad
+
+
+_last_factor: tuple[weakref.ref[torch.Tensor], int, float] | None = None
+
+
+def _number(factor: Any) -> float:
+    """Return a factor as a number. One tensor scales all gradients in turn, and the host waits for a device
+    when it asks for its value: so the last answer is kept, as long as it holds.
+    """
+    global _last_factor  # noqa: PLW0603
+    if not isinstance(factor, torch.Tensor):
+        return float(factor)
+    if _last_factor is not None:
+        last, version, number = _last_factor
+        if last() is factor and version == factor._version:
+            return number
+    number = float(factor)
+    if not factor.is_inference():
+        _last_factor = weakref.ref(factor), factor._version, number
+    return number
 
 
 def _unscale(grads: list[OffloadedGradient], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:

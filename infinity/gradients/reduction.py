@@ -49,6 +49,8 @@ class _Local:
     gradient: Gradient
     values: torch.Tensor
     keep: bool
+    taken_nbytes: int = 0
+    """Of device_memory."""
 
 
 class Reduction:
@@ -77,6 +79,16 @@ class Reduction:
         self._local: defaultdict[Unit, dict[int, _Local]] = defaultdict(dict)
         self._under_way: deque[tuple[Reducing, int]] = deque()
         self._sums: deque[tuple[Gradient, torch.Tensor, Reducing]] = deque()
+
+    def device_nbytes(self, unit: Unit) -> int:
+        """Return the bytes that a unit's reduction takes on an accelerator: its gradients, what is sent and
+        received, and a rank's share of the sum, the mean, and the mean as it leaves.
+        """
+        room = self._device.room
+        if room is None:
+            return 0
+        whole, share = unit.shard.numel * unit.flat.itemsize, 4 * unit.record.shard.numel
+        return 3 * room.nbytes(whole) + 3 * room.nbytes(share)
 
     @property
     def deferred(self) -> bool:
@@ -116,7 +128,18 @@ class Reduction:
                 "host_memory, where stage=1 and no_sync() keep those of all parameters until the step. Use "
                 "stage=2 or 3 without no_sync(), or give more host_memory."
             )
-        self._local[gradient.unit][gradient.index] = _Local(gradient, grad, keep)
+        room, of_unit = self._device.room, self._local[gradient.unit]
+        taken = room.take(grad.nbytes, f"{gradient.unit.name}: a whole gradient") if room is not None else 0
+        before = of_unit.get(gradient.index)
+        of_unit[gradient.index] = _Local(gradient, grad, keep, taken)
+        if before is not None:
+            self._give_back([before])
+
+    def _give_back(self, local: Iterable[_Local]) -> None:
+        """Count the memory of gradients that are used up no more."""
+        room = self._device.room
+        if room is not None:
+            room.give_back(sum(one.taken_nbytes for one in local))
 
     def reduce(self, unit: Unit, into: MeanSink) -> None:
         """Begin to reduce a unit's local gradients. Every rank does so at the same point of its step."""
@@ -127,6 +150,9 @@ class Reduction:
             for index, one in taken.items():
                 segment = unit.record.shard.segments[index]
                 self._deliver(one, mean[segment.start : segment.stop], job, into)
+        self._give_back(local.values())
+        local.clear()
+        taken.clear()
         self._sum_up(into)
 
     def _deliver(self, one: _Local, mean: torch.Tensor, job: Reducing, into: MeanSink) -> None:
@@ -139,8 +165,13 @@ class Reduction:
     def _begin(self, unit: Unit, grads: dict[int, torch.Tensor]) -> tuple[Reducing, torch.Tensor]:
         wide = any(grad.dtype == torch.float32 for grad in grads.values())
         dtype = torch.float32 if wide else unit.flat.dtype
-        nbytes = 2 * unit.shard.numel * dtype.itemsize
+        whole, share = unit.shard.numel * dtype.itemsize, unit.record.shard.numel
+        room = self._device.room
+        nbytes = 2 * whole if room is None else share * dtype.itemsize
         lease = self._lease(nbytes)
+        # What is sent and received, and of this rank's share the sum, the mean, and its copy.
+        parts = (whole, whole, *[4 * share] * 3) if room is not None else ()
+        taken = [room.take(one, f"{unit.name}: a reduction") for one in parts if room is not None]
         if self._device.is_host:
             sent = self._buffers.lend(unit.shard.numel, dtype)
             _pack(unit, grads, sent)
@@ -151,11 +182,14 @@ class Reduction:
                 segment = unit.shard.segments[index]
                 sent[segment.start : segment.stop].copy_(grad.view(-1))
             self._device.assembled(sent)
-        mean = self._buffers.lend(unit.record.shard.numel, dtype)
+        lend_mean = self._buffers.lend if self._device.is_host else self._device.lend_host
+        mean = lend_mean(share, dtype)
         what = f"{unit.name} ({', '.join(map(str, grads))} of {len(unit.parameters)}, {str(dtype)[6:]})"
         lend = self._buffers.lend if self._device.is_host else partial(_on_device, self._device.torch_device)
         job = Reducing(what, sent, mean, lend, lease, self._lane, self._device)
         self._collectives.submit(job)
+        if room is not None:
+            room.leaves(sum(taken), job)
         self._under_way.append((job, nbytes))
         return job, mean
 

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from infinity import kernels
-from infinity.device.device import Device
+from infinity.device.device import Device, Download
 from infinity.errors import HostMemoryError, UnsupportedError
 from infinity.gradients.collectives import CollectiveLane
 from infinity.gradients.gradient import Form, Gradient, applied_message, total_of
@@ -89,11 +89,12 @@ class GradientStore:
         self._in_record = defaultdict(WeakValueDictionary)  # spilled ones that somebody refers to
         self._outgoing: defaultdict[Unit, dict[int, Gradient]] = defaultdict(dict)
         self._received: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self._charged_nbytes = 0
 
     def open(self, budget: Budget, units: Sequence[Unit]) -> None:
         """Prepare for the gradients of `units`, which come only later."""
         self._at_once = _at_once(units, budget.outgoing_nbytes)
-        self._device.room_for_downloads(self._kept, self._share.ledger)
+        self._device.room_for_downloads(self._kept)  # the outgoing share's are made ahead
 
     # What a backward brings
 
@@ -113,6 +114,15 @@ class GradientStore:
         return grad if self._received is None else self._received(grad)
 
     # Several ranks
+
+    def device_nbytes(self, unit: Unit) -> int:
+        """Return the bytes that a unit's gradients take on the device, until they have left it."""
+        room = self._device.room
+        if room is None or not unit.trainable:
+            return 0
+        if self._reduction is not None:
+            return self._reduction.device_nbytes(unit)
+        return sum(room.nbytes(one.numel * unit.flat.itemsize) for one in unit.shard.segments)
 
     @property
     def shared(self) -> bool:
@@ -161,7 +171,7 @@ class GradientStore:
         if self._reduction is not None:
             return self._reduction.arrive(unit, index, grad, keep=keep)
         gradient = Gradient(unit, index, self._kept)
-        self._share.await_buffer(grad.nbytes, self._at_once.get(grad.nbytes, 1))
+        self._await_buffer(grad.nbytes)
         download = self._device.download(grad)
         gradient.comes(download.transfer)
         tensor = download.tensor
@@ -171,6 +181,16 @@ class GradientStore:
             tensor = self._own(tensor)
         self._place(gradient, tensor, keep=keep)
         return gradient
+
+    def _await_buffer(self, nbytes: int) -> None:
+        """Wait for memory for a download. What is made ahead beyond the outgoing share is charged to the kept
+        share.
+        """
+        self._share.await_buffer(nbytes, self._at_once.get(nbytes, 1))
+        beyond = self._device.made_ahead_nbytes - self._share.ledger.limit_nbytes
+        if beyond > self._charged_nbytes:
+            self._kept.reserve_anyway(beyond - self._charged_nbytes)
+            self._charged_nbytes = beyond
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy, in a buffer, of a large gradient that torch has allocated on the CPU, since it stays
@@ -258,7 +278,25 @@ class GradientStore:
             self._outgoing[unit].pop(gradient.index, None)
             leases.append(gradient.apply())
         unit.values_changed()
-        self._share.sent(self._executor.apply(unit, partial(end_all, leases)))
+        values = self._values_on_device(unit, leases)
+        self._share.sent(self._executor.apply(unit, partial(end_all, leases), values))
+
+    def _values_on_device(self, unit: Unit, leases: list[Lease | None]) -> Download | None:
+        """Begin to bring a unit's values from an accelerator, so that its update need not read them from NVMe
+        again. Return None where it need not in any case, or where device_memory or the outgoing share has no
+        room for the copy beside the gradients.
+        """
+        room, record = self._device.room, unit.record
+        if room is None or record.in_host("hi") or record.form.derived:
+            return None
+        part = unit.part_of_rank
+        if 2 * part.nbytes > self._share.ledger.limit_nbytes or not room.fits(part.nbytes):
+            return None
+        if not unit.residence.processed or unit.residence.outdated:
+            return None
+        leases.append(self._share.lease(part.nbytes))
+        self._await_buffer(part.nbytes)
+        return self._device.download(part)
 
     def spill(self, unit: Unit) -> None:
         """Write a unit's outgoing gradients to its record."""
@@ -380,12 +418,14 @@ def _let_go(leases: Sequence[Lease | None], parts: dict[int, SpillPart]) -> None
 
 
 def _at_once(units: Sequence[Unit], outgoing_nbytes: int) -> dict[int, int]:
-    """Return, by their bytes, how many gradients may be on their way at once: those of one unit, and of as
-    many more as the outgoing share holds.
+    """Return, by their bytes, how many gradients may be on their way at once, each unit's with its values:
+    those of one unit, and of as many more as the outgoing share holds.
     """
-    sizes = [
-        Counter(segment.numel * unit.flat.dtype.itemsize for segment in unit.shard.segments) for unit in units
-    ]
+    sizes = []
+    for unit in units:
+        width = unit.flat.dtype.itemsize
+        whole = width * unit.record.shard.numel  # the values that an update in the backward starts from
+        sizes.append(Counter([whole, *(segment.numel * width for segment in unit.shard.segments)]))
     largest = max((sum(size * count for size, count in one.items()) for one in sizes), default=0)
     rounds = 1 + outgoing_nbytes // max(largest, 1)
     total = sum(sizes, Counter[int]())

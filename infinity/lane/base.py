@@ -17,6 +17,9 @@ class Pass(QueuedPass[Record], ABC):
     between.
     """
 
+    moves = "write"
+    """What the timeline calls the transfers that `process` returns."""
+
     def __init__(self, record: Record) -> None:
         """Prepare a walk over `record`."""
         super().__init__(record)

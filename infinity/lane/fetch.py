@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from infinity import kernels
-from infinity.device.device import Device
+from infinity.device.device import Device, Download
 from infinity.lane.base import Pass
 from infinity.lane.passes import clear, piece_address
 from infinity.planning.layout import TilePiece, pieces, tiles
@@ -34,6 +34,8 @@ class FetchTarget(Protocol):
 
 class _UnitPass(Pass):
     """A pass that works on `hi` in the unit's memory, `flat`; without it, where the record lies."""
+
+    moves = "upload"
 
     def __init__(self, unit: FetchTarget, device: Device, tile_numel: int, flat: torch.Tensor | None) -> None:
         """Prepare a pass over the record of `unit`."""
@@ -269,13 +271,18 @@ class UpdatePass(_UpdatingPass):
     ) -> None:
         """Begin with what is pending for `unit`, which is this pass's own as soon as it is taken over."""
         super().__init__(unit, device, tile_numel, flat)
+        self._copy: Download | None = None
+
+    def start_from_copy(self, values: Download) -> None:
+        """Take `hi` from a copy that comes from the device, before the pass is queued."""
+        self._copy = values
 
     def start_from(self, flat: torch.Tensor | None) -> None:
         """Take `hi` from `flat` instead, before the pass is queued."""
         self._flat = flat
 
     def _hi_is_given(self) -> bool:
-        return self._flat is not None
+        return self._flat is not None or self._copy is not None
 
     def tiles(self) -> Iterator[tuple[int, int]]:
         """Tiles that change, or of which a field goes to its target."""
@@ -300,7 +307,15 @@ class UpdatePass(_UpdatingPass):
     def _bring_hi(self, start: int, stop: int, address: int) -> None:
         """Copy the unit's values to where they are updated, unless they are updated where they are."""
         flat = self._place_of_hi(start)
+        if self._copy is not None:
+            self._copy.wait()
+            flat = int(self._copy.tensor.data_ptr()) + self._copy.tensor.itemsize * start
         if flat is None:
             raise AssertionError(f"{self.record.name}: expected values that the CPU computes with, got none")
         if address != flat:
             kernels.copy(self.record.form.width * (stop - start), address, flat)
+
+    def done_processing(self) -> None:
+        """Drop the copy as well."""
+        self._copy = None
+        super().done_processing()

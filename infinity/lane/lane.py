@@ -56,6 +56,8 @@ class _Tile:
     changes: Sequence[str]
     """Fields that change where they lie."""
     transfers: list[Transfer]
+    more: Sequence[Transfer] = ()
+    """Those among them that the pass itself has begun."""
 
 
 class StreamLane:
@@ -301,7 +303,8 @@ class StreamLane:
             job.write(name, tile.start, tile.stop, tile.at[name], owner, more=name is not last)
             for name in tile.writes
         ]
-        tile.transfers += more or ()
+        tile.more = more or ()
+        tile.transfers += tile.more
         for name in tile.changes:
             job.note_written(name, tile.start, tile.stop)
         if job.progress.at_last_tile:
@@ -325,6 +328,14 @@ class StreamLane:
             if ended_s is not None:
                 self._timeline.span(lane, f"{record.name}.{name}", transfer.began_s, ended_s, nbytes)
 
+    def _note_more(self, tile: _Tile) -> None:
+        """Put what the pass itself has moved into the timeline."""
+        job = tile.owner
+        for transfer in tile.more if self._timeline.recording else ():
+            if transfer.ended_s is not None:
+                nbytes = job.record.form.width * (tile.stop - tile.start)
+                self._timeline.span(job.moves, job.record.name, transfer.began_s, transfer.ended_s, nbytes)
+
     def _reap(self, *, block: bool) -> None:
         """Give back the slots of tiles whose writes are over; with `block`, wait for the oldest."""
         while self._writing and (block or all(transfer.done for transfer in self._writing[0].transfers)):
@@ -336,6 +347,7 @@ class StreamLane:
                 self.times.spent(write_wait_s=time.perf_counter() - started)
             block = False
             self._note(tile, "write", tile.writes)
+            self._note_more(tile)
             if tile.slot is not None:
                 self._pool.give_back(tile.slot)
             with self.lock:

@@ -2,10 +2,10 @@
 
 [Note: four shares of one budget]
 host_memory is divided once. *Slots* are allocated at start-up and hold what is in flight between storage and
-the rest. What is fetched *ahead* waits, resident, for its use. *Outgoing* gradients wait to be written or
-applied. What is left is *kept*: gradients of this step, and fields of records pinned in host memory. Each
-share is a ledger: a request that does not fit is answered "no" (and the caller spills, or waits), never
-granted.
+the rest. What is fetched *ahead* waits, resident, for its use; on an accelerator it does so there, and has no
+share. *Outgoing* gradients wait to be written or applied. What is left is *kept*: gradients of this step, and
+fields of records pinned in host memory. Each share is a ledger: a request that does not fit is answered "no"
+(and the caller spills, or waits), never granted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from infinity.errors import HostMemoryError
+from infinity.errors import DeviceMemoryError, HostMemoryError
 from infinity.planning.layout import FP32, Format
 from infinity.sizes import format_size
 
@@ -82,12 +82,15 @@ def least_budget(form: Format = FP32) -> int:
     return _SLOT_COUNT_LEAST * form.align_numel * form.slot_nbytes
 
 
-def divide(total_nbytes: int, largest_unit_nbytes: int = 0, form: Format = FP32) -> Budget:
+def divide(
+    total_nbytes: int, largest_unit_nbytes: int = 0, form: Format = FP32, *, on_device: bool = False
+) -> Budget:
     """Divide a host_memory of `total_nbytes` for a model whose largest resident unit takes
     `largest_unit_nbytes`, in tiles that suit its records.
 
     A quarter at most is for slots; what is fetched ahead gets an eighth, or more where two of the largest
-    units need more (up to a third); gradients on their way out an eighth.
+    units need more (up to a third); gradients on their way out an eighth. on_device: units become resident
+    in the memory of an accelerator, so that what is fetched ahead needs none of the host's, and it is kept.
 
     Raises: HostMemoryError with the smallest budget that works.
     """
@@ -104,8 +107,66 @@ def divide(total_nbytes: int, largest_unit_nbytes: int = 0, form: Format = FP32)
     slots = max(_SLOT_COUNT_LEAST, min(_SLOT_COUNT, total_nbytes // 4 // (tile_numel * slot_nbytes)))
     rest = total_nbytes - slots * tile_numel * slot_nbytes
     ahead = min(rest // 2, max(total_nbytes // 8, min(2 * largest_unit_nbytes, total_nbytes // 3)))
+    ahead = 0 if on_device else ahead
     outgoing = min(rest - ahead, total_nbytes // 8)
     return Budget(total_nbytes, tile_numel, slots, ahead, outgoing, slot_nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBudget:
+    """How one device_memory is divided, in bytes. `working_nbytes` is for units in use, gradients that leave,
+    reductions and boundaries that come back; the rest is for units that wait for their use, or live there.
+    """
+
+    total_nbytes: int
+    working_nbytes: int
+    largest_nbytes: int
+    """Of the largest unit."""
+
+    @property
+    def window_nbytes(self) -> int:
+        """Bytes for units that wait or live on the device."""
+        return self.total_nbytes - self.working_nbytes
+
+    @property
+    def lodging_nbytes(self) -> int:
+        """Bytes for units that live there: the window, but for two of the largest units on their way."""
+        return max(0, self.window_nbytes - 2 * self.largest_nbytes)
+
+    def __str__(self) -> str:
+        """The shares in one line."""
+        working = format_size(self.working_nbytes)
+        return f"device_memory {format_size(self.total_nbytes)}, {working} of it for what is in use"
+
+
+def divide_device(
+    total_nbytes: int, free_nbytes: int, largest_nbytes: int, need_nbytes: int, fixed_nbytes: int
+) -> DeviceBudget:
+    """Divide a device_memory of `total_nbytes`.
+
+    free_nbytes: what is free on the device. largest_nbytes: of the largest resident unit. need_nbytes: of
+    the unit that needs most while its gradients come. fixed_nbytes: of what is there all the time.
+
+    Two of the largest needs are for what is in use, if that leaves half for the rest.
+
+    Raises: DeviceMemoryError, with the smallest device_memory that works.
+    """
+    least = fixed_nbytes + need_nbytes
+    if total_nbytes < least:
+        raise DeviceMemoryError(
+            f"device_memory={format_size(total_nbytes)} cannot work: the model needs {least} bytes of it "
+            f"({format_size(least)}): {format_size(need_nbytes)} for its largest unit and that unit's "
+            f"gradients, {format_size(fixed_nbytes)} all the time. Give more, or cut the largest layers with "
+            "tile_above."
+        )
+    if total_nbytes > free_nbytes:
+        raise DeviceMemoryError(
+            f"device_memory={format_size(total_nbytes)} is more than what is free on the device, "
+            f"{format_size(free_nbytes)}, and activations come on top. Set device_memory below that, free "
+            "what other processes hold, or leave it out for half of what is free."
+        )
+    working = fixed_nbytes + max(need_nbytes, min(2 * need_nbytes, (total_nbytes - fixed_nbytes) // 2))
+    return DeviceBudget(total_nbytes, working, largest_nbytes)
 
 
 def totals_in_tiles_of(tile_numel: int, form: Format = FP32) -> tuple[int, int | None]:
@@ -114,9 +175,16 @@ def totals_in_tiles_of(tile_numel: int, form: Format = FP32) -> tuple[int, int |
     return least, None if tile_numel == _SLOT_NUMEL_MOST else 2 * least - 1
 
 
-def least_total(kept_nbytes: int, largest_unit_nbytes: int, form: Format = FP32) -> int:
+def least_total(
+    kept_nbytes: int, largest_unit_nbytes: int, form: Format = FP32, *, on_device: bool = False
+) -> int:
     """Return the smallest host_memory, in bytes to the MiB, whose kept share is at least `kept_nbytes`."""
-    return least_that(lambda total: divide(total, largest_unit_nbytes, form).kept_nbytes >= kept_nbytes, form)
+
+    def keeps(total_nbytes: int) -> bool:
+        budget = divide(total_nbytes, largest_unit_nbytes, form, on_device=on_device)
+        return budget.kept_nbytes >= kept_nbytes
+
+    return least_that(keeps, form)
 
 
 def least_that(works: Callable[[int], bool], form: Format = FP32) -> int:

@@ -5,6 +5,7 @@ often it uses what. Pure: no torch, no I/O.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from infinity.planning.cursor import Cursor
 from infinity.planning.frequency import Frequencies
@@ -37,10 +38,19 @@ class Course:
         """Whether there is a plan."""
         return self.cursor.plan is not None
 
-    def plan(self, trace: Trace, sizes: Sequence[int], window_nbytes: int, hides: Sequence[int]) -> None:
-        """Make a plan for passes like `trace`, and follow it from its start. Arguments: see make_plan."""
+    def plan(
+        self,
+        trace: Trace,
+        sizes: Sequence[int],
+        window_nbytes: int,
+        hides: Sequence[int],
+        lodged: tuple[int, ...] = (),
+    ) -> None:
+        """Make a plan for passes like `trace`, and follow it from its start. See make_plan; lodged:
+        units that are on an accelerator all the time, for the plan to name.
+        """
         self._sizes = sizes
-        self.cursor.follow(self._planner(trace, sizes, window_nbytes, hides=hides))
+        self.cursor.follow(replace(self._planner(trace, sizes, window_nbytes, hides=hides), lodged=lodged))
 
     def is_stale(self, sizes: Sequence[int]) -> bool:
         """Whether the pass that ends was not as planned, or units take other memory than they did."""

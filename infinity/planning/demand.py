@@ -36,8 +36,8 @@ class Setting:
     """Of each machine, whose ranks divide it: Config(host_memory=...)."""
     nvme: bool = True
     device_nbytes: int | None = None
-    """Of each rank, for parameters that wait for their use: Config(device_memory=...). None where the CPU
-    computes.
+    """Of each rank, for parameters that wait for their use or live on the device; with those in use they are
+    Config(device_memory=...). None where the CPU computes.
     """
     state_dtype: str = "fp32"
     dtype: str = "bf16"
@@ -109,7 +109,7 @@ class Demand:
     budget: Budget
     plan: Plan
     placement: Placement
-    """What is pinned in host memory; all of it without an NVMe tier."""
+    """What is pinned in host memory, all of it without an NVMe tier, and which units live on the device."""
     units: tuple[Moves, ...]
     moved: Mapping[tuple[str, str], int]
     """Bytes of NVMe in a step, by field and direction ("read", "written")."""
@@ -124,8 +124,10 @@ class Demand:
     pinned_nbytes: int
     kept_gradients_nbytes: int
     in_use_nbytes: int
-    """Units in use at once and a gradient, beside host_memory and device_memory."""
+    """Units in use at once and a gradient, beside host_memory and what waits in device_memory."""
     uses: int
+    lodged_nbytes: int = 0
+    """Of the units that live on the device, out of `Setting.device_nbytes`."""
 
     @property
     def working_nbytes(self) -> int:
@@ -157,7 +159,8 @@ class Demand:
     def limits(self) -> EngineLimits:
         """What the forecast of a step has to keep to."""
         budget, setting = self.budget, self.setting
-        window = budget.ahead_nbytes if setting.device_nbytes is None else setting.device_nbytes
+        waits = budget.ahead_nbytes if setting.device_nbytes is None else setting.device_nbytes
+        window = waits - self.lodged_nbytes
         on_host = setting.device_nbytes is None
         return EngineLimits(
             budget.tile_numel, budget.slots, window, budget.outgoing_nbytes, on_host, setting.update
@@ -219,26 +222,29 @@ def demand(outline: Outline, setting: Setting) -> Demand:
             f"{format_size(least)} on each machine with {setting.local_ranks} ranks. Give more; a few "
             "hundred MiB is fast."
         )
-    if not setting.nvme and not _holds(sizes, setting.rank_host_nbytes):
+    on_gpu = setting.device_nbytes is not None
+    if not setting.nvme and not _holds(sizes, setting.rank_host_nbytes, on_gpu=on_gpu):
         raise HostMemoryError(
             f"{outline.name}: without an NVMe tier all state stays in host memory, and "
             f"host_memory={format_size(setting.host_nbytes)} does not hold it. The smallest that works is "
             f"{format_size(least)}; or plan with NVMe."
         )
-    budget = divide(setting.rank_host_nbytes, max(sizes.resident), sizes.form)
+    budget = divide(setting.rank_host_nbytes, max(sizes.resident), sizes.form, on_device=on_gpu)
     window = budget.ahead_nbytes if setting.device_nbytes is None else setting.device_nbytes
     script = outline.script(micro_batches=setting.micro_batches)
     trace = trace_of(script)
     once = make_plan(trace_of(outline.script()), sizes.resident, window, hides=sizes.resident)
     placement = _place(sizes, setting, budget, _fetches(once, len(sizes.numels)))
-    kept_nbytes = sum(sizes.field(*key, budget.tile_numel) for key in placement)
+    lodged = [unit for (unit, name), tier in placement.items() if tier == "device"]
+    window -= sum(sizes.resident[unit] for unit in lodged)
+    on_host = [key for key, tier in placement.items() if tier == "host"]
+    kept_nbytes = sum(sizes.field(*key, budget.tile_numel) for key in on_host)
     stored = setting.nvme and setting.update == "forward"
     spills = _spills(script, sizes, budget.kept_nbytes - kept_nbytes) if stored else {}
     in_first = _spills(script, sizes, budget.kept_nbytes) if stored else {}
     fetched = _fetched_sizes(sizes, setting, placement)
     plan = make_plan(trace, fetched, window, hides=sizes.resident)
     kept_gradients = _kept_gradients(sizes, setting, spills)
-    on_gpu = setting.device_nbytes is not None
     used = (
         usage(outline.activations, setting.method, sizes.form.width, gpu=on_gpu)
         if outline.activations is not None
@@ -259,6 +265,7 @@ def demand(outline: Outline, setting: Setting) -> Demand:
         pinned_nbytes=kept_nbytes,
         kept_gradients_nbytes=kept_gradients,
         in_use_nbytes=_in_use(outline, sizes, in_place),
+        lodged_nbytes=sum(sizes.resident[unit] for unit in lodged),
         uses=len(trace),
     )
 
@@ -271,22 +278,23 @@ def least_host_nbytes(outline: Outline, setting: Setting) -> int:
     moves records at all, without it (to the MiB for each rank) what holds all state and a step's gradients.
     """
     sizes = _sizes(outline, setting)
-    return setting.local_ranks * (least_budget(sizes.form) if setting.nvme else _least(sizes))
+    return setting.local_ranks * (least_budget(sizes.form) if setting.nvme else _least(sizes, setting))
 
 
-def _least(sizes: _Sizes) -> int:
-    return least_that(lambda total_nbytes: _holds(sizes, total_nbytes), sizes.form)
+def _least(sizes: _Sizes, setting: Setting) -> int:
+    on_gpu = setting.device_nbytes is not None
+    return least_that(lambda total_nbytes: _holds(sizes, total_nbytes, on_gpu=on_gpu), sizes.form)
 
 
-def _holds(sizes: _Sizes, total_nbytes: int) -> bool:
+def _holds(sizes: _Sizes, total_nbytes: int, *, on_gpu: bool) -> bool:
     """Whether a host_memory holds a model without NVMe: its weights while it is built, and then everything,
     as checks.check_fits adds it up.
     """
     if total_nbytes < least_budget(sizes.form):
         return False
-    building = divide(total_nbytes, form=sizes.form)
+    building = divide(total_nbytes, form=sizes.form, on_device=on_gpu)
     weights = sizes.fields(sizes.form.weights, building.tile_numel)
-    training = divide(total_nbytes, max(sizes.resident), sizes.form)
+    training = divide(total_nbytes, max(sizes.resident), sizes.form, on_device=on_gpu)
     moments = sizes.fields(sizes.form.moments, building.tile_numel)
     needed = weights + moments + sum(sizes.gradients)
     return weights <= building.kept_nbytes and needed <= training.kept_nbytes
@@ -307,12 +315,9 @@ def _fetches(plan: Plan, units: int) -> list[int]:
 
 
 def _place(sizes: _Sizes, setting: Setting, budget: Budget, once: Sequence[int]) -> Placement:
-    """Return what `pins` would put into host memory after the first step; once: fetches of each unit in one
-    micro-batch, which is all that the engine plans for before it has seen a step.
+    """Return what `pins` would put into host memory and on the device after the first step; once: fetches of
+    each unit in one micro-batch, which is all that the engine plans for before it has seen a step.
     """
-    if not setting.nvme:
-        keys = [(unit, name) for unit in range(len(sizes.numels)) for name in sizes.form.fields]
-        return MappingProxyType(dict.fromkeys(keys, "host"))
     candidates = []
     for unit, count in enumerate(once):
         updates = float(sizes.gradients[unit] > 0)
@@ -320,10 +325,17 @@ def _place(sizes: _Sizes, setting: Setting, budget: Budget, once: Sequence[int])
             nbytes = sizes.field(unit, name, budget.tile_numel)
             fetches = count * setting.micro_batches - (updates if name in sizes.form.derived else 0)
             reads = fetches if name == "hi" else updates
-            candidates.append(Candidate(unit, name, nbytes, reads, updates))
-    kept = budget.kept_nbytes
+            candidates.append(Candidate(unit, name, nbytes, reads, updates, lasts=not updates))
+    room = 0 if setting.device_nbytes is None or setting.ranks > 1 else setting.device_nbytes
+    on_device = max(0, room - 2 * max(sizes.resident))
+    kept = budget.kept_nbytes if setting.nvme else 0
     gradients = 0 if setting.update == "backward" else min(kept, sum(sizes.gradients))
-    return revise({}, candidates, PlacementBudget(0, kept, gradients)).placement
+    chosen = revise({}, candidates, PlacementBudget(on_device, kept, gradients)).placement
+    if setting.nvme:
+        return chosen
+    keys = [(unit, name) for unit in range(len(sizes.numels)) for name in sizes.form.fields]
+    there = {key: tier for key, tier in chosen.items() if tier == "device"}
+    return MappingProxyType({**dict.fromkeys(keys, "host"), **there})
 
 
 def _spills(script: Sequence[Act], sizes: _Sizes, room_nbytes: int) -> Spills:
@@ -358,6 +370,8 @@ def _fetched_sizes(sizes: _Sizes, setting: Setting, placement: Placement) -> lis
     backward = setting.update == "backward"
 
     def never_fetched(unit: int) -> bool:
+        if placement.get((unit, "hi")) == "device":
+            return True
         return _in_place(unit, setting, placement) and (
             backward or all((unit, name) in placement for name in fields)
         )
@@ -366,7 +380,9 @@ def _fetched_sizes(sizes: _Sizes, setting: Setting, placement: Placement) -> lis
 
 
 def _in_place(unit: int, setting: Setting, placement: Placement) -> bool:
-    return setting.device_nbytes is None and setting.ranks == 1 and (unit, "hi") in placement
+    if setting.device_nbytes is not None:
+        return placement.get((unit, "hi")) == "device"
+    return setting.ranks == 1 and (unit, "hi") in placement
 
 
 # What is moved, and what is stored
@@ -417,13 +433,12 @@ def _moved(
     once more where the update cannot start from what is resident.
     """
     moved: Counter[tuple[str, str]] = Counter()
-    resident = setting.device_nbytes is None
     used_last = {step.use.unit: step.use.phase.value for step in plan.steps}
     for unit, fetches in enumerate(_fetches(plan, len(sizes.numels))):
         trainable = outline.parts[unit].trainable
         if outline.parts[unit].idle:
             continue
-        again = setting.update == "backward" and trainable and not (resident and used_last.get(unit) == "B")
+        again = setting.update == "backward" and trainable and used_last.get(unit) != "B"
         for name in sizes.form.fields:
             if (unit, name) in placement or not (trainable or name == "hi"):
                 continue

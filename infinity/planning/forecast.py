@@ -302,7 +302,8 @@ class _Walk(Residency[_Unit, SimulatedPass]):
 
     def _make_update(self, unit: _Unit, *, resident: bool) -> SimulatedPass:
         moves = unit.moves
-        read = moves.state_nbytes + (0 if resident else moves.hi_nbytes)
+        copied = unit.residence.processed and not self._limits.on_host  # from the device
+        read = moves.state_nbytes + (0 if resident or copied else moves.hi_nbytes)
         return self._pass(unit, read, moves.hi_nbytes + moves.state_nbytes, moves.numel)
 
     def _wait(self, job: Job, cause: str) -> None:

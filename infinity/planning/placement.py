@@ -10,6 +10,11 @@ Dense training touches every unit equally often, in a cycle: a fixed choice is a
 (Belady). Where routing decides, expected uses do: see frequency. Either way what is densest is kept first; of
 what is equally dense the same share of every stretch of layers, so that none becomes the bottleneck.
 
+[Note: what lives on the device]
+On an accelerator `hi` may live on the device: as a copy, whose original stays on NVMe, or in host memory
+where there is no NVMe. An update makes that copy worthless, so only what is updated seldom is placed there:
+frozen weights first of all.
+
 [Note: hysteresis]
 Expectations waver, and moves cost bytes. A field that is placed counts as denser, by what it costs to move it
 out and another in, spread over the steps within which a move has to pay. All moves together have to pay, too.
@@ -54,6 +59,10 @@ class Candidate:
     nbytes: int
     reads: float
     writes: float
+    lasts: bool = True
+    """Whether it may live on the device: updated seldom enough to pay there."""
+    moves: bool = True
+    """Whether host memory may take it, where it is not for good."""
 
     @property
     def key(self) -> Key:
@@ -157,11 +166,11 @@ def place(
 
     placed: where fields are now, see [Note: hysteresis].
     """
-    weights = [candidate for candidate in candidates if candidate.field == "hi"]
+    weights = [candidate for candidate in candidates if candidate.field == "hi" and candidate.lasts]
     there = {key for key, tier in placed.items() if tier == "device"}
     on_device = choose(weights, budget.device_nbytes, 0, there, horizon_steps)
     taken = set(on_device)
-    rest = [candidate for candidate in candidates if candidate.key not in taken]
+    rest = [candidate for candidate in candidates if candidate.moves and candidate.key not in taken]
     on_host = choose(rest, budget.host_nbytes, budget.gradient_nbytes, placed, horizon_steps)
     placement: dict[Key, Tier] = dict.fromkeys(on_device, "device")
     placement.update(dict.fromkeys(on_host, "host"))

@@ -70,10 +70,13 @@ class Plan:
 
     opening: tuple[int, ...]
     steps: tuple[PlanStep, ...]
+    lodged: tuple[int, ...] = ()
+    """Units that are on an accelerator before the first use, and stay there."""
 
     def __str__(self) -> str:
         """One line a use; `Plan.parse` reads it back."""
         opening = "open" + (" fetch " + " ".join(map(str, self.opening)) if self.opening else "")
+        opening += " device " + " ".join(map(str, self.lodged)) if self.lodged else ""
         return "\n".join([opening, *map(str, self.steps)])
 
     @classmethod
@@ -85,7 +88,9 @@ class Plan:
         lines = text.strip().splitlines()
         if not lines or lines[0].split()[0] != "open":
             raise ValueError("a plan begins with a line 'open'")
-        return cls(_fetches(lines[0]), tuple(_parse_step(line) for line in lines[1:]))
+        opening, _, lodged = lines[0].partition(" device ")
+        steps = tuple(_parse_step(line) for line in lines[1:])
+        return cls(_fetches(opening), steps, tuple(map(int, lodged.split())))
 
 
 def _fetches(line: str) -> tuple[int, ...]:

@@ -15,12 +15,17 @@ the window has room. After a use in a forward such a unit waits on, as long as n
 the one used longest ago goes first. In a forward before a backward that is the one needed last; without a
 backward it is the rule of the least recently used.
 
+On an accelerator some units are *lodged*: such a unit stays on the device from its first use on, also across
+steps, until an update changes its record. What it takes is no part of the window. Which units those are is
+decided by the placement (see placement).
+
 Residency decides all that. Subclasses carry it out: units/residency.py with passes of the lane, forecast.py
 with passes on a simulated clock.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -91,7 +96,17 @@ class Residence(Generic[_UpdateT]):
     afterwards. Written by Residency; passes that end do so with the lane's lock held.
     """
 
-    __slots__ = ("_began_s", "_charged", "_deferred", "_fetch", "_lent", "users", "uses")
+    __slots__ = (
+        "_began_s",
+        "_charged",
+        "_deferred",
+        "_fetch",
+        "_lent",
+        "lodged",
+        "outdated",
+        "users",
+        "uses",
+    )
 
     def __init__(self) -> None:
         """Begin off the device."""
@@ -104,6 +119,10 @@ class Residence(Generic[_UpdateT]):
         """Frames and backward leases that need the unit attached."""
         self.uses = 0
         """Uses since the model was built."""
+        self.lodged = False
+        """Whether the unit stays on the device between its uses, and from step to step."""
+        self.outdated = False
+        """Whether its record has been updated since the unit came, so that it does not stay."""
 
     @property
     def fetch(self) -> Job | None:
@@ -123,6 +142,15 @@ class Residence(Generic[_UpdateT]):
     def go(self) -> None:
         """Be off the device."""
         self._fetch = None
+        self.outdated = False
+
+    def outdate(self) -> None:
+        """Note that the record is updated from now on, and what is on the device is not."""
+        self.outdated = True
+
+    def lodge(self, *, stays: bool) -> None:
+        """Note whether the unit stays on the device."""
+        self.lodged = stays
 
     # Uses
 
@@ -338,7 +366,7 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
                 break
             wanted[unit.index] = None
         for unit in self.units:
-            stays = unit is but or unit.index in wanted or unit in self._routed
+            stays = unit is but or unit.index in wanted or unit in self._routed or unit.residence.lodged
             if unit.residence.waits and not stays:
                 self.evict(unit)
         self._owed = deque(wanted)
@@ -353,9 +381,9 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
             for job in others:
                 self._lane.submit(job)
             return
-        stays = self._whole or unit in self._staying
-        if stays and not unit.pending and self._let_wait(unit):
-            if unit in self._routed:
+        stays = unit in self._staying or self._whole or unit.residence.lodged
+        if stays and not unit.pending and not unit.residence.outdated and self._let_wait(unit):
+            if unit in self._routed and not unit.residence.lodged:
                 self._idle[unit] = None
             return
         self.evict(unit)
@@ -384,16 +412,20 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
                 return False
             self._wait(lent, "update")
         if unit.residence.fetch is None and not self._is_there(unit):
-            if not self._let_wait(unit):
+            if not self._has_room(unit) or not self._let_wait(unit):
                 return False
             self._fetch(unit, urgent=False)
+        return True
+
+    def _has_room(self, unit: _UnitT) -> bool:
+        """Whether the device has the memory for a unit that is fetched ahead of its use."""
         return True
 
     # The window
 
     def _let_wait(self, unit: _UnitT) -> bool:
         """Charge a unit for waiting, resident, for its use; False where the window has no room."""
-        nbytes = unit.window_nbytes
+        nbytes = 0 if unit.residence.lodged else unit.window_nbytes
         while not self._window.try_reserve(nbytes):
             if not self._idle:
                 return False
@@ -422,8 +454,34 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
 
     def _evict_waiting(self, *, only_pending: bool = False) -> None:
         for unit in self.units:
-            if unit.residence.waits and (unit.pending or not only_pending):
+            if unit.residence.waits and (unit.pending or not (only_pending or unit.residence.lodged)):
                 self.evict(unit)
+
+    def lodge(self, units: Iterable[_UnitT]) -> None:
+        """Have these units, and no others, stay on the device from their next use on; see [Note: residence].
+        Called between steps.
+        """
+        wanted = set(units)
+        for unit in self.units:
+            residence, before = unit.residence, unit.residence.lodged
+            residence.lodge(stays=unit in wanted)
+            if before and not residence.lodged and residence.waits:
+                self.evict(unit)
+
+    def give_way(self, upcoming: Iterable[_UnitT]) -> bool:
+        """Take the waiting unit off the device that is needed last, where `upcoming` is the order of uses;
+        lodged units only when no other waits. Return whether there was one.
+        """
+        waiting = [unit for unit in self.units if unit.residence.waits]
+        if not waiting:
+            return False
+        next_use: dict[_UnitT, int] = {}
+        for position, unit in enumerate(upcoming):
+            next_use.setdefault(unit, position)
+        last = max(waiting, key=lambda unit: (not unit.residence.lodged, next_use.get(unit, math.inf)))
+        last.residence.lodge(stays=False)
+        self.evict(last)
+        return True
 
     # Updates in the backward
 
@@ -442,6 +500,8 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
             self._staying.discard(unit)  # what is on the device is stale from now on
             if not residence.users:
                 self.evict(unit)
+            elif residence.fetch is not None:
+                residence.outdate()
             self._lane.submit(job)
         elif residence.users:
             job.take_over()
@@ -474,7 +534,7 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
         """Begin a round, at whose begin `opening` wait, or are on their way. What else waits leaves."""
         wanted = dict.fromkeys(opening)
         for unit in self.units:
-            stays = self._whole or unit.index in wanted or unit in self._routed
+            stays = self._whole or unit.index in wanted or unit in self._routed or unit.residence.lodged
             if unit.residence.waits and not stays:
                 self.evict(unit)
         self._owed = deque(wanted)

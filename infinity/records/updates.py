@@ -30,6 +30,10 @@ class Update:
     arriving: Future = DONE
     missed: tuple[tuple[Any, int], ...] = ()
     recipe: Recipe = ADAMW
+    holder: object = None
+    """What the budget's bytes of `tensor` are charged to, on an accelerator, where they are page-locked:
+    p.grad may be gone before the update is applied.
+    """
 
     @property
     def misses(self) -> float:

@@ -1,4 +1,5 @@
-"""Which fields of records lie in host memory: decided from how often units are used, and carried out.
+"""Which fields of records lie in host memory, and which units live on the device: decided from how often
+units are used, and carried out.
 
 A field moves up without a transfer of its own: it gets a target, and the next pass that has all of it in
 memory leaves it there. It moves down by being written, between two steps or rounds, while no unit is in use.
@@ -17,12 +18,17 @@ from infinity.planning.frequency import Frequencies
 from infinity.planning.placement import Candidate, Move, Placement, PlacementBudget, Revision, revise
 from infinity.storage.memory import Ledger
 from infinity.storage.store import HostStore, Store
+from infinity.units.device_tier import DeviceTier
 from infinity.units.unit import Unit
 
 logger = logging.getLogger("infinity")
 
 _REVISED_EVERY = 8
 """Steps. Expectations change slowly; but where the pattern has changed each step counts: see frequency."""
+
+
+_READS_PER_UPDATE = 20
+"""Reads from one update to the next, at least, of a field that may live on the device: each takes it away."""
 
 
 class Pins:
@@ -37,8 +43,11 @@ class Pins:
         lane: StreamLane,
         kept: Ledger,
         stores: tuple[HostStore, Store],
+        tier: DeviceTier | None = None,
     ) -> None:
-        """Place fields of `units` in the first of `stores` as far as `kept` has room; else in the second."""
+        """Place fields of `units` in the first of `stores` as far as `kept` has room; else in the second.
+        tier: where `hi` may live as well, None for nowhere.
+        """
         self.revisions = 0
         """How often the placement was changed."""
         self.reason = ""
@@ -48,6 +57,7 @@ class Pins:
         self._lane = lane
         self._kept = kept
         self._host, self._nvme = stores
+        self._tier = tier
         self._placement: Placement = MappingProxyType({})
         self._gradient_nbytes = 0
         self._to_host: deque[Move] = deque()
@@ -62,10 +72,17 @@ class Pins:
         held = self._kept.peak_nbytes - self._pinned_nbytes() if self._steps == 1 else self._in_use_nbytes()
         self._gradient_nbytes = max(self._gradient_nbytes, held)
         if self._steps % _REVISED_EVERY == 1 or self._frequencies.unsettled or self._rounds:
-            budget = PlacementBudget(0, self._kept.limit_nbytes, self._gradient_nbytes)
+            budget = self._budget(self._gradient_nbytes)
             self._revise(revise(self._placement, list(self._candidates(self._frequencies)), budget))
         self._rounds = 0
         self._set_targets()
+        self._lodge()
+
+    def _lodge(self) -> None:
+        """Let units live on the device, as they are placed."""
+        if self._tier is not None:
+            there = {unit for (unit, _), place in self._placement.items() if place == "device"}
+            self._tier.lodge([unit for unit in self._units if unit.index in there])
 
     def close_round(self, expected: Frequencies) -> None:
         """Decide anew when the rounds since the last step have doubled: a move has to pay within twice as
@@ -73,10 +90,16 @@ class Pins:
         """
         self._rounds += 1
         if self._rounds & (self._rounds - 1) == 0 or expected.unsettled:
-            budget = PlacementBudget(0, self._kept.limit_nbytes - self._in_use_nbytes(), 0)
+            budget = self._budget(0, self._in_use_nbytes())
             candidates = list(self._candidates(expected))
             self._revise(revise(self._placement, candidates, budget, horizon_steps=2 * self._rounds))
         self._set_targets()
+        self._lodge()
+
+    def _budget(self, gradient_nbytes: int, held_nbytes: int = 0) -> PlacementBudget:
+        """Return the room there is, but for `held_nbytes` of host memory."""
+        on_device = self._tier.room_nbytes if self._tier is not None else 0
+        return PlacementBudget(on_device, self._kept.limit_nbytes - held_nbytes, gradient_nbytes)
 
     def make_room(self, nbytes: int) -> None:
         """Let placed fields leave, those that save least first, until `nbytes` are free, or none is left.
@@ -93,17 +116,16 @@ class Pins:
     def _pinned_nbytes(self) -> int:
         """Bytes of placed fields that are in host memory, or have their room there."""
         waiting = {(move.unit, move.field) for move in self._to_host}
-        here = (
-            self._units[unit].record.field_nbytes(name) for unit, name in self._placement.keys() - waiting
-        )
+        placed = {key for key, tier in self._placement.items() if tier == "host"}
+        here = (self._units[unit].record.field_nbytes(name) for unit, name in placed - waiting)
         return sum(here)
 
     def _revise(self, revision: Revision) -> None:
         self.reason = revision.reason
         if not revision.moves:
             return
-        logger.info("host memory: %s", revision.reason)
-        self._leave([move for move in revision.moves if move.target == "nvme"])
+        logger.info("placement: %s", revision.reason)
+        self._leave([move for move in revision.moves if move.source == "host"])
         self.revisions += 1
         self._placement = revision.placement
         for move in revision.moves:
@@ -117,12 +139,14 @@ class Pins:
             fetches = expected.fetches(unit.index)
             updates = expected.updates(unit.index)
             for name in unit.record.fields:
-                if self._nvme is self._host and unit.record.in_files is None:
-                    continue  # it lies there for good
+                moves = self._nvme is not self._host or unit.record.in_files is not None
+                if not moves and self._tier is None:
+                    continue  # it lies in host memory for good
                 anew = updates if name in unit.record.form.derived else 0.0
                 reads = fetches - anew if name == "hi" else updates
                 nbytes = unit.record.field_nbytes(name)
-                yield Candidate(unit.index, name, nbytes, reads, updates)
+                lasts = _READS_PER_UPDATE * updates <= reads
+                yield Candidate(unit.index, name, nbytes, reads, updates, lasts, moves)
 
     def _held_nbytes(self, move: Move) -> int:
         return self._units[move.unit].record.field_nbytes(move.field)
@@ -135,7 +159,9 @@ class Pins:
             self._units[move.unit].record.targets[move.field] = self._host.allocate_promised(nbytes)
 
     def _leave(self, moves: Sequence[Move]) -> None:
-        """Move fields to NVMe; those that were still on their way up stay there."""
+        """Move fields to NVMe; those that were still on their way up stay there. The record of a field that
+        lives on the device is there, too.
+        """
         jobs: list[tuple[Unit, LeavePass]] = []
         for move in moves:
             unit = self._units[move.unit]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 from infinity.device.blocks import Blocks, DeviceBlocks, HostBlocks
-from infinity.device.device import Device
+from infinity.device.device import Device, Download
 from infinity.errors import UnsupportedError
 from infinity.lane.base import Pass
 from infinity.lane.fetch import FetchAndUpdatePass, FetchPass, UpdatePass
@@ -63,6 +63,9 @@ class Executor(Residency[Unit, UpdatePass]):
         self._device = device
         self._timeline = timeline
         self.blocks: Blocks = HostBlocks(self._ahead) if device.is_host else DeviceBlocks(device)
+        self._windows_nbytes: dict[Course, int] = {}
+        """The window that the plan of each course knows."""
+        self._values: Download | None = None
         self.updates_at_fetch = True
         """Whether updates are pending until the next fetch, and not applied in the backward."""
         self._refused: UnsupportedError | None = None
@@ -97,6 +100,11 @@ class Executor(Residency[Unit, UpdatePass]):
         return self._routed
 
     @property
+    def window_nbytes(self) -> int:
+        """Bytes that units may take while they wait for their use."""
+        return self._ahead.limit_nbytes
+
+    @property
     def ahead_nbytes(self) -> int:
         """Bytes of units that wait for their use."""
         return self._ahead.held_nbytes
@@ -128,7 +136,9 @@ class Executor(Residency[Unit, UpdatePass]):
 
     def _plan(self, course: Course, trace: tuple[Use, ...], sizes: list[int]) -> None:
         hides = [unit.resident_nbytes for unit in self.units]
-        course.plan(trace, sizes, self._planned_nbytes(), hides)
+        self._windows_nbytes[course] = self._ahead.limit_nbytes
+        lodged = tuple(unit.index for unit in self.units if self._is_lodged(unit))
+        course.plan(trace, sizes, self._planned_nbytes(), hides, lodged)
         self.counts.count_plan()
 
     def _plan_steps(self, trace: tuple[Use, ...]) -> None:
@@ -148,9 +158,34 @@ class Executor(Residency[Unit, UpdatePass]):
 
     def _never_fetched(self, unit: Unit) -> bool:
         """Whether a use of the unit moves nothing: its values are in place, and either its whole record is in
-        host memory or fetches apply no updates.
+        host memory or fetches apply no updates; or it lives on the device, and is there.
         """
+        if self._is_lodged(unit):
+            return True
         return unit.in_place and (unit.record.all_in_host or not self.updates_at_fetch)
+
+    # On an accelerator
+
+    @staticmethod
+    def _is_lodged(unit: Unit) -> bool:
+        """Whether a unit lives on the device, and is there with its present values."""
+        return unit.residence.lodged and unit.residence.processed and not unit.pending
+
+    def give_window(self, nbytes: int) -> None:
+        """Set the bytes of units that wait, from the next step on."""
+        self._ahead.resize(nbytes)
+
+    def _has_other_window(self, course: Course) -> bool:
+        """Whether units that wait have other room than the plan knows."""
+        return self._windows_nbytes.get(course) != self._ahead.limit_nbytes
+
+    def one_gives_way(self) -> bool:
+        """Take one unit off the device that waits there; False where none does."""
+        return self.give_way(self.units[use.unit] for use in self._course.cursor.upcoming())
+
+    def _has_room(self, unit: Unit) -> bool:
+        room = self._device.room
+        return room is None or room.fits(unit.resident_nbytes)
 
     # Uses
 
@@ -280,9 +315,10 @@ class Executor(Residency[Unit, UpdatePass]):
         unit.detach()
         self.release(unit)
 
-    def apply(self, unit: Unit, on_done: Callable[[], None]) -> UpdatePass:
-        """See Residency."""
+    def apply(self, unit: Unit, on_done: Callable[[], None], values: Download | None = None) -> UpdatePass:
+        """See Residency. values: of `hi`, on their way from the device; the update starts from them."""
         self.frequencies.updated(unit.index)
+        self._values = values
         return super().apply(unit, on_done)
 
     # What Residency decides
@@ -297,7 +333,11 @@ class Executor(Residency[Unit, UpdatePass]):
         self._device.arrived(unit.flat)
 
     def _make_update(self, unit: Unit, *, resident: bool) -> UpdatePass:
-        return UpdatePass(unit, self._device, unit.record.tile_numel)
+        job = UpdatePass(unit, self._device, unit.record.tile_numel)
+        values, self._values = self._values, None
+        if values is not None:
+            job.start_from_copy(values)
+        return job
 
     def _lend(self, unit: Unit, job: UpdatePass) -> None:
         try:
@@ -370,7 +410,7 @@ class Executor(Residency[Unit, UpdatePass]):
         cursor = self.cursor
         if not cursor.trace:
             return
-        if self._steps.is_stale(self._fetched_sizes()):
+        if self._has_other_window(self._steps) or self._steps.is_stale(self._fetched_sizes()):
             self._plan_steps(tuple(cursor.trace))
         cursor.restart()
         if cursor.plan is not None and self._assembler is not None:
@@ -394,10 +434,10 @@ class Executor(Residency[Unit, UpdatePass]):
         """
         course, cursor = self._rounds, self._rounds.cursor
         # What is to lie in place is not fetched ahead: its use puts it there.
-        sizes = [0 if one.comes_in_place else one.window_nbytes for one in self.units]
+        sizes = [0 if one.comes_in_place or self._is_lodged(one) else one.window_nbytes for one in self.units]
         if self.in_round and cursor.trace and (course.is_stale(sizes) or course.has_other_length):
             self._plan(course, tuple(cursor.trace), sizes)
-        elif not course.planned or course.has_other_sizes(sizes):
+        elif not course.planned or course.has_other_sizes(sizes) or self._has_other_window(course):
             planned = tuple(step.use for step in cursor.plan.steps) if cursor.plan is not None else None
             others = (one.index for one in self.units if one not in self._routed)
             self._plan(course, planned or tuple(Use(Phase.FORWARD, one) for one in others), sizes)

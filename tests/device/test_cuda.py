@@ -13,6 +13,7 @@ import torch
 
 from infinity.device.cuda import CudaStreams
 from infinity.device.device import AcceleratorDevice
+from infinity.storage.memory import Ledger
 from streams import RecordedStreams
 
 
@@ -23,7 +24,9 @@ def streams():
 
 @pytest.fixture
 def device(streams):
-    return AcceleratorDevice(torch.device("cpu"), streams)
+    opened = AcceleratorDevice(torch.device("cpu"), streams)
+    opened.room_for_downloads(Ledger(1 << 20))
+    return opened
 
 
 def test_in_the_steady_state_no_buffer_is_allocated(device, streams):
@@ -49,8 +52,8 @@ def test_a_buffer_is_lent_while_anything_shares_its_memory(device):
     del again
 
 
-def test_free_buffers_stay_within_their_limit_and_the_longest_idle_goes_first(device, streams, monkeypatch):
-    monkeypatch.setattr("infinity.device.streams.SPARE_NBYTES", 40)
+def test_free_buffers_stay_within_their_limit_and_the_longest_idle_goes_first(device, streams):
+    device.room_for_downloads(Ledger(40))
     first, second = device.to_host(torch.ones(4)), device.to_host(torch.ones(6))
     del first
     assert device.memory.free_nbytes == 16
@@ -62,15 +65,15 @@ def test_free_buffers_stay_within_their_limit_and_the_longest_idle_goes_first(de
     assert sorted(streams.locked.values()) == [4, 24]
 
 
-def test_a_buffer_is_not_unlocked_under_a_download(device, streams, monkeypatch):
-    monkeypatch.setattr("infinity.device.streams.SPARE_NBYTES", 0)
+def test_a_buffer_is_not_unlocked_under_a_download(device, streams):
+    device.room_for_downloads(Ledger(0))
     download = device.download(torch.ones(3))
     del download  # nobody waited; unlocking is an access that RecordedStreams orders
     assert streams.locked == {}
 
 
-def test_a_buffer_is_not_unlocked_under_an_upload(device, streams, monkeypatch):
-    monkeypatch.setattr("infinity.device.streams.SPARE_NBYTES", 0)
+def test_a_buffer_is_not_unlocked_under_an_upload(device, streams):
+    device.room_for_downloads(Ledger(0))
     flat = torch.zeros(3)
     device.allocated(flat)
     lent = device.to_host(torch.ones(3))  # an activation, offloaded
@@ -78,6 +81,22 @@ def test_a_buffer_is_not_unlocked_under_an_upload(device, streams, monkeypatch):
     del lent  # the graph that held it is gone
     assert streams.locked == {}
     assert flat.tolist() == [1, 1, 1]
+
+
+def test_free_buffers_go_where_the_budget_gives_their_bytes_to_pinned_memory(device, streams):
+    share = Ledger(64)
+    device.room_for_downloads(share)
+    lent = device.to_host(torch.ones(16))
+    del lent
+    assert list(streams.locked.values()) == [64]
+    share.reserve_anyway(64)
+    device.pin(4096, 64)
+    assert streams.locked == {4096: 64}
+
+
+def test_what_is_lent_beside_downloads_is_page_locked(device, streams):
+    lent = device.lend_host(5, torch.bfloat16)
+    assert (lent.shape, lent.dtype, streams.locked) == ((5,), torch.bfloat16, {lent.data_ptr(): 10})
 
 
 # Pinning

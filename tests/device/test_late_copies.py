@@ -53,7 +53,6 @@ def test_nothing_is_read_or_used_again_before_its_copy_is_over(folder, late, mem
 def test_downloads_allocate_nothing_in_the_steady_state_however_slow_the_updates_get(
     folder, late, monkeypatch, memory, update
 ):
-    monkeypatch.setattr("infinity.device.streams.SPARE_NBYTES", 0)
     init = {"nvme": folder, "host_memory": memory}
     model, optimizer, _ = models.offloaded("llama", SETTINGS, init, update=update)
     models.train(model, optimizer, 2)

@@ -28,6 +28,9 @@ GROWING = {
     "passes",
     "exchanged_nbytes",
     "placement_revisions",
+    "rounds",
+    "uploaded_nbytes",
+    "downloaded_nbytes",
 }
 
 
@@ -52,6 +55,14 @@ def test_what_grows_is_subtracted_and_what_holds_now_is_kept():
             assert difference == ({"a": 27} if isinstance(now, dict) else 18), one.name
         else:
             assert difference == now, one.name
+
+
+def test_where_a_device_has_memory_of_its_own_its_budget_and_the_link_are_printed():
+    empty = {name: {} for name in ("read_nbytes", "written_nbytes", "stalls_s", "lane_s")}
+    now = snapshot(1, device_budget_nbytes=4096, device_held_nbytes=2048, device_nbytes=1024, **empty)
+    said = dict(now.rows())
+    assert said["device_memory"] == "4.0 KiB, 2.0 KiB of it in use now, 1.0 KiB of units that live there"
+    assert said["link moved"] == "to the device 2 B, from it 2 B"
 
 
 def test_since_the_same_moment_nothing_has_happened():
@@ -122,6 +133,8 @@ def test_printed_it_is_about_ten_lines_for_a_model_of_any_size_and_has_all_of_it
 def test_printed_it_says_what_moved_and_what_was_waited_for():
     now = snapshot(
         1,
+        device_budget_nbytes=0,
+        rounds=0,
         parameters=1000,
         steps=2,
         ranks=2,

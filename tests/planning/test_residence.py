@@ -201,3 +201,61 @@ def test_at_the_end_of_a_step_nothing_waits_and_nothing_is_owed():
     engine.end()
     engine.fetch_owed()
     assert (engine.resident(), engine.window.nbytes) == ([], 10)
+
+
+def lodging(*lodged, units=4, window=20):
+    engine = Simple(units, window, on_host=False)
+    engine.lodge([engine.units[index] for index in lodged])
+    return engine
+
+
+def visit(engine, index):
+    engine.hold(index)
+    engine.drop(index)
+
+
+def test_a_lodged_unit_stays_from_its_first_use_on_across_steps_and_takes_none_of_the_window():
+    engine = lodging(0, 1, 2)
+    for _ in range(2):
+        for index in range(4):
+            visit(engine, index)
+        engine.end()
+    assert engine.lane.log == ["fetch 0 now", "fetch 1 now", "fetch 2 now", "fetch 3 now", "fetch 3 now"]
+    assert (engine.resident(), engine.window.nbytes) == ([0, 1, 2], 20)
+
+
+def test_a_lodged_unit_goes_when_an_update_is_pending_for_it_or_it_is_lodged_no_more():
+    engine = lodging(0, 1, 2)
+    for index in range(3):
+        visit(engine, index)
+    engine.units[1].pending = True
+    engine.end()
+    assert engine.resident() == [0, 2]
+    engine.lodge([engine.units[2]])
+    assert engine.resident() == [2]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_unit_whose_record_was_updated_while_it_was_in_use_does_not_stay_with_its_old_values(whole):
+    engine = lodging(*() if whole else (0,))
+    engine._whole = whole
+    engine.hold(0)
+    engine.apply(engine.units[0], lambda: None)
+    engine.drop(0)
+    assert engine.resident() == []
+    visit(engine, 0)
+    assert engine.resident() == [0]
+
+
+def test_the_unit_needed_last_gives_way_and_a_lodged_one_only_when_no_other_waits():
+    engine = lodging(0)
+    for index in range(3):
+        engine.hold(index, keep=True)
+        engine.drop(index)
+    upcoming = [engine.units[index] for index in (0, 2, 1, 2, 0)]
+    went = []
+    while engine.give_way(upcoming):
+        went.append([index for index in (0, 1, 2) if index not in engine.resident()])
+    assert went == [[1], [1, 2], [0, 1, 2]]
+    visit(engine, 0)
+    assert engine.resident() == []

@@ -4,6 +4,8 @@ import ast
 import importlib.util
 import os
 import re
+import shutil
+import subprocess
 import sys
 
 import pytest
@@ -25,6 +27,16 @@ for package in words[words.index("--no-install-recommends") + 1 :]:
         sys.exit(f"E: Unable to locate package {{package}}")
 for package in words[words.index("--no-install-recommends") + 1 :]:
     shutil.copytree(place / "mirror" / package, place / "bin", dirs_exist_ok=True)
+"""
+
+
+PIP = """
+import sys
+from pathlib import Path
+words = sys.argv[1:]
+Path({asked!r}).write_text(" ".join(words))
+for package in words[-2:]:
+    Path(words[words.index("-d") + 1], package + ".whl").write_bytes(bytes({nbytes}))
 """
 
 
@@ -210,3 +222,89 @@ def test_the_docs_are_made_by_mkdocs_with_warnings_as_errors(tmp_path, monkeypat
     )
     assert dev.docs([]) == 0
     assert said == [("docs", "-m", "mkdocs", "build", "--strict")]
+
+
+# A machine with a GPU and without a network
+
+
+def packing(tmp_path, monkeypatch, wheel_nbytes):
+    """dev.py with a pip that brings wheels of so many bytes, and an apt-get that brings liburing."""
+    dev = load("dev")
+    deps = tmp_path / ".deps"
+    monkeypatch.setattr(dev, "DEPS", deps)
+    program(tmp_path, "pip", PIP.format(asked=str(tmp_path / "asked"), nbytes=wheel_nbytes), sys.executable)
+    monkeypatch.setattr(dev, "find_pip", lambda python: [str(tmp_path / "pip")])
+
+    def unpack():
+        (deps / "usr/include").mkdir(parents=True)
+        (deps / "usr/include/liburing.h").touch()
+        (deps / "liburing-dev.deb").write_bytes(b"deb")
+        return True
+
+    monkeypatch.setattr(dev, "unpack_liburing", unpack)
+    return dev
+
+
+def test_what_a_machine_with_a_gpu_lacks_is_packed_for_its_python(tmp_path, monkeypatch, capsys):
+    dev = packing(tmp_path, monkeypatch, 1000)
+    assert dev.gpu([], packs=True) == 0
+    assert sorted(path.name for path in dev.DEPS.rglob("*.*")) == ["cffi.whl", "liburing.h", "pycparser.whl"]
+    asked = (tmp_path / "asked").read_text()
+    assert "--python-version 3.12" in asked
+    assert "--only-binary=:all:" in asked
+    assert "for Python 3.12" in capsys.readouterr().out
+
+
+def test_more_than_can_be_carried_is_refused(tmp_path, monkeypatch):
+    dev = packing(tmp_path, monkeypatch, 6 << 20)
+    with pytest.raises(SystemExit, match=f"more than {10 << 20} are not carried"):
+        dev.gpu([], packs=True)
+
+
+def test_the_stages_get_what_setting_up_has_left_of_the_time(tmp_path, monkeypatch):
+    dev = load("dev")
+    commands = []
+    monkeypatch.setattr(dev, "sees_cuda", lambda python: True)
+    monkeypatch.setattr(dev, "set_up", lambda task: tmp_path)
+    monkeypatch.setattr(dev.Path, "glob", lambda *_: iter([tmp_path]))
+    monkeypatch.setattr(dev, "run", lambda python, *command: commands.append(command) or True)
+    seconds = iter([100.0, 160.0])
+    monkeypatch.setattr(dev.time, "monotonic", lambda: next(seconds))
+    assert dev.gpu(["--only", "facts"]) == 0
+    assert commands == [("-m", "infinity.bench.device.stages", "--seconds", "510", "--only", "facts")]
+
+
+def test_without_a_device_that_is_said(monkeypatch):
+    dev = load("dev")
+    monkeypatch.setattr(dev, "sees_cuda", lambda python: False)
+    monkeypatch.setattr(dev.Path, "glob", lambda *_: iter(()))
+    with pytest.raises(SystemExit, match="no CUDA device here"):
+        dev.gpu([])
+
+
+@pytest.mark.slow
+def test_a_folder_without_network_is_set_up_up_to_the_device(tmp_path):
+    parts = ["aio", "bench", "infinity", "kernels", "tiling", "dev.py", "dev_system.py", "setup.py"]
+    for name in (*parts, "pyproject.toml", "README.md"):
+        if (ROOT / name).is_dir():
+            built = shutil.ignore_patterns("*.so", "__pycache__")
+            shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=built)
+        else:
+            shutil.copy(ROOT / name, tmp_path / name)
+    nowhere = {"PIP_NO_INDEX": "1", "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    command = [sys.executable, "dev.py", "gpu", "--set-up"]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=os.environ | nowhere,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "dev: ready: " in done.stdout
+    python = tmp_path / ".venv-gpu/bin/python"
+    code = "import infinity.bench.device.stages as one; print(one.__file__)"
+    found = subprocess.check_output([python, "-c", code], cwd=tmp_path.parent, text=True)
+    assert found.startswith(str(tmp_path))

@@ -73,6 +73,9 @@ void sim_lock(void* p, size_t nbytes) {
   sim::Lock lock(sim::state_mutex);
   sim::accesses.erase((char*)p);
   sim::pinned[(char*)p] = nbytes;
+  size_t locked = 0;
+  for (auto& [from, length] : sim::pinned) locked += length;
+  sim::page_locked_peak = std::max(sim::page_locked_peak, locked);
 }
 
 // Undoes sim_lock. If a copy may still use the memory, that is kept as a failure, and the copies are waited
@@ -98,9 +101,10 @@ void sim_strict(int raises) { sim::strict = raises; }
 // Writes the counters, in the order of COUNTS in simulator.py.
 void sim_counts(long* out) {
   sim::Lock lock(sim::state_mutex);
+  sim::settle();
   auto& c = sim::counts;
   long all[] = {c.kernels, c.late_kernels, c.copies, c.late_copies, c.host_waits,
-                c.races,   (long)sim::allocated, (long)sim::peak};
+                c.races,   (long)sim::allocated, (long)sim::peak, (long)sim::page_locked_peak};
   std::memcpy(out, all, sizeof all);
 }
 
@@ -108,6 +112,7 @@ void sim_counts(long* out) {
 void sim_restart() {
   sim::Lock lock(sim::state_mutex);
   sim::failure.clear(), sim::counts = {}, sim::peak = sim::allocated, sim::waited.clear(), sim::surprised.clear();
+  sim::page_locked_peak = 0;
 }
 
 // 0: the first failure; 1: the operations that the host waited for; 2: those whose strides differed from

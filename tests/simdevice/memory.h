@@ -3,7 +3,6 @@ namespace sim {
 
 constexpr auto SIM = DeviceType::PrivateUse1;
 constexpr size_t SPACE_NBYTES = size_t(16) << 30;  // of addresses; pages are allocated when they are written
-constexpr size_t PAGE = 4096;
 const Device DEVICE(SIM, 0);
 
 struct Memory {

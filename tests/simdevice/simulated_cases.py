@@ -13,7 +13,6 @@ import transformers
 import models
 import simulated_faults
 from infinity import AdamW, Init
-from infinity.device import streams as device_streams
 from infinity.engine import engine as engine_module
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.reference import clip_grad_norm_ as reference_clip
@@ -26,18 +25,18 @@ EAGER = "eager"  # transformers' other implementations of experts choose by the 
 
 @dataclass(frozen=True)
 class Case:
-    """model: a name of models.MODELS, or "lora" or "experts"; spare: bytes of free buffers to keep;
-    interrupted: a hook raises in one backward; evaluated: parts of the model run before each step; length: of
-    the sequences; copy_us, kernel_us: delays in microseconds, with `jitter`, a seed, 0 to twice as long;
-    fault: of simulated_faults.
+    """model: a name of models.MODELS, or "lora" or "experts"; device: device_memory; interrupted: a hook
+    raises in one backward; evaluated: parts of the model run before each step; length: of the sequences;
+    copy_us, kernel_us: delays in microseconds, with `jitter`, a seed, 0 to twice as long; fault: of
+    simulated_faults.
     """
 
     model: str = "llama"
     memory: str = "128KiB"
+    device: str | None = "48KiB"
     update: str = "backward"
     checkpoint: str | None = None
     offload: str | None = None
-    spare: int = 256 << 20
     accumulate: int = 1
     clip: float | None = None
     interrupted: bool = False
@@ -82,20 +81,22 @@ models.MODELS["lora"] = lora
 
 LLAMA = Case()
 CLIPPED = Case(update="forward", accumulate=2, clip=0.5, memory="64MiB")
-OFFLOADED = Case(checkpoint="non-reentrant", offload="host", memory="512KiB", spare=0, length=64)
+WIDER = "160KiB"  # of device_memory: a recomputed block, or the experts of a layer, in use at once
+OFFLOADED = Case(device=WIDER, checkpoint="non-reentrant", offload="host", memory="512KiB", length=64)
 BASES = {
     "llama": LLAMA,
-    "llama in much memory": replace(LLAMA, memory="64MiB"),
+    "llama in much memory": replace(LLAMA, memory="64MiB", device=None),
     "clipped": CLIPPED,
     "accumulated": replace(CLIPPED, clip=None, memory="128KiB", accumulate=3),
-    "reentrant": replace(LLAMA, model="gpt2", update="forward", checkpoint="reentrant"),
-    "non-reentrant": replace(LLAMA, model="gpt2", checkpoint="non-reentrant"),
-    "dropout": replace(LLAMA, model="gpt2-dropout", update="forward", checkpoint="reentrant"),
+    "reentrant": replace(LLAMA, model="gpt2", device=WIDER, update="forward", checkpoint="reentrant"),
+    "non-reentrant": replace(LLAMA, model="gpt2", device=WIDER, checkpoint="non-reentrant"),
+    "dropout": replace(LLAMA, model="gpt2-dropout", device=WIDER, update="forward", checkpoint="reentrant"),
     "offloaded": OFFLOADED,
     "offloaded to nvme": replace(OFFLOADED, offload="nvme", checkpoint="reentrant"),
     "lora": replace(LLAMA, model="lora", update="forward"),
     "lora from files": replace(LLAMA, model="lora from files", update="forward"),
-    "experts": replace(LLAMA, model="experts", memory="256KiB"),
+    "lora on the device": replace(LLAMA, model="lora", device=None, steps=4),
+    "experts": replace(LLAMA, model="experts", memory="256KiB", device=WIDER),
     "interrupted": replace(LLAMA, interrupted=True, update="forward", memory="64MiB"),
     "evaluated": replace(LLAMA, evaluated=True),
 }
@@ -177,11 +178,10 @@ def expected(case):
 
 def found(case):
     """Return the losses and the weights on the simulated device."""
-    device_streams.SPARE_NBYTES = case.spare
     settings = {"offload_activations": case.offload} if case.offload else {}
     with tempfile.TemporaryDirectory(prefix="infinity-", dir=disk()) as folder:
         torch.manual_seed(0)
-        with Init(nvme=folder, host_memory=case.memory, device="sim", **settings):
+        with Init(nvme=folder, host_memory=case.memory, device="sim", device_memory=case.device, **settings):
             model = models.MODELS[case.model]()
         model.to("sim")
         _ready(model, case.checkpoint)

@@ -51,8 +51,8 @@ class LeavesAtOnce(AcceleratorDevice):
 class DownloadsAreRead(AcceleratorDevice):
     """The host reads a download before it is over."""
 
-    def download(self, tensor):
-        return Download(super().download(tensor).tensor, DONE)
+    def download(self, tensor, *, ours=True):
+        return Download(super().download(tensor, ours=ours).tensor, DONE)
 
 
 class SlotsAreReused(AcceleratorDevice):
@@ -66,9 +66,9 @@ class SlotsAreReused(AcceleratorDevice):
 class HostKernel(AcceleratorDevice):
     """A kernel of the host gets a device address."""
 
-    def download(self, tensor):
+    def download(self, tensor, *, ours=True):
         ctypes.c_short.from_address(tensor.data_ptr()).value  # noqa: B018
-        return super().download(tensor)
+        return super().download(tensor, ours=ours)
 
 
 class NoKeep(SimStreams):

@@ -17,8 +17,13 @@ from simulator import Simulator
 RANKS = 2
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
 CASES = {
-    f"{RANKS} ranks, stage {stage}, {update}": {"stage": stage, "update": update}
-    for stage, update in ((3, "backward"), (3, "forward"), (1, "forward"))
+    f"{RANKS} ranks, stage {stage}, {update}": {"stage": stage, "update": update, "device": device}
+    for stage, update, device in (
+        (3, "backward", "512KiB"),
+        (3, "forward", None),
+        (1, "forward", "1536KiB"),
+        (2, "backward", "1MiB"),
+    )
 }
 _gather, _exchange = Channel.gather, Channel.exchange
 
@@ -74,7 +79,14 @@ def run(name: str, simulator: Simulator) -> dict[str, object]:
         expected = train(plain, ReferenceAdamW(plain.parameters(), **SETTINGS), "cpu")
         simulator.delay(300, 20, 1 + dist.get_rank())
         simulator.restart()
-        ours = models.build("llama", nvme=folder, host_memory="64MiB", device="sim:0", stage=case["stage"])
+        ours = models.build(
+            "llama",
+            nvme=folder,
+            host_memory="64MiB",
+            device="sim:0",
+            device_memory=case["device"],
+            stage=case["stage"],
+        )
         ours.to("sim").train()
         optimizer = AdamW(ours.parameters(), update=case["update"], **SETTINGS)
         losses = train(ours, optimizer, "sim")

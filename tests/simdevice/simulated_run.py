@@ -1,8 +1,8 @@
 """Runs cases on the simulated device, each in a forked process, and prints a line of JSON for each.
 
-python simulated_run.py CASE...: a name of simulated_cases.CASES; one of simulated_ranks.CASES, which prints a
-line for each rank; "order: NAME" for a sequence of calls of the engine's device, or "order: NAME without it"
-for the same without the order that it depends on.
+python simulated_run.py CASE...: a name of simulated_cases.CASES or of simulated_tiers.TOWERS; one of
+simulated_ranks.CASES, which prints a line for each rank; "order: NAME" for a sequence of calls of the
+engine's device, or "order: NAME without it" for the same without the order that it depends on.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import simulated_cases
 import simulated_faults
 import simulated_orders
 import simulated_ranks
+import simulated_tiers
 import simulator
 from children import Child
 from launches import warm_up
@@ -67,12 +68,15 @@ def work(name, environment):
 def result(name, simulated):
     if name in simulated_ranks.CASES:
         return simulated_ranks.run(name, simulated)
+    if name in simulated_tiers.TOWERS:
+        return simulated_tiers.run(name, simulated)
     if not name.startswith("order: "):
         return simulated_cases.run(simulated_cases.CASES[name], simulated)
     called, faulty, _ = name.removeprefix("order: ").partition(" without it")
     fault = simulated_faults.ORDERS[called] if faulty else simulated_faults.Fault("")
     simulated.delay(5000, 1000)
     simulated_orders.ORDERS[called](fault.opened())
+    torch.accelerator.synchronize()
     return {}
 
 

@@ -26,6 +26,9 @@ BUILD = HERE.parents[1] / "build/simdevice"
 NEEDS = (2, 13)
 """The first torch in which a PrivateUse1 device may take `parameter.data` from the CPU."""
 
+SPACE_NBYTES = 16 << 30
+"""As memory.h has it."""
+
 COUNTS = (
     "kernels",
     "late_kernels",
@@ -35,6 +38,7 @@ COUNTS = (
     "races",
     "allocated",
     "peak",
+    "page_locked_peak",
 )
 
 
@@ -94,7 +98,9 @@ class Simulator:
         self._library.sim_restart()
 
     def counts(self) -> dict[str, int]:
-        """Kernels, copies, how many of them were late, host waits, races; bytes allocated now and at most."""
+        """Kernels, copies, how many of them were late, host waits, races; bytes allocated now and at most;
+        bytes of host memory that were page-locked at most.
+        """
         values = (ctypes.c_long * len(COUNTS))()
         self._library.sim_counts(values)
         return dict(zip(COUNTS, values, strict=True))
@@ -140,6 +146,10 @@ def _module() -> Any:
     module.manual_seed = module.manual_seed_all = lambda seed: None
     module.get_rng_state = lambda device=None: torch.get_rng_state()
     module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    module.mem_get_info = lambda device=None: (
+        SPACE_NBYTES - SimStreams.simulator.counts()["allocated"],
+        SPACE_NBYTES,
+    )
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     return module
 

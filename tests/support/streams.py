@@ -105,6 +105,9 @@ class RecordedStreams:
         self._access(stream, to, True, "a copy writes")
         to.copy_(source)
 
+    def free_nbytes(self):
+        return 1 << 40
+
     def keep(self, stream, tensor):
         self._kept.append((stream, tensor.untyped_storage().data_ptr()))
 
@@ -176,12 +179,17 @@ class LateStreams:
     is copied with its new content: training then differs from the reference.
     """
 
+    free = 1 << 40  # bytes
+
     def __init__(self):
         self.copies = 0
         self._lock = threading.RLock()
 
     def open(self):
         return LateStream(self._lock)
+
+    def free_nbytes(self):
+        return self.free
 
     def current(self):
         return None

@@ -1,0 +1,197 @@
+"""Runs the stages of `python3 dev.py gpu`: each a process of its own with a time limit, which stops no other.
+
+    python -m infinity.bench.device.stages --out build/gpu --seconds 540
+
+A stage is a line of gpu.jsonl, written as soon as it is over, a file of what it printed, and a row of the
+table at the end. What a stage finds is the last line of JSON that it prints. Whatever hangs or fails, all
+ends within `--seconds`: a stage that no longer fits is listed as not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+LEAST_S = 5.0
+"""Seconds left with which no stage is begun."""
+_MARGIN_S = 3.0
+"""Seconds kept for the end of the last process and the table."""
+_TESTS = (
+    "-m",
+    "pytest",
+    "-q",
+    "-p",
+    "no:cacheprovider",
+    "-m",
+    "gpu and not slow",
+    "tests/device/test_gpu.py",
+)
+_PROBE = ("-m", "infinity.bench.device.probes")
+_STEPS = ("-m", "infinity.bench.device.gpu", "--model", "8b", "--layers", "8")
+
+
+@dataclass(frozen=True, slots=True)
+class GpuStage:
+    """One measurement, or some tests: what Python is to run, and for how many seconds at most."""
+
+    name: str
+    command: tuple[str, ...]
+    limit_s: float
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a stage went. status: "ok", "failed", "timed out" or "not run"; found: what it says."""
+
+    stage: str
+    status: str
+    seconds: float
+    found: Mapping[str, Any]
+    last_line: str = ""
+    """Of what it printed, where it found nothing."""
+
+
+def _tests(chosen: str) -> tuple[str, ...]:
+    return (*_TESTS, "-k", chosen)
+
+
+STAGES = (
+    GpuStage("facts", (*_PROBE, "facts"), 40),
+    GpuStage("link", (*_PROBE, "link"), 40),
+    GpuStage("pinning", (*_PROBE, "pinning"), 40),
+    GpuStage("device", _tests("same_bits or still_use or used_again or no_failure"), 60),
+    GpuStage("exactness", _tests("equals_training"), 150),
+    GpuStage("memory", _tests("steady_state or budget or take_no_device or unpins"), 70),
+    GpuStage("host waits", _tests("host_waits"), 40),
+    GpuStage("steps", (*_STEPS, "--tokens", "8192"), 200),
+    GpuStage("tokens", (*_STEPS, "--only", "in host memory", "--tokens", "2048"), 80),
+    GpuStage("update rates", (*_PROBE, "updates"), 40),
+    GpuStage("races", _tests("equals_training and llama"), 60, {"TORCH_CUDA_SANITIZER": "1"}),
+    GpuStage("nccl", (*_PROBE, "nccl"), 40),
+)
+"""In the order in which they run: what the next ones build on first."""
+
+
+def run_stage(stage: GpuStage, left_s: float, out: Path) -> Outcome:
+    """Run one stage within its limit and `left_s`, and say how it went."""
+    limit_s = min(stage.limit_s, left_s)
+    if limit_s < LEAST_S:
+        return Outcome(stage.name, "not run", 0.0, {})
+    began, log = time.monotonic(), out / f"{stage.name.replace(' ', '-')}.log"
+    with log.open("wb") as printed:
+        process = subprocess.Popen(  # noqa: S603
+            [sys.executable, *stage.command],
+            stdin=subprocess.DEVNULL,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            env=os.environ | dict(stage.variables),
+            start_new_session=True,
+        )
+        try:
+            code: int | None = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _end(process)
+    found, last_line = said(log.read_text(errors="replace"))
+    status = "timed out" if code is None else "failed" if code else "ok"
+    return Outcome(stage.name, status, round(time.monotonic() - began, 1), found, last_line)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a stage's process and all that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def said(text: str) -> tuple[dict[str, Any], str]:
+    """Return the last JSON object that a stage printed on a line, and the last line of all."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    for line in reversed(lines):
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(found, dict):
+            return found, lines[-1]
+    return {}, lines[-1] if lines else ""
+
+
+def run_stages(
+    stages: Sequence[GpuStage], seconds: float, out: Path, tell: Callable[[Outcome], None] = lambda _: None
+) -> list[Outcome]:
+    """Run stages one after the other within `seconds`; write each to gpu.jsonl in the folder `out`, and
+    `tell` of it. On Ctrl-C or SIGTERM the stage that runs is ended, and the rest is not run.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    ends, outcomes, stopped = time.monotonic() + seconds - _MARGIN_S, [], False
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with (out / "gpu.jsonl").open("a") as lines:
+            for stage in stages:
+                left_s = 0.0 if stopped else ends - time.monotonic()
+                try:
+                    outcome = run_stage(stage, left_s, out)
+                except KeyboardInterrupt:
+                    outcome, stopped = Outcome(stage.name, "timed out", 0.0, {}, "interrupted"), True
+                outcomes.append(outcome)
+                lines.write(json.dumps(asdict(outcome)) + "\n")
+                lines.flush()
+                os.fsync(lines.fileno())
+                tell(outcome)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return outcomes
+
+
+def table_of(outcomes: Sequence[Outcome]) -> Table:
+    """Return a row for each stage."""
+    table = Table("stage", "status", "seconds", "found", title="GPU")
+    for one in outcomes:
+        table.add_row(one.stage, one.status, f"{one.seconds:.1f}", _summary(one))
+    return table
+
+
+def _summary(one: Outcome) -> str:
+    found = one.found.get("summary", one.found)
+    if isinstance(found, Mapping):
+        found = ", ".join(f"{name} {value}" for name, value in found.items())
+    return str(found) or one.last_line
+
+
+def main(stages: Sequence[GpuStage] = STAGES) -> int:
+    """Run the stages; 0 if all that ran went well and none was left out."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
+    parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="folder for what is found")
+    parser.add_argument("--seconds", type=float, default=540.0, help="in which all of it ends")
+    names = [stage.name for stage in stages]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="STAGE", help=str(names))
+    options = parser.parse_args()
+    console = Console()
+
+    def tell(outcome: Outcome) -> None:
+        console.print(f"{outcome.stage}: {outcome.status}, {outcome.seconds:.1f} s", highlight=False)
+
+    chosen = [stage for stage in stages if stage.name in options.only]
+    outcomes = run_stages(chosen, options.seconds, options.out, tell)
+    console.print(table_of(outcomes))
+    return 0 if all(one.status == "ok" for one in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

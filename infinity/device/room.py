@@ -1,0 +1,104 @@
+"""What Infinity holds of an accelerator's memory, counted to the byte, and how room is made there.
+
+[Note: one ledger]
+Everything of ours on the device is counted in one ledger, for as long as it takes memory: units, gradients
+until they have left, what ranks exchange, boundaries that come back, and the parameters' placeholders. The
+memory of a unit that is dropped is used again by later work on the same stream, so it is free at once. The
+memory of a copy to the host is free when the copy is over, which the host sees by its event. So the host
+waits for the oldest such copy where it would run further ahead of the device than the budget allows.
+
+[Note: in the order of the program]
+Only the thread that computes takes bytes. Bytes of work that runs by itself come back when that thread looks,
+oldest first; and before a unit gives way, all such work is waited for. So what gives way does not depend on
+timing, and ranks, whose units are fetched in one order, agree.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from infinity.errors import DeviceMemoryError
+from infinity.sizes import format_size, round_up
+from infinity.storage.memory import Ledger
+from infinity.storage.store import Future
+
+BLOCK_NBYTES = 512
+"""What torch's allocators round a block of device memory up to."""
+
+
+class DeviceRoom:
+    """Counts our bytes on one accelerator; see [Note: one ledger]. Called from the thread that computes."""
+
+    def __init__(self) -> None:
+        """Begin without a limit; `open` sets it."""
+        self.ledger = Ledger(1 << 62)
+        self.lacked_nbytes = 0
+        """The most bytes for which, at once, units that waited have had to give way since `open`."""
+        self._leaving: deque[tuple[Future, int]] = deque()
+        self._give_way: Callable[[], bool] = _nobody
+        self.over: list[Callable[[Future, int], None]] = []
+        """Called with all that has left, and its bytes."""
+
+    def open(self, limit_nbytes: int, give_way: Callable[[], bool]) -> None:
+        """Set the limit. give_way: takes one unit off the device; False where none can go."""
+        self.ledger.resize(limit_nbytes)
+        self._give_way = give_way
+
+    @staticmethod
+    def nbytes(nbytes: int) -> int:
+        """Return what a tensor of `nbytes` takes."""
+        return round_up(nbytes, BLOCK_NBYTES)
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether there is room for a tensor of `nbytes`, after waiting for what leaves if need be."""
+        needed = self.nbytes(nbytes)
+        self._collect()
+        while needed > self.ledger.free_nbytes and self._leaving:
+            self._await_oldest()
+        return needed <= self.ledger.free_nbytes
+
+    def take(self, nbytes: int, what: str) -> int:
+        """Count a tensor of `nbytes`, for which room is made; return the bytes to give back. what: names it.
+
+        Raises: DeviceMemoryError where nothing more can go.
+        """
+        needed, lacked = self.nbytes(nbytes), 0
+        while not self.fits(nbytes):
+            lacked = max(lacked, needed - self.ledger.free_nbytes)
+            if not self._give_way():
+                raise DeviceMemoryError(
+                    f"{what}: {format_size(nbytes)} do not fit device_memory="
+                    f"{format_size(self.ledger.limit_nbytes)}, of which "
+                    f"{format_size(self.ledger.held_nbytes)} are in use at once, and nothing that waits is "
+                    f"left to give way. At least {self.ledger.held_nbytes + needed} bytes are needed. Give "
+                    "Config a larger device_memory, or cut large layers with tile_above."
+                )
+        self.lacked_nbytes = max(self.lacked_nbytes, lacked)
+        self.ledger.reserve_anyway(needed)
+        return needed
+
+    def give_back(self, nbytes: int) -> None:
+        """Count bytes that `take` returned no more."""
+        self.ledger.release(nbytes)
+
+    def leaves(self, nbytes: int, future: Future) -> None:
+        """Give bytes that `take` returned back when `future` is over."""
+        self._leaving.append((future, nbytes))
+
+    def _collect(self) -> None:
+        while self._leaving and self._leaving[0][0].done:
+            self._await_oldest()
+
+    def _await_oldest(self) -> None:
+        future, nbytes = self._leaving.popleft()
+        try:
+            future.wait()
+        finally:
+            self.ledger.release(nbytes)
+        for call in self.over:
+            call(future, nbytes)
+
+
+def _nobody() -> bool:
+    return False

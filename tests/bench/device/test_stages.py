@@ -1,0 +1,120 @@
+"""The runner of `dev.py gpu`. Nothing is faked but the stages: small programs that do well, fail or hang."""
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from infinity.bench.device import stages
+from infinity.bench.device.stages import STAGES, GpuStage, run_stages, said, table_of
+from places import ROOT
+
+ENOUGH_S = 60.0
+
+
+def python(name, code, limit_s=20.0, **variables):
+    return GpuStage(name, ("-c", code), limit_s, variables)
+
+
+GOOD = python("good", "print('noise'); print('{\"summary\": \"12 GB/s\", \"n\": 1}'); print('more noise')")
+BAD = python("bad", "import sys; print('partly'); sys.exit('the reason')")
+HANGS = python("hangs", "import time; print('{\"half\": 1}', flush=True); time.sleep(600)", limit_s=5.5)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """Outcomes of stages, of which one fails and one hangs, and where they were written."""
+    out = tmp_path_factory.mktemp("gpu")
+    return run_stages([BAD, HANGS, GOOD], ENOUGH_S, out), out
+
+
+def test_a_stage_that_fails_or_hangs_stops_no_other(ran):
+    bad, hangs, good = ran[0]
+    assert (bad.status, bad.last_line, bad.found) == ("failed", "the reason", {})
+    assert (hangs.status, hangs.found) == ("timed out", {"half": 1})
+    assert (good.status, good.found["n"]) == ("ok", 1)
+
+
+def test_each_stage_is_a_line_of_json_a_file_and_a_row(ran):
+    outcomes, out = ran
+    lines = [json.loads(line) for line in (out / "gpu.jsonl").read_text().splitlines()]
+    assert [(line["stage"], line["status"]) for line in lines] == [
+        (one.stage, one.status) for one in outcomes
+    ]
+    assert (out / "bad.log").read_text().splitlines() == ["partly", "the reason"]
+    table = table_of(outcomes)
+    assert table.row_count == 3
+    assert list(table.columns[3].cells) == ["the reason", "half 1", "12 GB/s"]
+
+
+def test_what_no_longer_fits_is_listed_as_not_run(tmp_path):
+    began = time.monotonic()
+    outcomes = run_stages([python("long", "import time; time.sleep(600)", 600), GOOD], 9.0, tmp_path)
+    assert time.monotonic() - began < 9.0
+    assert [one.status for one in outcomes] == ["timed out", "not run"]
+    assert len((tmp_path / "gpu.jsonl").read_text().splitlines()) == 2
+
+
+def test_what_a_stage_has_started_ends_with_it(tmp_path):
+    child = "[sys.executable, '-c', 'import time; time.sleep(600)']"
+    code = f"import subprocess, sys; print(subprocess.Popen({child}).pid)"
+    (outcome,) = run_stages([python("parent", code)], ENOUGH_S, tmp_path)
+    with pytest.raises(ProcessLookupError):
+        for _ in range(200):  # until init has reaped it
+            os.kill(int(outcome.last_line), 0)
+            time.sleep(0.05)
+
+
+def test_sigterm_ends_the_stage_that_runs_and_what_was_found_is_kept(tmp_path):
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from infinity.bench.device.stages import GpuStage, run_stages\n"
+        "slow = GpuStage('slow', ('-c', 'import time; time.sleep(600)'), 600)\n"
+        "stages = [slow, GpuStage('next', ('-c', ''), 9)]\n"
+        "print([one.status for one in run_stages(stages, 600, Path(sys.argv[1]))])"
+    )
+    runner = subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True)
+    while not (tmp_path / "slow.log").exists():
+        time.sleep(0.05)
+    runner.send_signal(signal.SIGTERM)
+    assert runner.communicate(timeout=30)[0].strip() == "['timed out', 'not run']"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", ({}, "")),
+        ("one\n[1, 2]\n3\n", ({}, "3")),
+        ('{"a": 1}\n{"b": 2}\n{broken\n', ({"b": 2}, "{broken")),
+    ],
+)
+def test_what_a_stage_found_is_its_last_line_with_a_json_object(text, expected):
+    assert said(text) == expected
+
+
+def test_the_stages_name_what_exists():
+    assert all(importlib.util.find_spec(stage.command[1]) for stage in STAGES)
+    assert sum(stage.limit_s for stage in STAGES[:7]) < 570  # all but the long ones are certain to be begun
+
+
+def test_the_tests_that_stages_choose_exist_and_every_test_is_chosen():
+    tests = re.findall(r"^def (test_\w+)", (ROOT / "tests/device/test_gpu.py").read_text(), re.MULTILINE)
+    chosen = [stage.command[-1].split(" and ")[0].split(" or ") for stage in STAGES if "-k" in stage.command]
+    for words in chosen:
+        assert all(any(word in name for name in tests) for word in words), words
+    missed = [name for name in tests if not any(word in name for words in chosen for word in words)]
+    assert missed == [
+        "test_copies_from_and_to_pinned_memory_run_beside_the_kernels"
+    ]  # a measurement shows it
+
+
+def test_the_end_of_all_stages_says_whether_all_went_well(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["stages", "--out", str(tmp_path), "--seconds", "60"])
+    assert (stages.main([GOOD]), stages.main([GOOD, BAD])) == (0, 1)
+    assert "12 GB/s" in capsys.readouterr().out

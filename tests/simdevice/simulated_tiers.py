@@ -1,0 +1,198 @@
+"""Trainings of a tower of equal layers on the simulated device, whose bytes can be told exactly: what goes
+over the link, what the device holds, what is page-locked.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from infinity import AdamW, Init, stats
+from infinity.engine.engine import engine_of_model
+from infinity.reference import ReferenceAdamW, prepare
+from infinity.reference import clip_grad_norm_ as reference_clip
+from places import disk
+from simulator import Simulator
+
+WIDTH = 64
+LAYER_NBYTES = 2 * WIDTH * WIDTH
+SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
+BLOCK = 512
+"""Of device memory: what every parameter's placeholder takes."""
+
+
+@dataclass(frozen=True)
+class Tower:
+    """A tower of `layers`, the first and the last of which are trained, and the others unless `frozen`.
+
+    room: layers that may live on the device; nvme: whether records lie there; accumulate: backwards of a
+    step; evaluated: forwards without gradients after each step; copy_us, kernel_us: delays in microseconds.
+    """
+
+    layers: int = 66
+    frozen: bool = True
+    room: int = 0
+    nvme: bool = True
+    update: str = "backward"
+    accumulate: int = 1
+    host: str = "256KiB"
+    clip: float | None = None
+    evaluated: int = 0
+    steps: int = 5
+    copy_us: int = 200
+    kernel_us: int = 20
+
+    @property
+    def device_nbytes(self) -> int:
+        """device_memory: the placeholders; four layers or gradients in use and two on their way, which share
+        five where there is no `room`; and that.
+        """
+        return self.layers * BLOCK + (6 + self.room if self.room else 5) * LAYER_NBYTES
+
+
+TOWERS = {
+    "frozen, no room": Tower(),
+    "frozen, room for half": Tower(room=32),
+    "frozen, room for all": Tower(room=64),
+    "frozen in host memory, room for all": Tower(room=64, nvme=False, host="4MiB", update="forward"),
+    "trained, no room": Tower(frozen=False, layers=12, steps=3),
+    "trained, little room": Tower(frozen=False, layers=12, steps=3, room=3, update="forward"),
+    "trained, room for all": Tower(frozen=False, layers=12, steps=3, room=12),
+    "clipped": Tower(frozen=False, layers=12, steps=3, room=12, update="forward", clip=0.01, host="1MiB"),
+    "evaluated": Tower(frozen=False, layers=12, steps=3, room=6, update="forward", evaluated=5),
+    "frozen, evaluated": Tower(layers=18, steps=3, room=16, evaluated=3),
+    "accumulated": Tower(frozen=False, layers=12, steps=3, room=2, update="forward", accumulate=3),
+}
+
+
+def build(tower: Tower) -> nn.Sequential:
+    """Return the tower, its layers of odd numbers behind an activation."""
+    parts: list[nn.Module] = []
+    for number in range(tower.layers):
+        parts.append(nn.Linear(WIDTH, WIDTH, bias=False))
+        parts += [nn.Tanh()] * (number % 2)
+    model = nn.Sequential(*parts)
+    layers = [part for part in model if isinstance(part, nn.Linear)]
+    for layer in layers[1:-1] if tower.frozen else ():
+        layer.weight.requires_grad = False
+    return model
+
+
+def _loss(model: nn.Module, number: int, place: str) -> torch.Tensor:
+    inputs = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number)).bfloat16().to(place)
+    return model(inputs).float().square().mean()
+
+
+def _backward(model: nn.Module, number: int, place: str) -> float:
+    loss = _loss(model, number, place)
+    loss.backward()
+    return loss.item()
+
+
+def train(tower: Tower, model, optimizer, place, after_step=lambda: None):
+    """Return the losses."""
+    losses = []
+    for step in range(tower.steps):
+        losses += [_backward(model, 100 * step + micro, place) for micro in range(tower.accumulate)]
+        if tower.clip is not None:
+            clip(model, optimizer, tower.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            losses += [_loss(model, 7 + one, place).item() for one in range(tower.evaluated)]
+        after_step()
+    return losses
+
+
+def clip(model, optimizer, max_norm):
+    if isinstance(optimizer, ReferenceAdamW):
+        reference_clip(optimizer, max_norm)
+    else:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
+def waits_of_clipping(model: nn.Module, simulator: Simulator) -> int:
+    """Return how often clipping makes the host wait for the device, when every gradient has left that."""
+    _backward(model, 1, "sim")
+    torch.accelerator.synchronize()
+    for parameter in model.parameters():
+        parameter.grad.gradient.await_tensor()
+    before = simulator.counts()["host_waits"]
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    return simulator.counts()["host_waits"] - before
+
+
+def plain_activations(tower: Tower, simulator: Simulator) -> int:
+    """Return the most bytes that a backward takes in plain PyTorch beside the parameters, where each gradient
+    is dropped as it comes.
+    """
+    torch.manual_seed(0)
+    model = prepare(build(tower), torch.bfloat16)
+    simulator.restart()
+    before = simulator.counts()["allocated"]
+    model.to("sim")
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_drop_gradient)
+    parameters = simulator.counts()["allocated"] - before
+    for number in range(2):
+        _backward(model, number, "sim")
+    torch.accelerator.synchronize()
+    return simulator.counts()["peak"] - before - parameters
+
+
+def run(name: str, simulator: Simulator) -> dict[str, object]:
+    """Train a tower, here and in memory, and say how they differ, and what every step took."""
+    tower = TOWERS[name]
+    activations = plain_activations(tower, simulator)
+    torch.manual_seed(0)
+    plain = prepare(build(tower), torch.bfloat16)
+    expected = train(tower, plain, ReferenceAdamW(_trained(plain), **SETTINGS), "cpu")
+    simulator.delay(tower.copy_us, tower.kernel_us, 3)
+    simulator.restart()
+    before = simulator.counts()["allocated"]
+    with tempfile.TemporaryDirectory(prefix="infinity-", dir=disk()) as folder:
+        torch.manual_seed(0)
+        device = {"device": "sim", "device_memory": tower.device_nbytes}
+        with Init(nvme=folder if tower.nvme else None, host_memory=tower.host, **device):
+            ours = build(tower)
+        engine_of_model(ours).timeline.start()
+        optimizer = AdamW(_trained(ours), update=tower.update, **SETTINGS)
+        seen = [stats(ours)]
+        losses = train(tower, ours, optimizer, "sim", lambda: seen.append(stats(ours)))
+        torch.accelerator.synchronize()
+        counts = simulator.counts()
+        waits = waits_of_clipping(ours, simulator) if tower.clip is not None else 0
+        found = {key: value.cpu() for key, value in ours.state_dict().items()}
+        timeline = sorted({span.lane for span in engine_of_model(ours).timeline.spans})
+    different = [key for key, value in plain.state_dict().items() if not torch.equal(value, found[key])]
+    return {
+        "losses": losses == expected,
+        "different": different,
+        "device_memory": tower.device_nbytes,
+        "activations": activations,
+        "most": counts["peak"] - before,
+        "ledger_peak": seen[-1].device_peak_nbytes,
+        "locked": counts["page_locked_peak"],
+        "host_memory": seen[-1].budget_nbytes,
+        "uploaded": [one.since(other).uploaded_nbytes for other, one in itertools.pairwise(seen)],
+        "hi_read": seen[1].read_nbytes.get(("nvme", "hi"), 0),
+        "on_device": seen[-1].device_nbytes,
+        "tiers": sorted({tier for unit in seen[-1].units for _, tier in unit.tiers}),
+        "waits_of_clipping": waits,
+        "plan": seen[-1].plan.splitlines()[0],
+        "timeline": timeline,
+        "printed": str(seen[-1]),
+    }
+
+
+def _drop_gradient(parameter):
+    parameter.grad = None
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [one for one in model.parameters() if one.requires_grad]
