@@ -114,8 +114,9 @@ def activations_of(model: nn.Module, blocks: Sequence[nn.Module]) -> Activations
     if not isinstance(vocabulary, int) or not blocks:
         raise UncountedError("it has no config.vocab_size, or no list of blocks of one class")
     try:
+        model.train().to(torch.bfloat16)
         with FakeTensorMode(allow_non_fake_inputs=True), _no_packing():
-            model.train().to(torch.bfloat16).to_empty(device="cpu")
+            model.to_empty(device="cpu")
             short, long = (_counted(model, blocks, length) for length in _LENGTHS)
     except Exception as error:  # whatever a forward may raise without values
         said = f"{type(error).__name__}: {error}".partition("\n")[0]
