@@ -18,8 +18,10 @@ from infinity.tiling.whole import Whole
 class TiledEmbedding(Routed, nn.Embedding):
     """nn.Embedding as tiles of rows, each a module of its own; results and gradients have the same bits.
 
-    Only the tiles take part in a forward whose rows are looked up: the others get no gradient, which stands
-    for one of zeros. `max_norm` is refused, because it changes weights during the forward.
+    Every tile takes part in every forward, even when none of its rows is looked up: its gradient is then zero
+    instead of None, and an optimizer treats it as it would treat those rows of the whole weight. Where an
+    engine does as much by itself, those tiles are left out. `max_norm` is refused, because it changes weights
+    during the forward.
     """
 
     def __init__(
@@ -79,8 +81,9 @@ class TiledEmbedding(Routed, nn.Embedding):
         Raises:
             IndexError: an id is negative, or not smaller than the number of rows.
         """
-        ids = input.reshape(-1)
-        if ids.numel() and not 0 <= (low := int(ids.min())) <= (high := int(ids.max())) < self.num_embeddings:
+        ids = input.reshape(-1).contiguous()
+        low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)
+        if low < 0 or high >= self.num_embeddings:
             raise IndexError(
                 f"ids range from {low} to {high}, but the embedding has {self.num_embeddings} rows"
             )
@@ -88,7 +91,9 @@ class TiledEmbedding(Routed, nn.Embedding):
         out = torch.empty(ids.numel(), self.embedding_dim, dtype=first.dtype, device=first.device)
         begins = torch.tensor([span.start for span in rows_of], device=ids.device, dtype=ids.dtype)
         tile_of = torch.bucketize(ids, begins, right=True) - 1
-        needed = self.agreed(tile_of.unique().tolist(), len(self.tiles))
+        needed = list(range(len(self.tiles)))
+        if self.is_followed:
+            needed = self.agreed(tile_of.unique().tolist(), len(self.tiles))
         self.announce(needed)
         for number in needed:
             positions, span = (tile_of == number).nonzero()[:, 0], rows_of[number]

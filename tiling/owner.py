@@ -99,8 +99,8 @@ class Tiled(nn.Module):
 
 
 class Routed(Tiled):
-    """A tiled module whose forward uses those of its tiles alone that its input needs. For the others, an
-    engine has to do what gradients of zeros would.
+    """A tiled module whose forward may use those of its tiles alone that its input needs. For the others, an
+    engine that follows it has to do what gradients of zeros would.
     """
 
     _follower: RoutingFollower | None = None
@@ -108,6 +108,11 @@ class Routed(Tiled):
     def follow(self, follower: RoutingFollower) -> None:
         """Let an engine know, from now on, what a forward is about to use."""
         self.__dict__["_follower"] = follower
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether an engine does what gradients of zeros would."""
+        return self._follower is not None
 
     def agreed(self, needed: list[int], count: int) -> list[int]:
         """Return, of `count` things, those that any process needs, where this one needs `needed`."""
