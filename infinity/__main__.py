@@ -31,6 +31,12 @@ def _step() -> Command:
     return step
 
 
+def _generation() -> Command:
+    from infinity.bench.engine import generation
+
+    return generation
+
+
 def _tiles() -> Command:
     from infinity.bench.tiling import tiles
 
@@ -68,6 +74,7 @@ BENCHES = {
     ),
     "adam": (_adam, "parameters per second of the update's kernels beside the memory's speed and torch's"),
     "step": (_step, "whole training steps beside their floor, DeepSpeed and plain PyTorch"),
+    "generate": (_generation, "generation from disk, beside accelerate's disk_offload and plain PyTorch"),
     "tiles": (_tiles, "peak memory and time of operators in tiles, beside the whole ones and DeepSpeed's"),
     "experts": (
         _experts,
