@@ -72,3 +72,12 @@ def split(batch: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Any]:
         whole["shift_labels"] = F.pad(whole["labels"], (0, 1), value=IGNORED)[:, 1:]
     tokens = length // ranks
     return cut(whole, rank * tokens, (rank + 1) * tokens)
+
+
+def state_of(loader: Any) -> dict[str, Any] | None:
+    """Return a data loader's state; None for one that has none."""
+    try:
+        state: dict[str, Any] = loader.state_dict()
+    except AttributeError:  # also of Accelerate's loaders, whose method asks a loader that may have none
+        return None
+    return state
