@@ -94,8 +94,8 @@ class SequenceParallelLoader:
             )
             raise RanksError(
                 f"the ranks of a sequence have different batches ({has}). Give the loader's sampler the "
-                "sequences' place: "
-                "DistributedSampler(data, num_replicas=sequences.data_ranks, rank=sequences.data_rank) and "
+                "sequences' place: DistributedSampler(data, num_replicas=sequences.data_ranks, "
+                "rank=sequences.data_rank) and "
                 "the same seed; "
                 'or SequenceParallelLoader(..., batches="in turn"), where each rank has batches of its own'
             )

@@ -114,7 +114,6 @@ def shorten(batch: Any, length: int) -> Any:
     if not isinstance(batch, Mapping):
         raise UnsupportedError(
             f"SequenceWarmup: a batch is a {type(batch).__name__}: expected a tensor [rows, tokens], or a "
-            "dict of tensors "
-            "as transformers' collators give it"
+            "dict of tensors as transformers' collators give it"
         )
     return cut(batch, 0, length) if length < length_of(batch) else batch
