@@ -137,7 +137,7 @@ def sdpa(
 
     sinks = options.pop("s_aux", None)
     if sinks is None:
-        return sdpa_attention_forward(module, query, key, value, mask, **options)  # type: ignore[arg-type]
+        return sdpa_attention_forward(module, query, key, value, mask, **options)
     return _with_sinks(module, query, key, value, mask, sinks, **options), None
 
 
@@ -185,7 +185,7 @@ def flex(
     """Attend with torch's flex attention, as transformers does."""
     from transformers.integrations.flex_attention import flex_attention_forward
 
-    return flex_attention_forward(module, query, key, value, mask, **options)  # type: ignore[arg-type]
+    return flex_attention_forward(module, query, key, value, mask, **options)
 
 
 INNER: dict[str, Attention] = {"sdpa": sdpa, "flex_attention": flex}
