@@ -279,8 +279,8 @@ def _planned(options: argparse.Namespace, console: Console) -> Iterator[tuple[di
             if key not in seconds:
                 seconds[key] = _seconds(chosen, outline, console)
             budgets = _host_nbytes(chosen), chosen.device_memory or chosen.gpu_memory
-            batch, sequence = chosen.tokens
-            outline = cuts.sliced(outline, batch * sequence * chosen.micro_batches, console)
+            tokens, _ = _tokens_of_rank(chosen)
+            outline = cuts.sliced(outline, tokens * chosen.micro_batches, console)
             tiled = cuts.tiled(outline, chosen.tile_above, *budgets, console)
             one = _plan_one(chosen, tiled, disk, seconds[key])
         if len(combinations) > 1 and not console.is_terminal:

@@ -216,9 +216,8 @@ def _loader(
         if lengths is not None:
             raise ConfigError(
                 "curriculum_learning needs initialize(training_data=...), whose loader it is for. For a "
-                "loader of your "
-                f"own leave it out, and wrap that: infinity.SequenceWarmup(loader, {lengths.shortest}, "
-                f"{lengths.longest}, schedule={lengths.schedule!r}, ...)"
+                "loader of your own leave it out, and wrap that: infinity.SequenceWarmup(loader, "
+                f"{lengths.shortest}, {lengths.longest}, schedule={lengths.schedule!r}, ...)"
             )
         return None, None
     if settings.batches.micro is None:

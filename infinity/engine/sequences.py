@@ -39,8 +39,7 @@ def sequence_parallel(
     if group is None:
         raise ConfigError(
             'sequence_parallel(model): name the ranks that share a sequence, as a group, mesh["sp"] or '
-            "their number; "
-            "or build the model with Config(sequence_parallel=...)"
+            "their number; or build the model with Config(sequence_parallel=...)"
         )
     ranks, data = _ranks(engine, group)
     sequences = SequenceParallel(model, SequenceGroup(ranks), data, attention)
@@ -66,9 +65,8 @@ def _ranks(engine: Engine | None, group: Any) -> tuple[Ranks, tuple[int, int]]:
     if not {*ranks.members} <= {*whole.members}:
         raise ConfigError(
             f"sequence_parallel: ranks {ranks.members} share a sequence, but the model's gradients are "
-            "summed over ranks "
-            f"{whole.members}. Build it in Init(process_group=...) with the ranks of all sequences, or "
-            "without one"
+            f"summed over ranks {whole.members}. Build it in Init(process_group=...) with the ranks of all "
+            "sequences, or without one"
         )
     firsts = sorted({int(one) for one in whole.each(str(ranks.members[0]).encode(), "find the sequences")})
     return ranks, (firsts.index(ranks.members[0]), len(firsts))

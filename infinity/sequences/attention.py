@@ -56,8 +56,7 @@ def divide_heads(queries: int, keys: int, ranks: int) -> HeadsOfRank:
         raise ConfigError(
             f"sequence_parallel: {queries} query heads and {keys} key heads cannot be divided among {ranks} "
             "ranks: query heads have to be a multiple of the ranks, and key heads a multiple or a divisor "
-            "of "
-            f"them. Sizes that work here: {', '.join(works)}"
+            f"of them. Sizes that work here: {', '.join(works)}"
         )
     return HeadsOfRank(queries // ranks, max(keys // ranks, 1), max(ranks // keys, 1))
 
@@ -109,8 +108,7 @@ def _check(
     if key.shape[2] != tokens:
         raise UnsupportedError(
             f"{name} attends from {tokens} tokens of a rank to {key.shape[2]}: a cache of earlier tokens, or "
-            "an "
-            "encoder's output, is not divided among ranks. Generate inside `with sequences.whole():`"
+            "an encoder's output, is not divided among ranks. Generate inside `with sequences.whole():`"
         )
     if not query.dtype == key.dtype == value.dtype:
         raise UnsupportedError(
@@ -125,9 +123,8 @@ def _check(
     if shape is not None and shape != (tokens * ranks, tokens * ranks):
         raise UnsupportedError(
             f"{name} has a mask of {' x '.join(map(str, shape))} for {tokens * ranks} tokens of {ranks} "
-            "ranks: "
-            "a mask that the model, or its caller, builds from a rank's tokens cannot be split. Causal, "
-            "sliding-window and chunked masks of transformers.masking_utils work, with padding and "
+            "ranks: a mask that the model, or its caller, builds from a rank's tokens cannot be split. "
+            "Causal, sliding-window and chunked masks of transformers.masking_utils work, with padding and "
             "position_ids"
         )
 
@@ -140,7 +137,7 @@ def sdpa(
 
     sinks = options.pop("s_aux", None)
     if sinks is None:
-        return sdpa_attention_forward(module, query, key, value, mask, **options)  # type: ignore[arg-type]
+        return sdpa_attention_forward(module, query, key, value, mask, **options)
     return _with_sinks(module, query, key, value, mask, sinks, **options), None
 
 
@@ -188,7 +185,7 @@ def flex(
     """Attend with torch's flex attention, as transformers does."""
     from transformers.integrations.flex_attention import flex_attention_forward
 
-    return flex_attention_forward(module, query, key, value, mask, **options)  # type: ignore[arg-type]
+    return flex_attention_forward(module, query, key, value, mask, **options)
 
 
 INNER: dict[str, Attention] = {"sdpa": sdpa, "flex_attention": flex}

@@ -25,8 +25,7 @@ def length_of(batch: Mapping[str, Any]) -> int:
             return one.shape[1]
     raise UnsupportedError(
         f"a batch of {', '.join(map(repr, batch)) or 'nothing'}: expected a dict with input_ids or "
-        "inputs_embeds, "
-        "[rows, tokens, ...], as transformers' collators give it"
+        "inputs_embeds, [rows, tokens, ...], as transformers' collators give it"
     )
 
 
@@ -42,8 +41,7 @@ def cut(batch: Mapping[str, Any], start: int, end: int) -> dict[str, Any]:
         if sized and length in one.shape[2:] and length > 1 and name != "inputs_embeds":
             raise UnsupportedError(
                 f"{name!r} of {tuple(one.shape)} has the {length} tokens of the batch in another dimension "
-                "than "
-                "the second: masks of queries and keys cannot be cut. Give padding as attention_mask "
+                "than the second: masks of queries and keys cannot be cut. Give padding as attention_mask "
                 "[rows, tokens], and packed documents as position_ids"
             )
         ours[name] = one[:, start:end].contiguous() if sized and one.shape[1] == length else one
@@ -72,3 +70,12 @@ def split(batch: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Any]:
         whole["shift_labels"] = F.pad(whole["labels"], (0, 1), value=IGNORED)[:, 1:]
     tokens = length // ranks
     return cut(whole, rank * tokens, (rank + 1) * tokens)
+
+
+def state_of(loader: Any) -> dict[str, Any] | None:
+    """Return a data loader's state; None for one that has none."""
+    try:
+        state: dict[str, Any] = loader.state_dict()
+    except AttributeError:  # also of Accelerate's loaders, whose method asks a loader that may have none
+        return None
+    return state

@@ -79,8 +79,7 @@ def refuse(config: Any, given: Mapping[str, Any]) -> None:
         if one is not None and not (isinstance(one, bool | int) and not one):
             raise UnsupportedError(
                 f"{name}: {what} cannot be divided among the ranks of a sequence; leave it out, or call the "
-                "model "
-                "inside `with sequences.whole():`, where each rank computes on whole sequences"
+                "model inside `with sequences.whole():`, where each rank computes on whole sequences"
             )
     rows, tokens = _shape(given)
     for name in ("attention_mask", "position_ids", "labels", "shift_labels"):
@@ -90,8 +89,8 @@ def refuse(config: Any, given: Mapping[str, Any]) -> None:
             shape = tuple(one.shape) if hasattr(one, "shape") else type(one).__name__
             raise UnsupportedError(
                 f"{name} is {shape}, but a rank has {rows} rows of {tokens} tokens: expected [rows, tokens], "
-                "split as "
-                "the tokens are (infinity.SequenceParallelLoader). Masks of queries and keys cannot be split"
+                "split as the tokens are (infinity.SequenceParallelLoader). Masks of queries and keys cannot "
+                "be split"
             )
 
 
@@ -181,9 +180,8 @@ class Meeting:
             )
             raise RanksError(
                 f"the ranks of a sequence have parts that differ ({each}). Every rank has to have as many "
-                "rows "
-                "and tokens of one batch, and the same arguments: infinity.SequenceParallelLoader splits "
-                "batches "
+                "rows and tokens of one batch, and the same arguments: infinity.SequenceParallelLoader "
+                "splits batches "
                 "so; pad them with pad_to_multiple_of in the collator"
             )
         same = self._group.size > 1 and digest and len({one[3] for one in said}) == 1
@@ -191,8 +189,7 @@ class Meeting:
             self._warned = True
             logger.warning(
                 "the %d ranks of a sequence have the same tokens: is each given the whole batch, and not its "
-                "part? "
-                "infinity.SequenceParallelLoader splits batches",
+                "part? infinity.SequenceParallelLoader splits batches",
                 self._group.size,
             )
 

@@ -61,6 +61,5 @@ def check_sequences(size: int, ranks: int) -> None:
         works = ", ".join(str(one) for one in range(1, ranks + 1) if ranks % one == 0)
         raise ConfigError(
             f"sequence_parallel={size}: {ranks} ranks cannot be divided into sequences of {size} ranks each. "
-            f"Of {ranks} "
-            f"ranks, {works} may share a sequence"
+            f"Of {ranks} ranks, {works} may share a sequence"
         )

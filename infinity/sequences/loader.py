@@ -11,7 +11,7 @@ import xxhash
 from torch import nn
 
 from infinity.errors import ConfigError, RanksError, UnsupportedError
-from infinity.sequences.batches import length_of
+from infinity.sequences.batches import length_of, state_of
 from infinity.sequences.parallel import SequenceParallel, sequences_of
 from infinity.tensors import DTYPES, as_bytes, name_of_dtype
 
@@ -61,8 +61,8 @@ class SequenceParallelLoader:
         """Yield parts of batches. Every rank of a sequence iterates."""
         begun, skipped = iter(self.loader), self._turn
         while True:
-            if self._in_turn and hasattr(self.loader, "state_dict"):
-                self._before = self.loader.state_dict()
+            if self._in_turn:
+                self._before = state_of(self.loader)
             batch = next(begun, None)
             self._agree(batch)
             if batch is None:
@@ -94,8 +94,8 @@ class SequenceParallelLoader:
             )
             raise RanksError(
                 f"the ranks of a sequence have different batches ({has}). Give the loader's sampler the "
-                "sequences' place: "
-                "DistributedSampler(data, num_replicas=sequences.data_ranks, rank=sequences.data_rank) and "
+                "sequences' place: DistributedSampler(data, num_replicas=sequences.data_ranks, "
+                "rank=sequences.data_rank) and "
                 "the same seed; "
                 'or SequenceParallelLoader(..., batches="in turn"), where each rank has batches of its own'
             )
@@ -121,22 +121,18 @@ class SequenceParallelLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's state, and the turn; for optimizer.track(loader=...)."""
-        between = self._turn and self._before is not None
-        return {"loader": self._before if between else self._stateful().state_dict(), "turn": self._turn}
+        state = self._before if self._turn else state_of(self.loader)
+        if state is None:
+            raise UnsupportedError(
+                f"{type(self.loader).__name__} has no state_dict(): give a loader that has, such as "
+                "torchdata's StatefulDataLoader, or infinity.SequenceWarmup"
+            )
+        return {"loader": state, "turn": self._turn}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from there with the next iteration."""
-        self._stateful().load_state_dict(state_dict["loader"])
+        self.loader.load_state_dict(state_dict["loader"])  # type: ignore[attr-defined] # it had a state
         self._turn = int(state_dict["turn"])
-
-    def _stateful(self) -> Any:
-        if not hasattr(self.loader, "state_dict"):
-            raise UnsupportedError(
-                f"{type(self.loader).__name__} has no state_dict(): give a loader that has, such as "
-                "torchdata's "
-                "StatefulDataLoader"
-            )
-        return self.loader
 
 
 def _digest(batch: Mapping[str, Any]) -> int:

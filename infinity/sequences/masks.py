@@ -73,15 +73,14 @@ def whole_mask(
     if offsets or q_length != sequence.tokens or kv_length not in (sequence.tokens, sequence.length):
         raise UnsupportedError(
             f"a mask of {q_length} x {kv_length} for {sequence.tokens} tokens of each of {sequence.ranks} "
-            "ranks: "
-            "caches are not divided among ranks. Generate inside `with sequences.whole():`"
+            "ranks: caches are not divided among ranks. Generate inside `with sequences.whole():`"
         )
     for tensor in _tensors(mask_function):
         if tensor.ndim > 1:
             raise UnsupportedError(
                 f"the model's mask depends on a tensor of {tuple(tensor.shape)} with something of each token "
-                "of "
-                "this rank (blocks of images, custom masks): it cannot be built for the tokens of all ranks"
+                "of this rank (blocks of images, custom masks): it cannot be built for the tokens of all "
+                "ranks"
             )
     if sequence.positions is not None:
         mask_function = _in_documents(mask_function, sequence.positions)

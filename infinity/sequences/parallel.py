@@ -139,8 +139,7 @@ class SequenceParallel:
         if self._call is None:
             raise UnsupportedError(
                 "a part of the model was called by itself: positions and masks of a sequence in parts are "
-                "made when "
-                "the model that infinity.sequence_parallel was given is called. Call that one"
+                "made when the model that infinity.sequence_parallel was given is called. Call that one"
             )
         return whole_mask(self._make, self._call.sequence, **given)
 
@@ -256,9 +255,8 @@ def _check_loss(model: Any) -> None:
     if getattr(loss, "__name__", "") != "ForCausalLMLoss" and not isinstance(loss, Loss):
         raise UnsupportedError(
             f"{type(model).__name__} has the loss {loss}: with labels, only transformers' ForCausalLMLoss is "
-            "a "
-            "sum over tokens that ranks can add. Leave labels out, and use sequences.mean(sum, count) for a "
-            "loss of your own"
+            "a sum over tokens that ranks can add. Leave labels out, and use sequences.mean(sum, count) for "
+            "a loss of your own"
         )
 
 

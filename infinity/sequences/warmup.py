@@ -10,7 +10,7 @@ import torch
 
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.planning.lengths import LengthSchedule
-from infinity.sequences.batches import cut, length_of
+from infinity.sequences.batches import cut, length_of, state_of
 
 
 class SequenceWarmup:
@@ -89,8 +89,8 @@ class SequenceWarmup:
     def state_dict(self) -> dict[str, Any]:
         """Return what load_state_dict takes: plain numbers, and the loader's state if it has one."""
         state: dict[str, Any] = {"batches": self.batches, "length": self.length, "in_epoch": self._in_epoch}
-        if hasattr(self.loader, "state_dict"):
-            state["loader"] = self.loader.state_dict()
+        if (own := state_of(self.loader)) is not None:
+            state["loader"] = own
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -98,8 +98,8 @@ class SequenceWarmup:
         its order has to be the same then, as that of a sampler with a seed is.
         """
         self.batches, self.length = int(state_dict["batches"]), int(state_dict["length"])
-        if hasattr(self.loader, "load_state_dict"):
-            self.loader.load_state_dict(state_dict["loader"])
+        if "loader" in state_dict:
+            self.loader.load_state_dict(state_dict["loader"])  # type: ignore[attr-defined] # it had a state
         else:
             self._skip = self._in_epoch = int(state_dict["in_epoch"])
 
@@ -114,7 +114,6 @@ def shorten(batch: Any, length: int) -> Any:
     if not isinstance(batch, Mapping):
         raise UnsupportedError(
             f"SequenceWarmup: a batch is a {type(batch).__name__}: expected a tensor [rows, tokens], or a "
-            "dict of tensors "
-            "as transformers' collators give it"
+            "dict of tensors as transformers' collators give it"
         )
     return cut(batch, 0, length) if length < length_of(batch) else batch

@@ -17,12 +17,12 @@ pytestmark = [pytest.mark.multi, pytest.mark.disk]
 
 NAMES = tuple(sequence_models.MODELS)
 EXACT = ("llama", "qwen3", "mixtral")
-OTHERS = ("in slices", "dropout", "refused", "deepspeed")
+OTHERS = ("in slices", "dropout", "refused", "deepspeed", "trainer")
 CASES = {
     2: [*(f"as one rank {name}" for name in NAMES), *(f"exact {name}" for name in EXACT), *OTHERS],
     4: [*(f"as one rank {name}" for name in NAMES), *(f"exact {name}" for name in EXACT), "two sequences"],
 }
-BY_DEFAULT = {"as one rank gpt-oss", "exact qwen3", *OTHERS}
+BY_DEFAULT = {"as one rank gpt-oss", "exact qwen3", *OTHERS[:-1]}
 """On two ranks; four ranks, and the other models, are slow."""
 
 
@@ -107,3 +107,10 @@ def test_deepspeeds_sequence_parallel_size_and_curriculum_by_length_are_applied(
         assert one["shapes"] == [[2, 6], [2, 6], [2, 8], [2, 8]]
         assert one["counts"] == [2, 8]
     assert answers(2, "deepspeed")[0]["losses"] == answers(2, "deepspeed")[1]["losses"]
+
+
+@pytest.mark.slow
+def test_the_trainer_with_batches_in_turn_trains_as_a_loop_over_whole_sequences(answers):
+    """Two accumulated batches a step; SGD, so that the scale of gradients shows."""
+    for one in answers(2, "trainer"):
+        assert one["apart"] < 1e-6

@@ -174,7 +174,7 @@ def two_sequences():
         model = offloaded("llama", 2 if way == "config" else 1)
         by_mesh = way == "mesh"
         sequences = infinity.sequence_parallel(model, mesh["sp"]) if by_mesh else sequences_of(model)
-        optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+        optimizer = infinity.SGD(model.parameters(), lr=1.0)  # whose steps show the scale of gradients
         data = [sequence_models.batch_of(number) for number in range(4)]
         sampler = DistributedSampler(
             data, num_replicas=sequences.data_ranks, rank=sequences.data_rank, shuffle=False
@@ -189,7 +189,7 @@ def two_sequences():
             losses.append(loss.item())
         answers[way] = [sequences.data_rank, losses, float(weights(model)["lm_head.weight"].double().sum())]
     model = offloaded("llama", 1)
-    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    optimizer = infinity.SGD(model.parameters(), lr=1.0)  # whose steps show the scale of gradients
     losses = []
     for step in range(2):  # all ranks as two: ranks 2 and 3 repeat what 0 and 1 do
         loss = model(**sequence_models.batch_of(2 * step + dist.get_rank() % 2)).loss
@@ -273,7 +273,61 @@ def deepspeed():
     return {"shapes": shapes, "losses": losses, "counts": [engine.global_steps, engine.global_samples]}
 
 
+def trainer():
+    """The Trainer with batches in turn: the weights of a plain loop over the same batches."""
+    from torch.utils.data import SequentialSampler
+    from transformers import Trainer, TrainingArguments
+
+    class SequenceTrainer(Trainer):
+        """The Trainer of docs/sequences.md, with the data in its order."""
+
+        def _get_train_sampler(self, *_):
+            return SequentialSampler(self.train_dataset)
+
+        def get_train_dataloader(self):
+            loader = super().get_train_dataloader()
+            return infinity.SequenceParallelLoader(loader, self.model, batches="in turn")
+
+    size = dist.get_world_size()
+    data = [{name: one[0] for name, one in sequence_models.batch_of(n, rows=1).items()} for n in range(4)]
+    arguments = TrainingArguments(
+        os.environ["RANKS_DISK"],
+        max_steps=2,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=2,
+        learning_rate=1.0,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+        logging_steps=1,
+    )
+    model = offloaded("llama", size)
+    SequenceTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=data,
+        optimizer_cls_and_kwargs=(infinity.SGD, {"lr": 1.0}),
+        callbacks=[infinity.huggingface.TrainerCallback()],
+    ).train()
+    found = weights(model)
+    plain = offloaded("llama", 1)
+    optimizer = infinity.SGD(plain.parameters(), lr=1.0)
+    for pair in (data[:2], data[2:]):
+        count = sum(int((one["labels"][1:] != -100).sum()) for one in pair)
+        for one in pair:
+            batch = {name: values.unsqueeze(0) for name, values in one.items()}
+            plain(**batch, num_items_in_batch=count).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = weights(plain)
+    return {"apart": max(float((one - expected[name]).abs().max()) for name, one in found.items())}
+
+
 CASES = {
+    "trainer": trainer,
     **{f"as one rank {name}": partial(as_one_rank, name) for name in sequence_models.MODELS},
     **{f"exact {name}": partial(exact, name) for name in ("llama", "qwen3", "mixtral")},
     "in slices": partial(in_slices, "llama"),
