@@ -296,6 +296,7 @@ class GradientStore:
             return None
         leases.append(self._share.lease(part.nbytes))
         self._await_buffer(part.nbytes)
+        self._device.arrived(unit.flat)  # it may have been fetched for a later use, and not been used yet
         return self._device.download(part)
 
     def spill(self, unit: Unit) -> None:
