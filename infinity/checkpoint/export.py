@@ -200,8 +200,8 @@ def _write_converted(
                     rounded = written.rounded(field, as_bytes(values))
                     at = inventory.stacks.first(name) * WIDTHS[written.form]
                     as_bytes(filled)[at : at + len(rounded)] = rounded
-        if filled is not None:
-            with ranks.together(f"converting {of_file}"):
+        with ranks.together(f"converting {of_file}"):
+            if filled is not None:
                 files.convert(of_file, filled)
 
 
