@@ -165,7 +165,7 @@ class Meeting:
         names = ("position_ids", "attention_mask", "labels", "shift_labels", "num_items_in_batch")
         has = sum(1 << place for place, name in enumerate(names) if given.get(name) is not None)
         ids = given.get("input_ids")
-        digest = 0 if ids is None else xxhash.xxh3_64_intdigest(as_bytes(ids)) >> 12  # as fp64 holds it
+        digest = 0 if ids is None else _digest(ids, given.get("position_ids"))
         said = self._group.gather(
             torch.tensor([rows, tokens, has, digest], dtype=torch.float64), _WHAT
         ).tolist()
@@ -192,6 +192,15 @@ class Meeting:
                 "part? infinity.SequenceParallelLoader splits batches",
                 self._group.size,
             )
+
+
+def _digest(*tensors: torch.Tensor | None) -> int:
+    """Return a hash of ids, and of positions where they are given: those of two parts are not the same."""
+    hashed = xxhash.xxh3_64()
+    for one in tensors:
+        if one is not None:
+            hashed.update(as_bytes(one))
+    return hashed.intdigest() >> 12  # as fp64 holds it
 
 
 def _joined(parts: torch.Tensor, rows: int) -> torch.Tensor:
