@@ -26,7 +26,7 @@ _REVISED_EVERY = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Routing:
+class RoutingTrace:
     """How tokens are routed. skew: the expert of rank r is drawn in proportion to r^-skew. drift: the chance,
     after a step, that an expert becomes as popular as another was. change_every: steps after which all
     experts change places; 0: never.
@@ -55,16 +55,16 @@ class Routing:
 
 
 TRACES = (
-    Routing("even", 0.0),
-    Routing("skewed", 1.2),
-    Routing("skewed, drifting", 1.2, drift=0.5),
-    Routing("very skewed, drifting", 2.0, drift=0.2),
-    Routing("skewed, all change every 40 steps", 1.2, change_every=40),
+    RoutingTrace("even", 0.0),
+    RoutingTrace("skewed", 1.2),
+    RoutingTrace("skewed, drifting", 1.2, drift=0.5),
+    RoutingTrace("very skewed, drifting", 2.0, drift=0.2),
+    RoutingTrace("skewed, all change every 40 steps", 1.2, change_every=40),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class PolicyResult:
     """What a policy did: hits among uses, and records that were read or written, in experts."""
 
     hits: int
@@ -77,7 +77,7 @@ class Kept:
         return self.hits / max(1, self.uses)
 
 
-def _cached(run: Run, room: int, give_up: Callable[[set[int], int, int], int]) -> Kept:
+def _cached(run: Run, room: int, give_up: Callable[[set[int], int, int], int]) -> PolicyResult:
     """Follow a cache. give_up: which of the experts in it, after a use, at this place in the run, goes."""
     cache: set[int] = set()
     hits = moved = 0
@@ -89,10 +89,10 @@ def _cached(run: Run, room: int, give_up: Callable[[set[int], int, int], int]) -
         if len(cache) > room:
             cache.discard(give_up(cache, expert, place))
             moved += 1
-    return Kept(hits, len(uses), moved)
+    return PolicyResult(hits, len(uses), moved)
 
 
-def lru(run: Run, room: int) -> Kept:
+def lru(run: Run, room: int) -> PolicyResult:
     """Give up what was used longest ago."""
     last: dict[int, int] = {}
     uses = list(itertools.chain.from_iterable(run))
@@ -104,7 +104,7 @@ def lru(run: Run, room: int) -> Kept:
     return _cached(run, room, give_up)
 
 
-def lfu(run: Run, room: int) -> Kept:
+def lfu(run: Run, room: int) -> PolicyResult:
     """Give up what was used least often since the start."""
     counted: Counter[int] = Counter()
     uses = list(itertools.chain.from_iterable(run))
@@ -116,7 +116,7 @@ def lfu(run: Run, room: int) -> Kept:
     return _cached(run, room, give_up)
 
 
-def static(run: Run, room: int) -> Kept:
+def static(run: Run, room: int) -> PolicyResult:
     """Keep, from their first use on, the experts that the whole run uses most, as if that were known."""
     counted = Counter(itertools.chain.from_iterable(run))
     kept = {expert for expert, _ in counted.most_common(room)}
@@ -128,10 +128,10 @@ def static(run: Run, room: int) -> Kept:
         hits += there
         moved += 0 if there else 1 if expert in kept else 2
         seen.add(expert)
-    return Kept(hits, len(uses), moved)
+    return PolicyResult(hits, len(uses), moved)
 
 
-def belady(run: Run, room: int) -> Kept:
+def belady(run: Run, room: int) -> PolicyResult:
     """Give up what is used furthest in the future: no policy has more hits."""
     uses = list(itertools.chain.from_iterable(run))
     positions: defaultdict[int, list[int]] = defaultdict(list)
@@ -147,7 +147,7 @@ def belady(run: Run, room: int) -> Kept:
     return _cached(run, room, give_up)
 
 
-def ours(run: Run, room: int) -> Kept:
+def ours(run: Run, room: int) -> PolicyResult:
     """Keep what `Frequencies` expects to be used most, as units/pinning.py decides it."""
     count = 1 + max(itertools.chain.from_iterable(run))
     frequencies = Frequencies(count)
@@ -174,10 +174,10 @@ def ours(run: Run, room: int) -> Kept:
             leaving = {one for one in there if (one, "m") not in placed}
             moved += len(leaving)
             there -= leaving
-    return Kept(hits, uses, moved)
+    return PolicyResult(hits, uses, moved)
 
 
-POLICIES: Mapping[str, Callable[[Run, int], Kept]] = {
+POLICIES: Mapping[str, Callable[[Run, int], PolicyResult]] = {
     "Infinity": ours,
     "LRU": lru,
     "LFU": lfu,

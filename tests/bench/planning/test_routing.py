@@ -9,7 +9,7 @@ from infinity.bench.planning import experts
 from infinity.bench.planning.routing import (
     POLICIES,
     TRACES,
-    Routing,
+    RoutingTrace,
     belady,
     compared,
     lfu,
@@ -39,7 +39,7 @@ def test_no_policy_has_more_hits_than_the_one_that_knows_the_future(name):
 
 def test_beladys_hits_are_the_most_that_any_choice_gives():
     for seed in range(6):
-        run = Routing("", 0.8).run(seed, 4, 5, 3)
+        run = RoutingTrace("", 0.8).run(seed, 4, 5, 3)
         uses = list(itertools.chain.from_iterable(run))
         for room in (1, 2, 3):
             assert belady(run, room).hits == most_hits(uses, room)
@@ -53,15 +53,15 @@ def test_caches_keep_what_was_used_last_or_most():
 
 
 def test_a_trace_has_the_skew_and_the_changes_that_it_states():
-    even, skewed = (Routing("", skew).run(0, 50, 32, 8) for skew in (0.0, 2.0))
+    even, skewed = (RoutingTrace("", skew).run(0, 50, 32, 8) for skew in (0.0, 2.0))
     assert sum(map(len, skewed)) < sum(map(len, even))
-    changing = Routing("", 2.0, change_every=25).run(0, 50, 32, 8)
+    changing = RoutingTrace("", 2.0, change_every=25).run(0, 50, 32, 8)
     assert len({max(step, key=step.count) for step in changing}) > 1
-    assert changing == Routing("", 2.0, change_every=25).run(0, 50, 32, 8)
+    assert changing == RoutingTrace("", 2.0, change_every=25).run(0, 50, 32, 8)
 
 
 def test_placement_by_frequency_keeps_the_hot_experts_of_a_skewed_trace():
-    run = Routing("", 2.0).run(3, 80, 32, 8)
+    run = RoutingTrace("", 2.0).run(3, 80, 32, 8)
     assert ours(run, 8).hit_rate > 0.8 * belady(run, 8).hit_rate
     (row,) = compared(run, [8])
     assert row["Infinity hits"] == ours(run, 8).hit_rate
