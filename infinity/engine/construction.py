@@ -186,7 +186,7 @@ class Construction:
         """Return what stands for a stack of experts that is to be built expert by expert; None for every
         other parameter.
         """
-        if self._engine.config.experts == "whole":
+        if self._engine.config.experts == "whole" or isinstance(parameter, UninitializedParameter):
             return None
         least_nbytes = LEAST_SLICE_NBYTES * parameter.element_size() // self._engine.form.width
         whole = stand_in_for_stack(module, name, parameter, least_nbytes)
