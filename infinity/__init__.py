@@ -115,6 +115,8 @@ def __getattr__(name: str) -> Any:
         found: Any = importlib.import_module(f"infinity.{name}")
     elif name in _MODULE_OF:
         found = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    elif name == "__version__":
+        found = importlib.import_module("importlib.metadata").version("zero-infinity")
     elif name in _OLD:
         module, there, now = _OLD[name]
         warn_deprecated(f"infinity.{name}", f"use {now}")

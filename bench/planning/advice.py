@@ -8,6 +8,7 @@ from typing import Any
 
 from infinity.bench.planning.cuts import in_tiles
 from infinity.bench.planning.planned import Planned, Question, answer
+from infinity.planning.capacity import HOST_MEMORY
 from infinity.planning.tile_size import tile_choice
 from infinity.sizes import format_size
 
@@ -97,6 +98,7 @@ def _that_fit(one: Planned) -> list[Idea]:
             fitting.append(Idea(change, planned))
         if _shortage(planned) < _shortage(one):
             less.append((change, fields, above))
+    fitting += _smaller_budgets(one, question)
     least = one.least_host_nbytes
     smaller = (answer(question.changed(host_nbytes=least)) if one.demand is None else None,)
     fitting += [Idea(f'host_memory="{format_size(least)}"', each) for each in smaller if each and each.fits]
@@ -109,6 +111,18 @@ def _that_fit(one: Planned) -> list[Idea]:
     planned = answer(together)
     words = [change for change, *_ in strongest.values()]
     return [Idea(", together with ".join(words), planned)] if planned.fits else []
+
+
+def _smaller_budgets(one: Planned, question: Question) -> list[Idea]:
+    """Return the host_memory that leaves the machine what else is needed of its memory, if that fits."""
+    short = sum(need.short_nbytes for need in one.needs if need.what == HOST_MEMORY)
+    left = question.setting.host_nbytes - short
+    if not short or left <= 0:
+        return []
+    unit = next((unit for unit in (1 << 30, 1 << 20) if left >= 4 * unit), 1 << 10)
+    nbytes = left // unit * unit
+    planned = answer(question.changed(host_nbytes=nbytes))
+    return [Idea(f'host_memory="{format_size(nbytes)}"', planned)] if planned.fits else []
 
 
 def _reduced(question: Question, fields: dict[str, Any], above_nbytes: int | None) -> Question:

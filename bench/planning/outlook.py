@@ -228,7 +228,7 @@ def _advised(one: Planned, advice: Sequence[str]) -> list[str]:
     if not one.short:
         return []
     return [
-        "Advice: no single change of a setting makes it fit: a larger machine, more ranks, or fewer tokens."
+        "Advice: no change of a setting that was tried makes it fit: a larger machine, more ranks, or fewer tokens."
     ]
 
 

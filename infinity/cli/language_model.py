@@ -44,7 +44,9 @@ class LanguageModel:
         self.name = self.folder.absolute().name
         self._settings = settings
         if not (self.folder / "config.json").is_file():
-            what = "holds no config.json" if path.is_dir() else "there is no such folder"
+            what = "there is no such folder"
+            if path.exists():
+                what = "holds no config.json" if path.is_dir() else "is a file"
             raise ConfigError(f"--model {path}: {what}. Name a folder of a model of transformers.")
         self._config = self._read_config()
         self.fresh = path.is_file() or not any(any(self.folder.glob(names)) for names in _WEIGHTS)

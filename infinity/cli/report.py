@@ -320,9 +320,11 @@ class Run:
         trained = f", {self.parameters / 1e6:,.1f} M trained" if self.frozen else ""
         each = f"{self.state_nbytes} B per parameter"
         each += f", {self.frozen_nbytes} B per frozen one" if self.frozen else ""
-        used = f"{format_size(self.peak_nbytes)}, {self.peak_nbytes / state:.0%} of the state"
+        used = format_size(self.peak_nbytes)
+        if self.peak_nbytes < state:
+            used += f", {self.peak_nbytes / state:.0%} of the state"
         if self.after is not None:
-            used += f" (host_memory {format_size(self.after.budget_nbytes)})"
+            used += f" (host_memory {format_size(self.after.budget_nbytes)}, and what computing takes)"
         return [
             ("parameters", f"{self.all_parameters / 1e6:,.1f} M{trained}"),
             ("state", f"{format_size(state)}: weights, masters and moments, {each}"),

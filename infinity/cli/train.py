@@ -29,7 +29,7 @@ from infinity.checkpoint.export import save_pretrained
 from infinity.checkpoint.resume import commit, durable_of, resume
 from infinity.cli.boards import Boards
 from infinity.cli.data import IGNORED, NEEDED, Sequences
-from infinity.cli.interrupted import interruptible
+from infinity.cli.interrupted import Interrupted, interruptible
 from infinity.cli.presets import recompute_blocks
 from infinity.cli.recording import Recording
 from infinity.cli.report import RECENT, Meter, Progress, Run, StepLog, StepReport, plot_run, state_nbytes
@@ -156,7 +156,8 @@ def _train(
             recording.start(engine_of_model(model))
         _introduce(console, settings, run, task, folder)
         if settings.resume:
-            console.print(_start_of(model), markup=False, highlight=False, soft_wrap=True)
+            said = _start_of(model, settings.steps)
+            console.print(said, markup=False, highlight=False, soft_wrap=True)
         budget = None if run.before is None else run.before.budget_nbytes
         with closing(Progress(settings.steps, budget, meter.baseline_nbytes)) as progress:
             for step in steps(settings, task, model, optimizer, meter, recording):
@@ -173,6 +174,9 @@ def _train(
         if settings.save is not None:
             save_pretrained(model, settings.save)
             task.save_tokenizer(Path(settings.save))
+    except Interrupted:
+        console.print(_stopped(settings, run), markup=False, highlight=False, soft_wrap=True)
+        raise
     finally:
         with contextlib.suppress(OSError):  # each line was flushed when it was written
             log.close()
@@ -380,13 +384,26 @@ def _begin(
     return resume(model, optimizer)
 
 
-def _start_of(model: nn.Module) -> str:
-    """Return a line that says where a resuming `_begin` starts; call it before that."""
+def _start_of(model: nn.Module, steps: int) -> str:
+    """Return a line that says where a resuming `_begin` starts, of `steps` in all; call it before that."""
     durable = durable_of(model)
     path = durable.folders[0].path
     if durable.found:
-        return f"--resume: continues after step {durable.found[0].step}, committed in {path}"
+        done = durable.found[0].step
+        left = "" if done < steps else f": nothing is left to train, as --steps asks for {steps} in all"
+        return f"--resume: continues after step {done}, committed in {path}{left}"
     return f"--resume: {path} holds no committed step; a new run begins there"
+
+
+def _stopped(settings: TrainSettings, run: Run) -> str:
+    """Say what an interrupted run has done, what it has not, and how to go on."""
+    last = run.steps[-1].step if run.steps else 0
+    lines = [f"stopped by a signal after step {last} of {settings.steps}"]
+    if settings.save is not None:
+        lines.append(f"not saved: {settings.save} is written after the last step")
+    if settings.durable:
+        lines.append("the same command with --resume goes on from the last committed step")
+    return "\n".join(lines)
 
 
 # fp16

@@ -13,6 +13,8 @@ _HOLES = 0.4
 """
 _LOGITS_HELD, _MAPPED_NBYTES = 8, 32 << 20
 """So many times the logits, as it was measured, if that is more: below a size that glibc maps apart."""
+HOST_MEMORY = "memory of each machine"
+"""The name of that need."""
 CONTEXT_NBYTES = 512 << 20
 """Device memory that CUDA takes for itself, about."""
 
@@ -80,7 +82,7 @@ def needs(demand: Demand, machine: Capacity) -> tuple[Need, ...]:
     if not on_gpu:
         of_host += [(name, ranks * nbytes) for name, nbytes in computing]
         of_host.append(("held by malloc", ranks * _held_by_malloc(demand)))
-    found = [_need("memory of each machine", of_host, machine.memory_nbytes)]
+    found = [_need(HOST_MEMORY, of_host, machine.memory_nbytes)]
     if on_gpu:
         waiting = min(demand.limits.window_nbytes, sum(one.waiting_nbytes for one in demand.units))
         of_device = [("parameters that wait", waiting), *computing, ("CUDA", CONTEXT_NBYTES)]

@@ -262,13 +262,18 @@ def check_folder(folder: str) -> None:
     try:
         status = os.stat(folder)
     except FileNotFoundError:
-        raise ConfigError(
-            f"nvme={folder!r}: there is no such folder. Create it (mkdir -p) on the NVMe device."
-        ) from None
+        cure = "Create it (mkdir -p) on the NVMe device."
+        if folder.startswith("~"):
+            cure = f"~ stands for a home only in a shell: write {os.path.expanduser(folder)!r}."
+        raise ConfigError(f"nvme={folder!r}: there is no such folder. {cure}") from None
     except OSError as error:
         raise ConfigError(f"nvme={folder!r}: {error.strerror}") from error
     if not stat.S_ISDIR(status.st_mode):
         raise ConfigError(f"nvme={folder!r} is a file; expected a folder on the NVMe device")
+    if os.statvfs(folder).f_flag & os.ST_RDONLY:
+        raise ConfigError(
+            f"nvme={folder!r} is on a filesystem that is mounted read-only. Choose another folder."
+        )
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(
             f"nvme={folder!r}: user {os.geteuid()} may not write there. Choose another folder, or chown it."

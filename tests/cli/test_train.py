@@ -203,7 +203,9 @@ def test_resume_begins_a_run_where_there_is_none_and_says_so_and_then_goes_on_wi
     assert (again, list(logged(folder / "second" / "log.jsonl"))) == (0, [3])
     assert "--resume: continues after step 2, committed in " in capsys.readouterr().out
     assert cli.main(["train", *command(folder, "third", "--resume", "--steps", "3")[4:]]) == 0
-    assert "--resume: continues after step 3" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "--resume: continues after step 3" in said
+    assert "nothing is left to train, as --steps asks for 3 in all" in said.replace("\n", " ")
 
 
 def test_clipping_makes_the_norm_known(folder):
@@ -262,6 +264,25 @@ def test_a_presets_name_says_its_size(name, least, most):
     with torch.device("meta"):
         model = llama(PRESETS[name], sequence=32)
     assert model.num_parameters() == PRESETS[name].parameters
+
+
+def test_an_interrupted_run_says_what_is_done_what_is_not_and_how_it_goes_on(folder, monkeypatch, capsys):
+    monkeypatch.setitem(PRESETS, "1m", SMALL)
+
+    def stop(log, step):
+        write(log, step)
+        if step.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    write = module.StepLog.write
+    monkeypatch.setattr(module.StepLog, "write", stop)
+    options = ["--durable", "--save", str(folder / "saved")]
+    assert cli.main(["train", *command(folder, "out", *options)[4:]]) == 128 + signal.SIGTERM
+    said = capsys.readouterr().out
+    assert "stopped by a signal after step 2 of " in said
+    assert "is written after the last step" in said
+    assert "the same command with --resume goes on from the last committed step" in said
+    assert not (folder / "saved").exists()
 
 
 def test_an_interruption_is_no_error_that_except_exception_would_catch():

@@ -80,6 +80,23 @@ def test_what_does_not_fit_says_what_would(tmp_path):
     assert (code, "It does not fit." in said, "The smallest that works is" in said) == (1, True, True)
 
 
+def test_a_smaller_host_memory_is_advised_where_the_machine_lacks_the_rest():
+    arguments = (
+        "check",
+        "--model",
+        "70b",
+        "--tokens",
+        "1x2048",
+        "--gpu-memory",
+        "24GB",
+        "--machine-memory",
+        "62GiB",
+    )
+    code, said = ask(*arguments, "--host-memory", "64GiB")
+    assert (code, 'Advice: would fit: host_memory="62.0 GiB"' in said) == (1, True)
+    assert ask(*arguments, "--host-memory", "62.0 GiB")[0] == 0
+
+
 def test_what_cannot_be_counted_is_named_and_has_an_exit_code_of_its_own(tmp_path, monkeypatch):
     def uncounted(_name):
         return replace(sketch.outline_of("1m"), activations=None, uncounted="shapes depend on values")
