@@ -227,9 +227,7 @@ def _advised(one: Planned, advice: Sequence[str]) -> list[str]:
         return [f"Advice: {line}" for line in advice]
     if not one.short:
         return []
-    return [
-        "Advice: no change of a setting that was tried makes it fit: a larger machine, more ranks, or fewer tokens."
-    ]
+    return ["Advice: no change that was tried makes it fit: a larger machine, more ranks, or fewer tokens."]
 
 
 def _unmeasured(one: Planned) -> list[str]:

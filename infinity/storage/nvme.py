@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable
+from pathlib import Path
 
 from infinity import aio
 from infinity.aio.engine import HANG_S
@@ -264,7 +265,7 @@ def check_folder(folder: str) -> None:
     except FileNotFoundError:
         cure = "Create it (mkdir -p) on the NVMe device."
         if folder.startswith("~"):
-            cure = f"~ stands for a home only in a shell: write {os.path.expanduser(folder)!r}."
+            cure = f"~ stands for a home only in a shell: write {str(Path(folder).expanduser())!r}."
         raise ConfigError(f"nvme={folder!r}: there is no such folder. {cure}") from None
     except OSError as error:
         raise ConfigError(f"nvme={folder!r}: {error.strerror}") from error
