@@ -84,6 +84,7 @@ class Entering(_Hook):
 
     def _enter_transformed(self, module: nn.Module, units: list[Unit], inputs: Any) -> None:
         """Begin a forward under a transform of torch.func, in which every tensor that is made is wrapped."""
+        refuse(module)
         recorded = differentiates()
         refuse_placeholders(module)
         if recorded:
