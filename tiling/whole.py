@@ -182,13 +182,18 @@ def _in_place(whole: Whole, operation: str, args: tuple[Any, ...], kwargs: dict[
     elif operation in _ELEMENTWISE and not any(isinstance(one, torch.Tensor) for one in args):
         for piece in whole.pieces():
             getattr(piece, operation)(*args, **kwargs)
-    elif operation in _RANDOM and any(piece.numel() % ALIGNMENT for piece in whole.pieces()[:-1]):
+    elif operation in _RANDOM and _is_cut_between_draws(whole):
         _draw_across(whole.pieces(), operation, args, kwargs)
     elif operation in _RANDOM:
         for row in whole.grid.by_row(whole.pieces()):
             _draw(row, whole.grid.columns, operation, args, kwargs)
     else:
         raise _refused(operation, whole)
+
+
+def _is_cut_between_draws(whole: Whole) -> bool:
+    """Whether slices along dimension 0 do not begin where torch begins a chunk of numbers."""
+    return len(whole.grid.columns) == 1 and any(piece.numel() % ALIGNMENT for piece in whole.pieces()[:-1])
 
 
 def _draw(

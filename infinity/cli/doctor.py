@@ -110,7 +110,7 @@ class Examination:
             box=None,
             pad_edge=False,
         )
-        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True, min_width=4)
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
         for group in self.groups:

@@ -231,8 +231,7 @@ class Construction:
         if isinstance(child, torch.jit.ScriptModule):
             refuse_script(child)
             return None
-        with self.asked.quiet():
-            tiled = assembled(child)
+        tiled = assembled(child)
         if tiled is not None:
             child = tiled
         if isinstance(tiled, TiledExperts):

@@ -28,6 +28,7 @@ class FakeEngine:
         ]
     )
     budget = SimpleNamespace(slots=2, slot_nbytes=10)
+    device = SimpleNamespace(is_host=True, room=None)
     kept = SimpleNamespace(held_nbytes=12)
     host_store = SimpleNamespace(held_nbytes=8)
     executor = SimpleNamespace(ahead_nbytes=5)

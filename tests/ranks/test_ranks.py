@@ -298,7 +298,9 @@ def test_a_rank_that_others_leave_alone_says_so_in_seconds_and_goes_on_when_they
     waiting, late = answers(2, "evaluating")
     assert waiting["quiet"] == late["quiet"] == late["told"] == []
     (told,) = waiting["told"]
-    assert re.match(r"rank 0 of 2 has waited 1 s at assemble 0: rank 1 has not come\. Likely cause: ", told)
+    assert re.match(
+        r"rank 0 of 2 has waited 1 s at compare plans: rank 1 has not come\. Likely cause: ", told
+    )
     assert "if rank == 0: model(x)" in told
     assert "timeout of 60 s" in told
 
