@@ -271,11 +271,8 @@ def check_folder(folder: str) -> None:
         raise ConfigError(f"nvme={folder!r}: {error.strerror}") from error
     if not stat.S_ISDIR(status.st_mode):
         raise ConfigError(f"nvme={folder!r} is a file; expected a folder on the NVMe device")
-    if os.statvfs(folder).f_flag & os.ST_RDONLY:
-        raise ConfigError(
-            f"nvme={folder!r} is on a filesystem that is mounted read-only. Choose another folder."
-        )
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"nvme={folder!r}: user {os.geteuid()} may not write there. Choose another folder, or chown it."
-        )
+        why = f"user {os.geteuid()} may not write there. Choose another folder, or chown it."
+        if os.statvfs(folder).f_flag & os.ST_RDONLY:
+            why = "its filesystem is mounted read-only. Choose another folder."
+        raise ConfigError(f"nvme={folder!r}: {why}")
