@@ -76,7 +76,7 @@ STAGES = (
     GpuStage("device", _tests("same_bits or still_use or used_again or no_failure"), 60),
     GpuStage("exactness", _tests("equals_training"), 150),
     GpuStage("memory", _tests("steady_state or budget or take_no_device or unpins"), 70),
-    GpuStage("host waits", _tests("host_waits"), 40),
+    GpuStage("host waits", _tests("host_waits or beside_the_kernels"), 60),
     GpuStage("steps", (*_STEPS, "--tokens", "8192"), 200),
     GpuStage("tokens", (*_STEPS, "--only", "in host memory", "--tokens", "2048"), 80),
     GpuStage("update rates", (*_PROBE, "updates"), 40),

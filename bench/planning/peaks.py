@@ -26,6 +26,7 @@ from infinity.bench.planning.planned import Planned, Question, answer
 from infinity.bench.planning.sketch import outline_of_content
 from infinity.bench.targets import mark
 from infinity.planning.activations import Method
+from infinity.planning.capacity import HOST_MEMORY
 from infinity.planning.demand import Setting
 from infinity.sizes import format_size, parse_size
 
@@ -121,7 +122,7 @@ def planned(case: PeakCase) -> Planned:
 def row_of(case: PeakCase, rss_nbytes: int, activations_nbytes: int | None) -> dict[str, Any]:
     """Return what was measured beside what is planned."""
     plan = planned(case)
-    memory = next(need for need in plan.needs if need.what.startswith("memory of each machine"))
+    memory = next(need for need in plan.needs if need.what == HOST_MEMORY)
     used = plan.demand.activations if plan.demand is not None else None
     row: dict[str, Any] = {
         "case": case.name,

@@ -60,7 +60,7 @@ def process_memory() -> Process | None:
 
 def _versions() -> str:
     names = [f"python {platform.python_version()}"]
-    for name in ("torch", "transformers"):
+    for name in ("torch", "transformers", "zero-infinity"):
         with contextlib.suppress(PackageNotFoundError):
             names.append(f"{name} {version(name)}")
     return ", ".join(names)

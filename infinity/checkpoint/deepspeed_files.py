@@ -87,7 +87,7 @@ def _check_fits(saved: _TagFiles, inventory: Inventory) -> tuple[Iterable[str], 
     """Check that checkpoint and model fit; return the names of buffers, and the moments."""
     shared = saved.shared
     plains = {name: form for name, form in inventory.plains().items() if name not in shared}
-    found = compare(saved.forms(), inventory.stacks.forms(inventory.masters()), "parameters")
+    found = compare(saved.forms(), inventory.stacks_of_weights.forms(inventory.masters()), "parameters")
     found += compare(saved.buffers(), plains, "buffers")
     optimizer = inventory.optimizer
     moments = saved.moments() if optimizer is not None else None
@@ -107,9 +107,9 @@ def _fill(saved: _TagFiles, moments: _Moments | None, inventory: Inventory, mode
         engine, name = engine_of(parameter), inventory.names.get(id(parameter))
         if engine is None or name is None:
             continue
-        first = inventory.stacks.first(name)
+        first = inventory.stacks_of_weights.first(name)
         start, stop = (first + at for at in held[MASTER, name])
-        name = inventory.stacks.name(name)
+        name = inventory.stacks_of_weights.name(name)
         values = {"master": saved.master(name, start, stop)}
         if optimizer is not None and moments is not None and name in saved.trained and id(parameter) in ours:
             for field, key in (("m", "exp_avg"), ("v", "exp_avg_sq")):

@@ -165,7 +165,7 @@ def _write_parts(
             of_file = direct.get(of_unit[part.index] or "")
             if of_file is not None:
                 values = written.rounded(part.field, part.values)
-                first = part.first + inventory.stacks.first(of_unit[part.index] or "")
+                first = part.first + inventory.stacks_of_weights.first(of_unit[part.index] or "")
                 files.write(of_file, first * WIDTHS[written.form], values)
 
 
@@ -196,9 +196,9 @@ def _write_converted(
                 if ranks.rank == 0:
                     form = written.form, tuple(values.shape)
                     if filled is None:
-                        filled = empty(*inventory.stacks.form(name, form))
+                        filled = empty(*inventory.stacks_of_weights.form(name, form))
                     rounded = written.rounded(field, as_bytes(values))
-                    at = inventory.stacks.first(name) * WIDTHS[written.form]
+                    at = inventory.stacks_of_weights.first(name) * WIDTHS[written.form]
                     as_bytes(filled)[at : at + len(rounded)] = rounded
         with ranks.together(f"converting {of_file}"):
             if filled is not None:
@@ -231,7 +231,7 @@ def _forms_of_model(
 ) -> tuple[dict[str, Form], dict[str, str]]:
     """Return dtype and shape of all tensors to write, and the offloaded parameters' names among them."""
     parameters = dict(model.named_parameters())
-    stacks = inventory.stacks
+    stacks = inventory.stacks_of_weights
     names = {
         name: stacks.name(name) if name in stacks.places else file_name(model, parameters[name], name)
         for name in inventory.masters()

@@ -49,7 +49,11 @@ class Inventory:
         self.optimizer = optimizer
         self.engine = engine_of_model(model)
         self.stacks = Stacks(model, blocks=self.engine.form.state_dtype == "int8")
-        """Which parameters are slices, and of what."""
+        """Which parameters are slices, and of what, in checkpoints: with moments in blocks, slices have to be
+        whole blocks.
+        """
+        self.stacks_of_weights = Stacks(model, blocks=False)
+        """The same in files of weights alone, or of moments as plain numbers."""
         self.names: dict[int, str] = {}
         """Names of offloaded parameters, by the parameters' id()."""
         self.plain: dict[str, torch.Tensor] = {}

@@ -149,7 +149,7 @@ def _train(
         baseline_nbytes=meter.baseline_nbytes,
         counts_io=meter.counts_io,
     )
-    log = StepLog(folder / LOG, settings.log_every)
+    log, begun = StepLog(folder / LOG, settings.log_every), 0
     try:
         if not settings.plain:
             run.begin(stats(model), disk_speed(_folders(settings, folder), settings.aio))
@@ -158,6 +158,7 @@ def _train(
         if settings.resume:
             said = _start_of(model, settings.steps)
             console.print(said, markup=False, highlight=False, soft_wrap=True)
+            begun = _done(model)
         budget = None if run.before is None else run.before.budget_nbytes
         with closing(Progress(settings.steps, budget, meter.baseline_nbytes)) as progress:
             for step in steps(settings, task, model, optimizer, meter, recording):
@@ -175,7 +176,7 @@ def _train(
             save_pretrained(model, settings.save)
             task.save_tokenizer(Path(settings.save))
     except Interrupted:
-        console.print(_stopped(settings, run), markup=False, highlight=False, soft_wrap=True)
+        console.print(_stopped(settings, run, begun), markup=False, highlight=False, soft_wrap=True)
         raise
     finally:
         with contextlib.suppress(OSError):  # each line was flushed when it was written
@@ -388,16 +389,21 @@ def _start_of(model: nn.Module, steps: int) -> str:
     """Return a line that says where a resuming `_begin` starts, of `steps` in all; call it before that."""
     durable = durable_of(model)
     path = durable.folders[0].path
-    if durable.found:
-        done = durable.found[0].step
+    if done := _done(model):
         left = "" if done < steps else f": nothing is left to train, as --steps asks for {steps} in all"
         return f"--resume: continues after step {done}, committed in {path}{left}"
     return f"--resume: {path} holds no committed step; a new run begins there"
 
 
-def _stopped(settings: TrainSettings, run: Run) -> str:
-    """Say what an interrupted run has done, what it has not, and how to go on."""
-    last = run.steps[-1].step if run.steps else 0
+def _done(model: nn.Module) -> int:
+    """Return the steps that the durable run in the model's folder has committed."""
+    found = durable_of(model).found
+    return found[0].step if found else 0
+
+
+def _stopped(settings: TrainSettings, run: Run, begun: int) -> str:
+    """Say what an interrupted run has done, after the step `begun`, what it has not, and how to go on."""
+    last = run.steps[-1].step if run.steps else begun
     lines = [f"stopped by a signal after step {last} of {settings.steps}"]
     if settings.save is not None:
         lines.append(f"not saved: {settings.save} is written after the last step")

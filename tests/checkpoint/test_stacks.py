@@ -123,3 +123,13 @@ def test_int8_moments_of_slices_that_are_whole_blocks_are_saved_as_the_stacks(fo
     assert not any(".tiles." in name for name in names)
     infinity.load(*again, folder / "saved")
     assert train(*ours, 2, first=2) == train(*again, 2, first=2)
+
+
+def test_slices_that_are_no_whole_blocks_of_int8_moments_are_exported_as_the_stacks_all_the_same(folder):
+    model, optimizer = built(folder / "ours", "slices", "gpt_oss", state_dtype="int8")
+    train(model, optimizer, 1)
+    infinity.save_pretrained(model, folder / "files")
+    expected = model.state_dict()
+    found = transformers.AutoModelForCausalLM.from_pretrained(folder / "files").state_dict()
+    assert list(found) == list(expected)
+    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
