@@ -17,12 +17,9 @@ from types import MappingProxyType
 import numpy as np
 
 from infinity.planning.frequency import Frequencies
-from infinity.planning.placement import Candidate, Placement, PlacementBudget, revise
+from infinity.planning.placement import REVISED_EVERY, Candidate, Placement, PlacementBudget, revise
 
 Run = list[list[int]]
-
-_REVISED_EVERY = 8
-"""Steps from one decision to the next, as in units/pinning.py."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +162,7 @@ def ours(run: Run, room: int) -> PolicyResult:
                 moved += 1 if comes else 2
                 there |= {expert} if comes else set()
         frequencies.close_step()
-        if number % _REVISED_EVERY == 0 or frequencies.unsettled:
+        if number % REVISED_EVERY == 0 or frequencies.unsettled:
             candidates = [
                 Candidate(one, "m", 1, frequencies.fetches(one), frequencies.updates(one))
                 for one in range(count)

@@ -33,6 +33,9 @@ from infinity.sizes import format_size
 GRADIENT_DENSITY = 2.0
 """NVMe bytes saved per step and byte of a gradient that stays in memory."""
 
+REVISED_EVERY = 8
+"""Steps. Expectations change slowly; but where the pattern has changed each step counts: see frequency."""
+
 HORIZON_STEPS = 20
 """Steps within which a move has to pay."""
 

@@ -15,17 +15,21 @@ from types import MappingProxyType
 from infinity.lane.lane import StreamLane
 from infinity.lane.passes import LeavePass
 from infinity.planning.frequency import Frequencies
-from infinity.planning.placement import Candidate, Move, Placement, PlacementBudget, Revision, revise
+from infinity.planning.placement import (
+    REVISED_EVERY,
+    Candidate,
+    Move,
+    Placement,
+    PlacementBudget,
+    Revision,
+    revise,
+)
 from infinity.storage.memory import Ledger
 from infinity.storage.store import HostStore, Store
 from infinity.units.device_tier import DeviceTier
 from infinity.units.unit import Unit
 
 logger = logging.getLogger("infinity")
-
-_REVISED_EVERY = 8
-"""Steps. Expectations change slowly; but where the pattern has changed each step counts: see frequency."""
-
 
 _READS_PER_UPDATE = 20
 """Reads from one update to the next, at least, of a field that may live on the device: each takes it away."""
@@ -71,7 +75,7 @@ class Pins:
         self._steps += 1
         held = self._kept.peak_nbytes - self._pinned_nbytes() if self._steps == 1 else self._in_use_nbytes()
         self._gradient_nbytes = max(self._gradient_nbytes, held)
-        if self._steps % _REVISED_EVERY == 1 or self._frequencies.unsettled or self._rounds:
+        if self._steps % REVISED_EVERY == 1 or self._frequencies.unsettled or self._rounds:
             budget = self._budget(self._gradient_nbytes)
             self._revise(revise(self._placement, list(self._candidates(self._frequencies)), budget))
         self._rounds = 0
