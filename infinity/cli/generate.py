@@ -81,7 +81,7 @@ def run(options: argparse.Namespace, _: Console) -> int:
     settings = TrainSettings(
         model=options.model, tokenizer=options.tokenizer, checkpointing=False, sequence=1
     )
-    source = LanguageModel(settings)
+    source = LanguageModel(settings, frozen=True)
     if source.fresh:
         raise ConfigError(f"--model {options.model}: no weights there. Name a folder with safetensors files.")
     tokenizer = source.tokenizer
