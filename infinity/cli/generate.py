@@ -65,7 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="take prompts in chunks of so many tokens, to save memory",
     )
-    nvme = "a folder for what cannot be read from the model's files, such as keys and values; may be repeated"
+    nvme = (
+        "a folder for what cannot be read from the model's files: with --kv-memory, keys and values; may be "
+        "repeated"
+    )
     add("--nvme", metavar="DIR", action="append", help=nvme)
     add("--host-memory", metavar="SIZE", help='hard budget, like "8GiB" (default: half of what is available)')
     kept = (
@@ -81,17 +84,17 @@ def run(options: argparse.Namespace, _: Console) -> int:
     settings = TrainSettings(
         model=options.model, tokenizer=options.tokenizer, checkpointing=False, sequence=1
     )
-    source = LanguageModel(settings)
+    source = LanguageModel(settings, frozen=True)
     if source.fresh:
         raise ConfigError(f"--model {options.model}: no weights there. Name a folder with safetensors files.")
     tokenizer = source.tokenizer
     prompts = read_prompts(options.prompts, tokenizer, options.max_new_tokens, source.positions)
     with contextlib.ExitStack() as ends:
         config = Config(nvme=options.nvme, host_memory=options.host_memory, device=options.device)
-        out = ends.enter_context(_answers(options.out))
         with Init(config, frozen=True):  # so that weights are read from where they lie
             model = source.build()
         ends.callback(_closed, model)
+        out = ends.enter_context(_answers(options.out))  # not before: a model refused leaves no file
         model.eval()
         figures = _generate(model, tokenizer, prompts, options, out)
     Console(stderr=True).print(figures.text(), markup=False, highlight=False, soft_wrap=True)
@@ -110,7 +113,7 @@ def _check(options: argparse.Namespace) -> None:
         )
         > 1,
         "--batch, --max-new-tokens and --prefill are at least 1.": min(
-            options.batch, options.max_new_tokens, options.prefill or 1
+            options.batch, options.max_new_tokens, 1 if options.prefill is None else options.prefill
         )
         < 1,
         "--temperature is above 0; leave it out to take the likeliest token.": temperature is not None
@@ -118,6 +121,8 @@ def _check(options: argparse.Namespace) -> None:
         "--top-p is above 0 and at most 1.": top_p is not None and not 0 < top_p <= 1,
         f"--out {options.out} exists, and is never overwritten: name a new file.": options.out is not None
         and Path(options.out).exists(),
+        f"--out {options.out}: there is no folder of that file.": options.out is not None
+        and not Path(options.out).parent.is_dir(),
     }
     for why, so in wrong.items():
         if so:
@@ -199,13 +204,13 @@ def _generate(
     with _Progress(len(prompts), options.max_new_tokens, figures, began) as progress:
         for start in range(0, len(prompts), options.batch):
             batch = prompts[start : start + options.batch]
-            for prompt, answer in zip(
-                batch, _answer(model, tokenizer, batch, options, progress), strict=True
-            ):
+            answers, tokens = _answer(model, tokenizer, batch, options, progress)
+            for prompt, answer in zip(batch, answers, strict=True):
                 said = {**prompt.said, "completion": answer}
                 out.write(json.dumps(said, ensure_ascii=False) + "\n")
             out.flush()
             figures.sequences += len(batch)
+            figures.tokens += tokens
             figures.prompt_tokens += sum(len(one.ids) for one in batch)
             figures.seconds = time.perf_counter() - began
             progress.batch_over()
@@ -215,7 +220,8 @@ def _generate(
 
 def _answer(
     model: Any, tokenizer: Any, batch: Sequence[Prompt], options: argparse.Namespace, progress: _Progress
-) -> list[str]:
+) -> tuple[list[str], int]:
+    """Return the answers of a batch, and their tokens: of each, to its end, without what fills the batch."""
     from infinity.huggingface.kv_cache import KVCache
 
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
@@ -231,20 +237,38 @@ def _answer(
     if options.kv_memory is not None:
         more["cache"] = KVCache(model, host_memory=options.kv_memory)
     device = engine_of_model(model).device.torch_device
+    ends = _end_tokens(model, tokenizer)
     tokens = model.generate(
         input_ids=ids.to(device),
         attention_mask=mask.to(device),
         max_new_tokens=options.max_new_tokens,
         pad_token_id=pad,
-        eos_token_id=tokenizer.eos_token_id,
+        eos_token_id=ends or None,
         stopping_criteria=[progress.token_came],
         **more,
     )
-    return [str(one) for one in tokenizer.batch_decode(tokens[:, width:], skip_special_tokens=True)]
+    said = tokens[:, width:]
+    texts = [str(one) for one in tokenizer.batch_decode(said, skip_special_tokens=True)]
+    return texts, _answer_tokens(said, ends)
+
+
+def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """Return the tokens that end an answer: the model's, which may be several; else the tokenizer's."""
+    ends = model.generation_config.eos_token_id
+    ends = tokenizer.eos_token_id if ends is None else ends
+    if ends is None:
+        return []
+    return [ends] if isinstance(ends, int) else list(ends)
+
+
+def _answer_tokens(said: torch.Tensor, ends: Sequence[int]) -> int:
+    """Count the tokens of [answers, width], of each up to and with the first of ends: padding follows."""
+    at_end = torch.isin(said, torch.tensor(ends, dtype=said.dtype, device=said.device)).long()
+    return int((at_end.cumsum(1) - at_end == 0).sum())
 
 
 class _Progress:
-    """A bar on a terminal, elsewhere a line a batch; counts tokens as they come."""
+    """A bar on a terminal, elsewhere a line a batch; notes when the first token comes."""
 
     def __init__(self, prompts: int, most: int, figures: Figures, began_s: float) -> None:
         tqdm.monitor_interval = 0  # its thread would outlive the run
@@ -260,8 +284,7 @@ class _Progress:
             self._bar.close()
 
     def token_came(self, ids: torch.Tensor, _scores: Any, **_: Any) -> torch.Tensor:
-        """Count a token of each sequence; as one of transformers' stopping criteria, it stops none."""
-        self._figures.tokens += len(ids)
+        """Move the bar by a token of each sequence; as one of transformers' stopping criteria, stop none."""
         self._figures.first_s = self._figures.first_s or time.perf_counter() - self._began_s
         if self._bar is not None:
             self._bar.update(len(ids))

@@ -29,12 +29,14 @@ class LanguageModel:
     """The model that `--model` names, and its tokenizer: read from local files, without any code from them.
 
     Raises: ConfigError naming the option, for a missing folder, configuration or tokenizer, a model that is
-    no causal language model, one with quantized weights, a tokenizer with more tokens than the model has, and
-    sequences longer than the model's positions.
+    no causal language model, one with quantized weights that this command cannot use, a tokenizer with more
+    tokens than the model has, and sequences longer than the model's positions.
     """
 
-    def __init__(self, settings: TrainSettings) -> None:
-        """Read configuration and tokenizer; no weights."""
+    def __init__(self, settings: TrainSettings, *, frozen: bool) -> None:
+        """Read configuration and tokenizer; no weights. frozen: whether the model's own weights stay as they
+        are, so that fp8 with block scales can be used.
+        """
         from transformers.utils import logging
 
         if not sys.stderr.isatty():
@@ -48,9 +50,10 @@ class LanguageModel:
             if path.exists():
                 what = "holds no config.json" if path.is_dir() else "is a file"
             raise ConfigError(f"--model {path}: {what}. Name a folder of a model of transformers.")
-        self._config = self._read_config()
         self.fresh = path.is_file() or not any(any(self.folder.glob(names)) for names in _WEIGHTS)
         """Whether weights are drawn, not loaded."""
+        self._config = self._read_config()
+        self._check_quantization(frozen=frozen)
         self.tokenizer = self._read_tokenizer()
         self._check()
 
@@ -110,12 +113,26 @@ class LanguageModel:
             raise ConfigError(
                 f"--model {self.folder}: {config.model_type} is no causal language model of transformers."
             )
-        if getattr(config, "quantization_config", None) is not None:
-            raise ConfigError(
-                f"--model {self.folder}: its weights are quantized, and cannot be trained. "
-                "Name a folder of the model in bf16, fp16 or fp32."
-            )
         return config
+
+    def _check_quantization(self, *, frozen: bool) -> None:
+        """Refuse quantized weights, but for fp8 with block scales that stay as they are."""
+        said = getattr(self._config, "quantization_config", None)
+        if said is None:
+            return
+        method = said.get("quant_method")
+        blocks = method == "fp8" and said.get("weight_block_size") is not None
+        where, cure = f"--model {self.folder}", "Name a folder of the model in bf16, fp16 or fp32."
+        if not blocks or self.fresh:
+            raise ConfigError(f"{where}: quantized weights ({method}) cannot be used by this command. {cure}")
+        if not frozen:
+            raise ConfigError(
+                f"{where}: quantized weights (fp8) cannot be trained. Give --lora, which leaves them as they "
+                f"are. Or: {cure}"
+            )
+        if importlib.util.find_spec("transformers.core_model_loading") is None:
+            raise ConfigError(f"{where}: fp8 weights need transformers 5, which widens them. {cure}")
+        said["dequantize"] = True  # what transformers does on a CPU, asked for on a GPU too
 
     def _read_tokenizer(self) -> Any:
         from transformers import AutoTokenizer

@@ -34,7 +34,7 @@ def read_prompts(path: str, tokenizer: Any, new_tokens: int, positions: int | No
     if not file.is_file():
         raise ConfigError(f"--prompts {path}: there is no such file.")
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")  # alone: JSON may hold U+2028
     except UnicodeDecodeError as error:
         raise DataError(f"--prompts {path}: not UTF-8: {error}") from error
     as_json = file.suffix in _JSON

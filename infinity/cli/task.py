@@ -65,7 +65,7 @@ def _of_preset(settings: TrainSettings, rank: int, ranks: int) -> Task:
 
 
 def _of_model(settings: TrainSettings, rank: int, ranks: int) -> Task:
-    model = LanguageModel(settings)
+    model = LanguageModel(settings, frozen=settings.lora > 0)
 
     def sequences(paths: Any, flag: str) -> tuple[Sequences, str]:
         rows, about = packed(paths, model.tokenizer, settings.sequence, flag)

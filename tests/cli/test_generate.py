@@ -5,7 +5,9 @@ import json
 import pytest
 import torch
 
+import quantised
 from infinity import __main__ as cli
+from infinity.cli.prompts import read_prompts
 from words import tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -34,7 +36,7 @@ def run(base, prompts, *more, folder):
     out = folder / "answers.jsonl"
     asked = ["--model", base, "--prompts", folder / "prompts.jsonl", "--out", out, "--host-memory", "2MiB"]
     code = cli.main(["generate", *map(str, asked), "--nvme", str(folder), "--max-new-tokens", "6", *more])
-    return code, [json.loads(line) for line in out.read_text().splitlines()] if code == 0 else []
+    return code, [json.loads(line) for line in out.read_text().split("\n")[:-1]] if code == 0 else []
 
 
 def test_answers_are_those_of_generate_in_memory_in_the_order_of_the_prompts(base, tmp_path, capsys):
@@ -76,6 +78,64 @@ def test_batches_chunks_sampling_and_keys_and_values_in_a_share_work_together(ba
     assert [one["prompt"].count("the") for one in answers] == [1, 2, 3]
 
 
+def test_answers_stop_at_each_end_that_the_model_names_and_padding_behind_it_is_not_counted(
+    base, tmp_path, capsys
+):
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    words = transformers.AutoTokenizer.from_pretrained(base)
+    prompts = ["the cat sat", "a dog ran"]
+    ids = torch.tensor([words(one)["input_ids"] for one in prompts])
+    model.generation_config.eos_token_id = None
+    endless = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=1)[:, 3:].tolist()
+    end = next(one for one in endless[0] if one not in endless[1])
+    model.generation_config.eos_token_id = [1, end]
+    model.generation_config.save_pretrained(base)
+    code, answers = run(
+        base, [json.dumps({"prompt": one}) for one in prompts], "--batch", "2", folder=tmp_path
+    )
+    assert code == 0
+    shorter = endless[0][: endless[0].index(end) + 1]
+    assert len(shorter) < 6
+    said = [words.decode(one, skip_special_tokens=True) for one in (shorter, endless[1])]
+    assert [one["completion"] for one in answers] == said
+    assert f"; {len(shorter) + 6} tokens in" in capsys.readouterr().err
+
+
+def test_fp8_weights_with_block_scales_give_the_answers_of_transformers(folder, capsys):
+    pytest.importorskip("transformers.core_model_loading", reason="transformers 5 alone converts fp8")
+    path = quantised.fp8_llama(folder / "fp8")
+    tokenizer().save_pretrained(path)
+    more = ["--host-memory", "4MiB"]
+    code, answers = run(path, [json.dumps({"prompt": "the cat sat"})], *more, folder=folder)
+    assert code == 0, capsys.readouterr().err
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    words = transformers.AutoTokenizer.from_pretrained(path)
+    ids = torch.tensor([words("the cat sat")["input_ids"]])
+    tokens = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=1)[0, ids.shape[1] :]
+    assert answers[0]["completion"] == words.decode(tokens, skip_special_tokens=True)
+    quantised.add_method(path, quant_method="mxfp4")
+    (folder / "answers.jsonl").unlink()
+    assert run(path, [json.dumps({"prompt": "the"})], folder=folder)[0] == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "quantized weights (mxfp4) cannot be used by this command" in said
+
+
+def test_a_line_ends_at_a_line_feed_alone(tmp_path):
+    said = "the\u2028cat\x85sat\x0con"
+    for name, text in (("p.jsonl", json.dumps({"prompt": said}, ensure_ascii=False)), ("p.txt", said)):
+        (tmp_path / name).write_text(f"{text}\n\n{text}\r\n", encoding="utf-8", newline="")
+        prompts = read_prompts(str(tmp_path / name), tokenizer(), 1, None)
+        assert [one.said for one in prompts] == [{"prompt": said}] * 2
+
+
+def test_a_model_that_is_refused_leaves_no_file_of_answers_behind(base, tmp_path, capsys):
+    prompts = [json.dumps({"prompt": "the cat"})]
+    assert run(base, prompts, "--host-memory", "4KiB", folder=tmp_path)[0] == 1
+    assert "host_memory" in capsys.readouterr().err
+    code, answers = run(base, prompts, folder=tmp_path)
+    assert (code, len(answers)) == (0, 1)
+
+
 @pytest.mark.parametrize(
     ("prompts", "options", "why"),
     [
@@ -87,6 +147,8 @@ def test_batches_chunks_sampling_and_keys_and_values_in_a_share_work_together(ba
         (['{"prompt": "the"}'], ["--top-p", "2"], "--top-p is above 0 and at most 1"),
         (['{"prompt": "the"}'], ["--temperature", "0"], "--temperature is above 0"),
         (['{"prompt": "the"}'], ["--batch", "0"], "at least 1"),
+        (['{"prompt": "the"}'], ["--prefill", "0"], "--prefill are at least 1"),
+        (['{"prompt": "the"}'], ["--out", "nowhere/a.jsonl"], "there is no folder of that file"),
         (['{"prompt": "the"}'], ["--out", "."], "--out . exists, and is never overwritten"),
     ],
 )

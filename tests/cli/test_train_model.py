@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import models
+import quantised
 from infinity import __main__ as cli
 from places import ROOT
 from words import SPECIAL, TEMPLATE, tokenizer
@@ -153,6 +154,21 @@ def test_lora_trains_adapters_alone_on_chats_and_saves_them_for_plain_peft(folde
     assert model.peft_config["default"].base_model_name_or_path == str(base)
     assert any(one.abs().sum() > 0 for name, one in model.named_parameters() if "lora_B" in name)
     assert transformers.AutoTokenizer.from_pretrained(folder / "adapter").eos_token == SPECIAL[1]
+
+
+def test_lora_learns_beside_fp8_weights_which_cannot_be_trained_themselves(folder, lines, capsys):
+    pytest.importorskip("peft")
+    pytest.importorskip("transformers.core_model_loading", reason="transformers 5 alone converts fp8")
+    path = quantised.fp8_llama(folder / "fp8")
+    tokenizer().save_pretrained(path)
+    kept = {one.name: one.read_bytes() for one in path.glob("*.safetensors")}
+    options = ["--model", path, "--data", lines]
+    assert "quantized weights (fp8) cannot be trained. Give --lora" in refused(
+        capsys, *options, "--nvme", folder
+    )
+    log = losses(train(folder / "run", *options, "--lora", "2", "--host-memory", "8MiB"))
+    assert log[-1] < log[0]
+    assert {one.name: one.read_bytes() for one in path.glob("*.safetensors")} == kept
 
 
 @pytest.mark.parametrize(
