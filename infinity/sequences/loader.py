@@ -160,7 +160,7 @@ def _description(batch: Mapping[str, Any]) -> str:
             json.dumps(one)
         except (TypeError, ValueError) as error:
             raise UnsupportedError(
-                f"{name!r} of a batch, of type {type(one).__name__}, cannot be given to other ranks: {error}. "
+                f"{name!r} of a batch, of type {type(one).__name__}, cannot go to other ranks: {error}. "
                 'With batches="in turn" give tensors, numbers, text, and lists of those; remove it in the '
                 "collator, or make it a tensor"
             ) from None

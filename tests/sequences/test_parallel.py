@@ -250,7 +250,7 @@ def test_what_is_no_tensor_goes_to_the_other_ranks_in_turn_or_is_named():
 
     assert on_ranks(2, work) == [[{"shape": 0}, {"shape": 1}]] * 2
     said = fails(lambda group: work(group, weight=np.ones(1)), infinity.UnsupportedError)
-    assert "'weight' of a batch, of type ndarray, cannot be given" in said
+    assert "'weight' of a batch, of type ndarray, cannot go" in said
 
 
 def fails(work, error, size=2):
