@@ -19,6 +19,11 @@ SEQLEN = METRICS + "seqlen."
 LEGACY = "curriculum_learning."
 SWITCHES = ("data_efficiency.enabled", SAMPLING + "enabled", LEARNING + "enabled")
 """All of them switch the newer section on."""
+BESIDE = {
+    "data_efficiency.data_routing": SWITCHES[:1],
+    SAMPLING + "dynamic_batching": SWITCHES[:2],
+}
+"""What the newer section asks for beside the curriculum -> the switches above it."""
 _SCHEDULE = {
     "total_curriculum_step": "steps",
     "difficulty_step": "multiple",
@@ -61,13 +66,18 @@ def length_schedule(given: Mapping[str, Any]) -> LengthSchedule | None:
             name = _SCHEDULE.get(path.removeprefix(start))
             if name is None:
                 raise ConfigError(f"{path}: unknown; expected one of {', '.join(_SCHEDULE)}")
-            options[name] = value
+            options[name] = [_whole(one) for one in value] if isinstance(value, list) else _whole(value)
     if kind == "custom":
         options = {"function": _unset}
     try:
         return LengthSchedule(shortest=int(least), longest=int(most), schedule=kind, **options)
     except ConfigError as error:
         raise ConfigError(f"{section[:-1]}: {error}") from None
+
+
+def _whole(value: Any) -> Any:
+    """Return 1e4, a float in JSON, as a whole number."""
+    return int(value) if isinstance(value, float) and value % 1 == 0 else value
 
 
 def _unset(step: int) -> int:

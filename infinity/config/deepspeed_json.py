@@ -28,6 +28,7 @@ from infinity.config.deepspeed_keys import (
 from infinity.config.deepspeed_recipe import OPTIONS, Chosen, check_schedule, chosen, foreign_options, kind_of
 from infinity.config.deepspeed_values import TYPES
 from infinity.config.loss_scale import Scaling
+from infinity.config.sequence_ranks import check_sequences
 from infinity.errors import ConfigError, meant
 from infinity.planning.lengths import LengthSchedule
 
@@ -203,11 +204,8 @@ def _sequences(found: Mapping[str, Any], more: Mapping[str, Any], ranks: int) ->
     size = more.get("sequence_parallel", found.get("infinity.sequence_parallel", found.get(_SEQUENCE)))
     if size in (None, AUTO) or ranks == 1:  # of a file that is read before there are ranks
         return ranks
-    if not isinstance(size, int) or size < 1 or ranks % size:
-        raise ConfigError(
-            f"{_SEQUENCE}={size}: {ranks} ranks cannot be divided into sequences of so many ranks each"
-        )
-    return ranks // size
+    check_sequences(size, ranks)
+    return ranks // int(size)
 
 
 _SEQUENCE = "sequence_parallel_size"
@@ -410,13 +408,17 @@ def _settle_optimizer(found: Mapping[str, Any], lines: Lines) -> None:
 
 
 def _settle_curriculum(found: Mapping[str, Any], lines: Lines) -> None:
-    """Let keys of a curriculum that is switched off be off."""
+    """Let keys of a curriculum that is switched off be off; what else its section asks for stays asked for,
+    unless a switch above it is off. Unknown keys stay unknown.
+    """
     for section, on in (
         ("data_efficiency.", curriculum.asked(found)),
         (curriculum.LEGACY, curriculum.legacy(found)),
     ):
         for path, line in lines.items():
-            if path.startswith(section) and not on:
+            switches = curriculum.BESIDE.get(path)
+            wanted = on if switches is None else all(found.get(one) is not False for one in switches)
+            if path.startswith(section) and not wanted and find(path) is not None:
                 lines[path] = replace(line, verdict=Verdict.OFF, says="not enabled")
 
 

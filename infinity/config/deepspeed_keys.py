@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from infinity.config.curriculum import LEARNING, LEGACY, METRICS, SAMPLING, SEQLEN
+from infinity.config.curriculum import BESIDE, LEARNING, LEGACY, METRICS, SAMPLING, SEQLEN
 from infinity.config.deepspeed_values import switched
 
 
@@ -252,7 +252,6 @@ UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...], str]] = {
     },
     SEQLEN + "clustering_type": ("text", ("single_cluster",), "rows are cut, not clustered; leave it out"),
     LEGACY + "curriculum_type": ("text", ("seqlen",), "batches can be chosen by length alone: seqlen"),
-    SAMPLING + "dynamic_batching": ("anything", ({"enabled": False},), "choose batches in the data loader"),
     "sparse_gradients": ("switch", (False,), "nn.Embedding(sparse=False)"),
     "graph_harvesting": ("switch", (False,), "leave it out"),
     "datastates_ckpt": ("anything", (False,), "save_checkpoint is streamed and atomic"),
@@ -280,6 +279,7 @@ REFUSED = {
     "weight_quantization": "leave it out",
     "compile": "torch.compile cannot follow fetching and releasing; leave it out",
     "data_efficiency.data_routing": "no layer leaves tokens out",
+    SAMPLING + "dynamic_batching": "choose batches in the data loader",
     _ZERO + "zenflow": "updates overlap with computing, and are exact; leave it out",
     "compression_training": _GONE,
     "nebula": _GONE,
@@ -312,9 +312,7 @@ KEYS: dict[str, Key] = {
 SWITCHES = {
     "compile": "deepcompile",
     "tensor_parallel": "autotp_size",
-    **dict.fromkeys(
-        ("autotuning", "hybrid_engine", "data_efficiency.data_routing", "expert_parallel"), "enabled"
-    ),
+    **dict.fromkeys(("autotuning", "hybrid_engine", "expert_parallel", *BESIDE), "enabled"),
     **dict.fromkeys(("comet", "trackio", "comms_logger", "flops_profiler"), "enabled"),
 }
 """The key that switches a section on; a section without one is on where it is present."""

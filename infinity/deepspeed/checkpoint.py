@@ -19,6 +19,7 @@ from infinity.checkpoint.save_load import load, save
 from infinity.config.loss_scale import LossScale
 from infinity.deepspeed.launch import rank
 from infinity.engine.engine import engine_of_model
+from infinity.sequences.warmup import SequenceWarmup
 from infinity.storage.manifest import CheckpointError
 
 LATEST = "latest"
@@ -32,6 +33,7 @@ class Trained(Protocol):
     optimizer: Any
     lr_scheduler: Any
     scaling: LossScale | None
+    warmup: SequenceWarmup | None
     global_steps: int
     global_samples: int
     skipped_steps: int
@@ -63,6 +65,8 @@ def save_tagged(
     extra["counts"] = {name: getattr(engine, name) for name in _COUNTS}
     if engine.scaling is not None:
         extra["loss_scale"] = engine.scaling.state_dict()
+    if engine.warmup is not None:
+        extra["length"] = engine.warmup.length
     save(
         engine.module,
         engine.optimizer,
@@ -103,13 +107,16 @@ def load_tagged(
         path,
         scheduler=engine.lr_scheduler if scheduler else None,
     )
-    if not isinstance(extra, dict) or extra.keys() - {"loss_scale"} != {"client_state", "counts"}:
+    if not isinstance(extra, dict) or extra.keys() - {"loss_scale", "length"} != {"client_state", "counts"}:
         raise CheckpointError(f"{path} was not saved by save_checkpoint; infinity.load has loaded it")
     if optimizer:
         for name in _COUNTS:
             setattr(engine, name, extra["counts"][name])
         if engine.scaling is not None and "loss_scale" in extra:
             engine.scaling.load_state_dict(extra["loss_scale"])
+        if engine.warmup is not None:  # as in DeepSpeed, also after steps without a curriculum
+            within = engine.micro_steps % engine.gradient_accumulation_steps()
+            engine.warmup.seek(engine.global_steps, within, extra.get("length"))
     return str(path), extra["client_state"]
 
 

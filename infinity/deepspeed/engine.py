@@ -54,7 +54,7 @@ class DeepSpeedEngine(nn.Module):
         decides the lengths of sequences.
         """
         super().__init__()
-        self._warmup = warmup
+        self.warmup = warmup
         self.module = model
         self.optimizer = optimizer
         self.lr_scheduler = scheduler
@@ -302,6 +302,8 @@ class DeepSpeedEngine(nn.Module):
         self.settings = replace(self.settings, batches=changed)
         if self._gradients is not None:
             self._gradients.divide_by(steps)
+        if self.warmup is not None:
+            self.warmup.set_accumulate(steps)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the samples per backward and rank; the backwards per update stay."""
@@ -317,13 +319,13 @@ class DeepSpeedEngine(nn.Module):
         Raises: ConfigError for other metrics, or a configuration without that.
         """
         function = schedule_func_dict.get("seqlen")
-        if self._warmup is None or self._warmup.lengths.schedule != "custom" or function is None:
+        if self.warmup is None or self.warmup.lengths.schedule != "custom" or function is None:
             raise ConfigError(
                 f"set_custom_curriculum_learning_schedule({', '.join(schedule_func_dict)}): the "
                 "configuration needs "
                 'a metric "seqlen" with the schedule_type "custom", and the dict its function'
             )
-        self._warmup.set_function(function)
+        self.warmup.set_function(function)
 
     def destroy(self) -> None:
         """Drop the optimizer and the schedule. Memory and files are freed with the model."""

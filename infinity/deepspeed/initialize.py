@@ -211,7 +211,7 @@ def _loader(
     """Return the data loader, with batches of the step's length, in parts where ranks share a sequence; and
     what in it decides the lengths.
     """
-    lengths, at_once = settings.curriculum, settings.config.sequence_parallel
+    lengths, sharers = settings.curriculum, settings.config.sequence_parallel
     if data is None:
         if lengths is not None:
             raise ConfigError(
@@ -225,7 +225,7 @@ def _loader(
     sampler: DistributedSampler[Any] | None = None
     if not isinstance(data, IterableDataset):
         sampler = DistributedSampler(
-            cast("Any", data), num_replicas=ranks() // at_once, rank=rank() // at_once
+            cast("Any", data), num_replicas=ranks() // sharers, rank=rank() // sharers
         )
     loader: Any = DataLoader(
         data,
@@ -237,4 +237,4 @@ def _loader(
     warmup: SequenceWarmup | None = None
     if lengths is not None:
         loader = warmup = SequenceWarmup.of(loader, lengths, settings.batches.steps)
-    return (SequenceParallelLoader(loader, model) if at_once > 1 else loader), warmup
+    return (SequenceParallelLoader(loader, model) if sharers > 1 else loader), warmup

@@ -22,6 +22,7 @@ from infinity.autograd.foreign import ForeignParameters, ForeignSteps
 from infinity.autograd.hooks import Hooks
 from infinity.autograd.module_calls import Entering, Leaving
 from infinity.autograd.rounds import Rounds
+from infinity.config.sequence_ranks import check_sequences
 from infinity.config.settings import Config
 from infinity.device.device import choose_cores, choose_device, open_device
 from infinity.durable.committer import TrainingStateSource
@@ -41,7 +42,6 @@ from infinity.ranks.group import open_ranks
 from infinity.ranks.machine_memory import share_of
 from infinity.records.record import Record, Traffic
 from infinity.records.weights import WEIGHTS, Weights
-from infinity.sequences.group import check_sequences
 from infinity.storage.checkpoint_store import CheckpointStore, FileRange
 from infinity.storage.memory import Ledger, Pool, map_large_blocks, reuse_large_blocks
 from infinity.storage.packed import Block8

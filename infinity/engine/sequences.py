@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import nn
 
+from infinity.config.sequence_ranks import check_sequences
 from infinity.engine.engine import Engine, engine_of
 from infinity.errors import ConfigError
 from infinity.ranks.group import Ranks, open_ranks
-from infinity.sequences.group import SequenceGroup, check_sequences
+from infinity.sequences.group import SequenceGroup
 from infinity.sequences.parallel import SequenceParallel
 
 _TIMEOUT_S = 600.0

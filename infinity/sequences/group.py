@@ -6,7 +6,6 @@ from collections import Counter
 
 import torch
 
-from infinity.errors import ConfigError
 from infinity.ranks.group import Ranks
 
 
@@ -50,16 +49,3 @@ class SequenceGroup:
     def close(self) -> None:
         """Close the connections."""
         self.ranks.close()
-
-
-def check_sequences(size: int, ranks: int) -> None:
-    """See that `ranks` ranks can be divided into sequences of `size` ranks.
-
-    Raises: ConfigError, with the numbers that work.
-    """
-    if size < 1 or ranks % size:
-        works = ", ".join(str(one) for one in range(1, ranks + 1) if ranks % one == 0)
-        raise ConfigError(
-            f"sequence_parallel={size}: {ranks} ranks cannot be divided into sequences of {size} ranks each. "
-            f"Of {ranks} ranks, {works} may share a sequence"
-        )

@@ -109,7 +109,7 @@ class SequenceParallelLoader:
         given: dict[str, Any] = {}
         for name, what in json.loads(said).items():
             if not isinstance(what, dict):
-                given[name] = what
+                given[name] = what[0]
                 continue
             mine = (
                 batch[name] if group.rank == root else torch.empty(what["shape"], dtype=DTYPES[what["dtype"]])
@@ -145,12 +145,23 @@ def _digest(batch: Mapping[str, Any]) -> int:
 
 
 def _description(batch: Mapping[str, Any]) -> str:
+    """Return a batch as JSON: its tensors by shape and type, all else by value, in a list of one.
+
+    Raises: UnsupportedError naming what is neither a tensor nor such a value.
+    """
     length_of(batch)
-    return json.dumps(
-        {
-            name: {"shape": list(one.shape), "dtype": name_of_dtype(one, name)}
-            if isinstance(one, torch.Tensor)
-            else one
-            for name, one in batch.items()
-        }
-    )
+    said: dict[str, Any] = {}
+    for name, one in batch.items():
+        if isinstance(one, torch.Tensor):
+            said[name] = {"shape": list(one.shape), "dtype": name_of_dtype(one, name)}
+            continue
+        said[name] = [one]
+        try:
+            json.dumps(one)
+        except (TypeError, ValueError) as error:
+            raise UnsupportedError(
+                f"{name!r} of a batch, of type {type(one).__name__}, cannot go to other ranks: {error}. "
+                'With batches="in turn" give tensors, numbers, text, and lists of those; remove it in the '
+                "collator, or make it a tensor"
+            ) from None
+    return json.dumps(said)

@@ -40,10 +40,8 @@ class SequenceWarmup:
     ) -> None:
         """Cut the batches of `loader`."""
         self.lengths = LengthSchedule(shortest=shortest, longest=longest, schedule=schedule, **options)
-        if type(accumulate) is not int or accumulate < 1:
-            raise ConfigError(f"accumulate={accumulate!r}: expected a number of batches, 1 or more")
         self.loader = loader
-        self.accumulate = accumulate
+        self.accumulate = _checked(accumulate)
         self.batches = 0
         """Batches given so far, in all epochs."""
         self.length = shortest
@@ -86,6 +84,21 @@ class SequenceWarmup:
         """Change the function of schedule="custom"."""
         self.lengths = replace(self.lengths, function=function)
 
+    def set_accumulate(self, accumulate: int) -> None:
+        """Change the batches of one step: the steps so far stay as many."""
+        steps, within = divmod(self.batches, self.accumulate)
+        self.accumulate = _checked(accumulate)
+        self.seek(steps, within)
+
+    def seek(self, steps: int, within: int = 0, length: int | None = None) -> None:
+        """Go on after so many steps, and `within` batches of the next one, wherever the loader is.
+
+        length: that of the batch before; None for the one that it is.
+        """
+        self.batches = steps * self.accumulate + min(within, self.accumulate)
+        if length is not None:
+            self.length = min(length, self.lengths.longest)
+
     def state_dict(self) -> dict[str, Any]:
         """Return what load_state_dict takes: plain numbers, and the loader's state if it has one."""
         state: dict[str, Any] = {"batches": self.batches, "length": self.length, "in_epoch": self._in_epoch}
@@ -102,6 +115,12 @@ class SequenceWarmup:
             self.loader.load_state_dict(state_dict["loader"])  # type: ignore[attr-defined] # it had a state
         else:
             self._skip = self._in_epoch = int(state_dict["in_epoch"])
+
+
+def _checked(accumulate: int) -> int:
+    if type(accumulate) is not int or accumulate < 1:
+        raise ConfigError(f"accumulate={accumulate!r}: expected a number of batches, 1 or more")
+    return accumulate
 
 
 def shorten(batch: Any, length: int) -> Any:

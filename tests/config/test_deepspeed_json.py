@@ -413,6 +413,48 @@ def test_a_curriculum_by_another_metric_is_refused_unless_it_is_off():
     assert {line.verdict for line in off.report.lines if line.key.startswith("data_eff")} == {Verdict.OFF}
 
 
+ROUTED = {"data_routing": {"enabled": True, "random_ltd": {"enabled": True}}}
+DYNAMIC = {"data_sampling": {"enabled": True, "dynamic_batching": {"enabled": True, "max_tokens": 9}}}
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ({"data_efficiency": {"enabled": True, **ROUTED}}, "no layer leaves tokens out"),
+        ({"data_efficiency": {"enabled": True, **DYNAMIC}}, "choose batches in the data loader"),
+        ({"curriculum_learning": {"enable": True}}, "unknown; did you mean curriculum_learning.enabled"),
+        ({"data_efficiency": {"enabled": True, "sede": 1}}, "unknown; did you mean data_efficiency.seed"),
+    ],
+)
+def test_what_a_section_asks_for_without_a_curriculum_is_refused_by_name(section, says):
+    with pytest.raises(ConfigError) as error:
+        read(section)
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize("asked", [ROUTED, DYNAMIC])
+def test_what_is_beside_a_curriculum_is_off_where_its_section_is_or_it_is_itself(asked):
+    off = {"max_tokens": 9, "enabled": False}
+    for section in (
+        {"enabled": False, **asked},
+        {"enabled": True, "data_routing": off, "data_sampling": {"enabled": True, "dynamic_batching": off}},
+    ):
+        lines = read({"data_efficiency": section}).report.lines
+        beside = [line for line in lines if line.key.endswith(("data_routing", "dynamic_batching"))]
+        assert {line.verdict for line in beside} == {Verdict.OFF}
+
+
+def test_whole_numbers_of_a_curriculum_may_be_written_as_floats():
+    config = {"total_curriculum_step": 1e4, "root_degree": 2.0, "difficulty_step": 8.0}
+    lengths = read({"data_efficiency": by_length(schedule_type="fixed_root", schedule_config=config)})
+    assert (lengths.curriculum.steps, lengths.curriculum.multiple) == (10_000, 8)
+    discrete = {"difficulty": [64.0, 128], "max_step": [1e2]}
+    lengths = read({"data_efficiency": by_length(schedule_type="fixed_discrete", schedule_config=discrete)})
+    assert (lengths.curriculum.at(100), lengths.curriculum.at(101)) == (64, 128)
+    with pytest.raises(ConfigError, match="expected a whole number"):
+        read({"data_efficiency": by_length(schedule_config={"total_curriculum_step": 10.5})})
+
+
 def test_ranks_that_share_a_sequence_count_as_one_in_the_relation_of_batches():
     file = {"train_batch_size": 16, "gradient_accumulation_steps": 2, "sequence_parallel_size": 4}
     settings = read(file, world_size=8)

@@ -233,6 +233,59 @@ def test_a_checkpoint_brings_everything_back(folder):
     assert (third.global_steps, third.get_lr()) == (0, [0.0])
 
 
+WARMUP = {
+    "enabled": True,
+    "curriculum_type": "seqlen",
+    "min_difficulty": 4,
+    "max_difficulty": 16,
+    "schedule_type": "fixed_linear",
+    "schedule_config": {"total_curriculum_step": 6, "difficulty_step": 4},
+}
+
+
+def warming(config, seed=0):
+    rows = [{"input_ids": torch.arange(16) + row} for row in range(24)]
+    engine, _, loader, _ = infinity.deepspeed.initialize(
+        model=llama(config, seed=seed), training_data=rows, config=config
+    )
+    return engine, loader
+
+
+def warm(engine, loader, backwards):
+    """Train; return the tokens of a row in each batch."""
+    found = []
+    for _, batch in zip(range(backwards), loader, strict=False):
+        ids = batch["input_ids"]
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+        found.append(ids.shape[1])
+    return found
+
+
+def test_the_lengths_of_a_curriculum_are_those_of_the_updates(folder):
+    config = configuration(folder, curriculum_learning=WARMUP, gradient_accumulation_steps=2)
+    engine, loader = warming(config)
+    assert warm(engine, loader, 4) == [4, 4, 8, 8]
+    engine.save_checkpoint(folder / "saved")
+    engine.set_train_batch_size(2)
+    assert warm(engine, loader, 3) == [8, 12, 12]
+
+    again, loader = warming(config, seed=1)
+    again.load_checkpoint(folder / "saved")
+    assert again.global_steps == 2
+    assert warm(again, loader, 6) == [8, 8, 12, 12, 12, 12]
+
+
+def test_a_curriculum_that_begins_at_a_checkpoint_without_one_knows_its_steps(folder):
+    config = configuration(folder)
+    engine, _, _, _ = infinity.deepspeed.initialize(model=llama(config), config=config)
+    run(engine, 3)
+    engine.save_checkpoint(folder / "saved")
+    again, loader = warming(config | {"curriculum_learning": WARMUP})
+    again.load_checkpoint(folder / "saved")
+    assert warm(again, loader, 3) == [12, 12, 16]
+
+
 def test_what_cannot_be_loaded_or_saved_says_so(folder):
     config = configuration(folder, gradient_accumulation_steps=2)
     engine, _, _, _ = infinity.deepspeed.initialize(model=llama(config), config=config)

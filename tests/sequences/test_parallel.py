@@ -6,6 +6,7 @@ real.
 
 import threading
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -239,6 +240,17 @@ def test_the_loader_gives_each_rank_its_part_and_goes_on_where_it_was(batches, o
         assert [one["input_ids"].tolist() for one in again] == [
             one["input_ids"].tolist() for one in parts[1:]
         ]
+
+
+def test_what_is_no_tensor_goes_to_the_other_ranks_in_turn_or_is_named():
+    def work(group, **more):
+        given = sequence_models.batch_of(group.rank) | {"source": {"shape": group.rank}} | more
+        loader = SequenceParallelLoader([given], divided(group, built("llama")), batches="in turn")
+        return [part["source"] for part in loader]
+
+    assert on_ranks(2, work) == [[{"shape": 0}, {"shape": 1}]] * 2
+    said = fails(lambda group: work(group, weight=np.ones(1)), infinity.UnsupportedError)
+    assert "'weight' of a batch, of type ndarray, cannot go" in said
 
 
 def fails(work, error, size=2):

@@ -39,6 +39,29 @@ def test_a_step_of_several_batches_has_one_length():
     assert lengths(warmed(accumulate=2), epochs=2) == [4, 4, 8, 8, 8, 8, 12, 12]
 
 
+def test_where_the_batches_of_a_step_change_the_steps_go_on():
+    warmup, found = warmed(accumulate=2), []
+    for number, batch in enumerate(warmup):
+        found.append(batch["input_ids"].shape[1])
+        if number == 1:
+            warmup.set_accumulate(1)
+    assert found == [4, 4, 8, 8]  # of the steps 1, 1, 2, 3
+    assert warmup.batches == 3
+    warmup.set_accumulate(3)
+    assert lengths(warmup) == [12] * 4  # the steps 4 and 5
+    with pytest.raises(infinity.ConfigError, match="accumulate=0"):
+        warmup.set_accumulate(0)
+
+
+def test_it_goes_on_after_steps_that_were_counted_elsewhere():
+    warmup = warmed(accumulate=2)
+    warmup.seek(3, 1)
+    assert lengths(warmup) == [12, 12, 12, 16]
+    custom = infinity.SequenceWarmup([torch.ones(1, 16)], 4, 8, schedule="custom", function=lambda _: 4)
+    custom.seek(2, length=16)  # was at the longest, of a schedule with a longer one
+    assert [one.shape[1] for one in custom] == [8]
+
+
 def test_tensors_alone_are_cut_and_shorter_batches_stay():
     warmup = infinity.SequenceWarmup([torch.ones(2, 16), torch.ones(2, 5)], 8, 16, steps=4)
     assert [tuple(one.shape) for one in warmup] == [(2, 8), (2, 5)]
