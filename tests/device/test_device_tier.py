@@ -185,16 +185,19 @@ def test_without_a_device_memory_it_is_half_of_what_is_free(folder, late):
     assert stats(built(folder)).device_budget_nbytes == 1 << 19
 
 
-def test_a_round_of_units_that_live_on_the_device_asks_for_all_of_them_at_once(folder, late):
+def test_a_round_between_steps_asks_at_once_for_units_that_live_on_the_device(folder, late):
     model = built(folder)
-    engine = engine_of_model(model)
-    x = torch.ones(2, 64, dtype=torch.bfloat16)
+    model[:3].requires_grad_(requires_grad=False)
+    optimizer = AdamW(model[3:].parameters(), update="backward")
+    engine, x = engine_of_model(model), torch.ones(2, 64, dtype=torch.bfloat16)
+    for _ in range(3):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
     with torch.no_grad():
         expected = model(x)
-        for _ in range(4):
-            model(x)
-        assert all(lives_there(unit) for unit in engine.units)
-        assert engine.executor.are_here(engine.units)
+        assert all(lives_there(unit) for unit in engine.units[:3])
+        assert engine.executor.are_here(engine.units[:3])
         assert torch.equal(model(x), expected)
 
 
