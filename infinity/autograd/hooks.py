@@ -176,7 +176,7 @@ class Hooks:
         builds a graph.
         """
         pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if task != -1 or (pair is not None and _of_checkpoint(pair[0])):
+        if task != -1 or (pair is not None and _is_hook_of_checkpoint(pair[0])):
             return inputs, None
         if pair is None or getattr(pair[0], "infinity", None) is not self:
             return None, self._packing(*((_as_is, _as_is) if pair is None else pair))
@@ -448,5 +448,5 @@ def _as_is(value: Any) -> Any:
     return value
 
 
-def _of_checkpoint(pack: Any) -> bool:
+def _is_hook_of_checkpoint(pack: Any) -> bool:
     return getattr(pack, "__module__", "") == "torch.utils.checkpoint"

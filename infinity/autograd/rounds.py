@@ -53,7 +53,7 @@ class Rounds:
 
     def forward_began(self, module: object) -> None:
         """A module begins, outside any other, and no backward will follow."""
-        if _of_checkpoint():
+        if _inside_reentrant_checkpoint():
             return
         if not self._executor.in_round or id(module) in self._begun:
             self._begun.clear()
@@ -67,7 +67,7 @@ class Rounds:
         self._executor.end_rounds()
 
 
-def _of_checkpoint() -> bool:
+def _inside_reentrant_checkpoint() -> bool:
     """Whether a reentrant checkpoint runs this forward, which has gradients off for now."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:

@@ -45,10 +45,14 @@ class DeviceBlocks:
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate with torch, when device_memory has room."""
         room = self._device.room
-        if room is not None:
-            room.take(numel * dtype.itemsize, "a unit")
-        with torch.inference_mode(mode=False), torch.no_grad():
-            flat = torch.empty(numel, dtype=dtype, device=self._device.torch_device)
+        taken = room.take(numel * dtype.itemsize, "a unit") if room is not None else 0
+        try:
+            with torch.inference_mode(mode=False), torch.no_grad():
+                flat = torch.empty(numel, dtype=dtype, device=self._device.torch_device)
+        except BaseException:
+            if room is not None:
+                room.give_back(taken)
+            raise
         self._device.allocated(flat)
         return flat
 

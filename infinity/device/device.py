@@ -324,7 +324,11 @@ class AcceleratorDevice(Device):
         if not tensor.numel():
             return Download(torch.empty(tensor.shape, dtype=tensor.dtype), DONE)
         taken = self.room.take(tensor.nbytes, "a gradient on its way to the host") if ours else 0
-        download = self._begin_download(tensor)
+        try:
+            download = self._begin_download(tensor)
+        except BaseException:
+            self.room.give_back(taken)
+            raise
         if taken:
             self.room.leaves(taken, download.transfer)
         return download

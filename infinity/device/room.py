@@ -16,7 +16,7 @@ timing, and ranks, whose units are fetched in one order, agree.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from infinity.errors import DeviceMemoryError
 from infinity.sizes import format_size, round_up
@@ -77,6 +77,20 @@ class DeviceRoom:
         self.lacked_nbytes = max(self.lacked_nbytes, lacked)
         self.ledger.reserve_anyway(needed)
         return needed
+
+    def take_all(self, parts: Sequence[int], what: str) -> int:
+        """Count tensors of so many bytes each, or none of them; return the bytes to give back.
+
+        Raises: DeviceMemoryError as `take` does.
+        """
+        taken = 0
+        try:
+            for nbytes in parts:
+                taken += self.take(nbytes, what)
+        except BaseException:
+            self.give_back(taken)
+            raise
+        return taken
 
     def give_back(self, nbytes: int) -> None:
         """Count bytes that `take` returned no more."""

@@ -43,10 +43,14 @@ def sequence_parallel(
             "their number; or build the model with Config(sequence_parallel=...)"
         )
     ranks, data = _ranks(engine, group)
-    sequences = SequenceParallel(model, SequenceGroup(ranks), data, attention)
     if engine is not None:
-        engine.ranks.closing.append(ranks.close)
-    return sequences
+        engine.ranks.closing.append(ranks.close)  # first: also where the model is refused
+    try:
+        return SequenceParallel(model, SequenceGroup(ranks), data, attention)
+    except BaseException:
+        if engine is None:
+            ranks.close()
+        raise
 
 
 def _ranks(engine: Engine | None, group: Any) -> tuple[Ranks, tuple[int, int]]:

@@ -171,7 +171,7 @@ class Reduction:
         lease = self._lease(nbytes)
         # What is sent and received, and of this rank's share the sum, the mean, and its copy.
         parts = (whole, whole, *[4 * share] * 3) if room is not None else ()
-        taken = [room.take(one, f"{unit.name}: a reduction") for one in parts if room is not None]
+        taken = room.take_all(parts, f"{unit.name}: a reduction") if room is not None else 0
         if self._device.is_host:
             sent = self._buffers.lend(unit.shard.numel, dtype)
             _pack(unit, grads, sent)
@@ -189,7 +189,7 @@ class Reduction:
         job = Reducing(what, sent, mean, lend, lease, self._lane, self._device)
         self._collectives.submit(job)
         if room is not None:
-            room.leaves(sum(taken), job)
+            room.leaves(taken, job)
         self._under_way.append((job, nbytes))
         return job, mean
 

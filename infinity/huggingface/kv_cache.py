@@ -93,6 +93,7 @@ def _take_share(engine: Engine, nbytes: int) -> None:
     """Reserve bytes of the budget's kept share; weights that lie there leave as far as they have to."""
     kept = engine.kept
     if engine.pins is not None and nbytes > kept.free_nbytes - kept.aside_nbytes:
+        engine.parameters.before_change()  # a commit may be reading the fields that leave
         engine.pins.make_room(nbytes)
     if not kept.try_reserve(nbytes):
         works = format_size(engine.least_total(None, nbytes))

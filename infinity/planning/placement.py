@@ -65,7 +65,7 @@ class Candidate:
     lasts: bool = True
     """Whether it may live on the device: updated seldom enough to pay there."""
     moves: bool = True
-    """Whether host memory may take it, where it is not for good."""
+    """Whether it may be moved to host memory; False for a field that always lies there."""
 
     @property
     def key(self) -> Key:

@@ -366,7 +366,8 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
                 break
             wanted[unit.index] = None
         for unit in self.units:
-            stays = unit is but or unit.index in wanted or unit in self._routed or unit.residence.lodged
+            needed = unit is but or unit.index in wanted or unit in self._routed
+            stays = self._whole or needed or unit.residence.lodged
             if unit.residence.waits and not stays:
                 self.evict(unit)
         self._owed = deque(wanted)

@@ -32,7 +32,9 @@ from infinity.units.unit import Unit
 logger = logging.getLogger("infinity")
 
 _READS_PER_UPDATE = 20
-"""Reads from one update to the next, at least, of a field that may live on the device: each takes it away."""
+"""Reads from one update to the next, at least, of a field that may live on the device: each update removes it
+from the device.
+"""
 
 
 class Pins:
@@ -103,14 +105,13 @@ class Pins:
     def _budget(self, gradient_nbytes: int, held_nbytes: int = 0) -> PlacementBudget:
         """Return the room there is, but for `held_nbytes` of host memory."""
         on_device = self._tier.room_nbytes if self._tier is not None else 0
-        return PlacementBudget(on_device, self._kept.limit_nbytes - held_nbytes, gradient_nbytes)
+        return PlacementBudget(on_device, max(0, self._kept.limit_nbytes - held_nbytes), gradient_nbytes)
 
     def make_room(self, nbytes: int) -> None:
         """Let placed fields leave, those that save least first, until `nbytes` are free, or none is left.
         Called outside of forwards and backwards.
         """
-        room = self._kept.limit_nbytes - self._in_use_nbytes() - nbytes
-        held = PlacementBudget(0, max(0, room), 0)
+        held = self._budget(0, self._in_use_nbytes() + nbytes)
         self._revise(revise(self._placement, list(self._candidates(self._frequencies)), held))
 
     def _in_use_nbytes(self) -> int:

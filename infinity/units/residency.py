@@ -208,7 +208,9 @@ class Executor(Residency[Unit, UpdatePass]):
         )
 
     def _stays(self, unit: Unit) -> bool:
-        return unit.residence.fetch is not None and (unit in self._staying or self._whole)
+        return unit.residence.fetch is not None and (
+            unit in self._staying or self._whole or unit.residence.lodged
+        )
 
     def hold_here(self, unit: Unit) -> None:
         """Like `hold`, in a round, for a unit that is here: there is nothing to plan for it."""
@@ -435,7 +437,7 @@ class Executor(Residency[Unit, UpdatePass]):
         course, cursor = self._rounds, self._rounds.cursor
         # What is to lie in place is not fetched ahead: its use puts it there.
         sizes = [0 if one.comes_in_place or self._is_lodged(one) else one.window_nbytes for one in self.units]
-        if self.in_round and cursor.trace and (course.is_stale(sizes) or course.has_other_length):
+        if cursor.trace and (course.is_stale(sizes) or course.has_other_length):
             self._plan(course, tuple(cursor.trace), sizes)
         elif not course.planned or course.has_other_sizes(sizes) or self._has_other_window(course):
             planned = tuple(step.use for step in cursor.plan.steps) if cursor.plan is not None else None
@@ -455,6 +457,8 @@ class Executor(Residency[Unit, UpdatePass]):
         """Go on with the step, where it was; after a round that was the last one, for now."""
         if not self.in_round:
             return
+        if self._rounds.cursor.trace:
+            self._rounds.frequencies.close_step()
         self._course, self._set_apart = self._steps, self.stay_by(self._set_apart)
         self._look_again(self.cursor, but=None)
         self.fetch_owed()

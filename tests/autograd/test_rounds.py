@@ -145,6 +145,35 @@ def test_training_does_not_notice_the_rounds_between_its_steps_and_within_them(f
     assert found[3].count("B") == expected[3].count("B"), "the step's plan is of steps"
 
 
+class Reversed(nn.Sequential):
+    """Runs its layers in another order than the one they were made in, which the first plan assumes."""
+
+    def forward(self, x):
+        for layer in reversed(self):
+            x = layer(x)
+        return x
+
+
+@pytest.mark.disk
+def test_a_lone_round_between_steps_is_counted_and_followed_by_the_next(folder):
+    model = offloaded(folder, "2MiB", lambda: Reversed(*layers()))
+    optimizer = infinity.AdamW(model.parameters(), lr=0.01)
+    executor = engine_of_model(model).executor
+    reordered = []
+    for step in range(3):
+        model(X).float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert executor.round_frequencies.steps == step
+        read_by_round(model, 1)
+        reordered.append(executor.round_cursor.reordered)
+    model(X)
+    assert executor.round_frequencies.steps == 3
+    assert [executor.round_frequencies.uses(unit) for unit in range(8)] == [1.0] * 8
+    assert reordered[0] > 0
+    assert reordered[1:] == [0, 0]
+
+
 @pytest.mark.disk
 def test_a_reentrant_checkpoint_is_no_round(folder):
     model = offloaded(folder, "8MiB")

@@ -15,8 +15,10 @@ import simulated_tiers
 from infinity import AdamW, Config, Init, gathered, stats
 from infinity.device.device import AcceleratorDevice
 from infinity.engine import engine as engine_module
+from infinity.engine.engine import engine_of_model
 from infinity.errors import DeviceMemoryError
 from infinity.planning.budget import DeviceBudget, divide_device
+from infinity.units.device_tier import lives_there
 from streams import LateStreams
 
 pytestmark = [pytest.mark.disk, pytest.mark.multi]
@@ -181,6 +183,22 @@ def test_a_device_memory_above_what_is_free_is_refused(folder, late, with_memory
 def test_without_a_device_memory_it_is_half_of_what_is_free(folder, late):
     late.free = 1 << 20
     assert stats(built(folder)).device_budget_nbytes == 1 << 19
+
+
+def test_a_round_between_steps_asks_at_once_for_units_that_live_on_the_device(folder, late):
+    model = built(folder)
+    model[:3].requires_grad_(requires_grad=False)
+    optimizer = AdamW(model[3:].parameters(), update="backward")
+    engine, x = engine_of_model(model), torch.ones(2, 64, dtype=torch.bfloat16)
+    for _ in range(3):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        expected = model(x)
+        assert all(lives_there(unit) for unit in engine.units[:3])
+        assert engine.executor.are_here(engine.units[:3])
+        assert torch.equal(model(x), expected)
 
 
 def test_gathering_more_than_the_device_has_room_for_is_refused_with_the_numbers(folder, late, with_memory):

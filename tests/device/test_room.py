@@ -1,9 +1,13 @@
 """Bytes of device memory, and how room is made. Faked: the work that bytes leave with, and what gives way."""
 
 import pytest
+import torch
 
+from infinity.device.blocks import DeviceBlocks
+from infinity.device.device import AcceleratorDevice
 from infinity.device.room import BLOCK_NBYTES, DeviceRoom
 from infinity.errors import DeviceMemoryError
+from streams import LateStreams
 
 B = BLOCK_NBYTES
 
@@ -88,3 +92,31 @@ def test_where_nothing_is_left_to_give_way_the_numbers_and_the_cure_are_named(lo
     ):
         room.take(2 * B, "layer 7")
     assert log == ["one gives way"]
+
+
+def test_several_tensors_are_taken_together_or_not_at_all(log):
+    room = opened(log, 3)
+    with pytest.raises(DeviceMemoryError, match="a reduction"):
+        room.take_all([B, 1, 2 * B], "a reduction")
+    assert room.ledger.held_nbytes == 0
+    assert room.take_all([B, 1, 0], "a reduction") == room.ledger.held_nbytes == 2 * B
+
+
+def test_a_unit_that_torch_has_no_memory_for_is_counted_no_more(monkeypatch):
+    device = AcceleratorDevice(torch.device("cpu"), LateStreams())
+    monkeypatch.setattr(torch, "empty", _out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        DeviceBlocks(device).take(1024, torch.bfloat16)
+    assert device.room.ledger.held_nbytes == 0
+
+
+def test_a_download_that_does_not_begin_is_counted_no_more(monkeypatch):
+    device = AcceleratorDevice(torch.device("cpu"), LateStreams())
+    monkeypatch.setattr(device.memory, "lend", _out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        device.download(torch.ones(1024))
+    assert device.room.ledger.held_nbytes == 0
+
+
+def _out_of_memory(*_, **__):
+    raise torch.OutOfMemoryError("planted")

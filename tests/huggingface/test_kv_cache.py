@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from infinity import HostMemoryError, Init, KVCache, stats
+from infinity import AdamW, HostMemoryError, Init, KVCache, resume, stats
 from infinity.engine.engine import engine_of_model
 from infinity.errors import ConfigError
 
@@ -65,6 +65,29 @@ def test_the_share_comes_from_the_budget_and_goes_back_with_the_cache(folder):
     assert torch.equal(generate(model, cache), generate(model))
     del cache
     assert engine.kept.held_nbytes <= before
+
+
+def noting(told, name, call):
+    def noted(*args):
+        told.append(name)
+        return call(*args)
+
+    return noted
+
+
+def test_in_a_durable_run_weights_make_room_when_a_commit_has_captured_them(folder, monkeypatch):
+    torch.manual_seed(0)
+    with Init(nvme=folder, host_memory="4MiB", durable=True):
+        model = LlamaForCausalLM(CONFIG)
+    optimizer = AdamW(model.parameters())
+    resume(model, optimizer)
+    model(IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    engine, told = engine_of_model(model), []
+    for owner, name in ((engine.durable, "before_change"), (engine.pins, "make_room")):
+        monkeypatch.setattr(owner, name, noting(told, name, getattr(owner, name)))
+    KVCache(model, host_memory=engine.kept.limit_nbytes - (512 << 10))
+    assert told == ["before_change", "make_room"]
 
 
 def test_without_room_or_a_disk_the_numbers_and_the_cure_are_named(folder):

@@ -195,6 +195,14 @@ def test_after_a_use_that_was_not_planned_units_that_are_not_needed_next_leave()
     assert engine.resident() == [1, 3]
 
 
+def test_after_a_use_that_was_not_planned_what_stays_until_it_is_updated_stays():
+    engine = Simple(window=40)
+    engine._whole = True
+    engine.begin([0, 1, 2])
+    engine.look_again([], 40, but=None)
+    assert engine.resident() == [0, 1, 2]
+
+
 def test_at_the_end_of_a_step_nothing_waits_and_nothing_is_owed():
     engine = Simple(window=10)
     engine.begin([0, 1])

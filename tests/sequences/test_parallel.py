@@ -5,6 +5,7 @@ real.
 """
 
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ import infinity
 import sequence_models
 from covers import matrix
 from infinity import tiling
+from infinity.engine import sequences
+from infinity.engine.engine import engine_of_model
 from infinity.sequences.loader import SequenceParallelLoader
 from infinity.sequences.parallel import SequenceParallel
 from thread_ranks import on_ranks
@@ -361,3 +364,21 @@ def test_a_model_is_divided_once():
         divided(group, model)
 
     assert "divided among ranks already" in fails(work, infinity.ConfigError)
+
+
+def test_ranks_that_were_connected_for_a_model_that_is_refused_are_closed(monkeypatch):
+    closed = []
+    three = types.SimpleNamespace(
+        rank=0, size=3, channel=lambda: None, close=lambda: closed.append("connections")
+    )
+    monkeypatch.setattr(sequences, "_ranks", lambda *_: (three, (0, 1)))
+    with pytest.raises(infinity.ConfigError):
+        infinity.sequence_parallel(built("llama"), 3)
+    assert closed == ["connections"]
+    with infinity.Init(nvme=None, host_memory="64MiB"):
+        model = built("llama")
+    with pytest.raises(infinity.ConfigError):
+        infinity.sequence_parallel(model, 3)
+    assert closed == ["connections"], "those of the engine go with it"
+    engine_of_model(model).ranks.close()
+    assert closed == ["connections"] * 2

@@ -57,13 +57,14 @@ class Disk(FakeDisk):
 class Model:
     """Units of one tile each, and steps in which some of them are used and updated."""
 
-    def __init__(self, units, kept_nbytes, *, inline=False):
+    def __init__(self, units, kept_nbytes, *, inline=False, tier=None):
         self.kept, self.disk = Bounded(kept_nbytes), Disk(0)
         self.host, self.traffic = HostStore(self.kept), Traffic()
         self.lane = StreamLane(Pool(TILE * 16, 3), inline=inline)
         self.units = [self.unit(index) for index in range(units)]
         self.frequencies = Frequencies(units)
-        self.pins = Pins(self.units, self.frequencies, self.lane, self.kept, (self.host, self.disk))
+        stores = self.host, self.disk
+        self.pins = Pins(self.units, self.frequencies, self.lane, self.kept, stores, tier)
         self.gradients = []
 
     def unit(self, index):
@@ -315,6 +316,34 @@ def test_fields_that_still_wait_for_room_give_their_promise_back(made):
     model.close_step()
     assert model.targets() == {(6, "hi"), (7, "hi")}
     assert (model.kept.aside_nbytes, model.kept.held_nbytes) == (0, 2 * HI)
+
+
+# Beside the device
+
+
+class Tier:
+    """Has room for some units on the device."""
+
+    def __init__(self, room_nbytes):
+        self.room_nbytes, self.lodgers = room_nbytes, []
+
+    def lodge(self, units):
+        self.lodgers = [unit.index for unit in units]
+
+
+def test_room_that_is_made_in_host_memory_takes_nothing_off_the_device(made):
+    tier = Tier(2 * HI)
+    model = made(4, 1 << 20, tier=tier)
+    for unit in range(4):
+        model.frequencies.used(unit)
+    model.close_step()
+    lodgers = tier.lodgers
+    assert len(lodgers) == 2
+    assert len(model.targets()) == 2
+    model.pins.make_room(1 << 20)
+    assert model.targets() == set()
+    model.pins.close_step()
+    assert tier.lodgers == lodgers
 
 
 # How often
