@@ -426,12 +426,10 @@ def prompt_steps(model, count):
         model(inputs_embeds=prompt).logits.float().square().mean().backward()
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3])
-@pytest.mark.parametrize("host_memory", ["512KiB", "8MiB"])
-def test_without_nvme_pinned_weights_get_records_of_their_own_and_go_on(folder, steps, host_memory):
+def test_without_nvme_pinned_weights_get_records_of_their_own_and_go_on(folder):
     path = saved(folder)
-    ours, plain = loaded(path, None, host_memory), plain_of(path)
-    prompt_steps(ours, steps)
+    ours, plain = loaded(path, None, "8MiB"), plain_of(path)
+    prompt_steps(ours, 2)
     engine = engine_of_model(ours)
     with torch.no_grad():
         plain.model.norm.weight.mul_(2)
