@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ class _Entry:
         self.is_mapped = False
         """Whether its values are a mapped file's, and take no memory until they are looked at."""
 
-    def lie_in(self, record: Record, index: int) -> None:
+    def belongs_to(self, record: Record, index: int) -> None:
         """Note that its values are those of parameter `index` of `record`."""
         self.record, self.index = record, index
 
@@ -114,6 +114,7 @@ class Construction:
         self._frozen = frozen
         self._origins = Origins()
         self._packed: dict[int, tuple[StorageWeakRef, Block8]] = {}
+        self._before_loading: Callable[[], None] = lambda: None
         self._copied: Counter[str] = Counter()
         """Bytes of a checkpoint that got records of their own, by the reason."""
         self._entries: dict[int, _Entry] = {}
@@ -127,6 +128,10 @@ class Construction:
         self.asked = Asked(self._converted)
         """To be entered while models are built."""
 
+    def before_loading(self, call: Callable[[], None]) -> None:
+        """Have `call` called when a parameter comes whose values are to be loaded."""
+        self._before_loading = call
+
     # Registration
 
     def registered(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -137,7 +142,7 @@ class Construction:
         with self.asked.quiet():
             self.asked.registered(parameter)
             before = module._parameters.get(name)
-            if self._frozen and before is not None and before.is_meta and not parameter.is_meta:
+            if self._frozen and before is not None and before.is_meta and self._is_loaded(parameter, before):
                 parameter.requires_grad_(False)
             asked = self._asked_for(parameter, before)
             self._asked_of_tiles, outer = asked, self._asked_of_tiles
@@ -165,6 +170,17 @@ class Construction:
             storage = stand_in.untyped_storage()
             self._packed[int(storage._cdata)] = StorageWeakRef(storage), found
             return stand_in
+
+    def _is_loaded(self, parameter: nn.Parameter, before: nn.Parameter) -> bool:
+        """Whether what replaces a parameter without values, `before`, has a checkpoint's: it lies in a mapped
+        file, or transformers has marked either (5 the new one, 4 the old). What the checkpoint lacks comes
+        unmarked, to be initialised.
+        """
+        if parameter.is_meta:
+            return False
+        marked = any(getattr(one, "_is_hf_initialized", False) for one in (parameter, before))
+        packed = self._packed_in(parameter) is not None
+        return marked or packed or self._origins.may_have(parameter)
 
     def _packed_in(self, parameter: nn.Parameter) -> Block8 | None:
         """Return where a parameter's values are packed, if it is such a stand-in."""
@@ -270,6 +286,7 @@ class Construction:
         if isinstance(parameter, Whole):
             return False  # its tiles were taken, each by itself
         if parameter.is_meta:
+            self._before_loading()
             _refuse_packed(module, name, parameter)
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return False  # integers have no gradient: they stay ordinary, like buffers
@@ -362,7 +379,7 @@ class Construction:
             else:
                 self._overflow.give_room(record)
             for index, (entry, _) in enumerate(together):
-                entry.lie_in(record, index)
+                entry.belongs_to(record, index)
 
     def _ranges(self, parameters: Sequence[nn.Parameter], record: Record) -> list[FileRange | Block8] | None:
         """Return the ranges of files that parameters' values are; None if that is not so of all."""

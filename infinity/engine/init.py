@@ -72,7 +72,8 @@ class Init:
     parallelism do (a group or a DeviceMesh likewise): each keeps a part of what a checkpointed block saves,
     and they gather it when the backward takes it.
     frozen: weights that are loaded into a model without values, as by from_pretrained, get
-    requires_grad=False. What is built beside them, as PEFT's adapters are, trains as ever.
+    requires_grad=False. What is built beside them, as PEFT's adapters are, trains as ever, and so does what
+    the checkpoint lacks, such as a new head.
 
     Weights that from_pretrained takes from safetensors files, in the type that computes, stay in these files:
     nothing is copied, and each is read from there when it is used. They get records of their own when an
@@ -127,7 +128,8 @@ class Init:
             register_module_module_registration_hook(cast("Any", construction.adopted)),
         ]
         self._contexts.enter_context(loading_in_order())
-        self._contexts.enter_context(leaving_packed(construction.offered))
+        see_to_packed = self._contexts.enter_context(leaving_packed(construction.offered))
+        construction.before_loading(see_to_packed)
         self._contexts.enter_context(refusing_scripts())
         self._contexts.enter_context(_drawing_as_rank_0(self._engine.ranks))
         self._contexts.enter_context(construction.asked)

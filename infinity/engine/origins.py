@@ -134,8 +134,9 @@ class Origins:
         if codes.dtype != torch.float8_e4m3fn or codes.dim() != 2 or len(grid) != 2 or 0 in grid:
             return None
         (rows, cols), (grid_rows, grid_cols) = codes.shape, grid
-        if rows % grid_rows or cols % grid_cols or not (self.may_have(codes) and self.may_have(scales)):
+        if rows % grid_rows or cols % grid_cols:
             return None
+        self.look()  # what was mapped when this looked last may be another file by now
         of_codes, of_scales = self.of(codes, codes.dtype), self.of(scales, torch.float32)
         if isinstance(of_codes, str) or isinstance(of_scales, str):
             return None

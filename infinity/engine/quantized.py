@@ -3,9 +3,10 @@
 [Note: packed checkpoints]
 transformers asks a quantizer, by the method that a checkpoint names, what to do with packed weights. Where
 the model is to compute in 16 bits, as always on a CPU, that of fp8 converts each while it is loaded. Inside
-Init a quantizer of the same kind stands in its place, in transformers' own table of quantizers: a weight
-whose codes and scales are bytes of a mapped file is *offered* to the construction, which notes where they
-are, and answers by a tensor without values to put in the model. What it does not take is converted as ever.
+Init that quantizer names another conversion: a weight whose codes and scales are bytes of a mapped file is
+*offered* to the construction, which notes where they are, and answers by a tensor without values to put in
+the model. What it does not take is converted as ever. A transformers that is imported within Init is seen to
+when its model is built, without values yet, which is before it asks for conversions.
 """
 
 from __future__ import annotations
@@ -21,22 +22,42 @@ Offer = Callable[[torch.Tensor, torch.Tensor, torch.dtype], "torch.Tensor | None
 """Codes, scales and the type to convert to; returns what stands for the weight, or None."""
 
 _METHOD = "fp8"
+_OPERATIONS = "get_load_operations"
 
 
 @contextlib.contextmanager
-def leaving_packed(offer: Offer) -> Iterator[None]:
-    """Have transformers, if it is imported, offer packed weights; see [Note: packed checkpoints]."""
-    table = _table()
-    before = table.get(_METHOD)
-    kind = _offering(before, offer) if before is not None else None
-    if kind is None:
-        yield
-        return
-    table[_METHOD] = kind
+def leaving_packed(offer: Offer) -> Iterator[Callable[[], None]]:
+    """Have transformers offer packed weights; see [Note: packed checkpoints]. Gives what is to be called when
+    a model without values is being built: it sees to a transformers that is imported only within the `with`.
+    """
+    with contextlib.ExitStack() as changed:
+        kinds: list[Any] = []
+
+        def see_to_it() -> None:
+            if kinds:
+                return
+            quantizer = _table().get(_METHOD)
+            replacement = _offering(quantizer, offer) if quantizer is not None else None
+            if replacement is not None:
+                kinds.append(quantizer)
+                changed.enter_context(_with_operations(quantizer, replacement))
+
+        see_to_it()
+        yield see_to_it
+
+
+@contextlib.contextmanager
+def _with_operations(quantizer: Any, operations: Callable[[Any], dict[str, Any]]) -> Iterator[None]:
+    """Let a class of quantizers, and what is already made of it, answer with other operations."""
+    own = vars(quantizer).get(_OPERATIONS)
+    setattr(quantizer, _OPERATIONS, operations)
     try:
         yield
     finally:
-        table[_METHOD] = before
+        if own is None:
+            delattr(quantizer, _OPERATIONS)
+        else:
+            setattr(quantizer, _OPERATIONS, own)
 
 
 def _table() -> dict[str, Any]:
@@ -49,11 +70,12 @@ def _table() -> dict[str, Any]:
     return AUTO_QUANTIZER_MAPPING
 
 
-def _offering(quantizer: Any, offer: Offer) -> Any:
-    """Return a quantizer like this one whose conversion offers; None for a transformers that has no such
-    conversion.
+def _offering(quantizer: Any, offer: Offer) -> Callable[[Any], dict[str, Any]] | None:
+    """Return what answers with this quantizer's operations, but for a conversion that offers; None for a
+    transformers that has no such conversion.
     """
-    if not hasattr(quantizer, "get_load_operations"):
+    before = getattr(quantizer, _OPERATIONS, None)
+    if before is None:
         return None
     try:
         from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -78,10 +100,10 @@ def _offering(quantizer: Any, offer: Offer) -> Any:
             return super().convert(input_dict, **kwargs)
 
     def get_load_operations(self: Any) -> dict[str, Any]:
-        operations: dict[str, Any] = quantizer.get_load_operations(self)
+        operations: dict[str, Any] = before(self)
         return {**operations, "dequantize": OfferingFp8} if "dequantize" in operations else operations
 
-    return type(quantizer.__name__, (quantizer,), {"get_load_operations": get_load_operations})
+    return get_load_operations
 
 
 def _single(value: Any) -> torch.Tensor | None:

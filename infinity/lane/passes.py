@@ -184,16 +184,21 @@ class _RangePass(Pass):
 class CopyOutPass(_RangePass):
     """Copies a range of a record into buffers, as it is stored; what was never written is zero."""
 
+    def _kept_in(self, field: str) -> Sequence[str]:
+        """In a checkpoint's files, `hi` is the master, too."""
+        in_files = self.record.in_files is not None
+        return ("hi",) if field == "master" and in_files else super()._kept_in(field)
+
     def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
         """Of the fields asked for, those that were ever written."""
         return tuple(name for name in self._names if self.record.written(name, start)), ()
 
     def _move(self, numel: int, here: dict[str, int], values: dict[str, int]) -> None:
         for field, to in values.items():
-            if field == "master" and all(name in here for name in self._kept_in(field)):
-                self._weights.read_master(numel, here, to)
-            elif field == "master" and self.record.in_files is not None:
+            if field == "master" and self.record.in_files is not None:
                 WIDEN[self._weights.dtype](numel, here["hi"], to)
+            elif field == "master" and all(name in here for name in self._kept_in(field)):
+                self._weights.read_master(numel, here, to)
             else:
                 _copy_or_clear(self._nbytes(field, numel), to, here.get(field))
 

@@ -202,7 +202,7 @@ class Record:
         Raises: HostMemoryError, aio.StorageFullError; then the record is as before.
         """
         new: dict[str, Extent] = {}
-        names = [one for one in self.form.weights if one not in self or not self._is_host(one)]
+        names = [one for one in self.form.weights if one not in self or not self.in_host(one)]
         try:
             for name in names:
                 new[name] = store.allocate(self.field_nbytes(name), f"{self.name}.{name}")
@@ -210,6 +210,8 @@ class Record:
             for extent in new.values():
                 store.free(extent)
             raise
+        if isinstance(store, HostStore) and (target := self.targets.pop("hi", None)) is not None:
+            target.store.free(target)  # `hi` is in host memory by itself from now on
         if self._in_files is not None:
             self._in_files.store.free(self._in_files)
         self._in_files = None
@@ -217,9 +219,6 @@ class Record:
             self._extents[name], self._hashes[name] = extent, self.new_hashes(name)
         self.changed_in_host.add("hi")
         self._moved()
-
-    def _is_host(self, name: str) -> bool:
-        return isinstance(self._extents[name].store, HostStore)
 
     def leave_host(self) -> None:
         """Let go of the copy in host memory of what lies in files."""

@@ -74,6 +74,7 @@ class Pins:
         """Decide anew from time to time, first after the first step: it shows what gradients take. After each
         step while what is used is changing.
         """
+        self._forget_own()
         self._steps += 1
         held = self._kept.peak_nbytes - self._pinned_nbytes() if self._steps == 1 else self._in_use_nbytes()
         self._gradient_nbytes = max(self._gradient_nbytes, held)
@@ -94,6 +95,7 @@ class Pins:
         """Decide anew when the rounds since the last step have doubled: a move has to pay within twice as
         many, so that moves cost no more than the rounds before them. expected: of a round, without updates.
         """
+        self._forget_own()
         self._rounds += 1
         if self._rounds & (self._rounds - 1) == 0 or expected.unsettled:
             budget = self._budget(0, self._in_use_nbytes())
@@ -111,8 +113,23 @@ class Pins:
         """Let placed fields leave, those that save least first, until `nbytes` are free, or none is left.
         Called outside of forwards and backwards.
         """
+        self._forget_own()
         held = self._budget(0, self._in_use_nbytes() + nbytes)
         self._revise(revise(self._placement, list(self._candidates(self._frequencies)), held))
+
+    def _forget_own(self) -> None:
+        """Without NVMe, what has left its checkpoint's files since lies in host memory for good: it is placed
+        no longer, and waits for no room.
+        """
+        if self._nvme is not self._host:
+            return
+        placed = {key for key, tier in self._placement.items() if tier == "host"}
+        gone = {key for key in placed if self._units[key[0]].record.in_files is None}
+        for move in [one for one in self._to_host if (one.unit, one.field) in gone]:
+            self._to_host.remove(move)
+            self._kept.set_aside(-self._held_nbytes(move))
+        kept = {key: tier for key, tier in self._placement.items() if key not in gone}
+        self._placement = MappingProxyType(kept)
 
     def _in_use_nbytes(self) -> int:
         """Bytes of the share that are held by others: gradients, activations."""

@@ -1,7 +1,9 @@
 """Weights that stay in a checkpoint's files. Trusted: plain from_pretrained of the folder; the recipe."""
 
+import ctypes
 import hashlib
 import logging
+import mmap
 import os
 
 import pytest
@@ -20,6 +22,7 @@ from parity import differences, repeatable
 pytestmark = pytest.mark.disk
 
 BF16 = torch.bfloat16
+_MAP_FIXED = 0x10  # of mmap(2), on Linux
 
 
 @pytest.fixture(autouse=True)
@@ -414,3 +417,143 @@ def test_nothing_is_ever_written_to_the_files(folder):
         record.write("hi", 0, record.shard.numel, 4096, None)
     with pytest.raises(UnsupportedError, match="cannot be allocated"):
         store.allocate(10, "x")
+
+
+def prompt_steps(model, count):
+    """Steps of a prompt alone: the base is used, and comes to lie in host memory."""
+    prompt = torch.zeros(2, 8, 32, dtype=BF16, requires_grad=True)
+    for _ in range(count):
+        model(inputs_embeds=prompt).logits.float().square().mean().backward()
+
+
+def test_without_nvme_pinned_weights_get_records_of_their_own_and_go_on(folder):
+    path = saved(folder)
+    ours, plain = loaded(path, None, "8MiB"), plain_of(path)
+    prompt_steps(ours, 2)
+    engine = engine_of_model(ours)
+    with torch.no_grad():
+        plain.model.norm.weight.mul_(2)
+        plain.lm_head.weight.mul_(3)
+    with infinity.gathered([ours.model.norm.weight, ours.lm_head.weight], write=True), torch.no_grad():
+        ours.model.norm.weight.mul_(2)
+        ours.lm_head.weight.mul_(3)
+    assert in_files(ours).count(False) == 2
+    own = [unit.record for unit in engine.units if unit.record.in_files is None]
+    assert all("hi" not in record.targets and record.all_in_host for record in own)
+    assert torch.equal(logits(ours), logits(plain))
+    prompt_steps(ours, 9)  # the placement is decided anew
+    engine.pins.make_room(1 << 40)
+    assert torch.equal(logits(ours), logits(plain))
+    assert engine.kept.aside_nbytes == 0
+
+
+@pytest.mark.parametrize("waiting", [False, True])
+@pytest.mark.parametrize("thawed", [False, True])
+def test_without_nvme_weights_on_their_way_to_host_memory_get_records_of_their_own(folder, waiting, thawed):
+    path = saved(folder)
+    ours, plain = loaded(path, None, "8MiB"), plain_of(path)
+    prompts = torch.zeros(
+        4, 2, 8, 32, dtype=BF16, requires_grad=True
+    )  # used often: worth more than gradients
+    sum(ours(inputs_embeds=one).logits.float().square().mean() for one in prompts).backward()
+    engine = engine_of_model(ours)
+    taken = engine.kept.free_nbytes if waiting else 0
+    assert engine.kept.try_reserve(taken)
+    engine.close_step()
+    assert any(unit.record.targets for unit in engine.units) is not waiting
+    assert (engine.kept.aside_nbytes > 0) is waiting
+    engine.kept.release(taken)
+    with torch.no_grad():
+        plain.lm_head.weight.mul_(1 if thawed else 3)
+    if thawed:
+        ours.lm_head.requires_grad_(True)
+        AdamW(ours.lm_head.parameters())
+    else:
+        ours.load_state_dict(plain.state_dict())
+    assert in_files(ours).count(False) == 1
+    for _ in range(2):
+        assert torch.equal(logits(ours), logits(plain))
+    engine.close_step()
+    assert torch.equal(logits(ours), logits(plain))
+    own = next(unit.record for unit in engine.units if unit.record.in_files is None)
+    assert "hi" not in own.targets
+    held = [one.record.nbytes("host") for one in engine.units]
+    targets = [extent.nbytes for one in engine.units for extent in one.record.targets.values()]
+    assert engine.host_store.held_nbytes == sum(held) + sum(targets)
+    assert engine.kept.aside_nbytes == 0
+
+
+def test_without_nvme_a_pinned_base_that_is_thawed_trains_as_the_recipe(folder):
+    path = saved(folder)
+    plain, ours = reference.prepare(plain_of(path)), loaded(path, None, "8MiB")
+    prompt_steps(ours, 1)
+    optimizers = []
+    for model, kind in ((plain, reference.ReferenceAdamW), (ours, AdamW)):
+        model.requires_grad_(False)
+        model.model.layers[0].requires_grad_(True)
+        optimizers.append(kind(model.model.layers[0].parameters(), lr=1e-2))
+    losses = [models.train(*both, 10) for both in zip((plain, ours), optimizers, strict=True)]
+    assert losses[0] == losses[1]
+
+
+def test_fp16_weights_in_files_are_saved_exported_and_loaded(folder):
+    path = saved(folder, dtype=torch.float16)
+    ours, plain = loaded(path, folder, dtype="fp16"), plain_of(path)
+    infinity.save(ours, None, folder / "saved")
+    infinity.save_pretrained(ours, folder / "exported", dtype=torch.float32)
+    assert differences(plain.float().state_dict(), plain_of(folder / "exported").float().state_dict()) == []
+    again = loaded(path, folder, dtype="fp16")
+    infinity.load(again, None, folder / "saved")
+    assert all(in_files(again))
+    assert torch.equal(logits(again), logits(ours))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "llama"])
+def test_what_is_loaded_is_frozen_wherever_it_comes_to_lie(folder, name):
+    path = saved(folder, name, dtype=torch.float32 if name == "llama" else BF16)
+    ours = loaded(path, folder)
+    assert not all(in_files(ours))
+    assert not any(one.requires_grad for one in ours.parameters())
+
+
+def test_a_new_head_on_a_frozen_base_is_trained(folder):
+    path = saved(folder)
+    kind = transformers.AutoModelForSequenceClassification
+    torch.manual_seed(3)
+    plain = reference.prepare(kind.from_pretrained(path, num_labels=3, pad_token_id=0))
+    for name, one in plain.named_parameters():
+        one.requires_grad_(name == "score.weight")
+    torch.manual_seed(3)
+    with Init(nvme=str(folder), host_memory="256KiB", frozen=True):
+        ours = kind.from_pretrained(path, num_labels=3, pad_token_id=0)
+    assert [name for name, one in ours.named_parameters() if one.requires_grad] == ["score.weight"]
+    results = []
+    for model, optimizer in ((plain, reference.ReferenceAdamW), (ours, AdamW)):
+        steps = optimizer([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+        for number in range(2):
+            loss = model(input_ids=models.batch(number), labels=torch.arange(len(models.batch(0))) % 3).loss
+            loss.backward()
+            steps.step()
+            steps.zero_grad()
+        results.append(loss.item())
+    assert results[0] == results[1]
+
+
+def test_packed_weights_are_looked_for_in_what_is_mapped_now(folder):
+    paths = [folder / "first.safetensors", folder / "second.safetensors"]
+    for path in paths:
+        tensors = {"codes": torch.zeros(64, 64).to(torch.float8_e4m3fn), "scales": torch.ones(2, 2)}
+        save_file(tensors, path)
+    with infinity_safe_open(paths[0]) as file:
+        codes, scales = (file.get_slice(name)[...] for name in ("codes", "scales"))
+    origins = Origins()
+    assert origins.packed(codes, scales)[0] == str(paths[0])
+    start = min(codes.data_ptr(), scales.data_ptr()) // mmap.PAGESIZE * mmap.PAGESIZE
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    with paths[1].open("rb") as other:  # as if the first were unmapped, and the second came there
+        args = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED, other.fileno()
+        size = ctypes.c_size_t(paths[1].stat().st_size)
+        got = libc.mmap(ctypes.c_void_p(start), size, *args, ctypes.c_long(0))
+    assert got == start
+    assert origins.packed(codes, scales)[0] == str(paths[1])

@@ -398,3 +398,75 @@ def test_the_budget_is_kept_whatever_is_used_when_and_ends_as_it_is_accounted(ro
         assert model.disk.used_nbytes == 5 * (HI + LO + M + V) - sum(extents)
     finally:
         model.lane.close()
+
+
+# Without NVMe: fields in a checkpoint's files
+
+
+class Files(Disk):
+    """A checkpoint's files, as far as a record asks for their places."""
+
+    def part(self, *_where):
+        return None
+
+    def lay(self, _parts, nbytes):
+        return self.allocate(nbytes, "hi")
+
+
+class NoRoom:
+    """A device on which no unit lives."""
+
+    room_nbytes = 0
+
+    def lodge(self, units):
+        assert not units
+
+
+class InFiles(Model):
+    """Units whose weights lie in files, and no NVMe."""
+
+    def __init__(self, units, kept_nbytes, tier=None):
+        self.files = Files(0)
+        super().__init__(units, kept_nbytes)
+        self.pins = Pins(self.units, self.frequencies, self.lane, self.kept, (self.host, self.host), tier)
+
+    def unit(self, index):
+        record = Record(lay_out([("w", (TILE,))]), TILE, self.traffic, name=f"layers.{index}")
+        record.lie_in(self.files, [None])
+        unit = Unit(index, [nn.Parameter(torch.empty(TILE, dtype=torch.bfloat16))], record)
+        unit.open(HostBlocks(Ledger(0)), torch.device("cpu"), {}, in_place=True)
+        return unit
+
+    def read(self, used=None):
+        """A step without updates, whose uses are worth more than a gradient in memory."""
+        for index in [*(range(len(self.units)) if used is None else used)] * 4:
+            self.frequencies.used(index)
+        self.close_step()
+
+
+@pytest.mark.parametrize("tier", [None, NoRoom()])
+@pytest.mark.parametrize("waiting", [False, True])
+def test_what_leaves_its_files_without_nvme_is_placed_no_longer(tier, waiting):
+    model = InFiles(3, 3 * (HI + LO), tier)
+    try:
+        taken = model.kept.limit_nbytes if waiting else 0
+        model.kept.reserve_anyway(taken)
+        model.read()
+        assert (len(model.targets()), model.kept.aside_nbytes) == ((0, 3 * HI) if waiting else (3, 0))
+        model.kept.release(taken)
+        own = model.units[1].record
+        own.make_own(model.host)
+        model.lane.submit(WritePass(own, TILE, {0: {"master": torch.full((TILE,), 7.0)}}))
+        held = own.nbytes("host")
+        model.read()
+        assert model.targets() == {(0, "hi"), (2, "hi")}
+        assert model.kept.held_nbytes == held + 2 * HI
+        for _ in range(20):
+            model.read([0])
+        model.pins.make_room(model.kept.limit_nbytes)
+        assert model.targets() == set()
+        assert (own.targets, own.nbytes("host"), own.all_in_host) == ({}, held, True)
+        assert (model.kept.held_nbytes, model.kept.aside_nbytes) == (held, 0)
+        assert torch.equal(model.master(1), torch.full((TILE,), 7.0))
+    finally:
+        model.lane.close()
