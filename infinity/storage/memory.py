@@ -7,6 +7,7 @@ import mmap
 import os
 import threading
 import time
+import weakref
 from dataclasses import dataclass
 
 import cffi
@@ -27,6 +28,19 @@ class Arena:
             self.map.madvise(mmap.MADV_HUGEPAGE)
         self._pointer = _FFI.from_buffer(self.map)
         self.address = int(_FFI.cast("uintptr_t", self._pointer))
+        _ARENAS.add(self)
+
+
+_ARENAS: weakref.WeakSet[Arena] = weakref.WeakSet()
+
+
+def _unmap_none_in_child() -> None:
+    """Never unmap the parent's arenas: a fork does not have them, and may have its own memory there."""
+    for arena in _ARENAS:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(arena.map))
+
+
+os.register_at_fork(after_in_child=_unmap_none_in_child)
 
 
 def view(address: int, nbytes: int) -> memoryview:

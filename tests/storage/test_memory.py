@@ -1,9 +1,14 @@
 """The budget and its shares. Nothing is faked."""
 
+import ctypes
+import gc
+import mmap
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from children import ended
 from infinity.errors import HostMemoryError
 from infinity.planning.budget import divide, least_budget, least_total
 from infinity.sizes import BLOCK
@@ -70,3 +75,22 @@ def test_slots_are_aligned_and_apart():
 def test_an_arena_begins_as_zeros():
     arena = Arena(4 << 20)
     assert not any(view(arena.address, 4 << 20).tobytes())
+
+
+def test_a_fork_that_drops_its_parents_arena_keeps_what_it_has_mapped_in_its_place():
+    """A fork does not have an arena's memory, so its own may lie there."""
+    kept = [Arena(1 << 20)]
+    address = kept[0].address
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+
+    def work(say):
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED
+        say(mapped=libc.mmap(address, 1 << 20, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == address)
+        kept.clear()
+        gc.collect()
+        ctypes.memset(address, 1, 1 << 20)
+        say(alive=True)
+
+    assert ended(work) == {"mapped": True, "alive": True}
