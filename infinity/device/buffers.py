@@ -108,7 +108,7 @@ class Buffers:
             while self._free and self.free_nbytes > nbytes:
                 dropped.append(self._free.pop(0))
                 self._there[dropped[-1].nbytes] -= 1
-        self.are_dropped(dropped)
+            self.are_dropped(dropped)
 
     def was_made(self, arena: Arena) -> None:
         """Hook: called with each new buffer."""

@@ -129,7 +129,11 @@ class HostMemory(Buffers):
         return 0 if self._closed else super().spare_nbytes
 
     def trim(self, nbytes: int) -> None:
-        """Keep at most `nbytes` of free buffers, and those made ahead, until it is closed."""
+        """Keep at most `nbytes` of free buffers, and those made ahead, until it is closed.
+
+        The lock is held until the others are unlocked: else another thread could lock new memory in their
+        place while they still count.
+        """
         dropped = []
         with self._lock:
             stays = Counter({} if self._closed else self._ahead)
@@ -145,7 +149,7 @@ class HostMemory(Buffers):
                     self._free.remove(arena)
                     self._there[arena.nbytes] -= 1
                     dropped.append(arena)
-        self.are_dropped(dropped)
+            self.are_dropped(dropped)
 
     def pin(self, address: int, nbytes: int) -> None:
         """Page-lock existing memory; the first failure is logged."""

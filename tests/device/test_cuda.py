@@ -94,6 +94,35 @@ def test_free_buffers_go_where_the_budget_gives_their_bytes_to_pinned_memory(dev
     assert streams.locked == {4096: 64}
 
 
+def test_nothing_is_locked_in_the_place_of_buffers_that_are_not_unlocked_yet(device, streams, monkeypatch):
+    lent = device.to_host(torch.ones(16))
+    begun, end, pinned = threading.Event(), threading.Event(), threading.Event()
+    synchronize = device.memory.synchronize
+
+    def slowly():
+        begun.set()
+        assert end.wait(10)
+        synchronize()
+
+    def pin():
+        device.pin(4096, 64)
+        pinned.set()
+
+    monkeypatch.setattr(device.memory, "synchronize", slowly)
+    device.room_for_downloads(Ledger(0))
+    lent = [lent]
+    dropping = threading.Thread(target=lent.clear)
+    pinning = threading.Thread(target=pin)
+    dropping.start()
+    assert begun.wait(10)
+    pinning.start()
+    assert not pinned.wait(0.1)
+    end.set()
+    dropping.join()
+    pinning.join()
+    assert streams.locked == {4096: 64}
+
+
 def test_what_is_lent_beside_downloads_is_page_locked(device, streams):
     lent = device.lend_host(5, torch.bfloat16)
     assert (lent.shape, lent.dtype, streams.locked) == ((5,), torch.bfloat16, {lent.data_ptr(): 10})
