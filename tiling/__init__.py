@@ -5,7 +5,7 @@ Plain modules and functions that know nothing of the engine. The engine treats a
 
 from infinity.tiling.batch import tile_batch_
 from infinity.tiling.build import assembled, stand_in, stands_in
-from infinity.tiling.causal_lm import postpones, tile_loss_
+from infinity.tiling.causal_lm import LogitsUsedError, postpones, tile_loss_, untile_loss_
 from infinity.tiling.embedding import TiledEmbedding
 from infinity.tiling.experts import ExpertTile, TiledExperts, stand_in_for_stack
 from infinity.tiling.grid import Grid, tiles_of
@@ -21,6 +21,7 @@ __all__ = [
     "Cut",
     "ExpertTile",
     "Grid",
+    "LogitsUsedError",
     "Routed",
     "RoutingFollower",
     "Tile",
@@ -45,4 +46,5 @@ __all__ = [
     "tile_sequence",
     "tiles_of",
     "untile_",
+    "untile_loss_",
 ]

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from infinity.tiling.linear import TiledLinear
 from infinity.tiling.loss import cross_entropy
@@ -35,6 +36,8 @@ class Head:
         self.forward = forward
         self.loss_follows = False
         """Whether the model's forward is running with labels."""
+        self.hooks: tuple[RemovableHandle, ...] = ()
+        """Around the model's forward."""
 
     def __call__(self, hidden: torch.Tensor, loss: dict[str, Any] | None = None) -> torch.Tensor:
         """Return logits, real or lazy; or, given the options of cross_entropy as `loss`, the loss."""
@@ -52,6 +55,26 @@ class Head:
     def after(self, _model: nn.Module, _args: Any, _output: Any) -> None:
         """Record that the model's forward is over."""
         self.loss_follows = False
+
+    def stand_in(self, model: nn.Module) -> None:
+        """Take the place of the output layer's forward, and see the model's begin and end."""
+        self.module.forward = self
+        self.hooks = (
+            model.register_forward_pre_hook(self.before, with_kwargs=True),
+            model.register_forward_hook(self.after, always_call=True),
+        )
+
+    def undo(self) -> None:
+        """Give the output layer its forward back."""
+        for hook in self.hooks:
+            hook.remove()
+        del self.module.forward
+        if self.forward != self.module.forward:  # the instance had a forward of its own before
+            self.module.forward = self.forward
+
+
+class LogitsUsedError(RuntimeError):
+    """A model's own forward uses its logits before the loss, which is computed without them."""
 
 
 class Logits(torch.Tensor):
@@ -103,10 +126,10 @@ class Logits(torch.Tensor):
         """Compute the logits.
 
         Raises:
-            RuntimeError: the model's own forward uses them before its loss.
+            LogitsUsedError: the model's own forward uses them before its loss.
         """
         if self.head.loss_follows:
-            raise RuntimeError(
+            raise LogitsUsedError(
                 f"the model applies {operation}() to its logits before the loss (scaling, capping?), and a "
                 "loss computed without logits cannot include that: this model cannot be used with tile_loss_"
             )
@@ -188,9 +211,18 @@ def tile_loss_(model: nn.Module, z_loss: float = 0.0) -> nn.Module:
             f"{type(model).__name__} has the loss function {original}: only ForCausalLMLoss can be tiled"
         )
     if not isinstance(head.__dict__.get("forward"), Head):
-        answers = Head(head, head.forward)
-        head.forward = answers
-        model.register_forward_pre_hook(answers.before, with_kwargs=True)
-        model.register_forward_hook(answers.after, always_call=True)
+        Head(head, head.forward).stand_in(model)
     model.loss_function = Loss(original, z_loss)  # type: ignore[assignment]
+    return model
+
+
+def untile_loss_(model: nn.Module) -> nn.Module:
+    """Undo tile_loss_, in place; returns the model."""
+    loss: Any = getattr(model, "loss_function", None)
+    if isinstance(loss, Loss):
+        model.loss_function = loss.original  # type: ignore[assignment]
+    for module in model.modules():
+        head = module.__dict__.get("forward")
+        if isinstance(head, Head):
+            head.undo()
     return model

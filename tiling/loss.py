@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from infinity.tiling.logits import Formula, InForward, LogitSums, OfTile, togeth
 from infinity.tiling.products import wide
 from infinity.tiling.tile import GradientChannel, LinearTile, channel_of
 
+_LARGEST_FACTOR = 4096.0
 Head = torch.Tensor | TiledLinear | Sequence[torch.Tensor]
 
 
@@ -92,8 +94,9 @@ def _loss(
         if isinstance(weight, torch.Tensor):
             weight, bias = weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype)
     if isinstance(weight, torch.Tensor):
-        loss: torch.Tensor = InForward.apply(rows, weight, bias, targets, formula, scale)  # type: ignore[no-untyped-call]
-        return loss
+        factor = _factor(rows, scale)
+        loss: torch.Tensor = InForward.apply(rows, weight, bias, targets, formula, scale * factor)  # type: ignore[no-untyped-call]
+        return loss / factor if factor != 1 else loss
     found: list[LogitSums] = []
     start = 0
     pieces = list(_pieces(weight, bias))
@@ -102,6 +105,18 @@ def _loss(
         found.append(_sums(piece, rows, piece_bias, targets, start, bool(formula.label_smoothing), channel))
         start += len(piece.weight) if isinstance(piece, LinearTile) else len(piece)
     return formula.value(together(found), scale)
+
+
+def _factor(rows: torch.Tensor, scale: torch.Tensor) -> float:
+    """Return a power of two that keeps the gradients which the forward makes within fp16's range.
+
+    They exist before the backward multiplies by a GradScaler's factor, and would vanish without one: 1 over
+    the number of tokens is small. A sum over many tokens must not overflow either.
+    """
+    if rows.dtype != torch.float16:
+        return 1.0
+    least = float(scale)
+    return 2.0 ** math.floor(math.log2(min(1 / least, _LARGEST_FACTOR))) if 0 < least < 1 else 1.0
 
 
 def _pieces(

@@ -282,9 +282,7 @@ def _add_recipe(add: Callable[..., object], add_advanced: Callable[..., object])
     number("--steps", _at_least(1), "updates of the weights")
     number("--batch", _at_least(1), "sequences per forward, or micro-batch")
     number("--sequence", _at_least(2), "tokens per sequence; of a preset, bytes")
-    micro_batches = "micro-batches per forward, block by block, so that parameters are fetched once for all"
-    number("--micro-batches", _at_least(1), micro_batches, add_advanced)
-    number("--accumulate", _at_least(1), "forwards and backwards per step")
+    number("--accumulate", _at_least(1), "micro-batches per step; with --checkpointing one fetch serves all")
     number("--lr", _not_negative, "the highest learning rate")
     number("--weight-decay", _not_negative, "decoupled, as in AdamW")
     number("--warmup", _at_least(0), "steps in which the rate rises, before it falls along a cosine")
@@ -340,22 +338,20 @@ def _check(settings: TrainSettings) -> None:
 
     Raises: ConfigError naming the options.
     """
-    backward, tiles = settings.update == "backward", settings.micro_batches > 1
+    backward = settings.update == "backward"
     fp16 = settings.dtype == "fp16"
     nvme, offload = settings.nvme is not None, settings.offload_activations
     excluded = {
         "--update backward excludes --max-norm: the norm is known only after the backward.": backward
         and settings.max_norm is not None,
-        "--update backward excludes --accumulate: a second backward would come after the update.": backward
-        and settings.accumulate > 1,
+        "--update backward excludes --accumulate without --checkpointing: a second backward would come after "
+        "the update.": backward and settings.accumulate > 1 and not settings.checkpointing,
         "--dtype fp16 excludes --update backward, which would apply overflowed gradients.": fp16 and backward,
         "--dtype fp16 excludes --plain: torch's GradScaler refuses gradients of fp16.": fp16
         and settings.plain,
         f"--dtype {settings.dtype} excludes --state-dtype {settings.state_dtype}, which needs bf16.": (
             settings.dtype != "bf16" and settings.state_dtype != "fp32"
         ),
-        "--micro-batches excludes --no-checkpointing: each block is recomputed in the backward.": tiles
-        and not settings.checkpointing,
         "--offload-activations excludes --no-checkpointing: it moves the inputs of checkpointed blocks.": (
             offload is not None and not settings.checkpointing
         ),
@@ -401,8 +397,6 @@ def _check_data(settings: TrainSettings) -> None:
         and not (settings.lora_alpha is None and settings.lora_targets is None),
         "--plain excludes --lora and --save: it serves for comparison.": settings.plain
         and bool(settings.lora or settings.save),
-        "--micro-batches excludes --lora: give --accumulate.": settings.micro_batches > 1
-        and bool(settings.lora),
     }
     for why, so in wrong.items():
         if so:

@@ -47,15 +47,13 @@ class TrainSettings:
     steps: int = 100
     batch: int = 1
     """Sequences in one micro-batch."""
-    micro_batches: int = 1
-    """Per forward, block by block; see infinity.tiling."""
     sequence: int = 256
     """Tokens in one sequence; of a preset, bytes of text."""
     checkpointing: bool = True
     offload_activations: str | None = None
     """Where the blocks' inputs are kept until the backward; see Config."""
     accumulate: int = 1
-    """Backwards per step."""
+    """Micro-batches per step; with `checkpointing` they share one fetch of the weights."""
     lr: float = 3e-4
     weight_decay: float = 0.1
     warmup: int = 10

@@ -77,7 +77,7 @@ def _of_model(settings: TrainSettings, rank: int, ranks: int) -> Task:
     if settings.eval_data:
         evaluation, evaluated = sequences(settings.eval_data, "--eval-data")
         about += f"\nevaluation: {evaluated}"
-    drawn = settings.steps * settings.accumulate * settings.micro_batches * settings.batch * ranks
+    drawn = settings.steps * settings.accumulate * settings.batch * ranks
     weights = "fresh weights" if model.fresh else f"weights of {model.folder}"
     return Task(
         name=model.name,

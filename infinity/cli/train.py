@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import logging
 import math
 import os
 import time
@@ -24,7 +25,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from infinity import reference, tiling
+from infinity import reference
 from infinity.checkpoint.export import save_pretrained
 from infinity.checkpoint.resume import commit, durable_of, resume
 from infinity.cli.boards import Boards
@@ -40,7 +41,7 @@ from infinity.config.settings import Config
 from infinity.engine.engine import Engine, engine_of_model
 from infinity.engine.init import Init
 from infinity.engine.stats import stats
-from infinity.errors import ConfigError, InfinityError
+from infinity.errors import ConfigError, InfinityError, UnsupportedError
 from infinity.optim.base import OffloadedOptimizer
 from infinity.optim.optimizers import AdamW
 from infinity.planning.layout import Format
@@ -49,6 +50,8 @@ from infinity.records.weights import WEIGHTS
 from infinity.sizes import format_size
 from infinity.storage.disk_speed import DiskSpeed, measured
 from infinity.units.tracking import Stateful
+
+logger = logging.getLogger("infinity")
 
 LAST_FACTOR = 0.1
 """The learning rate's factor at the last step."""
@@ -252,10 +255,7 @@ def build(settings: TrainSettings, task: Task, folder: Path) -> tuple[nn.Module,
         trained = [one for one in model.parameters() if one.requires_grad]
         optimizer = AdamW(trained, update=settings.updates_in, **rates)
     model.train()
-    if settings.micro_batches > 1:
-        tiling.tile_batch_(model, settings.batch)
-        tiling.tile_loss_(model)
-    elif settings.checkpointing:
+    if settings.checkpointing:
         recompute_blocks(model)
     return model, optimizer
 
@@ -275,16 +275,18 @@ def steps(
     if settings.durable:
         tracked = {"scheduler": schedule, "loader": task.loader, **scaling.tracked}
         first = _begin(model, optimizer, tracked, resuming=settings.resume)
-    batches = task.batches()
+    micro = MicroBatches(task.batches(), settings.accumulate, settings.device)
+    if settings.accumulate > 1 and settings.checkpointing:
+        micro.share_a_fetch(model, optimizer)
     ranks = ALONE if settings.plain else engine_of_model(model).ranks
-    tokens = settings.batch * settings.micro_batches * settings.sequence * settings.accumulate * ranks.size
+    tokens = settings.batch * settings.sequence * settings.accumulate * ranks.size
     now = None if settings.plain else stats(model)
     io = meter.io_nbytes(now)
     recording.mark(time.perf_counter(), now, meter.rss_nbytes() - meter.baseline_nbytes)
     for number in range(first + 1, settings.steps + 1):
         began = time.perf_counter()
         lr = optimizer.param_groups[0]["lr"]
-        loss = _accumulate(model, batches, settings, recording, scaling)
+        loss = _accumulate(model, micro, recording, scaling)
         with recording.phase("step"):
             norm = scaling.step(model, optimizer, schedule, settings.max_norm)
             optimizer.zero_grad()
@@ -337,24 +339,42 @@ def evaluate(model: nn.Module, data: Sequences, device: str, ranks: Ranks) -> fl
     return total / tokens
 
 
-def _accumulate(
-    model: nn.Module,
-    batches: Iterator[tuple[Tensor, Tensor]],
-    settings: TrainSettings,
-    recording: Recording,
-    scaling: LossScaling,
-) -> Tensor:
-    """Run forward and backward for the batches of one step; return their mean loss."""
-    total = torch.zeros((), device=settings.device)
-    for _ in range(settings.accumulate):
-        drawn = [next(batches) for _ in range(settings.micro_batches)]
-        ids, labels = (torch.cat(parts).to(settings.device) for parts in zip(*drawn, strict=True))
+class MicroBatches:
+    """Draws the micro-batches of each step."""
+
+    def __init__(self, batches: Iterator[tuple[Tensor, Tensor]], steps: int, device: str) -> None:
+        """Draw `steps` of `batches`, ids and labels, for each step of the optimizer."""
+        self._batches, self._steps, self._device = batches, steps, device
+        self._left = 0
+
+    def share_a_fetch(self, model: nn.Module, optimizer: Any) -> None:
+        """Let one fetch of the weights serve all micro-batches of a step, where the model allows it."""
+        from infinity.huggingface import accumulate_by_block
+
+        try:
+            accumulate_by_block(model, optimizer, lambda: self._left == 0)
+        except UnsupportedError as error:
+            logger.warning("--accumulate %d: %s", self._steps, error)
+
+    def of_step(self) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """Yield a step's micro-batches, each with the number of learned tokens of all of them."""
+        drawn = [next(self._batches) for _ in range(self._steps)]
+        learned = sum(int((labels[:, 1:] != IGNORED).sum()) for _, labels in drawn)
+        for number, (ids, labels) in enumerate(drawn):
+            self._left = self._steps - 1 - number
+            yield ids.to(self._device), labels.to(self._device), learned
+
+
+def _accumulate(model: nn.Module, micro: MicroBatches, recording: Recording, scaling: LossScaling) -> Tensor:
+    """Run forward and backward for the micro-batches of one step; return their mean loss per token."""
+    losses = []
+    for ids, labels, learned in micro.of_step():
         with recording.phase("forward"):
-            loss = model(input_ids=ids, labels=labels).loss / settings.accumulate
+            loss = model(input_ids=ids, labels=labels, num_items_in_batch=learned).loss
         with recording.phase("backward"):
             scaling.scaled(loss).backward()
-        total += loss.detach()
-    return total
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
 
 
 # Durable runs
@@ -462,8 +482,7 @@ def _introduce(console: Console, settings: TrainSettings, run: Run, task: Task, 
         tier = f"NVMe {', '.join(folders)}" if folders else "host memory alone"
         where = f"{tier} ({run.before.io_engine}), host_memory {format_size(run.before.budget_nbytes)}"
     trained = f" ({run.parameters / 1e6:,.1f} M trained)" if run.frozen else ""
-    tiles = [settings.micro_batches] if settings.micro_batches > 1 else []
-    batches = " x ".join(map(str, [settings.accumulate, *tiles, settings.batch]))
+    batches = f"{settings.accumulate} x {settings.batch}"
     console.print(
         f"{run.name}: {run.all_parameters / 1e6:,.1f} M parameters{trained}, "
         f"{format_size(run.whole_state_nbytes)} of state; {where}\n"

@@ -1,5 +1,6 @@
 """Support for Hugging Face's Trainer and Accelerate."""
 
+from infinity.huggingface.accumulation import accumulate_by_block
 from infinity.huggingface.trainer import TrainerCallback
 
-__all__ = ["TrainerCallback"]
+__all__ = ["TrainerCallback", "accumulate_by_block"]

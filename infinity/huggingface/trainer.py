@@ -24,8 +24,10 @@ from infinity.checkpoint.save_load import load, read_manifest, save
 from infinity.engine.engine import engine_of, engine_of_model
 from infinity.engine.stats import Stats, stats
 from infinity.errors import UnsupportedError
+from infinity.huggingface.accumulation import HeldBatches, accumulate_by_block
 from infinity.huggingface.trainer_setup import FOLDER, check_output, save_streamed, saving, settle_in
 from infinity.optim.base import OffloadedOptimizer
+from infinity.sizes import format_size
 from infinity.storage.manifest import CheckpointError
 
 logger = logging.getLogger("infinity")
@@ -46,6 +48,10 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
             callbacks=[infinity.huggingface.TrainerCallback()],
         )
 
+    Where TrainingArguments ask for gradient_checkpointing, the micro-batches of gradient_accumulation_steps
+    share one fetch of the weights: see infinity.huggingface.accumulate_by_block. by_block: True for that
+    without gradient_checkpointing, too, at the price of its recomputation; False for one fetch each.
+
     Adds to the logs infinity_nvme_read_gb, infinity_nvme_written_gb, infinity_stall_s and infinity_misses
     since the previous log, and the current infinity_host_gb.
 
@@ -54,8 +60,10 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
     raises.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, by_block: bool | None = None) -> None:  # noqa: FBT001 - saved with the callback's state
         """Start without a checkpoint."""
+        self.by_block = by_block
+        self._together: HeldBatches | None = None
         self.folder: str | None = None
         self.token: str | None = None
         self._next: Path | None = None
@@ -66,7 +74,10 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
         """Return the folder of masters and moments; the Trainer asks just before a checkpoint is complete."""
         self.folder = None if self._next is None else str(self._next)
         self.token = secrets.token_hex(8)
-        return {"args": {}, "attributes": {"folder": self.folder, "token": self.token}}
+        return {
+            "args": {"by_block": self.by_block},
+            "attributes": {"folder": self.folder, "token": self.token},
+        }
 
     # Events, in their order
 
@@ -100,6 +111,7 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
         save_streamed(model)  # model_init may have just built it
         check_output(model, args, state.global_step)
         self._seen = stats(model)
+        self._accumulate(model, kwargs["optimizer"], args)
         if not _trains_ours(model):
             return
         optimizer = _optimizer(kwargs["optimizer"])
@@ -158,8 +170,36 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
             state.log_history[-1].update(figures)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Restore the optimizer's full state_dict."""
+        """Restore the optimizer's full state_dict, and the model's forward."""
         self._restore_state_dict(kwargs["model"])
+        if self._together is not None:
+            self._together.undo()
+            self._together = None
+
+    # Accumulation
+
+    def _accumulate(self, model: nn.Module, optimizer: Any, args: Any) -> None:
+        """Let the micro-batches of a step share one fetch of the weights, or say what they cost."""
+        steps, engine = args.gradient_accumulation_steps, engine_of_model(model)
+        if steps == 1 or self.by_block is False or engine.config.sequence_parallel > 1:
+            return
+        if self.by_block or args.gradient_checkpointing:
+            try:
+                self._together = accumulate_by_block(model, optimizer)
+            except UnsupportedError as error:
+                if self.by_block:
+                    raise
+                logger.warning("gradient_accumulation_steps=%d: %s", steps, error)
+            else:
+                return
+        again = 2 * (steps - 1) * sum(unit.resident_nbytes for unit in engine.units)
+        logger.warning(
+            "gradient_accumulation_steps=%d: each micro-batch fetches the weights anew, in forward and "
+            "backward; what does not stay in host memory of these %s more is read from NVMe in every step. "
+            "gradient_checkpointing=True, or TrainerCallback(by_block=True), lets one fetch serve all of them",
+            steps,
+            format_size(again),
+        )
 
     # Checkpoints
 

@@ -91,8 +91,7 @@ def test_wrong_arguments_are_refused_by_name(capsys, arguments, named):
     ("arguments", "named"),
     [
         (["--update", "backward", "--max-norm", "1"], "--max-norm"),
-        (["--update", "backward", "--accumulate", "2"], "--accumulate"),
-        (["--micro-batches", "2", "--no-checkpointing"], "--no-checkpointing"),
+        (["--update", "backward", "--accumulate", "2", "--no-checkpointing"], "--accumulate"),
         (["--offload-activations", "host", "--no-checkpointing"], "--no-checkpointing"),
         (["--offload-activations", "nvme", "--no-nvme"], "--no-nvme"),
         (["--no-nvme", "--nvme", "/"], "--nvme"),
@@ -112,10 +111,7 @@ def test_arguments_that_exclude_each_other_are_refused_as_in_every_command(capsy
 @pytest.mark.parametrize(
     ("command", "flags"),
     [
-        (
-            ["train"],
-            ["--plain", "--micro-batches", "--offload-activations", "--no-nvme", "--log-every", "--update"],
-        ),
+        (["train"], ["--plain", "--offload-activations", "--no-nvme", "--log-every", "--update"]),
         (["plan", "check"], ["--no-nvme", "--micro-batches", "--update", "--tile-above"]),
         (["bench", "io"], ["--piece", "--depth", "--small-pages", "--rounds"]),
         (["bench", "step"], ["--micro-batches", "--disk-size", "--only"]),

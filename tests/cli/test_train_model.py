@@ -310,10 +310,6 @@ def test_wrong_data_is_refused_by_its_name(tmp_path, base, capsys, monkeypatch, 
         (["--model", "x", "--data", "x", "--eval-every", "2"], "--eval-every needs --eval-data"),
         (["--model", "x", "--data", "x", "--lora-alpha", "2"], "need --lora"),
         (["--model", "x", "--data", "x", "--lora", "--plain"], "--plain excludes --lora"),
-        (
-            ["--model", "x", "--data", "x", "--lora", "--micro-batches", "2"],
-            "--micro-batches excludes --lora",
-        ),
         (["--save", "/"], "--save / exists"),
     ],
 )

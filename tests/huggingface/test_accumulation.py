@@ -1,0 +1,239 @@
+"""Micro-batches that share one fetch. Trusted: the same loop, whose micro-batches fetch once each; bytes as
+the engine counts them, and transformers' own loss of each micro-batch.
+"""
+
+import logging
+
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from torch.utils.data import DataLoader
+
+import infinity
+import infinity.deepspeed
+import models
+from infinity import UnsupportedError
+from infinity.huggingface import TrainerCallback, accumulate_by_block
+from infinity.huggingface.accumulation import together
+
+pytestmark = [
+    pytest.mark.disk,
+    pytest.mark.usefixtures("repeatable"),
+    pytest.mark.filterwarnings(
+        "ignore:.*pin_memory.*:UserWarning",
+        "ignore:`gradient_checkpointing.*` is deprecated:FutureWarning",
+        "ignore:.*use_reentrant.*",
+        "ignore:None of the inputs have requires_grad",
+        "ignore:.*lr_scheduler.step.*:UserWarning",
+    ),
+]
+STEPS = 3
+ROWS = models.batch(0, rows=4 * STEPS * 2)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """Accelerate keeps its settings in the process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def build(folder, name="llama", dtype="bf16", host_memory="128KiB"):
+    folder.mkdir(exist_ok=True)
+    torch.manual_seed(0)
+    with infinity.Init(nvme=folder, host_memory=host_memory, dtype=dtype):
+        return models.MODELS[name]()
+
+
+def moved(now):
+    return now.nvme_read_nbytes + now.nvme_written_nbytes
+
+
+def trained(folder, callback, rows=ROWS, **options):
+    """Train by the Trainer; return what it logged, the bytes that moved, and the weights."""
+    options = {"gradient_accumulation_steps": 4, "gradient_checkpointing": True, **options}
+    model = build(folder)
+    args = transformers.TrainingArguments(
+        output_dir=str(folder / "out"),
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        seed=5,
+        **options,
+    )
+    trainer = transformers.Trainer(
+        model=model,
+        args=args,
+        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+        eval_dataset=[{"input_ids": row, "labels": row} for row in models.batch(1, rows=2)],
+        optimizer_cls_and_kwargs=(infinity.AdamW, {"lr": 1e-2}),
+        callbacks=[callback],
+    )
+    before = infinity.stats(model)
+    trainer.train()
+    nbytes = moved(infinity.stats(model).since(before))
+    logged = [(one["loss"], one["grad_norm"]) for one in trainer.state.log_history if "loss" in one]
+    return logged, nbytes, dict(model.state_dict())
+
+
+def test_the_trainers_micro_batches_share_one_fetch_and_give_the_gradients_of_accumulation(folder):
+    apart, many_nbytes, _ = trained(folder / "apart", TrainerCallback(by_block=False))
+    by_block, nbytes, _ = trained(folder / "by_block", TrainerCallback())
+    _, least_nbytes, _ = trained(folder / "one", TrainerCallback(), gradient_accumulation_steps=1)
+    assert torch.tensor(by_block) == pytest.approx(torch.tensor(apart), rel=2e-3)
+    assert nbytes < 1.1 * least_nbytes < 0.5 * many_nbytes
+
+
+def test_evaluation_between_steps_and_the_model_behind_the_training_are_as_before(folder):
+    callback = TrainerCallback()
+    logged, _, weights = trained(folder / "one", callback)
+    also, _, same = trained(folder / "two", TrainerCallback(), eval_strategy="steps", eval_steps=1)
+    assert logged == also
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
+
+
+def test_without_recomputation_the_callback_says_what_accumulation_costs(folder, caplog):
+    with caplog.at_level(logging.WARNING, "infinity"):
+        trained(folder, TrainerCallback(), gradient_checkpointing=False)
+    said = [one.getMessage() for one in caplog.records if "gradient_accumulation_steps=4" in one.getMessage()]
+    assert len(said) == 1
+    assert "each micro-batch fetches the weights anew" in said[0]
+    assert "gradient_checkpointing=True" in said[0]
+
+
+# Loops
+
+
+def loop_of_accelerate(model, held=None):
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    accelerator = Accelerator(gradient_accumulation_steps=4, cpu=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(ROWS, batch_size=2))
+    if held is not None:
+        held.append(accumulate_by_block(model, optimizer))
+    model.train()
+    losses, norms = [], []
+    for ids in loader:
+        with accelerator.accumulate(model):
+            loss = model(input_ids=ids, labels=ids).loss
+            accelerator.backward(loss)
+            losses.append(loss.item())
+            if accelerator.sync_gradients:
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return [sum(losses[step : step + 4]) for step in range(0, len(losses), 4)], norms
+
+
+def loop_of_deepspeed(model, held=None):
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "gradient_clipping": 1.0}
+    engine, *_ = infinity.deepspeed.initialize(
+        model=model, optimizer=infinity.AdamW(model.parameters(), lr=1e-2), config=config
+    )
+    if held is not None:
+        is_last = engine.is_gradient_accumulation_boundary
+        held.append(accumulate_by_block(engine.module, engine.optimizer, is_last))
+    losses, norms = [], []
+    for ids in ROWS.split(2):
+        loss = engine(input_ids=ids, labels=ids).loss
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+    return [sum(losses[step : step + 4]) for step in range(0, len(losses), 4)], norms[3::4]
+
+
+@pytest.mark.parametrize("loop", [loop_of_accelerate, loop_of_deepspeed])
+def test_loops_that_are_told_of_the_steps_share_one_fetch(folder, loop):
+    alone = build(folder / "apart", dtype="fp32")
+    apart = loop(alone)
+    model, held = build(folder / "by_block", dtype="fp32"), []
+    forward = model.forward
+    by_block = loop(model, held)
+    assert torch.tensor(by_block) == pytest.approx(torch.tensor(apart), rel=1e-4)
+    assert moved(infinity.stats(model)) < 0.6 * moved(infinity.stats(alone))
+    held[0].undo()
+    assert model.forward == forward
+
+
+# One batch of several
+
+
+def rows_of(*lengths, left=False):
+    generator = torch.Generator().manual_seed(3)
+    batches = []
+    for length in lengths:
+        ids = torch.randint(1, 64, (2, length), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[0, slice(0, 2) if left else slice(-2, None)] = 0
+        labels = ids.where(mask == 1, -100)
+        batches.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
+    return batches
+
+
+def test_micro_batches_of_other_lengths_are_padded_and_have_the_sum_of_their_losses():
+    torch.manual_seed(0)
+    model = models.MODELS["llama"]()
+    batches = [{**one, "num_items_in_batch": torch.tensor(40)} for one in rows_of(7, 12, 9)]
+    whole = together(batches)
+    assert whole["input_ids"].shape == (6, 12)
+    with torch.no_grad():
+        apart = [model(**one).loss.item() for one in batches]
+        assert model(**whole).loss.item() == pytest.approx(sum(apart), rel=1e-5)
+
+
+def test_means_over_other_numbers_of_labels_are_no_mean_of_one_batch():
+    assert together(rows_of(7, 12)) is None
+    assert together(rows_of(7, 7))["num_items_in_batch"] == 2 * 6 - 2
+    assert together(rows_of(7, 7, left=True)) is not None
+    assert together([{**one, "num_items_in_batch": 40} for one in rows_of(7, 12, left=True)]) is None
+    assert together([{**one, "scale": number} for number, one in enumerate(rows_of(7, 7))]) is None
+    first, second = rows_of(7, 7)
+    assert together([first, {**second, "position_ids": second["input_ids"]}]) is None
+
+
+def test_micro_batches_that_are_no_batch_run_apart_with_their_own_bits_and_a_warning(folder, caplog):
+    model = build(folder)
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    last = []
+    accumulate_by_block(model.train(), optimizer, lambda: bool(last))
+    batches = rows_of(7, 12)
+    assert model(**batches[0]).loss == 0
+    last.append(True)
+    with caplog.at_level(logging.WARNING, "infinity"):
+        loss = model(**batches[1]).loss
+    loss.backward()
+    with torch.no_grad():
+        assert loss.item() == pytest.approx(sum(model(**one).loss.item() for one in batches), rel=1e-2)
+    assert "the 2 micro-batches of a step fetch the weights once each" in caplog.text
+    optimizer.step()
+
+
+def test_a_step_that_would_leave_micro_batches_out_is_refused(folder):
+    model = build(folder)
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    held = accumulate_by_block(model.train(), optimizer, lambda: False)
+    model(**rows_of(7)[0]).loss.backward()
+    with pytest.raises(UnsupportedError, match="while 1 micro-batches are held for the step's last one"):
+        optimizer.step()
+    held.undo()
+
+
+def test_models_whose_layers_record_what_they_return_are_refused(folder):
+    model = build(folder, "mixtral")
+    model.config.output_router_logits = True
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    with pytest.raises(UnsupportedError, match="output_router_logits=True"):
+        accumulate_by_block(model, optimizer)
+    with pytest.raises(UnsupportedError, match="no blocks of a known class"):
+        plain = torch.nn.Linear(2, 2)
+        plain.config = plain.loss_function = None
+        accumulate_by_block(plain, torch.optim.SGD(plain.parameters()))
