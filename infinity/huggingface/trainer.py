@@ -196,7 +196,7 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
         logger.warning(
             "gradient_accumulation_steps=%d: each micro-batch fetches the weights anew, in forward and "
             "backward; what does not stay in host memory of these %s more is read from NVMe in every step. "
-            "gradient_checkpointing=True, or TrainerCallback(by_block=True), lets one fetch serve all of them",
+            "gradient_checkpointing=True, or TrainerCallback(by_block=True), lets them share one fetch",
             steps,
             format_size(again),
         )
