@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from infinity.engine.asked import KEPT, Asked
 from infinity.engine.engine import Engine, engine_of
+from infinity.engine.layouts import Find
 from infinity.engine.origins import Origins
 from infinity.engine.overflow import Overflow
 from infinity.engine.pretrained import Mapped, check_values, name_file
@@ -36,8 +37,7 @@ from infinity.planning.tile_size import LEAST_SLICE_NBYTES, tile_choice
 from infinity.records.record import Record
 from infinity.records.weights import WEIGHTS
 from infinity.sizes import format_size
-from infinity.storage.checkpoint_store import FileRange
-from infinity.storage.packed import Block8
+from infinity.storage.packed import FileRange, Packed, Stack4
 from infinity.tiling import (
     ExpertTile,
     Routed,
@@ -113,7 +113,7 @@ class Construction:
         self._engine = engine
         self._frozen = frozen
         self._origins = Origins()
-        self._packed: dict[int, tuple[StorageWeakRef, Block8]] = {}
+        self._packed: dict[int, tuple[StorageWeakRef, Packed]] = {}
         self._before_loading: Callable[[], None] = lambda: None
         self._copied: Counter[str] = Counter()
         """Bytes of a checkpoint that got records of their own, by the reason."""
@@ -158,15 +158,24 @@ class Construction:
                 self._make_room(keep=[module])
         return tiled
 
-    def offered(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    def offered(
+        self, make: Callable[[Find], Packed | None], shape: torch.Size, dtype: torch.dtype
+    ) -> torch.Tensor | None:
         """Take note of where a packed weight is; return what stands for it until it is registered, or None
         for one that cannot be read in place. See [Note: packed checkpoints] in quantized.
         """
         with self.asked.quiet():
-            found = self._origins.packed(codes, scales) if dtype == self._engine.weights.dtype else None
+            if dtype != self._engine.weights.dtype:
+                return None
+            self._origins.look()  # what was mapped when this looked last may be another file by now
+            found = make(self._origins.where)
             if found is None:
                 return None
-            stand_in = placeholder(codes.shape, dtype, "cpu")
+            if found.numel != shape.numel():
+                raise UnsupportedError(f"{list(shape)} is not a shape of the {found.numel} packed values")
+            stand_in = placeholder(shape, dtype, "cpu")
+            if isinstance(found, Stack4):  # each matrix stands for itself: slices of the stack are taken
+                stand_in = stand_in.flatten()[: shape[0]].clone().view(-1, 1, 1).expand(shape)
             storage = stand_in.untyped_storage()
             self._packed[int(storage._cdata)] = StorageWeakRef(storage), found
             return stand_in
@@ -182,12 +191,26 @@ class Construction:
         packed = self._packed_in(parameter) is not None
         return marked or packed or self._origins.may_have(parameter)
 
-    def _packed_in(self, parameter: nn.Parameter) -> Block8 | None:
-        """Return where a parameter's values are packed, if it is such a stand-in."""
+    def _packed_in(self, parameter: nn.Parameter) -> Packed | None:
+        """Return where a parameter's values are packed, if it is such a stand-in, or a slice of one.
+
+        Raises: UnsupportedError for a part of a packed weight that has no place of its own in the file.
+        """
         if not self._packed:
             return None
-        found = self._packed.get(int(parameter.untyped_storage()._cdata))
-        return found[1] if found is not None else None
+        known = self._packed.get(int(parameter.untyped_storage()._cdata))
+        if known is None:
+            return None
+        found = known[1]
+        if isinstance(found, Stack4) and parameter.shape[1:] == (found.cols, found.rows):
+            found = found.matrices(int(parameter.storage_offset()), len(parameter))
+        if found.numel != parameter.numel():
+            raise UnsupportedError(
+                f"a parameter of shape {tuple(parameter.shape)} is a part of the {found.numel} packed values "
+                f"of a weight in {found.ranges[0].path}: only whole weights, and experts of a stack, are "
+                "read in place"
+            )
+        return found
 
     def _asked_for(self, parameter: nn.Parameter, before: nn.Parameter | None) -> torch.dtype | None:
         """Return the type that a parameter, which takes the place of another, is asked for in."""
@@ -251,12 +274,16 @@ class Construction:
         if tiled is not None:
             child = tiled
         if isinstance(tiled, TiledExperts):
-            tiled.view_where(self._origins.may_have)
+            tiled.view_where(self._views)
         if child is not None:
             with self.asked.quiet():
                 self._sweep(child)
                 self._make_room(keep=[child])
         return tiled
+
+    def _views(self, stack: torch.Tensor) -> bool:
+        """Whether slices of a stack may be views of it: it takes no memory."""
+        return int(stack.untyped_storage()._cdata) in self._packed or self._origins.may_have(stack)
 
     def _sweep(self, module: nn.Module) -> None:
         for part in module.modules():
@@ -381,7 +408,7 @@ class Construction:
             for index, (entry, _) in enumerate(together):
                 entry.belongs_to(record, index)
 
-    def _ranges(self, parameters: Sequence[nn.Parameter], record: Record) -> list[FileRange | Block8] | None:
+    def _ranges(self, parameters: Sequence[nn.Parameter], record: Record) -> list[FileRange | Packed] | None:
         """Return the ranges of files that parameters' values are; None if that is not so of all."""
         if self._mapped is None:
             return None
@@ -565,9 +592,10 @@ def _refuse_packed(module: nn.Module, name: str, parameter: nn.Parameter) -> Non
     if parameter.dtype in _PACKED:
         raise UnsupportedError(
             f"{type(module).__name__}.{name} is {parameter.dtype} without values: packed weights of a "
-            "quantised model, in a layout that is not read in place. fp8 with fp32 block scales is, where "
-            "transformers converts it (FineGrainedFP8Config(dequantize=True), the default on a CPU). Others: "
-            "let transformers convert them (dequantize=True), or load a checkpoint in 16 bits."
+            "quantised model, in a layout that is not read in place. fp8 with fp32 block scales and MXFP4 "
+            "are, where transformers converts them (FineGrainedFP8Config(dequantize=True), "
+            "Mxfp4Config(dequantize=True), the default on a CPU), and nf4, fp4 and int8 of bitsandbytes. "
+            "Others: let transformers convert them (dequantize=True), or load a checkpoint in 16 bits."
         )
 
 

@@ -82,6 +82,14 @@ def distributed_parameter(lab):
     lab.owner(distribute_tensor(torch.ones(4, 4), mesh("dp"), [Replicate()]))
 
 
+def quantising(lab):
+    from transformers import BitsAndBytesConfig
+    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+
+    quantizer = Bnb4BitHfQuantizer(BitsAndBytesConfig(load_in_4bit=True), pre_quantized=False)
+    lab.build(lambda: quantizer.validate_environment())
+
+
 def mesh(*names):
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
@@ -218,6 +226,7 @@ TRIED = {
         lambda lab: lab.build(partial(without_values, torch.int8)),
         lambda lab: lab.build(partial(without_values, torch.float8_e4m3fn)),
     ],
+    "`BitsAndBytesConfig` for a checkpoint in 16 bits, inside `Init`": [quantising],
     "optimizers of torch over offloaded parameters, LBFGS and Muon among them": [
         lambda lab: lab.optimizer(torch.optim.AdamW),
         lambda lab: lab.optimizer(torch.optim.LBFGS),
