@@ -30,6 +30,7 @@ from infinity.engine.layouts import Find
 from infinity.engine.origins import Origins
 from infinity.engine.overflow import Overflow
 from infinity.engine.pretrained import Mapped, check_values, name_file
+from infinity.engine.refused import check_kept, refuse_packed, wrong_dtype
 from infinity.engine.scripting import refuse_script
 from infinity.errors import UnsupportedError
 from infinity.planning.layout import Format
@@ -89,7 +90,7 @@ class _Entry:
         asked: the type that it is to compute in now, in a record of this format.
         """
         if parameter.dtype not in KEPT:
-            raise UnsupportedError(_wrong_dtype(self.module(), self.name, parameter))
+            raise UnsupportedError(wrong_dtype(self.module(), self.name, parameter))
         self.dtype = parameter.dtype
         if self.record is not None and (
             self.record.form is not form
@@ -314,13 +315,13 @@ class Construction:
             return False  # its tiles were taken, each by itself
         if parameter.is_meta:
             self._before_loading()
-            _refuse_packed(module, name, parameter)
+            refuse_packed(module, name, parameter)
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return False  # integers have no gradient: they stay ordinary, like buffers
         if parameter.is_meta and not parameter.is_complex():
             self._mapped = self._mapped or Mapped()
             return False  # its values come with the parameter that replaces it
-        _check_kept(module, name, parameter)
+        check_kept(module, name, parameter)
         entry = self._entries[id(parameter)] = _Entry(parameter, module, name, asked)
         if self._mapped is not None and self._packed_in(parameter) is None:
             # Where slices are, was looked for when their stack came.
@@ -561,54 +562,6 @@ def _named_modules(roots: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     for number, root in enumerate(roots):
         prefix = f"{type(root).__name__}{number}" if len(roots) > 1 else ""
         yield from root.named_modules(prefix=prefix)
-
-
-def _check_kept(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Check that a parameter can be offloaded. Raises: UnsupportedError."""
-    what = f"{type(module).__name__}.{name}"
-    if parameter.is_complex():
-        raise UnsupportedError(_wrong_dtype(module, name, parameter))
-    if isinstance(parameter, UninitializedParameter):
-        raise UnsupportedError(
-            f"{what} is a lazy parameter, whose shape is not known in Init. Give the module its shapes."
-        )
-    if type(parameter) is not nn.Parameter:
-        raise UnsupportedError(
-            f"{what} is a {type(parameter).__name__}; only plain nn.Parameter can be offloaded"
-        )
-    if parameter.dtype not in KEPT:
-        raise UnsupportedError(_wrong_dtype(module, name, parameter))
-
-
-_PACKED = {torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2}
-"""Types of parameters that have no values yet, and will get packed ones."""
-
-
-def _refuse_packed(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Refuse packed weights that would stay in memory, or could not be trained, before anything is read.
-
-    Raises: UnsupportedError.
-    """
-    if parameter.dtype in _PACKED:
-        raise UnsupportedError(
-            f"{type(module).__name__}.{name} is {parameter.dtype} without values: packed weights of a "
-            "quantised model, in a layout that is not read in place. fp8 with fp32 block scales and MXFP4 "
-            "are, where transformers converts them (FineGrainedFP8Config(dequantize=True), "
-            "Mxfp4Config(dequantize=True), the default on a CPU), and nf4, fp4 and int8 of bitsandbytes. "
-            "Others: let transformers convert them (dequantize=True), or load a checkpoint in 16 bits."
-        )
-
-
-def _wrong_dtype(module: nn.Module | None, name: str, parameter: torch.Tensor) -> str:
-    """Say why a parameter cannot be offloaded in its type, and what to do."""
-    what = f"{type(module).__name__}.{name}"
-    message = f"{what} is {parameter.dtype}, which a record with an fp32 master cannot hold: "
-    if parameter.is_complex():
-        return (
-            f"{message}keep its real and imaginary parts, nn.Parameter(torch.view_as_real({name})), and let "
-            f"forward compute with torch.view_as_complex(self.{name})"
-        )
-    return f"{message}make it torch.float32, or a buffer (register_buffer) where it is not trained"
 
 
 def _computes_in(record: Record) -> torch.dtype:

@@ -204,6 +204,17 @@ class Record:
             return None
         return self._in_files.store.packed_nbytes(self._in_files)
 
+    def tiles_read_at_once(self) -> int | None:
+        """Return how many tiles of what is packed in files fill a slot as they are there; all of those that
+        are transposed there. None where nothing is packed.
+        """
+        packed = self.packed_nbytes
+        if packed is None or self._in_files is None or not isinstance(self._in_files.store, CheckpointStore):
+            return None
+        if self._in_files.store.transposes(self._in_files):
+            return -(-self.shard.numel // self.tile_numel)
+        return max(1, self.form.slot_nbytes * self.shard.numel // packed)
+
     def keep_packed(self, extent: Extent) -> None:
         """Keep what is packed in files in host memory as it is there: `extent`, of `packed_nbytes`."""
         if self._in_files is not None and isinstance(self._in_files.store, CheckpointStore):

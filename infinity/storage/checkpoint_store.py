@@ -435,6 +435,11 @@ class CheckpointStore:
             return None
         return sum(round_up(one.nbytes, _COPIES_ALIGNED) for part in parts for one in part.sources())
 
+    def transposes(self, extent: Extent) -> bool:
+        """Whether any part of an extent is in another order in its file: it is best read at once."""
+        parts = self._parts[extent.offset]
+        return any(isinstance(one, PackedPart) and one.weight.transposed for one in parts)
+
     def keep(self, extent: Extent, to: Extent) -> None:
         """Keep an extent's bytes of files in host memory, in `to`, from their next read on: see
         [Note: packed copies].

@@ -89,6 +89,8 @@ class Packed(ABC):
     """A weight in fewer bits than it computes in; see [Note: packed weights]."""
 
     numel: int
+    transposed = False
+    """Whether the file has it in another order than the parameter."""
 
     @property
     @abstractmethod
@@ -132,7 +134,9 @@ class Packed(ABC):
                     f"{format_size(room_nbytes)} left. Give Config a larger host_memory."
                 )
             else:
-                n = max(unit, one.numel // 2 // unit * unit)
+                ends = 2 * BLOCK * len(one.sources)
+                fits = one.numel * (room_nbytes - ends) // (_room_nbytes(one.sources) - ends)
+                n = max(unit, min(fits, one.numel - 1) // unit * unit)
 
     def widen(
         self, dtype: str, cut: PackedCut, at: Sequence[int], first: int, numel: int, target: int
@@ -287,6 +291,7 @@ class Stack4(Packed):
     scales: FileRange
     rows: int
     cols: int
+    transposed = True
 
     @property
     def numel(self) -> int:  # type: ignore[override]

@@ -4,16 +4,17 @@ units are used, and carried out.
 A field moves up without a transfer of its own: it gets a target, and the next pass that has all of it in
 memory leaves it there. It moves down by being written, between two steps or rounds, while no unit is in use.
 
-What is packed in a checkpoint's files stays packed in host memory, unless all fields of all units fit there as
-what they are widened to: then nothing is left to be done for a use. That is decided once a step or a round has
-shown what gradients take, and a base that did not fit stays packed from then on.
+What is packed in a checkpoint's files stays packed in host memory, unless all fields of all units fit there
+as what they are widened to: then nothing is left to be done for a use. That is decided once a step or a round
+has shown what gradients take, and a base that did not fit stays packed from then on.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from types import MappingProxyType
 
 from infinity.lane.lane import StreamLane
@@ -144,7 +145,7 @@ class Pins:
         self._packed -= {unit for unit, _ in gone}
         self._drop(gone)
 
-    def _drop(self, keys: Set[Key]) -> None:
+    def _drop(self, keys: AbstractSet[Key]) -> None:
         kept = {key: tier for key, tier in self._placement.items() if key not in keys}
         self._placement = MappingProxyType(kept)
 
@@ -219,6 +220,20 @@ class Pins:
             else:
                 record.targets[move.field] = extent
 
+    def _stop_coming(self, move: Move) -> None:
+        """Have a field that waits for its place in host memory, or is on its way there, stay where it is."""
+        record = self._units[move.unit].record
+        if move.field == "hi":
+            self._packed.discard(move.unit)
+        waiting = [one for one in self._to_host if (one.unit, one.field) == (move.unit, move.field)]
+        if waiting:
+            self._to_host.remove(waiting[0])
+            self._kept.set_aside(-waiting[0].nbytes)
+        elif move.field in record.targets:
+            self._lane.drain()  # a pass under way may adopt it
+            if move.field in record.targets:
+                self._host.free(record.targets.pop(move.field))
+
     def _leave(self, moves: Sequence[Move]) -> None:
         """Move fields to NVMe; those that were still on their way up stay there. The record of a field that
         lives on the device is there, too.
@@ -226,16 +241,7 @@ class Pins:
         jobs: list[tuple[Unit, LeavePass]] = []
         for move in moves:
             unit = self._units[move.unit]
-            if move.field == "hi":
-                self._packed.discard(move.unit)
-            waiting = [one for one in self._to_host if (one.unit, one.field) == (move.unit, move.field)]
-            if waiting:
-                self._to_host.remove(waiting[0])
-                self._kept.set_aside(-waiting[0].nbytes)
-            elif move.field in unit.record.targets:
-                self._lane.drain()  # a pass under way may adopt it
-                if move.field in unit.record.targets:
-                    self._host.free(unit.record.targets.pop(move.field))
+            self._stop_coming(move)
             kept = unit.record.packed_copy is not None and move.field == "hi"
             if not kept and not unit.record.in_host(move.field):
                 continue

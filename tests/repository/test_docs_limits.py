@@ -86,8 +86,10 @@ def quantising(lab):
     from transformers import BitsAndBytesConfig
     from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
-    quantizer = Bnb4BitHfQuantizer(BitsAndBytesConfig(load_in_4bit=True), pre_quantized=False)
-    lab.build(lambda: quantizer.validate_environment())
+    def load():
+        Bnb4BitHfQuantizer(BitsAndBytesConfig(load_in_4bit=True), pre_quantized=False).validate_environment()
+
+    lab.build(load)
 
 
 def mesh(*names):

@@ -117,7 +117,8 @@ def to_nf4(weight, *, nested, block=64):
     numel, table = weight.numel(), torch.tensor(NF4)
     flat = torch.cat([weight.float().flatten(), torch.zeros(-numel % block)]).view(-1, block)
     absmax = flat.abs().amax(1).clamp(min=1e-30)
-    codes = ((flat / absmax[:, None])[..., None] - table).abs().argmin(-1).to(torch.uint8).flatten()[:numel]
+    codes = torch.bucketize(flat / absmax[:, None], (table[1:] + table[:-1]) / 2)
+    codes = codes.to(torch.uint8).flatten()[:numel]
     tensors = {"": (codes[0::2] << 4 | codes[1::2]).view(-1, 1), ".quant_map": table, ".absmax": absmax}
     state = {"quant_type": "nf4", "blocksize": block, "dtype": str(weight.dtype).removeprefix("torch.")}
     state["shape"] = list(weight.shape)
