@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from infinity.engine.asked import KEPT, Asked
 from infinity.engine.engine import Engine, engine_of
+from infinity.engine.frozen import FrozenFile, frozen_layers
 from infinity.engine.layouts import Find
 from infinity.engine.origins import Origins
 from infinity.engine.overflow import Overflow
@@ -495,6 +496,9 @@ class Construction:
             if record not in units:  # of parameters that are in no model
                 for field in record.form.weights:
                     record.drop(field)
+        kind = self._engine.config.frozen_dtype
+        if kind is not None:
+            FrozenFile(self._engine, kind).take(frozen_layers(named, units))
         self._engine.build_with(None)
         opened = self._engine.open(units, _routed(named, units_of))
         for _, module in named:

@@ -211,7 +211,8 @@ def _bitsandbytes(operation: Any) -> dict[str, Any]:
         if not self.pre_quantized:
             raise UnsupportedError(
                 "BitsAndBytesConfig for a checkpoint in 16 bits: inside Init nothing is quantised by "
-                "transformers. Load a checkpoint that is quantised already, or this one as it is."
+                "transformers. Leave it out, and let Infinity do it, Init(frozen=True) with "
+                'frozen_dtype="nf4" or "int8"; or load a checkpoint that is quantised already.'
             )
         self.quantization_config.dequantize = True
 
