@@ -39,7 +39,6 @@ def fp8_llama(path, block=128, **options):
             if name.endswith("proj.weight"):
                 tensors[name], tensors[f"{name}_scale_inv"] = to_blocks(one, block)
         save_file(tensors, shard, {"format": "pt"})
-    (path / "model.safetensors.index.json").unlink()
     join(path)
     add_method(path, quant_method="fp8", weight_block_size=[block, block], activation_scheme="dynamic")
     return path
