@@ -198,8 +198,8 @@ class StreamLane:
 
     def check_open(self) -> None:
         """Raise what made the lane fail; EngineFailedError where it was closed."""
-        self._failure.check()
-        if self._stopping:
+        if self._stopping or self._failure.cause is not None:
+            self._failure.check()
             raise EngineFailedError("the engine was closed; its parameters are gone")
 
     # The lane's own thread

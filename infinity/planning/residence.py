@@ -316,7 +316,8 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
             self._staying.discard(unit)
         self.make_resident(unit)
         self._owed.extend(fetch)
-        self.fetch_owed()
+        if self._owed or self._announced:
+            self.fetch_owed()
 
     def announce(self, units: Iterable[_UnitT]) -> None:
         """Begin the fetches of routed units that are used next, in this order: see [Note: routed units]."""
@@ -327,11 +328,13 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
 
     def make_resident(self, unit: _UnitT) -> None:
         """Return when `unit` holds its current values on the device. It stays until it is released."""
-        self._end_waiting(unit)
         residence = unit.residence
-        if residence.fetch is not None and (lent := residence.lent) is not None:
-            self._wait(lent, "update")
+        if residence.waits:
+            self._end_waiting(unit)
         job = residence.fetch
+        if job is not None and (lent := residence.lent) is not None:
+            self._wait(lent, "update")
+            job = residence.fetch
         if job is not None:
             self.counts.count_met()
         elif self._is_there(unit):
@@ -388,7 +391,8 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
                 self._idle[unit] = None
             return
         self.evict(unit)
-        self.fetch_owed()
+        if self._owed or self._announced:
+            self.fetch_owed()
 
     def _fetch(self, unit: _UnitT, *, urgent: bool) -> Job:
         unit.allocate()
@@ -449,7 +453,8 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
             return
         if not job.done:
             job.wait()
-        self._end_waiting(unit)
+        if unit.residence.waits:
+            self._end_waiting(unit)
         unit.residence.go()
         unit.deallocate()
 
