@@ -155,7 +155,7 @@ def use_toll(folder: str, host_memory: str = _LITTLE, repeats: int = 5) -> float
     steps = [partial(contestant.one_step, one, ours, 0) for one in (within, without)]
     seconds = [[_thread_s(step) for step in steps] for _ in range(repeats)]
     within_s, without_s = (min(taken) for taken in zip(*seconds, strict=True))
-    return max(0.0, within_s - without_s) / uses
+    return float(max(0.0, within_s - without_s) / uses)
 
 
 def tolls(folder: str, compute: Callable[[], object]) -> dict[str, float]:
