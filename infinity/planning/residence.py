@@ -158,17 +158,15 @@ class Residence(Generic[_UpdateT]):
         """Count a use."""
         self.uses += 1
 
-    def begin(self) -> None:
-        """The unit was attached now, for its first user."""
-        self._began_s = time.perf_counter()
-
     @property
     def began_s(self) -> float:
-        """When it was attached, by time.perf_counter."""
+        """When its first user came, by time.perf_counter."""
         return self._began_s
 
     def use(self) -> None:
         """Count a user."""
+        if not self.users:
+            self._began_s = time.perf_counter()
         self.users += 1
 
     def drop(self) -> bool:

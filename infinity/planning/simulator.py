@@ -211,6 +211,8 @@ class SimulatedLane:
             return
         self._queue.add(job, urgent=urgent)
         self._turn()
+        if not job.arriving.over:
+            job.arriving.call(self._turn)
 
     def take_inline_s(self) -> float:
         """Return the seconds of passes run inline since this was asked, which the thread has to compute."""
@@ -236,17 +238,28 @@ class SimulatedLane:
     def _turn(self) -> None:
         """Do what the lane's thread does until it has to wait: reap, admit, and work on the oldest tile."""
         while self._awaited is None:
-            while self._writing and self._writing[0].over:
-                self._over(self._writing.popleft())
+            for tile in [one for one in self._writing if one.over]:
+                self._writing.remove(tile)
+                self._over(tile)
             self._admit()
             if self._reading:
-                self._awaited = self._reading.popleft()
+                self._awaited = self._next()
+                if self._awaited is None:
+                    return
                 if self._awaited.read:
                     self._work(self._awaited)
             elif self._writing:
                 self._awaited = self._writing[0]
             else:
                 return
+
+    def _next(self) -> _SimulatedTile | None:
+        """Take the oldest tile whose pass need not wait for gradients, if there is one."""
+        for index, tile in enumerate(self._reading):
+            if tile.owner.arriving.over:
+                del self._reading[index]
+                return tile
+        return None
 
     def _admit(self) -> None:
         while self._free and (found := self._queue.next_tile()) is not None:
@@ -266,9 +279,6 @@ class SimulatedLane:
             self._work(tile)
 
     def _work(self, tile: _SimulatedTile) -> None:
-        tile.owner.arriving.call(partial(self._work_now, tile))
-
-    def _work_now(self, tile: _SimulatedTile) -> None:
         def asked() -> None:
             self._clock.serve("work", tile.owner.work_s, partial(self._worked, tile))
 
@@ -297,7 +307,7 @@ class SimulatedLane:
         self._may_be_over(tile)
 
     def _may_be_over(self, tile: _SimulatedTile) -> None:
-        if tile is self._awaited and tile.over:
+        if tile.over and self._awaited in (tile, None):
             self._awaited = None
             self._turn()
 

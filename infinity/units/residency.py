@@ -200,10 +200,8 @@ class Executor(Residency[Unit, UpdatePass]):
 
     def _attach(self, unit: Unit) -> None:
         unit.attach()
-        residence = unit.residence
-        if self._on_host and residence.uses % COMPARED_EVERY == 1:
+        if self._on_host and unit.residence.uses % COMPARED_EVERY == 1:
             unit.changes.watch_all()
-        residence.begin()
 
     def are_here(self, units: Iterable[Unit]) -> bool:
         """Whether these units are here to stay, so that a use of any fetches nothing; False while a timeline
@@ -257,7 +255,6 @@ class Executor(Residency[Unit, UpdatePass]):
                 self._lane.wait(unit.residence.fetch, finished=True)
             unit.make_private()
             unit.attach(aside=True)
-            unit.residence.begin()
         unit.residence.use()
 
     def _use(self, unit: Unit, phase: Phase) -> None:
