@@ -17,7 +17,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -222,9 +222,20 @@ class Arrivals:
                 self._gradients.settle(unit)
         for updater in [one for one in self.optimizers if one.update == "backward"]:
             for unit in self._units:
-                gradients = [self.gradient_of(one) for one in unit.parameters if updater.has(one)]
-                waiting = [one for one in gradients if one and one.form in (Form.HOST, Form.SPILLED)]
-                self._gradients.apply(unit, waiting, updater.decide_now)
+                waiting = [one for one in self._kept(unit, updater) if one.form in (Form.HOST, Form.SPILLED)]
+                if waiting:
+                    self._gradients.apply(unit, waiting, updater.decide_now)
+
+    def _kept(self, unit: Unit, updater: Updater) -> Iterator[Gradient]:
+        """Yield the gradients of a unit's parameters that `updater` has, and that have not been applied."""
+        for parameter in unit.parameters:
+            with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked
+                grad = parameter.grad
+            applied = isinstance(grad, OffloadedGradient) and grad.gradient.form is Form.APPLIED
+            if grad is not None and not applied and updater.has(parameter):
+                gradient = self.gradient_of(parameter)
+                if gradient is not None:
+                    yield gradient
 
     def finish_backward(self) -> None:
         """Settle what a backward that raised has left. Called before a step is decided."""

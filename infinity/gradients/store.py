@@ -171,7 +171,8 @@ class GradientStore:
         if self._reduction is not None:
             return self._reduction.arrive(unit, index, grad, keep=keep)
         gradient = Gradient(unit, index, self._kept)
-        self._await_buffer(grad.nbytes)
+        if not self._device.is_host:
+            self._await_buffer(grad.nbytes)
         download = self._device.download(grad)
         gradient.comes(download.transfer)
         tensor = download.tensor

@@ -121,6 +121,11 @@ class _UpdatingPass(_UnitPass):
         computes = WEIGHTS[unit.record.form.dtype].dtype
         self._dtypes = {"grad16": KERNEL_DTYPE[computes], "grad32": KERNEL_DTYPE[torch.float32]}
 
+    @property
+    def ready(self) -> bool:
+        """Whether the gradients have come."""
+        return all(update.arriving.done for update in self.pending.values())
+
     def take_over(self) -> None:
         """From now on the updates are this pass's."""
         if not self._taken:
@@ -276,6 +281,11 @@ class UpdatePass(_UpdatingPass):
     def start_from_copy(self, values: Download) -> None:
         """Take `hi` from a copy that comes from the device, before the pass is queued."""
         self._copy = values
+
+    @property
+    def ready(self) -> bool:
+        """Whether the copy has come as well."""
+        return super().ready and (self._copy is None or self._copy.done)
 
     def start_from(self, flat: torch.Tensor | None) -> None:
         """Take `hi` from `flat` instead, before the pass is queued."""

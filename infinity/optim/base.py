@@ -162,6 +162,11 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
             engine.close_step()
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's
+        """As every torch Optimizer's. A gradient is no value, so that no released parameter is asked."""
+        with torch._C.DisableTorchFunctionSubclass():
+            super().zero_grad(set_to_none)
+
     def _beside(self, found: set[int]) -> list[tuple[nn.Parameter, Unit, int]]:
         """Return the slices that have gradients of zeros because others of their stacks have some, with their
         units and indices there. found: the id() of each parameter with a gradient.

@@ -25,7 +25,7 @@ from infinity.planning.residence import Residency
 from infinity.planning.trace import Phase, Use
 from infinity.storage.memory import Ledger
 from infinity.timeline import Timeline
-from infinity.units.changes import would_be_lost
+from infinity.units.changes import COMPARED_EVERY, would_be_lost
 from infinity.units.unit import Unit
 
 _LAYERS = 1 << 12
@@ -70,6 +70,7 @@ class Executor(Residency[Unit, UpdatePass]):
         """Whether updates are pending until the next fetch, and not applied in the backward."""
         self._refused: UnsupportedError | None = None
         self._assembler = assembler
+        self._uses_of: dict[Phase, list[Use]] = {}
         self._layers: deque[list[Unit]] = deque(maxlen=_LAYERS)
         """Routed units as they were announced in forwards that a backward may follow."""
         self._routed_uses = 0
@@ -87,9 +88,10 @@ class Executor(Residency[Unit, UpdatePass]):
         self.units = units
         self._ahead.resize(ahead_nbytes)
         self._routed = set(routed)
-        planned = [unit for unit in units if unit not in self._routed]
-        forward = [Use(Phase.FORWARD, unit.index) for unit in planned]
-        back = [Use(Phase.BACKWARD, unit.index) for unit in reversed(planned)]
+        self._uses_of = {phase: [Use(phase, unit.index) for unit in units] for phase in Phase}
+        planned = [unit.index for unit in units if unit not in self._routed]
+        forward = [self._uses_of[Phase.FORWARD][one] for one in planned]
+        back = [self._uses_of[Phase.BACKWARD][one] for one in reversed(planned)]
         for course in (self._steps, self._rounds):
             course.open(len(units))
         self._plan_steps((*forward, *back))
@@ -193,11 +195,13 @@ class Executor(Residency[Unit, UpdatePass]):
         """Make `unit` resident and its parameters real, until as many `drop`s."""
         if not unit.attached:
             self._use(unit, phase)
-            unit.attach()
-            if self._device.is_host:
-                unit.changes.sample(unit.residence.uses)
-            unit.residence.begin()
+            self._attach(unit)
         unit.residence.use()
+
+    def _attach(self, unit: Unit) -> None:
+        unit.attach()
+        if self._on_host and unit.residence.uses % COMPARED_EVERY == 1:
+            unit.changes.watch_all()
 
     def are_here(self, units: Iterable[Unit]) -> bool:
         """Whether these units are here to stay, so that a use of any fetches nothing; False while a timeline
@@ -218,10 +222,7 @@ class Executor(Residency[Unit, UpdatePass]):
             self.counts.count_use()
             unit.residence.count_use()
             self.make_resident(unit)
-            unit.attach()
-            if self._device.is_host:
-                unit.changes.sample(unit.residence.uses)
-            unit.residence.begin()
+            self._attach(unit)
         unit.residence.use()
 
     def _refuse_change(self, unit: Unit, name: str) -> None:
@@ -254,11 +255,10 @@ class Executor(Residency[Unit, UpdatePass]):
                 self._lane.wait(unit.residence.fetch, finished=True)
             unit.make_private()
             unit.attach(aside=True)
-            unit.residence.begin()
         unit.residence.use()
 
     def _use(self, unit: Unit, phase: Phase) -> None:
-        if phase is Phase.BACKWARD:
+        if phase is Phase.BACKWARD and self.in_round:
             self.end_rounds()
         course = self._course
         self.counts.count_use()
@@ -267,7 +267,7 @@ class Executor(Residency[Unit, UpdatePass]):
             self._use_routed(unit, phase)
             return
         course.frequencies.used(unit.index, kept=unit in self._staying)
-        fetch, keep, foreseen = course.cursor.advance(Use(phase, unit.index))
+        fetch, keep, foreseen = course.cursor.advance(self._uses_of[phase][unit.index])
         if not foreseen:
             self.counts.note_divergences(self.cursor.divergences + self.round_cursor.divergences)
             self._look_again(course.cursor, but=unit)
