@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from infinity.tiling.grid import Grid, cut, spans
 from infinity.tiling.linear import _empty
 from infinity.tiling.owner import Routed
+from infinity.tiling.rows import is_plain_embedding
 from infinity.tiling.tile import EmbeddingTile, PlaceRows, Tile
 from infinity.tiling.whole import Whole
 
@@ -55,6 +57,19 @@ class TiledEmbedding(Routed, nn.Embedding):
         embedding._assemble(tiles, grid, like.padding_idx, like.scale_grad_by_freq, like.sparse)  # noqa: SLF001 - its own class's
         return embedding
 
+    @classmethod
+    def convert(cls, embedding: nn.Embedding, tiles: Sequence[Tile], grid: Grid) -> TiledEmbedding:
+        """Turn an embedding into one of existing tiles, in place. Code that uses its weight as a whole gets
+        one that is put together for it: see [Note: whole weights].
+        """
+        del embedding._parameters["weight"]
+        embedding.__class__ = cls
+        if not isinstance(embedding, TiledEmbedding):
+            raise TypeError(f"a {type(embedding).__name__} cannot be tiled")
+        embedding._hold(tiles, grid, None)  # noqa: SLF001 - its own class's
+        embedding.weight.join()
+        return embedding
+
     def _assemble(
         self,
         tiles: Sequence[Tile],
@@ -95,8 +110,11 @@ class TiledEmbedding(Routed, nn.Embedding):
         if self.is_followed:
             needed = self.agreed(tile_of.unique().tolist(), len(self.tiles))
         self.announce(needed)
+        order = torch.sort(tile_of, stable=True).indices
+        counts = torch.bincount(tile_of, minlength=len(self.tiles)).tolist()
+        begin_of = [0, *accumulate(counts)]
         for number in needed:
-            positions, span = (tile_of == number).nonzero()[:, 0], rows_of[number]
+            positions, span = order[begin_of[number] : begin_of[number + 1]], rows_of[number]
             padding = self.padding_idx
             if padding is not None:
                 padding = padding - span.start if span.start <= padding < span.stop else None
@@ -104,3 +122,12 @@ class TiledEmbedding(Routed, nn.Embedding):
             rows = self.tiles[number](looked_up, padding, self.scale_grad_by_freq, self.sparse)
             out = PlaceRows.apply(out, rows, positions)  # type: ignore[no-untyped-call]
         return out.view(*input.shape, self.embedding_dim)
+
+
+def may_be_cut(module: nn.Module) -> bool:
+    """Whether an embedding gives the same results cut by its rows, in place: nobody else's code or hooks are
+    part of it.
+    """
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    hooked = any(getattr(module, name) for name in names)
+    return is_plain_embedding(module) and not hooked and list(module._parameters) == ["weight"]

@@ -129,6 +129,10 @@ class Executor(Residency[Unit, UpdatePass]):
         """What is expected of a round."""
         return self._rounds.frequencies
 
+    def share_of_steps(self, unit: Unit) -> float:
+        """Return the share of the next steps that are expected to use a unit; 1 for one that is no slice."""
+        return self.frequencies.share_of_steps(unit.index) if unit in self._routed else 1.0
+
     @property
     def in_round(self) -> bool:
         """Whether uses are those of a round."""
