@@ -441,17 +441,17 @@ class Construction:
             return False
         found = [] if self._taken_in or self._overflow else list(in_blocks(named, self._engine.form.width))
         for name, embedding, grid in found:
-            tiles = self._blocks(embedding.weight, grid)
+            tiles = self._blocks(embedding._parameters["weight"], grid)
             if tiles:
                 TiledEmbedding.convert(embedding, tiles, grid)
                 rows, columns = grid.shape
                 logger.info("%s of %d x %d is kept in %d blocks of rows", name, rows, columns, len(tiles))
         return bool(found)
 
-    def _blocks(self, weight: nn.Parameter, grid: Grid) -> list[EmbeddingTile]:
+    def _blocks(self, weight: nn.Parameter | None, grid: Grid) -> list[EmbeddingTile]:
         """Return modules of the rows of an embedding's weight; none where it has to stay whole."""
         entry = self._entry(weight)
-        if entry is None or isinstance(entry.lies, Block8):  # packed
+        if weight is None or entry is None or isinstance(entry.lies, Block8):  # packed
             return []
         if id(weight) not in self._real and entry.record is not None and entry.record.in_files is not None:
             return [self._block_in_files(entry, weight, rows) for rows, _ in grid.slices()]

@@ -222,12 +222,11 @@ class _UpdatingPass(_UnitPass):
             if name in at
         }
         step = update.recipe.kernels[self.record.form.dtype, self.record.form.state_dtype]
-        zeros = None
-        if update.missed or update.after or not update.has_gradient:
-            zeros = torch.zeros(piece.numel, dtype=torch.bfloat16)
+        misses = update.missed or update.after or not update.has_gradient
+        zeros = torch.zeros(piece.numel if misses else 0, dtype=torch.bfloat16)
 
         def miss(steps: Iterable[tuple[Any, int]]) -> None:
-            for scalars, key in steps if zeros is not None else ():
+            for scalars, key in steps:
                 of_zeros = zeros.data_ptr(), KERNEL_DTYPE[zeros.dtype]
                 step(UpdateSpan(piece.numel, state, *of_zeros, key, piece.element), scalars)
 
