@@ -492,7 +492,7 @@ class Construction:
                 for field in record.form.weights:
                     record.drop(field)
         self._engine.build_with(None)
-        opened = self._engine.open(units, _routed(named, units_of))
+        opened = self._engine.open(units, _routed(named, units_of), _chosen(named, units_of))
         for _, module in named:
             if any(True for _ in module.parameters()):
                 # MultiheadAttention uses its child's weight itself, and its fast path only if it is there.
@@ -543,6 +543,21 @@ def _routed(named: list[tuple[str, nn.Module]], units_of: dict[int, list[Record]
         for one in dict.fromkeys(one for tile in tiles for one in units_of.get(tile, ()))
         if one not in others
     ]
+
+
+def _chosen(named: list[tuple[str, nn.Module]], units_of: dict[int, list[Record]]) -> list[Record]:
+    """Return the records of experts that are modules of their own: those below a ModuleList or ModuleDict
+    that is called after experts, and used by no module elsewhere.
+    """
+    lists = [
+        module
+        for name, module in named
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and "expert" in name.rpartition(".")[2].lower()
+    ]
+    below = {id(part) for module in lists if len(module) > 1 for part in module.modules()}
+    others = {one for module, records in units_of.items() if module not in below for one in records}
+    found = dict.fromkeys(one for module in below for one in units_of.get(module, ()))
+    return [one for one in found if one not in others]
 
 
 def _holes(record: Record) -> list[nn.Parameter]:

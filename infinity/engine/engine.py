@@ -52,6 +52,7 @@ from infinity.tiling import Routed
 from infinity.timeline import Timeline
 from infinity.units import advice
 from infinity.units.device_tier import DeviceTier
+from infinity.units.meeting import Meeting
 from infinity.units.pinning import Pins
 from infinity.units.released import CONVERSIONS, not_converted, not_resident, owner_of, set_owner
 from infinity.units.residency import Executor
@@ -224,12 +225,16 @@ class Engine:
         record.lie_in(self.checkpoint_store, ranges)
 
     def open(
-        self, records: Mapping[Record, list[nn.Parameter]], routed: Iterable[Record] = ()
+        self,
+        records: Mapping[Record, list[nn.Parameter]],
+        routed: Iterable[Record] = (),
+        chosen: Iterable[Record] = (),
     ) -> dict[Record, Unit]:
         """Take over a finished model: the parameters in each record, in the order of its modules. Return the
         unit that each record is of.
 
-        routed: records of slices alone, of which the data decides whether they are used.
+        routed: records of slices alone, of which the data decides whether they are used. chosen: records of
+        modules that each rank's data chooses among.
         """
         self.lane.drain()
         for record, parameters in records.items():
@@ -251,7 +256,13 @@ class Engine:
         if whole := self.config.stage < 3:
             ahead = sum(unit.resident_nbytes for unit in self.units)
         of_record = {unit.record: unit for unit in self.units}
-        self.executor.open(self.units, ahead, whole=whole, routed=[of_record[one] for one in routed])
+        of_ranks = [of_record[one] for one in (chosen if self.ranks.size > 1 else ())]
+        of_data = [*(of_record[one] for one in routed), *of_ranks]
+        self.executor.open(self.units, ahead, whole=whole, routed=of_data)
+        if of_ranks:
+            meeting = Meeting(self.ranks, self.units, of_ranks, self.executor.join_in)
+            self.executor.meet_by(meeting)
+            self.arrivals.meet_by(meeting)
         self.outgoing.open(self.budget.outgoing_nbytes)
         self.gradients.open(self.budget, self.units)
         if self.boundaries is not None:

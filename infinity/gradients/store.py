@@ -129,6 +129,10 @@ class GradientStore:
         """Whether each rank has a part of each gradient: there are several."""
         return self._reduction is not None
 
+    def has_local(self, unit: Unit, index: int) -> bool:
+        """Whether this rank has a gradient of a parameter that the ranks have not summed."""
+        return self._reduction is not None and self._reduction.has_local(unit, index)
+
     def deferring(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which gradients stay on each rank, whole, until the next backward or step."""
         return contextlib.nullcontext() if self._reduction is None else self._reduction.deferring()
