@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -12,7 +14,8 @@ from torch import nn
 from infinity.tiling.grid import Grid, cut, spans
 from infinity.tiling.linear import _empty
 from infinity.tiling.owner import Routed
-from infinity.tiling.rows import is_plain_embedding
+from infinity.tiling.rows import RowLookup, is_plain_embedding
+from infinity.tiling.sliced import InSlices
 from infinity.tiling.tile import EmbeddingTile, PlaceRows, Tile
 from infinity.tiling.whole import Whole
 
@@ -96,6 +99,12 @@ class TiledEmbedding(Routed, nn.Embedding):
         Raises:
             IndexError: an id is negative, or not smaller than the number of rows.
         """
+        return self.look_up(input, None)
+
+    def look_up(self, input: torch.Tensor, micro_batch: int | None) -> torch.Tensor:  # noqa: A002
+        """Do so. micro_batch: samples of which the gradients are summed in fp32; see [Note: rows in use] in
+        rows.py. None: they are torch's.
+        """
         ids = input.reshape(-1).contiguous()
         low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)
         if low < 0 or high >= self.num_embeddings:
@@ -118,10 +127,43 @@ class TiledEmbedding(Routed, nn.Embedding):
             padding = self.padding_idx
             if padding is not None:
                 padding = padding - span.start if span.start <= padding < span.stop else None
-            looked_up = ids[positions] - span.start
-            rows = self.tiles[number](looked_up, padding, self.scale_grad_by_freq, self.sparse)
+            looked_up, lookup = ids[positions] - span.start, None
+            if micro_batch is not None:
+                together = micro_batch * (ids.numel() // max(1, len(input)))
+                counts_of = torch.bincount(positions // max(1, together)).tolist()
+                lookup = partial(_in_micro_batches, counts_of, self.scale_grad_by_freq)
+            rows = self.tiles[number](looked_up, padding, self.scale_grad_by_freq, self.sparse, lookup)
             out = PlaceRows.apply(out, rows, positions)  # type: ignore[no-untyped-call]
         return out.view(*input.shape, self.embedding_dim)
+
+
+def _in_micro_batches(
+    counts: list[int],
+    by_frequency: bool,  # noqa: FBT001
+    ids: torch.Tensor,
+    weight: torch.Tensor,
+    padding: int | None,
+) -> torch.Tensor:
+    found: torch.Tensor = RowLookup.apply(ids, weight, padding, by_frequency, counts)  # type: ignore[no-untyped-call]
+    return found
+
+
+@dataclass(slots=True)
+class TiledRowSlices(InSlices):
+    """Forward of an embedding in tiles whose gradient is summed over micro-batches of so many samples."""
+
+    embedding: TiledEmbedding
+    micro_batch: int
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """Look up the rows of `ids`."""
+        return self.embedding.look_up(ids, self.micro_batch)
+
+
+def slice_tiled_rows(embedding: TiledEmbedding, micro_batch: int) -> None:
+    """Make an embedding in tiles sum its gradient over micro-batches; `untile_` undoes it."""
+    sliced = TiledRowSlices(embedding, embedding.forward, embedding, micro_batch)
+    embedding.forward = sliced  # type: ignore[method-assign, assignment]
 
 
 def may_be_cut(module: nn.Module) -> bool:

@@ -199,6 +199,39 @@ def test_the_weight_may_be_named_to_an_optimizer(folder):
     models.assert_same_state(*pairs[0], *pairs[1])
 
 
+class OfBlocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.block = nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, 8)
+
+    def forward(self, ids):
+        return self.block(self.embed(ids)).float().square().sum()
+
+
+def test_micro_batches_of_one_forward_give_the_gradients_of_an_embedding_that_is_whole(folder):
+    found = []
+    for experts in ("whole", "slices"):
+        (folder / experts).mkdir()
+        torch.manual_seed(0)
+        with Init(nvme=folder / experts, host_memory="2MiB", experts=experts):
+            model = OfBlocks()
+        assert "embed" in tiling.tile_batch_(model, 2, blocks=nn.Linear)
+        ids = torch.randint(0, 300, (7, 40), generator=torch.Generator().manual_seed(1))
+        model(ids).backward()
+        pieces = model.embed.tiles if experts == "slices" else [model.embed]
+        grads = [one.weight.grad for one in pieces]
+        found.append(
+            torch.cat(
+                [
+                    torch.zeros(one.weight.shape) if grad is None else torch.zeros(one.weight.shape) + grad
+                    for one, grad in zip(pieces, grads, strict=True)
+                ]
+            )
+        )
+    assert torch.equal(found[0], found[1])
+    assert found[0].any()
+
+
 def test_ids_that_are_no_rows_are_named(folder):
     with Init(nvme=folder, host_memory="4MiB"):
         model = Lookup()
