@@ -238,6 +238,8 @@ class Hooks:
             self._end_frame(self._frames[-1], output if ours else None)
             if ours:
                 break
+        if not self._frames and graph_task() == -1:
+            self._executor.meet()
         self._executor.raise_refused()
 
     def _abandon_frames(self) -> None:

@@ -66,7 +66,8 @@ class Config:
         whole.
     experts: "slices": stacked experts that transformers dispatches (Mixtral, Qwen3-MoE, DeepSeek, gpt-oss and
         others) are built expert by expert, and a step reads, updates and writes those alone that tokens are
-        routed to, with the same results. "whole": each stack is one parameter.
+        routed to, with the same results. So it is with blocks of the rows of large embeddings that no other
+        layer uses, with `nvme`. "whole": each stack, or embedding, is one parameter.
     stage: what the ranks of a run partition, in ZeRO's numbers: 1 the masters and the optimizer's state, 2
         gradients as well, 3 parameters as well. With 1 and 2 the 16-bit parameters, with 1 also their
         gradients, stay whole on the device of every rank.

@@ -24,8 +24,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import UninitializedParameter
 from torch.utils import _pytree as pytree
 
-from infinity.engine.asked import KEPT, Asked
+from infinity.engine.asked import Asked
+from infinity.engine.built_parameter import BuiltParameter
+from infinity.engine.embeddings import in_blocks
 from infinity.engine.engine import Engine, engine_of
+from infinity.engine.kept_types import check_kept, refuse_packed
 from infinity.engine.origins import Origins
 from infinity.engine.overflow import Overflow
 from infinity.engine.pretrained import Mapped, check_values, name_file
@@ -39,8 +42,11 @@ from infinity.sizes import format_size
 from infinity.storage.checkpoint_store import FileRange
 from infinity.storage.packed import Block8
 from infinity.tiling import (
-    ExpertTile,
+    EmbeddingTile,
+    Grid,
+    Piece,
     Routed,
+    TiledEmbedding,
     TiledExperts,
     Whole,
     assembled,
@@ -59,52 +65,6 @@ _OVERWRITES = frozenset(
 """Operations that do not look at the values: an evicted parameter need not be read for them."""
 
 
-class _Entry:
-    """One parameter of a model that is being built."""
-
-    __slots__ = ("asked", "dtype", "index", "is_mapped", "module", "name", "parameter", "record")
-
-    def __init__(
-        self, parameter: nn.Parameter, module: nn.Module, name: str, asked: torch.dtype | None
-    ) -> None:
-        self.parameter = weakref.ref(parameter)
-        self.module = weakref.ref(module)
-        self.name = name
-        self.dtype = parameter.dtype
-        self.asked = asked
-        """The type that it is to compute in; None for Config's."""
-        self.record: Record | None = None
-        """Where it was evicted to; None as long as it never was."""
-        self.index = 0
-        self.is_mapped = False
-        """Whether its values are a mapped file's, and take no memory until they are looked at."""
-
-    def belongs_to(self, record: Record, index: int) -> None:
-        """Note that its values are those of parameter `index` of `record`."""
-        self.record, self.index = record, index
-
-    def take(self, parameter: nn.Parameter, asked: torch.dtype | None, form: Format) -> None:
-        """Follow `p.data = ...`: note the dtype, and forget a record of another shape or format.
-
-        asked: the type that it is to compute in now, in a record of this format.
-        """
-        if parameter.dtype not in KEPT:
-            raise UnsupportedError(_wrong_dtype(self.module(), self.name, parameter))
-        self.dtype = parameter.dtype
-        if self.record is not None and (
-            self.record.form is not form
-            or self.record.shard.segments[self.index].shape != tuple(parameter.shape)
-        ):
-            self.record = None
-        self.asked = asked
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes while real."""
-        parameter = self.parameter()
-        return 0 if parameter is None or self.is_mapped else parameter.numel() * self.dtype.itemsize
-
-
 class Construction:
     """The models being built inside one `with`."""
 
@@ -117,20 +77,28 @@ class Construction:
         self._before_loading: Callable[[], None] = lambda: None
         self._copied: Counter[str] = Counter()
         """Bytes of a checkpoint that got records of their own, by the reason."""
-        self._entries: dict[int, _Entry] = {}
-        self._real: dict[int, _Entry] = {}  # the one touched longest ago first
+        self._entries: dict[int, BuiltParameter] = {}
+        self._real: dict[int, BuiltParameter] = {}  # the one touched longest ago first
         self._records: list[Record] = []
         self._mapped: Mapped | None = None
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._window_nbytes = max(engine.budget.total_nbytes // 2, 1)
         self._asked_of_tiles: torch.dtype | None = None
         self._overflow = Overflow(engine)
+        self._taken_in = False
         self.asked = Asked(self._converted)
         """To be entered while models are built."""
 
     def before_loading(self, call: Callable[[], None]) -> None:
         """Have `call` called when a parameter comes whose values are to be loaded."""
         self._before_loading = call
+
+    def take_in(self, model: nn.Module) -> None:
+        """Take charge of a model that was built before. Its modules stay what they are: there may be
+        optimizers and lists of its parameters.
+        """
+        self._taken_in = True
+        self.adopted(model, "", None)
 
     # Registration
 
@@ -264,7 +232,7 @@ class Construction:
                 if parameter is not None:
                     self._take(part, name, parameter, self.asked.of(parameter))
 
-    def _entry(self, parameter: torch.Tensor | None) -> _Entry | None:
+    def _entry(self, parameter: torch.Tensor | None) -> BuiltParameter | None:
         """Return what is known of a parameter."""
         entry = self._entries.get(id(parameter))
         return entry if entry is not None and entry.parameter() is parameter else None
@@ -287,18 +255,18 @@ class Construction:
             return False  # its tiles were taken, each by itself
         if parameter.is_meta:
             self._before_loading()
-            _refuse_packed(module, name, parameter)
+            refuse_packed(module, name, parameter)
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return False  # integers have no gradient: they stay ordinary, like buffers
         if parameter.is_meta and not parameter.is_complex():
             self._mapped = self._mapped or Mapped()
             return False  # its values come with the parameter that replaces it
-        _check_kept(module, name, parameter)
-        entry = self._entries[id(parameter)] = _Entry(parameter, module, name, asked)
+        check_kept(module, name, parameter)
+        entry = self._entries[id(parameter)] = BuiltParameter(parameter, module, name, asked)
         if self._mapped is not None and self._packed_in(parameter) is None:
             # Where slices are, was looked for when their stack came.
-            looks = self._origins.knows if isinstance(module, ExpertTile) else self._origins.may_have
-            entry.is_mapped = looks(parameter)
+            looks = self._origins.knows if isinstance(module, Piece) else self._origins.may_have
+            entry.note_mapped(is_mapped=looks(parameter))
         self._real[id(parameter)] = entry
         set_owner(parameter, self._engine)
         return True
@@ -332,7 +300,7 @@ class Construction:
                 self._origins.look()
                 self._evict(together)
 
-    def _evict(self, entries: Sequence[_Entry]) -> None:
+    def _evict(self, entries: Sequence[BuiltParameter]) -> None:
         """Write real parameters of one module to their records, and release them."""
         alive = [(entry, parameter) for entry in entries if (parameter := entry.parameter()) is not None]
         for entry, parameter in alive:
@@ -349,7 +317,7 @@ class Construction:
         if self._mapped is not None:
             self._mapped.taken(sum(entry.nbytes for entry, _ in alive))
 
-    def _write(self, entries: Sequence[tuple[_Entry, nn.Parameter]]) -> None:
+    def _write(self, entries: Sequence[tuple[BuiltParameter, nn.Parameter]]) -> None:
         """Write the values of real parameters to their records."""
         values: dict[Record, dict[int, dict[str, torch.Tensor]]] = {}
         for entry, parameter in entries:
@@ -362,11 +330,11 @@ class Construction:
         for record, fields in () if self._overflow else values.items():
             self._engine.parameters.write_record(record, fields)
 
-    def _give_records(self, fresh: Sequence[tuple[_Entry, nn.Parameter]]) -> None:
+    def _give_records(self, fresh: Sequence[tuple[BuiltParameter, nn.Parameter]]) -> None:
         """Make a record for parameters of one module, or one for each type that they compute in; it lies in
         the checkpoint's files, if all of them do.
         """
-        by_form: dict[Format, list[tuple[_Entry, nn.Parameter]]] = {}
+        by_form: dict[Format, list[tuple[BuiltParameter, nn.Parameter]]] = {}
         for entry, parameter in fresh:
             by_form.setdefault(self._form(entry.asked), []).append((entry, parameter))
         for form, together in by_form.items():
@@ -376,6 +344,8 @@ class Construction:
             ranges = self._ranges([parameter for _, parameter in together], record)
             if ranges is not None:
                 self._engine.lay_in_files(record, ranges)
+                for (entry, _), one in zip(together, ranges, strict=True):
+                    entry.lie(one)
             else:
                 self._overflow.give_room(record)
             for index, (entry, _) in enumerate(together):
@@ -419,7 +389,7 @@ class Construction:
                 read = self._engine.parameters.read_record(entry.record, entry.index, {field: dtype})
                 values.copy_(read[field].view(parameter.shape))
             restore(parameter, values)
-            entry.is_mapped = False
+            entry.note_mapped(is_mapped=False)
             self.asked.note(parameter, asked)
             self._real[id(parameter)] = entry
         used = [self._entries.get(id(leaf)) for leaf in pytree.tree_leaves((parameters, args))]
@@ -452,6 +422,8 @@ class Construction:
         named = list(_named_modules(roots))
         check_values(named)
         self._origins.look()
+        if self._cut_embeddings(named):
+            named = list(_named_modules(roots))
         for _, module in named:
             self._evict([self._real[id(one)] for one in module._parameters.values() if id(one) in self._real])
         self._real.clear()
@@ -459,6 +431,58 @@ class Construction:
             logger.info("%s of the checkpoint have records of their own: %s", format_size(nbytes), why)
         self._hand_over(named)
         return roots
+
+    def _cut_embeddings(self, named: list[tuple[str, nn.Module]]) -> bool:
+        """Cut large embeddings by their rows, in place, now that it is known what else uses their weights;
+        return whether there were any. See [Note: blocks of rows] in planning/tile_size.py.
+        """
+        config = self._engine.config
+        if config.experts == "whole" or config.state_dtype != "fp32" or self._engine.nvme_store is None:
+            return False
+        found = [] if self._taken_in or self._overflow else list(in_blocks(named, self._engine.form.width))
+        for name, embedding, grid in found:
+            tiles = self._blocks(embedding._parameters["weight"], grid)
+            if tiles:
+                TiledEmbedding.convert(embedding, tiles, grid)
+                rows, columns = grid.shape
+                logger.info("%s of %d x %d is kept in %d blocks of rows", name, rows, columns, len(tiles))
+        return bool(found)
+
+    def _blocks(self, weight: nn.Parameter | None, grid: Grid) -> list[EmbeddingTile]:
+        """Return modules of the rows of an embedding's weight; none where it has to stay whole."""
+        entry = self._entry(weight)
+        if weight is None or entry is None or isinstance(entry.lies, Block8):  # packed
+            return []
+        if id(weight) not in self._real and entry.record is not None and entry.record.in_files is not None:
+            return [self._block_in_files(entry, weight, rows) for rows, _ in grid.slices()]
+        if id(weight) not in self._real:
+            self._restore([weight], "", ())
+        del self._real[id(weight)]
+        tiles = []
+        for rows, _ in grid.slices():
+            tiles.append(EmbeddingTile(nn.Parameter(weight.detach()[rows], weight.requires_grad)))
+            self._take(tiles[-1], "weight", tiles[-1].weight, entry.asked)
+        return tiles
+
+    def _block_in_files(self, of: BuiltParameter, weight: nn.Parameter, rows: slice) -> EmbeddingTile:
+        """Return a module of some rows of a weight that lies in a checkpoint's files, and is not real."""
+        if not isinstance(of.lies, FileRange):
+            raise TypeError(f"expected a range of a file, got {of.lies}")
+        path, offset, nbytes = of.lies
+        of_row = nbytes // len(weight)
+        shape = (rows.stop - rows.start, *weight.shape[1:])
+        piece = nn.Parameter(placeholder(shape, of.dtype, weight.device), weight.requires_grad)
+        tile = EmbeddingTile(piece)
+        entry = self._entries[id(piece)] = BuiltParameter(piece, tile, "weight", of.asked)
+        record = self._engine.new_record([piece], f"rows no. {len(self._entries)}", self._form(of.asked))
+        self._records.append(record)
+        there = FileRange(path, offset + rows.start * of_row, shape[0] * of_row)
+        self._engine.lay_in_files(record, [there])
+        entry.belongs_to(record, 0)
+        set_owner(piece, self._engine)
+        release(piece, placeholder(shape, of.dtype, weight.device))
+        self.asked.note(piece, of.asked)
+        return tile
 
     def _hand_over(self, named: list[tuple[str, nn.Module]]) -> None:
         units, units_of = self._units(named)
@@ -468,7 +492,7 @@ class Construction:
                 for field in record.form.weights:
                     record.drop(field)
         self._engine.build_with(None)
-        opened = self._engine.open(units, _routed(named, units_of))
+        opened = self._engine.open(units, _routed(named, units_of), _chosen(named, units_of))
         for _, module in named:
             if any(True for _ in module.parameters()):
                 # MultiheadAttention uses its child's weight itself, and its fast path only if it is there.
@@ -521,6 +545,21 @@ def _routed(named: list[tuple[str, nn.Module]], units_of: dict[int, list[Record]
     ]
 
 
+def _chosen(named: list[tuple[str, nn.Module]], units_of: dict[int, list[Record]]) -> list[Record]:
+    """Return the records of experts that are modules of their own: those below a ModuleList or ModuleDict
+    that is called after experts, and used by no module elsewhere.
+    """
+    lists = [
+        module
+        for name, module in named
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and "expert" in name.rpartition(".")[2].lower()
+    ]
+    below = {id(part) for module in lists if len(module) > 1 for part in module.modules()}
+    others = {one for module, records in units_of.items() if module not in below for one in records}
+    found = dict.fromkeys(one for module in below for one in units_of.get(module, ()))
+    return [one for one in found if one not in others]
+
+
 def _holes(record: Record) -> list[nn.Parameter]:
     """Return parameters, never trained, for those of a record that were replaced since."""
     return [
@@ -534,53 +573,6 @@ def _named_modules(roots: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     for number, root in enumerate(roots):
         prefix = f"{type(root).__name__}{number}" if len(roots) > 1 else ""
         yield from root.named_modules(prefix=prefix)
-
-
-def _check_kept(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Check that a parameter can be offloaded. Raises: UnsupportedError."""
-    what = f"{type(module).__name__}.{name}"
-    if parameter.is_complex():
-        raise UnsupportedError(_wrong_dtype(module, name, parameter))
-    if isinstance(parameter, UninitializedParameter):
-        raise UnsupportedError(
-            f"{what} is a lazy parameter, whose shape is not known in Init. Give the module its shapes."
-        )
-    if type(parameter) is not nn.Parameter:
-        raise UnsupportedError(
-            f"{what} is a {type(parameter).__name__}; only plain nn.Parameter can be offloaded"
-        )
-    if parameter.dtype not in KEPT:
-        raise UnsupportedError(_wrong_dtype(module, name, parameter))
-
-
-_PACKED = {torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2}
-"""Types of parameters that have no values yet, and will get packed ones."""
-
-
-def _refuse_packed(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Refuse packed weights that would stay in memory, or could not be trained, before anything is read.
-
-    Raises: UnsupportedError.
-    """
-    if parameter.dtype in _PACKED:
-        raise UnsupportedError(
-            f"{type(module).__name__}.{name} is {parameter.dtype} without values: packed weights of a "
-            "quantised model, in a layout that is not read in place. fp8 with fp32 block scales is, where "
-            "transformers converts it (FineGrainedFP8Config(dequantize=True), the default on a CPU). Others: "
-            "let transformers convert them (dequantize=True), or load a checkpoint in 16 bits."
-        )
-
-
-def _wrong_dtype(module: nn.Module | None, name: str, parameter: torch.Tensor) -> str:
-    """Say why a parameter cannot be offloaded in its type, and what to do."""
-    what = f"{type(module).__name__}.{name}"
-    message = f"{what} is {parameter.dtype}, which a record with an fp32 master cannot hold: "
-    if parameter.is_complex():
-        return (
-            f"{message}keep its real and imaginary parts, nn.Parameter(torch.view_as_real({name})), and let "
-            f"forward compute with torch.view_as_complex(self.{name})"
-        )
-    return f"{message}make it torch.float32, or a buffer (register_buffer) where it is not trained"
 
 
 def _computes_in(record: Record) -> torch.dtype:

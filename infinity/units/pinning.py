@@ -3,6 +3,11 @@ units are used, and carried out.
 
 A field moves up without a transfer of its own: it gets a target, and the next pass that has all of it in
 memory leaves it there. It moves down by being written, between two steps or rounds, while no unit is in use.
+
+[Note: free room]
+How often a slice is used shows slowly, and the placement is decided seldom. Where host memory has room that
+nothing is placed in and gradients do not need, a slice takes it with its first fetch, as caches do: it would
+be written back otherwise, so that costs nothing, and what is used more often takes its place later.
 """
 
 from __future__ import annotations
@@ -18,10 +23,12 @@ from infinity.planning.frequency import Frequencies
 from infinity.planning.placement import (
     REVISED_EVERY,
     Candidate,
+    Key,
     Move,
     Placement,
     PlacementBudget,
     Revision,
+    Tier,
     revise,
 )
 from infinity.storage.memory import Ledger
@@ -67,6 +74,8 @@ class Pins:
         self._placement: Placement = MappingProxyType({})
         self._gradient_nbytes = 0
         self._to_host: deque[Move] = deque()
+        self._admitted: dict[Key, Tier] = {}
+        """What has taken free room since the placement was decided."""
         self._steps = 0
         self._rounds = 0
 
@@ -84,6 +93,28 @@ class Pins:
         self._rounds = 0
         self._set_targets()
         self._lodge()
+
+    def admit(self, unit: Unit) -> None:
+        """Let a slice that is about to be fetched have free room: see [Note: free room]."""
+        record, placed = unit.record, self._placement
+        if self._nvme is self._host or record.in_files is not None or self._to_host or not self._steps:
+            return
+        keys = [(unit.index, name) for name in record.fields if not record.in_host(name)]
+        keys = [key for key in keys if key not in placed and key not in self._admitted]
+        nbytes = sum(record.field_nbytes(name) for _, name in keys)
+        of_gradients = max(0, self._gradient_nbytes - self._in_use_nbytes())
+        if not nbytes or nbytes > self._kept.free_nbytes - self._kept.aside_nbytes - of_gradients:
+            return
+        for key in keys:
+            self._admitted[key] = "host"
+            size = record.field_nbytes(key[1])
+            self._kept.set_aside(size)
+            record.targets[key[1]] = self._host.allocate_promised(size)
+
+    def _place_admitted(self) -> None:
+        if self._admitted:
+            self._placement = MappingProxyType({**self._placement, **self._admitted})
+            self._admitted.clear()
 
     def _lodge(self) -> None:
         """Let units live on the device, as they are placed."""
@@ -121,6 +152,7 @@ class Pins:
         """Without NVMe, what has left its checkpoint's files since lies in host memory for good: it is placed
         no longer, and waits for no room.
         """
+        self._place_admitted()
         if self._nvme is not self._host:
             return
         placed = {key for key, tier in self._placement.items() if tier == "host"}

@@ -12,7 +12,6 @@ from typing import Protocol
 from infinity.device.blocks import Blocks, DeviceBlocks, HostBlocks
 from infinity.device.device import Device, Download
 from infinity.errors import UnsupportedError
-from infinity.lane.base import Pass
 from infinity.lane.fetch import FetchAndUpdatePass, FetchPass, UpdatePass
 from infinity.lane.lane import StreamLane
 from infinity.planning.course import Course
@@ -26,6 +25,7 @@ from infinity.planning.trace import Phase, Use
 from infinity.storage.memory import Ledger
 from infinity.timeline import Timeline
 from infinity.units.changes import COMPARED_EVERY, would_be_lost
+from infinity.units.meeting import Meeting
 from infinity.units.unit import Unit
 
 _LAYERS = 1 << 12
@@ -35,8 +35,8 @@ _LAYERS = 1 << 12
 class Assembler(Protocol):
     """What several ranks do together for a unit that is fetched."""
 
-    def assemble(self, unit: Unit, job: Pass) -> Job:
-        """Have the ranks put a unit together, of which `job` fetches this rank's share."""
+    def assemble(self, unit: Unit, job: Job) -> Job:
+        """Have the ranks put a unit together, of which `job` fetches, or has fetched, this rank's share."""
 
     def check(self, plan: Plan) -> None:
         """See that the ranks have the same plan for the step that begins.
@@ -71,6 +71,8 @@ class Executor(Residency[Unit, UpdatePass]):
         self._refused: UnsupportedError | None = None
         self._assembler = assembler
         self._uses_of: dict[Phase, list[Use]] = {}
+        self._meeting: Meeting | None = None
+        self._admit: Callable[[Unit], None] | None = None
         self._layers: deque[list[Unit]] = deque(maxlen=_LAYERS)
         """Routed units as they were announced in forwards that a backward may follow."""
         self._routed_uses = 0
@@ -95,6 +97,30 @@ class Executor(Residency[Unit, UpdatePass]):
         for course in (self._steps, self._rounds):
             course.open(len(units))
         self._plan_steps((*forward, *back))
+
+    def meet_by(self, meeting: Meeting) -> None:
+        """Have the ranks meet before each use: see [Note: ranks that choose] in meeting."""
+        self._meeting = meeting
+
+    def admit_by(self, call: Callable[[Unit], None]) -> None:
+        """Have `call` hear of each routed unit that a forward is about to fetch."""
+        self._admit = call
+
+    def meet(self) -> None:
+        """Return when every rank is about to do what all do; at once, where ranks do not meet."""
+        if self._meeting is not None:
+            self._meeting.before(None)
+
+    def join_in(self, unit: Unit) -> None:
+        """Take part in the fetch of a unit that other ranks need, and this one does not."""
+        fetch = unit.residence.fetch
+        if fetch is None:
+            self._course.frequencies.used(unit.index)
+            self.use(unit, (), keep=False)
+            self.release(unit)
+        elif self._assembler is not None:  # this rank has all of it, and gives its part once more
+            self._lane.wait(fetch)
+            self._lane.wait(self._assembler.assemble(unit, fetch))
 
     @property
     def routed(self) -> Collection[Unit]:
@@ -130,6 +156,10 @@ class Executor(Residency[Unit, UpdatePass]):
     def round_frequencies(self) -> Frequencies:
         """What is expected of a round."""
         return self._rounds.frequencies
+
+    def share_of_steps(self, unit: Unit) -> float:
+        """Return the share of the next steps that are expected to use a unit; 1 for one that is no slice."""
+        return self.frequencies.share_of_steps(unit.index) if unit in self._routed else 1.0
 
     @property
     def in_round(self) -> bool:
@@ -260,6 +290,8 @@ class Executor(Residency[Unit, UpdatePass]):
     def _use(self, unit: Unit, phase: Phase) -> None:
         if phase is Phase.BACKWARD and self.in_round:
             self.end_rounds()
+        if self._meeting is not None:
+            self._meeting.before(unit)
         course = self._course
         self.counts.count_use()
         unit.residence.count_use()
@@ -286,7 +318,8 @@ class Executor(Residency[Unit, UpdatePass]):
         forward = phase is Phase.FORWARD
         if not forward and self._layers:
             self._foresee(unit)
-        self.use(unit, (), keep=forward)
+        chosen = self._meeting is not None and unit in self._meeting.chosen
+        self.use(unit, (), keep=forward and not chosen)
 
     def expect(self, units: list[Unit], phase: Phase, *, again: bool) -> None:
         """Begin to fetch the routed units that a layer is about to use, in this order. again: a backward may
@@ -294,6 +327,9 @@ class Executor(Residency[Unit, UpdatePass]):
         """
         if again and phase is Phase.FORWARD:
             self._layers.append(units)
+        if self._admit is not None and phase is Phase.FORWARD:
+            for unit in units:
+                self._admit(unit)
         self.announce(units)
 
     def _foresee(self, unit: Unit) -> None:

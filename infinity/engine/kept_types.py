@@ -1,0 +1,57 @@
+"""Which types of parameters can be offloaded; the others are refused by name, with what to do instead."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from infinity.engine.asked import KEPT
+from infinity.errors import UnsupportedError
+
+
+def check_kept(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Check that a parameter can be offloaded. Raises: UnsupportedError."""
+    what = f"{type(module).__name__}.{name}"
+    if parameter.is_complex():
+        raise UnsupportedError(wrong_dtype(module, name, parameter))
+    if isinstance(parameter, UninitializedParameter):
+        raise UnsupportedError(
+            f"{what} is a lazy parameter, whose shape is not known in Init. Give the module its shapes."
+        )
+    if type(parameter) is not nn.Parameter:
+        raise UnsupportedError(
+            f"{what} is a {type(parameter).__name__}; only plain nn.Parameter can be offloaded"
+        )
+    if parameter.dtype not in KEPT:
+        raise UnsupportedError(wrong_dtype(module, name, parameter))
+
+
+_PACKED = {torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2}
+"""Types of parameters that have no values yet, and will get packed ones."""
+
+
+def refuse_packed(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Refuse packed weights that would stay in memory, or could not be trained, before anything is read.
+
+    Raises: UnsupportedError.
+    """
+    if parameter.dtype in _PACKED:
+        raise UnsupportedError(
+            f"{type(module).__name__}.{name} is {parameter.dtype} without values: packed weights of a "
+            "quantised model, in a layout that is not read in place. fp8 with fp32 block scales is, where "
+            "transformers converts it (FineGrainedFP8Config(dequantize=True), the default on a CPU). Others: "
+            "let transformers convert them (dequantize=True), or load a checkpoint in 16 bits."
+        )
+
+
+def wrong_dtype(module: nn.Module | None, name: str, parameter: torch.Tensor) -> str:
+    """Say why a parameter cannot be offloaded in its type, and what to do."""
+    what = f"{type(module).__name__}.{name}"
+    message = f"{what} is {parameter.dtype}, which a record with an fp32 master cannot hold: "
+    if parameter.is_complex():
+        return (
+            f"{message}keep its real and imaginary parts, nn.Parameter(torch.view_as_real({name})), and let "
+            f"forward compute with torch.view_as_complex(self.{name})"
+        )
+    return f"{message}make it torch.float32, or a buffer (register_buffer) where it is not trained"
