@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from infinity.tiling.embedding import TiledEmbedding, slice_tiled_rows
 from infinity.tiling.rows import is_plain_embedding, slice_rows
 from infinity.tiling.sliced import runs_in_slices, tile_batch, untile_
 
@@ -47,7 +48,10 @@ def tile_batch_(
             raise ValueError(f"{name} is a block inside the block {outer or '(the model)'}: name one class")
     around = {name: one for name, one in _around(model, named) if _is_cut(one)}
     for module in (*named.values(), *around.values()):
-        if isinstance(module, nn.Embedding) and is_plain_embedding(untile_(module)):
+        if isinstance(module, TiledEmbedding):
+            untile_(module)
+            slice_tiled_rows(module, micro_batch)
+        elif isinstance(module, nn.Embedding) and is_plain_embedding(untile_(module)):
             slice_rows(module, micro_batch)
         else:
             tile_batch(module, micro_batch)
@@ -72,6 +76,8 @@ def _around(model: nn.Module, blocks: dict[str, nn.Module]) -> Iterator[tuple[st
 
 def _is_cut(module: nn.Module) -> bool:
     """Whether a module outside the blocks treats each sample independently and is used only by calling it."""
+    if isinstance(module, TiledEmbedding):
+        return True
     if next(module.children(), None) is not None:
         return False
     return type(module) is nn.Embedding or type(module).__name__.endswith(_NORMS)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,6 +14,8 @@ from torch import nn
 from infinity.tiling.grid import Grid, cut, spans
 from infinity.tiling.linear import _empty
 from infinity.tiling.owner import Routed
+from infinity.tiling.rows import RowLookup, is_plain_embedding
+from infinity.tiling.sliced import InSlices
 from infinity.tiling.tile import EmbeddingTile, PlaceRows, Tile
 from infinity.tiling.whole import Whole
 
@@ -55,6 +60,19 @@ class TiledEmbedding(Routed, nn.Embedding):
         embedding._assemble(tiles, grid, like.padding_idx, like.scale_grad_by_freq, like.sparse)  # noqa: SLF001 - its own class's
         return embedding
 
+    @classmethod
+    def convert(cls, embedding: nn.Embedding, tiles: Sequence[Tile], grid: Grid) -> TiledEmbedding:
+        """Turn an embedding into one of existing tiles, in place. Code that uses its weight as a whole gets
+        one that is put together for it: see [Note: whole weights].
+        """
+        del embedding._parameters["weight"]
+        embedding.__class__ = cls
+        if not isinstance(embedding, TiledEmbedding):
+            raise TypeError(f"a {type(embedding).__name__} cannot be tiled")
+        embedding._hold(tiles, grid, None)  # noqa: SLF001 - its own class's
+        embedding.weight.join()
+        return embedding
+
     def _assemble(
         self,
         tiles: Sequence[Tile],
@@ -81,6 +99,12 @@ class TiledEmbedding(Routed, nn.Embedding):
         Raises:
             IndexError: an id is negative, or not smaller than the number of rows.
         """
+        return self.look_up(input, None)
+
+    def look_up(self, input: torch.Tensor, micro_batch: int | None) -> torch.Tensor:  # noqa: A002
+        """Do so. micro_batch: samples of which the gradients are summed in fp32; see [Note: rows in use] in
+        rows.py. None: they are torch's.
+        """
         ids = input.reshape(-1).contiguous()
         low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)
         if low < 0 or high >= self.num_embeddings:
@@ -95,12 +119,57 @@ class TiledEmbedding(Routed, nn.Embedding):
         if self.is_followed:
             needed = self.agreed(tile_of.unique().tolist(), len(self.tiles))
         self.announce(needed)
+        order = torch.sort(tile_of, stable=True).indices
+        counts = torch.bincount(tile_of, minlength=len(self.tiles)).tolist()
+        begin_of = [0, *accumulate(counts)]
         for number in needed:
-            positions, span = (tile_of == number).nonzero()[:, 0], rows_of[number]
+            positions, span = order[begin_of[number] : begin_of[number + 1]], rows_of[number]
             padding = self.padding_idx
             if padding is not None:
                 padding = padding - span.start if span.start <= padding < span.stop else None
-            looked_up = ids[positions] - span.start
-            rows = self.tiles[number](looked_up, padding, self.scale_grad_by_freq, self.sparse)
+            looked_up, lookup = ids[positions] - span.start, None
+            if micro_batch is not None:
+                together = micro_batch * (ids.numel() // max(1, len(input)))
+                counts_of = torch.bincount(positions // max(1, together)).tolist()
+                lookup = partial(_in_micro_batches, counts_of, self.scale_grad_by_freq)
+            rows = self.tiles[number](looked_up, padding, self.scale_grad_by_freq, self.sparse, lookup)
             out = PlaceRows.apply(out, rows, positions)  # type: ignore[no-untyped-call]
         return out.view(*input.shape, self.embedding_dim)
+
+
+def _in_micro_batches(
+    counts: list[int],
+    by_frequency: bool,  # noqa: FBT001
+    ids: torch.Tensor,
+    weight: torch.Tensor,
+    padding: int | None,
+) -> torch.Tensor:
+    found: torch.Tensor = RowLookup.apply(ids, weight, padding, by_frequency, counts)  # type: ignore[no-untyped-call]
+    return found
+
+
+@dataclass(slots=True)
+class TiledRowSlices(InSlices):
+    """Forward of an embedding in tiles whose gradient is summed over micro-batches of so many samples."""
+
+    embedding: TiledEmbedding
+    micro_batch: int
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """Look up the rows of `ids`."""
+        return self.embedding.look_up(ids, self.micro_batch)
+
+
+def slice_tiled_rows(embedding: TiledEmbedding, micro_batch: int) -> None:
+    """Make an embedding in tiles sum its gradient over micro-batches; `untile_` undoes it."""
+    sliced = TiledRowSlices(embedding, embedding.forward, embedding, micro_batch)
+    embedding.forward = sliced  # type: ignore[method-assign, assignment]
+
+
+def may_be_cut(module: nn.Module) -> bool:
+    """Whether an embedding gives the same results cut by its rows, in place: nobody else's code or hooks are
+    part of it.
+    """
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    hooked = any(getattr(module, name) for name in names)
+    return is_plain_embedding(module) and not hooked and list(module._parameters) == ["weight"]

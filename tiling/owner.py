@@ -66,7 +66,10 @@ class Tiled(nn.Module):
         wholes: dict[str, Whole] = self.__dict__["_wholes"]
         whole = wholes[name]
         if whole.dtype != getattr(whole.tiles[0], whole.field).dtype:  # module.to() changed the tiles only
-            whole = wholes[name] = Whole.of(whole.tiles, whole.grid, name)
+            before, whole = whole, Whole.of(whole.tiles, whole.grid, name)
+            if before.joins:
+                whole.join()
+            wholes[name] = whole
         return whole
 
     def __setattr__(self, name: str, value: Any) -> None:

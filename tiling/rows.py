@@ -58,9 +58,9 @@ class RowLookup(torch.autograd.Function):
         weight: torch.Tensor,
         padding: int | None,
         by_frequency: bool,  # noqa: FBT001
-        micro_batch: int,
+        micro_batch: int | list[int],
     ) -> torch.Tensor:
-        """Look up the rows of all micro-batches."""
+        """Look up the rows of all micro-batches. micro_batch: how many of `ids` are one, or each of them."""
         ctx.save_for_backward(ids)
         ctx.like, ctx.shape = weight.new_empty(0), weight.shape
         ctx.padding, ctx.by_frequency, ctx.micro_batch = padding, by_frequency, micro_batch
@@ -75,6 +75,8 @@ class RowLookup(torch.autograd.Function):
         total = grad.new_zeros((len(used), ctx.shape[1]), dtype=wide(ctx.like.dtype))
         parts = zip(numbered.split(ctx.micro_batch), grad.split(ctx.micro_batch), strict=True)
         for part, of_part in parts:
+            if not part.numel():
+                continue
             own, places = torch.unique(part, return_inverse=True)
             found = torch.ops.aten.embedding_dense_backward(
                 of_part.contiguous(), places, len(own), -1, ctx.by_frequency

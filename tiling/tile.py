@@ -100,8 +100,12 @@ class EmbeddingTile(Tile):
         padding_idx: int | None,
         scale_grad_by_freq: bool,  # noqa: FBT001
         sparse: bool,  # noqa: FBT001
+        lookup: Any = None,
     ) -> torch.Tensor:
-        """Look up ids, counted from this tile's first row."""
+        """Look up ids, counted from this tile's first row; by `lookup(ids, weight, padding_idx)` if given."""
+        if lookup is not None:
+            rows: torch.Tensor = lookup(ids, self.weight, padding_idx)
+            return rows
         return F.embedding(
             ids, self.weight, padding_idx, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse
         )

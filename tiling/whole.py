@@ -6,20 +6,28 @@ values and is registered nowhere. It answers questions about metadata. Initialis
 `uniform_`, `mul_`, `copy_`, and the functions of torch.nn.init made of these) works on one tile after another
 and draws the numbers that the whole weight would have got. Assigning it to another module's `weight` ties the
 tiles. Every other use raises an error that names the operation; none returns an empty or stale value.
+
+Where a weight was cut without anybody having asked for it, code may use the weight as it always did. Such a
+`Whole` *joins*: any other operation gets the tiles put together, and what it changes in place goes back to
+them. The first such use in a forward is logged.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from infinity.tiling.grid import ALIGNMENT, Grid, spans
 from infinity.tiling.tile import Piece
+
+logger = logging.getLogger("infinity")
 
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag", "grad"})
 METADATA = frozenset({"size", "dim", "ndimension", "numel", "nelement", "__len__", "__hash__"})
@@ -38,6 +46,8 @@ class Whole(nn.Parameter):
     tiles: Sequence[nn.Module]
     grid: Grid
     field: str
+    joins: bool = False
+    """Whether what no tile can do by itself is done with all of them put together."""
 
     @staticmethod
     def of(tiles: Sequence[nn.Module], grid: Grid, name: str) -> Whole:
@@ -64,6 +74,10 @@ class Whole(nn.Parameter):
             return list(self.grid.slices())
         return [(rows,) for rows in spans(self.grid.rows)]
 
+    def join(self) -> None:
+        """From now on, do what no tile can do by itself with all of them put together."""
+        self.joins = True
+
     @classmethod
     def __torch_function__(
         cls,
@@ -72,8 +86,17 @@ class Whole(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answer metadata, do initialisation, and refuse all other functions."""
-        kwargs = kwargs or {}
+        """Answer metadata, do initialisation, and refuse all other functions, or join."""
+        try:
+            return cls._answer(func, args, kwargs or {})
+        except _OnlyInTilesError:
+            leaves = pytree.tree_leaves((args, kwargs))
+            if not all(one.joins for one in leaves if isinstance(one, Whole)):
+                raise
+        return _joined(func, args, kwargs or {})
+
+    @staticmethod
+    def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = str(getattr(func, "__name__", func))
         if name in ("__get__", "__set__"):
             attribute = str(getattr(getattr(func, "__self__", None), "__name__", name))
@@ -87,6 +110,17 @@ class Whole(nn.Parameter):
         if not isinstance(whole, Whole) or any(isinstance(one, Whole) for one in args[1:]):
             raise _refused(name, next((one for one in args if isinstance(one, Whole)), None))
         return _change(whole, name, args[1:], kwargs)
+
+    def _say(self, operation: str) -> None:
+        if not self.__dict__.get("_said"):
+            self.__dict__["_said"] = True
+            logger.warning(
+                "%s() uses a weight of %s as a whole, which is kept in %d slices of its rows: it is fetched "
+                'whole, and put together in memory. experts="whole" keeps such weights whole',
+                operation,
+                " x ".join(map(str, self.shape)),
+                len(self.grid),
+            )
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Show shape, dtype and tiles, without values."""
@@ -102,6 +136,7 @@ class Whole(nn.Parameter):
             memo[id(self)] = Whole.of(
                 [copy.deepcopy(tile, memo) for tile in self.tiles], self.grid, self.field
             )
+            memo[id(self)].joins = self.joins
         whole: Whole = memo[id(self)]
         return whole
 
@@ -110,9 +145,13 @@ class Whole(nn.Parameter):
         return Whole.of, (list(self.tiles), self.grid, self.field)
 
 
+class _OnlyInTilesError(RuntimeError):
+    """A use of a weight that no tile can answer by itself."""
+
+
 def _refused(operation: str, whole: Whole | None) -> RuntimeError:
     shape = tuple(whole.shape) if whole is not None else "a tiled module's"
-    return RuntimeError(
+    return _OnlyInTilesError(
         f"{operation}() on a weight of shape {shape} that exists only in tiles. Call the tiled module; for "
         "the values use module.state_dict(); to initialise it in another way, initialise the weights of "
         "module.tiles; if other code uses the weight, leave the module out of tiling."
@@ -132,6 +171,31 @@ def _attribute(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> An
     elif name == "requires_grad":
         return _change(whole, "requires_grad_", args[1:], {})
     raise _refused(name, whole)
+
+
+def _joined(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do something with weights put together; what is changed in place goes back to their tiles."""
+    name = str(getattr(func, "__name__", func))
+    if name in ("__get__", "__set__"):
+        attribute = str(getattr(getattr(func, "__self__", None), "__name__", name))
+        if attribute == "grad" and name == "__get__" and all(one.grad is None for one in args[0].pieces()):
+            return None
+        if attribute in ("data", "grad"):
+            raise _refused(attribute, args[0])
+    wholes = {id(one): one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Whole)}
+    together = {key: torch.cat(list(one.pieces())) for key, one in wholes.items()}
+    if torch.is_grad_enabled():
+        for one in wholes.values():
+            one._say(name)  # noqa: SLF001 - its own class's
+    args, kwargs = pytree.tree_map(lambda one: together.get(id(one), one), (args, kwargs))
+    result = func(*args, **kwargs)
+    if name != "__setitem__" and (not name.endswith("_") or name.endswith("__")):
+        return result
+    changed = next(iter(wholes.values()))
+    with torch.no_grad():
+        for piece, place in zip(changed.pieces(), changed.places(), strict=True):
+            piece.copy_(together[id(changed)][place])
+    return changed
 
 
 def _initialise(name: str, tensor: Whole, **arguments: Any) -> Any:

@@ -1,23 +1,33 @@
 """The time of Infinity's own Python code: the lane's per request, and the compute thread's per use of a unit.
 Measured with real engines on models with almost no bytes or arithmetic, alone and while something computes.
+
+    python -m infinity.bench.engine.overhead --nvme DIR
+
+prints the latter, with everything in memory and with almost nothing there.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import nn
 
 from infinity import AdamW, Init, kernels, stats
 from infinity.bench.engine import contestant
 from infinity.bench.engine.contestant import Spec
 from infinity.bench.engine.runs import settings_of
+from infinity.bench.findings import Column, Findings, asked, command, run_command
+from infinity.bench.targets import Target
 from infinity.engine.engine import engine_of_model
 from infinity.lane.counts import LaneTimes
 from infinity.planning.budget import least_budget
@@ -28,7 +38,10 @@ _REQUESTS = 8
 """Requests per tile of a record: hi, lo, m and v are read and written."""
 _SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
 _SMALL["vocab_size"] = 256
-"""A Llama with negligible arithmetic; a budget of 256 KiB holds little of it."""
+"""A Llama with negligible arithmetic, of 39 units, each used twice in a step."""
+_LITTLE, _ALL = "256KiB", "64MiB"
+"""Budgets that hold little of it, and everything."""
+_GOAL = Target("≤", 100, "µs of the compute thread per use of a unit, everything in memory")
 _LEAST_SHARE = 0.02
 """The least part of its speed that computing keeps: with 0, a forecast would never end."""
 
@@ -127,18 +140,22 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def use_toll(folder: str) -> float:
+def use_toll(folder: str, host_memory: str = _LITTLE, repeats: int = 5) -> float:
     """Return the compute thread's additional seconds per use of a unit: for a small model's step in Infinity,
-    compared with the same step without it.
+    compared with the same step without it, in turns. Updates of what lies in memory are among them.
     """
-    ours = Spec("infinity", _SMALL, 1, 8, folder, "", settings=settings_of("256KiB"))
-    without, within = contestant.forward_backward(ours), contestant.infinity(ours)
-    contestant.one_step(within, ours, 0)  # after this the order of uses is known, and moments exist
+    ours = Spec("infinity", _SMALL, 1, 8, folder, "", settings=settings_of(host_memory))
+    without = contestant.forward_backward(ours)
+    within = replace(contestant.infinity(ours), moved=without.moved)  # counting bytes is no part of a step
+    for _ in range(3):  # after these the order of uses is known, moments exist, and fields have moved
+        contestant.one_step(within, ours, 0)
     before = stats(within.model).uses
     contestant.one_step(within, ours, 0)
     uses = stats(within.model).uses - before
-    within_s, without_s = (_least_s(partial(contestant.one_step, one, ours, 0)) for one in (within, without))
-    return max(0.0, within_s - without_s) / uses
+    steps = [partial(contestant.one_step, one, ours, 0) for one in (within, without)]
+    seconds = [[_thread_s(step) for step in steps] for _ in range(repeats)]
+    within_s, without_s = (min(taken) for taken in zip(*seconds, strict=True))
+    return float(max(0.0, within_s - without_s) / uses)
 
 
 def tolls(folder: str, compute: Callable[[], object]) -> dict[str, float]:
@@ -147,11 +164,43 @@ def tolls(folder: str, compute: Callable[[], object]) -> dict[str, float]:
     return {**dict(zip(names, request_toll(folder, compute), strict=True)), "use_s": use_toll(folder)}
 
 
-def _least_s(call: Callable[[], Any], repeats: int = 5) -> float:
-    """Return the least CPU time of this thread over some calls."""
-    found = []
-    for _ in range(repeats):
-        began = time.thread_time()
-        call()
-        found.append(time.thread_time() - began)
-    return min(found)
+def _thread_s(call: Callable[[], Any]) -> float:
+    """Return the CPU time that a call takes of this thread."""
+    began = time.thread_time()
+    call()
+    return time.thread_time() - began
+
+
+# The command
+
+
+def findings_of(use_s: dict[str, float], options: argparse.Namespace) -> Findings:
+    """Show the seconds per use at each host_memory beside the goal."""
+    return Findings(
+        title="The compute thread's time for Infinity",
+        rows=[{"host_memory": budget, "use_s": taken} for budget, taken in use_s.items()],
+        columns=[
+            Column("host_memory", "host_memory"),
+            Column("use_s", "per use of a unit", lambda taken: f"{1e6 * taken:.0f} µs"),
+        ],
+        verdicts=[_GOAL.verdict([1e6 * use_s[_ALL]])],
+        options=asked(options),
+    )
+
+
+def _measure(options: argparse.Namespace, folder: Path, console: Console) -> Findings:
+    torch.set_num_threads(1)  # what others compute meanwhile is no time of this thread's
+    with console.status("training a small model"):
+        use_s = {budget: use_toll(str(folder), budget, options.repeats) for budget in (_LITTLE, _ALL)}
+    return findings_of(use_s, options)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure the seconds per use, and show them."""
+    parser = command("engine.overhead", "the compute thread's time per use of a unit")
+    parser.add_argument("--repeats", type=int, default=40, help="steps, of which the fastest counts")
+    run_command(parser, arguments, _measure)
+
+
+if __name__ == "__main__":
+    main()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from infinity.bench.findings import Column, Findings, asked
 from infinity.bench.planning.advice import ideas, told
 from infinity.bench.planning.planned import Planned
+from infinity.planning.gpus import GPUS
 from infinity.planning.outline import Outline
 from infinity.planning.zero_memory import STAGES, model_states
 from infinity.sizes import format_size
@@ -19,6 +20,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _DAY_S = 86400.0
+_SERVERS = {
+    "link": "the link between ranks",
+    "work": "the CPU's updates and checksums",
+    "up": "the link to the GPU",
+    "down": "the link from the GPU",
+    "launch": "Python, which launches what the GPU computes",
+}
+"""What may limit a step beside the disk and computing."""
 Pairs = Sequence[tuple[Mapping[str, Any], Planned]]
 
 
@@ -86,10 +95,10 @@ def limit(one: Planned) -> str:
     step = one.forecast
     if step is None:
         return "not known"
-    link, work = (step.busy_s[name] / step.seconds for name in ("link", "work"))
-    if step.bound.kind != "compute" and max(link, work) > step.bound.disk_share:
-        name = "the link between ranks" if link > work else "the CPU's updates and checksums"
-        return f"bound by {name}: busy for {max(link, work):.0%} of the step"
+    busiest = max(_SERVERS, key=lambda server: step.busy_s[server])
+    share = step.busy_s[busiest] / step.seconds
+    if step.bound.kind != "compute" and share > step.bound.disk_share:
+        return f"bound by {_SERVERS[busiest]}: busy for {share:.0%} of the step"
     return str(step.bound)
 
 
@@ -108,6 +117,8 @@ def single(pairs: Pairs, options: argparse.Namespace) -> Findings:
     found = facts(one, options.tbw and options.tbw * 1e12)
     advice = told(one, ideas(one))
     lines = [*_assumed(one, options), *_needed(one), *_in_a_step(found)]
+    if one.setting.device_nbytes is not None and one.forecast is not None:
+        lines.append(("each GPU in a step", _busy(one)))
     return Findings(
         title=f"{one.outline.name}: {_parameters(one.outline)} on {_ranks(one)}",
         rows=[
@@ -149,6 +160,8 @@ def _assumed(one: Planned, options: argparse.Namespace) -> list[tuple[str, str]]
     ]
     if setting.device_nbytes is not None and one.fits:
         lines.append(("device_memory", _device_memory(one, setting.device_nbytes)))
+    if setting.device_nbytes is not None and rates is not None:
+        lines.append(("each GPU", _gpu(one, options)))
     if setting.nvme and rates is not None:
         disk, source = rates.disk, "given" if options.nvme_read else "measured here"
         shown = [rate * setting.local_ranks for rate in (disk.read, disk.write, disk.mixed)]
@@ -167,6 +180,30 @@ def _device_memory(one: Planned, waits_nbytes: int) -> str:
     parts = {"in use": in_use, "living there": lodged, "waiting": waits_nbytes - lodged}
     shown = ", ".join(f"{format_size(nbytes)} {what}" for what, nbytes in parts.items())
     return f"{format_size(in_use + waits_nbytes)} of each GPU, for parameters: {shown}"
+
+
+def _gpu(one: Planned, options: argparse.Namespace) -> str:
+    """Say what the forecast takes a GPU to be."""
+    name = f"{GPUS[options.gpu].title}: " if options.gpu else ""
+    computing = f"{options.compute:,.0f} TFLOPS reached, " if options.compute else ""
+    link = one.question.rates.up if one.question.rates is not None else 0.0
+    source = "" if options.gpu_link else " (as copies in memory here: give --gpu-link)"
+    return f"{name}{computing}{link / 1e9:.0f} GB/s to it, and as much from it{source}"
+
+
+def _busy(one: Planned) -> str:
+    """Say for which shares of a step a GPU, its link and the CPU's updates are busy."""
+    step = one.forecast
+    if step is None:
+        return ""
+    shares = {
+        "it computes": "compute",
+        "uploads": "up",
+        "downloads": "down",
+        "the CPU's updates": "work",
+        "Python's launching": "launch",
+    }
+    return ", ".join(f"{what} {step.busy_s[name] / step.seconds:.0%}" for what, name in shares.items())
 
 
 def _needed(one: Planned) -> list[tuple[str, str]]:
@@ -246,7 +283,7 @@ def _missing(one: Planned, options: argparse.Namespace) -> list[str]:
     if one.setting.ranks > 1 and not options.link:
         missing.append("--link GB/s")
     if not options.compute and not options.compute_seconds:
-        missing.append("--compute TFLOPS (or --compute-seconds)")
+        missing.append("--compute TFLOPS (or --compute-seconds, or --gpu NAME)")
     return [f"How long a step takes would need {' and '.join(missing)}."]
 
 

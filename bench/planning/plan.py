@@ -2,8 +2,8 @@
 
     infinity plan check --model 7b --host-memory 32GiB --nvme DIR --tokens 4x2048
     infinity plan sweep host-memory=8GiB,32GiB --model 7b --nvme DIR
-    infinity plan check --model 1t --ranks 16 --local-ranks 8 --host-memory 128GiB --device-memory 40GiB \
-        --compute 150 --nvme-read 25 --nvme-write 20 --nvme-mixed 22 --link 50 --tokens 8x2048
+    infinity plan check --model 1t --ranks 16 --local-ranks 8 --host-memory 128GiB --gpu h200 \
+        --nvme-read 25 --nvme-write 20 --nvme-mixed 22 --link 50 --tokens 8x2048
 
 Decisions are made by the same functions as in training (see demand), and a step runs on a simulated machine
 (see forecast). Figures that are not given are measured on this machine, or left open.
@@ -34,6 +34,7 @@ from infinity.errors import ConfigError
 from infinity.planning.activations import Method
 from infinity.planning.capacity import Capacity
 from infinity.planning.demand import Setting
+from infinity.planning.gpus import GPUS, LAUNCH_S, REACHED_COMPUTE, REACHED_LINK, USE_S
 from infinity.planning.outline import Outline
 from infinity.planning.simulator import Disk, Rates
 from infinity.storage.disk_speed import DiskSpeed, speed_of
@@ -172,6 +173,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="of each rank's GPU, all of it (--device-memory; without either the CPU computes)",
     )
+    of_gpu = "by name: its memory, computing and link, as far as the options beside it say nothing else"
+    add("--gpu", choices=GPUS, help=of_gpu)
     add("--nvme", metavar="DIR", help="a folder on the disk to plan for: measured, unless it was before")
     _add_ranks(add)
     add("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="the type that computes (bf16)")
@@ -228,7 +231,15 @@ def _add_machine(add: Callable[..., object]) -> None:
         "--compute",
         type=_rate,
         metavar="TFLOPS",
-        help="of each rank, as reached in training (measured here, where it can be)",
+        help="of each rank, as reached in training (measured here, where it can be; of a --gpu, "
+        f"{REACHED_COMPUTE:.0%} of its peak)",
+    )
+    add(
+        "--gpu-link",
+        type=_rate,
+        metavar="GB/s",
+        help=f"between host memory and each GPU, each way (of a --gpu, {REACHED_LINK:.0%} of its PCIe; else "
+        "what copies in this machine's memory reach)",
     )
 
 
@@ -240,6 +251,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     """
     check_outputs(options)
     code = 0
+    if getattr(options, "gpu", None):
+        _fill_in_gpu(options)
     if options.question == "compare":
         from infinity.bench.planning import hindsight  # needs torch
 
@@ -256,6 +269,15 @@ def run(options: argparse.Namespace, console: Console) -> int:
         findings = tell(planned, options)
     report(findings, options, console)
     return code
+
+
+def _fill_in_gpu(options: argparse.Namespace) -> None:
+    """Set what is told of no GPU but its name."""
+    gpu = GPUS[options.gpu]
+    options.gpu_memory = options.gpu_memory or gpu.memory_nbytes
+    options.gpu_link = options.gpu_link or gpu.reached_link / 1e9
+    if not options.compute_seconds:
+        options.compute = options.compute or gpu.compute / 1e12
 
 
 def _planned(options: argparse.Namespace, console: Console) -> Iterator[tuple[dict[str, Any], Planned]]:
@@ -389,8 +411,11 @@ def _rates(options: argparse.Namespace, disk: Disk | None) -> Rates | None:
     kernels = _kernels(options)
     on_host = options.device_memory is None and options.gpu_memory is None
     shared = Disk(*(rate / options.local_ranks for rate in (disk.read, disk.write, disk.mixed)))
-    link = options.link * 1e9 if options.link else kernels.link
-    return replace(kernels, disk=shared, link=link, shared=kernels.shared and on_host)
+    rates = replace(kernels, disk=shared, link=options.link * 1e9 if options.link else kernels.link)
+    if on_host:
+        return rates
+    gpu_link = options.gpu_link * 1e9 if options.gpu_link else kernels.copied
+    return replace(rates, shared=False, up=gpu_link, down=gpu_link, use_s=USE_S, launch_s=LAUNCH_S)
 
 
 def _kernels(options: argparse.Namespace) -> Rates:

@@ -158,6 +158,8 @@ def ours(run: Run, room: int) -> PolicyResult:
             uses += 1
             hits += expert in there
             if expert not in there:
+                if len(placed) < room:  # see [Note: free room] in units/pinning.py
+                    placed = MappingProxyType({**placed, (expert, "m"): "host"})
                 comes = (expert, "m") in placed  # with the pass that updates it anyway
                 moved += 1 if comes else 2
                 there |= {expert} if comes else set()

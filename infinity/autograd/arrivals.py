@@ -17,7 +17,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -33,6 +33,7 @@ from infinity.gradients.store import GradientStore
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import Outgoing
 from infinity.records.updates import Update
+from infinity.units.meeting import Meeting
 from infinity.units.unit import Unit
 
 
@@ -77,6 +78,7 @@ class Arrivals:
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         """Those that have parameters of the engine; see `join`."""
         self._takers: dict[Unit, list[weakref.ref[Updater]]] = {}
+        self._meeting: Meeting | None = None
         self._slices: list[Sequence[nn.Parameter]] = []
         self._units = units
         self._unit_of = unit_of
@@ -130,7 +132,11 @@ class Arrivals:
                 unit, index, self._gradients.received(grad), keep=updater is None
             )
             parameter.grad = OffloadedGradient(unit.parameters[index], gradient, self._gradients)
-        if self._hooks.accumulated(unit, index):
+        if not self._hooks.accumulated(unit, index):
+            return
+        if self._meeting is not None and unit in self._meeting.chosen:
+            self._meeting.owes(unit)
+        else:
             self._gradients.reduce(unit, at_once=updater is not None)
             if updater is not None and self._may_wait(unit):
                 # Many updates at once take less time: after each operation of torch its threads look for
@@ -138,7 +144,31 @@ class Arrivals:
                 self._outgoing.defer(partial(self._use_gradients, unit, updater))
             else:
                 self._use_gradients(unit, updater)
-            self._hooks.end_unit(unit)
+        self._hooks.end_unit(unit)
+
+    def meet_by(self, meeting: Meeting) -> None:
+        """Have the ranks meet before they sum what only some may have: see [Note: ranks that choose] in
+        units/meeting.py.
+        """
+        self._meeting = meeting
+        meeting.reduce_by(self._reduce_chosen)
+
+    def _reduce_chosen(self, unit: Unit) -> None:
+        """Sum the gradients of a unit that some ranks have; this one's are zeros where it has none."""
+        updater = self.updater(unit)
+        for index, parameter in enumerate(unit.parameters):
+            with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked
+                trained, grad = parameter.requires_grad, parameter.grad
+            if not trained or self._gradients.has_local(unit, index):
+                continue
+            zeros = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            if isinstance(grad, OffloadedGradient) and grad.is_of(unit, index):
+                self._gradients.add(grad.gradient, zeros)
+                continue
+            gradient = self._gradients.arrive(unit, index, zeros, keep=updater is None)
+            parameter.grad = OffloadedGradient(parameter, gradient, self._gradients)
+        self._gradients.reduce(unit, at_once=updater is not None)
+        self._use_gradients(unit, updater)
 
     def gradient_of(self, parameter: nn.Parameter) -> Gradient | None:
         """Return the stored gradient behind `p.grad`, None where there is none. A plain tensor that the user
@@ -215,6 +245,8 @@ class Arrivals:
         return None
 
     def _backward_ended(self) -> None:
+        if self._meeting is not None:
+            self._meeting.before(None)
         self._gradients.end_backward(self._units)
         self._outgoing.use_deferred()
         for unit in self._units:
@@ -222,9 +254,20 @@ class Arrivals:
                 self._gradients.settle(unit)
         for updater in [one for one in self.optimizers if one.update == "backward"]:
             for unit in self._units:
-                gradients = [self.gradient_of(one) for one in unit.parameters if updater.has(one)]
-                waiting = [one for one in gradients if one and one.form in (Form.HOST, Form.SPILLED)]
-                self._gradients.apply(unit, waiting, updater.decide_now)
+                waiting = [one for one in self._kept(unit, updater) if one.form in (Form.HOST, Form.SPILLED)]
+                if waiting:
+                    self._gradients.apply(unit, waiting, updater.decide_now)
+
+    def _kept(self, unit: Unit, updater: Updater) -> Iterator[Gradient]:
+        """Yield the gradients of a unit's parameters that `updater` has, and that have not been applied."""
+        for parameter in unit.parameters:
+            with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked
+                grad = parameter.grad
+            applied = isinstance(grad, OffloadedGradient) and grad.gradient.form is Form.APPLIED
+            if grad is not None and not applied and updater.has(parameter):
+                gradient = self.gradient_of(parameter)
+                if gradient is not None:
+                    yield gradient
 
     def finish_backward(self) -> None:
         """Settle what a backward that raised has left. Called before a step is decided."""

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,9 +49,8 @@ logger = logging.getLogger("infinity")
 stands_between(__name__)
 
 
-def graph_task() -> int:
-    """Return the id of the backward that is running on this thread, -1 outside any."""
-    return int(torch._C._current_graph_task_id())
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""Returns the id of the backward that is running on this thread, -1 outside any."""
 
 
 @dataclass(slots=True, eq=False)
@@ -151,15 +150,18 @@ class Hooks:
         task = graph_task()
         if task == -1 and self._tasks:
             self.end_backward()  # the last one ended with an exception
-        if id(module) in [frame.module for frame in self._frames] and not runs_in_itself(module):
-            self._abandon_frames()
+        for frame in self._frames:
+            if frame.module == id(module) and not runs_in_itself(module):
+                self._abandon_frames()
+                break
         if not self._frames:
             self._begin_outermost(module, task, below)
         watched, saving = self._watching(task, inputs) if torch.is_grad_enabled() and saves else (None, None)
         outer = self._frames[-1] if self._frames else None
         counts = task == -1 and self._counting and (outer is None or (outer.counts and not outer.slices))
         keeps = not isinstance(module, Tile)
-        frame = Frame(id(module), task, watched, saving, keeps, counts, runs_in_slices(module))
+        slices = "forward" in module.__dict__ and runs_in_slices(module)
+        frame = Frame(id(module), task, watched, saving, keeps, counts, slices)
         self._frames.append(frame)
         if task != -1:
             self._note_backward(task)
@@ -236,6 +238,8 @@ class Hooks:
             self._end_frame(self._frames[-1], output if ours else None)
             if ours:
                 break
+        if not self._frames and graph_task() == -1:
+            self._executor.meet()
         self._executor.raise_refused()
 
     def _abandon_frames(self) -> None:
@@ -270,12 +274,11 @@ class Hooks:
         """Whether a module returned (a view of) its own weights, which its parent then uses."""
         key = unit.storage_key
         leaves = (output,) if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
-        return any(
-            isinstance(leaf, torch.Tensor)
-            and leaf.layout == torch.strided
-            and leaf.untyped_storage()._cdata == key
-            for leaf in leaves
-        )
+        for leaf in leaves:
+            strided = isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
+            if strided and leaf.untyped_storage()._cdata == key:
+                return True
+        return False
 
     def touch(self, unit: Unit) -> None:
         """Make a unit resident until the module, or the node of a backward, that runs ends: `in_forward`."""
@@ -384,8 +387,10 @@ class Hooks:
         self._note_backward(graph_task())
         arrived = self._arrived[unit]
         arrived.add(index)
-        trained = (at for at, parameter in enumerate(unit.parameters) if parameter.requires_grad)
-        return all(at in arrived for at in trained)
+        for at, parameter in enumerate(unit.parameters):
+            if at not in arrived and parameter.requires_grad:
+                return False
+        return True
 
     def end_unit(self, unit: Unit) -> None:
         """End the holds that waited for a unit's gradients: see [Note: graph tasks]."""
@@ -404,15 +409,17 @@ class Hooks:
     def _end_holds(self, unit: Unit, since: int) -> None:
         """End the holds on `unit` that began in graph task `since` or later."""
         holds = self._holds[unit]
-        ending = [task for task in holds if task >= since]
+        before = len(holds)
         holds[:] = [task for task in holds if task < since]
         if not holds:
             self._held.discard(unit)
-        for _ in ending:
+        for _ in range(before - len(holds)):
             self._executor.drop(unit)
 
     def _note_backward(self, task: int) -> None:
         """Keep the stack of running graph tasks; on a backward's first event, have torch tell its end."""
+        if self._tasks and self._tasks[-1] == task:
+            return
         if not self._tasks:
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         while self._tasks and self._tasks[-1] > task:

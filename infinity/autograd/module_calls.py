@@ -75,8 +75,10 @@ class Entering(_Hook):
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """As torch calls it."""
-        units = self._below if runs_in_slices(module) else self._units
-        units = [] if postpones(module, kwargs) else units
+        units = self._units
+        if "forward" in module.__dict__:  # else its class's, which is none of tiling's
+            units = self._below if runs_in_slices(module) else units
+            units = [] if postpones(module, kwargs) else units
         if torch._C._functorch.peek_interpreter_stack() is None:
             self._hooks.enter(module, units, (args, kwargs), below=self._below)
         else:

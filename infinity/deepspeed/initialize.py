@@ -29,6 +29,7 @@ from infinity.optim import optimizers
 from infinity.optim.base import OffloadedOptimizer
 from infinity.sequences.loader import SequenceParallelLoader
 from infinity.sequences.warmup import SequenceWarmup
+from infinity.sizes import format_size
 from infinity.units.released import expect_optimizers_of_torch
 
 logger = logging.getLogger("infinity")
@@ -91,7 +92,22 @@ def initialize(
     ours, replaced = _optimizer(model, optimizer, model_parameters, settings)
     scheduler = _scheduler(lr_scheduler, ours, replaced, settings)
     loader, warmup = _loader(training_data, collate_fn, settings, model)
+    if settings.batches.steps > 1:
+        _tell_of_accumulation(model, settings.batches.steps)
     return DeepSpeedEngine(model, ours, scheduler, settings, loader, warmup), ours, loader, scheduler
+
+
+def _tell_of_accumulation(model: nn.Module, steps: int) -> None:
+    weights = (one for unit in engine_of_model(model).units for one in unit.parameters)
+    again = 2 * (steps - 1) * sum(one.nbytes for one in weights)
+    logger.info(
+        "gradient_accumulation_steps=%d: each micro-batch fetches the weights anew, in forward and backward; "
+        "what does not stay in host memory of these %s more is read from NVMe in every step. For causal "
+        "language models of transformers, infinity.huggingface.accumulate_by_block(engine.module, "
+        "engine.optimizer, engine.is_gradient_accumulation_boundary) lets them share one fetch",
+        steps,
+        format_size(again),
+    )
 
 
 def _take_in(model: nn.Module, settings: Settings) -> None:

@@ -20,29 +20,34 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import UninitializedParameter
 from torch.utils import _pytree as pytree
 
-from infinity.engine.asked import KEPT, Asked
+from infinity.engine.asked import Asked
+from infinity.engine.built_parameter import BuiltParameter
+from infinity.engine.embeddings import in_blocks
 from infinity.engine.engine import Engine, engine_of
 from infinity.engine.frozen import FrozenFile, frozen_layers
+from infinity.engine.kept_types import check_kept, refuse_packed
 from infinity.engine.layouts import Find
 from infinity.engine.origins import Origins
 from infinity.engine.overflow import Overflow
 from infinity.engine.pretrained import Mapped, check_values, name_file
-from infinity.engine.refused import check_kept, refuse_packed, wrong_dtype
 from infinity.engine.scripting import refuse_script
+from infinity.engine.stand_ins import StandIns
 from infinity.errors import UnsupportedError
 from infinity.planning.layout import Format
 from infinity.planning.tile_size import LEAST_SLICE_NBYTES, tile_choice
 from infinity.records.record import Record
 from infinity.records.weights import WEIGHTS
 from infinity.sizes import format_size
-from infinity.storage.packed import FileRange, Packed, Stack4
+from infinity.storage.packed import FileRange, Packed
 from infinity.tiling import (
-    ExpertTile,
+    EmbeddingTile,
+    Grid,
+    Piece,
     Routed,
+    TiledEmbedding,
     TiledExperts,
     Whole,
     assembled,
@@ -61,52 +66,6 @@ _OVERWRITES = frozenset(
 """Operations that do not look at the values: an evicted parameter need not be read for them."""
 
 
-class _Entry:
-    """One parameter of a model that is being built."""
-
-    __slots__ = ("asked", "dtype", "index", "is_mapped", "module", "name", "parameter", "record")
-
-    def __init__(
-        self, parameter: nn.Parameter, module: nn.Module, name: str, asked: torch.dtype | None
-    ) -> None:
-        self.parameter = weakref.ref(parameter)
-        self.module = weakref.ref(module)
-        self.name = name
-        self.dtype = parameter.dtype
-        self.asked = asked
-        """The type that it is to compute in; None for Config's."""
-        self.record: Record | None = None
-        """Where it was evicted to; None as long as it never was."""
-        self.index = 0
-        self.is_mapped = False
-        """Whether its values are a mapped file's, and take no memory until they are looked at."""
-
-    def belongs_to(self, record: Record, index: int) -> None:
-        """Note that its values are those of parameter `index` of `record`."""
-        self.record, self.index = record, index
-
-    def take(self, parameter: nn.Parameter, asked: torch.dtype | None, form: Format) -> None:
-        """Follow `p.data = ...`: note the dtype, and forget a record of another shape or format.
-
-        asked: the type that it is to compute in now, in a record of this format.
-        """
-        if parameter.dtype not in KEPT:
-            raise UnsupportedError(wrong_dtype(self.module(), self.name, parameter))
-        self.dtype = parameter.dtype
-        if self.record is not None and (
-            self.record.form is not form
-            or self.record.shard.segments[self.index].shape != tuple(parameter.shape)
-        ):
-            self.record = None
-        self.asked = asked
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes while real."""
-        parameter = self.parameter()
-        return 0 if parameter is None or self.is_mapped else parameter.numel() * self.dtype.itemsize
-
-
 class Construction:
     """The models being built inside one `with`."""
 
@@ -115,24 +74,32 @@ class Construction:
         self._engine = engine
         self._frozen = frozen
         self._origins = Origins()
-        self._packed: dict[int, tuple[StorageWeakRef, Packed]] = {}
+        self._packed = StandIns()
         self._before_loading: Callable[[], None] = lambda: None
         self._copied: Counter[str] = Counter()
         """Bytes of a checkpoint that got records of their own, by the reason."""
-        self._entries: dict[int, _Entry] = {}
-        self._real: dict[int, _Entry] = {}  # the one touched longest ago first
+        self._entries: dict[int, BuiltParameter] = {}
+        self._real: dict[int, BuiltParameter] = {}  # the one touched longest ago first
         self._records: list[Record] = []
         self._mapped: Mapped | None = None
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._window_nbytes = max(engine.budget.total_nbytes // 2, 1)
         self._asked_of_tiles: torch.dtype | None = None
         self._overflow = Overflow(engine)
+        self._taken_in = False
         self.asked = Asked(self._converted)
         """To be entered while models are built."""
 
     def before_loading(self, call: Callable[[], None]) -> None:
         """Have `call` called when a parameter comes whose values are to be loaded."""
         self._before_loading = call
+
+    def take_in(self, model: nn.Module) -> None:
+        """Take charge of a model that was built before. Its modules stay what they are: there may be
+        optimizers and lists of its parameters.
+        """
+        self._taken_in = True
+        self.adopted(model, "", None)
 
     # Registration
 
@@ -155,7 +122,7 @@ class Construction:
             finally:
                 self._asked_of_tiles = outer
             if tiled is None and self._take(module, name, parameter, asked):
-                if self._packed_in(parameter) is not None:
+                if self._packed.of(parameter) is not None:
                     self._evict([self._entries[id(parameter)]])  # before anybody looks at its values
                 self._make_room(keep=[module])
         return tiled
@@ -171,16 +138,7 @@ class Construction:
                 return None
             self._origins.look()  # what was mapped when this looked last may be another file by now
             found = make(self._origins.where)
-            if found is None:
-                return None
-            if found.numel != shape.numel():
-                raise UnsupportedError(f"{list(shape)} is not a shape of the {found.numel} packed values")
-            stand_in = placeholder(shape, dtype, "cpu")
-            if isinstance(found, Stack4):  # each matrix stands for itself: slices of the stack are taken
-                stand_in = stand_in.flatten()[: shape[0]].clone().view(-1, 1, 1).expand(shape)
-            storage = stand_in.untyped_storage()
-            self._packed[int(storage._cdata)] = StorageWeakRef(storage), found
-            return stand_in
+            return self._packed.stand_for(found, shape, dtype) if found is not None else None
 
     def _is_loaded(self, parameter: nn.Parameter, before: nn.Parameter) -> bool:
         """Whether what replaces a parameter without values, `before`, has a checkpoint's: it lies in a mapped
@@ -190,29 +148,8 @@ class Construction:
         if parameter.is_meta:
             return False
         marked = any(getattr(one, "_is_hf_initialized", False) for one in (parameter, before))
-        packed = self._packed_in(parameter) is not None
+        packed = self._packed.of(parameter) is not None
         return marked or packed or self._origins.may_have(parameter)
-
-    def _packed_in(self, parameter: nn.Parameter) -> Packed | None:
-        """Return where a parameter's values are packed, if it is such a stand-in, or a slice of one.
-
-        Raises: UnsupportedError for a part of a packed weight that has no place of its own in the file.
-        """
-        if not self._packed:
-            return None
-        known = self._packed.get(int(parameter.untyped_storage()._cdata))
-        if known is None:
-            return None
-        found = known[1]
-        if isinstance(found, Stack4) and parameter.shape[1:] == (found.cols, found.rows):
-            found = found.matrices(int(parameter.storage_offset()), len(parameter))
-        if found.numel != parameter.numel():
-            raise UnsupportedError(
-                f"a parameter of shape {tuple(parameter.shape)} is a part of the {found.numel} packed values "
-                f"of a weight in {found.ranges[0].path}: only whole weights, and experts of a stack, are "
-                "read in place"
-            )
-        return found
 
     def _asked_for(self, parameter: nn.Parameter, before: nn.Parameter | None) -> torch.dtype | None:
         """Return the type that a parameter, which takes the place of another, is asked for in."""
@@ -285,7 +222,7 @@ class Construction:
 
     def _views(self, stack: torch.Tensor) -> bool:
         """Whether slices of a stack may be views of it: it takes no memory."""
-        return int(stack.untyped_storage()._cdata) in self._packed or self._origins.may_have(stack)
+        return stack in self._packed or self._origins.may_have(stack)
 
     def _sweep(self, module: nn.Module) -> None:
         for part in module.modules():
@@ -293,7 +230,7 @@ class Construction:
                 if parameter is not None:
                     self._take(part, name, parameter, self.asked.of(parameter))
 
-    def _entry(self, parameter: torch.Tensor | None) -> _Entry | None:
+    def _entry(self, parameter: torch.Tensor | None) -> BuiltParameter | None:
         """Return what is known of a parameter."""
         entry = self._entries.get(id(parameter))
         return entry if entry is not None and entry.parameter() is parameter else None
@@ -323,11 +260,11 @@ class Construction:
             self._mapped = self._mapped or Mapped()
             return False  # its values come with the parameter that replaces it
         check_kept(module, name, parameter)
-        entry = self._entries[id(parameter)] = _Entry(parameter, module, name, asked)
-        if self._mapped is not None and self._packed_in(parameter) is None:
+        entry = self._entries[id(parameter)] = BuiltParameter(parameter, module, name, asked)
+        if self._mapped is not None and self._packed.of(parameter) is None:
             # Where slices are, was looked for when their stack came.
-            looks = self._origins.knows if isinstance(module, ExpertTile) else self._origins.may_have
-            entry.is_mapped = looks(parameter)
+            looks = self._origins.knows if isinstance(module, Piece) else self._origins.may_have
+            entry.note_mapped(is_mapped=looks(parameter))
         self._real[id(parameter)] = entry
         set_owner(parameter, self._engine)
         return True
@@ -361,7 +298,7 @@ class Construction:
                 self._origins.look()
                 self._evict(together)
 
-    def _evict(self, entries: Sequence[_Entry]) -> None:
+    def _evict(self, entries: Sequence[BuiltParameter]) -> None:
         """Write real parameters of one module to their records, and release them."""
         alive = [(entry, parameter) for entry in entries if (parameter := entry.parameter()) is not None]
         for entry, parameter in alive:
@@ -378,7 +315,7 @@ class Construction:
         if self._mapped is not None:
             self._mapped.taken(sum(entry.nbytes for entry, _ in alive))
 
-    def _write(self, entries: Sequence[tuple[_Entry, nn.Parameter]]) -> None:
+    def _write(self, entries: Sequence[tuple[BuiltParameter, nn.Parameter]]) -> None:
         """Write the values of real parameters to their records."""
         values: dict[Record, dict[int, dict[str, torch.Tensor]]] = {}
         for entry, parameter in entries:
@@ -391,11 +328,11 @@ class Construction:
         for record, fields in () if self._overflow else values.items():
             self._engine.parameters.write_record(record, fields)
 
-    def _give_records(self, fresh: Sequence[tuple[_Entry, nn.Parameter]]) -> None:
+    def _give_records(self, fresh: Sequence[tuple[BuiltParameter, nn.Parameter]]) -> None:
         """Make a record for parameters of one module, or one for each type that they compute in; it lies in
         the checkpoint's files, if all of them do.
         """
-        by_form: dict[Format, list[tuple[_Entry, nn.Parameter]]] = {}
+        by_form: dict[Format, list[tuple[BuiltParameter, nn.Parameter]]] = {}
         for entry, parameter in fresh:
             by_form.setdefault(self._form(entry.asked), []).append((entry, parameter))
         for form, together in by_form.items():
@@ -405,6 +342,8 @@ class Construction:
             ranges = self._ranges([parameter for _, parameter in together], record)
             if ranges is not None:
                 self._engine.lay_in_files(record, ranges)
+                for (entry, _), one in zip(together, ranges, strict=True):
+                    entry.lie(one)
             else:
                 self._overflow.give_room(record)
             for index, (entry, _) in enumerate(together):
@@ -414,7 +353,7 @@ class Construction:
         """Return the ranges of files that parameters' values are; None if that is not so of all."""
         if self._mapped is None:
             return None
-        found = [self._packed_in(one) or self._origins.of(one, _computes_in(record)) for one in parameters]
+        found = [self._packed.of(one) or self._origins.of(one, _computes_in(record)) for one in parameters]
         ranges = [one for one in found if not isinstance(one, str)]
         if len(ranges) == len(found):
             return ranges
@@ -448,7 +387,7 @@ class Construction:
                 read = self._engine.parameters.read_record(entry.record, entry.index, {field: dtype})
                 values.copy_(read[field].view(parameter.shape))
             restore(parameter, values)
-            entry.is_mapped = False
+            entry.note_mapped(is_mapped=False)
             self.asked.note(parameter, asked)
             self._real[id(parameter)] = entry
         used = [self._entries.get(id(leaf)) for leaf in pytree.tree_leaves((parameters, args))]
@@ -481,6 +420,8 @@ class Construction:
         named = list(_named_modules(roots))
         check_values(named)
         self._origins.look()
+        if self._cut_embeddings(named):
+            named = list(_named_modules(roots))
         for _, module in named:
             self._evict([self._real[id(one)] for one in module._parameters.values() if id(one) in self._real])
         self._real.clear()
@@ -488,6 +429,58 @@ class Construction:
             logger.info("%s of the checkpoint have records of their own: %s", format_size(nbytes), why)
         self._hand_over(named)
         return roots
+
+    def _cut_embeddings(self, named: list[tuple[str, nn.Module]]) -> bool:
+        """Cut large embeddings by their rows, in place, now that it is known what else uses their weights;
+        return whether there were any. See [Note: blocks of rows] in planning/tile_size.py.
+        """
+        config = self._engine.config
+        if config.experts == "whole" or config.state_dtype != "fp32" or self._engine.nvme_store is None:
+            return False
+        found = [] if self._taken_in or self._overflow else list(in_blocks(named, self._engine.form.width))
+        for name, embedding, grid in found:
+            tiles = self._blocks(embedding._parameters["weight"], grid)
+            if tiles:
+                TiledEmbedding.convert(embedding, tiles, grid)
+                rows, columns = grid.shape
+                logger.info("%s of %d x %d is kept in %d blocks of rows", name, rows, columns, len(tiles))
+        return bool(found)
+
+    def _blocks(self, weight: nn.Parameter | None, grid: Grid) -> list[EmbeddingTile]:
+        """Return modules of the rows of an embedding's weight; none where it has to stay whole."""
+        entry = self._entry(weight)
+        if weight is None or entry is None or isinstance(entry.lies, Packed):  # packed
+            return []
+        if id(weight) not in self._real and entry.record is not None and entry.record.in_files is not None:
+            return [self._block_in_files(entry, weight, rows) for rows, _ in grid.slices()]
+        if id(weight) not in self._real:
+            self._restore([weight], "", ())
+        del self._real[id(weight)]
+        tiles = []
+        for rows, _ in grid.slices():
+            tiles.append(EmbeddingTile(nn.Parameter(weight.detach()[rows], weight.requires_grad)))
+            self._take(tiles[-1], "weight", tiles[-1].weight, entry.asked)
+        return tiles
+
+    def _block_in_files(self, of: BuiltParameter, weight: nn.Parameter, rows: slice) -> EmbeddingTile:
+        """Return a module of some rows of a weight that lies in a checkpoint's files, and is not real."""
+        if not isinstance(of.lies, FileRange):
+            raise TypeError(f"expected a range of a file, got {of.lies}")
+        path, offset, nbytes = of.lies
+        of_row = nbytes // len(weight)
+        shape = (rows.stop - rows.start, *weight.shape[1:])
+        piece = nn.Parameter(placeholder(shape, of.dtype, weight.device), weight.requires_grad)
+        tile = EmbeddingTile(piece)
+        entry = self._entries[id(piece)] = BuiltParameter(piece, tile, "weight", of.asked)
+        record = self._engine.new_record([piece], f"rows no. {len(self._entries)}", self._form(of.asked))
+        self._records.append(record)
+        there = FileRange(path, offset + rows.start * of_row, shape[0] * of_row)
+        self._engine.lay_in_files(record, [there])
+        entry.belongs_to(record, 0)
+        set_owner(piece, self._engine)
+        release(piece, placeholder(shape, of.dtype, weight.device))
+        self.asked.note(piece, of.asked)
+        return tile
 
     def _hand_over(self, named: list[tuple[str, nn.Module]]) -> None:
         units, units_of = self._units(named)
@@ -500,7 +493,7 @@ class Construction:
         if kind is not None:
             FrozenFile(self._engine, kind).take(frozen_layers(named, units))
         self._engine.build_with(None)
-        opened = self._engine.open(units, _routed(named, units_of))
+        opened = self._engine.open(units, _routed(named, units_of), _chosen(named, units_of))
         for _, module in named:
             if any(True for _ in module.parameters()):
                 # MultiheadAttention uses its child's weight itself, and its fast path only if it is there.
@@ -551,6 +544,21 @@ def _routed(named: list[tuple[str, nn.Module]], units_of: dict[int, list[Record]
         for one in dict.fromkeys(one for tile in tiles for one in units_of.get(tile, ()))
         if one not in others
     ]
+
+
+def _chosen(named: list[tuple[str, nn.Module]], units_of: dict[int, list[Record]]) -> list[Record]:
+    """Return the records of experts that are modules of their own: those below a ModuleList or ModuleDict
+    that is called after experts, and used by no module elsewhere.
+    """
+    lists = [
+        module
+        for name, module in named
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and "expert" in name.rpartition(".")[2].lower()
+    ]
+    below = {id(part) for module in lists if len(module) > 1 for part in module.modules()}
+    others = {one for module, records in units_of.items() if module not in below for one in records}
+    found = dict.fromkeys(one for module in below for one in units_of.get(module, ()))
+    return [one for one in found if one not in others]
 
 
 def _holes(record: Record) -> list[nn.Parameter]:

@@ -52,6 +52,7 @@ from infinity.tiling import Routed
 from infinity.timeline import Timeline
 from infinity.units import advice
 from infinity.units.device_tier import DeviceTier
+from infinity.units.meeting import Meeting
 from infinity.units.pinning import Pins
 from infinity.units.released import CONVERSIONS, not_converted, not_resident, owner_of, set_owner
 from infinity.units.residency import Executor
@@ -224,12 +225,16 @@ class Engine:
         record.lie_in(self.checkpoint_store, ranges)
 
     def open(
-        self, records: Mapping[Record, list[nn.Parameter]], routed: Iterable[Record] = ()
+        self,
+        records: Mapping[Record, list[nn.Parameter]],
+        routed: Iterable[Record] = (),
+        chosen: Iterable[Record] = (),
     ) -> dict[Record, Unit]:
         """Take over a finished model: the parameters in each record, in the order of its modules. Return the
         unit that each record is of.
 
-        routed: records of slices alone, of which the data decides whether they are used.
+        routed: records of slices alone, of which the data decides whether they are used. chosen: records of
+        modules that each rank's data chooses among.
         """
         self.lane.drain()
         for record, parameters in records.items():
@@ -251,7 +256,9 @@ class Engine:
         if whole := self.config.stage < 3:
             ahead = sum(unit.resident_nbytes for unit in self.units)
         of_record = {unit.record: unit for unit in self.units}
-        self.executor.open(self.units, ahead, whole=whole, routed=[of_record[one] for one in routed])
+        met = self._meet_for([of_record[one] for one in chosen])
+        of_data = [*(of_record[one] for one in routed), *met]
+        self.executor.open(self.units, ahead, whole=whole, routed=of_data)
         self.outgoing.open(self.budget.outgoing_nbytes)
         self.gradients.open(self.budget, self.units)
         if self.boundaries is not None:
@@ -261,6 +268,8 @@ class Engine:
             frequencies = self.executor.frequencies
             lodges = self.tier if self.partition is None and not whole else None
             self.pins = Pins(self.units, frequencies, self.lane, self.kept, stores, lodges)
+            if self.durable is None:
+                self.executor.admit_by(self.pins.admit)
         # A durable run moves fields between its steps alone, which it commits.
         rounds = Rounds(self.executor, self.pins if self.durable is None else None)
         self.hooks.round_began.append(rounds.forward_began)
@@ -277,6 +286,17 @@ class Engine:
             self.durable.open(self.units, self.lane, self.executor.flush, cut)
         logger.info("%d units, %s; %s", len(self.units), self.config, self.budget)
         return of_record
+
+    def _meet_for(self, chosen: list[Unit]) -> list[Unit]:
+        """Have the ranks, if there are several, meet for units that each one's data chooses among; return
+        these.
+        """
+        if self.ranks.size == 1 or not chosen:
+            return []
+        meeting = Meeting(self.ranks, self.units, chosen, self.executor.join_in)
+        self.executor.meet_by(meeting)
+        self.arrivals.meet_by(meeting)
+        return chosen
 
     def route(self, module: Routed, name: str, units_of: dict[int, list[Unit]]) -> None:
         """Follow a module that uses those of its tiles alone that its input needs.

@@ -15,7 +15,7 @@ from infinity.errors import DeviceMemoryError, NotResidentError, UnsupportedErro
 from infinity.ranks.machine_memory import check_available
 from infinity.sizes import format_size
 from infinity.tensors import digest
-from infinity.units.unit import Unit, saved_itself
+from infinity.units.unit import Unit
 
 logger = logging.getLogger("infinity")
 
@@ -133,16 +133,14 @@ def _warn_of_graphs(units: dict[Unit, Engine]) -> None:
     for unit, engine in units.items():
         if unit.residence.users > 1 or engine in _warned:
             continue
-        held = [
-            one.name for p, one in zip(unit.parameters, unit.shard.segments, strict=True) if saved_itself(p)
-        ]
+        held = unit.saved()
         if held:
             _warned.add(engine)
             logger.warning(
                 "%s: a graph made inside `with infinity.gathered(...)` outlives it. Its backward has to run "
                 'inside, too; after it torch says that "one of the variables [...] has been modified". '
                 "Where no backward follows, make no graph: torch.no_grad().",
-                held[0],
+                unit.shard.segments[held[0]].name,
             )
 
 

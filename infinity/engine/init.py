@@ -152,7 +152,7 @@ class Init:
             raise UnsupportedError("take_in outside of `with infinity.Init(...) as init:`")
         if self.config.tile_nbytes is not None:
             raise UnsupportedError("tile_above: layers that exist are not cut; build the model inside Init")
-        self._construction.adopted(model, "", None)
+        self._construction.take_in(model)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

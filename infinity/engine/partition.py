@@ -9,10 +9,10 @@ import xxhash
 
 from infinity.device.device import Device
 from infinity.gradients.collectives import Collecting, CollectiveLane, Gathering
-from infinity.lane.base import Pass
 from infinity.lane.lane import StreamLane
 from infinity.planning.layout import share
 from infinity.planning.plan import Plan
+from infinity.planning.queue import Job
 from infinity.ranks.group import Ranks
 from infinity.records.record import Record
 from infinity.timeline import Timeline
@@ -36,7 +36,7 @@ class Partition:
         self._units = units
         self._digest: tuple[Plan | None, int] = None, 0
 
-    def assemble(self, unit: Unit, job: Pass) -> Gathering:
+    def assemble(self, unit: Unit, job: Job) -> Gathering:
         """See residency.Assembler."""
         gathering = Gathering(unit, job, self._lane, self._device)
         self.gathers.submit(gathering)

@@ -29,6 +29,7 @@ class Routing:
 
     def agreed(self, needed: list[int], count: int) -> list[int]:
         """See tiling.RoutingFollower."""
+        self._executor.meet()
         return self._ranks.union(needed, count, f"route {self._name}")
 
     def announced(self, tiles: list[nn.Module]) -> None:

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from infinity.device.device import Device
-from infinity.lane.base import Pass
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import Lease
 from infinity.planning.queue import Job
@@ -142,7 +141,7 @@ class Gathering(Collective):
 
     kind = "gather"
 
-    def __init__(self, unit: Unit, local: Pass, lane: StreamLane, device: Device) -> None:
+    def __init__(self, unit: Unit, local: Job, lane: StreamLane, device: Device) -> None:
         """Assemble `unit` in the memory it has now, into which `local` brings this rank's share."""
         super().__init__(f"assemble {unit.name}", lane)
         self.local = local

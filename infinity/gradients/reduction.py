@@ -111,6 +111,10 @@ class Reduction:
         self._hold(gradient, grad, keep=keep)
         return gradient
 
+    def has_local(self, unit: Unit, index: int) -> bool:
+        """Whether this rank has a gradient of a parameter that the ranks have not summed."""
+        return index in self._local.get(unit, {})
+
     def add(self, gradient: Gradient, grad: torch.Tensor) -> None:
         """Take a further backward's gradient of this rank."""
         before = self._local[gradient.unit].get(gradient.index)

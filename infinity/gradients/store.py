@@ -31,7 +31,7 @@ from infinity.records.updates import Update
 from infinity.records.weights import WEIGHTS
 from infinity.sizes import format_size
 from infinity.storage.memory import Ledger
-from infinity.storage.store import DONE, Future, Store
+from infinity.storage.store import DONE, Future, HostStore, Store
 from infinity.tensors import is_part
 from infinity.units.residency import Executor
 from infinity.units.unit import Unit
@@ -129,6 +129,10 @@ class GradientStore:
         """Whether each rank has a part of each gradient: there are several."""
         return self._reduction is not None
 
+    def has_local(self, unit: Unit, index: int) -> bool:
+        """Whether this rank has a gradient of a parameter that the ranks have not summed."""
+        return self._reduction is not None and self._reduction.has_local(unit, index)
+
     def deferring(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which gradients stay on each rank, whole, until the next backward or step."""
         return contextlib.nullcontext() if self._reduction is None else self._reduction.deferring()
@@ -171,7 +175,8 @@ class GradientStore:
         if self._reduction is not None:
             return self._reduction.arrive(unit, index, grad, keep=keep)
         gradient = Gradient(unit, index, self._kept)
-        self._await_buffer(grad.nbytes)
+        if not self._device.is_host:
+            self._await_buffer(grad.nbytes)
         download = self._device.download(grad)
         gradient.comes(download.transfer)
         tensor = download.tensor
@@ -233,11 +238,20 @@ class GradientStore:
             self._place(gradient, total, keep=True)
 
     def _place(self, gradient: Gradient, tensor: torch.Tensor, *, keep: bool) -> None:
-        if keep and gradient.charge(tensor.nbytes):
+        if keep and not self.rests(gradient.unit) and gradient.charge(tensor.nbytes):
             gradient.keep(tensor)
             return
         gradient.charge(0)
         self._send(gradient, tensor)
+
+    def rests(self, unit: Unit) -> bool:
+        """Whether a unit's gradients go to its record even if host memory has room: they would wait there for
+        long, as those of a slice that is seldom used. To write a gradient of 16 bits and read it again moves
+        4 bytes per parameter; a pass that applies it in time, and another one for the next use, 24 more. So
+        that is so where a use in the next step is less likely than five to one.
+        """
+        seldom = 6 * self._executor.share_of_steps(unit) < 5
+        return seldom and not isinstance(self._spill_store, HostStore) and not unit.record.all_in_host
 
     def _send(self, gradient: Gradient, tensor: torch.Tensor) -> None:
         """Let a gradient wait for the others of its unit; a spilled one is added to what is stored."""
@@ -257,7 +271,9 @@ class GradientStore:
         for index, gradient in self.outgoing_of(unit).items():
             if gradient.form is Form.OUTGOING and gradient.parts is None and gradient.arriving.done:
                 gradient.measure(gradient.in_memory)
-            if gradient.form is Form.OUTGOING and gradient.charge(gradient.in_memory.nbytes):
+            if self.rests(unit) or gradient.form is not Form.OUTGOING:
+                continue
+            if gradient.charge(gradient.in_memory.nbytes):
                 del self._outgoing[unit][index]
                 gradient.keep(gradient.in_memory)
         self.spill(unit)

@@ -192,7 +192,7 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
                 logger.warning("gradient_accumulation_steps=%d: %s", steps, error)
             else:
                 return
-        again = 2 * (steps - 1) * sum(unit.resident_nbytes for unit in engine.units)
+        again = 2 * (steps - 1) * sum(one.nbytes for unit in engine.units for one in unit.parameters)
         logger.warning(
             "gradient_accumulation_steps=%d: each micro-batch fetches the weights anew, in forward and "
             "backward; what does not stay in host memory of these %s more is read from NVMe in every step. "

@@ -51,6 +51,11 @@ class Pass(QueuedPass[Record], ABC):
         return None
 
     @property
+    def ready(self) -> bool:
+        """Whether its work need not wait for gradients, or values, that are on their way to host memory."""
+        return True
+
+    @property
     def keeps(self) -> object:
         """The object that keeps the memory of `place` alive."""
         return None

@@ -6,7 +6,7 @@ On the CPU, `hi` is read straight into the memory of the unit, and updated and w
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -125,6 +125,11 @@ class _UpdatingPass(_UnitPass):
         computes = WEIGHTS[unit.record.form.dtype].dtype
         self._dtypes = {"grad16": KERNEL_DTYPE[computes], "grad32": KERNEL_DTYPE[torch.float32]}
 
+    @property
+    def ready(self) -> bool:
+        """Whether the gradients have come."""
+        return all(update.arriving.done for update in self.pending.values())
+
     def take_over(self) -> None:
         """From now on the updates are this pass's."""
         if not self._taken:
@@ -200,7 +205,7 @@ class _UpdatingPass(_UnitPass):
         """Where one step of one parameter is all that is done, by a kernel that takes checksums."""
         parts = list(pieces(self.record.shard, start, stop))
         update = self.pending.get(parts[0].index) if len(parts) == 1 and parts[0].start == start else None
-        if update is None or update.missed or (update.tensor is None and update.field is None):
+        if update is None or update.missed or update.after or not update.has_gradient:
             return False
         return (self.record.form.dtype, self.record.form.state_dtype) in update.recipe.summing
 
@@ -226,20 +231,29 @@ class _UpdatingPass(_UnitPass):
             if name in at
         }
         step = update.recipe.kernels[self.record.form.dtype, self.record.form.state_dtype]
-        if update.missed or (update.tensor is None and update.field is None):
-            zeros = torch.zeros(piece.numel, dtype=torch.bfloat16)
-            gradient, dtype = zeros.data_ptr(), KERNEL_DTYPE[zeros.dtype]
-            for scalars, key in update.missed:
-                step(UpdateSpan(piece.numel, state, gradient, dtype, key, piece.element), scalars)
+        misses = update.missed or update.after or not update.has_gradient
+        zeros = torch.zeros(piece.numel if misses else 0, dtype=torch.bfloat16)
+
+        def miss(steps: Iterable[tuple[Any, int]]) -> None:
+            for scalars, key in steps:
+                of_zeros = zeros.data_ptr(), KERNEL_DTYPE[zeros.dtype]
+                step(UpdateSpan(piece.numel, state, *of_zeros, key, piece.element), scalars)
+
+        miss(update.missed)
         if update.tensor is not None:
             update.arriving.wait()
             gradient = update.tensor.data_ptr() + piece.within * update.tensor.element_size()
-            dtype = KERNEL_DTYPE[update.tensor.dtype]
+            given = gradient, KERNEL_DTYPE[update.tensor.dtype]
         elif update.field is not None:
-            gradient = piece_address(self.record, at[update.field], piece.start, start, update.field)
-            dtype = self._dtypes[update.field]
-        span = UpdateSpan(piece.numel, state, gradient, dtype, update.key, piece.element, self.sums)
-        step(span, update.scalars)
+            given = (
+                piece_address(self.record, at[update.field], piece.start, start, update.field),
+                self._dtypes[update.field],
+            )
+        else:
+            miss([(update.scalars, update.key)])
+            return
+        step(UpdateSpan(piece.numel, state, *given, update.key, piece.element, self.sums), update.scalars)
+        miss(update.after)
 
     def done_processing(self) -> None:
         """Drop the gradients."""
@@ -280,6 +294,11 @@ class UpdatePass(_UpdatingPass):
     def start_from_copy(self, values: Download) -> None:
         """Take `hi` from a copy that comes from the device, before the pass is queued."""
         self._copy = values
+
+    @property
+    def ready(self) -> bool:
+        """Whether the copy has come as well."""
+        return super().ready and (self._copy is None or self._copy.done)
 
     def start_from(self, flat: torch.Tensor | None) -> None:
         """Take `hi` from `flat` instead, before the pass is queued."""

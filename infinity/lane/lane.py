@@ -10,7 +10,9 @@ a slot finishes by itself: nothing it waits for needs another slot, a lock, or t
 the lane cannot deadlock, with any number of slots from one up.
 
 Two passes over one record never overlap: a pass is admitted only when it is the oldest unfinished one of its
-record. A pass that another thread waits for is urgent: it goes first, in the queue and at the disk.
+record. A pass that another thread waits for is urgent: it goes first, in the queue and at the disk. A pass
+whose gradients are still on their way from an accelerator lets others by: what is fetched does not wait for
+what is updated, but for slots. Tiles are over in any order.
 
 [Note: passes without transfers]
 Where all that a pass needs lies in host memory and the CPU computes, the thread that submits the pass runs it
@@ -40,7 +42,15 @@ from infinity.timeline import Timeline
 logger = logging.getLogger("infinity")
 
 
-@dataclass(slots=True)
+_PATIENCE_S = 0.05
+"""Seconds after which the lane waits for the gradients of the oldest tile, if all wait for some: an error of
+their transfer shows there.
+"""
+_LOOKS_S = 0.0005
+"""Seconds between looks at what comes from an accelerator, which tells nobody."""
+
+
+@dataclass(slots=True, eq=False)
 class _Tile:
     """One tile under way: the memory it is in, and the transfers that fill or empty it."""
 
@@ -80,6 +90,7 @@ class StreamLane:
         self._reading: deque[_Tile] = deque()
         self._writing: deque[_Tile] = deque()
         self._stopping = False
+        self._waits_since_s = 0.0
         self._failure = Failure()
         self._thread = threading.Thread(target=self._run, name="infinity-lane", daemon=True)
         self._thread.start()
@@ -198,8 +209,8 @@ class StreamLane:
 
     def check_open(self) -> None:
         """Raise what made the lane fail; EngineFailedError where it was closed."""
-        self._failure.check()
-        if self._stopping:
+        if self._stopping or self._failure.cause is not None:
+            self._failure.check()
             raise EngineFailedError("the engine was closed; its parameters are gone")
 
     # The lane's own thread
@@ -225,7 +236,9 @@ class StreamLane:
         self._reap(block=False)
         self._admit()
         if self._reading:
-            self._work(self._reading.popleft())
+            tile = self._next()
+            if tile is not None:
+                self._work(tile)
         elif self._writing:
             self._reap(block=True)
         else:
@@ -249,6 +262,27 @@ class StreamLane:
                     continue
                 job.progress.admit(self._pool.lacked_s if job.urgent else None)
             self._reading.append(self._begin(job, *tile))
+
+    def _next(self) -> _Tile | None:
+        """Take the oldest tile whose gradients have come, and no older one of whose pass waits for some.
+        Where there is none, wait a little and return None; or the oldest, after _PATIENCE_S.
+        """
+        waiting: set[Pass] = set()
+        for index, tile in enumerate(self._reading):
+            if tile.owner not in waiting and tile.owner.ready:
+                del self._reading[index]
+                self._waits_since_s = 0.0
+                return tile
+            waiting.add(tile.owner)
+        now = time.perf_counter()
+        self._waits_since_s = self._waits_since_s or now
+        if now - self._waits_since_s > _PATIENCE_S:
+            self._waits_since_s = 0.0
+            return self._reading.popleft()
+        with self.lock:
+            self.changed.wait(_LOOKS_S)
+        self.times.spent(idle_s=time.perf_counter() - now)
+        return None
 
     def _begin(self, job: Pass, start: int, stop: int) -> _Tile:
         """Find memory for the fields of a tile, and begin to read those on NVMe."""
@@ -338,21 +372,29 @@ class StreamLane:
 
     def _reap(self, *, block: bool) -> None:
         """Give back the slots of tiles whose writes are over; with `block`, wait for the oldest."""
-        while self._writing and (block or all(transfer.done for transfer in self._writing[0].transfers)):
-            tile = self._writing.popleft()
+        if block:
             started = time.perf_counter()
-            for transfer in tile.transfers:
+            for transfer in self._writing[0].transfers:
                 transfer.wait()
-            if block:
-                self.times.spent(write_wait_s=time.perf_counter() - started)
-            block = False
-            self._note(tile, "write", tile.writes)
-            self._note_more(tile)
-            if tile.slot is not None:
-                self._pool.give_back(tile.slot)
-            with self.lock:
-                tile.owner.progress.tile_over()
-                self._finish_if_over(tile.owner)
+            self.times.spent(write_wait_s=time.perf_counter() - started)
+        under_way: deque[_Tile] = deque()
+        for tile in self._writing:
+            if all(transfer.done for transfer in tile.transfers):
+                self._end(tile)
+            else:
+                under_way.append(tile)
+        self._writing = under_way
+
+    def _end(self, tile: _Tile) -> None:
+        for transfer in tile.transfers:
+            transfer.wait()  # it is over: this raises its error
+        self._note(tile, "write", tile.writes)
+        self._note_more(tile)
+        if tile.slot is not None:
+            self._pool.give_back(tile.slot)
+        with self.lock:
+            tile.owner.progress.tile_over()
+            self._finish_if_over(tile.owner)
 
     def _processed(self, job: Pass) -> None:
         for name in job.adopts:

@@ -94,6 +94,11 @@ class SpillPass(Pass):
         """The stored gradients, if any count, and the new ones."""
         return ((self._source,) if self._source else ()), (self._target,)
 
+    @property
+    def ready(self) -> bool:
+        """Whether the new gradients have come."""
+        return all(part.arriving.done for part in self._parts.values())
+
     def process(self, start: int, stop: int, at: dict[str, int]) -> None:
         """Write each parameter's piece: stored, new, or their fp32 sum."""
         target = at[self._target]

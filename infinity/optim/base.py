@@ -15,6 +15,10 @@ A gradient of zeros still decays weights and moments. An expert to which no toke
 gradients after zero_grad(set_to_none=False). Moving its record for each would cost what routing saves. So
 these updates wait, and are replayed one by one, with the same bits, by the next pass over the record. At most
 MISSED_LIMIT wait; then the record is fetched to apply them.
+
+So does an update before them whose gradient lies in the record: that of a slice which will probably not be
+used in the next step is put there, see `GradientStore.rests`. It is applied, with what was missed before and
+after it, by the pass that brings the slice for its next use: one pass for each use, and not two.
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ from infinity.optim.ownership import ParameterPlace, check_current, engine_for
 from infinity.records.update_rules import Recipe
 from infinity.records.updates import Update
 from infinity.records.weights import WEIGHTS
+from infinity.tiling import Whole
 from infinity.units.optimizer_options import check_group
 from infinity.units.tracking import Tracking
 from infinity.units.unit import Unit
@@ -103,7 +108,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         """
         check_current(self, "add_param_group()")
         check_group(type(self).__name__, self.defaults, param_group)
-        super().add_param_group(param_group)
+        super().add_param_group(_in_pieces(param_group))
         group = self.param_groups[-1]["params"]
         known = dict(self.mine)
         try:
@@ -162,6 +167,11 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
             engine.close_step()
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's
+        """As every torch Optimizer's. A gradient is no value, so that no released parameter is asked."""
+        with torch._C.DisableTorchFunctionSubclass():
+            super().zero_grad(set_to_none)
+
     def _beside(self, found: set[int]) -> list[tuple[nn.Parameter, Unit, int]]:
         """Return the slices that have gradients of zeros because others of their stacks have some, with their
         units and indices there. found: the id() of each parameter with a gradient.
@@ -188,9 +198,10 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
             rounds = unit.record.form.state_dtype != "fp32"
             key = kernels.state_key(self.seed, place.position, step) if rounds else 0
             before = unit.pending.get(index)
-            missed = () if before is None else (*before.missed, (before.scalars, before.key))
-            update = Update(known[place.group, step], None, None, key, missed=missed, recipe=self.recipe)
-            unit.pending[index] = update
+            if before is None:
+                unit.pending[index] = Update(known[place.group, step], None, None, key, recipe=self.recipe)
+            else:
+                unit.pending[index] = before.then_missed(known[place.group, step], key)
             self._decided.add(unit)
             unit.values_changed()
 
@@ -244,8 +255,13 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         self.make_room(engine, parameter)
         before = unit.pending.get(gradient.index)
         scalars, key = self._scalars(group, parameter, float(np.float32(gradient.scale * factor)))
-        missed = () if before is None else (*before.missed, (before.scalars, before.key))
-        unit.pending[gradient.index] = self._update(gradient, scalars, key, missed)
+        if before is not None and gradient.form is Form.ZERO:
+            unit.pending[gradient.index] = before.then_missed(scalars, key)
+        else:
+            if before is not None and before.has_gradient:
+                raise AssertionError(f"{unit.name}: expected the last gradient to be applied by now")
+            missed = () if before is None else (*before.missed, (before.scalars, before.key))
+            unit.pending[gradient.index] = self._update(gradient, scalars, key, missed)
         self._decided.add(unit)
         unit.values_changed()
 
@@ -324,6 +340,23 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
                 engine.parameters.write(
                     parameter, {field: state[key] for field, key in self.recipe.state.items()}
                 )
+
+
+def _in_pieces(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a param group with their slices, or tiles, in the place of weights that exist in these alone."""
+    given = group["params"]
+    if isinstance(given, (torch.Tensor, set)):
+        given = given.pieces() if isinstance(given, Whole) else given
+        return {**group, "params": given}
+    params: list[Any] = []
+    for one in given:
+        if isinstance(one, Whole):
+            params += one.pieces()
+        elif isinstance(one, tuple) and isinstance(one[1], Whole):
+            params += [(f"{one[0]}.{number}", piece) for number, piece in enumerate(one[1].pieces())]
+        else:
+            params.append(one)
+    return {**group, "params": params}
 
 
 def _check_unused(unit: Unit) -> None:

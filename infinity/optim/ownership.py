@@ -83,12 +83,17 @@ class Owning:
     mine: dict[int, ParameterPlace]
     superseded: str
     _begun: set[int]
+    _rooms: dict[int, tuple[str, ...]]
+    """By the parameter's id(), the fields of its record when room was made last: nothing is to be done while
+    the record has these very fields.
+    """
 
     def own_nothing(self) -> None:
         """Start without parameters."""
         self.mine, self.superseded = {}, ""
         self._engines: dict[int, Engine] = {}
         self._begun = set()
+        self._rooms = {}
         self._applied: set[int] = set()
         self._made = False
 
@@ -131,12 +136,15 @@ class Owning:
     def make_room(self, engine: Engine, parameter: nn.Parameter) -> None:
         """Make room for the parameter's state; the first time, set the state to zero."""
         record = engine.parameters.unit_of(parameter)[0].record
+        if self._rooms.get(id(parameter)) is record.fields:
+            return
         self._make_own(engine, [parameter])
         if any(name not in record for name in self.recipe.fields(record.form)):
             self._add_fields(parameter)
         if id(parameter) not in self._begun:
             self._begun.add(id(parameter))
             self._forget(engine, parameter)
+        self._rooms[id(parameter)] = record.fields
 
     def _make_own(self, engine: Engine, parameters: Iterable[nn.Parameter]) -> None:
         """Give weights that are trained from now on records of their own."""

@@ -162,8 +162,10 @@ class Demand:
         waits = budget.ahead_nbytes if setting.device_nbytes is None else setting.device_nbytes
         window = waits - self.lodged_nbytes
         on_host = setting.device_nbytes is None
+        device = None if setting.device_nbytes is None else setting.device_nbytes + self.in_use_nbytes
+        outgoing = budget.outgoing_nbytes
         return EngineLimits(
-            budget.tile_numel, budget.slots, window, budget.outgoing_nbytes, on_host, setting.update
+            budget.tile_numel, budget.slots, window, outgoing, on_host, setting.update, device
         )
 
 
@@ -417,6 +419,7 @@ def _moves(
             derived=bool(sizes.form.derived),
             spills=of_gradient,
             spilled_nbytes=of_gradient[-1][1] if of_gradient else 0,
+            lodged=placement.get((unit, "hi")) == "device",
         )
 
 

@@ -11,20 +11,28 @@ counts: what is still being written when it begins is part of it.
 A model of 10^12 parameters has 10^6 tiles, and its forecast should take seconds. Beyond `TILES_MOST` a pass
 is divided into fewer, larger tiles; the slots stay as many, so more is in flight than would be. That matters
 little where a unit has hundreds of tiles.
+
+[Note: an accelerator's step]
+There the thread that follows the plan only launches: it goes on as soon as a unit's uploads have begun, and
+the streams keep the order (see simulated_device). A slot is free when its upload is over. Updates wait in
+the lane for their gradients to come down, as passes do. A step ends when its computing is over, as where a
+program reads the loss of each. Waiting is all the time in which the accelerator does not compute.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from infinity.planning.bottleneck import Bound, Load, bound
+from infinity.planning.moments import NOW, Moment, all_of
 from infinity.planning.outline import Act
 from infinity.planning.plan import Plan
 from infinity.planning.queue import Job
 from infinity.planning.residence import Counts, Residence, Residency
+from infinity.planning.simulated_device import SimulatedDevice
 from infinity.planning.simulator import SERVERS, Clock, Rates, SimulatedLane, SimulatedPass
 
 TILES_MOST = 10_000
@@ -61,6 +69,8 @@ class Moves:
     """Of its gradient, that the update reads back."""
     state_fields: int = 3
     """How many fields there are besides `hi`: each of a tile is a request of its own."""
+    lodged: bool = False
+    """Whether it lives on the accelerator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +86,8 @@ class EngineLimits:
     on_host: bool = True
     """Whether the CPU computes."""
     update: str = "forward"
+    device_nbytes: int | None = None
+    """Of an accelerator, for all that is ours there; None for no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +98,7 @@ class Forecast:
     compute_s: float
     """Of the script alone, undisturbed."""
     stall_s: float
-    """In which computing waited: for a unit, or for gradients to go."""
+    """In which computing waited: for a unit, or for gradients to go; of an accelerator, all idle time."""
     read_nbytes: float
     written_nbytes: float
     misses: int
@@ -107,7 +119,7 @@ def forecast(
     uses = sum(act.verb == "use" for act in script)
     if uses != len(plan.steps):
         raise ValueError(f"a script of {uses} uses and a plan of {len(plan.steps)} are not of one step")
-    walk = _Walk(script, plan, units, limits, rates)
+    walk = (_Walk if limits.on_host else _DeviceWalk)(script, plan, units, limits, rates)
     for _ in range(_STEPS):
         walk.start_counting()
         walk.step()
@@ -144,12 +156,24 @@ class _Unit:
         self.window_nbytes, self.in_place = moves.waiting_nbytes, moves.in_place
         self.residence: Residence[SimulatedPass] = Residence()
         self.pending = False
+        self.allocated = self.arrived = self.left = NOW
+        """When its memory on an accelerator may be written, when it may be used there, and when its last
+        gradient is in host memory.
+        """
 
     def allocate(self) -> None:
         """Memory takes no time; nor below."""
 
     def deallocate(self) -> None:
         pass
+
+    def comes(self, moment: Moment) -> None:
+        """Note when it may be used on an accelerator."""
+        self.arrived = moment
+
+    def leaves(self, moment: Moment) -> None:
+        """Note when its gradient is in host memory."""
+        self.left = moment
 
     def lend_to(self, job: SimulatedPass) -> None:
         pass
@@ -191,6 +215,7 @@ class _Walk(Residency[_Unit, SimulatedPass]):
         self._script, self._plan, self._limits, self._rates = script, plan, limits, rates
         moved = sum(unit.numel * (1 + 2 * unit.width / _WIDE_NBYTES) for unit in units)
         self._tile_numel = max(limits.tile_numel, math.ceil(moved / TILES_MOST))
+        self._position = 0
         self._applying: deque[tuple[SimulatedPass, int]] = deque()
         self._outgoing_nbytes = 0
         self._decide_updates()
@@ -215,29 +240,32 @@ class _Walk(Residency[_Unit, SimulatedPass]):
         return Forecast(
             seconds=seconds,
             compute_s=sum(act.amount for act in self._script if act.verb == "compute"),
-            stall_s=self._stall_s,
+            stall_s=self._stalled_s(seconds),
             read_nbytes=read,
             written_nbytes=written,
             misses=self.counts.misses,
             busy_s=dict(self._clock.busy_s),
-            bound=bound(Load(max(seconds, 1e-12), self._stall_s, read, written), self._rates.disk),
+            bound=bound(Load(max(seconds, 1e-12), self._stalled_s(seconds), read, written), self._rates.disk),
         )
+
+    def _stalled_s(self, _seconds: float) -> float:
+        return self._stall_s
 
     def step(self) -> None:
         """Walk the script once, from the fetches that open it to the last gradient."""
-        steps = iter(self._plan.steps)
         gradients: Counter[int] = Counter()
+        self._position = 0
         self.begin(self._plan.opening)
         for act in self._script:
             unit = self.units[act.unit]
             if act.verb == "use":
-                step = next(steps)
-                if unit.moved:
-                    self._compute(self._rates.use_s)
+                step = self._plan.steps[self._position]
+                self._position += 1
+                self._begin_use(unit)
                 self.use(unit, step.fetch, keep=step.keep)
                 unit.residence.use()
             elif act.verb == "compute":
-                self._compute(act.amount)
+                self._compute_unit(unit, act.amount)
             else:
                 if act.verb == "gradient":
                     gradients[act.unit] += 1
@@ -248,21 +276,33 @@ class _Walk(Residency[_Unit, SimulatedPass]):
         self.end()
         self._decide_updates()
 
-    def _compute(self, seconds: float) -> None:
+    def _begin_use(self, unit: _Unit) -> None:
+        if unit.moved:
+            self._compute(self._rates.use_s)
+
+    def _compute_unit(self, _unit: _Unit, seconds: float) -> None:
+        self._compute(seconds)
+
+    def _compute(self, seconds: float, server: str = "compute") -> None:
         if seconds > 0:
             over: list[bool] = []
-            self._clock.serve("compute", seconds, lambda: over.append(True))
+            self._clock.serve(server, seconds, lambda: over.append(True))
             self._clock.run_until(lambda: bool(over))
+
+    def _bring_gradient(self, unit: _Unit) -> None:
+        """Bring a unit's gradient to where it is kept."""
+        moves = unit.moves
+        if moves.gathered_nbytes:  # reduced and scattered; later transfers on the link wait behind it
+            self._clock.serve("link", moves.gathered_nbytes, lambda: None)
+        if unit.moved or self._limits.update != "backward":  # else it stays where autograd has put it
+            self._compute(moves.width * moves.numel / self._rates.copied)
 
     def _gradient(self, unit: _Unit, number: int) -> None:
         """Let a unit's gradient come, the `number`th of this step."""
         moves = unit.moves
         nbytes = moves.width * moves.numel
-        if moves.gathered_nbytes:  # reduced and scattered; later transfers on the link wait behind it
-            self._clock.serve("link", moves.gathered_nbytes, lambda: None)
+        self._bring_gradient(unit)
         backward = self._limits.update == "backward"
-        if unit.moved or not backward:  # else the kernel takes it from where autograd has put it
-            self._compute(nbytes / self._rates.copied)
         if not backward and not moves.spills:
             return
         while self._applying and self._outgoing_nbytes + nbytes > self._limits.outgoing_nbytes:
@@ -274,7 +314,7 @@ class _Walk(Residency[_Unit, SimulatedPass]):
             job = self.apply(unit, lambda: None)
         else:
             read, written = moves.spills[number - 1]
-            job = self._pass(unit, read, written, 0)
+            job = self._pass(unit, read, written, 0, arriving=unit.left)
             self._lane.submit(job)
         self._applying.append((job, nbytes))
 
@@ -287,9 +327,9 @@ class _Walk(Residency[_Unit, SimulatedPass]):
             unit.pending = False
             rest = moves.state_nbytes
             read = rest + moves.spilled_nbytes + (0 if moves.derived else moves.hi_nbytes)
-            job = self._pass(unit, read, moves.hi_nbytes + rest, moves.numel)
+            job = self._pass(unit, read, moves.hi_nbytes + rest, moves.numel, unit.left, uploads=True)
         else:
-            job = self._pass(unit, moves.hi_nbytes, 0, 0)
+            job = self._pass(unit, moves.hi_nbytes, 0, 0, uploads=True)
         fetch = self._gathered(unit, job) if moves.gathered_nbytes else job
         self._lane.submit(job, urgent=urgent)
         return fetch
@@ -302,8 +342,7 @@ class _Walk(Residency[_Unit, SimulatedPass]):
 
     def _make_update(self, unit: _Unit, *, resident: bool) -> SimulatedPass:
         moves = unit.moves
-        copied = unit.residence.processed and not self._limits.on_host  # from the device
-        read = moves.state_nbytes + (0 if resident or copied else moves.hi_nbytes)
+        read = moves.state_nbytes + (0 if resident else moves.hi_nbytes)
         return self._pass(unit, read, moves.hi_nbytes + moves.state_nbytes, moves.numel)
 
     def _wait(self, job: Job, cause: str) -> None:
@@ -313,18 +352,33 @@ class _Walk(Residency[_Unit, SimulatedPass]):
 
     # Passes
 
-    def _pass(self, unit: _Unit, read: int, written: int, updated: int) -> SimulatedPass:
-        """Divide a walk over a unit's record into tiles; `updated`: elements that the kernel steps."""
+    def _pass(
+        self,
+        unit: _Unit,
+        read: int,
+        written: int,
+        updated: int,
+        arriving: Moment = NOW,
+        *,
+        uploads: bool = False,
+    ) -> SimulatedPass:
+        """Divide a walk over a unit's record into tiles; `updated`: elements that the kernel steps. arriving:
+        what each waits for. uploads: whether the unit comes to where it computes.
+        """
         moves, rates = unit.moves, self._rates
         wide = 1 if written else _WIDE_NBYTES // moves.width
         tiles = max(1, math.ceil(moves.numel / (self._tile_numel * wide)))
         work_s = updated / rates.update + (read + written) / rates.checked
-        if not self._limits.on_host:
-            work_s += moves.width * moves.numel / rates.copied
         self._moved["read"] += read
         self._moved["written"] += written
         asked_s = rates.request_s * self._requests(moves, read, written, updated)
-        return SimulatedPass(unit.index, tiles, read / tiles, work_s / tiles, written / tiles, asked_s)
+        upload = self._uploading(unit, tiles) if uploads else None
+        of_tile = read / tiles, work_s / tiles, written / tiles
+        return SimulatedPass(unit.index, tiles, *of_tile, asked_s, arriving, upload)
+
+    def _uploading(self, _unit: _Unit, _tiles: int) -> Callable[[], Moment] | None:
+        """Return what begins to bring one of a unit's tiles to an accelerator."""
+        return None
 
     @staticmethod
     def _requests(moves: Moves, read: int, written: int, updated: int) -> int:
@@ -334,6 +388,103 @@ class _Walk(Residency[_Unit, SimulatedPass]):
         of_state = moves.state_fields if moves.state_nbytes else 0
         of_hi = bool(moves.hi_nbytes) + (read >= moves.hi_nbytes + moves.state_nbytes > moves.state_nbytes)
         return 2 * of_state + of_hi + bool(moves.spilled_nbytes)
+
+
+class _DeviceUnit(_Unit):
+    """A unit that is used on an accelerator, whose memory it takes."""
+
+    def __init__(
+        self, index: int, moves: Moves, device: SimulatedDevice, give_way: Callable[[], bool]
+    ) -> None:
+        super().__init__(index, moves)
+        self._device, self._give_way = device, give_way
+        self.residence.lodge(stays=moves.lodged)
+
+    def allocate(self) -> None:
+        """Take memory; uploads to it wait for the computing that was queued before."""
+        self._device.take(self.moves.waiting_nbytes, self._give_way)
+        self.allocated = self._device.computing.queued
+
+    def deallocate(self) -> None:
+        """Give the memory back."""
+        self._device.give_back(self.moves.waiting_nbytes)
+
+
+class _DeviceWalk(_Walk):
+    """The thread that launches, and the accelerator: see [Note: an accelerator's step]."""
+
+    def __init__(
+        self, script: Sequence[Act], plan: Plan, units: Sequence[Moves], limits: EngineLimits, rates: Rates
+    ) -> None:
+        super().__init__(script, plan, units, limits, rates)
+        self._device = device = SimulatedDevice(self._clock, limits.device_nbytes)
+        self.units = [
+            _DeviceUnit(index, moves, device, self._one_gives_way) for index, moves in enumerate(units)
+        ]
+        self._decide_updates()
+
+    def _one_gives_way(self) -> bool:
+        return self.give_way(self.units[one.use.unit] for one in self._plan.steps[self._position :])
+
+    def begin(self, opening: Iterable[int]) -> None:
+        """Begin a step, when the computing of the one before is over."""
+        super().begin(opening)
+        self._device.wait(self._device.computing.queued)
+
+    def _begin_use(self, unit: _Unit) -> None:
+        self._compute(self._rates.use_s, "launch")
+
+    def _compute_unit(self, unit: _Unit, seconds: float) -> None:
+        self._compute(self._rates.launch_s, "launch")
+        self._device.computing.put(seconds, unit.arrived)
+
+    def _stalled_s(self, seconds: float) -> float:
+        return max(0.0, seconds - self._clock.busy_s["compute"])
+
+    def _has_room(self, unit: _Unit) -> bool:
+        return self._device.fits(unit.moves.waiting_nbytes)
+
+    def _bring_gradient(self, unit: _Unit) -> None:
+        """Send a unit's gradient, which the ranks sum before, to host memory when it has been computed."""
+        moves, computed = unit.moves, self._device.computing.queued
+        self._device.take(moves.waiting_nbytes, self._one_gives_way)
+        unit.leaves(self._device.down.put(moves.width * moves.numel, self._through_link(unit, computed)))
+        self._device.leaves(moves.waiting_nbytes, unit.left)
+
+    def _through_link(self, unit: _Unit, after: Moment) -> Moment:
+        """Have the ranks exchange a unit's values, or its gradient, `after` something; return the end."""
+        nbytes, exchanged = unit.moves.gathered_nbytes, Moment()
+        if not nbytes:
+            return after
+        after.call(lambda: self._clock.serve("link", nbytes, exchanged.end))
+        return exchanged
+
+    def _uploading(self, unit: _Unit, tiles: int) -> Callable[[], Moment]:
+        nbytes = unit.moves.width * unit.moves.numel / tiles
+        left = tiles
+
+        def upload() -> Moment:
+            nonlocal left
+            left -= 1
+            moment = self._device.up.put(nbytes, unit.allocated)
+            if not left:
+                unit.comes(self._through_link(unit, moment))
+            return moment
+
+        return upload
+
+    def _gathered(self, _unit: _Unit, job: SimulatedPass) -> Job:
+        """Return the job itself: the accelerator waits for the other ranks' shares, and the host does not."""
+        return job
+
+    def _make_update(self, unit: _Unit, *, resident: bool) -> SimulatedPass:
+        """Return a pass that waits for the gradient, and for the values from the device if they are there."""
+        moves, arriving = unit.moves, unit.left
+        copied = unit.residence.processed and not moves.derived and bool(moves.hi_nbytes)
+        if copied:
+            arriving = all_of((arriving, self._device.down.put(moves.width * moves.numel, unit.arrived)))
+        read = moves.state_nbytes + (0 if copied else moves.hi_nbytes)
+        return self._pass(unit, read, moves.hi_nbytes + moves.state_nbytes, moves.numel, arriving)
 
 
 class _Gathering(Job):

@@ -116,6 +116,10 @@ class Frequencies:
         """Return the uses expected per step; 0 before the first step ends, as all of these."""
         return self._uses.of(unit)
 
+    def share_of_steps(self, unit: int) -> float:
+        """Return the share of steps that are expected to use a unit at all."""
+        return self._touched.of(unit)
+
     def fetches(self, unit: int) -> float:
         """Return the uses expected per step that find the unit gone since its use before."""
         return self._fetches.of(unit)

@@ -230,7 +230,8 @@ class Queue(Generic[_PassT]):
 
     def settled(self, record: Hashable) -> bool:
         """Whether every queued pass over a record has been worked on, writes apart."""
-        return all(job.done for job in self.of_record.get(record, ()))
+        jobs = self.of_record.get(record)
+        return jobs is None or all(job.done for job in jobs)
 
     def admissible(self) -> _PassT | None:
         """Return the first waiting pass, unless an older pass over its record is unfinished."""

@@ -158,17 +158,15 @@ class Residence(Generic[_UpdateT]):
         """Count a use."""
         self.uses += 1
 
-    def begin(self) -> None:
-        """The unit was attached now, for its first user."""
-        self._began_s = time.perf_counter()
-
     @property
     def began_s(self) -> float:
-        """When it was attached, by time.perf_counter."""
+        """When its first user came, by time.perf_counter."""
         return self._began_s
 
     def use(self) -> None:
         """Count a user."""
+        if not self.users:
+            self._began_s = time.perf_counter()
         self.users += 1
 
     def drop(self) -> bool:
@@ -316,7 +314,8 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
             self._staying.discard(unit)
         self.make_resident(unit)
         self._owed.extend(fetch)
-        self.fetch_owed()
+        if self._owed or self._announced:
+            self.fetch_owed()
 
     def announce(self, units: Iterable[_UnitT]) -> None:
         """Begin the fetches of routed units that are used next, in this order: see [Note: routed units]."""
@@ -327,11 +326,13 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
 
     def make_resident(self, unit: _UnitT) -> None:
         """Return when `unit` holds its current values on the device. It stays until it is released."""
-        self._end_waiting(unit)
         residence = unit.residence
-        if residence.fetch is not None and (lent := residence.lent) is not None:
-            self._wait(lent, "update")
+        if residence.waits:
+            self._end_waiting(unit)
         job = residence.fetch
+        if job is not None and (lent := residence.lent) is not None:
+            self._wait(lent, "update")
+            job = residence.fetch
         if job is not None:
             self.counts.count_met()
         elif self._is_there(unit):
@@ -388,7 +389,8 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
                 self._idle[unit] = None
             return
         self.evict(unit)
-        self.fetch_owed()
+        if self._owed or self._announced:
+            self.fetch_owed()
 
     def _fetch(self, unit: _UnitT, *, urgent: bool) -> Job:
         unit.allocate()
@@ -449,7 +451,8 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
             return
         if not job.done:
             job.wait()
-        self._end_waiting(unit)
+        if unit.residence.waits:
+            self._end_waiting(unit)
         unit.residence.go()
         unit.deallocate()
 

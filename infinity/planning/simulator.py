@@ -6,7 +6,9 @@ Reads, writes, the lane's work, collectives and computing are *servers*, each se
 other at a speed that depends on who else is busy: a disk that reads and writes at once does the mix, half
 each; cores that compute and update at once do either at some share of its speed. What the lane does for each
 request of a tile ("asking": Python, and waking the disk's thread) is a server of its own: it disturbs
-computing otherwise than updates do. Time jumps to whatever ends next.
+computing otherwise than updates do. Where an accelerator computes, its link is two servers, "up" and "down",
+and the thread that launches its work one more, "launch" (see simulated_device). Time jumps to whatever ends
+next.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from infinity.planning.bottleneck import Speed
+from infinity.planning.moments import NOW, Moment
 from infinity.planning.queue import Job, Queue, QueuedPass
 
-SERVERS = ("read", "write", "asking", "work", "link", "compute")
+SERVERS = ("read", "write", "asking", "work", "link", "compute", "launch", "up", "down")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,12 @@ class Rates:
     """How fast these then compute."""
     use_s: float = 0.0
     """Seconds of the thread that computes for each use of a unit that is moved: hooks and gradients."""
+    launch_s: float = 0.0
+    """Seconds of that thread in which it launches what an accelerator computes in a use of a unit."""
+    up: float = math.inf
+    """Bytes from host memory to an accelerator."""
+    down: float = math.inf
+    """Bytes from an accelerator to host memory."""
 
 
 class Clock:
@@ -72,6 +81,7 @@ class Clock:
         self.busy_s: dict[str, float] = dict.fromkeys(SERVERS, 0.0)
         """Seconds in which each server was busy."""
         self._rates, self._disk = rates, rates.disk
+        self._links = {"link": rates.link, "up": rates.up, "down": rates.down}
         self._queues: dict[str, deque[tuple[float, Callable[[], None]]]] = {name: deque() for name in SERVERS}
         self._left = dict.fromkeys(SERVERS, 0.0)
         """Of the demand that is served."""
@@ -93,10 +103,11 @@ class Clock:
         ends = {name: self._left[name] / speed for name, speed in speeds.items()}
         first = min(ends, key=ends.__getitem__)
         passed = ends[first]
-        self.now += passed
-        for name, speed in speeds.items():
-            self._left[name] -= speed * passed
-            self.busy_s[name] += passed
+        if passed:  # else what costs nothing is over: an infinite speed times no time is no number
+            self.now += passed
+            for name, speed in speeds.items():
+                self._left[name] -= speed * passed
+                self.busy_s[name] += passed
         queue = self._queues[first]
         _, then = queue.popleft()
         if queue:
@@ -121,8 +132,9 @@ class Clock:
             busy["read"] = self._disk.read
         elif "write" in busy:
             busy["write"] = self._disk.write
-        if "link" in busy:
-            busy["link"] = self._rates.link
+        for name, speed in self._links.items():
+            if name in busy:
+                busy[name] = speed
         if self._rates.shared and "work" in busy and "compute" in busy:
             busy["work"], busy["compute"] = self._rates.working, self._rates.computing
         elif self._rates.shared and "asking" in busy and "compute" in busy:
@@ -141,11 +153,15 @@ class SimulatedPass(QueuedPass[int]):
         work_s: float,
         written_nbytes: float,
         asked_s: float = 0.0,
+        arriving: Moment = NOW,
+        upload: Callable[[], Moment] | None = None,
     ) -> None:
-        """tiles: how many. The rest is of each tile; asked_s: the lane's time for its requests."""
+        """tiles: how many. The rest is of each tile; asked_s: the lane's time for its requests. arriving:
+        what the lane's thread waits for before it works on one. upload: begins to bring one to a device.
+        """
         super().__init__(unit)
         self.read_nbytes, self.work_s, self.written_nbytes = read_nbytes, work_s, written_nbytes
-        self.asked_s = asked_s
+        self.asked_s, self.arriving, self.upload = asked_s, arriving, upload
         self.tile_count = tiles
 
     def tiles(self) -> Iterator[tuple[int, int]]:
@@ -156,8 +172,15 @@ class SimulatedPass(QueuedPass[int]):
 @dataclass(slots=True, eq=False)
 class _SimulatedTile:
     owner: SimulatedPass
+    slot: bool
     read: bool = False
     written: bool = False
+    uploaded: Moment = NOW
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing of it is under way any more."""
+        return self.written and self.uploaded.over
 
 
 class SimulatedLane:
@@ -188,6 +211,8 @@ class SimulatedLane:
             return
         self._queue.add(job, urgent=urgent)
         self._turn()
+        if not job.arriving.over:
+            job.arriving.call(self._turn)
 
     def take_inline_s(self) -> float:
         """Return the seconds of passes run inline since this was asked, which the thread has to compute."""
@@ -213,11 +238,14 @@ class SimulatedLane:
     def _turn(self) -> None:
         """Do what the lane's thread does until it has to wait: reap, admit, and work on the oldest tile."""
         while self._awaited is None:
-            while self._writing and self._writing[0].written:
-                self._over(self._writing.popleft())
+            for tile in [one for one in self._writing if one.over]:
+                self._writing.remove(tile)
+                self._over(tile)
             self._admit()
             if self._reading:
-                self._awaited = self._reading.popleft()
+                self._awaited = self._next()
+                if self._awaited is None:
+                    return
                 if self._awaited.read:
                     self._work(self._awaited)
             elif self._writing:
@@ -225,12 +253,20 @@ class SimulatedLane:
             else:
                 return
 
+    def _next(self) -> _SimulatedTile | None:
+        """Take the oldest tile whose pass need not wait for gradients, if there is one."""
+        for index, tile in enumerate(self._reading):
+            if tile.owner.arriving.over:
+                del self._reading[index]
+                return tile
+        return None
+
     def _admit(self) -> None:
         while self._free and (found := self._queue.next_tile()) is not None:
             job, _ = found
             job.progress.admit(None)
-            self._free -= 1
-            tile = _SimulatedTile(job)
+            tile = _SimulatedTile(job, slot=bool(job.read_nbytes or job.written_nbytes))
+            self._free -= tile.slot
             self._reading.append(tile)
             if job.read_nbytes:
                 self._clock.serve("read", job.read_nbytes, partial(self._was_read, tile), urgent=job.urgent)
@@ -254,6 +290,9 @@ class SimulatedLane:
     def _worked(self, tile: _SimulatedTile) -> None:
         job = tile.owner
         self._writing.append(tile)
+        if job.upload is not None:
+            tile.uploaded = job.upload()
+            tile.uploaded.call(partial(self._may_be_over, tile))
         if job.written_nbytes:
             self._clock.serve("write", job.written_nbytes, partial(self._was_written, tile))
         else:
@@ -265,12 +304,15 @@ class SimulatedLane:
 
     def _was_written(self, tile: _SimulatedTile) -> None:
         tile.written = True
-        if tile is self._awaited:
+        self._may_be_over(tile)
+
+    def _may_be_over(self, tile: _SimulatedTile) -> None:
+        if tile.over and self._awaited in (tile, None):
             self._awaited = None
             self._turn()
 
     def _over(self, tile: _SimulatedTile) -> None:
-        self._free += 1
+        self._free += tile.slot
         tile.owner.progress.tile_over()
         if self._queue.retire_if_over(tile.owner):
             tile.owner.finish()

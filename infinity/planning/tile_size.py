@@ -16,6 +16,18 @@ tiles: 8 MiB 0.94 times the time in one piece, 4 MiB 1.30, 2 MiB 1.55, 0.5 MiB 4
 Experts and rows of embeddings are slices by what they are, since only those in use move: a slice that is not
 used saves 26 bytes for each of its parameters. A use of a unit takes about half a millisecond of a CPU, in
 which a disk of 2 GB/s moves the state of 40,000 parameters. Slices of fewer share a unit.
+
+[Note: blocks of rows]
+Experts exist as such; how many rows of an embedding are a slice is ours to say. A batch of few tokens uses
+few blocks, and moves the less the smaller they are; one of many tokens uses all of them, and then each block
+only costs its use, as above. So a block has at least the bytes that take four times as long to move as to
+follow. A batch that uses every row then takes a quarter longer for the embedding, which is a tenth or less of
+a model's parameters and waits for the disk while others compute. Measured, 65,536 x 256 in 105 blocks, on a
+2-core machine, NVMe for all: 20,000 rows a step 0.58 s and 27.0 B per parameter, 0.46 s and 27.9 B whole.
+
+There are at most MOST_BLOCKS: eight rows anywhere are then in a thirtieth of the blocks, and 26 bytes per
+parameter come to less than one. An embedding of fewer than LEAST_BLOCKS blocks stays whole: a sentence would
+use most of them, and all of it is moved in a few milliseconds.
 """
 
 from __future__ import annotations
@@ -29,6 +41,21 @@ LEAST_NBYTES = 8 << 20
 
 LEAST_SLICE_NBYTES = 64 << 10
 """Of a slice, as it computes: see [Note: the size of a slice]."""
+
+LEAST_ROWS_NBYTES = 4 * LEAST_SLICE_NBYTES
+"""Of a block of an embedding's rows, as it computes: see [Note: blocks of rows]."""
+MOST_BLOCKS = 256
+"""Of an embedding that is cut by its rows."""
+LEAST_BLOCKS = 16
+"""An embedding of fewer stays whole."""
+
+
+def rows_of_block(rows: int, row_nbytes: int) -> int | None:
+    """Return how many rows of an embedding are fetched together, where a row computes in `row_nbytes`; None
+    where it stays whole. See [Note: blocks of rows].
+    """
+    together = max(-(-LEAST_ROWS_NBYTES // max(1, row_nbytes)), -(-rows // MOST_BLOCKS))
+    return together if -(-rows // together) >= LEAST_BLOCKS else None
 
 
 @dataclass(frozen=True, slots=True)

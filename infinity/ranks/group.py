@@ -239,6 +239,10 @@ class Ranks:
         rows = self._control.rows(mine, what)
         return [number for number, any_rank in enumerate(zip(*rows, strict=True)) if any(any_rank)]
 
+    def of_all(self, values: Sequence[int], what: str) -> list[list[int]]:
+        """Return every rank's integers, in the order of ranks; all give the same number of them."""
+        return [list(values)] if self._control is None else self._control.integers(values, what)
+
     def least(self, value: int, what: str) -> int:
         """Return the smallest of the ranks' integers."""
         if self._control is None:

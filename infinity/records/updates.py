@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ class Update:
 
     tensor: the gradient in host memory, contiguous, 16-bit or fp32, valid once `arriving` has ended. field:
     else the record's field that holds it. Neither: a gradient of zeros. key: of the random bits that round
-    16- and 8-bit state; see kernels. missed: scalars and keys of the steps just before this one, whose
-    gradients were zeros; see [Note: missed steps] in optim. recipe: the optimizer's update rule.
+    16- and 8-bit state; see kernels. missed, after: scalars and keys of the steps just before this one, and
+    just after it, whose gradients were zeros; see [Note: missed steps] in optim. recipe: the optimizer's
+    update rule.
     """
 
     scalars: Any
@@ -34,11 +35,25 @@ class Update:
     """What the budget's bytes of `tensor` are charged to, on an accelerator, where they are page-locked:
     p.grad may be gone before the update is applied.
     """
+    after: tuple[tuple[Any, int], ...] = ()
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether its gradient is other than zeros."""
+        return self.tensor is not None or self.field is not None
 
     @property
     def misses(self) -> float:
-        """Steps in a row, up to this one, with gradients of zeros; infinity if this one has a gradient."""
-        return math.inf if self.tensor is not None or self.field is not None else 1 + len(self.missed)
+        """Steps with gradients of zeros; infinity with a gradient in host memory, which may not wait."""
+        if self.tensor is not None:
+            return math.inf
+        return len(self.missed) + (self.field is None) + len(self.after)
+
+    def then_missed(self, scalars: Any, key: int) -> Update:
+        """Return this update with one more step, whose gradient is zeros."""
+        if self.has_gradient:
+            return replace(self, after=(*self.after, (scalars, key)))
+        return replace(self, scalars=scalars, key=key, missed=(*self.missed, (self.scalars, self.key)))
 
 
 class PendingUpdates(dict[int, Update]):

@@ -13,8 +13,10 @@ from infinity.records.record import Record
 from infinity.tensors import as_bytes
 
 COMPARED_EVERY = 64
-"""Uses from one comparison of a unit's whole content to the next. Where few tokens are computed, a use reads
-the weights about as fast as two digests do: this takes 1/32 of its time at most, and less of a step's.
+"""Uses from one comparison of a unit's whole content to the next, from the first on: what changes weights
+past all that torch shows, as the `.data` of a view does, does so in every step. Where few tokens are
+computed, a use reads the weights about as fast as two digests do: this takes 1/32 of its time at most, and
+less of a step's.
 """
 
 
@@ -72,7 +74,10 @@ class Changes:
         for index, parameter in enumerate(self._parameters):
             if parameter._version != self._versions[index] or not parameter.is_set_to(self._views[index]):
                 return index
-        return next((index for index, one in self._digests.items() if one != self._digest(index)), None)
+        for index, one in self._digests.items():
+            if one != self._digest(index):
+                return index
+        return None
 
     def check_forms(self) -> None:
         """See that every parameter has the shape and type of its record.
@@ -86,13 +91,6 @@ class Changes:
         """Compare the content of all parameters when they are released."""
         for parameter in self._parameters:
             self.watch(parameter)
-
-    def sample(self, uses: int) -> None:
-        """Compare the content in the first of the unit's `uses`, and now and then: what changes weights past
-        all that torch shows, as the `.data` of a view does, does so in every step.
-        """
-        if uses % COMPARED_EVERY == 1:
-            self.watch_all()
 
     def watch(self, parameter: nn.Parameter) -> None:
         """See attached.ChangeWatcher."""

@@ -7,6 +7,11 @@ memory leaves it there. It moves down by being written, between two steps or rou
 What is packed in a checkpoint's files stays packed in host memory, unless all fields of all units fit there
 as what they are widened to: then nothing is left to be done for a use. That is decided once a step or a round
 has shown what gradients take, and a base that did not fit stays packed from then on.
+
+[Note: free room]
+How often a slice is used shows slowly, and the placement is decided seldom. Where host memory has room that
+nothing is placed in and gradients do not need, a slice takes it with its first fetch, as caches do: it would
+be written back otherwise, so that costs nothing, and what is used more often takes its place later.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from infinity.planning.placement import (
     Placement,
     PlacementBudget,
     Revision,
+    Tier,
     revise,
 )
 from infinity.records.record import Record
@@ -75,6 +81,8 @@ class Pins:
         self._placement: Placement = MappingProxyType({})
         self._gradient_nbytes = 0
         self._to_host: deque[Move] = deque()
+        self._admitted: dict[Key, Tier] = {}
+        """What has taken free room since the placement was decided."""
         self._steps = 0
         self._rounds = 0
         self._packs = False
@@ -96,6 +104,28 @@ class Pins:
         self._rounds = 0
         self._set_targets()
         self._lodge()
+
+    def admit(self, unit: Unit) -> None:
+        """Let a slice that is about to be fetched have free room: see [Note: free room]."""
+        record, placed = unit.record, self._placement
+        if self._nvme is self._host or record.in_files is not None or self._to_host or not self._steps:
+            return
+        keys = [(unit.index, name) for name in record.fields if not record.in_host(name)]
+        keys = [key for key in keys if key not in placed and key not in self._admitted]
+        nbytes = sum(record.field_nbytes(name) for _, name in keys)
+        of_gradients = max(0, self._gradient_nbytes - self._in_use_nbytes())
+        if not nbytes or nbytes > self._kept.free_nbytes - self._kept.aside_nbytes - of_gradients:
+            return
+        for key in keys:
+            self._admitted[key] = "host"
+            size = record.field_nbytes(key[1])
+            self._kept.set_aside(size)
+            record.targets[key[1]] = self._host.allocate_promised(size)
+
+    def _place_admitted(self) -> None:
+        if self._admitted:
+            self._placement = MappingProxyType({**self._placement, **self._admitted})
+            self._admitted.clear()
 
     def _lodge(self) -> None:
         """Let units live on the device, as they are placed."""
@@ -135,6 +165,7 @@ class Pins:
         Without NVMe it lies in host memory for good: it is placed no longer, and waits for no room. With
         NVMe, what was packed in host memory is there no more.
         """
+        self._place_admitted()
         placed = {key for key, tier in self._placement.items() if tier == "host"}
         gone = {key for key in placed if self._units[key[0]].record.in_files is None}
         if self._nvme is not self._host:

@@ -12,7 +12,6 @@ from typing import Protocol
 from infinity.device.blocks import Blocks, DeviceBlocks, HostBlocks
 from infinity.device.device import Device, Download
 from infinity.errors import UnsupportedError
-from infinity.lane.base import Pass
 from infinity.lane.fetch import FetchAndUpdatePass, FetchPass, UpdatePass
 from infinity.lane.lane import StreamLane
 from infinity.planning.course import Course
@@ -25,7 +24,8 @@ from infinity.planning.residence import Residency
 from infinity.planning.trace import Phase, Use
 from infinity.storage.memory import Ledger
 from infinity.timeline import Timeline
-from infinity.units.changes import would_be_lost
+from infinity.units.changes import COMPARED_EVERY, would_be_lost
+from infinity.units.meeting import Meeting
 from infinity.units.unit import Unit
 
 _LAYERS = 1 << 12
@@ -35,8 +35,8 @@ _LAYERS = 1 << 12
 class Assembler(Protocol):
     """What several ranks do together for a unit that is fetched."""
 
-    def assemble(self, unit: Unit, job: Pass) -> Job:
-        """Have the ranks put a unit together, of which `job` fetches this rank's share."""
+    def assemble(self, unit: Unit, job: Job) -> Job:
+        """Have the ranks put a unit together, of which `job` fetches, or has fetched, this rank's share."""
 
     def check(self, plan: Plan) -> None:
         """See that the ranks have the same plan for the step that begins.
@@ -70,6 +70,9 @@ class Executor(Residency[Unit, UpdatePass]):
         """Whether updates are pending until the next fetch, and not applied in the backward."""
         self._refused: UnsupportedError | None = None
         self._assembler = assembler
+        self._uses_of: dict[Phase, list[Use]] = {}
+        self._meeting: Meeting | None = None
+        self._admit: Callable[[Unit], None] | None = None
         self._layers: deque[list[Unit]] = deque(maxlen=_LAYERS)
         """Routed units as they were announced in forwards that a backward may follow."""
         self._routed_uses = 0
@@ -87,12 +90,37 @@ class Executor(Residency[Unit, UpdatePass]):
         self.units = units
         self._ahead.resize(ahead_nbytes)
         self._routed = set(routed)
-        planned = [unit for unit in units if unit not in self._routed]
-        forward = [Use(Phase.FORWARD, unit.index) for unit in planned]
-        back = [Use(Phase.BACKWARD, unit.index) for unit in reversed(planned)]
+        self._uses_of = {phase: [Use(phase, unit.index) for unit in units] for phase in Phase}
+        planned = [unit.index for unit in units if unit not in self._routed]
+        forward = [self._uses_of[Phase.FORWARD][one] for one in planned]
+        back = [self._uses_of[Phase.BACKWARD][one] for one in reversed(planned)]
         for course in (self._steps, self._rounds):
             course.open(len(units))
         self._plan_steps((*forward, *back))
+
+    def meet_by(self, meeting: Meeting) -> None:
+        """Have the ranks meet before each use: see [Note: ranks that choose] in meeting."""
+        self._meeting = meeting
+
+    def admit_by(self, call: Callable[[Unit], None]) -> None:
+        """Have `call` hear of each routed unit that a forward is about to fetch."""
+        self._admit = call
+
+    def meet(self) -> None:
+        """Return when every rank is about to do what all do; at once, where ranks do not meet."""
+        if self._meeting is not None:
+            self._meeting.before(None)
+
+    def join_in(self, unit: Unit) -> None:
+        """Take part in the fetch of a unit that other ranks need, and this one does not."""
+        fetch = unit.residence.fetch
+        if fetch is None:
+            self._course.frequencies.used(unit.index)
+            self.use(unit, (), keep=False)
+            self.release(unit)
+        elif self._assembler is not None:  # this rank has all of it, and gives its part once more
+            self._lane.wait(fetch)
+            self._lane.wait(self._assembler.assemble(unit, fetch))
 
     @property
     def routed(self) -> Collection[Unit]:
@@ -128,6 +156,10 @@ class Executor(Residency[Unit, UpdatePass]):
     def round_frequencies(self) -> Frequencies:
         """What is expected of a round."""
         return self._rounds.frequencies
+
+    def share_of_steps(self, unit: Unit) -> float:
+        """Return the share of the next steps that are expected to use a unit; 1 for one that is no slice."""
+        return self.frequencies.share_of_steps(unit.index) if unit in self._routed else 1.0
 
     @property
     def in_round(self) -> bool:
@@ -193,11 +225,13 @@ class Executor(Residency[Unit, UpdatePass]):
         """Make `unit` resident and its parameters real, until as many `drop`s."""
         if not unit.attached:
             self._use(unit, phase)
-            unit.attach()
-            if self._device.is_host:
-                unit.changes.sample(unit.residence.uses)
-            unit.residence.begin()
+            self._attach(unit)
         unit.residence.use()
+
+    def _attach(self, unit: Unit) -> None:
+        unit.attach()
+        if self._on_host and unit.residence.uses % COMPARED_EVERY == 1:
+            unit.changes.watch_all()
 
     def are_here(self, units: Iterable[Unit]) -> bool:
         """Whether these units are here to stay, so that a use of any fetches nothing; False while a timeline
@@ -218,10 +252,7 @@ class Executor(Residency[Unit, UpdatePass]):
             self.counts.count_use()
             unit.residence.count_use()
             self.make_resident(unit)
-            unit.attach()
-            if self._device.is_host:
-                unit.changes.sample(unit.residence.uses)
-            unit.residence.begin()
+            self._attach(unit)
         unit.residence.use()
 
     def _refuse_change(self, unit: Unit, name: str) -> None:
@@ -254,12 +285,13 @@ class Executor(Residency[Unit, UpdatePass]):
                 self._lane.wait(unit.residence.fetch, finished=True)
             unit.make_private()
             unit.attach(aside=True)
-            unit.residence.begin()
         unit.residence.use()
 
     def _use(self, unit: Unit, phase: Phase) -> None:
-        if phase is Phase.BACKWARD:
+        if phase is Phase.BACKWARD and self.in_round:
             self.end_rounds()
+        if self._meeting is not None:
+            self._meeting.before(unit)
         course = self._course
         self.counts.count_use()
         unit.residence.count_use()
@@ -267,7 +299,7 @@ class Executor(Residency[Unit, UpdatePass]):
             self._use_routed(unit, phase)
             return
         course.frequencies.used(unit.index, kept=unit in self._staying)
-        fetch, keep, foreseen = course.cursor.advance(Use(phase, unit.index))
+        fetch, keep, foreseen = course.cursor.advance(self._uses_of[phase][unit.index])
         if not foreseen:
             self.counts.note_divergences(self.cursor.divergences + self.round_cursor.divergences)
             self._look_again(course.cursor, but=unit)
@@ -286,7 +318,8 @@ class Executor(Residency[Unit, UpdatePass]):
         forward = phase is Phase.FORWARD
         if not forward and self._layers:
             self._foresee(unit)
-        self.use(unit, (), keep=forward)
+        chosen = self._meeting is not None and unit in self._meeting.chosen
+        self.use(unit, (), keep=forward and not chosen)
 
     def expect(self, units: list[Unit], phase: Phase, *, again: bool) -> None:
         """Begin to fetch the routed units that a layer is about to use, in this order. again: a backward may
@@ -294,6 +327,9 @@ class Executor(Residency[Unit, UpdatePass]):
         """
         if again and phase is Phase.FORWARD:
             self._layers.append(units)
+        if self._admit is not None and phase is Phase.FORWARD:
+            for unit in units:
+                self._admit(unit)
         self.announce(units)
 
     def _foresee(self, unit: Unit) -> None:

@@ -74,6 +74,10 @@ class Unit:
         self._views: list[torch.Tensor] = []
         self._own_shares = 0
         self._abandoned: list[StorageWeakRef] = []
+        self._accumulators: dict[int, object] = {}
+        """By parameter, the node in which graphs on the CPU accumulate its gradient: it lives on between
+        graphs, as it does for DistributedDataParallel, so that `_is_saved` need not look for it at each use.
+        """
         self.changes = Changes(parameters, record)
         self.residence: Residence[UpdatePass] = Residence()
         """Whether the unit is on the device, and who uses it; written by the executor."""
@@ -111,7 +115,10 @@ class Unit:
     @property
     def trainable(self) -> bool:
         """Whether any parameter will get a gradient."""
-        return any(parameter.requires_grad for parameter in self.parameters)
+        for parameter in self.parameters:  # noqa: SIM110 - any() takes twice as long, and each use asks
+            if parameter.requires_grad:
+                return True
+        return False
 
     def values_changed(self) -> None:
         """Count a change of the values that the user can see."""
@@ -242,12 +249,11 @@ class Unit:
         """Let the parameters be their values: `aside`, for a use that is no part of a step, as nothing but
         nn.Parameters.
         """
+        kind = nn.Parameter if aside else Attached
         for parameter, values in zip(self.parameters, self._views, strict=True):
-            restore(parameter, values)
+            restore(parameter, values, kind)
         self.changes.begin(self._views)
         self.attached, self.aside = True, aside
-        if not aside:
-            self.guard()
 
     def guard(self) -> None:
         """Have `changes` asked, from now on, before an attached parameter is assigned to."""
@@ -264,7 +270,7 @@ class Unit:
 
     def detach(self) -> None:
         """Put the guard on the parameters; the storage stays as it is."""
-        saved = [parameter for parameter in self.parameters if saved_itself(parameter)]
+        saved = self.saved()
         self.attached = self.aside = False  # first: after an interrupt here all of them are attached again
         self.changes.end()
         for parameter, stand_in in zip(self.parameters, self._home.placeholders, strict=True):
@@ -272,7 +278,24 @@ class Unit:
         if self._abandoned:
             self._abandoned = [storage for storage in self._abandoned if not storage.expired()]
         if saved and self.shares() == self._own_shares and not self._abandoned:
-            torch.autograd.graph.increment_version(saved)
+            torch.autograd.graph.increment_version([self.parameters[index] for index in saved])
+
+    def saved(self) -> list[int]:
+        """Return the parameters that graphs hold themselves, and read again, not views of their values."""
+        return [index for index, one in enumerate(self.parameters) if self._is_saved(index, one)]
+
+    def _is_saved(self, index: int, parameter: nn.Parameter) -> bool:
+        holders: Callable[[], int] = parameter._use_count  # type: ignore[attr-defined]
+        if holders() <= 1 + (index in self._accumulators) or torch.is_inference_mode_enabled():
+            return False
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return False
+        if index in self._accumulators or not parameter.requires_grad:
+            return True
+        node = _accumulator_of(parameter)
+        if self.flat.device.type == "cpu":  # elsewhere it would keep the stream that it was made on
+            self._accumulators[index] = node
+        return holders() > 1 + (node is not None)
 
     def __repr__(self) -> str:
         """Name and state."""
@@ -282,19 +305,8 @@ class Unit:
         return f"<Unit {self.name}, {self.shard.numel} elements, {state}, {uses}>"
 
 
-def saved_itself(parameter: nn.Parameter) -> bool:
-    """Whether a graph holds the parameter itself, which it reads again, and not a view of its values."""
-    holders: Callable[[], int] = parameter._use_count  # type: ignore[attr-defined]
-    if holders() == 1 or torch.is_inference_mode_enabled():
-        return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return False
-    if not parameter.requires_grad:
-        return True
-    if torch.is_grad_enabled():
-        leads: Any = parameter.view_as(parameter).grad_fn  # as torch.autograd.graph.get_gradient_edge does
-    else:
-        with torch.enable_grad():
-            leads = parameter.view_as(parameter).grad_fn
-    node = leads.next_functions[0][0]
-    return holders() > 1 + (node is not None)
+def _accumulator_of(parameter: nn.Parameter) -> object:
+    """Return the node in which graphs accumulate a parameter's gradient, as get_gradient_edge finds it."""
+    with torch.enable_grad():
+        leads: Any = parameter.view_as(parameter).grad_fn
+    return leads.next_functions[0][0]

@@ -205,6 +205,21 @@ def test_an_expert_that_is_not_there_is_named(folder):
         experts(x, torch.tensor([[3, 12]]), torch.ones(1, 2))
 
 
+def test_a_stack_of_another_module_is_refused_by_name_and_a_module_in_two_places_trains(folder):
+    plain = models.prepared_of_experts("mixtral")
+    with Init(nvme=folder, host_memory="2MiB"):
+        ours = models.of_experts("mixtral")
+        one, other = (layer.mlp.experts for layer in ours.model.layers)
+        with pytest.raises(TypeError, match=r"gate_up_proj consists of 12 tiles, not replaceable by a Whole"):
+            one.gate_up_proj = other.gate_up_proj
+        ours.model.layers[0].mlp.experts = other
+    plain.model.layers[0].mlp.experts = plain.model.layers[1].mlp.experts
+    reference = ReferenceAdamW(plain.parameters(), **SETTINGS)
+    optimizer = AdamW(ours.parameters(), **SETTINGS)
+    assert train(ours, optimizer, 3) == train(plain, reference, 3)
+    models.assert_same_state(ours, optimizer, plain, reference)
+
+
 @pytest.mark.parametrize(("width", "experts", "tiles"), [(32, 4, []), (64, 24, [6, 6])])
 def test_small_experts_share_a_slice_and_a_small_stack_stays_whole(folder, width, experts, tiles):
     with Init(nvme=folder, host_memory="4MiB"):

@@ -99,7 +99,7 @@ def test_two_ranks_share_a_sequence_and_see_one_loss(folder):
     losses = {rank: [loss for one, _, loss, _, _ in shown if one == rank] for rank in "01"}
     assert losses["0"] == losses["1"]
     assert float(losses["0"][-1]) < float(losses["0"][0])
-    assert {(int(part), int(whole)) for *_, part, whole in shown} >= {(40, 80), (128, 256)}
+    assert {(int(part), int(whole)) for *_, part, whole in shown} >= {(48, 96), (128, 256)}
 
 
 @pytest.mark.slow

@@ -164,6 +164,19 @@ def test_loops_that_are_told_of_the_steps_share_one_fetch(folder, loop):
     assert model.forward == forward
 
 
+def test_an_engine_of_deepspeed_says_what_accumulation_costs(folder, caplog):
+    model = build(folder)
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+    with caplog.at_level(logging.INFO, "infinity"):
+        infinity.deepspeed.initialize(
+            model=model, optimizer=infinity.AdamW(model.parameters()), config=config
+        )
+    again = infinity.sizes.format_size(2 * 3 * 2 * sum(one.numel() for one in model.parameters()))
+    assert "gradient_accumulation_steps=4: each micro-batch fetches the weights anew" in caplog.text
+    assert f"of these {again} more" in caplog.text
+    assert "infinity.huggingface.accumulate_by_block(engine.module" in caplog.text
+
+
 # One batch of several
 
 

@@ -291,8 +291,12 @@ def test_an_update_knows_how_many_steps_it_missed():
     scalars = AdamWScalars(0.1, 0.9, 0.99, 1e-8, 0.0, 4)
     assert Update(scalars, None, None).misses == 1
     assert Update(scalars, None, None, missed=((scalars, 0),) * 3).misses == 4
-    assert Update(scalars, torch.zeros(1), None).misses == math.inf
-    assert Update(scalars, None, "grad16").misses == math.inf
+    in_memory, in_record = Update(scalars, torch.zeros(1), None), Update(scalars, None, "grad16")
+    assert (in_memory.misses, in_record.misses) == (math.inf, 0)
+    later = in_record.then_missed(scalars, 1).then_missed(scalars, 2)
+    assert (later.misses, later.field, later.after) == (2, "grad16", ((scalars, 1), (scalars, 2)))
+    zeros = Update(scalars, None, None, 7).then_missed(scalars, 8)
+    assert (zeros.misses, zeros.key, zeros.missed) == (2, 8, ((scalars, 7),))
 
 
 class Arriving:

@@ -7,6 +7,7 @@ import torch
 
 from fakes import FakeDisk
 from infinity.errors import CorruptionError, EngineFailedError
+from infinity.lane import lane as lanes
 from infinity.lane.lane import Pass, StreamLane
 from infinity.lane.passes import LeavePass, ReadPass, WritePass
 from infinity.planning.layout import ALIGN_NUMEL, lay_out, tiles
@@ -100,6 +101,97 @@ def test_a_promoted_pass_overtakes_those_that_wait(seed):
     lane.drain()
     lane.close()
     assert log == ["first", 3, 1, 2]
+
+
+class _Awaiting(_Order):
+    """A pass whose gradients come when `arrived` is set: its work waits for that, if it has to."""
+
+    def __init__(self, record, name, log):
+        super().__init__(record, name, log)
+        self.arrived = threading.Event()
+
+    @property
+    def ready(self):
+        return self.arrived.is_set()
+
+    def process(self, start, stop, at):
+        self.begun.set()
+        self.arrived.wait(10)
+        self.log.append(self.name)
+
+
+def test_a_pass_whose_gradients_are_on_their_way_lets_others_by(seed, monkeypatch):
+    monkeypatch.setattr(lanes, "_PATIENCE_S", 60.0)
+    lane = StreamLane(Pool(TILE * 16, 2))
+    log = []
+    late = _Awaiting(record_on(FakeDisk(seed), [10]), "late", log)
+    behind = _Order(late.record, "behind it, of its record", log)
+    other = _Order(record_on(FakeDisk(seed), [10]), "other", log)
+    for job in (late, other, behind):
+        lane.submit(job)
+    lane.wait(other)
+    assert log == ["other"]
+    late.arrived.set()
+    lane.drain()
+    lane.close()
+    assert log == ["other", "late", "behind it, of its record"]
+
+
+def test_where_all_gradients_are_late_the_oldest_is_waited_for(seed):
+    lane = StreamLane(Pool(TILE * 16, 2))
+    jobs = [_Awaiting(record_on(FakeDisk(seed + n), [10]), n, []) for n in range(2)]
+    for job in jobs:
+        lane.submit(job)
+    assert jobs[0].begun.wait(10)
+    assert not jobs[1].begun.is_set()
+    for job in jobs:
+        job.arrived.set()
+    lane.drain()
+    lane.close()
+
+
+class _Gated:
+    """A transfer that is over when its gate is open."""
+
+    began_s, ended_s = 0.0, None
+
+    def __init__(self):
+        self.gate = threading.Event()
+
+    @property
+    def done(self):
+        return self.gate.is_set()
+
+    def wait(self):
+        assert self.gate.wait(10)
+
+
+class _Moving(_Order):
+    """A pass that moves something more, such as an upload."""
+
+    def __init__(self, record, transfer):
+        super().__init__(record, "", [])
+        self.transfer = transfer
+
+    def process(self, start, stop, at):
+        return (self.transfer,)
+
+
+def test_a_tile_is_over_though_an_older_one_still_moves(seed):
+    lane = StreamLane(Pool(TILE * 16, 2))
+    uploads = [_Gated(), _Gated(), _Gated()]
+    jobs = [_Moving(record_on(FakeDisk(seed + n), [10]), upload) for n, upload in enumerate(uploads)]
+    uploads[1].gate.set()
+    for job in jobs[:2]:
+        lane.submit(job)
+    lane.wait(jobs[1], finished=True)
+    assert not jobs[0].finished
+    for upload in uploads:
+        upload.gate.set()
+    lane.submit(jobs[2])
+    lane.drain()
+    lane.close()
+    assert all(job.finished for job in jobs)
 
 
 @pytest.mark.parametrize("slots", [1, 4])

@@ -1,5 +1,7 @@
 """Steps on a simulated machine. Rates are whole numbers, so that times can be told in one's head."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from infinity.planning.architectures import llama
 from infinity.planning.bottleneck import Load, disk_limits_s
 from infinity.planning.demand import Setting, demand
 from infinity.planning.forecast import EngineLimits, Forecast, Moves, forecast, predict_step
+from infinity.planning.gpus import GPUS, LAUNCH_S, USE_S
 from infinity.planning.outline import Outline, Stage, UnitOutline, timed, trace_of
 from infinity.planning.plan import Plan, make_plan
 from infinity.planning.simulator import Disk, Rates
@@ -120,15 +123,81 @@ def test_ranks_wait_for_the_link_too():
     assert pair(gathered, rates=Rates(DISK, link=10.0)).seconds == 8.0 + 4 * 3.0
 
 
-def test_a_device_takes_a_copy_of_everything_that_is_fetched():
-    def seconds(copied):
-        return pair(
-            frozen(numel=5),
-            limits=EngineLimits(5, 100, 0, 1000, on_host=False),
-            rates=Rates(DISK, copied=copied),
-        ).seconds
+# On an accelerator
 
-    assert seconds(10.0) - seconds(1e12) == pytest.approx(4 * 1.0)
+
+def on_device(moves, rates=None, plan="open\nF0\nF1\nB1\nB0", seconds=(1.0,) * 4, **limits):
+    """A step of two equal units on an accelerator."""
+    kept = {"tile_numel": 5, "slots": 100, "window_nbytes": 0, "outgoing_nbytes": 1000, **limits}
+    return pair(moves, EngineLimits(on_host=False, **kept), rates, seconds, plan)
+
+
+def test_without_a_window_an_upload_waits_for_the_computing_before_it():
+    told = on_device(frozen(numel=5, hi_nbytes=0), Rates(DISK, up=10.0))
+    assert (told.seconds, told.compute_s, told.stall_s) == (4 * (1.0 + 1.0), 4.0, 4.0)
+    assert told.busy_s["up"] == 4.0
+
+
+def test_with_a_window_uploads_run_beside_computing():
+    told = on_device(frozen(numel=5, hi_nbytes=0), Rates(DISK, up=10.0), AHEAD, window_nbytes=10)
+    assert told.seconds == 4.0 + 1.0, "the first upload of a step waits for the last computing before it"
+
+
+def test_what_lives_there_is_not_uploaded_again():
+    told = on_device(frozen(numel=5, hi_nbytes=0, lodged=True), Rates(DISK, up=10.0))
+    assert (told.seconds, told.busy_s["up"]) == (4.0, 0.0)
+
+
+def test_launching_counts_only_where_it_takes_longer_than_computing():
+    lodged = frozen(hi_nbytes=0, lodged=True)
+    assert on_device(lodged, Rates(DISK, launch_s=0.25, use_s=0.25)).seconds == pytest.approx(4.0, abs=0.6)
+    assert on_device(lodged, Rates(DISK, launch_s=1.0, use_s=2.0)).seconds >= 4 * 3.0
+
+
+def test_a_gradient_goes_down_beside_computing_and_its_update_waits_for_it():
+    moves = Moves(numel=5, hi_nbytes=0, state_nbytes=0, waiting_nbytes=10)
+    slow, fast = (on_device(moves, Rates(DISK, down=down), update="backward") for down in (1.0, 1e9))
+    assert (slow.busy_s["down"], fast.busy_s["down"]) == (pytest.approx(20.0), pytest.approx(0.0, abs=1e-6))
+    assert (slow.seconds, fast.seconds) == (pytest.approx(20.0, rel=0.2), pytest.approx(4.0))
+
+
+def test_a_device_without_room_for_what_leaves_makes_the_host_wait():
+    moves = Moves(numel=5, hi_nbytes=0, state_nbytes=0, waiting_nbytes=10)
+    tight, wide = (
+        on_device(moves, Rates(DISK, down=5.0), device_nbytes=nbytes).seconds for nbytes in (15, 1000)
+    )
+    assert tight > wide
+
+
+H200 = GPUS["h200"]
+DENSE = llama("dense", 6, 8192, 28672, 32000)
+"""Six blocks of a model of 70 G parameters."""
+
+
+def on_h200(tokens, *, trainable, update="forward"):
+    """A step on an H200's figures, with all state in host memory and 4 GiB of parameters on the GPU."""
+    parts = tuple(replace(part, trainable=trainable) for part in DENSE.parts)
+    outline = replace(DENSE, parts=parts)
+    need = demand(outline, Setting(1 << 40, device_nbytes=4 << 30, update=update))
+    script = outline.script(tokens, min(tokens, 4096))
+    seconds = sum(act.amount for act in script) / H200.compute
+    link = {"up": H200.reached_link, "down": H200.reached_link, "launch_s": LAUNCH_S, "use_s": USE_S}
+    rates = Rates(Disk(25e9, 20e9, 22e9), update=20e9, checked=50e9, shared=False, **link)
+    return forecast(timed(script, seconds), need.plan, need.units, need.limits, rates)
+
+
+@pytest.mark.parametrize("update", ["frozen", "forward", "backward"])
+def test_an_h200_is_idle_for_little_where_computing_exceeds_its_link(update):
+    how = {"trainable": False} if update == "frozen" else {"trainable": True, "update": update}
+    told = on_h200(16384, **how)
+    assert told.busy_s["up"] < told.busy_s["compute"]
+    assert told.stall_s <= 0.05 * told.seconds
+
+
+def test_an_h200s_link_is_busy_where_computing_does_not_exceed_it():
+    told = on_h200(1024, trainable=False)
+    assert told.busy_s["compute"] < told.busy_s["up"]
+    assert told.busy_s["up"] >= 0.9 * told.seconds
 
 
 def test_a_step_is_bound_by_what_takes_longest():

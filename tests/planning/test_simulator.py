@@ -1,7 +1,10 @@
 """A machine that only keeps time. Rates are small whole numbers, so that times can be told in one's head."""
 
+from functools import partial
+
 import pytest
 
+from infinity.planning.moments import Moment
 from infinity.planning.simulator import Clock, Disk, Rates, SimulatedLane, SimulatedPass
 
 DISK = Disk(read=10.0, write=5.0, mixed=8.0)
@@ -129,3 +132,28 @@ def test_a_record_is_busy_until_it_is_written_and_settled_when_it_was_worked_on(
     while clock.advance():
         seen.append((lane.busy(0), lane.settled(0)))
     assert seen == [(True, False), (True, True), (False, True)]
+
+
+def test_a_pass_whose_gradients_are_late_lets_others_by():
+    clock, arriving = Clock(Rates(DISK)), Moment()
+    lane = SimulatedLane(clock, 4)
+    late, other = SimulatedPass(0, 1, 0.0, 1.0, 0.0, arriving=arriving), SimulatedPass(1, 1, 0.0, 2.0, 0.0)
+    for job in (late, other):
+        lane.submit(job)
+    lane.wait(other)
+    assert (clock.now, late.done) == (2.0, False)
+    arriving.end()
+    lane.wait(late)
+    assert clock.now == 3.0
+
+
+def test_a_slot_is_free_when_its_upload_is_over_though_an_older_one_is_not():
+    clock, uploads = Clock(Rates(DISK)), [Moment(), Moment()]
+    lane = SimulatedLane(clock, 2)
+    jobs = [SimulatedPass(n, 1, 10.0, 0.0, 0.0, upload=partial(uploads.__getitem__, n)) for n in (0, 1)]
+    third = SimulatedPass(2, 1, 10.0, 0.0, 0.0)
+    for job in (*jobs, third):
+        lane.submit(job)
+    uploads[1].end()
+    lane.wait(third)
+    assert not jobs[0].finished

@@ -50,7 +50,10 @@ EXACT = [
     "grid",
 ]
 FEW = ["llama", "gpt2", "mixtral", "max_norm", "no_sync", "frozen", "nvme", "nvme accumulated", "stage 1"]
+CHOSEN = ["chosen", "chosen, checkpointed", "chosen, nvme", "chosen, stage 1", "chosen, stage 2"]
 OTHERS = [
+    "chosen",
+    "chosen, checkpointed",
     "dropped",
     "evaluating",
     "rounds",
@@ -75,9 +78,9 @@ OTHERS = [
 ]
 JOINED = ["joined llama", "joined gpt2", "joined mixtral", "joined frozen"]
 CASES = {
-    2: [*EXACT[:-1], *OTHERS, "nvme traffic of 25m", "whole surgery", *JOINED],
+    2: [*EXACT[:-1], *OTHERS, *CHOSEN[2:], "nvme traffic of 25m", "whole surgery", *JOINED],
     3: [*FEW, *JOINED],
-    4: [*FEW, "mesh", "grid", *JOINED],
+    4: [*FEW, "mesh", "grid", "chosen, nvme", *JOINED],
 }
 BY_DEFAULT = {
     *("mixtral", "no_sync", "frozen", "nvme accumulated", "stage 1", "stage 2 backward", "a head in fp32"),
@@ -140,6 +143,13 @@ def test_ranks_that_route_differently_fetch_the_experts_that_any_of_them_needs_a
 ):
     one, other = answers(ranks, case)
     assert one["used"] == other["used"] < one["units"]
+
+
+@pytest.mark.parametrize(("ranks", "case"), [*(of(2, one) for one in CHOSEN), of(4, "chosen, nvme")])
+def test_ranks_that_call_different_experts_of_a_list_train_as_data_parallelism_does(answers, ranks, case):
+    given = answers(ranks, case)
+    assert [(one["different"], one["as expected"]) for one in given] == [([], True)] * ranks
+    assert len({str(one["called"]) for one in given}) == ranks, "each rank calls experts of its own"
 
 
 @pytest.mark.slow

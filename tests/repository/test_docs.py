@@ -59,7 +59,8 @@ def test_the_commands_that_plan_run(folder, monkeypatch, capsys, command):
     """Of what each says of the machine, the first is measured there, and given here."""
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", **models.SIZES}))
     measured = "--compute 10 --update-rate 1 --nvme-read 3 --nvme-write 2 --nvme-mixed 2.5"
-    words = shlex.split(command if "--compute" in command else f"{command} {measured}")
+    given = "--compute" in command or "--gpu " in command
+    words = shlex.split(command if given else f"{command} {measured}")
     replaced = {
         "/local_nvme": str(folder),
         "7b": "1m",

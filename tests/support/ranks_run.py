@@ -33,6 +33,7 @@ from infinity.cli.presets import PRESETS, Preset, llama
 from infinity.engine.engine import engine_of_model
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.reference import recipe as reference
+from ranks_chosen import CHOSEN
 from ranks_layers import (
     alone,
     changed_by_one,
@@ -482,6 +483,7 @@ CASES = {
     "joined frozen": partial(joined, "llama", freeze="mlp"),
     "partitioned": lambda: partitioned(host_memory="64MiB"),
     "partitioned nvme": lambda: partitioned(offload_activations="nvme", **NVME),
+    **CHOSEN,
     "different ways": different_ways,
     "alone": alone,
     "dropped": dropped,

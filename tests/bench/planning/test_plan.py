@@ -506,5 +506,44 @@ def test_a_plan_of_10_to_the_12_parameters_on_16_ranks_takes_less_than_a_gb():
         "sys.stderr.write(peak); sys.exit(code)"
     )
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
-    assert "It fits where there is memory of each machine" in done.stdout
+    assert "It fits where there is: memory of each machine" in done.stdout
     assert int(done.stderr.split()[-1]) * 1024 < 1e9
+
+
+# On a GPU by name
+
+ON_H200 = ["check", "--model", "1m", "--host-memory", "64MiB", "--gpu", "h200", *RATES[:6]]
+
+
+def test_a_gpu_by_name_brings_its_memory_its_computing_and_its_link():
+    code, said = ask(*ON_H200)
+    assert code == 0
+    for part in ("H200 SXM: 396 TFLOPS reached, 54 GB/s to it", "each GPU in a step", "it computes"):
+        assert part in said
+
+
+def test_what_is_said_beside_a_gpus_name_counts(tmp_path):
+    said = ask(*ON_H200, "--compute", "100", "--gpu-link", "20", "--gpu-memory", "2GiB")[1]
+    assert "100 TFLOPS reached, 20 GB/s to it" in said
+    (needs,) = (
+        need
+        for need in facts(tmp_path, *ON_H200, "--gpu-memory", "2GiB")[0]["facts"]["needs"]
+        if need["what"] == "memory of each GPU"
+    )
+    assert needs["has_nbytes"] == 2 << 30
+
+
+def test_a_slower_link_makes_a_step_that_waits_for_it_longer(tmp_path):
+    few = ["--tokens", "1x16", "--device-memory", "64KiB"]
+    told = []
+    for rate in ("50", "0.001"):
+        (tmp_path / rate).mkdir()
+        told.append(facts(tmp_path / rate, *ON_H200, *few, "--gpu-link", rate)[0]["facts"])
+    fast, slow = told
+    assert slow["seconds"] > 2 * fast["seconds"]
+    assert slow["limit"].startswith("bound by the link")
+
+
+def test_without_a_name_the_link_is_told_to_be_a_guess():
+    said = ask("check", "--model", "1m", "--host-memory", "64MiB", "--gpu-memory", "2GiB", *RATES)[1]
+    assert "10 GB/s to it, and as much from it (as copies in memory here: give --gpu-link)" in said

@@ -1,0 +1,72 @@
+"""What is known of one parameter of a model that is being built: its type, and where it was evicted to."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import nn
+
+from infinity.engine.asked import KEPT
+from infinity.engine.kept_types import wrong_dtype
+from infinity.errors import UnsupportedError
+from infinity.planning.layout import Format
+from infinity.records.record import Record
+from infinity.storage.packed import FileRange, Packed
+
+
+class BuiltParameter:
+    """One parameter of a model that is being built."""
+
+    __slots__ = ("asked", "dtype", "index", "is_mapped", "lies", "module", "name", "parameter", "record")
+
+    def __init__(
+        self, parameter: nn.Parameter, module: nn.Module, name: str, asked: torch.dtype | None
+    ) -> None:
+        """Begin real, without a record."""
+        self.parameter = weakref.ref(parameter)
+        self.module = weakref.ref(module)
+        self.name = name
+        self.dtype = parameter.dtype
+        self.asked = asked
+        """The type that it is to compute in; None for Config's."""
+        self.record: Record | None = None
+        """Where it was evicted to; None as long as it never was."""
+        self.lies: FileRange | Packed | None = None
+        """Where in a checkpoint's files its values are, if its record was laid there."""
+        self.index = 0
+        self.is_mapped = False
+        """Whether its values are a mapped file's, and take no memory until they are looked at."""
+
+    def note_mapped(self, *, is_mapped: bool) -> None:
+        """Note whether its values are a mapped file's."""
+        self.is_mapped = is_mapped
+
+    def belongs_to(self, record: Record, index: int) -> None:
+        """Note that its values are those of parameter `index` of `record`."""
+        self.record, self.index = record, index
+
+    def lie(self, where: FileRange | Packed) -> None:
+        """Note where in a checkpoint's files its values are."""
+        self.lies = where
+
+    def take(self, parameter: nn.Parameter, asked: torch.dtype | None, form: Format) -> None:
+        """Follow `p.data = ...`: note the dtype, and forget a record of another shape or format.
+
+        asked: the type that it is to compute in now, in a record of this format.
+        """
+        if parameter.dtype not in KEPT:
+            raise UnsupportedError(wrong_dtype(self.module(), self.name, parameter))
+        self.dtype = parameter.dtype
+        if self.record is not None and (
+            self.record.form is not form
+            or self.record.shard.segments[self.index].shape != tuple(parameter.shape)
+        ):
+            self.record = None
+        self.asked = asked
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes while real."""
+        parameter = self.parameter()
+        return 0 if parameter is None or self.is_mapped else parameter.numel() * self.dtype.itemsize

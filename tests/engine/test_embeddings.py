@@ -1,0 +1,314 @@
+"""Embeddings cut by their rows without anybody asking: what is not looked up costs nothing.
+
+Real training on a real disk, against the reference recipe in memory. Trusted: torch's own nn.Embedding.
+"""
+
+import logging
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import infinity
+import models
+from infinity import AdamW, Init, tiling
+from infinity.engine.engine import engine_of_model
+from infinity.planning import tile_size
+from infinity.reference import ReferenceAdamW, prepare
+from parity import repeatable
+
+pytestmark = pytest.mark.disk
+SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
+ROWS, WIDTH = 4096, 64
+
+
+@pytest.fixture(autouse=True)
+def _repeatable():
+    with repeatable():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Blocks of 32 rows, so that a small embedding has as many as a large one."""
+    monkeypatch.setattr(tile_size, "LEAST_ROWS_NBYTES", 32 * 2 * WIDTH)
+
+
+class Lookup(nn.Module):
+    def __init__(self, **settings):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(ROWS, WIDTH, **settings), nn.Linear(WIDTH, 8)
+
+    def forward(self, ids):
+        return self.head(self.embed(ids)).float().square().sum()
+
+
+class AlsoWhole(Lookup):
+    """Uses the weight of its embedding as a whole, too."""
+
+    def forward(self, ids):
+        return super().forward(ids) + (self.embed(ids) @ self.embed.weight.t()).float().square().mean()
+
+
+def models_of(folder, kind=Lookup, **settings):
+    """Return a model offloaded, and the same in memory."""
+    torch.manual_seed(0)
+    plain = prepare(kind(**settings))
+    torch.manual_seed(0)
+    with Init(nvme=folder, host_memory="2MiB"):
+        return kind(**settings), plain
+
+
+def both(folder, kind=Lookup, **settings):
+    """Return (model, optimizer) offloaded, and the same in memory."""
+    ours, plain = models_of(folder, kind, **settings)
+    optimizers = AdamW(ours.parameters(), **SETTINGS), ReferenceAdamW(plain.parameters(), **SETTINGS)
+    return (ours, optimizers[0]), (plain, optimizers[1])
+
+
+def step(ours, plain, ids):
+    losses = []
+    for model, optimizer in (ours, plain):
+        loss = model(ids)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
+
+
+def moved(model, steps):
+    """Return the NVMe bytes per parameter and step of `steps` of these ids."""
+    engine_of_model(model).lane.drain()
+    before = infinity.stats(model)
+    for one in steps:
+        one()
+    engine_of_model(model).lane.drain()
+    done = infinity.stats(model).since(before)
+    return (done.nvme_read_nbytes + done.nvme_written_nbytes) / done.parameters / len(steps)
+
+
+def blocks_of(model):
+    """Return the number of blocks of each embedding that is cut."""
+    return [len(one.tiles) for one in model.modules() if isinstance(one, tiling.TiledEmbedding)]
+
+
+@pytest.mark.parametrize("settings", [{"padding_idx": 70}, {"scale_grad_by_freq": True}])
+def test_rows_that_are_not_looked_up_are_neither_read_nor_written_and_bits_are_the_recipes(folder, settings):
+    ours, plain = both(folder, **settings)
+    assert blocks_of(ours[0]) == [ROWS // 32]
+    few = torch.tensor([3, 70, 3, 4000, 70, 70])
+    step(ours, plain, torch.arange(0, ROWS, 16))
+    for _ in range(2):
+        step(ours, plain, few)
+    assert moved(ours[0], [lambda: step(ours, plain, few)] * 4) <= 1
+    step(ours, plain, torch.arange(0, ROWS, 61))
+    models.assert_same_state(*ours, *plain)
+    assert list(ours[0].state_dict()) == list(plain[0].state_dict())
+
+
+class Tied(Lookup):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(WIDTH, ROWS, bias=False)
+        self.head.weight = self.embed.weight
+
+
+class Clipped(Lookup):
+    def __init__(self):
+        super().__init__(max_norm=1.0)
+
+
+class Scaled(nn.Embedding):
+    def forward(self, ids):
+        return 2 * super().forward(ids)
+
+
+class OfAnotherClass(Lookup):
+    def __init__(self):
+        super().__init__()
+        self.embed = Scaled(ROWS, WIDTH)
+
+
+class Hooked(Lookup):
+    def __init__(self):
+        super().__init__()
+        self.embed.register_forward_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize("kind", [Tied, Clipped, OfAnotherClass, Hooked, lambda: Lookup(sparse=True)])
+def test_embeddings_whose_weight_is_used_otherwise_stay_whole(folder, kind):
+    with Init(nvme=folder, host_memory="4MiB"):
+        model = kind()
+    assert blocks_of(model) == []
+
+
+@pytest.mark.parametrize("settings", [{"experts": "whole"}, {"state_dtype": "int8"}, {"nvme": None}])
+def test_embeddings_stay_whole_where_that_is_asked_for_or_saves_nothing(folder, settings):
+    with Init(**{"nvme": folder, "host_memory": "64MiB", **settings}):
+        model = Lookup()
+    assert blocks_of(model) == []
+
+
+def test_a_small_embedding_stays_whole(folder):
+    with Init(nvme=folder, host_memory="4MiB"):
+        model = nn.Sequential(nn.Embedding(15 * 32, WIDTH), nn.Embedding(16 * 32, WIDTH))
+    assert blocks_of(model) == [16]
+
+
+def test_code_that_uses_the_weight_as_a_whole_gets_it_and_the_log_says_so_once(folder, caplog):
+    caplog.set_level(logging.WARNING, logger="infinity")
+    ours, plain = both(folder, AlsoWhole)
+    for number in range(3):
+        step(ours, plain, torch.tensor([3, 70, number]))
+    models.assert_same_state(*ours, *plain)
+    said = [one for one in caplog.messages if "as a whole" in one]
+    assert len(said) == 1
+    assert "weight of 4096 x 64 as a whole, which is kept in 128 slices" in said[0]
+
+
+def test_the_weight_is_read_and_changed_in_gathered_as_ever(folder):
+    ours, plain = both(folder)
+    step(ours, plain, torch.tensor([3, 70]))
+    expected = plain[0].embed.weight
+    with infinity.gathered(ours[0].embed), torch.no_grad():
+        weight = ours[0].embed.weight
+        assert torch.equal(weight[5:900], expected[5:900])
+        assert torch.equal(weight.float().norm(), expected.float().norm())
+        assert weight.shape == (ROWS, WIDTH)
+        assert weight.grad is None
+    with infinity.gathered(ours[0].embed, write=True), torch.no_grad():
+        ours[0].embed.weight[31:34] = 1
+        ours[0].embed.weight.data.clamp_(-0.5, 0.5)
+    found = ours[0].state_dict()["embed.weight"]
+    changed = expected.detach().clone()
+    changed[31:34] = 1
+    assert torch.equal(found, changed.clamp(-0.5, 0.5))
+    with pytest.raises(infinity.NotResidentError, match=r"embed\.tiles\.0\.weight"):
+        ours[0].embed.weight.float()
+
+
+def test_the_weight_may_be_named_to_an_optimizer(folder):
+    pairs = []
+    for model, kind in zip(models_of(folder), (AdamW, ReferenceAdamW), strict=True):
+        of_embedding = {"params": [model.embed.weight], "lr": 1e-3}
+        pairs.append((model, kind([of_embedding, {"params": list(model.head.parameters())}], **SETTINGS)))
+    for number in range(3):
+        step(*pairs, torch.tensor([3, 70, number]))
+    models.assert_same_state(*pairs[0], *pairs[1])
+
+
+class OfBlocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.block = nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, 8)
+
+    def forward(self, ids):
+        return self.block(self.embed(ids)).float().square().sum()
+
+
+def test_micro_batches_of_one_forward_give_the_gradients_of_an_embedding_that_is_whole(folder):
+    found = []
+    for experts in ("whole", "slices"):
+        (folder / experts).mkdir()
+        torch.manual_seed(0)
+        with Init(nvme=folder / experts, host_memory="2MiB", experts=experts):
+            model = OfBlocks()
+        assert "embed" in tiling.tile_batch_(model, 2, blocks=nn.Linear)
+        ids = torch.randint(0, 300, (7, 40), generator=torch.Generator().manual_seed(1))
+        model(ids).backward()
+        pieces = model.embed.tiles if experts == "slices" else [model.embed]
+        grads = [one.weight.grad for one in pieces]
+        found.append(
+            torch.cat(
+                [
+                    torch.zeros(one.weight.shape) if grad is None else torch.zeros(one.weight.shape) + grad
+                    for one, grad in zip(pieces, grads, strict=True)
+                ]
+            )
+        )
+    assert torch.equal(found[0], found[1])
+    assert found[0].any()
+
+
+def test_ids_that_are_no_rows_are_named(folder):
+    with Init(nvme=folder, host_memory="4MiB"):
+        model = Lookup()
+    with pytest.raises(IndexError, match="ids range from -1 to 4096, but the embedding has 4096 rows"):
+        model(torch.tensor([-1, 4096]))
+
+
+def test_checkpoints_of_whole_embeddings_load_and_the_other_way_round(folder):
+    kept = {}
+    for experts in ("whole", "slices"):
+        (folder / experts).mkdir()
+        with Init(nvme=folder / experts, host_memory="2MiB", experts=experts):
+            model = Lookup()
+        kept[experts] = model, AdamW(model.parameters(), **SETTINGS)
+    ids = torch.tensor([3, 70, 4000])
+
+    def train(model, optimizer):
+        loss = model(ids)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    for source, target in (("whole", "slices"), ("slices", "whole")):
+        train(*kept[source])
+        infinity.save(*kept[source], folder / f"of {source}")
+        infinity.load(*kept[target], folder / f"of {source}")
+        assert train(*kept[source]) == train(*kept[target])
+    found, expected = kept["slices"][0].state_dict(), kept["whole"][0].state_dict()
+    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_weights_of_from_pretrained_stay_in_their_files_by_rows_and_leave_them_when_they_train(folder, dtype):
+    config = transformers.LlamaConfig(**{**models.SIZES, "vocab_size": ROWS, "hidden_size": WIDTH})
+    torch.manual_seed(0)
+    plain = transformers.LlamaForCausalLM(config).to(getattr(torch, dtype))
+    plain.save_pretrained(folder / "files")
+    (folder / "nvme").mkdir()
+    with Init(nvme=folder / "nvme", host_memory="2MiB"):
+        ours = transformers.LlamaForCausalLM.from_pretrained(folder / "files", dtype=dtype)
+    assert blocks_of(ours) == [128]
+    blocks = [one for one in engine_of_model(ours).units if "embed_tokens" in one.name]
+    assert [one.record.in_files is not None for one in blocks] == [dtype == "bfloat16"] * 128
+    reference = transformers.LlamaForCausalLM.from_pretrained(folder / "files", dtype=dtype)
+    reference = prepare(reference)
+    pairs = (
+        (ours, AdamW(ours.parameters(), **SETTINGS)),
+        (
+            reference,
+            ReferenceAdamW(reference.parameters(), **SETTINGS),
+        ),
+    )
+    for number in range(3):
+        ids = torch.tensor([[3, 70, 4000 + number]])
+        losses = []
+        for model, optimizer in pairs:
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+    models.assert_same_state(*pairs[0], *pairs[1])
+
+
+def test_eight_of_65536_rows_move_less_than_a_byte_per_parameter(folder, monkeypatch, seed):
+    monkeypatch.setattr(tile_size, "LEAST_ROWS_NBYTES", 4 * tile_size.LEAST_SLICE_NBYTES)
+    with Init(nvme=folder, host_memory="16MiB"):
+        model = nn.Sequential(nn.Embedding(65_536, 512), nn.Linear(512, 1))
+    optimizer, random = AdamW(model.parameters(), **SETTINGS), torch.Generator().manual_seed(seed)
+    assert blocks_of(model) == [256]
+
+    def train():
+        model(torch.randint(65_536, (8,), generator=random)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train()
+    assert 0.4 < moved(model, [train] * 4) <= 1
