@@ -241,7 +241,8 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         for unit in decided:
             if not unit.pending:
                 continue
-            if unit not in busy and all(one.misses < MISSED_LIMIT for one in unit.pending.values()):
+            limit = MISSED_LIMIT - unit.index % max(1, MISSED_LIMIT // 4)  # not all in one step
+            if unit not in busy and all(one.misses < limit for one in unit.pending.values()):
                 self._decided.add(unit)
             else:
                 self._engine(unit).executor.flush(unit)
