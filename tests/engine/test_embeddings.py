@@ -274,7 +274,8 @@ def test_a_durable_run_whose_embedding_is_whole_names_the_setting_to_go_on_with(
     for experts in ("whole", "slices", "whole"):
         pair = build(experts)
         if experts == "slices":
-            with pytest.raises(infinity.CheckpointError, match=r'2 units in the commit, 129.*experts="whole"'):
+            told = r'2 units in the commit, 129.*experts="whole"'
+            with pytest.raises(infinity.CheckpointError, match=told):
                 infinity.resume(*pair)
         else:
             done = infinity.resume(*pair)
