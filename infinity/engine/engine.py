@@ -52,7 +52,7 @@ from infinity.tiling import Routed
 from infinity.timeline import Timeline
 from infinity.units import advice
 from infinity.units.device_tier import DeviceTier
-from infinity.units.meeting import Meeting
+from infinity.units.meeting import MeetingOfRanks
 from infinity.units.pinning import Pins
 from infinity.units.released import CONVERSIONS, not_converted, not_resident, owner_of, set_owner
 from infinity.units.residency import Executor
@@ -293,7 +293,7 @@ class Engine:
         """
         if self.ranks.size == 1 or not chosen:
             return []
-        meeting = Meeting(self.ranks, self.units, chosen, self.executor.join_in)
+        meeting = MeetingOfRanks(self.ranks, self.units, chosen, self.executor.join_in)
         self.executor.meet_by(meeting)
         self.arrivals.meet_by(meeting)
         return chosen

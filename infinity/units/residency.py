@@ -25,7 +25,7 @@ from infinity.planning.trace import Phase, Use
 from infinity.storage.memory import Ledger
 from infinity.timeline import Timeline
 from infinity.units.changes import COMPARED_EVERY, would_be_lost
-from infinity.units.meeting import Meeting
+from infinity.units.meeting import MeetingOfRanks
 from infinity.units.unit import Unit
 
 _LAYERS = 1 << 12
@@ -71,7 +71,7 @@ class Executor(Residency[Unit, UpdatePass]):
         self._refused: UnsupportedError | None = None
         self._assembler = assembler
         self._uses_of: dict[Phase, list[Use]] = {}
-        self._meeting: Meeting | None = None
+        self._meeting: MeetingOfRanks | None = None
         self._admit: Callable[[Unit], None] | None = None
         self._layers: deque[list[Unit]] = deque(maxlen=_LAYERS)
         """Routed units as they were announced in forwards that a backward may follow."""
@@ -98,7 +98,7 @@ class Executor(Residency[Unit, UpdatePass]):
             course.open(len(units))
         self._plan_steps((*forward, *back))
 
-    def meet_by(self, meeting: Meeting) -> None:
+    def meet_by(self, meeting: MeetingOfRanks) -> None:
         """Have the ranks meet before each use: see [Note: ranks that choose] in meeting."""
         self._meeting = meeting
 
