@@ -84,7 +84,8 @@ def needs(demand: Demand, machine: Capacity) -> tuple[Need, ...]:
         of_host.append(("held by malloc", ranks * _held_by_malloc(demand)))
     found = [_need(HOST_MEMORY, of_host, machine.memory_nbytes)]
     if on_gpu:
-        waiting = min(demand.limits.window_nbytes, sum(one.waiting_nbytes for one in demand.units))
+        window = demand.limits.window_nbytes if demand.setting.device_nbytes != 1 else 0  # 1 stands for none
+        waiting = min(window, sum(one.waiting_nbytes for one in demand.units))
         of_device = [("parameters that wait", waiting), *computing, ("CUDA", CONTEXT_NBYTES)]
         found.append(_need("memory of each GPU", of_device, machine.gpu_nbytes))
     if setting.nvme:

@@ -80,6 +80,17 @@ def test_what_does_not_fit_says_what_would(tmp_path):
     assert (code, "It does not fit." in said, "The smallest that works is" in said) == (1, True, True)
 
 
+def test_a_training_that_lacks_room_is_told_how_long_a_step_would_take(tmp_path):
+    arguments = ("check", "--model", "1m", "--host-memory", "8MiB", "--machine-memory", "1MiB", *RATES)
+    code, said = ask(*arguments)
+    assert (code, "a step, if it had room" in said, "limited by" in said) == (1, True, True)
+    (short, *_) = facts(tmp_path, *arguments)
+    (tmp_path / "plan.json").unlink()
+    (enough, *_) = facts(tmp_path, *arguments, "--machine-memory", "8GiB")
+    assert (short["facts"]["fits"], enough["facts"]["fits"]) == (False, True)
+    assert short["facts"]["seconds"] == enough["facts"]["seconds"]
+
+
 def test_a_smaller_host_memory_is_advised_where_the_machine_lacks_the_rest():
     arguments = (
         "check",
