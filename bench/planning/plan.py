@@ -38,6 +38,7 @@ from infinity.planning.gpus import GPUS, LAUNCH_S, REACHED_COMPUTE, REACHED_LINK
 from infinity.planning.outline import Outline
 from infinity.planning.simulator import Disk, Rates
 from infinity.storage.disk_speed import DiskSpeed, speed_of
+from infinity.storage.memory import lean_malloc
 
 if TYPE_CHECKING:
     from torch import nn
@@ -353,7 +354,7 @@ def _machine(chosen: argparse.Namespace) -> Capacity:
         space = shutil.disk_usage(chosen.nvme).free
     if memory is None and (chosen.nvme is not None or not _elsewhere(chosen)):
         memory = _total_nbytes()
-    return Capacity(memory, space, chosen.gpu_memory or chosen.device_memory, process_memory())
+    return Capacity(memory, space, chosen.gpu_memory or chosen.device_memory, process_memory(), lean_malloc())
 
 
 def _elsewhere(chosen: argparse.Namespace) -> bool:
