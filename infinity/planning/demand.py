@@ -102,7 +102,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class PeakMoment:
     """What is there at once where a rank computes, in bytes, beside its budgets."""
 
     what: str
@@ -147,7 +147,7 @@ class Demand:
     """Of all gradients of a step, wherever they wait."""
     in_use_nbytes: int
     """Units in use at once and a gradient, beside host_memory and what waits in device_memory."""
-    moments: tuple[Moment, ...]
+    moments: tuple[PeakMoment, ...]
     """What computing takes while each stage does."""
     uses: int
     lodged_nbytes: int = 0
@@ -180,7 +180,7 @@ class Demand:
         return min(budget.total_nbytes, taken)
 
     @property
-    def moment(self) -> Moment:
+    def moment(self) -> PeakMoment:
         """When computing, with the budgets that lie in the same memory, takes most."""
         if self.setting.device_nbytes is not None:
             return max(self.moments, key=lambda one: one.nbytes)
@@ -542,18 +542,20 @@ def _in_use(stage: Stage, sizes: _Sizes, in_place: Sequence[bool]) -> int:
     return max(own[unit] + sizes.resident[unit] for unit in stage.units)
 
 
-def _moments(outline: Outline, in_use: Sequence[int], used: Usage | None) -> Iterator[Moment]:
+def _moments(outline: Outline, in_use: Sequence[int], used: Usage | None) -> Iterator[PeakMoment]:
     """Return what is there at once while each stage computes; in_use: by stage. See [Note: the peaks]."""
     if used is None:
-        yield Moment("", max(in_use), 0, 0)
+        yield PeakMoment("", max(in_use), 0, 0)
         return
     for number, nbytes in enumerate(in_use):
         if number == len(in_use) - 1:
             tiled = not used.narrow_logits_nbytes  # the loss in tiles makes the head's gradient beside it
             kept, logits = used.kept_nbytes, used.logits_nbytes
-            yield Moment("logits and loss", nbytes if tiled else 0, kept, logits, after_loss=False)
-            yield Moment("gradient of the logits", nbytes, kept, used.narrow_logits_nbytes, after_loss=False)
+            yield PeakMoment("logits and loss", nbytes if tiled else 0, kept, logits, after_loss=False)
+            yield PeakMoment(
+                "gradient of the logits", nbytes, kept, used.narrow_logits_nbytes, after_loss=False
+            )
         elif number or outline.stages[number].recomputed:
-            yield Moment("one block's backward", nbytes, used.kept_nbytes, used.block_nbytes)
+            yield PeakMoment("one block's backward", nbytes, used.kept_nbytes, used.block_nbytes)
         else:
-            yield Moment("embeddings", nbytes, 0, 0)
+            yield PeakMoment("embeddings", nbytes, 0, 0)
