@@ -436,4 +436,12 @@ def engine_of_model(model: nn.Module) -> Engine:
         engine = engine_of(parameter)
         if engine is not None:
             return engine
-    raise ValueError(f"{type(model).__name__} has no parameter built inside `with infinity.Init(config):`")
+    names = [name for name, _ in model.named_parameters()]
+    kind = type(model).__name__
+    if not names:
+        raise ValueError(f"{kind} has no parameters: there is nothing that Infinity would keep for it")
+    more = f" and {len(names) - 1} more" if names[1:] else ""
+    raise ValueError(
+        f"{kind} has no parameter built inside `with infinity.Init(config):`: {names[0]}{more} are ordinary "
+        "ones. Build the model there."
+    )
