@@ -6,6 +6,16 @@ threads. The caller keeps the memory alive, and nobody else writes to it, until 
 `kernels.h` states what each operation computes, in which order.
 """
 
+from infinity.kernels.blocks import (
+    ScaleBlocks,
+    Strided,
+    transpose,
+    widen_4bit,
+    widen_e4m3,
+    widen_e8m0,
+    widen_i8,
+    widen_scales,
+)
 from infinity.kernels.checksums import STRETCH_NUMEL, Checksums, Field
 from infinity.kernels.library import UnsupportedIsaError, bind_threads, isa, set_isa, set_threads, threads
 from infinity.kernels.operations import (
@@ -14,7 +24,6 @@ from infinity.kernels.operations import (
     AnyGradientDtype,
     GradientDtype,
     Rows,
-    ScaleBlocks,
     accumulate,
     accumulate_f16,
     accumulate_f32,
@@ -34,7 +43,6 @@ from infinity.kernels.operations import (
     split,
     sum_squares,
     widen,
-    widen_e4m3,
     widen_f16,
 )
 from infinity.kernels.recipes import adagrad, adam, adamw_fp16, adamw_fp32, lion, sgd
@@ -54,6 +62,7 @@ __all__ = [
     "Rows",
     "SGDScalars",
     "ScaleBlocks",
+    "Strided",
     "UnsupportedIsaError",
     "accumulate",
     "accumulate_f16",
@@ -85,7 +94,12 @@ __all__ = [
     "state_key",
     "sum_squares",
     "threads",
+    "transpose",
     "widen",
+    "widen_4bit",
     "widen_e4m3",
+    "widen_e8m0",
     "widen_f16",
+    "widen_i8",
+    "widen_scales",
 ]

@@ -1,4 +1,4 @@
-/* 8-bit floats with a scale for each block of a matrix -> fp32: the walk over the blocks, and one
+/* 8-bit codes with a scale for each block, or row, of a matrix -> fp32: the walk over these, and one
  * element at a time, the reference for the vector versions and their tail.  See [Note: block scales]
  * in kernels.h. */
 #include "internal.h"
@@ -46,4 +46,38 @@ void infinity_widen_e4m3(size_t first, size_t n, const struct infinity_blocks *b
     struct block8_args args = {.isa = current_isa(), .first = first, .blocks = blocks,
                                .codes = codes, .scales = scales, .f32 = f32};
     run_blocks(widen_e4m3_block, &args, n, BLOCK_NUMEL);
+}
+
+void widen_i8_scalar(size_t n, const int8_t *restrict codes, float scale, float factor,
+                     float *restrict f32) {
+    for (size_t i = 0; i < n; i++)
+        store_u32(f32 + i, canonical_bits((float)codes[i] * scale * factor));
+}
+
+struct rows8_args {
+    const struct isa *isa;
+    size_t first, cols;
+    float factor;
+    const int8_t *codes;
+    const float *scales;
+    float *f32;
+};
+
+static void widen_i8_block(const void *args, size_t i, size_t count) {
+    const struct rows8_args *a = args;
+    while (count > 0) {
+        size_t row = (a->first + i) / a->cols, left = a->cols - (a->first + i) % a->cols;
+        size_t run = left < count ? left : count;
+        float scale = f32_of(load_u32(a->scales + (row - a->first / a->cols)));
+        a->isa->widen_i8(run, a->codes + i, scale, a->factor, a->f32 + i);
+        i += run;
+        count -= run;
+    }
+}
+
+void infinity_widen_i8(size_t first, size_t n, size_t cols, float factor, const int8_t *codes,
+                       const float *scales, float *f32) {
+    struct rows8_args args = {.isa = current_isa(), .first = first, .cols = cols, .factor = factor,
+                              .codes = codes, .scales = scales, .f32 = f32};
+    run_blocks(widen_i8_block, &args, n, BLOCK_NUMEL);
 }

@@ -1,4 +1,4 @@
-/* 8-bit floats -> fp32, 8 elements at a time. */
+/* 8-bit codes -> fp32, 8 elements at a time. */
 #include "internal.h"
 
 #ifdef INFINITY_X86
@@ -28,5 +28,17 @@ TARGET_AVX2 void widen_e4m3_avx2(size_t n, const uint8_t *restrict codes, float 
         _mm256_storeu_ps(f32 + i, canonical8(_mm256_mul_ps(f32x8, scale_f32x8)));
     }
     widen_e4m3_scalar(n - i, codes + i, scale, f32 + i);
+}
+
+TARGET_AVX2 void widen_i8_avx2(size_t n, const int8_t *restrict codes, float scale, float factor,
+                               float *restrict f32) {
+    const __m256 scale_f32x8 = _mm256_set1_ps(scale), factor_f32x8 = _mm256_set1_ps(factor);
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        __m256i i32x8 = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(codes + i)));
+        __m256 f32x8 = _mm256_mul_ps(_mm256_cvtepi32_ps(i32x8), scale_f32x8);
+        _mm256_storeu_ps(f32 + i, canonical8(_mm256_mul_ps(f32x8, factor_f32x8)));
+    }
+    widen_i8_scalar(n - i, codes + i, scale, factor, f32 + i);
 }
 #endif

@@ -1,4 +1,4 @@
-/* 8-bit floats -> fp32, 16 elements at a time. */
+/* 8-bit codes -> fp32, 16 elements at a time. */
 #include "internal.h"
 
 #ifdef INFINITY_X86
@@ -29,5 +29,17 @@ TARGET_AVX512 void widen_e4m3_avx512(size_t n, const uint8_t *restrict codes, fl
         _mm512_storeu_ps(f32 + i, canonical16(_mm512_mul_ps(f32x16, scale_f32x16)));
     }
     widen_e4m3_scalar(n - i, codes + i, scale, f32 + i);
+}
+
+TARGET_AVX512 void widen_i8_avx512(size_t n, const int8_t *restrict codes, float scale,
+                                   float factor, float *restrict f32) {
+    const __m512 scale_f32x16 = _mm512_set1_ps(scale), factor_f32x16 = _mm512_set1_ps(factor);
+    size_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        __m512i i32x16 = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(codes + i)));
+        __m512 f32x16 = _mm512_mul_ps(_mm512_cvtepi32_ps(i32x16), scale_f32x16);
+        _mm512_storeu_ps(f32 + i, canonical16(_mm512_mul_ps(f32x16, factor_f32x16)));
+    }
+    widen_i8_scalar(n - i, codes + i, scale, factor, f32 + i);
 }
 #endif

@@ -38,6 +38,8 @@
      adamw_small_##isa, \
      widen_half_##isa, \
      widen_e4m3_##isa, \
+     widen_i8_##isa, \
+     widen_4bit_##isa, \
      narrow_half_##isa, \
      accumulate_half_##isa, \
      adamw16, \

@@ -101,6 +101,12 @@ struct isa {
                         const struct infinity_adamw_small *s);
     void (*widen_half)(size_t n, const uint16_t *restrict f16, float *restrict f32);
     void (*widen_e4m3)(size_t n, const uint8_t *restrict codes, float scale, float *restrict f32);
+    void (*widen_i8)(size_t n, const int8_t *restrict codes, float scale, float factor,
+                     float *restrict f32);
+    /* From the start of a block on. */
+    void (*widen_4bit)(size_t n, size_t block, bool high_first, const float *restrict table,
+                       const uint8_t *restrict codes, const float *restrict scales,
+                       float *restrict f32);
     void (*narrow_half)(size_t n, const float *restrict f32, uint16_t *restrict f16);
     void (*accumulate_half)(size_t n, float *restrict acc, const uint16_t *restrict grad);
     /* The whole step on one or more whole blocks of STATE_BLOCK elements; NULL if it is composed of
@@ -172,6 +178,11 @@ const struct isa *current_isa(void);
                            int32_t type, const struct infinity_adamw_small *s); \
     void widen_half_##isa(size_t n, const uint16_t *restrict f16, float *restrict f32); \
     void widen_e4m3_##isa(size_t n, const uint8_t *restrict codes, float scale, \
+                          float *restrict f32); \
+    void widen_i8_##isa(size_t n, const int8_t *restrict codes, float scale, float factor, \
+                        float *restrict f32); \
+    void widen_4bit_##isa(size_t n, size_t block, bool high_first, const float *restrict table, \
+                          const uint8_t *restrict codes, const float *restrict scales, \
                           float *restrict f32); \
     void narrow_half_##isa(size_t n, const float *restrict f32, uint16_t *restrict f16); \
     void accumulate_half_##isa(size_t n, float *restrict acc, const uint16_t *restrict grad);

@@ -292,6 +292,32 @@ struct infinity_blocks {
 void infinity_widen_e4m3(size_t first, size_t n, const struct infinity_blocks *blocks,
                          const uint8_t *codes, const float *scales, float *f32);
 
+/* An int8 code times the scale of its row, then times `factor`, each product rounded once, to fp32. The
+ * matrix has `cols` columns; `codes` and `f32` begin with element `first`, `scales` with its row's. */
+void infinity_widen_i8(size_t first, size_t n, size_t cols, float factor, const int8_t *codes,
+                       const float *scales, float *f32);
+
+/* [Note: packed blocks] Two codes of 4 bits lie in a byte, that of the even element in the high half if
+ * high_first, else in the low one.  Element e is the code's value in `table`, of 16, times the scale of
+ * its block of `block` (even) consecutive elements, rounded once, to fp32; a NaN is 0x7FC00000.  Converts
+ * elements [first, first + n); `codes` begins with the byte of element `first`, `scales` with the scale of
+ * its block.
+ *
+ * Scales themselves may be packed: in 8 bits, whose value in a `table` of 256 times a scale of their own
+ * for each `block`, plus `offset`, is rounded twice; or as e8m0, an exponent alone: 2^(code - 128), half
+ * of its value, since the largest would be infinite where the product is not. Tables of values are
+ * given twice as large then. */
+void infinity_widen_4bit(size_t first, size_t n, size_t block, int32_t high_first,
+                         const float *table, const uint8_t *codes, const float *scales, float *f32);
+void infinity_widen_scales(size_t first, size_t n, size_t block, const float *table,
+                           const uint8_t *codes, const float *scales, float offset, float *f32);
+void infinity_widen_e8m0(size_t n, const uint8_t *codes, float *f32);
+
+/* Element [row][col] of a source with `rows` x `cols` elements of `width` (2 or 4) bytes becomes
+ * [col][row] of the target; in both, rows are so many bytes apart. */
+void infinity_transpose(size_t rows, size_t cols, int32_t width, const void *source,
+                        size_t source_nbytes, void *target, size_t target_nbytes);
+
 /* acc = acc + grad, in fp32. */
 void infinity_accumulate_bf16(size_t n, float *acc, const uint16_t *grad);
 void infinity_accumulate_f32(size_t n, float *acc, const float *grad);

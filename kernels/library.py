@@ -180,6 +180,49 @@ class KernelLibrary(Protocol):
         scales: Pointer,
         f32: Pointer,
     ) -> None: ...
+    def infinity_widen_i8(
+        self,
+        first: int,
+        n: int,
+        cols: int,
+        factor: float,
+        codes: Pointer,
+        scales: Pointer,
+        f32: Pointer,
+    ) -> None: ...
+    def infinity_widen_4bit(
+        self,
+        first: int,
+        n: int,
+        block: int,
+        high_first: int,
+        table: Pointer,
+        codes: Pointer,
+        scales: Pointer,
+        f32: Pointer,
+    ) -> None: ...
+    def infinity_widen_scales(
+        self,
+        first: int,
+        n: int,
+        block: int,
+        table: Pointer,
+        codes: Pointer,
+        scales: Pointer,
+        offset: float,
+        f32: Pointer,
+    ) -> None: ...
+    def infinity_widen_e8m0(self, n: int, codes: Pointer, f32: Pointer) -> None: ...
+    def infinity_transpose(
+        self,
+        rows: int,
+        cols: int,
+        width: int,
+        source: Pointer,
+        source_nbytes: int,
+        target: Pointer,
+        target_nbytes: int,
+    ) -> None: ...
     def infinity_widen_f16(self, n: int, f16: Pointer, f32: Pointer) -> None: ...
     def infinity_narrow_f16(self, n: int, f32: Pointer, f16: Pointer) -> None: ...
     def infinity_accumulate_bf16(self, n: int, acc: Pointer, grad: Pointer) -> None: ...

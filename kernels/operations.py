@@ -56,7 +56,8 @@ def _check_noise(key: int, first: int) -> None:
             raise ValueError(message)
 
 
-def _u8(address: int) -> Any:
+def as_u8(address: int) -> Any:
+    """Return an address as a C pointer."""
     return ffi.cast("uint8_t *", address)
 
 
@@ -195,7 +196,7 @@ def adamw_int8(
     check(n, hi=hi, lo=lo, m=m, v=v, scale=scale, grad=grad)
     _check_dtype(dtype)
     _check_noise(key, first)
-    fields = (as_u16(hi), as_i16(lo), _u8(m), _u8(v), as_f32(scale))
+    fields = (as_u16(hi), as_i16(lo), as_u8(m), as_u8(v), as_f32(scale))
     struct = rounded_small(scalars)
     if dtype == "bf16":
         library.infinity_adamw8_bf16(n, *fields, as_u16(grad), struct, key, first, *summed(sums))
@@ -240,36 +241,6 @@ def narrow(n: int, f32: int, bf16: int) -> None:
     library.infinity_narrow(n, as_f32(f32), as_u16(bf16))
 
 
-class ScaleBlocks(NamedTuple):
-    """How a matrix is cut into blocks that have a scale each."""
-
-    cols: int
-    """Of the matrix."""
-    block_rows: int
-    block_cols: int
-
-
-def widen_e4m3(first: int, n: int, blocks: ScaleBlocks, codes: int, scales: int, f32: int) -> None:
-    """Convert elements [first, first + n) of a matrix of e4m3 codes to fp32: value times scale, rounded once.
-
-    Args:
-        first: the first element, in rows.
-        n: the count of elements.
-        blocks: of the matrix.
-        codes: address of the first element's code.
-        scales: address of the fp32 scales of the blocks, from the first of the row of blocks that `first` is
-        in.
-        f32: address of the results.
-    """
-    check(n, codes=codes, scales=scales, f32=f32)
-    if min(blocks) < 1 or first < 0:
-        message = f"first={first}, {blocks}: expected counts of at least 1, and an element of the matrix"
-        raise ValueError(message)
-    cut = ffi.new("struct infinity_blocks *", blocks._asdict())
-    at = ffi.cast("uint8_t *", codes), as_f32(scales), as_f32(f32)
-    library.infinity_widen_e4m3(first, n, cut, *at)
-
-
 def widen_f16(n: int, f16: int, f32: int) -> None:
     """Convert n fp16 values to fp32, exactly."""
     check(n, f16=f16, f32=f32)
@@ -290,13 +261,13 @@ def quantize(n: int, m_f32: int, v_f32: int, m: int, v: int, scale: int) -> None
     of the scale, a v becomes that code, never 0. The sign of v is dropped.
     """
     check(n, m_f32=m_f32, v_f32=v_f32, m=m, v=v, scale=scale)
-    library.infinity_quantize(n, as_f32(m_f32), as_f32(v_f32), _u8(m), _u8(v), as_f32(scale))
+    library.infinity_quantize(n, as_f32(m_f32), as_f32(v_f32), as_u8(m), as_u8(v), as_f32(scale))
 
 
 def dequantize(n: int, m: int, v: int, scale: int, m_f32: int, v_f32: int) -> None:
     """Convert n pairs of 8-bit codes, and their blocks' scales, to fp32 moments, exactly."""
     check(n, m=m, v=v, scale=scale, m_f32=m_f32, v_f32=v_f32)
-    library.infinity_dequantize(n, _u8(m), _u8(v), as_f32(scale), as_f32(m_f32), as_f32(v_f32))
+    library.infinity_dequantize(n, as_u8(m), as_u8(v), as_f32(scale), as_f32(m_f32), as_f32(v_f32))
 
 
 def accumulate(n: int, acc: int, grad: int) -> None:

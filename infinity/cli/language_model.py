@@ -14,6 +14,9 @@ from infinity.cli.data import NEEDED
 from infinity.cli.settings import TrainSettings
 from infinity.errors import ConfigError
 
+_READ_PACKED = ("fp8", "mxfp4", "bitsandbytes")
+"""Methods of quantised checkpoints whose weights are read packed; fp8 with block scales alone."""
+
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _TOKENIZERS = (
     "tokenizer.json",
@@ -35,7 +38,7 @@ class LanguageModel:
 
     def __init__(self, settings: TrainSettings, *, frozen: bool) -> None:
         """Read configuration and tokenizer; no weights. frozen: whether the model's own weights stay as they
-        are, so that fp8 with block scales can be used.
+        are, so that packed ones can be used.
         """
         from transformers.utils import logging
 
@@ -116,23 +119,24 @@ class LanguageModel:
         return config
 
     def _check_quantization(self, *, frozen: bool) -> None:
-        """Refuse quantized weights, but for fp8 with block scales that stay as they are."""
+        """Refuse quantized weights, but for those that are read packed, where they stay as they are."""
         said = getattr(self._config, "quantization_config", None)
         if said is None:
             return
         method = said.get("quant_method")
-        blocks = method == "fp8" and said.get("weight_block_size") is not None
+        known = method in _READ_PACKED and (method != "fp8" or said.get("weight_block_size") is not None)
         where, cure = f"--model {self.folder}", "Name a folder of the model in bf16, fp16 or fp32."
-        if not blocks or self.fresh:
+        if not known or self.fresh:
             raise ConfigError(f"{where}: quantized weights ({method}) cannot be used by this command. {cure}")
         if not frozen:
             raise ConfigError(
-                f"{where}: quantized weights (fp8) cannot be trained. Give --lora, which leaves them as they "
-                f"are. Or: {cure}"
+                f"{where}: quantized weights ({method}) cannot be trained. Give --lora, which leaves them as "
+                f"they are. Or: {cure}"
             )
         if importlib.util.find_spec("transformers.core_model_loading") is None:
-            raise ConfigError(f"{where}: fp8 weights need transformers 5, which widens them. {cure}")
-        said["dequantize"] = True  # what transformers does on a CPU, asked for on a GPU too
+            raise ConfigError(f"{where}: {method} weights need transformers 5, which names them. {cure}")
+        if method != "bitsandbytes":
+            said["dequantize"] = True  # what transformers does on a CPU, asked for on a GPU too
 
     def _read_tokenizer(self) -> Any:
         from transformers import AutoTokenizer

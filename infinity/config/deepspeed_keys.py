@@ -276,7 +276,7 @@ REFUSED = {
     "pipeline": "a model larger than the device needs no pipeline here",
     "tensor_parallel": "for a layer larger than the device: Config(tile_above=...)",
     "expert_parallel": "experts that are not used are not fetched",
-    "weight_quantization": "leave it out",
+    "weight_quantization": "frozen weights: Init(frozen=True), Config(frozen_dtype=...)",
     "compile": "torch.compile cannot follow fetching and releasing; leave it out",
     "data_efficiency.data_routing": "no layer leaves tokens out",
     SAMPLING + "dynamic_batching": "choose batches in the data loader",

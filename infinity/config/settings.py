@@ -29,6 +29,7 @@ _DTYPES = {
 _STATE_DTYPES = ("fp32", "bf16", "int8")
 _OFFLOADS = (None, "host", "nvme")
 _EXPERTS = ("slices", "whole")
+_FROZEN = (None, "int8", "nf4")
 VERIFY = ("always", "sample", "off")
 _EVERY = re.compile(r"every (?:(\d{1,9}) steps|step)")
 ACCELERATORS = {"cuda": "infinity.device.cuda:CudaStreams"}
@@ -68,6 +69,11 @@ class Config:
         others) are built expert by expert, and a step reads, updates and writes those alone that tokens are
         routed to, with the same results. So it is with blocks of the rows of large embeddings that no other
         layer uses, with `nvme`. "whole": each stack, or embedding, is one parameter.
+    frozen_dtype: weights of linear layers and of experts that Init(frozen=True) loads in 16 bits are
+        quantised once, to a file on NVMe, and read packed from there: "int8" (1.0 B a parameter; a scale
+        for each row) or "nf4" (0.52 B; QLoRA's, double quantisation). They compute as approximations:
+        engine/frozen.py has the figures. The output head, embeddings, and what is packed already stay as
+        they are. None: nothing is quantised.
     stage: what the ranks of a run partition, in ZeRO's numbers: 1 the masters and the optimizer's state, 2
         gradients as well, 3 parameters as well. With 1 and 2 the 16-bit parameters, with 1 also their
         gradients, stay whole on the device of every rank.
@@ -98,6 +104,7 @@ class Config:
     state_dtype: str = "fp32"
     tile_above: int | str | None = None
     experts: str = "slices"
+    frozen_dtype: str | None = None
     stage: int = 3
     timeout_s: float = 600.0
     sequence_parallel: int = 1
@@ -147,6 +154,7 @@ class Config:
         choices: dict[str, tuple[Any, ...]] = {
             "state_dtype": _STATE_DTYPES,
             "experts": _EXPERTS,
+            "frozen_dtype": _FROZEN,
             "stage": (1, 2, 3),
             "offload_activations": _OFFLOADS,
             "aio": _AIO,
@@ -172,6 +180,8 @@ class Config:
             raise ConfigError('offload_activations="nvme" needs a folder on NVMe (nvme=...)')
         if self.durable_steps and not self.nvme_folders:
             raise ConfigError(f"durable={self.durable!r} needs a folder on NVMe (nvme=...)")
+        if self.frozen_dtype is not None and not self.nvme_folders:
+            raise ConfigError(f"frozen_dtype={self.frozen_dtype!r} needs a folder on NVMe (nvme=...)")
         if self.wipe and not self.durable_steps:
             raise ConfigError("wipe=True removes a durable run: it needs durable=True")
         if self.wipe:

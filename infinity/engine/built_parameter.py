@@ -8,12 +8,11 @@ import torch
 from torch import nn
 
 from infinity.engine.asked import KEPT
-from infinity.engine.kept_types import wrong_dtype
+from infinity.engine.refused import wrong_dtype
 from infinity.errors import UnsupportedError
 from infinity.planning.layout import Format
 from infinity.records.record import Record
-from infinity.storage.checkpoint_store import FileRange
-from infinity.storage.packed import Block8
+from infinity.storage.packed import FileRange, Packed
 
 
 class BuiltParameter:
@@ -33,7 +32,7 @@ class BuiltParameter:
         """The type that it is to compute in; None for Config's."""
         self.record: Record | None = None
         """Where it was evicted to; None as long as it never was."""
-        self.lies: FileRange | Block8 | None = None
+        self.lies: FileRange | Packed | None = None
         """Where in a checkpoint's files its values are, if its record was laid there."""
         self.index = 0
         self.is_mapped = False
@@ -47,7 +46,7 @@ class BuiltParameter:
         """Note that its values are those of parameter `index` of `record`."""
         self.record, self.index = record, index
 
-    def lie(self, where: FileRange | Block8) -> None:
+    def lie(self, where: FileRange | Packed) -> None:
         """Note where in a checkpoint's files its values are."""
         self.lies = where
 

@@ -28,10 +28,12 @@ from infinity.engine.asked import Asked
 from infinity.engine.built_parameter import BuiltParameter
 from infinity.engine.embeddings import in_blocks
 from infinity.engine.engine import Engine, engine_of
-from infinity.engine.kept_types import check_kept, refuse_packed
+from infinity.engine.frozen import FrozenFile, frozen_layers
+from infinity.engine.layouts import Find
 from infinity.engine.origins import Origins
 from infinity.engine.overflow import Overflow
 from infinity.engine.pretrained import Mapped, check_values, name_file
+from infinity.engine.refused import check_kept, refuse_packed
 from infinity.engine.scripting import refuse_script
 from infinity.errors import UnsupportedError
 from infinity.planning.layout import Format
@@ -39,8 +41,7 @@ from infinity.planning.tile_size import LEAST_SLICE_NBYTES, tile_choice
 from infinity.records.record import Record
 from infinity.records.weights import WEIGHTS
 from infinity.sizes import format_size
-from infinity.storage.checkpoint_store import FileRange
-from infinity.storage.packed import Block8
+from infinity.storage.packed import FileRange, Packed, Stack4
 from infinity.tiling import (
     EmbeddingTile,
     Grid,
@@ -73,7 +74,7 @@ class Construction:
         self._engine = engine
         self._frozen = frozen
         self._origins = Origins()
-        self._packed: dict[int, tuple[StorageWeakRef, Block8]] = {}
+        self._packed: dict[int, tuple[StorageWeakRef, Packed]] = {}
         self._before_loading: Callable[[], None] = lambda: None
         self._copied: Counter[str] = Counter()
         """Bytes of a checkpoint that got records of their own, by the reason."""
@@ -126,15 +127,24 @@ class Construction:
                 self._make_room(keep=[module])
         return tiled
 
-    def offered(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    def offered(
+        self, make: Callable[[Find], Packed | None], shape: torch.Size, dtype: torch.dtype
+    ) -> torch.Tensor | None:
         """Take note of where a packed weight is; return what stands for it until it is registered, or None
         for one that cannot be read in place. See [Note: packed checkpoints] in quantized.
         """
         with self.asked.quiet():
-            found = self._origins.packed(codes, scales) if dtype == self._engine.weights.dtype else None
+            if dtype != self._engine.weights.dtype:
+                return None
+            self._origins.look()  # what was mapped when this looked last may be another file by now
+            found = make(self._origins.where)
             if found is None:
                 return None
-            stand_in = placeholder(codes.shape, dtype, "cpu")
+            if found.numel != shape.numel():
+                raise UnsupportedError(f"{list(shape)} is not a shape of the {found.numel} packed values")
+            stand_in = placeholder(shape, dtype, "cpu")
+            if isinstance(found, Stack4):  # each matrix stands for itself: slices of the stack are taken
+                stand_in = stand_in.flatten()[: shape[0]].clone().view(-1, 1, 1).expand(shape)
             storage = stand_in.untyped_storage()
             self._packed[int(storage._cdata)] = StorageWeakRef(storage), found
             return stand_in
@@ -150,12 +160,26 @@ class Construction:
         packed = self._packed_in(parameter) is not None
         return marked or packed or self._origins.may_have(parameter)
 
-    def _packed_in(self, parameter: nn.Parameter) -> Block8 | None:
-        """Return where a parameter's values are packed, if it is such a stand-in."""
+    def _packed_in(self, parameter: nn.Parameter) -> Packed | None:
+        """Return where a parameter's values are packed, if it is such a stand-in, or a slice of one.
+
+        Raises: UnsupportedError for a part of a packed weight that has no place of its own in the file.
+        """
         if not self._packed:
             return None
-        found = self._packed.get(int(parameter.untyped_storage()._cdata))
-        return found[1] if found is not None else None
+        known = self._packed.get(int(parameter.untyped_storage()._cdata))
+        if known is None:
+            return None
+        found = known[1]
+        if isinstance(found, Stack4) and parameter.shape[1:] == (found.cols, found.rows):
+            found = found.matrices(int(parameter.storage_offset()), len(parameter))
+        if found.numel != parameter.numel():
+            raise UnsupportedError(
+                f"a parameter of shape {tuple(parameter.shape)} is a part of the {found.numel} packed values "
+                f"of a weight in {found.ranges[0].path}: only whole weights, and experts of a stack, are "
+                "read in place"
+            )
+        return found
 
     def _asked_for(self, parameter: nn.Parameter, before: nn.Parameter | None) -> torch.dtype | None:
         """Return the type that a parameter, which takes the place of another, is asked for in."""
@@ -219,12 +243,16 @@ class Construction:
         if tiled is not None:
             child = tiled
         if isinstance(tiled, TiledExperts):
-            tiled.view_where(self._origins.may_have)
+            tiled.view_where(self._views)
         if child is not None:
             with self.asked.quiet():
                 self._sweep(child)
                 self._make_room(keep=[child])
         return tiled
+
+    def _views(self, stack: torch.Tensor) -> bool:
+        """Whether slices of a stack may be views of it: it takes no memory."""
+        return int(stack.untyped_storage()._cdata) in self._packed or self._origins.may_have(stack)
 
     def _sweep(self, module: nn.Module) -> None:
         for part in module.modules():
@@ -351,7 +379,7 @@ class Construction:
             for index, (entry, _) in enumerate(together):
                 entry.belongs_to(record, index)
 
-    def _ranges(self, parameters: Sequence[nn.Parameter], record: Record) -> list[FileRange | Block8] | None:
+    def _ranges(self, parameters: Sequence[nn.Parameter], record: Record) -> list[FileRange | Packed] | None:
         """Return the ranges of files that parameters' values are; None if that is not so of all."""
         if self._mapped is None:
             return None
@@ -451,7 +479,7 @@ class Construction:
     def _blocks(self, weight: nn.Parameter | None, grid: Grid) -> list[EmbeddingTile]:
         """Return modules of the rows of an embedding's weight; none where it has to stay whole."""
         entry = self._entry(weight)
-        if weight is None or entry is None or isinstance(entry.lies, Block8):  # packed
+        if weight is None or entry is None or isinstance(entry.lies, Packed):
             return []
         if id(weight) not in self._real and entry.record is not None and entry.record.in_files is not None:
             return [self._block_in_files(entry, weight, rows) for rows, _ in grid.slices()]
@@ -491,6 +519,9 @@ class Construction:
             if record not in units:  # of parameters that are in no model
                 for field in record.form.weights:
                     record.drop(field)
+        kind = self._engine.config.frozen_dtype
+        if kind is not None:
+            FrozenFile(self._engine, kind).take(frozen_layers(named, units))
         self._engine.build_with(None)
         opened = self._engine.open(units, _routed(named, units_of), _chosen(named, units_of))
         for _, module in named:

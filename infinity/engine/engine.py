@@ -42,9 +42,9 @@ from infinity.ranks.group import open_ranks
 from infinity.ranks.machine_memory import share_of
 from infinity.records.record import Record, Traffic
 from infinity.records.weights import WEIGHTS, Weights
-from infinity.storage.checkpoint_store import CheckpointStore, FileRange
+from infinity.storage.checkpoint_store import CheckpointStore
 from infinity.storage.memory import Ledger, Pool, map_large_blocks, reuse_large_blocks
-from infinity.storage.packed import Block8
+from infinity.storage.packed import FileRange, Packed
 from infinity.storage.paths import of_rank
 from infinity.storage.store import Future, HostStore, Store
 from infinity.storage.stripes import StripedStore
@@ -214,7 +214,7 @@ class Engine:
             name=name,
         )
 
-    def lay_in_files(self, record: Record, ranges: Sequence[FileRange | Block8]) -> None:
+    def lay_in_files(self, record: Record, ranges: Sequence[FileRange | Packed]) -> None:
         """Let the weights of a record be ranges of a checkpoint's files; see Record.lie_in."""
         if self.checkpoint_store is None:
             nvme = self.nvme_store

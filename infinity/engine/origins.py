@@ -19,9 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from infinity.kernels import ScaleBlocks
-from infinity.storage.checkpoint_store import FileRange
-from infinity.storage.packed import Block8
+from infinity.storage.packed import FileRange
 from infinity.storage.safetensors_file import TensorFileError, TensorReader
 from infinity.tensors import DTYPES
 
@@ -126,22 +124,10 @@ class Origins:
             return "changed after it was loaded"
         return FileRange(mapping.path, offset, parameter.nbytes)
 
-    def packed(self, codes: torch.Tensor, scales: torch.Tensor) -> Block8 | None:
-        """Return the packed weight that a matrix of e4m3 codes and the fp32 scales of its blocks are, or
-        one for all of it, if both are a file's bytes, and the blocks equal; else None.
-        """
-        grid = (1, 1) if scales.numel() == 1 else tuple(scales.shape)
-        if codes.dtype != torch.float8_e4m3fn or codes.dim() != 2 or len(grid) != 2 or 0 in grid:
-            return None
-        (rows, cols), (grid_rows, grid_cols) = codes.shape, grid
-        if rows % grid_rows or cols % grid_cols:
-            return None
-        self.look()  # what was mapped when this looked last may be another file by now
-        of_codes, of_scales = self.of(codes, codes.dtype), self.of(scales, torch.float32)
-        if isinstance(of_codes, str) or isinstance(of_scales, str):
-            return None
-        blocks = ScaleBlocks(cols, rows // grid_rows, cols // grid_cols)
-        return Block8(*of_codes[:2], codes.numel(), *of_scales[:2], blocks)
+    def where(self, tensor: torch.Tensor) -> FileRange | None:
+        """Return the range of a file that a tensor's bytes are; None for one that is in memory."""
+        found = self.of(tensor, tensor.dtype)
+        return found if isinstance(found, FileRange) else None
 
     def _tensors(self, mapping: _Mapping) -> _Tensors | str:
         """Return what is in a mapped file, or why that is not known."""

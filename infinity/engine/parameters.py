@@ -15,7 +15,7 @@ from infinity.engine.partition import Partition
 from infinity.errors import UnsupportedError
 from infinity.lane.base import Pass
 from infinity.lane.lane import StreamLane
-from infinity.lane.passes import ReadPass, WritePass
+from infinity.lane.passes import CopyOutPass, ReadPass, WritePass
 from infinity.records.record import Record
 from infinity.records.weights import WEIGHTS
 from infinity.sizes import format_size
@@ -140,6 +140,14 @@ class Parameters:
         into = {field: torch.empty(numel, dtype=dtype) for field, dtype in dtypes.items()}
         self._run(ReadPass(record, index, record.tile_numel, into))
         return into
+
+    def read_range(self, record: Record, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return elements [start, stop) of the weights of a record that compute, of their type, as they are
+        on this rank.
+        """
+        values = torch.empty(stop - start, dtype=dtype)
+        self._run(CopyOutPass(record, record.tile_numel, start, stop, {"hi": values}))
+        return values
 
     def write_record(
         self, record: Record, values: dict[int, dict[str, torch.Tensor]], *, rewrite: bool = False

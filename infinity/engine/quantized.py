@@ -1,28 +1,39 @@
 """What lets quantised checkpoints load inside Init: weights that stay packed in their files.
 
 [Note: packed checkpoints]
-transformers asks a quantizer, by the method that a checkpoint names, what to do with packed weights. Where
-the model is to compute in 16 bits, as always on a CPU, that of fp8 converts each while it is loaded. Inside
-Init that quantizer names another conversion: a weight whose codes and scales are bytes of a mapped file is
+transformers asks a quantizer, by the method that a checkpoint names, what to do with packed weights. Inside
+Init, quantizers name other conversions: a weight whose codes and scales are bytes of mapped files is
 *offered* to the construction, which notes where they are, and answers by a tensor without values to put in
-the model. What it does not take is converted as ever. A transformers that is imported within Init is seen to
-when its model is built, without values yet, which is before it asks for conversions.
+the model.
+- fp8 and MXFP4: where the model is to compute in 16 bits, as always on a CPU, transformers converts each
+  weight while it is loaded; what is not taken is converted as ever.
+- bitsandbytes: transformers puts layers of its own in the model, which widen their weights when they compute.
+  Here the layers stay as they are, and bitsandbytes need not be there. What is not taken is widened by our
+  kernels, to the same bits.
+A transformers that is imported within Init is seen to when its model is built, without values yet, which is
+before it asks for conversions.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-Offer = Callable[[torch.Tensor, torch.Tensor, torch.dtype], "torch.Tensor | None"]
-"""Codes, scales and the type to convert to; returns what stands for the weight, or None."""
+from infinity.engine import layouts
+from infinity.errors import UnsupportedError
+from infinity.storage.packed import Packed
 
-_METHOD = "fp8"
+Offer = Callable[[Callable[[layouts.Find], "Packed | None"], torch.Size, torch.dtype], "torch.Tensor | None"]
+"""What makes the weight where its tensors are in files, its shape, and the type to widen it to; returns what
+stands for the weight, or None where it is not taken.
+"""
+
 _OPERATIONS = "get_load_operations"
+_BITSANDBYTES = ("bitsandbytes_4bit", "bitsandbytes_8bit")
 
 
 @contextlib.contextmanager
@@ -34,33 +45,33 @@ def leaving_packed(offer: Offer) -> Iterator[Callable[[], None]]:
         kinds: list[Any] = []
 
         def see_to_it() -> None:
-            if kinds:
-                return
-            quantizer = _table().get(_METHOD)
-            replacement = _offering(quantizer, offer) if quantizer is not None else None
-            if replacement is not None:
+            table = _table() if not kinds else {}
+            for method, quantizer in table.items():
+                others = _others(method, quantizer, offer)
                 kinds.append(quantizer)
-                changed.enter_context(_with_operations(quantizer, replacement))
+                for name, other in others.items():
+                    changed.enter_context(_with_method(quantizer, name, other))
 
         see_to_it()
         yield see_to_it
 
 
 @contextlib.contextmanager
-def _with_operations(quantizer: Any, operations: Callable[[Any], dict[str, Any]]) -> Iterator[None]:
-    """Let a class of quantizers, and what is already made of it, answer with other operations."""
-    own = vars(quantizer).get(_OPERATIONS)
-    setattr(quantizer, _OPERATIONS, operations)
+def _with_method(quantizer: Any, name: str, other: Any) -> Iterator[None]:
+    """Let a class of quantizers, and what is already made of it, have another method."""
+    own = vars(quantizer).get(name)
+    setattr(quantizer, name, other)
     try:
         yield
     finally:
         if own is None:
-            delattr(quantizer, _OPERATIONS)
+            delattr(quantizer, name)
         else:
-            setattr(quantizer, _OPERATIONS, own)
+            setattr(quantizer, name, own)
 
 
-def _table() -> dict[str, Any]:
+def _table() -> Mapping[str, Any]:
+    """Return transformers' quantizers by their methods, if it is there."""
     if "transformers" not in sys.modules:
         return {}
     try:
@@ -70,17 +81,33 @@ def _table() -> dict[str, Any]:
     return AUTO_QUANTIZER_MAPPING
 
 
-def _offering(quantizer: Any, offer: Offer) -> Callable[[Any], dict[str, Any]] | None:
-    """Return what answers with this quantizer's operations, but for a conversion that offers; None for a
-    transformers that has no such conversion.
+def _others(method: str, quantizer: Any, offer: Offer) -> dict[str, Any]:
+    """Return the methods that a quantizer is to have instead of its own, by name; none for a method that has
+    no packed weights, and for a transformers that has no such conversions.
     """
     before = getattr(quantizer, _OPERATIONS, None)
     if before is None:
-        return None
+        return {}
+    if method in _BITSANDBYTES:
+        return _bitsandbytes(_loading(offer, eight=method == "bitsandbytes_8bit"))
     try:
-        from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+        operation = _fp8(offer) if method == "fp8" else _mxfp4(offer) if method == "mxfp4" else None
     except ImportError:
-        return None
+        return {}
+    if operation is None:
+        return {}
+
+    def get_load_operations(self: Any) -> dict[str, Any]:
+        operations: dict[str, Any] = before(self)
+        return {**operations, "dequantize": operation} if "dequantize" in operations else operations
+
+    return {_OPERATIONS: get_load_operations}
+
+
+def _fp8(offer: Offer) -> Any:
+    """Return transformers' conversion of fp8, but for a weight that is taken."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
     if not hasattr(Fp8Dequantize, "_get_target_dtype"):
         return None
     dequantize: Any = Fp8Dequantize  # transformers' types are not part of what it promises
@@ -90,22 +117,149 @@ def _offering(quantizer: Any, offer: Offer) -> Callable[[Any], dict[str, Any]] |
 
         def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> Any:
             """Answer as ever, with what the offer gave."""
-            codes, scales = (_single(input_dict.get(name)) for name in ("weight", "weight_scale_inv"))
-            name = kwargs.get("full_layer_name")
-            if codes is not None and scales is not None and name is not None:
-                dtype = self._get_target_dtype(kwargs.get("model"), name)
-                stand_in = offer(codes, scales, dtype) if dtype is not None else None
-                if stand_in is not None:
-                    return {name: stand_in}
+            tensors, name = _singles(input_dict), kwargs.get("full_layer_name")
+            if tensors.keys() >= {"weight", "weight_scale_inv"} and name is not None:
+                dtype = _target(kwargs.get("model"), name)
+                shape = tensors["weight"].shape
+                found = offer(lambda find: layouts.fp8(tensors, find), shape, dtype) if dtype else None
+                if found is not None:
+                    return {name: found}
             return super().convert(input_dict, **kwargs)
 
-    def get_load_operations(self: Any) -> dict[str, Any]:
-        operations: dict[str, Any] = before(self)
-        return {**operations, "dequantize": OfferingFp8} if "dequantize" in operations else operations
-
-    return get_load_operations
+    return OfferingFp8
 
 
-def _single(value: Any) -> torch.Tensor | None:
-    one = value[0] if isinstance(value, list) and len(value) == 1 else value
-    return one if isinstance(one, torch.Tensor) else None
+def _mxfp4(offer: Offer) -> Any:
+    """Return transformers' conversion of MXFP4, but for a weight that is taken."""
+    from transformers.integrations.mxfp4 import Mxfp4Dequantize
+
+    dequantize: Any = Mxfp4Dequantize
+
+    class OfferingMxfp4(dequantize):
+        """Offers a stack of experts before it is converted."""
+
+        def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> Any:
+            """Answer as ever, with what the offer gave."""
+            tensors, name = _singles(input_dict), kwargs.get("full_layer_name")
+            parts = {one: _ending(tensors, one) for one in ("blocks", "scales")}
+            both = {one: part for one, part in parts.items() if part is not None}
+            dtype = _target(kwargs.get("model"), name)
+            if len(both) == len(parts) and name is not None and dtype is not None:
+                matrices, rows, blocks, width = both["blocks"].shape
+                shape = torch.Size((matrices, blocks * width * 2, rows))
+                found = offer(lambda find: layouts.mxfp4(both, find), shape, dtype)
+                if found is not None:
+                    return {name: found}
+            return super().convert(input_dict, **kwargs)
+
+    return OfferingMxfp4
+
+
+def _loading(offer: Offer, *, eight: bool) -> Any:
+    """Return the conversion of bitsandbytes' weights, of 8 or of 4 bits."""
+    from transformers.core_model_loading import ConversionOps
+
+    base: Any = ConversionOps
+
+    class LoadingBitsAndBytes(base):
+        """Offers the weight of a layer; widens it, if it is not taken."""
+
+        def __init__(self, hf_quantizer: Any) -> None:
+            self.hf_quantizer = hf_quantizer
+
+        def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> Any:
+            """Return the weight, by its name."""
+            name = str(kwargs.get("full_layer_name"))
+            tensors = {key.removeprefix("weight."): one for key, one in _singles(input_dict).items()}
+            dtype = _target(kwargs.get("model"), name) or torch.float32
+            if len(tensors) == 1:  # not packed
+                return {name: next(iter(tensors.values())).to(dtype)}
+            return {
+                name: _eight(offer, name, tensors, dtype) if eight else _four(offer, name, tensors, dtype)
+            }
+
+    return LoadingBitsAndBytes
+
+
+def _eight(offer: Offer, name: str, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    shape, parts = tensors["weight"].shape, list(tensors.values())
+    found = offer(lambda find: layouts.int8(name, tensors, find), shape, dtype)
+    if found is not None:
+        return found
+    weight = layouts.int8(name, tensors, layouts.in_memory(parts))
+    if weight is None:
+        raise UnsupportedError(f"{name}: its parts are not there: {', '.join(sorted(tensors))}")
+    return layouts.widened(weight, parts, shape, dtype)
+
+
+def _four(offer: Offer, name: str, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    parts = list(tensors.values())
+    weight, shape, widened_to = layouts.four_bits(name, tensors, layouts.in_memory(parts))
+    if weight is None:
+        raise UnsupportedError(f"{name}: its parts are not there: {', '.join(sorted(tensors))}")
+    if widened_to == dtype:  # else it would be rounded once, and not twice as bitsandbytes does it
+        found = offer(lambda find: layouts.four_bits(name, tensors, find)[0], shape, dtype)
+        if found is not None:
+            return found
+    return layouts.widened(weight, parts, shape, widened_to).to(dtype)
+
+
+def _bitsandbytes(operation: Any) -> dict[str, Any]:
+    """Return what makes a quantizer of bitsandbytes load weights alone: its layers stay out of the model."""
+
+    def validate_environment(self: Any, *_args: Any, **_kwargs: Any) -> None:
+        if not self.pre_quantized:
+            raise UnsupportedError(
+                "BitsAndBytesConfig for a checkpoint in 16 bits: inside Init nothing is quantised by "
+                "transformers. Leave it out, and let Infinity do it, Init(frozen=True) with "
+                'frozen_dtype="nf4" or "int8"; or load a checkpoint that is quantised already.'
+            )
+        self.quantization_config.dequantize = True
+
+    def nothing(_self: Any, *_args: Any, **_kwargs: Any) -> None:
+        """Leave the model as it is."""
+
+    def the_model(_self: Any, model: Any, **_kwargs: Any) -> Any:
+        return model
+
+    def same(_self: Any, given: Any) -> Any:
+        return given
+
+    def never(_self: Any, *_args: Any, **_kwargs: Any) -> bool:
+        return False
+
+    def get_load_operations(_self: Any) -> dict[str, Any]:
+        return {"dequantize": operation}
+
+    return {
+        "validate_environment": validate_environment,
+        "update_device_map": same,
+        "adjust_max_memory": same,
+        "param_needs_quantization": never,
+        "_convert_model_for_quantization": nothing,
+        "_process_model_before_weight_loading": nothing,
+        "_process_model_after_weight_loading": the_model,
+        _OPERATIONS: get_load_operations,
+    }
+
+
+def _target(model: Any, name: str | None) -> torch.dtype | None:
+    """Return the type of the parameter of that name, which is what its values are converted to."""
+    if model is None or name is None:
+        return None
+    module, _, last = name.rpartition(".")
+    found = getattr(getattr(model.get_submodule(module), last, None), "dtype", None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def _singles(collected: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors that transformers has collected one of."""
+    single = {
+        name: value[0] if isinstance(value, list) and len(value) == 1 else value
+        for name, value in collected.items()
+    }
+    return {name: one for name, one in single.items() if isinstance(one, torch.Tensor)}
+
+
+def _ending(tensors: Mapping[str, torch.Tensor], end: str) -> torch.Tensor | None:
+    return next((one for name, one in tensors.items() if name.endswith(f"_{end}")), None)

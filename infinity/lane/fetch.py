@@ -91,11 +91,15 @@ class FetchPass(_UnitPass):
         super().__init__(unit, device, tile_numel, unit.flat)
 
     def tiles(self) -> Iterator[tuple[int, int]]:
-        """Cut the record into what a slot holds: several tiles, as `hi` is narrower than a whole record."""
+        """Cut the record into what a slot holds: several tiles, as `hi` is narrower than a whole record, and
+        more of what is packed in files, which comes to the unit's memory through the slot.
+        """
         self.adopts = frozenset({"hi"} & self.record.targets.keys())
         if self._hi_lies_in_place():
             return iter(())
-        form = self.record.form
+        form, at_once = self.record.form, self.record.tiles_read_at_once()
+        if at_once is not None and self._place_of_hi(0) is not None:
+            return tiles(self._filled(), self._tile_numel * at_once)
         # What lies in files takes its window, too, twice as much for small parameters: see checkpoint_store.
         width = form.width if self.record.in_files is None else 3 * form.width
         return tiles(self._filled(), self._tile_numel * max(1, form.slot_nbytes // width))

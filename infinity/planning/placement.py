@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -66,6 +66,19 @@ class Candidate:
     """Whether it may live on the device: updated seldom enough to pay there."""
     moves: bool = True
     """Whether it may be moved to host memory; False for a field that always lies there."""
+    packed_nbytes: int | None = None
+    """What is read of it for each use, and what it takes in host memory, where that is packed; None: nbytes,
+    which are what it takes on the device.
+    """
+
+    @property
+    def in_host(self) -> Candidate:
+        """As what it is in host memory."""
+        return self if self.packed_nbytes is None else replace(self, nbytes=self.packed_nbytes)
+
+    def nbytes_in(self, *tiers: Tier) -> int:
+        """Return the bytes that it takes in a tier, or that move between two."""
+        return self.in_host.nbytes if "host" in tiers else self.nbytes
 
     @property
     def key(self) -> Key:
@@ -173,7 +186,7 @@ def place(
     there = {key for key, tier in placed.items() if tier == "device"}
     on_device = choose(weights, budget.device_nbytes, 0, there, horizon_steps)
     taken = set(on_device)
-    rest = [candidate for candidate in candidates if candidate.moves and candidate.key not in taken]
+    rest = [one.in_host for one in candidates if one.moves and one.key not in taken]
     on_host = choose(rest, budget.host_nbytes, budget.gradient_nbytes, placed, horizon_steps)
     placement: dict[Key, Tier] = dict.fromkeys(on_device, "device")
     placement.update(dict.fromkeys(on_host, "host"))
@@ -193,7 +206,7 @@ def revise(
 
     Raises: ValueError naming what is placed and no candidate.
     """
-    sizes = {candidate.key: candidate.nbytes for candidate in candidates}
+    sizes = {candidate.key: candidate for candidate in candidates}
     if unknown := sorted(old.keys() - sizes.keys()):
         raise ValueError(f"placed, but no candidate: {unknown}; give every field that is placed as one")
     new = place(candidates, budget, old, horizon_steps)
@@ -212,11 +225,11 @@ def revise(
     return Revision(new, moves, f"{what}, {saves}: pays in {cost / gain:.0f} steps")
 
 
-def _held(placement: Placement, sizes: Mapping[Key, int], tier: Tier) -> int:
-    return sum(sizes[key] for key, where in placement.items() if where == tier)
+def _held(placement: Placement, sizes: Mapping[Key, Candidate], tier: Tier) -> int:
+    return sum(sizes[key].nbytes_in(tier) for key, where in placement.items() if where == tier)
 
 
-def _fits(placement: Placement, sizes: Mapping[Key, int], budget: PlacementBudget) -> bool:
+def _fits(placement: Placement, sizes: Mapping[Key, Candidate], budget: PlacementBudget) -> bool:
     return (
         _held(placement, sizes, "device") <= budget.device_nbytes
         and _held(placement, sizes, "host") <= budget.host_nbytes
@@ -232,23 +245,23 @@ def _saved(placement: Placement, candidates: Iterable[Candidate], budget: Placem
     for candidate in candidates:
         tier = placement.get(candidate.key, "nvme")
         if tier != "nvme":
-            saved += candidate.nbytes * candidate.density
+            saved += candidate.in_host.nbytes * candidate.density
         if tier == "device":
             saved += candidate.nbytes * candidate.reads * _LINK
         if tier == "host":
-            free -= candidate.nbytes
+            free -= candidate.in_host.nbytes
     return saved - GRADIENT_DENSITY * max(0, budget.gradient_nbytes - max(0, free))
 
 
 def _moves(
-    old: Placement, new: Placement, sizes: Mapping[Key, int], budget: PlacementBudget
+    old: Placement, new: Placement, sizes: Mapping[Key, Candidate], budget: PlacementBudget
 ) -> tuple[Move, ...]:
     """Return the moves from one placement to another, in an order that keeps within the budget all along."""
 
     def between(source: Tier, target: Tier) -> Iterator[Move]:
         for key in old if target == "nvme" else new:
             if old.get(key, "nvme") == source and new.get(key, "nvme") == target:
-                yield Move(*key, sizes[key], source, target)
+                yield Move(*key, sizes[key].nbytes_in(source, target), source, target)
 
     moves = list(between("host", "nvme"))
     free = budget.host_nbytes - _held(old, sizes, "host") + sum(move.nbytes for move in moves)

@@ -25,8 +25,8 @@ from infinity.errors import CorruptionError
 from infinity.planning.layout import FP32, FieldCuts, Format, Shard
 from infinity.records.checksums import FieldTile, TileChecksums
 from infinity.sizes import BLOCK
-from infinity.storage.checkpoint_store import CheckpointStore, FileRange
-from infinity.storage.packed import Block8
+from infinity.storage.checkpoint_store import CheckpointStore
+from infinity.storage.packed import FileRange, Packed
 from infinity.storage.store import DONE, DiskStore, Extent, HostStore, Request, Store, Transfer
 
 if TYPE_CHECKING:
@@ -144,7 +144,9 @@ class Record:
 
     def nbytes(self, tier: str) -> int:
         """Bytes the record takes in a tier."""
-        return sum(extent.nbytes for extent in self._extents.values() if extent.store.tier == tier)
+        kept = self.packed_copy if tier == "host" else None
+        fields = sum(extent.nbytes for extent in self._extents.values() if extent.store.tier == tier)
+        return fields + (kept.nbytes if kept is not None else 0)
 
     def span(self, name: str) -> int:
         """Elements of a field that are moved and hashed at once: a tile, or several if it is `packed`."""
@@ -177,7 +179,7 @@ class Record:
         """
         return self._in_files
 
-    def lie_in(self, store: CheckpointStore, ranges: Sequence[FileRange | Block8]) -> None:
+    def lie_in(self, store: CheckpointStore, ranges: Sequence[FileRange | Packed]) -> None:
         """Let the weights be these ranges, one for each whole parameter, of a checkpoint's files.
 
         Raises: CorruptionError, OSError naming the file.
@@ -194,6 +196,36 @@ class Record:
     def trust(self, hashes: array[int]) -> None:
         """Compare what is read of the files with these checksums, of an earlier process."""
         self._hashes["hi"] = hashes
+
+    @property
+    def packed_nbytes(self) -> int | None:
+        """Bytes of the files that `hi` is, where any of its parameters are packed in them; else None."""
+        if self._in_files is None or not isinstance(self._in_files.store, CheckpointStore):
+            return None
+        return self._in_files.store.packed_nbytes(self._in_files)
+
+    def tiles_read_at_once(self) -> int | None:
+        """Return how many tiles of what is packed in files fill a slot as they are there; all of those that
+        are transposed there. None where nothing is packed.
+        """
+        packed = self.packed_nbytes
+        if packed is None or self._in_files is None or not isinstance(self._in_files.store, CheckpointStore):
+            return None
+        if self._in_files.store.transposes(self._in_files):
+            return -(-self.shard.numel // self.tile_numel)
+        return max(1, self.form.slot_nbytes * self.shard.numel // packed)
+
+    def keep_packed(self, extent: Extent) -> None:
+        """Keep what is packed in files in host memory as it is there: `extent`, of `packed_nbytes`."""
+        if self._in_files is not None and isinstance(self._in_files.store, CheckpointStore):
+            self._in_files.store.keep(self._in_files, extent)
+
+    @property
+    def packed_copy(self) -> Extent | None:
+        """Where in host memory what is packed in files is kept as it is there; None for nowhere."""
+        if self._in_files is None or not isinstance(self._in_files.store, CheckpointStore):
+            return None
+        return self._in_files.store.copy_of(self._in_files)
 
     def make_own(self, store: Store) -> None:
         """Leave the files: give the weights extents in `store`, undefined until they are written; `hi` stays
@@ -223,6 +255,8 @@ class Record:
     def leave_host(self) -> None:
         """Let go of the copy in host memory of what lies in files."""
         pinned = self._extents["hi"]
+        if self._in_files is not None and isinstance(self._in_files.store, CheckpointStore):
+            self._in_files.store.forget(self._in_files)
         if self._in_files is not None and pinned is not self._in_files:
             self._extents["hi"] = self._in_files
             self._moved()
@@ -333,7 +367,7 @@ class Record:
         what, offset = f"{self.name}.{name}", self._cuts.offset(name, start)
         moved = nbytes
         if isinstance(disk, CheckpointStore):
-            moved = disk.moved_nbytes(extent, offset, nbytes)
+            moved = disk.moved_nbytes(extent, offset, nbytes, window[1])
         self._traffic.read[disk.tier, name] += moved
         return disk.read(Request(extent, offset, address, nbytes, what, owner, urgent, more, window))
 

@@ -7,7 +7,12 @@ there to where they belong when the read is awaited. What lies on whole blocks b
 its place. A file's last bytes, less than a block, are read through the page cache, as is everything on file
 systems without O_DIRECT.
 
-Packed weights are always read into the window, and widened from there: see packed.
+Packed weights are always read into the window, and widened from there: see packed. What a window does not
+hold at once, as a matrix that its file has transposed, is read in several turns.
+
+[Note: packed copies]
+Packed weights that are to stay in host memory stay packed: `keep` gives an extent memory for its ranges of
+files, which the next reads fill on their way. What is there is no more read, but widened where it is used.
 
 [Note: files that change]
 Nobody keeps others from writing to these files. What a file was when it was opened, its size and the time of
@@ -21,7 +26,8 @@ import ctypes
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,18 +37,10 @@ from infinity.errors import CorruptionError, UnsupportedError
 from infinity.planning.layout import Format
 from infinity.sizes import BLOCK, format_size, round_up
 from infinity.storage.memory import Arena, view
-from infinity.storage.packed import Block8
+from infinity.storage.packed import FileRange, Packed, PackedCut
 from infinity.storage.store import AllOf, Extent, Request
 
 logger = logging.getLogger("infinity")
-
-
-class FileRange(NamedTuple):
-    """The bytes of a file that are a tensor's values."""
-
-    path: str
-    offset: int
-    nbytes: int
 
 
 class CheckpointFile:
@@ -113,66 +111,6 @@ def _moment(ns: int) -> str:
     return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(ns // 10**9))}.{ns % 10**9:09d}"
 
 
-class FilePart(NamedTuple):
-    """Bytes of a file that are bytes [at, at + nbytes) of a field."""
-
-    file: CheckpointFile
-    offset: int
-    nbytes: int
-    at: int
-
-    def sources(self, first: int, nbytes: int) -> list[_Source]:
-        """Return what of files is read for bytes [first, first + nbytes) of the part."""
-        return [_Source(self.file, self.offset + first, nbytes)]
-
-    def put(self, first: int, nbytes: int, target: int, at: Sequence[int]) -> None:
-        """Put bytes [first, first + nbytes) to `target`, from the addresses of their sources."""
-        kernels.copy(nbytes, target, at[0])
-
-    def describe(self) -> list[Any]:
-        """Return it as plain values for JSON; the first is a file's path."""
-        return [self.file.path, self.file.nbytes, self.offset, self.nbytes, self.at]
-
-
-class PackedPart(NamedTuple):
-    """Elements of a packed weight that are bytes [at, at + nbytes) of a field, widened to `dtype`."""
-
-    file: CheckpointFile
-    scales_file: CheckpointFile
-    weight: Block8
-    dtype: str
-    width: int
-    first: int
-    """The weight's element at byte `at`."""
-    nbytes: int
-    at: int
-
-    @property
-    def offset(self) -> int:
-        """The byte of the file at which its codes begin."""
-        return self.weight.codes(self.first, 1)[0]
-
-    def sources(self, first: int, nbytes: int) -> list[_Source]:
-        """See FilePart."""
-        element, numel = self.first + first // self.width, nbytes // self.width
-        codes, scales = self.weight.codes(element, numel), self.weight.scales(element, numel)
-        return [_Source(self.file, *codes), _Source(self.scales_file, *scales)]
-
-    def put(self, first: int, nbytes: int, target: int, at: Sequence[int]) -> None:
-        """See FilePart."""
-        element, numel = self.first + first // self.width, nbytes // self.width
-        self.weight.widen(self.dtype, element, numel, at[0], at[1], target)
-
-    def describe(self) -> list[Any]:
-        """See FilePart."""
-        weight = self.weight
-        scales = [self.scales_file.nbytes, weight.scales_offset, *weight.blocks]
-        return [self.file.path, self.file.nbytes, self.offset, self.nbytes, self.at, self.dtype, *scales]
-
-
-Part = FilePart | PackedPart
-
-
 class _Source(NamedTuple):
     """Bytes of a file."""
 
@@ -187,6 +125,103 @@ class _Source(NamedTuple):
         if self.file.direct:
             low, high = low // BLOCK * BLOCK, min(round_up(high, BLOCK), self.file.nbytes)
         return low, high
+
+    @property
+    def room_nbytes(self) -> int:
+        """Bytes of a window that it takes."""
+        low, high = self.block_range
+        return round_up(high - low, BLOCK)
+
+
+class _Turn(NamedTuple):
+    """What is read of a part at once, and what puts it in its place from the addresses of its sources."""
+
+    part: Part
+    sources: list[_Source]
+    put: Callable[[Sequence[int]], None]
+
+
+class FilePart(NamedTuple):
+    """Bytes of a file that are bytes [at, at + nbytes) of a field."""
+
+    file: CheckpointFile
+    offset: int
+    nbytes: int
+    at: int
+
+    def sources(self) -> list[_Source]:
+        """Return all that it is of files."""
+        return [_Source(self.file, self.offset, self.nbytes)]
+
+    def turns(self, first: int, nbytes: int, target: int, room_nbytes: int) -> Iterator[_Turn]:
+        """Yield what is read into a window of `room_nbytes`, one after the other, to put bytes [first,
+        first + nbytes) of the part to `target`.
+        """
+        most = max(BLOCK, room_nbytes // BLOCK * BLOCK - 2 * BLOCK)
+        for at in range(0, nbytes, most):
+            n = min(most, nbytes - at)
+
+            def put(places: Sequence[int], n: int = n, to: int = target + at) -> None:
+                kernels.copy(n, to, places[0])
+
+            yield _Turn(self, [_Source(self.file, self.offset + first + at, n)], put)
+
+    def describe(self) -> list[Any]:
+        """Return it as plain values for JSON; the first is a file's path."""
+        return [self.file.path, self.file.nbytes, self.offset, self.nbytes, self.at]
+
+
+class PackedPart(NamedTuple):
+    """Elements of a packed weight that are bytes [at, at + nbytes) of a field, widened to `dtype`."""
+
+    files: Mapping[str, CheckpointFile]
+    weight: Packed
+    dtype: str
+    width: int
+    first: int
+    """The weight's element at byte `at`."""
+    nbytes: int
+    at: int
+
+    @property
+    def file(self) -> CheckpointFile:
+        """The file with its codes."""
+        return self.files[self.weight.ranges[0].path]
+
+    @property
+    def offset(self) -> int:
+        """The byte of the file at which its codes begin."""
+        return self.sources()[0].offset
+
+    def _of(self, ranges: Iterable[FileRange]) -> list[_Source]:
+        return [_Source(self.files[one.path], one.offset, one.nbytes) for one in ranges]
+
+    def sources(self) -> list[_Source]:
+        """See FilePart."""
+        cuts = list(self.weight.cuts(self.first, self.nbytes // self.width, _ANY_ROOM))
+        first = cuts[0].first
+        return self._of(self.weight.sources(first, cuts[-1].first + cuts[-1].numel - first))
+
+    def turns(self, first: int, nbytes: int, target: int, room_nbytes: int) -> Iterator[_Turn]:
+        """See FilePart."""
+        element, numel = self.first + first // self.width, nbytes // self.width
+        for cut in self.weight.cuts(element, numel, room_nbytes):
+
+            def put(places: Sequence[int], cut: PackedCut = cut) -> None:
+                self.weight.widen(self.dtype, cut, places, element, numel, target)
+
+            yield _Turn(self, self._of(cut.sources), put)
+
+    def describe(self) -> list[Any]:
+        """See FilePart."""
+        sizes = [self.files[one.path].nbytes for one in self.weight.ranges]
+        place = [self.offset, self.nbytes, self.at, self.dtype, self.first]
+        return [self.file.path, self.file.nbytes, *place, *sizes, *self.weight.describe()]
+
+
+Part = FilePart | PackedPart
+
+_ANY_ROOM = 1 << 62
 
 
 class _Read(NamedTuple):
@@ -207,10 +242,14 @@ class _SpareRoom:
         self._what = request.what
         self.reads: list[_Read] = []
 
+    def holds(self, sources: Sequence[_Source]) -> bool:
+        """Whether there is room for them."""
+        return self._free + sum(one.room_nbytes for one in sources) <= self._end
+
     def take(self, source: _Source) -> int:
         """Have bytes of a file read into the window; return their address there."""
         file, (low, high) = source.file, source.block_range
-        address, size = self._free, round_up(high - low, BLOCK)
+        address, size = self._free, source.room_nbytes
         if address + size > self._end:
             raise AssertionError(f"{self._what}: expected a window of {size} B, got {self._end - address} B")
         self._free += size
@@ -222,18 +261,84 @@ class _SpareRoom:
         return address + source.offset - low
 
 
+class _PackedCopy:
+    """The bytes of files that an extent's parts are, in host memory; see [Note: packed copies]."""
+
+    def __init__(self, parts: Sequence[Part], extent: Extent) -> None:
+        """Begin without any. extent: in host memory, of `copy_nbytes`."""
+        self.extent = extent
+        self._sources: dict[int, list[tuple[_Source, int]]] = {}
+        self._there: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        free = extent.offset
+        for part in parts:
+            places = self._sources[part.at] = []
+            for source in part.sources():
+                places.append((source, free))
+                free += round_up(source.nbytes, _COPIES_ALIGNED)
+
+    def places(self, turn: _Turn) -> list[int]:
+        """Return the addresses of a turn's sources, whether their bytes are there or not."""
+        whole = self._sources[turn.part.at]
+        return [at + one.offset - of.offset for one, (of, at) in zip(turn.sources, whole, strict=True)]
+
+    def has(self, turn: _Turn) -> bool:
+        """Whether all bytes of a turn are there."""
+        return all(
+            any(first <= one.offset and one.offset + one.nbytes <= last for first, last in there)
+            for one, there in zip(turn.sources, self._ranges(turn), strict=True)
+        )
+
+    def _ranges(self, turn: _Turn) -> list[list[tuple[int, int]]]:
+        at = turn.part.at
+        return [self._there.setdefault((at, number), []) for number in range(len(turn.sources))]
+
+    def take(self, turn: _Turn, at: Sequence[int]) -> None:
+        """Copy the bytes of a turn from these addresses."""
+        for one, to, address, there in zip(
+            turn.sources, self.places(turn), at, self._ranges(turn), strict=True
+        ):
+            kernels.copy(one.nbytes, to, address)
+            first, last = one.offset, one.offset + one.nbytes
+            touching = [other for other in there if other[0] <= last and first <= other[1]]
+            for other in touching:
+                there.remove(other)
+                first, last = min(first, other[0]), max(last, other[1])
+            there.append((first, last))
+
+
+_COPIES_ALIGNED = 64
+
+
 class _Arriving:
     """The transfers of one request, whose bytes are put in their places when they are awaited."""
 
-    def __init__(self, parts: Sequence[aio.Completion], puts: Sequence[Callable[[], None]]) -> None:
-        """puts: put the bytes in their places, once all are there."""
-        self._all = AllOf(parts) if parts else None
-        self._puts = puts
+    def __init__(
+        self,
+        store: CheckpointStore,
+        request: Request,
+        turns: Iterable[_Turn],
+        straight: Sequence[_Read],
+    ) -> None:
+        """Begin with as many turns as the window holds, and with what goes to its place by itself."""
+        self._store, self._request, self._turns = store, request, deque(turns)
+        self._all: AllOf | None = None
+        self._puts: list[Callable[[], None]] = []
+        self._begin(straight)
+
+    def _begin(self, straight: Sequence[_Read] = ()) -> None:
+        window = _SpareRoom(self._request)
+        window.reads += straight
+        self._puts = []
+        while self._turns and (not self._puts or window.holds(self._turns[0].sources)):
+            turn = self._turns.popleft()
+            self._puts.append(self._store.turned(self._request, turn, window))
+        begun = self._store.begin(window.reads, self._request)
+        self._all = AllOf(begun) if begun else None
 
     @property
     def done(self) -> bool:
         """Whether all reads are over."""
-        return self._all is None or self._all.done
+        return not self._turns and (self._all is None or self._all.done)
 
     @property
     def began_s(self) -> float:
@@ -246,12 +351,16 @@ class _Arriving:
         return self._all.ended_s if self._all is not None else None
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for all reads, then put the bytes in their places."""
-        if self._all is not None:
-            self._all.wait(timeout_s)
-        puts, self._puts = self._puts, ()
-        for put in puts:
-            put()
+        """Wait for the reads, then put the bytes in their places, turn by turn."""
+        while True:
+            if self._all is not None:
+                self._all.wait(timeout_s)
+            puts, self._puts = self._puts, []
+            for put in puts:
+                put()
+            if not self._turns:
+                return
+            self._begin()
 
 
 class CheckpointStore:
@@ -266,6 +375,7 @@ class CheckpointStore:
         self._owns = engine is None
         self._files: dict[str, CheckpointFile] = {}
         self._parts: dict[int, tuple[Part, ...]] = {}
+        self._copies: dict[int, _PackedCopy] = {}
         self._next = 0
 
     @property
@@ -280,24 +390,24 @@ class CheckpointStore:
             self._files[real] = CheckpointFile(self._engine, real)
         return self._files[real]
 
-    def part(self, values: FileRange | Block8, form: Format, first: int, numel: int, start: int) -> Part:
+    def part(self, values: FileRange | Packed, form: Format, first: int, numel: int, start: int) -> Part:
         """Return elements [first, first + numel) of a parameter, whose values these are, as a part of a field
         `hi` in which they begin at element `start`.
 
         Raises: OSError naming a file that cannot be opened.
         """
-        at, nbytes, file = form.nbytes("hi", start), form.nbytes("hi", numel), self.file(values.path)
-        if isinstance(values, Block8):
-            scales = self.file(values.scales_path)
-            return PackedPart(file, scales, values, form.dtype, form.width, first, nbytes, at)
-        return FilePart(file, values.offset + form.nbytes("hi", first), nbytes, at)
+        at, nbytes = form.nbytes("hi", start), form.nbytes("hi", numel)
+        if isinstance(values, Packed):
+            files = {one.path: self.file(one.path) for one in values.ranges}
+            return PackedPart(files, values, form.dtype, form.width, first, nbytes, at)
+        return FilePart(self.file(values.path), values.offset + form.nbytes("hi", first), nbytes, at)
 
     def lay(self, parts: Sequence[Part], nbytes: int) -> Extent:
         """Return an extent of `nbytes` that consists of `parts`, in rising order, and of zeros between them.
 
         Raises: CorruptionError for a file that ends before a part.
         """
-        for file, offset, size in (one for part in parts for one in part.sources(0, part.nbytes)):
+        for file, offset, size in (one for part in parts for one in part.sources()):
             if offset + size > file.nbytes:
                 raise CorruptionError(
                     f"{file.path}: bytes {offset} to {offset + size} are asked for, and the file has "
@@ -312,20 +422,59 @@ class CheckpointStore:
         raise UnsupportedError(f"{what}: {format_size(nbytes)} cannot be allocated in a checkpoint's files")
 
     def free(self, extent: Extent) -> None:
-        """Forget an extent; its bytes stay where they are."""
+        """Forget an extent, and its copy; its bytes stay where they are."""
+        self.forget(extent)
         self._parts.pop(extent.offset, None)
+
+    # Packed copies
+
+    def packed_nbytes(self, extent: Extent) -> int | None:
+        """Return the bytes of files that an extent is, where any of them are packed; else None."""
+        parts = self._parts[extent.offset]
+        if not any(isinstance(one, PackedPart) for one in parts):
+            return None
+        return sum(round_up(one.nbytes, _COPIES_ALIGNED) for part in parts for one in part.sources())
+
+    def transposes(self, extent: Extent) -> bool:
+        """Whether any part of an extent is in another order in its file: it is best read at once."""
+        parts = self._parts[extent.offset]
+        return any(isinstance(one, PackedPart) and one.weight.transposed for one in parts)
+
+    def keep(self, extent: Extent, to: Extent) -> None:
+        """Keep an extent's bytes of files in host memory, in `to`, from their next read on: see
+        [Note: packed copies].
+        """
+        self._copies[extent.offset] = _PackedCopy(self._parts[extent.offset], to)
+
+    def copy_of(self, extent: Extent) -> Extent | None:
+        """Return where an extent's bytes are kept, or are to be; None for nowhere."""
+        copy = self._copies.get(extent.offset)
+        return copy.extent if copy is not None else None
+
+    def forget(self, extent: Extent) -> None:
+        """Free an extent's copy, if it has one, while nobody reads it."""
+        copy = self._copies.pop(extent.offset, None)
+        if copy is not None:
+            copy.extent.store.free(copy.extent)
+
+    # Transfers
 
     def write(self, request: Request) -> _Arriving:
         """Refuse: see `allocate`."""
         raise UnsupportedError(f"{request.what}: a checkpoint's files are never written")
 
-    def moved_nbytes(self, extent: Extent, start: int, nbytes: int) -> int:
-        """Return the bytes that a read of `nbytes` of an extent moves, whole windows counted."""
-        moved = 0
+    def moved_nbytes(self, extent: Extent, start: int, nbytes: int, room_nbytes: int) -> int:
+        """Return the bytes that a read of `nbytes` of an extent, by a window of `room_nbytes`, moves: whole
+        blocks of files.
+        """
+        moved, copy = 0, self._copies.get(extent.offset)
         for part, first, last in self._within(extent, start, start + nbytes):
-            for source in part.sources(first - part.at, last - first):
-                low, high = source.block_range
-                moved += high - low
+            for turn in part.turns(first - part.at, last - first, 0, room_nbytes):
+                if copy is not None and copy.has(turn):
+                    continue
+                for source in turn.sources:
+                    low, high = source.block_range
+                    moved += high - low
         return moved
 
     def read(self, request: Request) -> _Arriving:
@@ -334,23 +483,38 @@ class CheckpointStore:
         Raises: CorruptionError for a file that has changed.
         """
         at, stop = request.start, request.start + request.nbytes
-        window = _SpareRoom(request)
-        puts: list[Callable[[], None]] = []
+        turns: list[_Turn] = []
+        straight: list[_Read] = []
+        kept = request.extent.offset in self._copies
         for part, first, last in self._within(request.extent, at, stop):
             self._clear(request, at, first)
             at, nbytes, target = last, last - first, request.address + first - request.start
-            sources = part.sources(first - part.at, nbytes)
-            for source in sources:
-                source.file.check()
-            if isinstance(part, FilePart) and (
-                not part.file.direct or (sources[0].offset | target | nbytes) % BLOCK == 0
-            ):
-                window.reads.append(_Read(part.file, sources[0].offset, target, nbytes))
-                continue
-            places = [window.take(source) for source in sources]
-            puts.append(partial(part.put, first - part.at, nbytes, target, places))
+            if isinstance(part, FilePart) and not kept:
+                offset = part.offset + first - part.at
+                if not part.file.direct or (offset | target | nbytes) % BLOCK == 0:
+                    part.file.check()
+                    straight.append(_Read(part.file, offset, target, nbytes))
+                    continue
+            turns += part.turns(first - part.at, nbytes, target, request.window[1])
         self._clear(request, at, stop)
-        return _Arriving(self._begin(window.reads, request), puts)
+        return _Arriving(self, request, turns, straight)
+
+    def turned(self, request: Request, turn: _Turn, window: _SpareRoom) -> Callable[[], None]:
+        """Have what a turn needs read, and return what puts it in its place when that is over."""
+        copy = self._copies.get(request.extent.offset)
+        if copy is not None and copy.has(turn):
+            return partial(turn.put, copy.places(turn))
+        for source in turn.sources:
+            source.file.check()
+        places = [window.take(source) for source in turn.sources]
+        if copy is None:
+            return partial(turn.put, places)
+
+        def keep_and_put() -> None:
+            copy.take(turn, places)
+            turn.put(places)
+
+        return keep_and_put
 
     def _within(self, extent: Extent, start: int, stop: int) -> Iterator[tuple[Part, int, int]]:
         """Yield the parts in bytes [start, stop) of an extent, with the first and last byte of each there."""
@@ -364,7 +528,8 @@ class CheckpointStore:
         if stop > start:
             ctypes.memset(request.address + start - request.start, 0, stop - start)
 
-    def _begin(self, reads: Sequence[_Read], request: Request) -> list[aio.Completion]:
+    def begin(self, reads: Sequence[_Read], request: Request) -> list[aio.Completion]:
+        """Begin reads of one request."""
         begun: list[aio.Completion] = []
         try:
             for number, one in enumerate(reads, 1):
@@ -388,8 +553,8 @@ class CheckpointStore:
     def where(self, extent: Extent, start: int) -> str:
         """Name a place for an error message."""
         for part, first, _ in self._within(extent, start, extent.nbytes):
-            source = part.sources(first - part.at, 1)[0]
-            return f"{source.file.path} at byte {source.offset}"
+            offset = part.offset + (first - part.at if isinstance(part, FilePart) else 0)
+            return f"{part.file.path} at byte {offset}"
         return "padding"
 
     def describe(self, extent: Extent) -> dict[str, Any]:

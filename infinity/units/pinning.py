@@ -8,6 +8,11 @@ memory leaves it there. It moves down by being written, between two steps or rou
 How often a slice is used shows slowly, and the placement is decided seldom. Where host memory has room that
 nothing is placed in and gradients do not need, a slice takes it with its first fetch, as caches do: it would
 be written back otherwise, so that costs nothing, and what is used more often takes its place later.
+
+[Note: packed weights]
+What is packed in a checkpoint's files stays packed in host memory, unless all fields of all units fit there
+as what they are widened to: then nothing is left to be done for a use. That is decided once a step or a round
+has shown what gradients take, and a base that did not fit stays packed from then on.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from types import MappingProxyType
 
 from infinity.lane.lane import StreamLane
@@ -31,6 +37,8 @@ from infinity.planning.placement import (
     Tier,
     revise,
 )
+from infinity.records.record import Record
+from infinity.sizes import BLOCK, round_up
 from infinity.storage.memory import Ledger
 from infinity.storage.store import HostStore, Store
 from infinity.units.device_tier import DeviceTier
@@ -78,6 +86,9 @@ class Pins:
         """What has taken free room since the placement was decided."""
         self._steps = 0
         self._rounds = 0
+        self._packs = False
+        self._packed: set[int] = set()
+        """Units whose `hi` has a place in host memory, or waits for one, packed."""
 
     def close_step(self) -> None:
         """Decide anew from time to time, first after the first step: it shows what gradients take. After each
@@ -89,6 +100,7 @@ class Pins:
         self._gradient_nbytes = max(self._gradient_nbytes, held)
         if self._steps % REVISED_EVERY == 1 or self._frequencies.unsettled or self._rounds:
             budget = self._budget(self._gradient_nbytes)
+            self._decide_packing(budget.host_nbytes - self._gradient_nbytes)
             self._revise(revise(self._placement, list(self._candidates(self._frequencies)), budget))
         self._rounds = 0
         self._set_targets()
@@ -130,6 +142,7 @@ class Pins:
         self._rounds += 1
         if self._rounds & (self._rounds - 1) == 0 or expected.unsettled:
             budget = self._budget(0, self._in_use_nbytes())
+            self._decide_packing(budget.host_nbytes)
             candidates = list(self._candidates(expected))
             self._revise(revise(self._placement, candidates, budget, horizon_steps=2 * self._rounds))
         self._set_targets()
@@ -149,18 +162,23 @@ class Pins:
         self._revise(revise(self._placement, list(self._candidates(self._frequencies)), held))
 
     def _forget_own(self) -> None:
-        """Without NVMe, what has left its checkpoint's files since lies in host memory for good: it is placed
-        no longer, and waits for no room.
+        """Forget the place of what has left its checkpoint's files since, where that is no longer its own.
+        Without NVMe it lies in host memory for good: it is placed no longer, and waits for no room. With
+        NVMe, what was packed in host memory is there no more.
         """
         self._place_admitted()
-        if self._nvme is not self._host:
-            return
         placed = {key for key, tier in self._placement.items() if tier == "host"}
         gone = {key for key in placed if self._units[key[0]].record.in_files is None}
+        if self._nvme is not self._host:
+            gone = {key for key in gone if key[1] == "hi" and key[0] in self._packed}
         for move in [one for one in self._to_host if (one.unit, one.field) in gone]:
             self._to_host.remove(move)
-            self._kept.set_aside(-self._held_nbytes(move))
-        kept = {key: tier for key, tier in self._placement.items() if key not in gone}
+            self._kept.set_aside(-move.nbytes)
+        self._packed -= {unit for unit, _ in gone}
+        self._drop(gone)
+
+    def _drop(self, keys: AbstractSet[Key]) -> None:
+        kept = {key: tier for key, tier in self._placement.items() if key not in keys}
         self._placement = MappingProxyType(kept)
 
     def _in_use_nbytes(self) -> int:
@@ -171,8 +189,8 @@ class Pins:
         """Bytes of placed fields that are in host memory, or have their room there."""
         waiting = {(move.unit, move.field) for move in self._to_host}
         placed = {key for key, tier in self._placement.items() if tier == "host"}
-        here = (self._units[unit].record.field_nbytes(name) for unit, name in placed - waiting)
-        return sum(here)
+        records = ((self._units[unit].record, name) for unit, name in placed - waiting)
+        return sum(self._packed_nbytes(*one) or one[0].field_nbytes(one[1]) for one in records)
 
     def _revise(self, revision: Revision) -> None:
         self.reason = revision.reason
@@ -184,8 +202,29 @@ class Pins:
         self._placement = revision.placement
         for move in revision.moves:
             if move.target == "host":
-                self._kept.set_aside(self._held_nbytes(move))
+                self._kept.set_aside(move.nbytes)
                 self._to_host.append(move)
+                if self._packed_nbytes(self._units[move.unit].record, move.field) is not None:
+                    self._packed.add(move.unit)
+
+    def _decide_packing(self, room_nbytes: int) -> None:
+        """Decide whether packed weights stay packed in host memory: all that is there does not fit else."""
+        fields = ((unit.record, name) for unit in self._units for name in unit.record.fields)
+        if self._packs or sum(record.field_nbytes(name) for record, name in fields) <= room_nbytes:
+            return
+        widened = {
+            (unit, name): self._units[unit].record.field_nbytes(name)
+            for (unit, name), tier in self._placement.items()
+            if (tier, name) == ("host", "hi") and self._units[unit].record.packed_nbytes is not None
+        }
+        self._leave([Move(*key, nbytes, "host", "nvme") for key, nbytes in widened.items()])
+        self._drop(widened.keys())
+        self._packs = True
+
+    def _packed_nbytes(self, record: Record, name: str) -> int | None:
+        """Return the bytes that a field takes in host memory, where it is to stay packed there."""
+        packed = record.packed_nbytes if name == "hi" and self._packs else None
+        return None if packed is None else round_up(packed, BLOCK)
 
     def _candidates(self, expected: Frequencies) -> Iterator[Candidate]:
         """Every field, with what a step, or a round, is expected to read and write of it."""
@@ -200,17 +239,32 @@ class Pins:
                 reads = fetches - anew if name == "hi" else updates
                 nbytes = unit.record.field_nbytes(name)
                 lasts = _READS_PER_UPDATE * updates <= reads
-                yield Candidate(unit.index, name, nbytes, reads, updates, lasts, moves)
-
-    def _held_nbytes(self, move: Move) -> int:
-        return self._units[move.unit].record.field_nbytes(move.field)
+                packed = self._packed_nbytes(unit.record, name)
+                yield Candidate(unit.index, name, nbytes, reads, updates, lasts, moves, packed)
 
     def _set_targets(self) -> None:
         """Give fields their place in host memory, as far as this step's gradients leave room by now."""
-        while self._to_host and self._held_nbytes(self._to_host[0]) <= self._kept.free_nbytes:
+        while self._to_host and self._to_host[0].nbytes <= self._kept.free_nbytes:
             move = self._to_host.popleft()
-            nbytes = self._held_nbytes(move)
-            self._units[move.unit].record.targets[move.field] = self._host.allocate_promised(nbytes)
+            record, extent = self._units[move.unit].record, self._host.allocate_promised(move.nbytes)
+            if self._packed_nbytes(record, move.field) is not None:
+                record.keep_packed(extent)
+            else:
+                record.targets[move.field] = extent
+
+    def _stop_coming(self, move: Move) -> None:
+        """Have a field that waits for its place in host memory, or is on its way there, stay where it is."""
+        record = self._units[move.unit].record
+        if move.field == "hi":
+            self._packed.discard(move.unit)
+        waiting = [one for one in self._to_host if (one.unit, one.field) == (move.unit, move.field)]
+        if waiting:
+            self._to_host.remove(waiting[0])
+            self._kept.set_aside(-waiting[0].nbytes)
+        elif move.field in record.targets:
+            self._lane.drain()  # a pass under way may adopt it
+            if move.field in record.targets:
+                self._host.free(record.targets.pop(move.field))
 
     def _leave(self, moves: Sequence[Move]) -> None:
         """Move fields to NVMe; those that were still on their way up stay there. The record of a field that
@@ -219,15 +273,9 @@ class Pins:
         jobs: list[tuple[Unit, LeavePass]] = []
         for move in moves:
             unit = self._units[move.unit]
-            waiting = [one for one in self._to_host if (one.unit, one.field) == (move.unit, move.field)]
-            if waiting:
-                self._to_host.remove(waiting[0])
-                self._kept.set_aside(-self._held_nbytes(move))
-            elif move.field in unit.record.targets:
-                self._lane.drain()  # a pass under way may adopt it
-                if move.field in unit.record.targets:
-                    self._host.free(unit.record.targets.pop(move.field))
-            if not unit.record.in_host(move.field):
+            self._stop_coming(move)
+            kept = unit.record.packed_copy is not None and move.field == "hi"
+            if not kept and not unit.record.in_host(move.field):
                 continue
             if unit.record.in_files is not None and move.field == "hi":
                 self._lane.drain()

@@ -113,11 +113,27 @@ def test_fp8_weights_with_block_scales_give_the_answers_of_transformers(folder, 
     ids = torch.tensor([words("the cat sat")["input_ids"]])
     tokens = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=1)[0, ids.shape[1] :]
     assert answers[0]["completion"] == words.decode(tokens, skip_special_tokens=True)
-    quantised.add_method(path, quant_method="mxfp4")
+    quantised.add_method(path, quant_method="gptq")
     (folder / "answers.jsonl").unlink()
     assert run(path, [json.dumps({"prompt": "the"})], folder=folder)[0] == 1
     said = " ".join(capsys.readouterr().err.split())
-    assert "quantized weights (mxfp4) cannot be used by this command" in said
+    assert "quantized weights (gptq) cannot be used by this command" in said
+
+
+def test_4_bit_weights_give_the_answers_of_what_they_are_widened_to(folder, capsys):
+    pytest.importorskip("transformers.core_model_loading", reason="transformers 5 alone is seen to")
+    packed, plain = folder / "packed", folder / "plain"
+    quantised.bitsandbytes_llama(packed, "nf4 nested", plain)
+    answers = []
+    for path in (packed, plain):
+        tokenizer().save_pretrained(path)
+        (folder / "answers.jsonl").unlink(missing_ok=True)
+        code, said = run(
+            path, [json.dumps({"prompt": "the cat sat"})], "--host-memory", "4MiB", folder=folder
+        )
+        assert code == 0, capsys.readouterr().err
+        answers.append(said)
+    assert answers[0] == answers[1]
 
 
 def test_a_line_ends_at_a_line_feed_alone(tmp_path):

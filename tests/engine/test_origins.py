@@ -547,7 +547,8 @@ def test_packed_weights_are_looked_for_in_what_is_mapped_now(folder):
     with infinity_safe_open(paths[0]) as file:
         codes, scales = (file.get_slice(name)[...] for name in ("codes", "scales"))
     origins = Origins()
-    assert origins.packed(codes, scales)[0] == str(paths[0])
+    origins.look()
+    assert origins.where(codes).path == origins.where(scales).path == str(paths[0])
     start = min(codes.data_ptr(), scales.data_ptr()) // mmap.PAGESIZE * mmap.PAGESIZE
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
@@ -556,4 +557,5 @@ def test_packed_weights_are_looked_for_in_what_is_mapped_now(folder):
         size = ctypes.c_size_t(paths[1].stat().st_size)
         got = libc.mmap(ctypes.c_void_p(start), size, *args, ctypes.c_long(0))
     assert got == start
-    assert origins.packed(codes, scales)[0] == str(paths[1])
+    origins.look()
+    assert origins.where(codes).path == origins.where(scales).path == str(paths[1])

@@ -178,3 +178,85 @@ def test_packed_weights_that_nothing_here_reads_are_refused_by_name_before_anyth
         Init(nvme=str(folder), host_memory="16MiB"),
     ):
         torch.nn.Linear(4, 4, bias=False, device="meta", dtype=torch.float8_e4m3fn)
+
+
+def in_files(model):
+    """Return the units that lie in files, packed or not."""
+    return [unit for unit in engine_of_model(model).units if unit.record.in_files is not None]
+
+
+def test_stacks_of_mxfp4_are_read_packed_and_have_the_bits_of_transformers(folder):
+    path = quantised.mxfp4_gpt_oss(folder / "gpt-oss")
+    plain, ours = plain_of(path), loaded(path, folder, "4MiB")
+    assert infinity.stats(ours).written_nbytes == {}
+    assert len(in_files(ours)) == len(engine_of_model(ours).units)
+    for number in range(2):
+        assert torch.equal(logits(ours, number), logits(plain, number))
+    assert differences(plain.state_dict(), ours.state_dict()) == []
+    assert infinity.stats(ours).written_nbytes == {}
+
+
+def test_a_use_of_an_expert_in_mxfp4_reads_its_packed_bytes_once(folder):
+    path = quantised.mxfp4_gpt_oss(folder / "gpt-oss", hidden_size=256, intermediate_size=512)
+    ours = loaded(path, folder, "4MiB")
+    (unit,) = [one for one in in_files(ours) if one.name.endswith("layers.0.mlp.experts.tiles.0")][:1]
+    before = infinity.stats(ours)
+    with infinity.gathered(unit.parameters[0]):
+        pass
+    moved = infinity.stats(ours).since(before).checkpoint_read_nbytes
+    numel = unit.parameters[0].numel()
+    assert unit.record.tile_numel * 4 < numel
+    assert numel * 17 // 32 <= moved <= 1.2 * numel * 17 // 32
+
+
+@pytest.mark.parametrize("kind", ["nf4", "nf4 nested", "int8"])
+def test_weights_of_bitsandbytes_are_read_packed_and_have_the_bits_of_its_formulas(folder, kind):
+    path = quantised.bitsandbytes_llama(folder / "packed", kind, folder / "plain")
+    plain, ours = plain_of(folder / "plain"), loaded(path, folder)
+    assert len(in_files(ours)) == len(engine_of_model(ours).units)
+    assert differences(plain.state_dict(), ours.state_dict()) == []
+    assert torch.equal(logits(ours), logits(plain))
+    counted = infinity.stats(ours)
+    assert counted.written_nbytes == {}
+    assert type(ours.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    assert not hasattr(ours.config, "quantization_config")
+
+
+@pytest.mark.parametrize("kind", ["nf4 nested", "int8"])
+def test_what_the_budget_holds_stays_packed_and_counts_as_such(folder, kind):
+    path = quantised.bitsandbytes_llama(folder / "packed", kind, folder / "plain")
+    plain, ours = plain_of(folder / "plain"), loaded(path, folder, "3MiB")
+    read = []
+    for number in range(6):
+        before = infinity.stats(ours)
+        assert torch.equal(logits(ours, number), logits(plain, number))
+        read.append(infinity.stats(ours).since(before).checkpoint_read_nbytes)
+    kept = [unit.record for unit in in_files(ours) if unit.record.packed_copy is not None]
+    assert kept
+    assert read[-1] < read[0]
+    for record in kept:
+        nbytes = record.packed_copy.nbytes
+        assert record.packed_nbytes <= nbytes <= record.packed_nbytes + 4096
+        assert record.packed_nbytes < 0.6 * record.field_nbytes("hi")
+    engine = engine_of_model(ours)
+    assert engine.host_store.held_nbytes == sum(unit.record.nbytes("host") for unit in engine.units)
+    assert engine.kept.held_nbytes <= engine.kept.limit_nbytes
+
+
+def test_what_is_kept_packed_leaves_its_copy_when_it_is_trained_or_written(folder):
+    path = quantised.bitsandbytes_llama(folder / "packed", "nf4", folder / "plain")
+    plain, ours = plain_of(folder / "plain"), loaded(path, folder, "3MiB")
+    for _ in range(4):
+        logits(ours)
+    engine = engine_of_model(ours)
+    kept = [unit for unit in engine.units if unit.record.packed_copy is not None]
+    layer = kept[0].parameters[0]
+    name = engine.parameters.name_of(layer)
+    with torch.no_grad(), infinity.gathered(layer, write=True):
+        layer.mul_(2)
+    with torch.no_grad():
+        dict(plain.named_parameters())[name].mul_(2)
+    assert kept[0].record.in_files is None
+    for number in range(5):
+        assert torch.equal(logits(ours, number), logits(plain, number))
+    assert engine.host_store.held_nbytes == sum(unit.record.nbytes("host") for unit in engine.units)

@@ -47,10 +47,10 @@ def build(folder=None, seed=0):
         return models.MODELS["llama"]()
 
 
-def train(model, optimizer):
+def train(model, optimizer, steps=4):
     losses = []
     torch.manual_seed(11)  # of dropout
-    for number in range(4):
+    for number in range(steps):
         ids = models.batch(number)
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
@@ -149,6 +149,30 @@ def test_adapters_train_on_a_base_in_fp8(folder):
     assert different(peft.get_peft_model_state_dict(plain), peft.get_peft_model_state_dict(ours)) == []
     assert infinity.stats(ours).written_nbytes == {}
     assert all(unit.record.in_files is not None for unit in engine_of_model(ours).units)
+
+
+def test_a_step_on_a_base_in_nf4_reads_its_packed_bytes_in_each_pass_and_writes_none(folder):
+    pytest.importorskip("transformers.core_model_loading", reason="transformers 5 alone is seen to")
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 1}
+    quantised.bitsandbytes_llama(folder / "base", "nf4 nested", folder / "plain", **sizes)
+    with infinity.Init(nvme=str(folder), host_memory="16MiB", frozen=True):
+        ours = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")
+    ours, plain = adapted(ours), adapted(from_files(folder / "plain"))
+    optimizers = [torch.optim.AdamW(trained(one), lr=1e-2) for one in (plain, ours)]
+    engine, losses, read = engine_of_model(ours), ([], []), []
+    parameters = sum(unit.record.shard.end for unit in engine.units)
+    for _ in range(2):
+        losses[0].extend(train(plain, optimizers[0], 1))
+        before = infinity.stats(ours)
+        losses[1].extend(train(ours, optimizers[1], 1))
+        read.append(infinity.stats(ours).since(before).checkpoint_read_nbytes)
+    assert losses[0] == losses[1]
+    assert different(peft.get_peft_model_state_dict(plain), peft.get_peft_model_state_dict(ours)) == []
+    packed = sum(unit.record.packed_nbytes or unit.record.field_nbytes("hi") for unit in engine.units)
+    assert 0.5 * parameters < packed < 0.55 * parameters
+    assert packed < read[0] < 2 * 0.6 * parameters
+    assert read[1] < read[0]
+    assert infinity.stats(ours).written_nbytes == {}
 
 
 def test_a_recomputed_frozen_base_leaves_nothing_in_memory(folder):

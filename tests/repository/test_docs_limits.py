@@ -82,6 +82,16 @@ def distributed_parameter(lab):
     lab.owner(distribute_tensor(torch.ones(4, 4), mesh("dp"), [Replicate()]))
 
 
+def quantising(lab):
+    from transformers import BitsAndBytesConfig
+    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+
+    def load():
+        Bnb4BitHfQuantizer(BitsAndBytesConfig(load_in_4bit=True), pre_quantized=False).validate_environment()
+
+    lab.build(load)
+
+
 def mesh(*names):
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
@@ -217,6 +227,11 @@ TRIED = {
         lambda lab: lab.build(partial(without_values, torch.uint8)),
         lambda lab: lab.build(partial(without_values, torch.int8)),
         lambda lab: lab.build(partial(without_values, torch.float8_e4m3fn)),
+    ],
+    "`BitsAndBytesConfig` for a checkpoint in 16 bits, inside `Init`": [quantising],
+    "`frozen_dtype` without `Init(frozen=True)`, or without a folder on NVMe": [
+        lambda lab: lab.model(frozen_dtype="nf4", nvme="."),
+        lambda lab: lab.model(frozen_dtype="int8", nvme=None),
     ],
     "optimizers of torch over offloaded parameters, LBFGS and Muon among them": [
         lambda lab: lab.optimizer(torch.optim.AdamW),

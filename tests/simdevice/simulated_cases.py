@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import tempfile
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import peft
 import torch
 import transformers
 
 import models
+import quantised
 import simulated_faults
 from infinity import AdamW, Init
 from infinity.engine import engine as engine_module
@@ -75,6 +77,21 @@ def from_files():
     return transformers.AutoModelForCausalLM.from_pretrained(checkpoint().name)
 
 
+@functools.cache
+def packed_checkpoint():
+    """Save a Llama's weights in fp8, once a process; return the folder, which it keeps."""
+    folder = tempfile.TemporaryDirectory(dir=disk())
+    state = torch.get_rng_state()
+    quantised.fp8_llama(Path(folder.name), 16, **models.SIZES)
+    torch.set_rng_state(state)
+    return folder
+
+
+def from_packed_files():
+    return transformers.AutoModelForCausalLM.from_pretrained(packed_checkpoint().name)
+
+
+models.MODELS["lora from packed files"] = lambda: lora(from_packed_files)
 models.MODELS["lora from files"] = lambda: lora(from_files)
 models.MODELS["experts"] = experts
 models.MODELS["lora"] = lora
@@ -95,6 +112,10 @@ BASES = {
     "offloaded to nvme": replace(OFFLOADED, offload="nvme", checkpoint="reentrant"),
     "lora": replace(LLAMA, model="lora", update="forward"),
     "lora from files": replace(LLAMA, model="lora from files", update="forward"),
+    "lora from packed files": replace(LLAMA, model="lora from packed files", update="forward"),
+    "lora from packed files in host memory": replace(
+        LLAMA, model="lora from packed files", update="forward", memory="384KiB", steps=5
+    ),
     "lora on the device": replace(LLAMA, model="lora", device=None, steps=4),
     "experts": replace(LLAMA, model="experts", memory="256KiB", device=WIDER),
     "interrupted": replace(LLAMA, interrupted=True, update="forward", memory="64MiB"),

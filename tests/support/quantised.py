@@ -39,7 +39,6 @@ def fp8_llama(path, block=128, **options):
             if name.endswith("proj.weight"):
                 tensors[name], tensors[f"{name}_scale_inv"] = to_blocks(one, block)
         save_file(tensors, shard, {"format": "pt"})
-    (path / "model.safetensors.index.json").unlink()
     join(path)
     add_method(path, quant_method="fp8", weight_block_size=[block, block], activation_scheme="dynamic")
     return path
@@ -58,3 +57,121 @@ def add_method(path, **quantization):
     """Name the quantisation in a checkpoint's configuration."""
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+
+
+def to_mxfp4(stack):
+    """Return a stack of matrices, as gpt-oss computes with them, as blocks and scales of its files."""
+    turned = stack.float().transpose(1, 2).contiguous()
+    blocks = turned.view(*turned.shape[:2], -1, 32)
+    exponents = blocks.abs().amax(-1).clamp(min=1e-30).log2().floor().clamp(-120, 120) - 2
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    scaled = blocks / exponents.exp2()[..., None]
+    codes = (scaled[..., None] - values).abs().argmin(-1).to(torch.uint8)
+    return codes[..., 0::2] | codes[..., 1::2] << 4, (exponents + 127).to(torch.uint8)
+
+
+GPT_OSS = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "layer_types": ["full_attention", "sliding_attention"],
+}
+
+
+def mxfp4_gpt_oss(path, **options):
+    """Save a gpt-oss as it is published: stacks of experts in MXFP4, all else in bf16."""
+    torch.manual_seed(1)
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**{**GPT_OSS, **options}))
+    model.to(torch.bfloat16).save_pretrained(path)
+    shard = path / "model.safetensors"
+    tensors = {}
+    for name, one in load_file(shard).items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = to_mxfp4(one)
+        else:
+            tensors[name] = one
+    save_file({name: one.contiguous() for name, one in tensors.items()}, shard, {"format": "pt"})
+    add_method(path, quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn", "lm_head"])
+    return path
+
+
+NF4 = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635]
+NF4 += [-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725]
+NF4 += [0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941]
+NF4 += [0.7229568362236023, 1.0]
+"""The values of nf4 (Dettmers et al., QLoRA, appendix E), as bitsandbytes has them."""
+
+
+def to_nf4(weight, *, nested, block=64):
+    """Return a weight's tensors in bitsandbytes' nf4, by their names behind that of the weight, and the
+    values that its formula gives: code times absmax in fp32, rounded; absmax, if nested, its value in a table
+    times the absmax of its 256, plus an offset.
+    """
+    numel, table = weight.numel(), torch.tensor(NF4)
+    flat = torch.cat([weight.float().flatten(), torch.zeros(-numel % block)]).view(-1, block)
+    absmax = flat.abs().amax(1).clamp(min=1e-30)
+    codes = torch.bucketize(flat / absmax[:, None], (table[1:] + table[:-1]) / 2)
+    codes = codes.to(torch.uint8).flatten()[:numel]
+    tensors = {"": (codes[0::2] << 4 | codes[1::2]).view(-1, 1), ".quant_map": table, ".absmax": absmax}
+    state = {"quant_type": "nf4", "blocksize": block, "dtype": str(weight.dtype).removeprefix("torch.")}
+    state["shape"] = list(weight.shape)
+    if nested:
+        names = torch.linspace(-1, 1, 256)
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": absmax.mean().item()}
+        centred = torch.cat([absmax - state["nested_offset"], torch.zeros(-len(absmax) % 256)]).view(-1, 256)
+        outer = centred.abs().amax(1).clamp(min=1e-30)
+        eight = ((centred / outer[:, None])[..., None] - names).abs().argmin(-1).to(torch.uint8)
+        eight = eight.flatten()[: len(absmax)]
+        tensors |= {".absmax": eight, ".nested_absmax": outer, ".nested_quant_map": names}
+        spread = outer.repeat_interleave(256)[: len(absmax)]
+        absmax = names[eight.long()] * spread + torch.tensor(state["nested_offset"])
+    said = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    tensors[".quant_state.bitsandbytes__nf4"] = said
+    spread = absmax.repeat_interleave(block)[:numel]
+    return tensors, (table[codes.long()] * spread).to(weight.dtype).view(weight.shape)
+
+
+def to_int8(weight):
+    """Return a matrix's tensors in bitsandbytes' int8, and the values that its formula gives."""
+    scales = weight.float().abs().amax(1)
+    codes = (weight.float() * (127 / scales[:, None])).round().to(torch.int8)
+    values = (codes * scales[:, None] * 7.874015718698502e-3).to(weight.dtype)
+    tensors = {"": codes, "SCB": scales, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return tensors, values
+
+
+def bitsandbytes_llama(path, kind, plain, **options):
+    """Save a Llama as bitsandbytes does, "nf4", "nf4 nested" or "int8", to `path`, and what its weights are
+    by the formulas to `plain`.
+    """
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(**{**SIZES, **options})
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    for folder in (path, plain):
+        model.save_pretrained(folder)
+    tensors, values = {}, {}
+    for name, one in load_file(path / "model.safetensors").items():
+        tensors[name] = values[name] = one
+        if name.endswith("proj.weight"):
+            packed, values[name] = to_int8(one) if kind == "int8" else to_nf4(one, nested="nested" in kind)
+            layer = name.removesuffix("weight")
+            tensors |= {f"{layer if end[:1].isalpha() else name}{end}": part for end, part in packed.items()}
+            if kind == "int8":
+                tensors[name] = packed[""]
+    save_file(
+        {name: one.contiguous() for name, one in tensors.items()},
+        path / "model.safetensors",
+        {"format": "pt"},
+    )
+    save_file(values, plain / "model.safetensors", {"format": "pt"})
+    said = {"load_in_8bit": True} if kind == "int8" else {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    if "nested" in kind:
+        said["bnb_4bit_use_double_quant"] = True
+    add_method(path, quant_method="bitsandbytes", **said)
+    return path
