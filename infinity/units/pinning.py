@@ -3,6 +3,8 @@ units are used, and carried out.
 
 A field moves up without a transfer of its own: it gets a target, and the next pass that has all of it in
 memory leaves it there. It moves down by being written, between two steps or rounds, while no unit is in use.
+Whole records move to the device and back between steps alone: in rounds nothing is updated, so that these say
+nothing of what that is worth.
 
 [Note: free room]
 How often a slice is used shows slowly, and the placement is decided seldom. Where host memory has room that
@@ -15,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 from infinity.lane.lane import StreamLane
@@ -32,7 +35,7 @@ from infinity.planning.placement import (
     revise,
 )
 from infinity.storage.memory import Ledger
-from infinity.storage.store import HostStore, Store
+from infinity.storage.store import Extent, HostStore, Store
 from infinity.units.device_tier import DeviceTier
 from infinity.units.unit import Unit
 
@@ -92,7 +95,7 @@ class Pins:
             self._revise(revise(self._placement, list(self._candidates(self._frequencies)), budget))
         self._rounds = 0
         self._set_targets()
-        self._lodge()
+        self._lodge(moves=True)
 
     def admit(self, unit: Unit) -> None:
         """Let a slice that is about to be fetched have free room: see [Note: free room]."""
@@ -116,11 +119,26 @@ class Pins:
             self._placement = MappingProxyType({**self._placement, **self._admitted})
             self._admitted.clear()
 
-    def _lodge(self) -> None:
-        """Let units live on the device, as they are placed."""
-        if self._tier is not None:
-            there = {unit for (unit, _), place in self._placement.items() if place == "device"}
-            self._tier.lodge([unit for unit in self._units if unit.index in there])
+    def _lodge(self, *, moves: bool) -> None:
+        """Let units live on the device, as they are placed; whole records come up if anything `moves`."""
+        if self._tier is None:
+            return
+        there = [unit for unit in self._units if self._placement.get((unit.index, "hi")) == "device"]
+        records = [unit for unit in there if self._is_whole(unit)]
+        below = [unit for unit in records if not unit.record.on_device]
+        if moves:  # those that were in use when it was decided
+            placed = set(records)
+            self._tier.lower([unit for unit in self._units if unit not in placed], self._home)
+        self._tier.lodge([unit for unit in there if unit not in set(records)], records, moves=moves)
+        if self._nvme is self._host:  # the way back is kept free
+            for unit in below:
+                if unit.record.on_device:
+                    self._kept.set_aside(unit.record.nbytes("device"))
+
+    def _is_whole(self, unit: Unit) -> bool:
+        """Whether a unit's whole record is placed on the device."""
+        fields = unit.record.fields
+        return unit.trainable and all(self._placement.get((unit.index, one)) == "device" for one in fields)
 
     def close_round(self, expected: Frequencies) -> None:
         """Decide anew when the rounds since the last step have doubled: a move has to pay within twice as
@@ -129,16 +147,23 @@ class Pins:
         self._forget_own()
         self._rounds += 1
         if self._rounds & (self._rounds - 1) == 0 or expected.unsettled:
-            budget = self._budget(0, self._in_use_nbytes())
-            candidates = list(self._candidates(expected))
-            self._revise(revise(self._placement, candidates, budget, horizon_steps=2 * self._rounds))
+            records = {unit.index for unit in self._units if self._is_whole(unit)}
+            fixed = {key: tier for key, tier in self._placement.items() if key[0] in records}
+            old = {key: tier for key, tier in self._placement.items() if key[0] not in records}
+            taken = self._tier.records_nbytes([self._units[one] for one in records]) if self._tier else 0
+            budget = self._budget(0, self._in_use_nbytes(), taken)
+            candidates = [one for one in self._candidates(expected) if one.unit not in records]
+            placed = [replace(one, whole=False) for one in candidates]
+            self._revise(revise(old, placed, budget, horizon_steps=2 * self._rounds), fixed)
         self._set_targets()
-        self._lodge()
+        self._lodge(moves=False)
 
-    def _budget(self, gradient_nbytes: int, held_nbytes: int = 0) -> PlacementBudget:
-        """Return the room there is, but for `held_nbytes` of host memory."""
-        on_device = self._tier.room_nbytes if self._tier is not None else 0
-        return PlacementBudget(on_device, max(0, self._kept.limit_nbytes - held_nbytes), gradient_nbytes)
+    def _budget(self, gradient_nbytes: int, held_nbytes: int = 0, taken_nbytes: int = 0) -> PlacementBudget:
+        """Return the room there is, but for `held_nbytes` on the host and `taken_nbytes` on the device."""
+        on_device = self._tier.room_nbytes - taken_nbytes if self._tier is not None else 0
+        on_host = self._kept.limit_nbytes - held_nbytes
+        scratch = self._tier.scratch_nbytes if self._tier is not None else 0
+        return PlacementBudget(max(0, on_device), max(0, on_host), gradient_nbytes, scratch)
 
     def make_room(self, nbytes: int) -> None:
         """Let placed fields leave, those that save least first, until `nbytes` are free, or none is left.
@@ -174,24 +199,83 @@ class Pins:
         here = (self._units[unit].record.field_nbytes(name) for unit, name in placed - waiting)
         return sum(here)
 
-    def _revise(self, revision: Revision) -> None:
+    def _revise(self, revision: Revision, fixed: Placement = MappingProxyType({})) -> None:
+        """Carry a decision out, but for what comes up. fixed: what was no part of it."""
         self.reason = revision.reason
         if not revision.moves:
             return
         logger.info("placement: %s", revision.reason)
+        self._placement = MappingProxyType({**fixed, **revision.placement})
+        if self._tier is not None:
+            down = dict.fromkeys(move.unit for move in revision.moves if move.source == "device")
+            self._tier.lower([self._units[unit] for unit in down], self._home)
         self._leave([move for move in revision.moves if move.source == "host"])
         self.revisions += 1
-        self._placement = revision.placement
         for move in revision.moves:
             if move.target == "host":
                 self._kept.set_aside(self._held_nbytes(move))
                 self._to_host.append(move)
+
+    def _home(self, unit: Unit, name: str) -> Extent:
+        """Return the place of a field that leaves the device: on NVMe, or in the host memory that was kept
+        free.
+        """
+        nbytes = unit.record.field_nbytes(name)
+        if self._nvme is self._host:
+            return self._host.allocate_promised(nbytes)
+        return self._nvme.allocate(nbytes, f"{unit.name}.{name}")
+
+    def records_leave(self, nbytes: int) -> int:
+        """Take records off the device until `nbytes` more are free there, or none can leave; return the bytes
+        that are.
+        """
+        held = self._tier.held_nbytes if self._tier is not None else 0
+        freed = 0
+        while self._tier is not None and freed < nbytes and self.one_record_leaves():
+            freed = held - self._tier.held_nbytes
+        return freed
+
+    def one_record_leaves(self) -> bool:
+        """Take a record off the device in the middle of a step, the one that saves least there; False where
+        none can.
+        """
+        if self._tier is None:
+            return False
+        for index, field in reversed(list(self._placement)):
+            unit = self._units[index]
+            if field == "hi" and self._tier.may_leave(unit):
+                logger.info("placement: %s leaves the device for what is in use there", unit.name)
+                self._lower([unit])
+                return True
+        return False
+
+    def _lower(self, units: Sequence[Unit]) -> None:
+        if self._tier is None:
+            return
+        gone = {unit.index for unit in units}
+        placed = {key: tier for key, tier in self._placement.items() if key[0] not in gone}
+        self._placement = MappingProxyType(placed)
+        self._tier.lower(units, self._home)
+
+    def empty_device(self) -> None:
+        """Take all that lives on the device off it, for good: it has run out of memory. Called outside of
+        forwards and backwards.
+        """
+        if self._tier is None:
+            return
+        self._tier.leave_for_activations()
+        there = {unit for (unit, _), tier in self._placement.items() if tier == "device"}
+        self._lower([unit for unit in self._units if unit.index in there])
+        self._lodge(moves=False)
+        self._tier.release_scratch()
 
     def _candidates(self, expected: Frequencies) -> Iterator[Candidate]:
         """Every field, with what a step, or a round, is expected to read and write of it."""
         for unit in self._units:
             fetches = expected.fetches(unit.index)
             updates = expected.updates(unit.index)
+            rises = self._tier is not None and updates > 0
+            gradients_nbytes = self._tier.gradients_nbytes(unit) if self._tier and rises else None
             for name in unit.record.fields:
                 moves = self._nvme is not self._host or unit.record.in_files is not None
                 if not moves and self._tier is None:
@@ -200,7 +284,9 @@ class Pins:
                 reads = fetches - anew if name == "hi" else updates
                 nbytes = unit.record.field_nbytes(name)
                 lasts = _READS_PER_UPDATE * updates <= reads
-                yield Candidate(unit.index, name, nbytes, reads, updates, lasts, moves)
+                beside = (gradients_nbytes or 0) * (name == unit.record.fields[-1])
+                whole = gradients_nbytes is not None
+                yield Candidate(unit.index, name, nbytes, reads, updates, lasts, moves, whole, beside)
 
     def _held_nbytes(self, move: Move) -> int:
         return self._units[move.unit].record.field_nbytes(move.field)
@@ -213,8 +299,8 @@ class Pins:
             self._units[move.unit].record.targets[move.field] = self._host.allocate_promised(nbytes)
 
     def _leave(self, moves: Sequence[Move]) -> None:
-        """Move fields to NVMe; those that were still on their way up stay there. The record of a field that
-        lives on the device is there, too.
+        """Move fields to NVMe; those that were still on their way up stay there. The record of a unit that is
+        lodged on the device is there, too; one that lives there itself goes there from where it is.
         """
         jobs: list[tuple[Unit, LeavePass]] = []
         for move in moves:
@@ -227,7 +313,7 @@ class Pins:
                 self._lane.drain()  # a pass under way may adopt it
                 if move.field in unit.record.targets:
                     self._host.free(unit.record.targets.pop(move.field))
-            if not unit.record.in_host(move.field):
+            if not unit.record.in_host(move.field) or (move.target == "device" and self._is_whole(unit)):
                 continue
             if unit.record.in_files is not None and move.field == "hi":
                 self._lane.drain()
