@@ -272,7 +272,8 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         field = gradient.field if gradient.form is Form.SPILLED else None
         tensor = gradient.tensor if field is None else None
         holder = None if self._engine(gradient.unit).device.is_host else gradient
-        return Update(scalars, tensor, field, key, gradient.arriving, missed, self.recipe, holder)
+        there = field is None and gradient.on_device
+        return Update(scalars, tensor, field, key, gradient.arriving, missed, self.recipe, holder, there)
 
     def _scalars(self, group: dict[str, Any], parameter: nn.Parameter, clip: float) -> tuple[Any, int]:
         """Count the parameter's step; return its scalars and the key of its random bits."""

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from infinity.errors import ConfigError, HostMemoryError
 from infinity.planning.activations import Method, Usage, usage
-from infinity.planning.budget import Budget, divide, least_budget, least_that
+from infinity.planning.budget import Budget, divide, least_budget, least_that, scratch_nbytes
 from infinity.planning.forecast import EngineLimits, Moves
 from infinity.planning.layout import Format, lay_out
 from infinity.planning.outline import Act, Outline, Stage, trace_of
@@ -278,16 +278,17 @@ def demand(outline: Outline, setting: Setting) -> Demand:
     trace = trace_of(script)
     once = make_plan(trace_of(outline.script()), sizes.resident, window, hides=sizes.resident)
     placement = _place(sizes, setting, budget, _fetches(once, len(sizes.numels)))
-    lodged = [unit for (unit, name), tier in placement.items() if tier == "device"]
-    window -= sum(sizes.resident[unit] for unit in lodged)
+    lodged_nbytes = _lodged_nbytes(sizes, setting, budget, placement)
+    window -= lodged_nbytes
+    of_host = _without_records(sizes, placement)
     on_host = [key for key, tier in placement.items() if tier == "host"]
     kept_nbytes = sum(sizes.field(*key, budget.tile_numel) for key in on_host)
     stored = setting.nvme and setting.update == "forward"
-    spills = _spills(script, sizes, budget.kept_nbytes - kept_nbytes) if stored else {}
+    spills = _spills(script, of_host, budget.kept_nbytes - kept_nbytes) if stored else {}
     in_first = _spills(script, sizes, budget.kept_nbytes) if stored else {}
     fetched = _fetched_sizes(sizes, setting, placement)
     plan = make_plan(trace, fetched, window, hides=sizes.resident)
-    kept_gradients = _kept_gradients(sizes, setting, spills)
+    kept_gradients = _kept_gradients(of_host, setting, spills)
     used = (
         usage(outline.activations, setting.method, sizes.form.width, gpu=on_gpu)
         if outline.activations is not None
@@ -311,7 +312,7 @@ def demand(outline: Outline, setting: Setting) -> Demand:
         gradients_nbytes=sum(sizes.gradients),
         in_use_nbytes=max(in_use),
         moments=tuple(_moments(outline, in_use, used)),
-        lodged_nbytes=sum(sizes.resident[unit] for unit in lodged),
+        lodged_nbytes=lodged_nbytes,
         uses=len(trace),
     )
 
@@ -371,17 +372,57 @@ def _place(sizes: _Sizes, setting: Setting, budget: Budget, once: Sequence[int])
             nbytes = sizes.field(unit, name, budget.tile_numel)
             fetches = count * setting.micro_batches - (updates if name in sizes.form.derived else 0)
             reads = fetches if name == "hi" else updates
-            candidates.append(Candidate(unit, name, nbytes, reads, updates, lasts=not updates))
+            whole = updates > 0 and sizes.form.is_updated_on_device
+            beside = _staying_nbytes(sizes, setting, unit) * (name == sizes.form.fields[-1])
+            lasts = not updates
+            candidates.append(
+                Candidate(unit, name, nbytes, reads, updates, lasts, whole=whole, beside_nbytes=beside)
+            )
     room = 0 if setting.device_nbytes is None or setting.ranks > 1 else setting.device_nbytes
+    scratch = scratch_nbytes(room, max(sizes.resident)) if any(one.whole for one in candidates) else 0
     on_device = max(0, room - 2 * max(sizes.resident))
     kept = budget.kept_nbytes if setting.nvme else 0
     gradients = 0 if setting.update == "backward" else min(kept, sum(sizes.gradients))
-    chosen = revise({}, candidates, PlacementBudget(on_device, kept, gradients)).placement
+    chosen = revise({}, candidates, PlacementBudget(on_device, kept, gradients, scratch)).placement
     if setting.nvme:
         return chosen
     keys = [(unit, name) for unit in range(len(sizes.numels)) for name in sizes.form.fields]
     there = {key: tier for key, tier in chosen.items() if tier == "device"}
     return MappingProxyType({**dict.fromkeys(keys, "host"), **there})
+
+
+def _is_record(sizes: _Sizes, placement: Placement, unit: int) -> bool:
+    """Whether a unit's whole record lives on the device."""
+    fields = sizes.form.fields
+    return sizes.gradients[unit] > 0 and all(placement.get((unit, name)) == "device" for name in fields)
+
+
+def _staying_nbytes(sizes: _Sizes, setting: Setting, unit: int) -> int:
+    """Return the bytes of a unit's gradients that stay on the device with its record."""
+    return 0 if setting.update == "backward" else sizes.gradients[unit]
+
+
+def _lodged_nbytes(sizes: _Sizes, setting: Setting, budget: Budget, placement: Placement) -> int:
+    """Return the bytes of what lives on the device, with the gradients that stay there."""
+    nbytes = records = 0
+    for unit, resident_nbytes in enumerate(sizes.resident):
+        if _is_record(sizes, placement, unit):
+            nbytes += sum(sizes.field(unit, name, budget.tile_numel) for name in sizes.form.fields)
+            nbytes += _staying_nbytes(sizes, setting, unit)
+            records += 1
+        elif placement.get((unit, "hi")) == "device":
+            nbytes += resident_nbytes
+    return nbytes + (scratch_nbytes(setting.device_nbytes or 0, max(sizes.resident)) if records else 0)
+
+
+def _without_records(sizes: _Sizes, placement: Placement) -> _Sizes:
+    """Return the sizes without the gradients of records that live on the device: these never leave it."""
+    there = [_is_record(sizes, placement, unit) for unit in range(len(sizes.numels))]
+    numels, nbytes = (
+        tuple(0 if gone else one for one, gone in zip(values, there, strict=True))
+        for values in (sizes.gradient_numels, sizes.gradients)
+    )
+    return replace(sizes, gradient_numels=numels, gradients=nbytes)
 
 
 def _spills(script: Sequence[Act], sizes: _Sizes, room_nbytes: int) -> Spills:
@@ -458,7 +499,7 @@ def _moves(
             waiting_nbytes=0 if in_place else sizes.resident[unit],
             gathered_nbytes=sizes.resident[unit] * (setting.ranks - 1) // setting.ranks,
             in_place=in_place,
-            trainable=part.trainable,
+            trainable=part.trainable and not _is_record(sizes, placement, unit),
             width=sizes.form.width,
             derived=bool(sizes.form.derived),
             spills=of_gradient,
