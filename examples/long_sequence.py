@@ -36,7 +36,8 @@ def main() -> None:
         model = LlamaForCausalLM(
             LlamaConfig(**SIZES, num_attention_heads=4, max_position_embeddings=options.tokens)
         )
-    model.gradient_checkpointing_enable()
+    # its name in transformers 5.24, and before
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     if not options.plain:
         for block in model.model.layers:
             tiling.tile_sequence(block.mlp, tiles=8)  # an MLP sees an eighth of the sequence at a time

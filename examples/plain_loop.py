@@ -36,7 +36,8 @@ def main() -> None:
     with infinity.Init(nvme=options.nvme, host_memory="64MiB"):
         model = LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=4))
     model.to(model.device)  # its buffers, where there is a GPU
-    model.gradient_checkpointing_enable()
+    # its name in transformers 5.24, and before
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     optimizer = infinity.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, max_norm=1.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
 

@@ -32,7 +32,8 @@ def main() -> None:
     with infinity.Init(nvme=options.nvme, host_memory="64MiB", offload_activations="host"):
         model = LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=4))
     sequences = infinity.sequence_parallel(model, ranks)
-    model.gradient_checkpointing_enable()
+    # its name in transformers 5.24, and before
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     tiling.tile_loss_(model)  # no logits
     model.to(model.device)  # its buffers, where there is a GPU
     optimizer = infinity.AdamW(model.parameters(), lr=3e-3, max_norm=1.0)

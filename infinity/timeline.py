@@ -7,6 +7,7 @@
 "upload", "download"   one span per copy to an accelerator and from it, with its bytes
 "write"     the same for transfers to storage
 "work"      kernels that update or upload, on the lane's thread
+"update"    queueing the updates of records that live on an accelerator, on the thread that computes
 "gather"    assembling units from the ranks' shards, waits for other ranks included
 "reduce"    summing gradients over the ranks, waits for other ranks included
 Samples named "memory" hold bytes by tier ("device", "host", "nvme"); samples named "host" hold the bytes of
@@ -26,7 +27,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-LANES = ("compute", "stall", "work", "read", "write", "upload", "download", "gather", "reduce")
+LANES = ("compute", "stall", "work", "update", "read", "write", "upload", "download", "gather", "reduce")
 """The lanes of [Note: lanes of a timeline], in the order in which they are shown."""
 
 SAMPLED_LANES = frozenset({"compute", "stall"})

@@ -17,7 +17,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import infinity
-from infinity.bench.engine.contestant import reset_peak, resident
+from infinity.bench.engine.contestant import checkpointed, reset_peak, resident
 from infinity.checkpoint.export import export_checkpoint
 from infinity.engine.engine import engine_of_model
 
@@ -53,8 +53,7 @@ class CheckpointMeasurements:
     def save(self) -> Any:
         """Save after a training step, so that moments exist."""
         model, optimizer = self._build()
-        model.gradient_checkpointing_enable()
-        model.train()
+        checkpointed(model)
         ids = torch.arange(16)[None]
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()

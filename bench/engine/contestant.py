@@ -22,7 +22,6 @@ import json
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -177,10 +176,13 @@ def llama(spec: Spec) -> nn.Module:
 def checkpointed(model: nn.Module) -> nn.Module:
     """Enable gradient checkpointing, as users with little memory do."""
     model.train()
-    with warnings.catch_warnings():  # the new name does not exist in the oldest transformers supported
-        warnings.simplefilter("ignore", FutureWarning)
-        enable: Any = model.gradient_checkpointing_enable
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    kwargs = {"use_reentrant": False}
+    enable: Any = getattr(model, "activation_checkpointing_enable", None)
+    if enable is not None:
+        enable(activation_checkpointing_kwargs=kwargs)
+    else:  # before transformers 5.24
+        enable = model.gradient_checkpointing_enable
+        enable(gradient_checkpointing_kwargs=kwargs)
     return model
 
 

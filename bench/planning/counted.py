@@ -170,7 +170,8 @@ def _of_token(short: _Watch, long: _Watch, number: int) -> KeptOfToken:
     return KeptOfToken(
         narrow=max(0.0, of_narrow) / _WIDTH,
         wide=max(0.0, of_wide) / 4,
-        pairs=max(0.0, grows) / _WIDTH,
+        pairs=max(0.0, grows - wide_grows) / _WIDTH,
+        wide_pairs=max(0.0, wide_grows) / 4,
         pairs_beside=max(0.0, back_grows) / _WIDTH,
         gated=max(0.0, beside) / (2 * _WIDTH),
     )

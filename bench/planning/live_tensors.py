@@ -31,7 +31,9 @@ class LiveTensors(TorchDispatchMode):
         """Do the operation, and count what it makes."""
         result = func(*args, **(kwargs or {}))
         for one in tree_leaves(result):
-            if isinstance(one, torch.Tensor) and tuple(sorted(one.shape)) not in self._shapes:
+            if not isinstance(one, torch.Tensor) or one.device.type == "meta":  # that takes no memory
+                continue
+            if tuple(sorted(one.shape)) not in self._shapes:
                 self._count(one.untyped_storage(), wide=one.element_size() >= 4)
         return result
 

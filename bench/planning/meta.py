@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from infinity.bench.planning.config_file import content_of
+from infinity.engine.engine import engine_of
 from infinity.errors import ConfigError
 from infinity.planning.outline import Outline, Stage, UnitOutline
 
@@ -77,6 +79,23 @@ def counted_outline(content: Mapping[str, Any], source: str, name: str) -> Outli
     """
     model, attention = from_content(content, source)
     return with_activations(outline_of_model(model, attention, name=name), model)
+
+
+def shapes_alone(model: nn.Module) -> nn.Module:
+    """Return a copy of a model on the meta device; no value is read, and no memory taken.
+
+    Raises: ConfigError for a model that was built in Init, whose modules belong to an engine.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(engine_of(one) is not None for one in tensors):
+        raise ConfigError(
+            f"{type(model).__name__} was built in Init: its modules belong to a training and are not copied. "
+            "Plan the same model built outside of it: `with torch.device('meta'):` takes no memory"
+        )
+    twins: dict[int, Any] = {id(one): one.detach().to("meta") for one in model.buffers()}
+    for one in model.parameters():
+        twins[id(one)] = nn.Parameter(one.detach().to("meta"), requires_grad=one.requires_grad)
+    return deepcopy(model, twins)
 
 
 def with_activations(outline: Outline, model: nn.Module) -> Outline:

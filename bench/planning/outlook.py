@@ -220,7 +220,7 @@ def _needed(one: Planned) -> list[tuple[str, str]]:
 
 
 def _in_a_step(found: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return what a step moves, and how long it takes."""
+    """Return what a step moves, and how long it takes, or would take where there is no room for it."""
     if "moved" not in found:
         return []
     lines = [
@@ -232,7 +232,10 @@ def _in_a_step(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     lines.append(("written to each machine's NVMe in a step", format_size(found["machine_written_nbytes"])))
     if "seconds" in found:
         lines += [
-            ("a step", f"{duration(found['seconds'])}, of which {duration(found['compute_s'])} compute"),
+            (
+                "a step" if found["fits"] else "a step, if it had room",
+                f"{duration(found['seconds'])}, of which {duration(found['compute_s'])} compute",
+            ),
             ("tokens per second", figure(found["tokens_per_s"])),
             ("limited by", found["limit"]),
             ("written to each machine's NVMe in a day", format_size(found["written_per_day"])),
@@ -275,7 +278,7 @@ def _unmeasured(one: Planned) -> list[str]:
 
 def _missing(one: Planned, options: argparse.Namespace) -> list[str]:
     """Say what would have to be known for a forecast."""
-    if one.forecast is not None or not one.fits:
+    if one.forecast is not None or one.demand is None:
         return []
     missing = []
     if not options.nvme and not options.nvme_read and not options.no_nvme:

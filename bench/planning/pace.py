@@ -23,6 +23,7 @@ from infinity.bench.planning.planned import flops
 from infinity.cli.presets import PRESETS, llama, recompute_blocks
 from infinity.errors import ConfigError
 from infinity.planning.outline import Outline
+from infinity.sizes import format_size
 
 LAYERS = 2
 """Blocks of the model that is timed."""
@@ -59,8 +60,8 @@ def compute_seconds(name: str, outline: Outline, tokens: int, sequence: int) -> 
     operations, nbytes = flops(small, timed, length), 4 * small.parameters
     if operations > 4 * _FLOPS_MOST or nbytes > psutil.virtual_memory().available // 2:
         raise ConfigError(
-            f"{outline.name}: {LAYERS} of its blocks and its head take {operations / 1e12:,.0f} TFLOP and "
-            f"{nbytes / 2**30:,.0f} GiB, too much to time on this machine. {_GIVE}"
+            f"{outline.name}: {LAYERS} of its blocks and its head take {operations / 1e12:,.1f} TFLOP and "
+            f"{format_size(nbytes)}, too much to time on this machine. {_GIVE}"
         )
     ids = torch.zeros(timed // length, length, dtype=torch.long)
     try:

@@ -11,6 +11,7 @@ the resident set counts.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import warnings
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity import tiling
 from infinity.bench.engine.contestant import checkpointed, reset_peak, resident
 from infinity.bench.planning.live_tensors import LiveTensors
 from infinity.bench.planning.process import warm_up
@@ -42,11 +44,11 @@ def in_its_method(spec: dict[str, Any], model: nn.Module) -> None:
     """Recompute blocks, and compute in tiles, as asked."""
     model.train()
     if spec["batch_tile"]:
-        infinity.tiling.tile_batch_(model, spec["batch_tile"])  # recomputes blocks by itself
+        tiling.tile_batch_(model, spec["batch_tile"])  # recomputes blocks by itself
     elif spec["checkpointing"]:
         checkpointed(model)
     if spec["loss_tiles"]:
-        infinity.tiling.tile_loss_(model)
+        tiling.tile_loss_(model)
 
 
 def batch(spec: dict[str, Any]) -> torch.Tensor:
@@ -95,6 +97,7 @@ def counted(spec: dict[str, Any]) -> dict[str, int]:
 def main() -> None:
     """Run the spec in the only argument; the last line of the output is the JSON."""
     spec = json.loads(sys.argv[1])
+    os.environ["INFINITY_MALLOC"] = spec["malloc"]
     warnings.simplefilter("ignore")
     sys.stdout.write(json.dumps(counted(spec) if spec["plain"] else trained(spec)) + "\n")
 

@@ -15,7 +15,6 @@ import argparse
 import itertools
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +37,7 @@ from infinity.planning.gpus import GPUS, LAUNCH_S, REACHED_COMPUTE, REACHED_LINK
 from infinity.planning.outline import Outline
 from infinity.planning.simulator import Disk, Rates
 from infinity.storage.disk_speed import DiskSpeed, speed_of
+from infinity.storage.memory import lean_malloc
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,20 +76,21 @@ def plan(
     inputs: Mapping[str, Any] | None = None,
     machine: Capacity | None = None,
 ) -> Planned:
-    """Plan the training of a model, which may be on the meta device: the result of `infinity plan`, as data.
+    """Plan the training of a model, by its shapes alone: the result of `infinity plan`, as data.
 
     tokens: of a micro-batch on one rank, in sequences of `sequence` (all of them, if None). seconds: what
     forward and backward of a step compute, with recomputation. rates: of one rank; without either there is no
     forecast. inputs: see meta.outline_of_model. machine: what there is; None for nothing that is known.
 
-    Raises: ConfigError for a model without parameters.
+    Raises: ConfigError for a model without parameters, and for one that was built in Init.
     """
     if isinstance(model, Outline):
         outline = model
     else:
-        from infinity.bench.planning.meta import outline_of_model, with_activations
+        from infinity.bench.planning.meta import outline_of_model, shapes_alone, with_activations
 
-        outline = with_activations(outline_of_model(model, inputs=inputs), deepcopy(model))
+        outline = outline_of_model(shapes_alone(model), inputs=inputs)
+        outline = with_activations(outline, shapes_alone(model))
     method = replace(setting.method, tokens=tokens, sequence=sequence or tokens)
     question = Question(outline, replace(setting, method=method), machine or Capacity(), seconds, rates)
     return answer(question)
@@ -353,7 +354,7 @@ def _machine(chosen: argparse.Namespace) -> Capacity:
         space = shutil.disk_usage(chosen.nvme).free
     if memory is None and (chosen.nvme is not None or not _elsewhere(chosen)):
         memory = _total_nbytes()
-    return Capacity(memory, space, chosen.gpu_memory or chosen.device_memory, process_memory())
+    return Capacity(memory, space, chosen.gpu_memory or chosen.device_memory, process_memory(), lean_malloc())
 
 
 def _elsewhere(chosen: argparse.Namespace) -> bool:

@@ -70,7 +70,7 @@ class Planned:
     refusal: str
     needs: tuple[Need, ...]
     forecast: Forecast | None
-    """None if a rate of the disk, or of computing, is not known."""
+    """None if a rate of the disk, or of computing, is not known; also of a training that does not fit."""
     planning_s: float
 
     @property
@@ -152,8 +152,7 @@ def answer(question: Question) -> Planned:
         refusal = str(error)
     found = needs(need, machine) if need is not None else ()
     planning_s = time.perf_counter() - began
-    fits = need is not None and not any(one.short_nbytes for one in found)
-    if need is not None and fits and question.seconds is not None and question.rates is not None:
+    if need is not None and question.seconds is not None and question.rates is not None:
         method = setting.method
         taken = outline if method.checkpointing else outline.not_recomputed()
         script = taken.script(method.tokens, method.sequence, setting.micro_batches)

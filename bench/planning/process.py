@@ -91,7 +91,7 @@ def _measured() -> Process:
 
 
 def warm_up() -> None:
-    """Import what a training imports, and train one step of a tiny model."""
+    """Import what a training imports, train one step of a tiny model, and multiply larger matrices."""
     import torch
     from torch import nn
 
@@ -104,6 +104,9 @@ def warm_up() -> None:
     output = model(given)
     getattr(output, "logits", output).float().logsumexp(-1).sum().backward()
     optimizer.step()
+    for dtype in (torch.float32, torch.bfloat16):  # larger products run code that small ones do not load
+        layer = nn.Linear(512, 1024).to(dtype)
+        layer(torch.ones(256, 512, dtype=dtype)).sum().backward()
 
 
 def _tiny() -> nn.Module:

@@ -33,7 +33,7 @@ from infinity.gradients.store import GradientStore
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import Outgoing
 from infinity.records.updates import Update
-from infinity.units.meeting import Meeting
+from infinity.units.meeting import MeetingOfRanks
 from infinity.units.unit import Unit
 
 
@@ -78,7 +78,7 @@ class Arrivals:
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         """Those that have parameters of the engine; see `join`."""
         self._takers: dict[Unit, list[weakref.ref[Updater]]] = {}
-        self._meeting: Meeting | None = None
+        self._meeting: MeetingOfRanks | None = None
         self._slices: list[Sequence[nn.Parameter]] = []
         self._units = units
         self._unit_of = unit_of
@@ -146,7 +146,7 @@ class Arrivals:
                 self._use_gradients(unit, updater)
         self._hooks.end_unit(unit)
 
-    def meet_by(self, meeting: Meeting) -> None:
+    def meet_by(self, meeting: MeetingOfRanks) -> None:
         """Have the ranks meet before they sum what only some may have: see [Note: ranks that choose] in
         units/meeting.py.
         """

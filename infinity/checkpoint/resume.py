@@ -106,7 +106,8 @@ def _check_fits(commit: Commit, training: Training, durable: Durable) -> None:
     engine, said = training.inventory.engine, commit.said
     found = []
     if len(commit.records) != len(engine.units):
-        found.append(f"{len(commit.records)} units in the commit, {len(engine.units)} in the model")
+        units = f"{len(commit.records)} units in the commit, {len(engine.units)} in the model"
+        found.append(units + _whole(commit, engine))
     for unit, at in zip(engine.units, commit.records, strict=False):
         ours = tuple((one.name, one.shape) for one in unit.shard.segments)
         if (at.name, at.segments) != (unit.name, ours):
@@ -144,6 +145,17 @@ def _check_fits(commit: Commit, training: Training, durable: Durable) -> None:
     if found:
         where = f"the run in {durable.folders[0].path}, committed at step {commit.step}, does not fit"
         raise CheckpointError("\n  ".join([f"{where}; nothing was changed:", *found]))
+
+
+def _whole(commit: Commit, engine: Engine) -> str:
+    """Say what to set where the model has more slices than the commit."""
+    theirs, ours = (sum(".tiles." in f".{one.name}" for one in of) for of in (commit.records, engine.units))
+    if ours <= theirs:
+        return ""
+    return (
+        ', some of them slices. experts="whole", in Config, keeps experts and embeddings as the commit has '
+        "them; or load a checkpoint of infinity.save, which fits both"
+    )
 
 
 def _other_files(engine: Engine, commit: Commit) -> list[str]:

@@ -219,13 +219,29 @@ def load(
 def read_manifest(folder: Path) -> Manifest:
     """Return a checkpoint's manifest.
 
-    Raises: CheckpointError naming the file; FileNotFoundError.
+    Raises: CheckpointError naming the file; FileNotFoundError where there is none, with what there is.
     """
     path = folder / NAME
     try:
         return Manifest.from_json(path.read_bytes())
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise type(error)(error.errno, _no_checkpoint(folder), str(folder)) from None
+
+
+def _no_checkpoint(folder: Path) -> str:
+    """Say what is there in the place of a checkpoint, and what to do."""
+    if not folder.exists():
+        return f"there is no such folder (looked in {Path.cwd()}). Name one that infinity.save has written"
+    if not folder.is_dir():
+        return "that is a file. Name the folder that infinity.save has written"
+    why = f"no checkpoint of infinity.save: it holds no {NAME}"
+    if any(folder.glob("*.safetensors")):
+        return f"{why}, but weights of Hugging Face's: load them by from_pretrained(...) inside Init"
+    if inside := sorted(str(one.parent) for one in folder.glob(f"*/{NAME}")):
+        return f"{why}; {inside[-1]} does: name that"
+    return f"{why}. Name a folder that infinity.save has written"
 
 
 def _check_fits(manifest: Manifest, inventory: Inventory, scheduler: Stateful | None, folder: Path) -> None:

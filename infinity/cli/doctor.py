@@ -31,7 +31,6 @@ from infinity.storage.nvme import check_folder
 
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 _OVER_NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs"})
-_OF_KERNEL = frozenset({"proc", "sysfs", "cgroup", "cgroup2", "devpts", "debugfs", "tracefs", "securityfs"})
 _IO_URING_DISABLED = Path("/proc/sys/kernel/io_uring_disabled")
 _CPUINFO = Path("/proc/cpuinfo")
 _GPUS = Path("/proc/driver/nvidia/gpus")
@@ -151,10 +150,6 @@ def _storage(folder: str, outline: Outline | None, *, measure: bool) -> Iterator
         return
     path = Path(folder).resolve()
     kind = disk.filesystem(path)
-    if kind in _OF_KERNEL:
-        found = f"{path} is the kernel's ({kind}): it stores no files"
-        yield Finding("folder", found, _ANOTHER, fatal=True)
-        return
     if kind in _IN_MEMORY:
         found = f"{path}, {kind}: its files are in memory, so training there saves none"
         yield Finding("folder", found, _ANOTHER)

@@ -142,7 +142,7 @@ class _Parser(argparse.ArgumentParser):
         try:
             typed = arguments_of(path, self._actions)
         except ConfigError as error:
-            self.error(str(error))
+            self.exit(2, f"{self.prog}: {error}\n")  # without the usage, above which nobody reads
         self.prog, before = f"{self.prog} --config {path}", self.prog
         said, _ = super().parse_known_args(typed, None)
         self.prog = before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +72,9 @@ def recompute_blocks(model: Any) -> None:
 
     Raises: ValueError for a model without it.
     """
-    with warnings.catch_warnings():  # its new name does not exist in the oldest supported transformers
-        warnings.simplefilter("ignore", FutureWarning)
-        model.config.use_cache = False  # a cache for generation, of which it warns here
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.config.use_cache = False  # a cache for generation, of which it warns here
+    kwargs = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
+    else:  # before transformers 5.24
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)

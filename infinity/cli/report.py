@@ -145,7 +145,7 @@ class Progress:
         """Show 0 of `steps`."""
         tqdm.monitor_interval = 0  # its thread would outlive the run
         self._steps = steps
-        self._budget = "" if budget_nbytes is None else f", budget {format_size(budget_nbytes)}"
+        self._budget = "" if budget_nbytes is None else f" of {format_size(budget_nbytes)}"
         self._baseline_nbytes = baseline_nbytes
         terminal = sys.stderr.isatty()
         self._bar: Any = tqdm(total=steps, unit="step", dynamic_ncols=True, leave=True) if terminal else None
@@ -158,7 +158,8 @@ class Progress:
         )
         against = "" if bound is None else f", {bound}"
         evaluated = "" if step.eval_loss is None else f", evaluation {step.eval_loss:.3f}"
-        text = f"loss {step.loss:.3f}{evaluated}, {speed}{against}, memory {memory}{self._budget}"
+        held = f", host_memory {format_size(step.budget_held_nbytes)}{self._budget}" if self._budget else ""
+        text = f"loss {step.loss:.3f}{evaluated}, {speed}{against}, process {memory}{held}"
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update()

@@ -50,8 +50,13 @@ def _read(path: str) -> dict[Any, Any]:
         raise ConfigError("--config needs PyYAML: pip install pyyaml") from error
     try:
         read = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"--config {path}: there is no such file (looked in {Path.cwd()}). Name a YAML file, lines like "
+            "`steps: 100`; `infinity train --help` lists the options."
+        ) from None
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
+        raise ConfigError(f"--config {path}: {error.strerror}. Name a YAML file.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not readable as YAML: {error}") from error
     if not isinstance(read, dict):

@@ -47,14 +47,24 @@ class DeviceBlocks:
         room = self._device.room
         taken = room.take(numel * dtype.itemsize, "a unit") if room is not None else 0
         try:
-            with torch.inference_mode(mode=False), torch.no_grad():
-                flat = torch.empty(numel, dtype=dtype, device=self._device.torch_device)
+            flat = self._empty(numel, dtype)
         except BaseException:
             if room is not None:
                 room.give_back(taken)
             raise
         self._device.allocated(flat)
         return flat
+
+    def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Allocate; where the device has no memory left, once more when what waits there has left."""
+        room = self._device.room
+        with torch.inference_mode(mode=False), torch.no_grad():
+            try:
+                return torch.empty(numel, dtype=dtype, device=self._device.torch_device)
+            except torch.OutOfMemoryError:
+                if room is None or not room.empty():
+                    raise
+            return torch.empty(numel, dtype=dtype, device=self._device.torch_device)
 
     def leaving(self, flat: torch.Tensor) -> None:
         """Make later uses of the memory wait for uploads that may still write to it."""
@@ -64,9 +74,11 @@ class DeviceBlocks:
             room.give_back(room.nbytes(flat.nbytes))
 
 
-def wrap(memory: mmap, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor over mapped memory, which it keeps alive."""
+def wrap(memory: mmap | torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor over mapped memory, or over a tensor of bytes, which it keeps alive."""
     with torch.inference_mode(mode=False), torch.no_grad():
+        if isinstance(memory, torch.Tensor):
+            return memory.view(dtype)[:numel]
         if not numel:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(memory, dtype=dtype, count=numel)

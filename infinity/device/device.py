@@ -20,11 +20,9 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import os
 import pkgutil
 import threading
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,15 +32,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from infinity import kernels
 from infinity.config.settings import ACCELERATORS, Config
 from infinity.device.room import DeviceRoom
-from infinity.device.streams import Event, HostMemory, Streams
+from infinity.device.store import DeviceStore
+from infinity.device.streams import Copy, Event, HostMemory, Streams
 from infinity.errors import ConfigError
 from infinity.storage import cpu_affinity as cores
 from infinity.storage.memory import Ledger, view
-from infinity.storage.store import DONE, Transfer
+from infinity.storage.store import DONE, TensorStore, Transfer
 
 logger = logging.getLogger("infinity")
-
-_POLL_S = 0.0002
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +84,22 @@ class Device:
         """Return the bytes of memory that are free on the device, 0 where it has none of its own."""
         return 0
 
+    def failed_allocations(self) -> int:
+        """Return how often the device had no memory for an allocation of torch's; 0 if not known."""
+        return 0
+
     @property
     def pageable_reason(self) -> str:
         """Why some host memory is not page-locked, so that its copies make the host wait; empty if all is."""
         return ""
+
+    def open_store(self) -> TensorStore | None:
+        """Return a store of extents in the device's memory; None where it has none of its own."""
+        return None
+
+    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy, on the device, of a contiguous tensor in host memory, when it is there."""
+        raise NotImplementedError
 
     def pin(self, address: int, nbytes: int) -> None:
         """Page-lock existing memory, to the byte. If that fails, copies still work, but the host waits."""
@@ -185,36 +194,6 @@ class CpuDevice(Device):
         return tensor.contiguous()
 
 
-class _Copy:
-    """A copy on a stream: a Transfer. It began when it was queued, and ended when the host first saw that its
-    event had passed.
-    """
-
-    def __init__(self, event: Event) -> None:
-        self.began_s = time.perf_counter()
-        self._event = event
-        self._ended_s: float | None = None
-
-    @property
-    def done(self) -> bool:
-        if self._ended_s is None and self._event.query():
-            self._ended_s = time.perf_counter()
-        return self._ended_s is not None
-
-    @property
-    def ended_s(self) -> float | None:
-        return self._ended_s if self.done else None
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        if timeout_s is None and not self.done:
-            self._event.synchronize()
-        end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while not self.done:
-            if time.monotonic() >= end_s:
-                raise TimeoutError(f"a copy between host and device is not over after {timeout_s} s")
-            time.sleep(_POLL_S)
-
-
 @dataclass(slots=True)
 class _Residence:
     """The events that order the uses of one unit's memory."""
@@ -252,6 +231,10 @@ class AcceleratorDevice(Device):
         """See Device."""
         return self._streams.free_nbytes()
 
+    def failed_allocations(self) -> int:
+        """See Device."""
+        return self._streams.failed_allocations()
+
     @property
     def pageable_reason(self) -> str:
         """See Device."""
@@ -265,6 +248,26 @@ class AcceleratorDevice(Device):
     def unpin(self, address: int) -> None:
         """See Device."""
         self.memory.unpin(address)
+
+    def open_store(self) -> TensorStore:
+        """See Device."""
+        return DeviceStore(self.torch_device, self._streams, self.memory, self.room, self._count)
+
+    def _count(self, uploaded_nbytes: int, downloaded_nbytes: int) -> None:
+        """Count copies. The lane uploads units, the thread that computes boundaries."""
+        with self._counting:
+            self._uploaded_nbytes += uploaded_nbytes
+            self._downloaded_nbytes += downloaded_nbytes
+
+    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See Device."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=self.torch_device)
+        self.allocated(flat)
+        if tensor.numel():
+            self.upload(flat, 0, tensor.data_ptr(), tensor.numel()).wait()
+            self.arrived(flat)
+        return flat.view(tensor.shape)
 
     def allocated(self, flat: torch.Tensor) -> None:
         """See Device."""
@@ -283,9 +286,8 @@ class AcceleratorDevice(Device):
         host = torch.frombuffer(view(address, numel * flat.itemsize), dtype=flat.dtype)
         self._streams.copy(self._up, flat[start : start + numel], host)
         residence.uploaded = self._streams.record(self._up)
-        with self._counting:  # the lane uploads units, the thread that computes boundaries
-            self._uploaded_nbytes += numel * flat.itemsize
-        return _Copy(residence.uploaded)
+        self._count(numel * flat.itemsize, 0)
+        return Copy(residence.uploaded)
 
     def arrived(self, flat: torch.Tensor | None = None) -> None:
         """See Device."""
@@ -339,8 +341,8 @@ class AcceleratorDevice(Device):
         self._streams.wait(self._down, self._streams.record(self._streams.current()))
         self._streams.copy(self._down, host, source)
         self._streams.keep(self._down, source)
-        self._downloaded_nbytes += source.nbytes
-        return Download(host, _Copy(self._streams.record(self._down)))
+        self._count(0, source.nbytes)
+        return Download(host, Copy(self._streams.record(self._down)))
 
     def room_for_downloads(self, *shares: Ledger) -> None:
         """See Device."""

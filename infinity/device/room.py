@@ -78,6 +78,17 @@ class DeviceRoom:
         self.ledger.reserve_anyway(needed)
         return needed
 
+    def empty(self) -> bool:
+        """Take all that waits off the device, and return whether there was anything: the device has no memory
+        left, whatever the budget says.
+        """
+        found = False
+        while self._give_way():
+            found = True
+        while self._leaving:
+            self._await_oldest()
+        return found
+
     def take_all(self, parts: Sequence[int], what: str) -> int:
         """Count tensors of so many bytes each, or none of them; return the bytes to give back.
 

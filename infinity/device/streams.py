@@ -7,6 +7,8 @@ in tests on a simulated device (tests/simdevice).
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -18,6 +20,8 @@ from infinity.sizes import format_size
 from infinity.storage.memory import Arena
 
 logger = logging.getLogger("infinity")
+
+_POLL_S = 0.0002
 
 
 class Event(Protocol):
@@ -56,6 +60,9 @@ class Streams(Protocol):
 
     def free_nbytes(self) -> int:
         """Return the bytes of memory that are free on the device."""
+
+    def failed_allocations(self) -> int:
+        """Return how often the device had no memory for an allocation of torch's."""
 
     def lock(self, address: int, nbytes: int) -> str:
         """Page-lock host memory; return the reason if that failed, else an empty text."""
@@ -105,6 +112,46 @@ class AcceleratorStreams(Streams):
         """See Streams."""
         module: Any = torch.get_device_module(self._device)
         return int(module.mem_get_info(self._device)[0])
+
+    def failed_allocations(self) -> int:
+        """See Streams; 0 where torch's allocator does not count them."""
+        module: Any = torch.get_device_module(self._device)
+        if not hasattr(module, "memory_stats"):
+            return 0
+        return int(module.memory_stats(self._device).get("num_ooms", 0))
+
+
+class Copy:
+    """A copy on a stream: a Transfer. It began when it was queued, and ended when the host first saw that its
+    event had passed.
+    """
+
+    def __init__(self, event: Event) -> None:
+        self.began_s = time.perf_counter()
+        self._event = event
+        self._ended_s: float | None = None
+
+    @property
+    def done(self) -> bool:
+        """See Future."""
+        if self._ended_s is None and self._event.query():
+            self._ended_s = time.perf_counter()
+        return self._ended_s is not None
+
+    @property
+    def ended_s(self) -> float | None:
+        """See Transfer."""
+        return self._ended_s if self.done else None
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """See Transfer."""
+        if timeout_s is None and not self.done:
+            self._event.synchronize()
+        end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while not self.done:
+            if time.monotonic() >= end_s:
+                raise TimeoutError(f"a copy between host and device is not over after {timeout_s} s")
+            time.sleep(_POLL_S)
 
 
 class HostMemory(Buffers):

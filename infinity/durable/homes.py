@@ -1,4 +1,4 @@
-"""Durable runs: fields in host memory, written to where a commit can name them."""
+"""Durable runs: fields in host memory and on the device, written to where a commit can name them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def write_out(lane: StreamLane, passes: Sequence[KeepPass]) -> None:
 
 
 class Homes:
-    """The places on NVMe of a durable run's fields that are in host memory; others are on NVMe already."""
+    """The places on NVMe of a durable run's fields that are in host memory or on the device; others are on
+    NVMe already.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -46,7 +48,7 @@ class Homes:
         return self._of.get((record, name)) or record.place(name)
 
     def passes(self, units: Sequence[Unit]) -> list[KeepPass]:
-        """Return the passes that write fields in host memory which changed since they were last written."""
+        """Return the passes that write fields above NVMe which changed since they were last written."""
         changed = ((unit.record, self._changed(unit.record)) for unit in units)
         return [KeepPass(record, homes, record.tile_numel) for record, homes in changed if homes]
 
@@ -55,7 +57,7 @@ class Homes:
         homes = {}
         for name in record.form.fields:
             lies = name == "hi" and record.in_files is not None
-            if name not in record or lies or not record.in_host(name):
+            if name not in record or lies or not record.volatile(name):
                 self._leave(record, name)
             elif (record, name) not in self._of or name in record.changed_in_host:
                 homes[name] = self._home(record, name)

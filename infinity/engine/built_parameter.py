@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from infinity.engine.asked import KEPT
-from infinity.engine.kept_types import wrong_dtype
+from infinity.engine.refused import wrong_dtype
 from infinity.errors import UnsupportedError
 from infinity.planning.layout import Format
 from infinity.records.record import Record

@@ -28,11 +28,11 @@ from infinity.engine.built_parameter import BuiltParameter
 from infinity.engine.embeddings import in_blocks
 from infinity.engine.engine import Engine, engine_of
 from infinity.engine.frozen import FrozenFile, frozen_layers
-from infinity.engine.kept_types import check_kept, refuse_packed
 from infinity.engine.layouts import Find
 from infinity.engine.origins import Origins
 from infinity.engine.overflow import Overflow
 from infinity.engine.pretrained import Mapped, check_values, name_file
+from infinity.engine.refused import check_kept, refuse_packed
 from infinity.engine.scripting import refuse_script
 from infinity.engine.stand_ins import StandIns
 from infinity.errors import UnsupportedError
@@ -449,7 +449,7 @@ class Construction:
     def _blocks(self, weight: nn.Parameter | None, grid: Grid) -> list[EmbeddingTile]:
         """Return modules of the rows of an embedding's weight; none where it has to stay whole."""
         entry = self._entry(weight)
-        if weight is None or entry is None or isinstance(entry.lies, Packed):  # packed
+        if weight is None or entry is None or isinstance(entry.lies, Packed):
             return []
         if id(weight) not in self._real and entry.record is not None and entry.record.in_files is not None:
             return [self._block_in_files(entry, weight, rows) for rows, _ in grid.slices()]

@@ -31,6 +31,7 @@ from infinity.engine.ending import Ending
 from infinity.engine.parameters import Parameters
 from infinity.engine.partition import Partition
 from infinity.engine.routing import Routing
+from infinity.engine.shortage import Shortage
 from infinity.engine.state_dict import Exchange
 from infinity.errors import UnsupportedError
 from infinity.gradients.store import GradientStore
@@ -51,8 +52,9 @@ from infinity.storage.stripes import StripedStore
 from infinity.tiling import Routed
 from infinity.timeline import Timeline
 from infinity.units import advice
-from infinity.units.device_tier import DeviceTier
-from infinity.units.meeting import Meeting
+from infinity.units.device_tier import DeviceTier, Records
+from infinity.units.device_updates import DeviceUpdates
+from infinity.units.meeting import MeetingOfRanks
 from infinity.units.pinning import Pins
 from infinity.units.released import CONVERSIONS, not_converted, not_resident, owner_of, set_owner
 from infinity.units.residency import Executor
@@ -263,13 +265,7 @@ class Engine:
         self.gradients.open(self.budget, self.units)
         if self.boundaries is not None:
             self.boundaries.open(self.budget.tile_numel)
-        if self.nvme_store is not None or self.checkpoint_store is not None or self.tier is not None:
-            stores = (self.host_store, self.store)
-            frequencies = self.executor.frequencies
-            lodges = self.tier if self.partition is None and not whole else None
-            self.pins = Pins(self.units, frequencies, self.lane, self.kept, stores, lodges)
-            if self.durable is None:
-                self.executor.admit_by(self.pins.admit)
+        self._open_pins()
         # A durable run moves fields between its steps alone, which it commits.
         rounds = Rounds(self.executor, self.pins if self.durable is None else None)
         self.hooks.round_began.append(rounds.forward_began)
@@ -287,13 +283,27 @@ class Engine:
         logger.info("%d units, %s; %s", len(self.units), self.config, self.budget)
         return of_record
 
+    def _open_pins(self) -> None:
+        """Let a placement decide where fields lie, if there is more than one place for them."""
+        if self.nvme_store is not None or self.checkpoint_store is not None or self.tier is not None:
+            stores = (self.host_store, self.store)
+            frequencies = self.executor.frequencies
+            lodges = self.tier if self._lodges else None
+            self.pins = Pins(self.units, frequencies, self.lane, self.kept, stores, lodges)
+            if self.durable is None:
+                self.executor.admit_by(self.pins.admit)
+        if self.pins is not None and self._lodges:
+            shortage = Shortage(self.device, self.pins.empty_device)
+            self.hooks.forward_began.append(shortage.look)
+            self.hooks.round_began.append(shortage.look)
+
     def _meet_for(self, chosen: list[Unit]) -> list[Unit]:
         """Have the ranks, if there are several, meet for units that each one's data chooses among; return
         these.
         """
         if self.ranks.size == 1 or not chosen:
             return []
-        meeting = Meeting(self.ranks, self.units, chosen, self.executor.join_in)
+        meeting = MeetingOfRanks(self.ranks, self.units, chosen, self.executor.join_in)
         self.executor.meet_by(meeting)
         self.arrivals.meet_by(meeting)
         return chosen
@@ -328,10 +338,35 @@ class Engine:
         if self.config.stage == 1 and self.partition is not None:
             fixed += sum(room.nbytes(unit.resident_nbytes) for unit in self.units if unit.trainable)
         budget = divide_device(total, free, room.nbytes(largest_nbytes), max(needs), fixed)
-        room.open(budget.total_nbytes, self.executor.one_gives_way)
+        room.open(budget.total_nbytes, self._one_gives_way)
         room.over.append(partial(_note_download, self.timeline))
         room.take(room.nbytes(1) * sum(len(unit.parameters) for unit in self.units), "placeholders")
-        return DeviceTier(self.executor, room, budget)
+        return DeviceTier(self.executor, room, budget, self.lane, self._open_records())
+
+    @property
+    def _lodges(self) -> bool:
+        """Whether units may live on the device: of several ranks, and in stages 1 and 2, none does."""
+        return self.partition is None and not self.config.stage < 3
+
+    def _open_records(self) -> Records | None:
+        """Let whole records live on the device, where units may."""
+        store = self.device.open_store() if self._lodges else None
+        if store is None:
+            return None
+        updates = DeviceUpdates(store, self.device, self.lane, self.timeline)
+        self.executor.update_there_by(updates)
+        self.gradients.update_there_by(updates)
+        return Records(
+            store, updates, self.gradients.staying_nbytes, self.gradients.leave_device, self._steps_on_device
+        )
+
+    def _steps_on_device(self) -> bool:
+        """Whether every optimizer can make its steps on a device."""
+        return all(optimizer.recipe.tensors is not None for optimizer in self.optimizers)
+
+    def _one_gives_way(self) -> bool:
+        """Make room on the device; False where nothing can leave."""
+        return self.executor.one_gives_way() or (self.pins is not None and self.pins.one_record_leaves())
 
     def hook(self, module: nn.Module, units: list[Unit], below: list[Unit]) -> None:
         """Follow a module's forward, which uses `units`, its state_dict and load_state_dict; `below` are the
@@ -436,4 +471,12 @@ def engine_of_model(model: nn.Module) -> Engine:
         engine = engine_of(parameter)
         if engine is not None:
             return engine
-    raise ValueError(f"{type(model).__name__} has no parameter built inside `with infinity.Init(config):`")
+    names = [name for name, _ in model.named_parameters()]
+    kind = type(model).__name__
+    if not names:
+        raise ValueError(f"{kind} has no parameters: there is nothing that Infinity would keep for it")
+    more = f" and {len(names) - 1} more" if names[1:] else ""
+    raise ValueError(
+        f"{kind} has no parameter built inside `with infinity.Init(config):`: {names[0]}{more} are ordinary "
+        "ones. Build the model there."
+    )

@@ -87,6 +87,8 @@ def _check_device(engine: Engine, units: Iterable[Unit]) -> None:
     gives_way = sum(room.nbytes(one.resident_nbytes) for one in engine.units if one.residence.waits)
     left = room.ledger.free_nbytes + gives_way
     needed = sum(room.nbytes(one.resident_nbytes) for one in units if not one.residence.users)
+    if needed > left and engine.pins is not None:
+        left += engine.pins.records_leave(needed - left)
     if needed > left:
         raise DeviceMemoryError(
             f"gathered: the values take {format_size(needed)} on the device, and device_memory="

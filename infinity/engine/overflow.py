@@ -1,9 +1,10 @@
-"""A model that host memory does not hold, found while it is built: the rest of it is counted, not kept.
+"""A model that host memory, or the disk, does not hold, found while it is built: the rest of it is counted,
+not kept.
 
 The first record that does not fit tells where memory ran out, but not how much would be enough: that is known
-only when the whole model is built. So building goes on: records get no memory, values are dropped and read as
-zeros.
-Then the model is refused with the smallest host_memory that works.
+only when the whole model is built, and so are the names of its modules. So building goes on: records get no
+memory, values are dropped and read as zeros.
+Then the model is refused with the smallest host_memory that works, or with the space that it needs.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from infinity.aio import StorageFullError
 from infinity.engine.engine import Engine
 from infinity.errors import HostMemoryError
 from infinity.planning.budget import Budget, divide, least_that
 from infinity.planning.layout import Format
 from infinity.records.record import Record
 from infinity.sizes import format_size
+from infinity.storage.full_disk import of_whole
 
 logger = logging.getLogger("infinity")
 
@@ -30,16 +33,15 @@ class Overflow:
         self._engine = engine
         self._first: Record | None = None
         self._held_nbytes = 0
+        self._full: StorageFullError | None = None
+        """The disk's error, if that is what is too small."""
 
     def __bool__(self) -> bool:
         """Whether a record did not fit: from then on values are not kept."""
         return self._first is not None
 
     def give_room(self, record: Record) -> None:
-        """Give a record memory for its weights, if there is any.
-
-        Raises: aio.StorageFullError, with the numbers, where the weights do not fit NVMe.
-        """
+        """Give a record room for its weights, if there is any."""
         if self._first is not None:
             return
         try:
@@ -48,18 +50,24 @@ class Overflow:
         except HostMemoryError:
             self._first, self._held_nbytes = record, self._engine.kept.held_nbytes
             logger.info("host memory is full at %s; what the rest of the model needs is counted", record.name)
+        except StorageFullError as full:
+            self._first, self._full = record, full.with_traceback(None)
+            logger.info("the disk is full at %s; what the rest of the model needs is counted", record.name)
 
     def refuse(self, built: Sequence[Record], model: Mapping[Record, Sequence[nn.Parameter]]) -> None:
         """Refuse a finished model if it does not fit. built: all records, those of replaced parameters too;
         model: the parameters in each of those that the model keeps.
 
-        Raises: HostMemoryError with the smallest host_memory that works.
+        Raises: HostMemoryError with the smallest host_memory that works; aio.StorageFullError with the space
+        that the model needs.
         """
         if self._first is None:
             return
         trained = [
             (record, any(one.requires_grad for one in parameters)) for record, parameters in model.items()
         ]
+        if self._full is not None:
+            raise self._refused_by_disk(self._first, self._full, trained)
         frozen = [(record, False) for record, _ in trained]
         raise HostMemoryError(
             f"{self._where(self._first)}. The smallest host_memory that works is "
@@ -70,15 +78,41 @@ class Overflow:
     def refuse_half(self, built: Sequence[Record], error: BaseException) -> None:
         """Refuse a model whose building ended with `error`, which zeros in place of values may have caused.
 
-        Raises: HostMemoryError with a host_memory below which nothing works.
+        Raises: HostMemoryError with a host_memory below which nothing works; aio.StorageFullError with space
+        below which nothing works.
         """
         if self._first is None or not isinstance(error, Exception):
             return
+        if self._full is not None:
+            said = self._refused_by_disk(self._first, self._full, [(record, False) for record in built])
+            said.add_note(
+                "Building went on, to count that, without keeping values, and failed (the error above)."
+            )
+            raise said from error
         raise HostMemoryError(
             f"{self._where(self._first)}. Building went on, to count what the model needs, without keeping "
             f"its values, and failed (the error above): it needs {self._least(built, ())} or more. Give "
             "Config a larger host_memory, or a folder on NVMe (nvme=...)."
         ) from error
+
+    def _refused_by_disk(
+        self, first: Record, full: StorageFullError, model: Sequence[tuple[Record, bool]]
+    ) -> StorageFullError:
+        """Return the error that tells what a model needs of the disk; see `refuse`."""
+        store, copies = self._engine.nvme_store, 2 if self._engine.durable is not None else 1
+        weights, whole = (
+            copies
+            * sum(
+                _stored_on_nvme(record, self._engine.budget, trained=every and one) for record, one in model
+            )
+            for every in (False, True)
+        )
+        what = f"the model's weights, {format_size(weights)}"
+        if whole > weights:
+            what += f", and moments of AdamW, {format_size(whole)} with them"
+        what += ", all of it twice in a durable run" if copies > 1 else ""
+        taken = store.allocated_nbytes if store is not None else 0
+        return of_whole(full, first.name, [one.name for one in first.shard.segments], what, whole, taken)
 
     def _where(self, first: Record) -> str:
         names = [one.name for one in first.shard.segments]
@@ -125,4 +159,10 @@ def _stored_nbytes(record: Record, budget: Budget, *, trained: bool) -> int:
     names = (*form.fields, form.gradient) if trained else form.weights
     if record.in_files is not None and not trained:
         names = ()
+    return sum(form.stored_nbytes(name, numel, form.span(name, tile_numel)) for name in names)
+
+
+def _stored_on_nvme(record: Record, budget: Budget, *, trained: bool) -> int:
+    form, numel, tile_numel = record.form, record.shard.numel, budget.tile_of(record.form)
+    names = form.fields if trained else form.weights if record.in_files is None else ()
     return sum(form.stored_nbytes(name, numel, form.span(name, tile_numel)) for name in names)

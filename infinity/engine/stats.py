@@ -323,7 +323,7 @@ def _moves(unit: Unit) -> Moves:
     stored = {
         name: unit.record.field_nbytes(name)
         for name, tier in unit.record.tiers()
-        if tier != "host" and name in unit.record.fields
+        if tier not in ("host", "device") and name in unit.record.fields
     }
     hi_nbytes = stored.pop("hi", 0)
     return Moves(
@@ -332,7 +332,7 @@ def _moves(unit: Unit) -> Moves:
         sum(stored.values()),
         unit.window_nbytes,
         in_place=unit.in_place,
-        trainable=unit.trainable,
+        trainable=unit.trainable and not unit.record.on_device,
         width=unit.record.form.width,
         derived=bool(unit.record.form.derived),
         state_fields=len(stored),

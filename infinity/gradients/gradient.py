@@ -5,7 +5,8 @@
 gradient. step() reads it and leaves it there, as torch does. Whatever else refers to a gradient (a sum over
 ranks, an update in the backward) asks the parameter before it uses it: `is_current`. A gradient of one
 backward is kept as it came, in 16 bits; a second backward turns the stored one into fp32 and adds. It lies in
-host memory while the kept share has room, else in its unit's record.
+host memory while the kept share has room, else in its unit's record. Where the unit's whole record lives on
+an accelerator, it stays there, as far as device_memory has room.
 
 [Note: who frees its memory]
 Nothing has to be freed by hand, whatever fails. Its memory is a buffer, or torch's own if it is small and on
@@ -25,6 +26,7 @@ and (in `OffloadedGradient`) the store are known weakly: the engine keeps them, 
 
 from __future__ import annotations
 
+import math
 import weakref
 from enum import Enum
 
@@ -48,7 +50,8 @@ GONE = "a gradient was used after its model and optimizer are gone, and its valu
 class Form(Enum):
     """Where a stored gradient is."""
 
-    HOST = "in host memory"
+    HOST = "in memory"
+    """The host's; or the device's, where `on_device` says so."""
     OUTGOING = "in host memory, on its way to the record"
     SPILLED = "in its unit's record"
     ZERO = "nowhere: it is zero"
@@ -82,6 +85,7 @@ class Gradient:
         "field",
         "form",
         "index",
+        "on_device",
         "parts",
         "scale",
         "tensor",
@@ -95,6 +99,8 @@ class Gradient:
         self.tensor: torch.Tensor | None = None
         self.arriving: Future = DONE
         """Of `tensor`, which may be read when this is over."""
+        self.on_device = False
+        """Whether `tensor` is on the device, where the unit's record lives, to be applied there."""
         self.field = "grad16"
         """The record's field that holds it while spilled."""
         self.parts: SpillPart | None = None
@@ -149,6 +155,11 @@ class Gradient:
         self.parts, self._job = SpillPart(tensor.new_empty(0), square_sum=square_sum, finite=finite), None
         return self.parts
 
+    def was_measured(self, square_sum: float) -> None:
+        """Note the sum of squares, as the device has computed it."""
+        none = torch.empty(0)
+        self.parts, self._job = SpillPart(none, square_sum=square_sum, finite=math.isfinite(square_sum)), None
+
     def multiply(self, factor: float) -> None:
         """Record a factor of clipping, in fp32."""
         self.scale = np.float32(self.scale * np.float32(factor))
@@ -183,16 +194,42 @@ class Gradient:
 
     @property
     def in_memory(self) -> torch.Tensor:
-        """The tensor in host memory, which may be read when `arriving` is over."""
+        """The tensor in memory, which may be read when `arriving` is over."""
         if self.tensor is None:
-            raise AssertionError(f"expected a gradient in host memory, got one that is {self.form.value}")
+            raise AssertionError(f"expected a gradient in memory, got one that is {self.form.value}")
         return self.tensor
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Stay in host memory, as `tensor`, which the kept share has paid for."""
         self._become(Form.HOST)
-        self.tensor = tensor
+        self.tensor, self.on_device = tensor, False
         self.end_lease()
+
+    def stay(self, tensor: torch.Tensor, lease: Lease) -> None:
+        """Stay on the device, as `tensor`, with `lease` of device_memory."""
+        self._become(Form.HOST)
+        self.tensor, self.on_device, self.parts = tensor, True, None
+        self.end_lease()
+        self._lease = lease
+
+    def wait_there(self, tensor: torch.Tensor, lease: Lease) -> None:
+        """Wait on the device, as `tensor`, for the other gradients of the unit."""
+        self.send(tensor, lease)
+        self.on_device = True
+
+    def was_changed(self) -> None:
+        """Note that the tensor has other values than those that were measured."""
+        self.parts = None
+
+    def stay_there(self) -> None:
+        """Wait no more: stay on the device."""
+        self._become(Form.HOST)
+
+    def leave_device(self) -> torch.Tensor:
+        """Give up the tensor on the device, which is returned, to be placed anew."""
+        tensor = self.in_memory
+        self.on_device = False
+        return tensor
 
     def send(self, tensor: torch.Tensor, lease: Lease) -> None:
         """Wait, as `tensor`, for the other gradients of the unit; if it is spilled already, `tensor` is to be
@@ -222,7 +259,7 @@ class Gradient:
         return self._give_tensor()
 
     def _give_tensor(self) -> Lease | None:
-        self.tensor, self.arriving = None, DONE
+        self.tensor, self.arriving, self.on_device = None, DONE, False
         lease, self._lease = self._lease, None
         return lease
 

@@ -33,6 +33,7 @@ from infinity.sizes import format_size
 from infinity.storage.memory import Ledger
 from infinity.storage.store import DONE, Future, HostStore, Store
 from infinity.tensors import is_part
+from infinity.units.device_updates import DeviceUpdates
 from infinity.units.residency import Executor
 from infinity.units.unit import Unit
 
@@ -88,6 +89,11 @@ class GradientStore:
         self._in_record: defaultdict[Unit, WeakValueDictionary[int, Gradient]]
         self._in_record = defaultdict(WeakValueDictionary)  # spilled ones that somebody refers to
         self._outgoing: defaultdict[Unit, dict[int, Gradient]] = defaultdict(dict)
+        self._on_device: defaultdict[Unit, WeakValueDictionary[int, Gradient]]
+        self._on_device = defaultdict(WeakValueDictionary)
+        self._there: DeviceUpdates | None = None
+        self._adds = False
+        """Whether a further backward has added to a gradient."""
         self._received: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._charged_nbytes = 0
 
@@ -175,6 +181,8 @@ class GradientStore:
         if self._reduction is not None:
             return self._reduction.arrive(unit, index, grad, keep=keep)
         gradient = Gradient(unit, index, self._kept)
+        if unit.record.on_device and self._stays_there(gradient, grad, keep=keep):
+            return gradient
         if not self._device.is_host:
             self._await_buffer(grad.nbytes)
         download = self._device.download(grad)
@@ -186,6 +194,92 @@ class GradientStore:
             tensor = self._own(tensor)
         self._place(gradient, tensor, keep=keep)
         return gradient
+
+    # Of units whose records live on the device
+
+    def update_there_by(self, updates: DeviceUpdates) -> None:
+        """Have gradients of units that live on the device be measured there."""
+        self._there = updates
+
+    def staying_nbytes(self, unit: Unit) -> int:
+        """Return the bytes of a unit's gradients that stay on the device until they are applied: none where
+        that is in the backward, twice as many where further backwards add to them.
+        """
+        room = self._device.room
+        if room is None or not self._executor.updates_at_fetch:
+            return 0
+        width = 4 if self._adds else unit.flat.itemsize
+        return sum(room.nbytes(one.numel * width) for one in unit.shard.segments)
+
+    def _stays_there(self, gradient: Gradient, grad: torch.Tensor, *, keep: bool) -> bool:
+        """Let a gradient stay on the device, where its unit's record lives, if there is room."""
+        room = self._device.room
+        if room is None or not room.fits(grad.nbytes):
+            return False
+        grad = grad.detach()
+        grad = grad.clone() if is_part(grad) else grad.contiguous()
+        lease = Lease(room.ledger, room.take(grad.nbytes, f"{gradient.unit.name}: a gradient that stays"))
+        if keep:
+            gradient.stay(grad, lease)
+        else:
+            gradient.wait_there(grad, lease)
+            self._outgoing[gradient.unit][gradient.index] = gradient
+        self._on_device[gradient.unit][gradient.index] = gradient
+        return True
+
+    def _add_there(self, gradient: Gradient, grad: torch.Tensor) -> bool:
+        """Add a further backward's gradient on the device; False where the sum has no room there."""
+        room, unit, stored = self._device.room, gradient.unit, gradient.in_memory
+        if room is None or not unit.record.on_device:
+            return False
+        if gradient.index in unit.pending:
+            self._executor.flush(unit)
+        widens = stored.dtype != torch.float32
+        if widens and not room.fits(4 * stored.numel()):
+            return False
+        self._keep_there(unit)
+        total = total_of(stored, grad.detach().contiguous())
+        taken = room.take(total.nbytes, f"{unit.name}: a sum of gradients that stays") if widens else 0
+        if widens:
+            gradient.stay(total, Lease(room.ledger, taken))
+        else:
+            gradient.was_changed()
+        return True
+
+    def _keep_there(self, unit: Unit) -> None:
+        """Have a unit's gradients that wait on the device stay there."""
+        if self._there is None:
+            return
+        for index, gradient in self.outgoing_of(unit).items():
+            if gradient.on_device:
+                del self._outgoing[unit][index]
+                gradient.stay_there()
+
+    def leave_device(self, unit: Unit) -> None:
+        """Take a unit's gradients off the device, where its record stays no longer."""
+        self._keep_there(unit)
+        for gradient in dict(self._on_device.pop(unit, {})).values():
+            if gradient.on_device:
+                self._bring_down(gradient)
+        self.spill(unit)
+
+    def _bring_down(self, gradient: Gradient) -> None:
+        """Have a gradient lie in host memory, or wait to be spilled."""
+        copy = self._device.download(gradient.leave_device(), ours=False)
+        copy.wait()
+        self._place(gradient, copy.tensor, keep=True)
+
+    def _measure_there(self, gradients: Iterable[Gradient]) -> None:
+        """Measure those of these gradients that are on the device, and all others there with them: the host
+        waits for that once, though torch may ask for one norm at a time.
+        """
+        if self._there is None or not any(one.on_device and one.parts is None for one in gradients):
+            return
+        there = [one for unit in list(self._on_device.values()) for one in list(unit.values())]
+        wanted = [one for one in there if one.on_device and one.parts is None]
+        sums = self._there.square_sums([one.in_memory for one in wanted])
+        for gradient, square_sum in zip(wanted, sums, strict=True):
+            gradient.was_measured(square_sum)
 
     def _await_buffer(self, nbytes: int) -> None:
         """Wait for memory for a download. What is made ahead beyond the outgoing share is charged to the kept
@@ -212,9 +306,13 @@ class GradientStore:
     def add(self, gradient: Gradient, grad: torch.Tensor) -> None:
         """Add a further backward's gradient to the stored one, in fp32."""
         gradient.check("a second backward before step()")
+        self._adds = True
         if self._reduction is not None:
             self._reduction.add(gradient, grad)
-        else:
+        elif not gradient.on_device or not self._add_there(gradient, grad):
+            if gradient.on_device:
+                self._keep_there(gradient.unit)
+                self._bring_down(gradient)
             self._share.await_buffer(grad.nbytes, 1)
             self.add_mean(gradient, self._device.to_host(grad))
 
@@ -268,6 +366,7 @@ class GradientStore:
         """Keep a complete unit's outgoing gradients: in host memory as far as they fit now, the others in
         the record.
         """
+        self._keep_there(unit)
         for index, gradient in self.outgoing_of(unit).items():
             if gradient.form is Form.OUTGOING and gradient.parts is None and gradient.arriving.done:
                 gradient.measure(gradient.in_memory)
@@ -294,6 +393,9 @@ class GradientStore:
             self._outgoing[unit].pop(gradient.index, None)
             leases.append(gradient.apply())
         unit.values_changed()
+        if unit.record.on_device:
+            self._executor.apply_there(unit, partial(end_all, leases))
+            return
         values = self._values_on_device(unit, leases)
         self._share.sent(self._executor.apply(unit, partial(end_all, leases), values))
 
@@ -317,6 +419,7 @@ class GradientStore:
 
     def spill(self, unit: Unit) -> None:
         """Write a unit's outgoing gradients to its record."""
+        self._keep_there(unit)
         if not self.outgoing_of(unit):
             return
         if any(update.field for update in unit.pending.values()):
@@ -375,10 +478,13 @@ class GradientStore:
 
     def square_sums(self, gradients: Sequence[Gradient]) -> list[float]:
         """Return the fp64 sum of each stored gradient's squares, over all ranks; see `square_sum`."""
+        self._measure_there(gradients)
         return self.ranks.totals([self.square_sum(gradient) for gradient in gradients], "norms")
 
     def square_sum_of_all(self, gradients: Iterable[Gradient]) -> float:
         """Return the fp64 sum of the squares of all these, over all ranks."""
+        gradients = list(gradients)
+        self._measure_there(gradients)
         return self.ranks.totals([sum(map(self.square_sum, gradients), 0.0)], "norm")[0]
 
     def square_sum(self, gradient: Gradient) -> float:
@@ -391,6 +497,7 @@ class GradientStore:
             return 0.0
         if gradient.form is Form.SPILLED and gradient.index in self.outgoing_of(gradient.unit):
             self.spill(gradient.unit)
+        self._measure_there([gradient])
         parts = gradient.parts or gradient.measure(gradient.await_tensor())
         job = gradient.job
         if job is not None:

@@ -374,8 +374,7 @@ class StreamLane:
         """Give back the slots of tiles whose writes are over; with `block`, wait for the oldest."""
         if block:
             started = time.perf_counter()
-            for transfer in self._writing[0].transfers:
-                transfer.wait()
+            self._end(self._writing.popleft())
             self.times.spent(write_wait_s=time.perf_counter() - started)
         under_way: deque[_Tile] = deque()
         for tile in self._writing:
@@ -387,7 +386,7 @@ class StreamLane:
 
     def _end(self, tile: _Tile) -> None:
         for transfer in tile.transfers:
-            transfer.wait()  # it is over: this raises its error
+            transfer.wait()
         self._note(tile, "write", tile.writes)
         self._note_more(tile)
         if tile.slot is not None:

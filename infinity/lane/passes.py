@@ -430,7 +430,7 @@ class KeepPass(_WriteOutPass):
 
 
 class LeavePass(_WriteOutPass):
-    """Write one field from host memory to an extent on NVMe, then let it lie there."""
+    """Write one field from where it lies to an extent, mostly of the tier below, then let it lie there."""
 
     def __init__(self, record: Record, name: str, to: Extent, tile_numel: int) -> None:
         """Prepare to move the field `name`."""

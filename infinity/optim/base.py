@@ -241,7 +241,8 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         for unit in decided:
             if not unit.pending:
                 continue
-            if unit not in busy and all(one.misses < MISSED_LIMIT for one in unit.pending.values()):
+            limit = MISSED_LIMIT - unit.index % max(1, MISSED_LIMIT // 4)  # not all in one step
+            if unit not in busy and all(one.misses < limit for one in unit.pending.values()):
                 self._decided.add(unit)
             else:
                 self._engine(unit).executor.flush(unit)
@@ -271,7 +272,8 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         field = gradient.field if gradient.form is Form.SPILLED else None
         tensor = gradient.tensor if field is None else None
         holder = None if self._engine(gradient.unit).device.is_host else gradient
-        return Update(scalars, tensor, field, key, gradient.arriving, missed, self.recipe, holder)
+        there = field is None and gradient.on_device
+        return Update(scalars, tensor, field, key, gradient.arriving, missed, self.recipe, holder, there)
 
     def _scalars(self, group: dict[str, Any], parameter: nn.Parameter, clip: float) -> tuple[Any, int]:
         """Count the parameter's step; return its scalars and the key of its random bits."""

@@ -17,11 +17,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from infinity.aio import StorageFullError
 from infinity.deprecation import users_stacklevel
 from infinity.engine.engine import Engine, engine_of
 from infinity.errors import UnsupportedError
 from infinity.optim.checks import check_fits
 from infinity.records.update_rules import Recipe
+from infinity.sizes import format_size
+from infinity.storage.full_disk import of_whole
 
 
 def engine_for(parameter: nn.Parameter) -> Engine:
@@ -121,8 +124,7 @@ class Owning:
             ours = [one for one in trained if self.mine[id(one)].engine is engine]
             check_fits(engine, type(self).__name__, self._missing_nbytes(ours))
             self._make_own(engine, ours)
-        for parameter in trained:
-            self._add_fields(parameter)
+            self._add_all_fields(engine, ours)
         if not self._made:
             _supersede(self, parameters)
         for parameter in parameters:
@@ -173,6 +175,24 @@ class Owning:
             engine.lane.drain()
         for name in missing:
             unit.record.add(name, engine.store)
+
+    def _add_all_fields(self, engine: Engine, parameters: Sequence[nn.Parameter]) -> None:
+        """Add the fields of all these parameters' state.
+
+        Raises: aio.StorageFullError, with all that is needed, where NVMe has no room for it.
+        """
+        store, nbytes = engine.nvme_store, self._missing_nbytes(parameters)
+        before = store.allocated_nbytes if store is not None else 0
+        for parameter in parameters:
+            try:
+                self._add_fields(parameter)
+            except StorageFullError as full:
+                taken = (store.allocated_nbytes if store is not None else 0) - before
+                unit, index = engine.parameters.unit_of(parameter)
+                copies, twice = (2, ", twice in a durable run") if engine.durable is not None else (1, "")
+                what = f"the state of {type(self).__name__}, {format_size(copies * nbytes)}{twice}"
+                names = [unit.record.shard.segments[index].name]
+                raise of_whole(full, unit.name, names, what, copies * nbytes, taken) from None
 
     def _forget(self, engine: Engine, parameter: nn.Parameter) -> None:
         """Set state that an earlier optimizer has left to zero."""

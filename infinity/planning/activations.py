@@ -1,9 +1,12 @@
 """What training keeps of its tokens: activations and logits, in bytes. Pure: no torch, no I/O.
 
-[Note: the two peaks]
+[Note: the peaks]
 A step's activations have two peaks, one behind the other. The first is at the end of the forward: the loss of
 all tokens, beside what the blocks have kept. The second is in the backward of one block: what its forward
 keeps, made anew where it is recomputed, and gradients. A recomputed block keeps its input alone until then.
+With weights in use more moments may be the largest. While the loss is computed, no weight is in use; behind
+it the head's weight and its gradient are, beside the gradient of the logits; at the end of the backward those
+of the embeddings are, and nothing is kept any more.
 
 [Note: logits]
 transformers makes logits in the type that computes and widens them to fp32; the loss keeps their softmax, and
@@ -36,6 +39,8 @@ class KeptOfToken:
     """In fp32."""
     pairs: float = 0
     """In the type that computes, for each token of the sequence: attention scores."""
+    wide_pairs: float = 0
+    """As `pairs`, in fp32."""
     pairs_on_cpu: float = 0
     """As `pairs`, where the CPU computes: torch's attention there keeps scores if values are not as wide as
     keys.
@@ -63,7 +68,8 @@ class KeptOfToken:
 
     def nbytes(self, width: int, tokens: int, sequence: int) -> float:
         """Return the bytes that are kept of `tokens` tokens; width: of an element that computes, in bytes."""
-        return tokens * (width * (self.narrow + self.pairs * sequence) + 4 * self.wide)
+        narrow, wide = self.narrow + self.pairs * sequence, self.wide + self.wide_pairs * sequence
+        return tokens * (width * narrow + 4 * wide)
 
     def backward_nbytes(self, width: int, tokens: int, sequence: int) -> float:
         """Return the bytes that the backward needs at one time beside what is kept."""
@@ -112,7 +118,7 @@ class Usage:
     logits_nbytes: int
     """The loss, beside that."""
     peak_nbytes: int
-    """At one time; see [Note: the two peaks]."""
+    """At one time; see [Note: the peaks]."""
     narrow_logits_nbytes: int
     """Logits in the type that computes; 0 where the loss is computed without them."""
 

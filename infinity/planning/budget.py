@@ -27,6 +27,12 @@ _SLOT_COUNT, _SLOT_COUNT_GOOD = 12, 8
 """So many keep a disk busy; of larger tiles, each of which takes time of its own, fewer do."""
 _SLOT_COUNT_LEAST = 4
 
+_SCRATCH_SHARE = 32
+"""One part in so many of device_memory, between these bounds: see scratch_nbytes."""
+_SCRATCH_NBYTES_LEAST, _SCRATCH_NBYTES_MOST = 16 << 10, 128 << 20
+_SCRATCH_NBYTES_PER_BYTE = 11
+"""For a byte of weights, all at once: see Scratch in records/tensor_steps.py."""
+
 
 @dataclass(frozen=True, slots=True)
 class Budget:
@@ -137,6 +143,14 @@ class DeviceBudget:
         """The shares in one line."""
         working = format_size(self.working_nbytes)
         return f"device_memory {format_size(self.total_nbytes)}, {working} of it for what is in use"
+
+
+def scratch_nbytes(device_nbytes: int, largest_nbytes: int) -> int:
+    """Return the bytes of a device_memory that intermediate values take of updates of records there, the
+    largest unit of which takes `largest_nbytes` while resident.
+    """
+    most = min(_SCRATCH_NBYTES_MOST, _SCRATCH_NBYTES_PER_BYTE * largest_nbytes)
+    return max(min(device_nbytes // _SCRATCH_SHARE, most), _SCRATCH_NBYTES_LEAST)
 
 
 def divide_device(

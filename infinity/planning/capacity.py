@@ -9,10 +9,12 @@ from infinity.sizes import format_size
 
 _HOLES = 0.4
 """Of what computing takes on the CPU: what malloc holds free between tensors of many sizes, about. Measured:
-`python -m infinity.bench.planning.peaks`.
+`python -m infinity.bench.planning.peaks --held`. INFINITY_MALLOC=lean does without.
 """
-_LOGITS_HELD, _MAPPED_NBYTES = 8, 32 << 20
-"""So many times the logits, as it was measured, if that is more: below a size that glibc maps apart."""
+_LOGITS_HELD, _MAPPED_NBYTES = 12, 32 << 20
+"""So many times the logits if that is more, as it was measured (8 to 12 times): below a size that glibc maps
+apart.
+"""
 HOST_MEMORY = "memory of each machine"
 """The name of that need."""
 CONTEXT_NBYTES = 512 << 20
@@ -41,6 +43,8 @@ class Capacity:
     """Memory of each rank's GPU, in all."""
     process: Process | None = None
     """Of each rank, here; not counted where that was not measured."""
+    lean_malloc: bool = False
+    """Whether malloc holds nothing free, as with INFINITY_MALLOC=lean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +85,12 @@ def needs(demand: Demand, machine: Capacity) -> tuple[Need, ...]:
         of_host.append(("Python and torch", ranks * process.own_nbytes + process.shared_nbytes))
     if not on_gpu:
         of_host += [(name, ranks * nbytes) for name, nbytes in computing]
-        of_host.append(("held by malloc", ranks * _held_by_malloc(demand)))
+        held_nbytes = 0 if machine.lean_malloc else _held_by_malloc(demand)
+        of_host.append(("held by malloc", ranks * held_nbytes))
     found = [_need(HOST_MEMORY, of_host, machine.memory_nbytes)]
     if on_gpu:
-        waiting = min(demand.limits.window_nbytes, sum(one.waiting_nbytes for one in demand.units))
+        window = demand.limits.window_nbytes if demand.setting.device_nbytes != 1 else 0  # 1 stands for none
+        waiting = min(window, sum(one.waiting_nbytes for one in demand.units))
         of_device = [("parameters that wait", waiting), *computing, ("CUDA", CONTEXT_NBYTES)]
         found.append(_need("memory of each GPU", of_device, machine.gpu_nbytes))
     if setting.nvme:
@@ -101,12 +107,10 @@ def _held_by_malloc(demand: Demand) -> int:
 
 
 def _computing(demand: Demand) -> list[tuple[str, int]]:
-    parts = [("layers in use", demand.in_use_nbytes)]
-    used = demand.activations
-    if used is not None:
-        beside = used.peak_nbytes - used.kept_nbytes
-        what = "logits and loss" if used.logits_nbytes >= used.block_nbytes else "one block's backward"
-        parts += [("activations", used.kept_nbytes), (what, beside)]
+    moment = demand.moment
+    parts = [("layers in use", moment.in_use_nbytes)]
+    if demand.activations is not None:
+        parts += [("activations", moment.kept_nbytes), (moment.what, moment.beside_nbytes)]
     return parts
 
 

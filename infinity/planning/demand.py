@@ -11,15 +11,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from infinity.errors import ConfigError, HostMemoryError
 from infinity.planning.activations import Method, Usage, usage
-from infinity.planning.budget import Budget, divide, least_budget, least_that
+from infinity.planning.budget import Budget, divide, least_budget, least_that, scratch_nbytes
 from infinity.planning.forecast import EngineLimits, Moves
 from infinity.planning.layout import Format, lay_out
-from infinity.planning.outline import Act, Outline, trace_of
+from infinity.planning.outline import Act, Outline, Stage, trace_of
 from infinity.planning.placement import Candidate, Placement, PlacementBudget, revise
 from infinity.planning.plan import Plan, make_plan
 from infinity.sizes import format_size, round_up
@@ -102,6 +102,26 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
+class PeakMoment:
+    """What is there at once where a rank computes, in bytes, beside its budgets."""
+
+    what: str
+    """What `beside_nbytes` are for."""
+    in_use_nbytes: int
+    """Units in use, and a gradient."""
+    kept_nbytes: int
+    """Of activations, for the backward."""
+    beside_nbytes: int
+    after_loss: bool = True
+    """Whether gradients may wait in host memory then: those of the last step are applied before the loss."""
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return self.in_use_nbytes + self.kept_nbytes + self.beside_nbytes
+
+
+@dataclass(frozen=True, slots=True)
 class Demand:
     """What one rank needs and does."""
 
@@ -123,8 +143,12 @@ class Demand:
     """Of activations, that go to NVMe and come back in each micro-batch."""
     pinned_nbytes: int
     kept_gradients_nbytes: int
+    gradients_nbytes: int
+    """Of all gradients of a step, wherever they wait."""
     in_use_nbytes: int
     """Units in use at once and a gradient, beside host_memory and what waits in device_memory."""
+    moments: tuple[PeakMoment, ...]
+    """What computing takes while each stage does."""
     uses: int
     lodged_nbytes: int = 0
     """Of the units that live on the device, out of `Setting.device_nbytes`."""
@@ -132,18 +156,35 @@ class Demand:
     @property
     def working_nbytes(self) -> int:
         """Bytes that a rank takes where it computes, beside its budgets: units in use and activations."""
-        return self.in_use_nbytes + (self.activations.peak_nbytes if self.activations is not None else 0)
+        return self.moment.nbytes
 
     @property
     def held_nbytes(self) -> int:
-        """Bytes of a rank's host_memory that it takes at most: a model may be smaller than its budget."""
+        """Bytes of a rank's host_memory that it takes at most: a model may be smaller than its budget. Where
+        the CPU computes: in the moment when all together takes most.
+        """
+        return self._held_nbytes(gradients=self.setting.device_nbytes is not None or self.moment.after_loss)
+
+    def _held_nbytes(self, *, gradients: bool) -> int:
         budget = self.budget
         waiting = sum(one.waiting_nbytes for one in self.units) if self.setting.device_nbytes is None else 0
         leaving = self.activations.inputs_nbytes - self.activations.kept_nbytes if self.activations else 0
         offloaded = max(0, leaving) - self.offloaded_nbytes if self.setting.method.offload else 0
-        taken = budget.slots * budget.slot_nbytes + min(budget.ahead_nbytes, waiting) + budget.outgoing_nbytes
-        taken += self.pinned_nbytes + self.kept_gradients_nbytes + max(0, offloaded)
+        taken = min(budget.ahead_nbytes, waiting) + self.pinned_nbytes + max(0, offloaded)
+        if self.setting.nvme:  # else nothing passes through slots, and their pages are never touched
+            taken += budget.slots * budget.slot_nbytes
+        waits = gradients or self.setting.micro_batches > 1
+        # buffers of gradients that are gone are kept for the next step, as far as the outgoing share has room
+        of_gradients = budget.outgoing_nbytes + (self.kept_gradients_nbytes if waits else 0)
+        taken += min(of_gradients, self.gradients_nbytes)
         return min(budget.total_nbytes, taken)
+
+    @property
+    def moment(self) -> PeakMoment:
+        """When computing, with the budgets that lie in the same memory, takes most."""
+        if self.setting.device_nbytes is not None:
+            return max(self.moments, key=lambda one: one.nbytes)
+        return max(self.moments, key=lambda one: one.nbytes + self._held_nbytes(gradients=one.after_loss))
 
     @property
     def read_nbytes(self) -> int:
@@ -237,16 +278,17 @@ def demand(outline: Outline, setting: Setting) -> Demand:
     trace = trace_of(script)
     once = make_plan(trace_of(outline.script()), sizes.resident, window, hides=sizes.resident)
     placement = _place(sizes, setting, budget, _fetches(once, len(sizes.numels)))
-    lodged = [unit for (unit, name), tier in placement.items() if tier == "device"]
-    window -= sum(sizes.resident[unit] for unit in lodged)
+    lodged_nbytes = _lodged_nbytes(sizes, setting, budget, placement)
+    window -= lodged_nbytes
+    of_host = _without_records(sizes, placement)
     on_host = [key for key, tier in placement.items() if tier == "host"]
     kept_nbytes = sum(sizes.field(*key, budget.tile_numel) for key in on_host)
     stored = setting.nvme and setting.update == "forward"
-    spills = _spills(script, sizes, budget.kept_nbytes - kept_nbytes) if stored else {}
+    spills = _spills(script, of_host, budget.kept_nbytes - kept_nbytes) if stored else {}
     in_first = _spills(script, sizes, budget.kept_nbytes) if stored else {}
     fetched = _fetched_sizes(sizes, setting, placement)
     plan = make_plan(trace, fetched, window, hides=sizes.resident)
-    kept_gradients = _kept_gradients(sizes, setting, spills)
+    kept_gradients = _kept_gradients(of_host, setting, spills)
     used = (
         usage(outline.activations, setting.method, sizes.form.width, gpu=on_gpu)
         if outline.activations is not None
@@ -254,6 +296,7 @@ def demand(outline: Outline, setting: Setting) -> Demand:
     )
     offloaded = _offloaded(used, setting, budget.kept_nbytes - kept_nbytes - kept_gradients)
     in_place = [_in_place(unit, setting, placement) for unit in range(len(sizes.numels))]
+    in_use = [_in_use(stage, sizes, in_place) for stage in outline.stages]
     return Demand(
         setting=setting,
         budget=budget,
@@ -266,8 +309,10 @@ def demand(outline: Outline, setting: Setting) -> Demand:
         offloaded_nbytes=offloaded,
         pinned_nbytes=kept_nbytes,
         kept_gradients_nbytes=kept_gradients,
-        in_use_nbytes=_in_use(outline, sizes, in_place),
-        lodged_nbytes=sum(sizes.resident[unit] for unit in lodged),
+        gradients_nbytes=sum(sizes.gradients),
+        in_use_nbytes=max(in_use),
+        moments=tuple(_moments(outline, in_use, used)),
+        lodged_nbytes=lodged_nbytes,
         uses=len(trace),
     )
 
@@ -327,17 +372,57 @@ def _place(sizes: _Sizes, setting: Setting, budget: Budget, once: Sequence[int])
             nbytes = sizes.field(unit, name, budget.tile_numel)
             fetches = count * setting.micro_batches - (updates if name in sizes.form.derived else 0)
             reads = fetches if name == "hi" else updates
-            candidates.append(Candidate(unit, name, nbytes, reads, updates, lasts=not updates))
+            whole = updates > 0 and sizes.form.is_updated_on_device
+            beside = _staying_nbytes(sizes, setting, unit) * (name == sizes.form.fields[-1])
+            lasts = not updates
+            candidates.append(
+                Candidate(unit, name, nbytes, reads, updates, lasts, whole=whole, beside_nbytes=beside)
+            )
     room = 0 if setting.device_nbytes is None or setting.ranks > 1 else setting.device_nbytes
+    scratch = scratch_nbytes(room, max(sizes.resident)) if any(one.whole for one in candidates) else 0
     on_device = max(0, room - 2 * max(sizes.resident))
     kept = budget.kept_nbytes if setting.nvme else 0
     gradients = 0 if setting.update == "backward" else min(kept, sum(sizes.gradients))
-    chosen = revise({}, candidates, PlacementBudget(on_device, kept, gradients)).placement
+    chosen = revise({}, candidates, PlacementBudget(on_device, kept, gradients, scratch)).placement
     if setting.nvme:
         return chosen
     keys = [(unit, name) for unit in range(len(sizes.numels)) for name in sizes.form.fields]
     there = {key: tier for key, tier in chosen.items() if tier == "device"}
     return MappingProxyType({**dict.fromkeys(keys, "host"), **there})
+
+
+def _is_record(sizes: _Sizes, placement: Placement, unit: int) -> bool:
+    """Whether a unit's whole record lives on the device."""
+    fields = sizes.form.fields
+    return sizes.gradients[unit] > 0 and all(placement.get((unit, name)) == "device" for name in fields)
+
+
+def _staying_nbytes(sizes: _Sizes, setting: Setting, unit: int) -> int:
+    """Return the bytes of a unit's gradients that stay on the device with its record."""
+    return 0 if setting.update == "backward" else sizes.gradients[unit]
+
+
+def _lodged_nbytes(sizes: _Sizes, setting: Setting, budget: Budget, placement: Placement) -> int:
+    """Return the bytes of what lives on the device, with the gradients that stay there."""
+    nbytes = records = 0
+    for unit, resident_nbytes in enumerate(sizes.resident):
+        if _is_record(sizes, placement, unit):
+            nbytes += sum(sizes.field(unit, name, budget.tile_numel) for name in sizes.form.fields)
+            nbytes += _staying_nbytes(sizes, setting, unit)
+            records += 1
+        elif placement.get((unit, "hi")) == "device":
+            nbytes += resident_nbytes
+    return nbytes + (scratch_nbytes(setting.device_nbytes or 0, max(sizes.resident)) if records else 0)
+
+
+def _without_records(sizes: _Sizes, placement: Placement) -> _Sizes:
+    """Return the sizes without the gradients of records that live on the device: these never leave it."""
+    there = [_is_record(sizes, placement, unit) for unit in range(len(sizes.numels))]
+    numels, nbytes = (
+        tuple(0 if gone else one for one, gone in zip(values, there, strict=True))
+        for values in (sizes.gradient_numels, sizes.gradients)
+    )
+    return replace(sizes, gradient_numels=numels, gradients=nbytes)
 
 
 def _spills(script: Sequence[Act], sizes: _Sizes, room_nbytes: int) -> Spills:
@@ -414,7 +499,7 @@ def _moves(
             waiting_nbytes=0 if in_place else sizes.resident[unit],
             gathered_nbytes=sizes.resident[unit] * (setting.ranks - 1) // setting.ranks,
             in_place=in_place,
-            trainable=part.trainable,
+            trainable=part.trainable and not _is_record(sizes, placement, unit),
             width=sizes.form.width,
             derived=bool(sizes.form.derived),
             spills=of_gradient,
@@ -488,14 +573,30 @@ def _kept_gradients(sizes: _Sizes, setting: Setting, spills: Spills) -> int:
     return sum(nbytes for unit, nbytes in enumerate(sizes.gradients) if unit not in spills)
 
 
-def _in_use(outline: Outline, sizes: _Sizes, in_place: Sequence[bool]) -> int:
-    """Return the bytes of the units that one stage holds at once, with the largest gradient among them;
-    weights that compute where they are pinned are counted there.
+def _in_use(stage: Stage, sizes: _Sizes, in_place: Sequence[bool]) -> int:
+    """Return the bytes of the units that a stage holds at once, with the largest gradient among them; weights
+    that compute where they are pinned are counted there.
     """
-    own = [0 if there else nbytes for nbytes, there in zip(sizes.resident, in_place, strict=True)]
-    return max(
-        sum(own[unit] for unit in stage.units) + max(sizes.resident[unit] for unit in stage.units)
-        if stage.recomputed
-        else max(own[unit] + sizes.resident[unit] for unit in stage.units)
-        for stage in outline.stages
-    )
+    own = {unit: 0 if in_place[unit] else sizes.resident[unit] for unit in stage.units}
+    if stage.recomputed:
+        return sum(own.values()) + max(sizes.resident[unit] for unit in stage.units)
+    return max(own[unit] + sizes.resident[unit] for unit in stage.units)
+
+
+def _moments(outline: Outline, in_use: Sequence[int], used: Usage | None) -> Iterator[PeakMoment]:
+    """Return what is there at once while each stage computes; in_use: by stage. See [Note: the peaks]."""
+    if used is None:
+        yield PeakMoment("", max(in_use), 0, 0)
+        return
+    for number, nbytes in enumerate(in_use):
+        if number == len(in_use) - 1:
+            tiled = not used.narrow_logits_nbytes  # the loss in tiles makes the head's gradient beside it
+            kept, logits = used.kept_nbytes, used.logits_nbytes
+            yield PeakMoment("logits and loss", nbytes if tiled else 0, kept, logits, after_loss=False)
+            yield PeakMoment(
+                "gradient of the logits", nbytes, kept, used.narrow_logits_nbytes, after_loss=False
+            )
+        elif number or outline.stages[number].recomputed:
+            yield PeakMoment("one block's backward", nbytes, used.kept_nbytes, used.block_nbytes)
+        else:
+            yield PeakMoment("embeddings", nbytes, 0, 0)

@@ -57,8 +57,11 @@ class Moves:
     gathered_nbytes: int = 0
     """What other ranks send when it is gathered, and its gradient is reduced."""
     in_place: bool = False
-    """Whether the CPU computes with it where it is pinned."""
+    """Whether it computes where it is pinned, or lives."""
     trainable: bool = True
+    """Whether its updates take the CPU's time: those of records that live on an accelerator take next to none
+    of that's.
+    """
     width: int = 2
     """Bytes of an element that computes, and of its gradient."""
     derived: bool = False

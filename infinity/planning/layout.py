@@ -66,6 +66,13 @@ class Format:
         """
 
     @property
+    def is_updated_on_device(self) -> bool:
+        """Whether an accelerator updates its records where they lie: those of fp32 moments, and of masters
+        that are fp32 or split. The others need kernels of our own: see records/tensor_steps.py.
+        """
+        return self.state_dtype == "fp32" and self.dtype in ("bf16", "fp32")
+
+    @property
     def name(self) -> str:
         """What tells it from every other, for people."""
         return self.state_dtype if self.dtype == "bf16" else f"{self.dtype} record"

@@ -13,7 +13,9 @@ what is equally dense the same share of every stretch of layers, so that none be
 [Note: what lives on the device]
 On an accelerator `hi` may live on the device: as a copy, whose original stays on NVMe, or in host memory
 where there is no NVMe. An update makes that copy worthless, so only what is updated seldom is placed there:
-frozen weights first of all.
+frozen weights first of all. With the room that is left whole records live there, those of the densest units:
+their updates are made on the device, so that neither their weights nor their gradients go over the link. Such
+a record takes the room of all its fields, and of gradients that stay there until they are applied.
 
 [Note: hysteresis]
 Expectations waver, and moves cost bytes. A field that is placed counts as denser, by what it costs to move it
@@ -70,6 +72,10 @@ class Candidate:
     """What is read of it for each use, and what it takes in host memory, where that is packed; None: nbytes,
     which are what it takes on the device.
     """
+    whole: bool = False
+    """Whether it may live on the device with all other fields of its unit, whose record is updated there."""
+    beside_nbytes: int = 0
+    """What it takes there beside its own bytes: gradients."""
 
     @property
     def in_host(self) -> Candidate:
@@ -79,6 +85,11 @@ class Candidate:
     def nbytes_in(self, *tiers: Tier) -> int:
         """Return the bytes that it takes in a tier, or that move between two."""
         return self.in_host.nbytes if "host" in tiers else self.nbytes
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes that it takes on the device."""
+        return self.nbytes + self.beside_nbytes
 
     @property
     def key(self) -> Key:
@@ -123,11 +134,14 @@ class Revision:
 
 @dataclass(frozen=True, slots=True)
 class PlacementBudget:
-    """Bytes for records on the device; on the host, for records and gradients together; and of gradients."""
+    """Bytes for records on the device; on the host, for records and gradients together; and of gradients.
+    scratch_nbytes: what whole records on the device need there, all together, beside their own bytes.
+    """
 
     device_nbytes: int
     host_nbytes: int
     gradient_nbytes: int
+    scratch_nbytes: int = 0
 
 
 def spread(count: int) -> list[int]:
@@ -178,19 +192,45 @@ def place(
     placed: Placement = MappingProxyType({}),
     horizon_steps: int = HORIZON_STEPS,
 ) -> Placement:
-    """Fill the device with `hi`, then the host with what is left, densest first.
+    """Fill the device with `hi` that lasts, then with whole records; the host with what is left; densest
+    first.
 
     placed: where fields are now, see [Note: hysteresis].
     """
     weights = [candidate for candidate in candidates if candidate.field == "hi" and candidate.lasts]
     there = {key for key, tier in placed.items() if tier == "device"}
     on_device = choose(weights, budget.device_nbytes, 0, there, horizon_steps)
+    left = budget.device_nbytes - sum(one.nbytes for one in weights if one.key in set(on_device))
+    left -= budget.scratch_nbytes
+    on_device += _whole_records(candidates, left, set(on_device), there, horizon_steps)
     taken = set(on_device)
     rest = [one.in_host for one in candidates if one.moves and one.key not in taken]
     on_host = choose(rest, budget.host_nbytes, budget.gradient_nbytes, placed, horizon_steps)
     placement: dict[Key, Tier] = dict.fromkeys(on_device, "device")
     placement.update(dict.fromkeys(on_host, "host"))
     return MappingProxyType(placement)
+
+
+def _whole_records(
+    candidates: Sequence[Candidate],
+    room_nbytes: int,
+    taken: Container[Key],
+    there: Container[Key],
+    horizon_steps: int,
+) -> list[Key]:
+    """Return the fields of whole records that live on the device. taken: of other units, which do not."""
+    units: dict[int, list[Candidate]] = defaultdict(list)
+    for candidate in candidates:
+        units[candidate.unit].append(candidate)
+    records = []
+    for unit, fields in units.items():
+        if not all(one.whole and one.key not in taken for one in fields):
+            continue
+        nbytes = sum(one.device_nbytes for one in fields)
+        saved = sum(one.nbytes * one.density for one in fields) / max(1, nbytes)
+        records.append(Candidate(unit, fields[0].field, nbytes, saved, 0.0))
+    chosen = choose(records, room_nbytes, 0, there, horizon_steps)
+    return [one.key for unit, _ in chosen for one in units[unit]]
 
 
 def revise(
@@ -217,7 +257,7 @@ def revise(
     gain = _saved(new, candidates, budget) - _saved(old, candidates, budget)
     what = f"{len(moves)} moves of {format_size(sum(move.nbytes for move in moves))}"
     saves = f"saving {format_size(gain)} a step"
-    if not _fits(old, sizes, budget):
+    if not _fits(old, candidates, budget):
         return Revision(new, moves, f"{what}, since there is less room than before; {saves}")
     if gain * horizon_steps <= cost:
         why = f"{what}, {saves}, would not pay within {horizon_steps} steps"
@@ -229,11 +269,14 @@ def _held(placement: Placement, sizes: Mapping[Key, Candidate], tier: Tier) -> i
     return sum(sizes[key].nbytes_in(tier) for key, where in placement.items() if where == tier)
 
 
-def _fits(placement: Placement, sizes: Mapping[Key, Candidate], budget: PlacementBudget) -> bool:
-    return (
-        _held(placement, sizes, "device") <= budget.device_nbytes
-        and _held(placement, sizes, "host") <= budget.host_nbytes
-    )
+def _fits(placement: Placement, candidates: Iterable[Candidate], budget: PlacementBudget) -> bool:
+    there, whole = {"device": 0, "host": 0, "nvme": 0}, False
+    for candidate in candidates:
+        tier = placement.get(candidate.key, "nvme")
+        there[tier] += candidate.device_nbytes if tier == "device" else candidate.nbytes_in(tier)
+        whole = whole or (tier == "device" and candidate.whole and not candidate.lasts)
+    there["device"] += budget.scratch_nbytes * whole
+    return there["device"] <= budget.device_nbytes and there["host"] <= budget.host_nbytes
 
 
 def _saved(placement: Placement, candidates: Iterable[Candidate], budget: PlacementBudget) -> float:

@@ -474,9 +474,10 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
 
     def give_way(self, upcoming: Iterable[_UnitT]) -> bool:
         """Take the waiting unit off the device that is needed last, where `upcoming` is the order of uses;
-        lodged units only when no other waits. Return whether there was one.
+        lodged units only when no other waits, and none that lies where it computes, which would free nothing.
+        Return whether there was one.
         """
-        waiting = [unit for unit in self.units if unit.residence.waits]
+        waiting = [unit for unit in self.units if unit.residence.waits and not unit.in_place]
         if not waiting:
             return False
         next_use: dict[_UnitT, int] = {}

@@ -21,13 +21,23 @@ from dataclasses import dataclass, field, replace
 from mmap import mmap
 from typing import TYPE_CHECKING
 
+from infinity import kernels
 from infinity.errors import CorruptionError
 from infinity.planning.layout import FP32, FieldCuts, Format, Shard
 from infinity.records.checksums import FieldTile, TileChecksums
 from infinity.sizes import BLOCK
 from infinity.storage.checkpoint_store import CheckpointStore
 from infinity.storage.packed import FileRange, Packed
-from infinity.storage.store import DONE, DiskStore, Extent, HostStore, Request, Store, Transfer
+from infinity.storage.store import (
+    DONE,
+    DiskStore,
+    Extent,
+    HostStore,
+    Request,
+    Store,
+    TensorStore,
+    Transfer,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +89,9 @@ class Record:
         of such a field puts it there, and calls `adopt`.
         """
         self.changed_in_host: set[str] = set()
-        """Fields that were changed in host memory; a commit takes those it writes out of this set."""
+        """Fields that were changed in host memory, or on the device; a commit takes those it writes out of
+        this set.
+        """
         self.tile_numel = tile_numel
         """Elements that passes read, work on and write at once."""
         self._traffic = traffic
@@ -89,6 +101,10 @@ class Record:
         self._reads = 0
         self.all_in_host = True
         """Whether all of `fields` are in host memory."""
+        self.on_device = False
+        """Whether all of `fields` are in the memory of an accelerator, which uses and updates them there."""
+        self._has_tensors = False
+        """Whether any is."""
         self._extents: dict[str, Extent] = {}
         self.fields: tuple[str, ...] = ()
         """Its fields of weights and optimizer state; no spilled gradients."""
@@ -141,6 +157,14 @@ class Record:
     def in_host(self, name: str) -> bool:
         """Whether a field is in host memory."""
         return isinstance(self._extents[name].store, HostStore)
+
+    def in_device(self, name: str) -> bool:
+        """Whether a field is in the memory of an accelerator."""
+        return isinstance(self._extents[name].store, TensorStore)
+
+    def volatile(self, name: str) -> bool:
+        """Whether a field is where the end of the process, or a crash, loses it."""
+        return self.in_host(name) or self.in_device(name)
 
     def nbytes(self, tier: str) -> int:
         """Bytes the record takes in a tier."""
@@ -298,6 +322,8 @@ class Record:
         several = self.shard.numel > self.tile_numel
         self.packed = frozenset(name for name in self.fields if several and self.span(name) > self.tile_numel)
         self.all_in_host = all(self.in_host(name) for name in self.fields)
+        there = sum(map(self.in_device, self.fields))
+        self._has_tensors, self.on_device = there > 0, 0 < there == len(self.fields)
         self._whole = None
 
     def place(self, name: str) -> tuple[Extent, array[int]]:
@@ -339,11 +365,44 @@ class Record:
         return extent.store.memory(extent) if isinstance(extent.store, HostStore) else None
 
     def leave(self, name: str) -> None:
-        """Give a field in host memory new memory; holders of the old memory keep its values."""
+        """Give a field in host memory, or on the device, new memory; holders of the old keep its values."""
         extent = self._extents[name]
-        if isinstance(extent.store, HostStore):
+        if isinstance(extent.store, HostStore | TensorStore):
             self._extents[name] = extent.store.replace(extent)
             self._whole = None
+
+    # Fields on the device, which work there goes between `arrived` and `used`: see TensorStore
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return the bytes of a field on the device, always the same tensor while it is there."""
+        store, extent = self._on_device(name)
+        return store.tensor(extent)
+
+    def arrived(self, *names: str) -> None:
+        """Have later work on the calling thread's stream see what is in fields on the device."""
+        for name in names:
+            store, extent = self._on_device(name)
+            store.arrived(extent)
+
+    def used(self, *names: str) -> None:
+        """Have later copies of fields on the device wait for the work queued so far."""
+        for name in names:
+            store, extent = self._on_device(name)
+            store.used(extent)
+
+    def note_updated(self) -> None:
+        """Mark all that is on the device as written, and as changed."""
+        for name in self.fields:
+            hashes = self._hashes[name]
+            if 0 in hashes:  # see note_written
+                self._hashes[name] = array("Q", [one or 1 for one in hashes])
+        self.changed_in_host.update(self.fields)
+
+    def _on_device(self, name: str) -> tuple[TensorStore, Extent]:
+        extent = self._extents[name]
+        if not isinstance(extent.store, TensorStore):
+            raise TypeError(f"{self.name}.{name} is on {extent.store.tier}, not on the device")
+        return extent.store, extent
 
     # Transfers of fields on NVMe
 
@@ -395,8 +454,8 @@ class Record:
         address: int,
         owner: object,
     ) -> Transfer:
-        """Start to write those spans of a field in host memory that end within elements [start, stop) to an
-        extent, and put their checksums into `hashes`.
+        """Start to write those spans of a field in memory that end within elements [start, stop) to an
+        extent, and put their checksums into `hashes`; to one in host memory they are copied at once.
         """
         span = self.span(name)
         first, last = start // span * span, stop if stop == self.shard.numel else stop // span * span
@@ -404,6 +463,10 @@ class Record:
             return DONE
         address -= self._cuts.offset(name, start) - self._cuts.offset(name, first)
         self._sums(first, last, {name: address}, (), {name: hashes}).keep()
+        if isinstance(extent.store, HostStore):
+            nbytes = self.tile_nbytes(name, last - first)
+            kernels.copy(nbytes, extent.offset + self._cuts.offset(name, first), address)
+            return DONE
         return self._write(extent, name, first, last, address, owner)
 
     def _write(
@@ -472,6 +535,8 @@ class Record:
     ) -> TileChecksums:
         if not self._hashes_tiles:
             reads = ()
+        elif self._has_tensors:  # what is updated on the device has no checksums
+            reads = [name for name in reads if not self.in_device(name)]
         parts = []
         for name in dict.fromkeys((*reads, *writes)):
             span, base, hashes = self.span(name), at[name] - self._cuts.offset(name, start), writes.get(name)

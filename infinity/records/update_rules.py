@@ -15,6 +15,8 @@ import torch
 
 from infinity import kernels
 from infinity.planning.layout import Format
+from infinity.records import tensor_steps
+from infinity.records.tensor_steps import TensorStep
 
 CHUNK_NUMEL = 1 << 15
 """Elements that are split, stepped and joined at a time."""
@@ -57,6 +59,10 @@ class Recipe:
     kernels: Mapping[tuple[str, str], Kernel]
     summing: frozenset[tuple[str, str]] = frozenset()
     """Those whose kernel takes the checksums of the fields on its way."""
+    tensors: TensorStep | None = None
+    """The step of fp32 masters, split or not, and fp32 moments, for records that live on an accelerator;
+    None: such records stay where the kernels are.
+    """
 
     def fields(self, form: Format) -> tuple[str, ...]:
         """Return the fields of a record that hold its state, the scales of 8-bit moments included."""
@@ -159,9 +165,13 @@ _LION_KERNELS = _on_every_record(_over(kernels.lion, "hi", "lo", "m"))
 _ADAM_STATE = {"m": "exp_avg", "v": "exp_avg_sq"}
 _SPLIT_ALONE = frozenset({("bf16", "fp32")})
 
-ADAMW = Recipe("AdamW", _ADAM_STATE, _adam_scalars, _ADAMW_KERNELS, frozenset(_ADAMW_KERNELS))
-ADAM = Recipe("Adam", _ADAM_STATE, _adam_scalars, _ADAM_KERNELS, _SPLIT_ALONE)
-SGD = Recipe("SGD", {}, _plain_sgd_scalars, _on_every_record(_without_momentum))
-MOMENTUM = Recipe("SGD", {"m": "momentum_buffer"}, _sgd_scalars, _SGD_KERNELS, _SPLIT_ALONE)
-ADAGRAD = Recipe("Adagrad", {"v": "sum"}, _adagrad_scalars, _ADAGRAD_KERNELS, _SPLIT_ALONE)
-LION = Recipe("Lion", {"m": "exp_avg"}, _lion_scalars, _LION_KERNELS, _SPLIT_ALONE)
+ADAMW = Recipe(
+    "AdamW", _ADAM_STATE, _adam_scalars, _ADAMW_KERNELS, frozenset(_ADAMW_KERNELS), tensor_steps.adamw
+)
+ADAM = Recipe("Adam", _ADAM_STATE, _adam_scalars, _ADAM_KERNELS, _SPLIT_ALONE, tensor_steps.adam)
+SGD = Recipe("SGD", {}, _plain_sgd_scalars, _on_every_record(_without_momentum), tensors=tensor_steps.sgd)
+MOMENTUM = Recipe("SGD", {"m": "momentum_buffer"}, _sgd_scalars, _SGD_KERNELS, _SPLIT_ALONE, tensor_steps.sgd)
+ADAGRAD = Recipe(
+    "Adagrad", {"v": "sum"}, _adagrad_scalars, _ADAGRAD_KERNELS, _SPLIT_ALONE, tensor_steps.adagrad
+)
+LION = Recipe("Lion", {"m": "exp_avg"}, _lion_scalars, _LION_KERNELS, _SPLIT_ALONE, tensor_steps.lion)

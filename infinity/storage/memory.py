@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import cffi
 
+from infinity.errors import ConfigError
+
 _FFI = cffi.FFI()
 
 _INT_MOST = (1 << 31) - 1  # what mallopt takes
@@ -50,6 +52,7 @@ def view(address: int, nbytes: int) -> memoryview:
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _MAPPED_FROM_MOST = 32 << 20  # glibc's limit
+_MAPPED_FROM_LEAN = 128 << 10  # glibc's own choice at first
 
 
 def map_large_blocks() -> None:
@@ -69,8 +72,27 @@ def reuse_large_blocks(outgoing_nbytes: int) -> None:
 
     outgoing_nbytes: the budget's share for outgoing gradients. A backward may free all of it at once, and the
     next one allocates it again; the budget counts it all the time.
+
+    What is kept lies between what is in use, in several times the size of the tensors below 32 MiB. With
+    INFINITY_MALLOC=lean nothing is kept: freed blocks go back to the system at once.
+
+    Raises: ConfigError for another INFINITY_MALLOC than "lean" and "keep".
     """
+    if lean_malloc():
+        _tell_malloc(_MAPPED_FROM_LEAN, 0)
+        return
     _tell_malloc(_MAPPED_FROM_MOST, max(2 * _MAPPED_FROM_MOST, outgoing_nbytes))
+
+
+def lean_malloc() -> bool:
+    """Whether freed memory goes back to the system at once (INFINITY_MALLOC=lean).
+
+    Raises: ConfigError for a word that is not known.
+    """
+    word = os.environ.get("INFINITY_MALLOC") or "keep"
+    if word not in ("keep", "lean"):
+        raise ConfigError(f'INFINITY_MALLOC={word!r}: expected "keep" or "lean"')
+    return word == "lean"
 
 
 def _tell_malloc(mapped_from_nbytes: int, kept_nbytes: int) -> None:

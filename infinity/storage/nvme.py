@@ -11,7 +11,7 @@ from infinity import aio
 from infinity.aio.engine import HANG_S
 from infinity.errors import ConfigError
 from infinity.sizes import BLOCK, format_size, round_up
-from infinity.storage.disk_speed import speed_of
+from infinity.storage.disk_speed import filesystem, speed_of
 from infinity.storage.memory import Arena, Pool
 from infinity.storage.store import Extent, Request
 
@@ -33,6 +33,11 @@ class FreeExtents:
         """Keep a freed extent."""
         self._offsets.setdefault(nbytes, []).append(offset)
 
+
+_OF_KERNEL = frozenset(
+    {"proc", "sysfs", "cgroup", "cgroup2", "devpts", "debugfs", "tracefs", "securityfs", "bpf", "mqueue"}
+)
+"""File systems that show what the kernel knows, and store nothing."""
 
 _hung: list[object] = []
 """Memory and files of disks that hang: kept for ever, as the disk may still write there."""
@@ -271,6 +276,11 @@ def check_folder(folder: str) -> None:
         raise ConfigError(f"nvme={folder!r}: {error.strerror}") from error
     if not stat.S_ISDIR(status.st_mode):
         raise ConfigError(f"nvme={folder!r} is a file; expected a folder on the NVMe device")
+    kind = filesystem(Path(folder).resolve())
+    if kind in _OF_KERNEL:
+        raise ConfigError(
+            f"nvme={folder!r} is the kernel's ({kind}): it stores no files. Name a folder on an NVMe drive."
+        )
     if not os.access(folder, os.W_OK | os.X_OK):
         why = f"user {os.geteuid()} may not write there. Choose another folder, or chown it."
         if os.statvfs(folder).f_flag & os.ST_RDONLY:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from mmap import mmap
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from infinity import aio, kernels
 from infinity.errors import HostMemoryError
 from infinity.sizes import BLOCK, format_size, round_up
 from infinity.storage.memory import Arena, Ledger
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Future(Protocol):
@@ -233,5 +237,59 @@ class HostStore:
         self.held_nbytes -= extent.nbytes
 
 
-Store = DiskStore | HostStore
-"""A place for extents: fields on disk are moved by transfers, those in host memory are used in place."""
+class TensorStore(ABC):
+    """Extents in an accelerator's memory: a DiskStore for passes, whose transfers are copies over the link,
+    and memory that torch's kernels use in place.
+    """
+
+    tier = "device"
+    writable = True
+    held_nbytes = 0
+    """Bytes of all extents."""
+
+    @abstractmethod
+    def allocate(self, nbytes: int, what: str) -> Extent:
+        """See DiskStore; of zeros.
+
+        Raises: DeviceMemoryError naming `what` where device_memory has no room.
+        """
+
+    @abstractmethod
+    def free(self, extent: Extent) -> None:
+        """See DiskStore."""
+
+    @abstractmethod
+    def read(self, request: Request) -> Transfer:
+        """See DiskStore."""
+
+    @abstractmethod
+    def write(self, request: Request) -> Transfer:
+        """See DiskStore."""
+
+    @abstractmethod
+    def where(self, extent: Extent, start: int) -> str:
+        """See DiskStore."""
+
+    @abstractmethod
+    def tensor(self, extent: Extent) -> torch.Tensor:
+        """Return an extent's bytes, 1-D, always the same tensor; work on it goes between `arrived` and
+        `used`.
+        """
+
+    @abstractmethod
+    def arrived(self, extent: Extent) -> None:
+        """Have later work on the calling thread's stream see what was copied to an extent, or done there."""
+
+    @abstractmethod
+    def used(self, extent: Extent) -> None:
+        """Have later copies from and to an extent wait for the work queued on the calling thread's stream."""
+
+    @abstractmethod
+    def replace(self, extent: Extent) -> Extent:
+        """Return a copy of an extent, and drop the old one, whose memory others hold."""
+
+
+Store = DiskStore | HostStore | TensorStore
+"""A place for extents: fields on disk are moved by transfers, those in host memory are used in place, and
+those in the memory of an accelerator are both.
+"""

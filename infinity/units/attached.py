@@ -25,6 +25,9 @@ DATA: Any = torch.Tensor.data
 """The attribute `data` of torch, past every guard: DATA.__get__(tensor), DATA.__set__(tensor, values)."""
 
 
+_CHECKPOINT = "torch.utils.checkpoint"
+
+
 class ChangeWatcher(Protocol):
     """Finds or refuses the changes of parameters: their unit's Changes."""
 
@@ -77,7 +80,7 @@ class Attached(nn.Parameter):
         checkpoint that saves what it recomputes hands it to nobody.
         """
         caller = sys._getframe(1)
-        if caller.f_globals.get("__name__") == "torch.utils.checkpoint":
+        if caller.f_code.co_name == "pack_hook" and caller.f_globals.get("__name__") == _CHECKPOINT:
             return super().detach()
         _watch(self)
         values = super().detach()

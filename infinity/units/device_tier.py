@@ -1,13 +1,44 @@
-"""The device as a tier: how much of an accelerator's memory is for what, and which units live there."""
+"""The device as a tier: how much of an accelerator's memory is for what, which units live there, and whose
+whole records do.
+
+[Note: what lives on the device]
+A unit that is lodged keeps a copy of `hi` there, whose original is below, until an update changes that. A
+record that lives there has all of its fields there and nowhere else: it is used in place, and updated there
+(see device_updates). Its gradients stay there, too, until they are applied. It comes up and goes down between
+steps, by passes of the lane, while nobody uses it. Should units in use take more than their share, one record
+after the other leaves in the middle of a step, and the room for such records is less from then on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from infinity.device.room import DeviceRoom
-from infinity.planning.budget import DeviceBudget
+from infinity.lane.lane import StreamLane
+from infinity.lane.passes import LeavePass
+from infinity.planning.budget import DeviceBudget, scratch_nbytes
+from infinity.sizes import format_size
+from infinity.storage.store import Extent, TensorStore
+from infinity.units.device_updates import DeviceUpdates
 from infinity.units.residency import Executor
 from infinity.units.unit import Unit
+
+logger = logging.getLogger("infinity")
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """What whole records on the device need. takes: the bytes of a unit's gradients that stay there with its
+    record. leave: takes them off the device. allowed: whether each optimizer can make its steps there.
+    """
+
+    store: TensorStore
+    updates: DeviceUpdates
+    takes: Callable[[Unit], int]
+    leave: Callable[[Unit], None]
+    allowed: Callable[[], bool]
 
 
 class DeviceTier:
@@ -15,38 +46,152 @@ class DeviceTier:
     between steps, from the thread that computes.
     """
 
-    def __init__(self, executor: Executor, room: DeviceRoom, budget: DeviceBudget) -> None:
-        """Begin with nobody living there."""
+    def __init__(
+        self,
+        executor: Executor,
+        room: DeviceRoom,
+        budget: DeviceBudget,
+        lane: StreamLane,
+        records: Records | None,
+    ) -> None:
+        """Begin with nobody living there. records: None where whole records do not."""
         self.budget = budget
-        self._executor = executor
-        self._room = room
+        self._executor, self._room, self._lane = executor, room, lane
+        self._records = records
         self._lodgers: frozenset[Unit] = frozenset()
+        self._closed = False
 
     @property
     def room_nbytes(self) -> int:
         """Bytes for units that live on the device. They are fewer where units in use have taken more than
         their share, so that others had to give way.
         """
-        return max(0, self.budget.lodging_nbytes - self._room.lacked_nbytes)
+        left = self.budget.lodging_nbytes - self._room.lacked_nbytes
+        return 0 if self._closed else max(0, left)
+
+    @property
+    def scratch_nbytes(self) -> int:
+        """Bytes of that for intermediate values of updates, where records may live there."""
+        if self._records is None or not self._records.allowed():
+            return 0
+        return scratch_nbytes(self.budget.total_nbytes, self.budget.largest_nbytes)
 
     @property
     def held_nbytes(self) -> int:
-        """Bytes of the units that live there now."""
-        return sum(self._nbytes(unit) for unit in self._executor.units if lives_there(unit))
+        """Bytes of what lives there now."""
+        here = [unit for unit in self._executor.units if lives_there(unit)]
+        return sum(unit.record.nbytes("device") or self._nbytes(unit) for unit in here)
 
-    def lodge(self, units: Collection[Unit]) -> None:
-        """Have these units live on the device from their next use on, and no others."""
+    def gradients_nbytes(self, unit: Unit) -> int | None:
+        """Return the bytes that a unit's gradients take beside its record, if that may live on the device;
+        None where it may not.
+        """
+        records, record = self._records, unit.record
+        if records is None or not unit.trainable or record.in_files is not None:
+            return None
+        if not record.form.is_updated_on_device or not records.allowed():
+            return None
+        return records.takes(unit)
+
+    def lodge(self, units: Collection[Unit], records: Collection[Unit], *, moves: bool) -> None:
+        """Have these units live on the device from their next use on, and no others; and the whole `records`,
+        which come up now, if anything `moves`, as far as there is room.
+        """
         wanted = frozenset(units)
         left = self.budget.window_nbytes - self._room.lacked_nbytes - sum(map(self._nbytes, wanted))
+        left -= self.records_nbytes(records)
         if wanted != self._lodgers or any(not unit.residence.lodged for unit in wanted):
             self._executor.lodge(wanted)
             self._lodgers = wanted
+        if moves:
+            self._raise([unit for unit in records if not unit.record.on_device])
         self._executor.give_window(max(0, left))
 
     def _nbytes(self, unit: Unit) -> int:
         return self._room.nbytes(unit.resident_nbytes)
 
+    def records_nbytes(self, units: Collection[Unit]) -> int:
+        """Return the bytes that whole records take there, with gradients and intermediate values."""
+        nbytes = sum(_fields_nbytes(unit) + (self.gradients_nbytes(unit) or 0) for unit in units)
+        return nbytes + self.scratch_nbytes if units else 0
+
+    # Whole records
+
+    def _raise(self, units: Sequence[Unit]) -> None:
+        """Bring records to the device, as far as there is room now."""
+        jobs: list[tuple[Unit, LeavePass]] = []
+        for unit in units:
+            if self._records is None or unit.residence.users:
+                continue
+            missing = [name for name in unit.record.fields if not unit.record.in_device(name)]
+            updates, scratch_nbytes = self._records.updates, self.scratch_nbytes
+            more_nbytes = 0 if updates.is_open else scratch_nbytes
+            if not self._room.fits(_fields_nbytes(unit) + more_nbytes):
+                continue
+            updates.open(scratch_nbytes)
+            self._executor.flush(unit)
+            self._executor.evict(unit)
+            for name in missing:
+                nbytes = unit.record.field_nbytes(name)
+                extent = self._records.store.allocate(nbytes, f"{unit.name}.{name}")
+                jobs.append((unit, self._move(unit, name, extent)))
+        self._await(jobs)
+
+    def lower(self, units: Sequence[Unit], place: Callable[[Unit, str], Extent]) -> None:
+        """Take records that nobody uses off the device, to where `place` puts each field."""
+        jobs: list[tuple[Unit, LeavePass]] = []
+        for unit in units:
+            if self._records is None or not unit.record.nbytes("device") or unit.residence.users:
+                continue
+            self._executor.flush(unit)
+            self._executor.evict(unit)
+            self._records.leave(unit)
+            names = [name for name in unit.record.fields if unit.record.in_device(name)]
+            jobs += [(unit, self._move(unit, name, place(unit, name))) for name in names]
+        self._await(jobs)
+
+    def _move(self, unit: Unit, name: str, extent: Extent) -> LeavePass:
+        job = LeavePass(unit.record, name, extent, unit.record.tile_numel)
+        self._lane.submit(job)
+        return job
+
+    def _await(self, jobs: Sequence[tuple[Unit, LeavePass]]) -> None:
+        for unit, job in jobs:
+            self._lane.wait(job, finished=True)
+            if unit.residence.fetch is None:
+                unit.unbind()
+
+    def may_leave(self, unit: Unit) -> bool:
+        """Whether a unit's record is on the device, and could leave in the middle of a step."""
+        residence, records = unit.residence, self._records
+        if records is None or not unit.record.on_device or records.updates.busy is unit:
+            return False
+        return not residence.users and (residence.fetch is None or residence.waits)
+
+    def leave_for_activations(self) -> None:
+        """Let nobody live there any more: the device has run out of memory."""
+        if self._closed:
+            return
+        logger.warning(
+            "the device ran out of memory: what lives there leaves, %s of device_memory=%s, and nothing "
+            "will live there again. Steps take longer from now on. Likely cause: activations take more than "
+            "device_memory leaves them. Give Config a smaller device_memory, or smaller batches, or "
+            "checkpoint activations.",
+            format_size(self.held_nbytes),
+            format_size(self.budget.total_nbytes),
+        )
+        self._closed = True
+
+    def release_scratch(self) -> None:
+        """Give the memory for intermediate values back, if no record is there any more."""
+        if self._records is not None and not any(one.record.nbytes("device") for one in self._executor.units):
+            self._records.updates.close()
+
+
+def _fields_nbytes(unit: Unit) -> int:
+    return sum(unit.record.field_nbytes(name) for name in unit.record.fields)
+
 
 def lives_there(unit: Unit) -> bool:
     """Whether a unit is on the device, and stays there."""
-    return unit.residence.lodged and unit.residence.processed
+    return unit.record.on_device or (unit.residence.lodged and unit.residence.processed)

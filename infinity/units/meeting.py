@@ -24,7 +24,7 @@ from infinity.ranks.group import Ranks
 from infinity.units.unit import Unit
 
 
-class Meeting:
+class MeetingOfRanks:
     """What the ranks do before they use a unit: see [Note: ranks that choose]."""
 
     def __init__(

@@ -3,15 +3,18 @@ units are used, and carried out.
 
 A field moves up without a transfer of its own: it gets a target, and the next pass that has all of it in
 memory leaves it there. It moves down by being written, between two steps or rounds, while no unit is in use.
-
-What is packed in a checkpoint's files stays packed in host memory, unless all fields of all units fit there
-as what they are widened to: then nothing is left to be done for a use. That is decided once a step or a round
-has shown what gradients take, and a base that did not fit stays packed from then on.
+Whole records move to the device and back between steps alone: in rounds nothing is updated, so that these say
+nothing of what that is worth.
 
 [Note: free room]
 How often a slice is used shows slowly, and the placement is decided seldom. Where host memory has room that
 nothing is placed in and gradients do not need, a slice takes it with its first fetch, as caches do: it would
 be written back otherwise, so that costs nothing, and what is used more often takes its place later.
+
+[Note: packed weights]
+What is packed in a checkpoint's files stays packed in host memory, unless all fields of all units fit there
+as what they are widened to: then nothing is left to be done for a use. That is decided once a step or a round
+has shown what gradients take, and a base that did not fit stays packed from then on.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from types import MappingProxyType
 
 from infinity.lane.lane import StreamLane
@@ -39,7 +43,7 @@ from infinity.planning.placement import (
 from infinity.records.record import Record
 from infinity.sizes import BLOCK, round_up
 from infinity.storage.memory import Ledger
-from infinity.storage.store import HostStore, Store
+from infinity.storage.store import Extent, HostStore, Store
 from infinity.units.device_tier import DeviceTier
 from infinity.units.unit import Unit
 
@@ -103,7 +107,7 @@ class Pins:
             self._revise(revise(self._placement, list(self._candidates(self._frequencies)), budget))
         self._rounds = 0
         self._set_targets()
-        self._lodge()
+        self._lodge(moves=True)
 
     def admit(self, unit: Unit) -> None:
         """Let a slice that is about to be fetched have free room: see [Note: free room]."""
@@ -127,11 +131,26 @@ class Pins:
             self._placement = MappingProxyType({**self._placement, **self._admitted})
             self._admitted.clear()
 
-    def _lodge(self) -> None:
-        """Let units live on the device, as they are placed."""
-        if self._tier is not None:
-            there = {unit for (unit, _), place in self._placement.items() if place == "device"}
-            self._tier.lodge([unit for unit in self._units if unit.index in there])
+    def _lodge(self, *, moves: bool) -> None:
+        """Let units live on the device, as they are placed; whole records come up if anything `moves`."""
+        if self._tier is None:
+            return
+        there = [unit for unit in self._units if self._placement.get((unit.index, "hi")) == "device"]
+        records = [unit for unit in there if self._is_whole(unit)]
+        below = [unit for unit in records if not unit.record.on_device]
+        if moves:  # those that were in use when it was decided
+            placed = set(records)
+            self._tier.lower([unit for unit in self._units if unit not in placed], self._home)
+        self._tier.lodge([unit for unit in there if unit not in set(records)], records, moves=moves)
+        if self._nvme is self._host:  # the way back is kept free
+            for unit in below:
+                if unit.record.on_device:
+                    self._kept.set_aside(unit.record.nbytes("device"))
+
+    def _is_whole(self, unit: Unit) -> bool:
+        """Whether a unit's whole record is placed on the device."""
+        fields = unit.record.fields
+        return unit.trainable and all(self._placement.get((unit.index, one)) == "device" for one in fields)
 
     def close_round(self, expected: Frequencies) -> None:
         """Decide anew when the rounds since the last step have doubled: a move has to pay within twice as
@@ -140,17 +159,24 @@ class Pins:
         self._forget_own()
         self._rounds += 1
         if self._rounds & (self._rounds - 1) == 0 or expected.unsettled:
-            budget = self._budget(0, self._in_use_nbytes())
+            records = {unit.index for unit in self._units if self._is_whole(unit)}
+            taken = self._tier.records_nbytes([self._units[one] for one in records]) if self._tier else 0
+            budget = self._budget(0, self._in_use_nbytes(), taken)
             self._decide_packing(budget.host_nbytes)
-            candidates = list(self._candidates(expected))
-            self._revise(revise(self._placement, candidates, budget, horizon_steps=2 * self._rounds))
+            fixed = {key: tier for key, tier in self._placement.items() if key[0] in records}
+            old = {key: tier for key, tier in self._placement.items() if key[0] not in records}
+            candidates = [one for one in self._candidates(expected) if one.unit not in records]
+            placed = [replace(one, whole=False) for one in candidates]
+            self._revise(revise(old, placed, budget, horizon_steps=2 * self._rounds), fixed)
         self._set_targets()
-        self._lodge()
+        self._lodge(moves=False)
 
-    def _budget(self, gradient_nbytes: int, held_nbytes: int = 0) -> PlacementBudget:
-        """Return the room there is, but for `held_nbytes` of host memory."""
-        on_device = self._tier.room_nbytes if self._tier is not None else 0
-        return PlacementBudget(on_device, max(0, self._kept.limit_nbytes - held_nbytes), gradient_nbytes)
+    def _budget(self, gradient_nbytes: int, held_nbytes: int = 0, taken_nbytes: int = 0) -> PlacementBudget:
+        """Return the room there is, but for `held_nbytes` on the host and `taken_nbytes` on the device."""
+        on_device = self._tier.room_nbytes - taken_nbytes if self._tier is not None else 0
+        on_host = self._kept.limit_nbytes - held_nbytes
+        scratch = self._tier.scratch_nbytes if self._tier is not None else 0
+        return PlacementBudget(max(0, on_device), max(0, on_host), gradient_nbytes, scratch)
 
     def make_room(self, nbytes: int) -> None:
         """Let placed fields leave, those that save least first, until `nbytes` are free, or none is left.
@@ -191,14 +217,18 @@ class Pins:
         records = ((self._units[unit].record, name) for unit, name in placed - waiting)
         return sum(self._packed_nbytes(*one) or one[0].field_nbytes(one[1]) for one in records)
 
-    def _revise(self, revision: Revision) -> None:
+    def _revise(self, revision: Revision, fixed: Placement = MappingProxyType({})) -> None:
+        """Carry a decision out, but for what comes up. fixed: what was no part of it."""
         self.reason = revision.reason
         if not revision.moves:
             return
         logger.info("placement: %s", revision.reason)
+        self._placement = MappingProxyType({**fixed, **revision.placement})
+        if self._tier is not None:
+            down = dict.fromkeys(move.unit for move in revision.moves if move.source == "device")
+            self._tier.lower([self._units[unit] for unit in down], self._home)
         self._leave([move for move in revision.moves if move.source == "host"])
         self.revisions += 1
-        self._placement = revision.placement
         for move in revision.moves:
             if move.target == "host":
                 self._kept.set_aside(move.nbytes)
@@ -225,11 +255,66 @@ class Pins:
         packed = record.packed_nbytes if name == "hi" and self._packs else None
         return None if packed is None else round_up(packed, BLOCK)
 
+    def _home(self, unit: Unit, name: str) -> Extent:
+        """Return the place of a field that leaves the device: on NVMe, or in the host memory that was kept
+        free.
+        """
+        nbytes = unit.record.field_nbytes(name)
+        if self._nvme is self._host:
+            return self._host.allocate_promised(nbytes)
+        return self._nvme.allocate(nbytes, f"{unit.name}.{name}")
+
+    def records_leave(self, nbytes: int) -> int:
+        """Take records off the device until `nbytes` more are free there, or none can leave; return the bytes
+        that are.
+        """
+        held = self._tier.held_nbytes if self._tier is not None else 0
+        freed = 0
+        while self._tier is not None and freed < nbytes and self.one_record_leaves():
+            freed = held - self._tier.held_nbytes
+        return freed
+
+    def one_record_leaves(self) -> bool:
+        """Take a record off the device in the middle of a step, the one that saves least there; False where
+        none can.
+        """
+        if self._tier is None:
+            return False
+        for index, field in reversed(list(self._placement)):
+            unit = self._units[index]
+            if field == "hi" and self._tier.may_leave(unit):
+                logger.info("placement: %s leaves the device for what is in use there", unit.name)
+                self._lower([unit])
+                return True
+        return False
+
+    def _lower(self, units: Sequence[Unit]) -> None:
+        if self._tier is None:
+            return
+        gone = {unit.index for unit in units}
+        placed = {key: tier for key, tier in self._placement.items() if key[0] not in gone}
+        self._placement = MappingProxyType(placed)
+        self._tier.lower(units, self._home)
+
+    def empty_device(self) -> None:
+        """Take all that lives on the device off it, for good: it has run out of memory. Called outside of
+        forwards and backwards.
+        """
+        if self._tier is None:
+            return
+        self._tier.leave_for_activations()
+        there = {unit for (unit, _), tier in self._placement.items() if tier == "device"}
+        self._lower([unit for unit in self._units if unit.index in there])
+        self._lodge(moves=False)
+        self._tier.release_scratch()
+
     def _candidates(self, expected: Frequencies) -> Iterator[Candidate]:
         """Every field, with what a step, or a round, is expected to read and write of it."""
         for unit in self._units:
             fetches = expected.fetches(unit.index)
             updates = expected.updates(unit.index)
+            rises = self._tier is not None and updates > 0
+            gradients_nbytes = self._tier.gradients_nbytes(unit) if self._tier and rises else None
             for name in unit.record.fields:
                 moves = self._nvme is not self._host or unit.record.in_files is not None
                 if not moves and self._tier is None:
@@ -239,7 +324,9 @@ class Pins:
                 nbytes = unit.record.field_nbytes(name)
                 lasts = _READS_PER_UPDATE * updates <= reads
                 packed = self._packed_nbytes(unit.record, name)
-                yield Candidate(unit.index, name, nbytes, reads, updates, lasts, moves, packed)
+                beside = (gradients_nbytes or 0) * (name == unit.record.fields[-1])
+                whole = gradients_nbytes is not None
+                yield Candidate(unit.index, name, nbytes, reads, updates, lasts, moves, packed, whole, beside)
 
     def _set_targets(self) -> None:
         """Give fields their place in host memory, as far as this step's gradients leave room by now."""
@@ -266,15 +353,16 @@ class Pins:
                 self._host.free(record.targets.pop(move.field))
 
     def _leave(self, moves: Sequence[Move]) -> None:
-        """Move fields to NVMe; those that were still on their way up stay there. The record of a field that
-        lives on the device is there, too.
+        """Move fields to NVMe; those that were still on their way up stay there. The record of a unit that is
+        lodged on the device is there, too; one that lives there itself goes there from where it is.
         """
         jobs: list[tuple[Unit, LeavePass]] = []
         for move in moves:
             unit = self._units[move.unit]
             self._stop_coming(move)
             kept = unit.record.packed_copy is not None and move.field == "hi"
-            if not kept and not unit.record.in_host(move.field):
+            lives_there = move.target == "device" and self._is_whole(unit)
+            if lives_there or (not kept and not unit.record.in_host(move.field)):
                 continue
             if unit.record.in_files is not None and move.field == "hi":
                 self._lane.drain()

@@ -19,13 +19,14 @@ from infinity.planning.cursor import Cursor
 from infinity.planning.cycle import make_cycle
 from infinity.planning.frequency import Frequencies
 from infinity.planning.plan import Plan, make_plan
-from infinity.planning.queue import Job
+from infinity.planning.queue import THERE, Job
 from infinity.planning.residence import Residency
 from infinity.planning.trace import Phase, Use
 from infinity.storage.memory import Ledger
 from infinity.timeline import Timeline
 from infinity.units.changes import COMPARED_EVERY, would_be_lost
-from infinity.units.meeting import Meeting
+from infinity.units.device_updates import DeviceUpdates, bring_down
+from infinity.units.meeting import MeetingOfRanks
 from infinity.units.unit import Unit
 
 _LAYERS = 1 << 12
@@ -66,12 +67,18 @@ class Executor(Residency[Unit, UpdatePass]):
         self._windows_nbytes: dict[Course, int] = {}
         """The window that the plan of each course knows."""
         self._values: Download | None = None
+        self._there: DeviceUpdates | None = None
+        """Updates records that live on the device."""
+        self._due: dict[Unit, Callable[[], None]] = {}
+        """Units that live on the device, to be updated there when their last user is gone, and the calls that
+        follow.
+        """
         self.updates_at_fetch = True
         """Whether updates are pending until the next fetch, and not applied in the backward."""
         self._refused: UnsupportedError | None = None
         self._assembler = assembler
         self._uses_of: dict[Phase, list[Use]] = {}
-        self._meeting: Meeting | None = None
+        self._meeting: MeetingOfRanks | None = None
         self._admit: Callable[[Unit], None] | None = None
         self._layers: deque[list[Unit]] = deque(maxlen=_LAYERS)
         """Routed units as they were announced in forwards that a backward may follow."""
@@ -98,7 +105,7 @@ class Executor(Residency[Unit, UpdatePass]):
             course.open(len(units))
         self._plan_steps((*forward, *back))
 
-    def meet_by(self, meeting: Meeting) -> None:
+    def meet_by(self, meeting: MeetingOfRanks) -> None:
         """Have the ranks meet before each use: see [Note: ranks that choose] in meeting."""
         self._meeting = meeting
 
@@ -194,13 +201,46 @@ class Executor(Residency[Unit, UpdatePass]):
         """
         if self._is_lodged(unit):
             return True
-        return unit.in_place and (unit.record.all_in_host or not self.updates_at_fetch)
+        record = unit.record
+        return unit.in_place and (record.all_in_host or record.on_device or not self.updates_at_fetch)
 
     # On an accelerator
 
+    def update_there_by(self, updates: DeviceUpdates) -> None:
+        """Have records that live on the device be updated there."""
+        self._there = updates
+
+    def apply_there(self, unit: Unit, on_done: Callable[[], None]) -> None:
+        """Apply a unit's pending updates, where its record is on the device: now, or in a backward that still
+        uses it when its last user is gone. on_done: called then.
+        """
+        self.frequencies.updated(unit.index)
+        if unit.residence.users:
+            self._due[unit] = on_done
+            return
+        self._update_there(unit)
+        on_done()
+
+    def _update_there(self, unit: Unit) -> Job:
+        if self._there is None:
+            raise AssertionError(f"{unit.name} is on the device, and nothing updates it there")
+        self._there.apply(unit)
+        return THERE
+
+    def release(self, unit: Unit) -> None:
+        """See Residency."""
+        if self._due and (on_done := self._due.pop(unit, None)) is not None:
+            self._update_there(unit)
+            on_done()
+        super().release(unit)
+
     @staticmethod
     def _is_lodged(unit: Unit) -> bool:
-        """Whether a unit lives on the device, and is there with its present values."""
+        """Whether a unit lives on the device, and is there with its present values; a whole record always is,
+        and what is pending for it moves nothing.
+        """
+        if unit.record.on_device:
+            return True
         return unit.residence.lodged and unit.residence.processed and not unit.pending
 
     def give_window(self, nbytes: int) -> None:
@@ -217,7 +257,7 @@ class Executor(Residency[Unit, UpdatePass]):
 
     def _has_room(self, unit: Unit) -> bool:
         room = self._device.room
-        return room is None or room.fits(unit.resident_nbytes)
+        return room is None or unit.in_place or room.fits(unit.resident_nbytes)
 
     # Uses
 
@@ -362,6 +402,10 @@ class Executor(Residency[Unit, UpdatePass]):
     # What Residency decides
 
     def _begin_fetch(self, unit: Unit, *, urgent: bool) -> Job:
+        if unit.record.on_device:
+            return self._update_there(unit)
+        if self._there is not None:
+            bring_down(unit, self._device)
         make = FetchAndUpdatePass if unit.pending else FetchPass
         job = make(unit, self._device, unit.record.tile_numel)
         self._lane.submit(job, urgent=urgent)
@@ -371,6 +415,8 @@ class Executor(Residency[Unit, UpdatePass]):
         self._device.arrived(unit.flat)
 
     def _make_update(self, unit: Unit, *, resident: bool) -> UpdatePass:
+        if self._there is not None:
+            bring_down(unit, self._device)
         job = UpdatePass(unit, self._device, unit.record.tile_numel)
         values, self._values = self._values, None
         if values is not None:
@@ -406,6 +452,11 @@ class Executor(Residency[Unit, UpdatePass]):
         residence = unit.residence
         if not residence.users and residence.lent is None and residence.fetch is not None:
             self.evict(unit)
+        if unit.record.on_device:
+            self._update_there(unit)
+            return
+        if self._there is not None:
+            bring_down(unit, self._device)
         self._lane.submit(UpdatePass(unit, self._device, unit.record.tile_numel))
 
     def changed(self, unit: Unit) -> None:

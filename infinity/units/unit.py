@@ -7,8 +7,8 @@ flat     bf16, on the device                   hi, while the unit is resident; o
 view     bf16, a parameter's shape             into flat; `parameter.data` while the unit is attached
 Where fp16 or fp32 computes, hi, flat and view are that; see weights.
 
-Where the CPU computes and `hi` is pinned, flat is that very memory: nothing is copied, and the update changes
-the weights where they are used.
+Where the CPU computes and `hi` is pinned, or an accelerator computes and the whole record lives there, flat
+is that very memory: nothing is copied, and the update changes the weights where they are used.
 
 [Note: abandoned storage]
 Reusing a storage of which a view still exists would change the values of that view: a module may cache
@@ -69,8 +69,8 @@ class Unit:
         self.storage_key = int(self.flat.untyped_storage()._cdata)
         """Identifies the storage: any tensor that shares it shows the same number."""
         self._home: _Home
-        self._memory: mmap | None = None
-        """The pinned memory that `flat` lies in; None where it is a block."""
+        self._memory: mmap | torch.Tensor | None = None
+        """The memory of the record that `flat` lies in; None where it is a block."""
         self._views: list[torch.Tensor] = []
         self._own_shares = 0
         self._abandoned: list[StorageWeakRef] = []
@@ -142,7 +142,7 @@ class Unit:
     @property
     def in_place(self) -> bool:
         """Whether the unit is always where it computes: being resident takes no memory and no transfer."""
-        return self._home.in_place and self.record.in_host("hi")
+        return (self._home.in_place and self.record.in_host("hi")) or self.record.on_device
 
     @property
     def comes_in_place(self) -> bool:
@@ -156,11 +156,19 @@ class Unit:
 
     def allocate(self) -> None:
         """Give the unit memory: with its values, if `in_place`, else undefined."""
-        memory = self.record.memory("hi") if self._home.in_place else None
+        memory = self._place_of_hi()
         if memory is None:
             self._bind(self._home.blocks.take(self.shard.numel, self.flat.dtype), None)
         elif memory is not self._memory:
             self._bind(wrap(memory, self.shard.numel, self.flat.dtype), memory)
+        if self.record.on_device:
+            self.record.arrived("hi")
+
+    def _place_of_hi(self) -> mmap | torch.Tensor | None:
+        """Return the memory of `hi` in which the unit is resident, to stay; None where there is none."""
+        if self.record.on_device:
+            return self.record.tensor("hi")
+        return self.record.memory("hi") if self._home.in_place else None
 
     def make_private(self) -> None:
         """Move a resident unit to memory of its own, where changes do not change the record."""
@@ -194,7 +202,7 @@ class Unit:
     @property
     def _pinned(self) -> bool:
         """Whether `hi` lies in the memory that the unit is resident in."""
-        return self._memory is not None and self.record.memory("hi") is self._memory
+        return self._memory is not None and self._place_of_hi() is self._memory
 
     @property
     def resident_in_place(self) -> bool:
@@ -211,7 +219,7 @@ class Unit:
         self._abandoned.append(StorageWeakRef(self.flat.untyped_storage()))
         return True
 
-    def _bind(self, flat: torch.Tensor, memory: mmap | None) -> None:
+    def _bind(self, flat: torch.Tensor, memory: mmap | torch.Tensor | None) -> None:
         self.unbind()
         self.flat, self._memory = flat, memory
         self.storage_key = int(flat.untyped_storage()._cdata)
@@ -233,6 +241,8 @@ class Unit:
         [Note: abandoned storage].
         """
         shared = self._is_shared()
+        if self._pinned and self.record.on_device:
+            self.record.used("hi")
         if self._pinned and not shared:
             return
         if self._pinned:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import models
-from infinity import AdamW, CorruptionError, Init, UnsupportedError, gathered
+from infinity import AdamW, CorruptionError, Init, UnsupportedError, gathered, stats
 from infinity.aio import StorageFullError
 from infinity.checkpoint import writer as checkpoint_writer
 from infinity.checkpoint.save_load import checkpoint_files, load, save
@@ -253,8 +253,12 @@ def test_what_cannot_be_saved_by_name_is_refused(folder):
     model, optimizer, _ = start()
     with pytest.raises(UnsupportedError, match="not in this model: save and load the whole"):
         save(_linear_and_part_of(model), None, folder / "part")
-    with pytest.raises(ValueError, match="no parameter built inside"):
+    with pytest.raises(
+        ValueError, match=r"no parameter built inside .*: weight and 1 more are ordinary ones"
+    ):
         save(nn.Linear(2, 2), None, folder / "plain")
+    with pytest.raises(ValueError, match="ReLU has no parameters: there is nothing"):
+        stats(nn.ReLU())
     with pytest.raises(ValueError, match=r"shape \(32,\) that is not in the model"):
         save(model.model.layers, optimizer, folder / "layers")
     with pytest.raises(CheckpointError, match=r"extra\['f'\] is a "):
@@ -375,6 +379,26 @@ def test_a_flipped_bit_is_found_and_named(folder, kind):
     path.write_bytes(content)
     with pytest.raises(CorruptionError, match=rf"{kind}-00001.safetensors: bytes 0 to \d+ of .*xxh3"):
         load(*training[:2], folder / "saved")
+
+
+def test_a_folder_without_a_checkpoint_is_told_with_what_is_there(folder):
+    model, optimizer, _ = start()
+    (folder / "files").mkdir()
+    for given, match in (
+        ("none", "there is no such folder .looked in "),
+        ("files", "it holds no manifest.json"),
+    ):
+        with pytest.raises(FileNotFoundError, match=match) as caught:
+            load(model, optimizer, folder / given)
+        assert caught.value.filename == str(folder / given)
+    (folder / "files" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(FileNotFoundError, match=r"weights of Hugging Face's: load them by from_pretrained"):
+        load(model, optimizer, folder / "files")
+    with pytest.raises(NotADirectoryError, match=r"that is a file. Name the folder"):
+        load(model, optimizer, folder / "files" / "model.safetensors")
+    save(model, None, folder / "run" / "step-10")
+    with pytest.raises(FileNotFoundError, match=r"it holds no manifest.json; .*/step-10 does: name that"):
+        load(model, optimizer, folder / "run")
 
 
 def test_files_that_are_gone_short_or_others_are_refused_before_anything_changes(folder):

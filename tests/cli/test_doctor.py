@@ -124,8 +124,8 @@ def test_a_folder_in_memory_is_no_nvme():
 def test_a_folder_of_the_kernels_stores_no_files(capsys):
     assert cli.main(["doctor", "--nvme", "/proc"]) == 1
     (told,) = doctor.examine("/proc").groups[0]
-    assert told.found == "/proc is the kernel's (proc): it stores no files"
-    assert (told.fatal, told.fix) == (True, "name a folder on an NVMe drive: --nvme DIR")
+    assert told.found == "nvme='/proc' is the kernel's (proc): it stores no files"
+    assert (told.fatal, told.fix) == (True, "Name a folder on an NVMe drive.")
 
 
 def test_a_missing_folder_is_named_with_its_cure_beside_it(folder):

@@ -175,3 +175,12 @@ def test_progress_says_what_the_run_is_up_against(capsys):
     first, last = capsys.readouterr().err.splitlines()
     assert "I/O-bound: 60% of the step waits" in first
     assert "bound" not in last
+    assert "host_memory" not in last
+
+
+def test_progress_tells_the_process_from_the_share_of_host_memory_that_is_in_use(capsys):
+    step = replace(offloaded().steps[0], rss_nbytes=90 << 20, budget_held_nbytes=3 << 20)
+    progress = Progress(4, 4 << 20, 50 << 20)
+    progress.show(step, None)
+    progress.close()
+    assert capsys.readouterr().err.rstrip().endswith("process 40.0 MiB, host_memory 3.0 MiB of 4.0 MiB")

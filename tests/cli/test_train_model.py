@@ -259,6 +259,13 @@ def test_a_wrong_file_of_options_is_refused_by_name(tmp_path, capsys, content, n
     assert named in refused(capsys, "--config", tmp_path / "run.yaml")
 
 
+def test_a_file_of_options_that_is_not_there_is_named_first(tmp_path, capsys):
+    said = refused(capsys, "--config", tmp_path / "nope.yaml")
+    assert said.startswith(f"infinity train: --config {tmp_path}/nope.yaml: there is no such file")
+    assert "usage" not in said
+    assert "Name a YAML file." in refused(capsys, "--config", tmp_path)
+
+
 def test_wrong_models_are_refused_before_anything_is_built(tmp_path, base, lines, capsys, monkeypatch):
     monkeypatch.setattr("infinity.cli.train.build", None)
     data = ["--data", lines]

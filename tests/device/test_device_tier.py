@@ -24,7 +24,8 @@ from streams import LateStreams
 pytestmark = [pytest.mark.disk, pytest.mark.multi]
 
 FROZEN = ["frozen, no room", "frozen, room for half", "frozen, room for all"]
-QUICK = [*FROZEN, "trained, no room", "trained, room for all", "clipped"]
+RECORDS = ["records, no room", "records, room for half", "records, room for all", "records, later"]
+QUICK = [*FROZEN, *RECORDS, "trained, no room", "trained, room for all", "clipped"]
 LAYER = simulated_tiers.LAYER_NBYTES
 LATE = 2 * LAYER
 """Bytes that the device may hold beyond what is counted, for a moment, on a busy machine: seen, up to 1.6
@@ -49,8 +50,8 @@ def assert_within_its_budget(one):
     assert 0 < one["locked"] <= one["host_memory"], one
 
 
-def per_step(one):
-    settled = one["uploaded"][SETTLED:]
+def per_step(one, way="uploaded"):
+    settled = one[way][SETTLED:]
     return sum(settled) / len(settled)
 
 
@@ -69,6 +70,29 @@ def test_with_room_for_half_of_a_frozen_base_half_of_the_bytes_go_over_the_link(
     none, half = (per_step(quick[f"frozen, {room}"]) for room in ("no room", "room for half"))
     assert quick["frozen, no room"]["on_device"] == 0
     assert half / none == pytest.approx(0.5, abs=0.03)
+
+
+def test_records_that_fit_the_device_are_updated_there_and_nothing_goes_over_the_link(quick):
+    one, layers = quick["records, room for all"], simulated_tiers.TOWERS["records, room for all"].layers
+    assert one["on_device"] == layers * simulated_tiers.RECORD_NBYTES
+    assert (per_step(one), per_step(one, "downloaded")) == (0, 0)
+    assert one["tiers"] == ["device"]
+    assert "update" in one["timeline"]
+
+
+def test_with_room_for_half_of_the_records_half_of_the_bytes_go_over_the_link(quick):
+    none, half = (quick[f"records, {room}"] for room in ("no room", "room for half"))
+    layers = simulated_tiers.TOWERS["records, no room"].layers
+    assert (none["on_device"], half["on_device"]) == (0, layers // 2 * simulated_tiers.RECORD_NBYTES)
+    gradients = [per_step(one, "downloaded") for one in (none, half)]
+    assert gradients == [layers * LAYER, layers // 2 * LAYER]
+    assert per_step(half) / per_step(none) == pytest.approx(0.5, abs=0.15)  # some wait on the device
+
+
+def test_clipping_brings_a_sum_for_each_gradient_from_the_device_and_no_gradient(quick):
+    one, layers = quick["records, later"], simulated_tiers.TOWERS["records, later"].layers
+    assert (per_step(one), per_step(one, "downloaded")) == (0, 8 * layers)
+    assert 1 <= one["waits_of_clipping"] <= 2
 
 
 def test_an_update_in_the_backward_reads_no_weights_from_nvme_again(quick):
@@ -93,6 +117,14 @@ def test_other_towers_stay_within_their_budgets():
     names = [name for name in simulated_tiers.TOWERS if name not in QUICK]
     for (one,) in simulated.results(*names).values():
         assert_within_its_budget(one)
+
+
+@pytest.mark.slow
+def test_with_room_for_half_of_many_records_half_of_the_bytes_go_over_the_link():
+    names = [f"many records, {room}" for room in ("no room", "room for half")]
+    none, half = (one for (one,) in simulated.results(*names).values())
+    for way in ("uploaded", "downloaded"):
+        assert per_step(half, way) / per_step(none, way) == pytest.approx(0.5, abs=0.03)
 
 
 # The rules

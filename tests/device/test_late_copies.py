@@ -25,6 +25,7 @@ def late(monkeypatch):
     streams = LateStreams()
     device = AcceleratorDevice(torch.device("cpu"), streams)
     monkeypatch.setattr(engine_module, "open_device", lambda *_: device)
+    streams.free = 256 << 10  # twice a device_memory in which few records live
     return streams
 
 

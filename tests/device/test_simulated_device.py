@@ -14,7 +14,7 @@ import simulated_ranks
 
 pytestmark = [pytest.mark.disk, pytest.mark.multi]
 
-TRAININGS = ["llama, jitter", "clipped, 0.2 ms", "offloaded, 0.2 ms"]
+TRAININGS = ["llama, jitter", "clipped, 0.2 ms", "offloaded, 0.2 ms", "clipped on the device, jitter"]
 FAULTS = ["arrived", "download", "host kernel"]
 ORDERS = [f"order: {name}{more}" for name in simulated_faults.ORDERS for more in ("", " without it")]
 

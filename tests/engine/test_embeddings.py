@@ -3,6 +3,7 @@
 Real training on a real disk, against the reference recipe in memory. Trusted: torch's own nn.Embedding.
 """
 
+import gc
 import logging
 
 import pytest
@@ -262,6 +263,28 @@ def test_checkpoints_of_whole_embeddings_load_and_the_other_way_round(folder):
         assert train(*kept[source]) == train(*kept[target])
     found, expected = kept["slices"][0].state_dict(), kept["whole"][0].state_dict()
     assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+
+
+def test_a_durable_run_whose_embedding_is_whole_names_the_setting_to_go_on_with(folder):
+    def build(experts):
+        with Init(nvme=folder, host_memory="2MiB", durable=True, experts=experts):
+            model = Lookup()
+        return model, AdamW(model.parameters(), **SETTINGS)
+
+    for experts in ("whole", "slices", "whole"):
+        pair = build(experts)
+        if experts == "slices":
+            told = r'2 units in the commit, 129.*experts="whole"'
+            with pytest.raises(infinity.CheckpointError, match=told):
+                infinity.resume(*pair)
+        else:
+            done = infinity.resume(*pair)
+            pair[0](torch.tensor([3])).backward()
+            pair[1].step()
+            infinity.commit(pair[0])
+        del pair
+        gc.collect()
+    assert done == 1
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

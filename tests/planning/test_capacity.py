@@ -165,8 +165,8 @@ def test_a_model_that_is_smaller_than_its_budget_takes_what_it_needs():
     small, large = (asked(host_nbytes=nbytes).demand for nbytes in (64 * MIB, GIB))
     assert small.held_nbytes <= 64 * MIB
     assert large.held_nbytes < GIB // 2
-    beside = large.budget.slots * large.budget.slot_nbytes + large.budget.outgoing_nbytes
-    assert large.held_nbytes >= beside + large.pinned_nbytes + large.kept_gradients_nbytes
+    slots = large.budget.slots * large.budget.slot_nbytes
+    assert large.held_nbytes == slots + large.pinned_nbytes + large.gradients_nbytes, "all of it is pinned"
 
 
 @pytest.mark.parametrize(

@@ -163,13 +163,32 @@ def test_ranks_share_what_is_stored_and_gather_what_the_others_have():
 
 
 def test_a_device_holds_what_waits_and_updates_read_the_weights_once_more():
-    on_device = demand(OUTLINE, Setting(128 << 10, device_nbytes=3 * MIB, update="backward"))
+    below = {"update": "backward", "state_dtype": "int8"}  # such records do not live there
+    on_device = demand(OUTLINE, Setting(256 << 10, device_nbytes=3 * MIB, **below))
     assert on_device.limits.window_nbytes == 3 * MIB
     assert (
-        on_device.moved["hi", "read"]
-        > demand(OUTLINE, Setting(128 << 10, update="backward")).moved["hi", "read"] / 2
+        on_device.moved["hi", "read"] > demand(OUTLINE, Setting(256 << 10, **below)).moved["hi", "read"] / 2
     )
     assert not any(unit.in_place for unit in on_device.units)
+
+
+@pytest.mark.parametrize("update", ["forward", "backward"])
+def test_whole_records_live_on_a_device_as_far_as_it_has_room_and_move_nothing(update):
+    none, some, all_ = (
+        demand(OUTLINE, Setting(1 * MIB, device_nbytes=nbytes, update=update))
+        for nbytes in (1 * MIB, 3 * MIB, 64 * MIB)
+    )
+    there = [
+        {unit for (unit, _), tier in one.placement.items() if tier == "device"} for one in (none, some, all_)
+    ]
+    assert len(there[0]) < len(there[1]) < len(there[2]) == len(OUTLINE.parts)
+    assert all_.read_nbytes == all_.written_nbytes == all_.kept_gradients_nbytes == 0
+    assert none.read_nbytes > some.read_nbytes > 0
+    for one, units in zip((some, all_), there[1:], strict=True):
+        assert {
+            unit for unit, moves in enumerate(one.units) if moves.in_place and not moves.trainable
+        } >= units
+        assert one.lodged_nbytes < one.setting.device_nbytes
 
 
 @pytest.mark.parametrize(

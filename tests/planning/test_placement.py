@@ -1,6 +1,7 @@
 """What stays above NVMe, and when that changes. Pure."""
 
 import itertools
+from dataclasses import replace
 from types import MappingProxyType
 
 import pytest
@@ -242,3 +243,63 @@ def test_moves_lead_from_one_placement_to_the_other_and_never_need_more_than_the
         for tier, limit in (("device", memory.device_nbytes), ("host", memory.host_nbytes)):
             assert sum(sizes[one] for one, where in now.items() if where == tier) <= limit
     assert now == revision.placement
+
+
+# Whole records on the device
+
+
+def trained(units, beside=0):
+    """Units whose records may live on the device, with gradients of so many bytes beside each."""
+    return [
+        replace(one, lasts=False, whole=True, beside_nbytes=beside * (one.field == "v"))
+        for one in dense(units)
+    ]
+
+
+def units_of(placement, tier="device"):
+    return {unit for (unit, _), where in placement.items() if where == tier}
+
+
+RECORD = sum(UNIT.values())
+
+
+def test_records_live_on_the_device_whole_or_not_at_all_with_their_gradients_and_evenly():
+    placement = place(trained(10, beside=20), PlacementBudget(5 * (RECORD + 20) - 1, 0, 0))
+    assert len(units_of(placement)) == 4
+    assert set(placement) == {(unit, field) for unit in units_of(placement) for field in UNIT}
+    assert widest_gap(units_of(placement), 10) <= 4
+
+
+def test_weights_that_last_come_first_and_records_have_what_they_leave_but_for_the_scratch():
+    frozen = [Candidate(unit, "hi", 20, 2, 0) for unit in range(10, 12)]
+    candidates = [*trained(4), *frozen]
+    placement = place(candidates, PlacementBudget(40 + RECORD + 5, 0, 0, scratch_nbytes=6))
+    assert units_of(placement) == {10, 11}
+    placement = place(candidates, PlacementBudget(40 + RECORD + 6, 0, 0, scratch_nbytes=6))
+    assert len(units_of(placement)) == 3
+
+
+def test_the_densest_records_live_on_the_device_and_the_host_keeps_of_the_others_what_is_densest():
+    candidates = [
+        replace(one, reads=one.reads * (1 + unit % 2), writes=one.writes * (1 + unit % 2))
+        for unit in range(4)
+        for one in trained(4)[4 * unit : 4 * unit + 4]
+    ]
+    placement = place(candidates, PlacementBudget(2 * RECORD, 2 * 20, 0))
+    assert units_of(placement) == {1, 3}
+    assert {key for key, tier in placement.items() if tier == "host"} == {(0, "hi"), (2, "hi")}
+
+
+def test_a_record_without_one_of_its_fields_stays_below():
+    candidates = [replace(one, whole=one.field != "m") for one in trained(2)]
+    assert units_of(place(candidates, PlacementBudget(10 * RECORD, 0, 0))) == set()
+
+
+def test_with_less_room_than_before_records_leave_the_device():
+    budget = PlacementBudget(3 * RECORD + 10, 0, 0, scratch_nbytes=10)
+    before = revise({}, trained(4), budget).placement
+    assert len(units_of(before)) == 3
+    after = revise(before, trained(4), replace(budget, device_nbytes=3 * RECORD))
+    assert len(units_of(after.placement)) == 2
+    assert {(move.source, move.target) for move in after.moves} == {("device", "nvme")}
+    assert "less room" in after.reason

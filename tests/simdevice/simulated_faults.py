@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from infinity.device.device import AcceleratorDevice, Download
+from infinity.device.store import DeviceStore
 from infinity.device.streams import HostMemory
 from infinity.storage.store import DONE
 from simulator import SimStreams
@@ -69,6 +70,28 @@ class HostKernel(AcceleratorDevice):
     def download(self, tensor, *, ours=True):
         ctypes.c_short.from_address(tensor.data_ptr()).value  # noqa: B018
         return super().download(tensor, ours=ours)
+
+
+class UpdatesAreForgotten(AcceleratorDevice):
+    """Copies of what lives on the device do not wait for the updates there."""
+
+    class Store(DeviceStore):
+        def used(self, extent):
+            pass
+
+    def open_store(self):
+        return self.Store(self.torch_device, self._streams, self.memory, self.room, self._count)
+
+
+class StoresAreUsedAtOnce(AcceleratorDevice):
+    """Kernels do not wait for copies to what lives on the device."""
+
+    class Store(DeviceStore):
+        def arrived(self, extent):
+            pass
+
+    def open_store(self):
+        return self.Store(self.torch_device, self._streams, self.memory, self.room, self._count)
 
 
 class NoKeep(SimStreams):
@@ -144,6 +167,8 @@ FAULTS = {
 ORDERS = {
     "leaving": Fault("not ordered behind an upload", device=LeavesAtOnce),
     "gathered": Fault("not ordered behind", device=GathersDoNotWait),
+    "updated": Fault("a download on stream", device=UpdatesAreForgotten),
+    "stored": Fault("not ordered behind an upload", device=StoresAreUsedAtOnce),
     "unpinned": Fault("host memory is unpinned while a download", are_dropped=unlock_at_once),
     "unmapped": Fault("host memory is unpinned while an upload", are_dropped=unlock_behind_downloads),
 }

@@ -8,6 +8,7 @@ import torch
 
 from infinity.device.device import AcceleratorDevice
 from infinity.storage.memory import Arena
+from infinity.storage.store import Request
 
 NUMEL = 1 << 15
 
@@ -51,6 +52,38 @@ def gathered(device: AcceleratorDevice) -> None:
     device.close()
 
 
+def stored(device: AcceleratorDevice) -> None:
+    """An extent is filled from the host, worked on, and read back."""
+    store, arena = device.open_store(), Arena(2 * NUMEL)
+    device.pin(arena.address, arena.nbytes)
+    extent = store.allocate(2 * NUMEL, "values")
+    request = Request(extent, 0, arena.address, 2 * NUMEL, "values", arena)
+    store.write(request)
+    store.arrived(extent)
+    store.tensor(extent).view(torch.bfloat16).add_(1)
+    store.used(extent)
+    store.read(request).wait()
+    store.free(extent)
+    device.synchronize()
+    device.close()
+
+
+def updated(device: AcceleratorDevice) -> None:
+    """An extent is worked on by queued kernels, and read by the host behind them."""
+    store, arena = device.open_store(), Arena(2 * NUMEL)
+    device.pin(arena.address, arena.nbytes)
+    extent = store.allocate(2 * NUMEL, "values")
+    values = store.tensor(extent).view(torch.bfloat16)
+    for _ in range(3):
+        values.add_(1)
+    store.used(extent)
+    store.read(Request(extent, 0, arena.address, 2 * NUMEL, "values", arena)).wait()
+    del values
+    store.free(extent)
+    device.synchronize()
+    device.close()
+
+
 def unpinned(device: AcceleratorDevice) -> None:
     """A download that nobody waits for is dropped, and its buffer with it."""
     device.memory.trim(0)
@@ -74,4 +107,4 @@ def unmapped(device: AcceleratorDevice) -> None:
     device.close()
 
 
-ORDERS = {one.__name__: one for one in (leaving, gathered, unpinned, unmapped)}
+ORDERS = {one.__name__: one for one in (leaving, gathered, stored, updated, unpinned, unmapped)}

@@ -20,6 +20,9 @@ from simulator import Simulator
 
 WIDTH = 64
 LAYER_NBYTES = 2 * WIDTH * WIDTH
+RECORD_NBYTES = 12 * WIDTH * WIDTH
+SCRATCH_SHARE = 31
+"""One part in so many of the rest is for intermediate values of updates on the device."""
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
 BLOCK = 512
 """Of device memory: what every parameter's placeholder takes."""
@@ -29,13 +32,16 @@ BLOCK = 512
 class Tower:
     """A tower of `layers`, the first and the last of which are trained, and the others unless `frozen`.
 
-    room: layers that may live on the device; nvme: whether records lie there; accumulate: backwards of a
+    room: layers that may live on the device; records: whole ones that may, with gradients of `kept` bytes an
+    element beside them; nvme: whether records lie there; accumulate: backwards of a
     step; evaluated: forwards without gradients after each step; copy_us, kernel_us: delays in microseconds.
     """
 
     layers: int = 66
     frozen: bool = True
     room: int = 0
+    records: int = 0
+    kept: int = 0
     nvme: bool = True
     update: str = "backward"
     accumulate: int = 1
@@ -51,7 +57,10 @@ class Tower:
         """device_memory: the placeholders; four layers or gradients in use and two on their way, which share
         five where there is no `room`; and that.
         """
-        return self.layers * BLOCK + (6 + self.room if self.room else 5) * LAYER_NBYTES
+        records = self.records * (RECORD_NBYTES + self.kept * WIDTH * WIDTH)
+        layers = (6 + self.room if self.room or records else 5) * LAYER_NBYTES
+        nbytes = self.layers * BLOCK + layers + records
+        return nbytes + max(-(-nbytes // SCRATCH_SHARE), 16 << 10) if records else nbytes
 
 
 TOWERS = {
@@ -65,6 +74,23 @@ TOWERS = {
     "clipped": Tower(frozen=False, layers=12, steps=3, room=12, update="forward", clip=0.01, host="1MiB"),
     "evaluated": Tower(frozen=False, layers=12, steps=3, room=6, update="forward", evaluated=5),
     "frozen, evaluated": Tower(layers=18, steps=3, room=16, evaluated=3),
+    "records, room for all": Tower(frozen=False, layers=12, records=12),
+    "records, room for half": Tower(frozen=False, layers=12, records=6, host="1MiB"),
+    "records, no room": Tower(frozen=False, layers=12, host="1MiB"),
+    "many records, room for half": Tower(frozen=False, layers=66, records=33, host="4MiB"),
+    "many records, no room": Tower(frozen=False, layers=66, host="4MiB"),
+    "records, later": Tower(frozen=False, layers=12, records=12, kept=2, update="forward", clip=0.01),
+    "records, at once": Tower(frozen=False, layers=12, records=12, copy_us=0, kernel_us=0),
+    "records, late kernels": Tower(frozen=False, layers=12, records=6, kernel_us=500, steps=3),
+    "records, evaluated": Tower(
+        frozen=False, layers=12, records=6, kept=2, update="forward", evaluated=3, steps=4
+    ),
+    "records, accumulated": Tower(
+        frozen=False, layers=12, records=6, kept=4, update="forward", accumulate=3, host="1MiB"
+    ),
+    "records in host memory": Tower(
+        frozen=False, layers=12, records=6, kept=2, update="forward", nvme=False, host="8MiB"
+    ),
     "accumulated": Tower(frozen=False, layers=12, steps=3, room=2, update="forward", accumulate=3),
 }
 
@@ -180,6 +206,7 @@ def run(name: str, simulator: Simulator) -> dict[str, object]:
         "locked": counts["page_locked_peak"],
         "host_memory": seen[-1].budget_nbytes,
         "uploaded": [one.since(other).uploaded_nbytes for other, one in itertools.pairwise(seen)],
+        "downloaded": [one.since(other).downloaded_nbytes for other, one in itertools.pairwise(seen)],
         "hi_read": seen[1].read_nbytes.get(("nvme", "hi"), 0),
         "on_device": seen[-1].device_nbytes,
         "tiers": sorted({tier for unit in seen[-1].units for _, tier in unit.tiers}),

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from children import ended
-from infinity.errors import HostMemoryError
+from infinity.errors import ConfigError, HostMemoryError
 from infinity.planning.budget import divide, least_budget, least_total
 from infinity.sizes import BLOCK
-from infinity.storage.memory import Arena, Ledger, Pool, view
+from infinity.storage import memory
+from infinity.storage.memory import Arena, Ledger, Pool, reuse_large_blocks, view
 
 
 @given(st.integers(least_budget(), 1 << 42), st.integers(0, 1 << 34))
@@ -70,6 +71,21 @@ def test_slots_are_aligned_and_apart():
     for slot in slots:
         pool.give_back(slot)
     assert pool.free == 5
+
+
+@pytest.mark.parametrize(("word", "told"), [("", (32 << 20, 64 << 20)), ("lean", (128 << 10, 0))])
+def test_malloc_keeps_freed_blocks_unless_it_is_asked_to_be_lean(monkeypatch, word, told):
+    calls = []
+    monkeypatch.setattr(memory, "_tell_malloc", lambda *given: calls.append(given))
+    monkeypatch.setenv("INFINITY_MALLOC", word)
+    reuse_large_blocks(1 << 20)
+    assert calls == [told]
+
+
+def test_an_unknown_word_for_malloc_is_refused(monkeypatch):
+    monkeypatch.setenv("INFINITY_MALLOC", "leen")
+    with pytest.raises(ConfigError, match='INFINITY_MALLOC=\'leen\': expected "keep" or "lean"'):
+        reuse_large_blocks(1 << 20)
 
 
 def test_an_arena_begins_as_zeros():

@@ -91,6 +91,13 @@ def test_a_missing_folder_and_a_file_are_refused_by_name(folder):
         check_folder(str(folder / "file"))
 
 
+def test_a_folder_of_the_kernels_is_refused_by_its_file_system():
+    with pytest.raises(
+        ConfigError, match=r"nvme='/proc' is the kernel's \(proc\): .* Name a folder on an NVMe"
+    ):
+        check_folder("/proc")
+
+
 def test_a_tilde_that_no_shell_has_replaced_is_told_with_what_it_stands_for(monkeypatch):
     monkeypatch.setenv("HOME", "/home/somebody")
     with pytest.raises(ConfigError, match="~ stands for a home only in a shell: write '/home/somebody/x'"):

@@ -6,6 +6,7 @@ Faults are injected in the C core.
 import errno
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -107,7 +108,14 @@ def test_a_disk_that_fills_up_while_building_is_named_and_leaves_nothing(folder)
             models.build("llama", nvme=folder, host_memory="128KiB")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "allocated so far" in str(caught.value)
+    said = str(caught.value)
+    assert re.search(
+        r"for: the model's weights, .* KiB, and moments of AdamW, .* are allocated so far, .* free", said
+    )
+    assert re.search(
+        r"the first without room: model\.(embed_tokens|layers\.0\.)\S* \(model\.\S+\.weight", said
+    )
+    assert f"where: {folder}" in said
     caught = None
     gc.collect()
     assert list(folder.iterdir()) == []

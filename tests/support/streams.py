@@ -108,6 +108,9 @@ class RecordedStreams:
     def free_nbytes(self):
         return 1 << 40
 
+    def failed_allocations(self):
+        return 0
+
     def keep(self, stream, tensor):
         self._kept.append((stream, tensor.untyped_storage().data_ptr()))
 
@@ -180,6 +183,7 @@ class LateStreams:
     """
 
     free = 1 << 40  # bytes
+    failed = 0  # allocations
 
     def __init__(self):
         self.copies = 0
@@ -190,6 +194,9 @@ class LateStreams:
 
     def free_nbytes(self):
         return self.free
+
+    def failed_allocations(self):
+        return self.failed
 
     def current(self):
         return None

@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity import EngineFailedError, UnsupportedError
@@ -46,6 +47,17 @@ HIDDEN = {
     "storage": lambda weight: weight.untyped_storage().fill_(0),
     "a pointer": lambda weight: ctypes.memset(weight.data_ptr() + 34, 0, 2),
 }
+
+
+class Scale(nn.Module):
+    """Multiplies by its weight, as the norms of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        return self.weight * x
 
 
 class Changing(nn.Module):
@@ -246,4 +258,21 @@ def test_nothing_is_compared_where_nothing_is_handed_out(built, monkeypatch):
         model(X).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+    assert digests == []
+
+
+def test_a_checkpoint_that_saves_what_it_recomputes_hands_nothing_out(monkeypatch):
+    """It saves the weight of a product itself, detached, where a linear layer's is saved as a view."""
+    with infinity.Init(host_memory="64MiB"):
+        scale = Scale()
+
+    def step():
+        x = X.clone().requires_grad_()
+        checkpoint(scale, x, use_reentrant=False).sum().backward()
+        scale.zero_grad()
+
+    step()
+    digests = []
+    monkeypatch.setattr(Changes, "_digest", lambda _changes, index: digests.append(index))
+    step()
     assert digests == []

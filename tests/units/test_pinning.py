@@ -361,11 +361,19 @@ def test_fields_that_still_wait_for_room_give_their_promise_back(made):
 class Tier:
     """Has room for some units on the device."""
 
+    scratch_nbytes = 0
+
     def __init__(self, room_nbytes):
         self.room_nbytes, self.lodgers = room_nbytes, []
 
-    def lodge(self, units):
+    def gradients_nbytes(self, unit):
+        return None  # no whole record
+
+    def lodge(self, units, records, *, moves):
         self.lodgers = [unit.index for unit in units]
+
+    def lower(self, units, place):
+        assert not any(unit.record.on_device for unit in units)
 
 
 def test_room_that_is_made_in_host_memory_takes_nothing_off_the_device(made):
@@ -453,10 +461,16 @@ class Files(Disk):
 class NoRoom:
     """A device on which no unit lives."""
 
-    room_nbytes = 0
+    room_nbytes = scratch_nbytes = 0
 
-    def lodge(self, units):
+    def gradients_nbytes(self, unit):
+        return None
+
+    def lodge(self, units, records, *, moves):
         assert not units
+
+    def lower(self, units, place):
+        assert not any(unit.record.on_device for unit in units)
 
 
 class InFiles(Model):

@@ -17,6 +17,7 @@ from infinity.bench.planning import hindsight, meta, pace, sketch
 from infinity.bench.planning import plan as planning
 from infinity.bench.planning.planned import flops
 from infinity.cli.presets import PRESETS, llama
+from infinity.engine.init import Init
 from infinity.errors import ConfigError
 from infinity.planning.capacity import Process
 from infinity.planning.demand import Setting
@@ -78,6 +79,17 @@ def test_a_plan_says_whether_it_fits_how_fast_it_is_and_what_limits_it():
 def test_what_does_not_fit_says_what_would(tmp_path):
     code, said = ask("check", "--model", "1m", "--host-memory", "1MiB", "--no-nvme", *RATES)
     assert (code, "It does not fit." in said, "The smallest that works is" in said) == (1, True, True)
+
+
+def test_a_training_that_lacks_room_is_told_how_long_a_step_would_take(tmp_path):
+    arguments = ("check", "--model", "1m", "--host-memory", "8MiB", "--machine-memory", "1MiB", *RATES)
+    code, said = ask(*arguments)
+    assert (code, "a step, if it had room" in said, "limited by" in said) == (1, True, True)
+    (short, *_) = facts(tmp_path, *arguments)
+    (tmp_path / "plan.json").unlink()
+    (enough, *_) = facts(tmp_path, *arguments, "--machine-memory", "8GiB")
+    assert (short["facts"]["fits"], enough["facts"]["fits"]) == (False, True)
+    assert short["facts"]["seconds"] == enough["facts"]["seconds"]
 
 
 def test_a_smaller_host_memory_is_advised_where_the_machine_lacks_the_rest():
@@ -344,6 +356,18 @@ def test_where_a_forward_fails_on_meta_the_order_is_that_of_registration_and_tha
 def test_a_model_without_parameters_is_refused():
     with pytest.raises(ConfigError, match="no parameters"):
         planning.plan(nn.ReLU(), Setting(1 << 20))
+
+
+def test_a_model_with_values_is_planned_by_its_shapes_and_stays_as_it_is():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    inputs = {"input": torch.zeros(2, 8, device="meta")}
+    got = planning.plan(model, Setting(1 << 20), inputs=inputs)
+    assert got.outline.parameters == 8 * 8 + 3 * 8
+    assert {one.device.type for one in (*model.parameters(), *model.buffers())} == {"cpu"}
+    with Init(host_memory="4MiB", device="cpu"):
+        offloaded = nn.Linear(8, 8)
+    with pytest.raises(ConfigError, match=r"Linear was built in Init: .*`with torch.device\('meta'\)"):
+        planning.plan(offloaded, Setting(1 << 20))
 
 
 def test_a_config_of_hugging_face_is_a_model(tmp_path):

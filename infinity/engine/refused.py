@@ -1,4 +1,4 @@
-"""Which types of parameters can be offloaded; the others are refused by name, with what to do instead."""
+"""Parameters that cannot be offloaded: refused by name, with what to do instead."""
 
 from __future__ import annotations
 

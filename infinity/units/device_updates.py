@@ -1,0 +1,158 @@
+"""Updates of records that live on an accelerator: made there, in the order of the stream that computes.
+
+[Note: updates on the device]
+Such an update is no pass: nothing has to be moved, and its kernels run behind those that make the gradient
+and before those that use the weights next, because they are queued between them. The host waits for nothing.
+Passes over the same record (a checkpoint that is read, weights that are set) are waited for first; those that
+come later wait, on the streams of their copies, for the update (see DeviceStore). A gradient that is not on
+the device, because there was no room for it, is brought.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import torch
+
+from infinity.device.device import Device, Download
+from infinity.errors import UnsupportedError
+from infinity.lane.lane import StreamLane
+from infinity.lane.passes import ReadPass
+from infinity.records.record import Record
+from infinity.records.tensor_steps import Scratch, make_step, square_sum
+from infinity.records.updates import Update
+from infinity.records.weights import WEIGHTS
+from infinity.storage.store import Extent, TensorStore
+from infinity.timeline import Timeline
+from infinity.units.unit import Unit
+
+_STATE_DTYPES = {"lo": torch.int16, "m": torch.float32, "v": torch.float32}
+
+
+class DeviceUpdates:
+    """Applies updates on the device; see [Note: updates on the device]. Used by the thread that computes."""
+
+    def __init__(self, store: TensorStore, device: Device, lane: StreamLane, timeline: Timeline) -> None:
+        """Begin without memory. store: gives the memory of intermediate values."""
+        self.busy: Unit | None = None
+        """The unit that is being updated, whose record has to stay."""
+        self._store, self._device, self._lane, self._timeline = store, device, lane, timeline
+        self._extent: Extent | None = None
+        self._scratch: Scratch | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has memory for intermediate values."""
+        return self._scratch is not None
+
+    def open(self, scratch_nbytes: int) -> None:
+        """Take memory for intermediate values, once.
+
+        Raises: DeviceMemoryError where device_memory has no room for it.
+        """
+        if self._extent is None:
+            self._extent = self._store.allocate(scratch_nbytes, "intermediate values of updates")
+            self._scratch = Scratch(self._store.tensor(self._extent))
+
+    def close(self) -> None:
+        """Give it back."""
+        if self._extent is not None:
+            self._store.free(self._extent)
+            self._extent = self._scratch = None
+
+    def apply(self, unit: Unit) -> None:
+        """Apply what is pending for a unit whose record is on the device, when no pass uses it any more."""
+        self.settle(unit.record)
+        if not unit.pending:
+            return
+        began_s, before, self.busy = time.perf_counter(), self.busy, unit
+        try:
+            unit.allocate()
+            unit.part()  # others keep the values that they see
+            self._apply(unit)
+        except BaseException as error:  # a record half changed is not to be trained on
+            self._lane.fail(error)
+            raise
+        finally:
+            self.busy = before
+        self._timeline.span("update", unit.name, began_s, time.perf_counter())
+
+    def settle(self, record: Record) -> None:
+        """Wait for all passes over a record, their writes included."""
+        with self._lane.lock:
+            passes = self._lane.unfinished(record)
+        for one in passes:
+            self._lane.wait(one, finished=True)
+        self._lane.check_open()
+
+    def _apply(self, unit: Unit) -> None:
+        record, scratch = unit.record, self._begin()
+        at = {name: record.tensor(name).view(dtype) for name, dtype in _dtypes(record).items()}
+        record.arrived(*at)
+        for index, update in unit.pending.take().items():
+            if update.recipe.tensors is None:
+                raise UnsupportedError(
+                    f"{unit.name}: {update.recipe.name} has no step for a device, and this record lives "
+                    "there. Give its Recipe one (`tensors`, see records/tensor_steps.py)."
+                )
+            segment = record.shard.segments[index]
+            part = {name: one[segment.start : segment.stop] for name, one in at.items()}
+            for scalars, _ in update.missed:
+                make_step(update.recipe.tensors, part, None, scalars, scratch)
+            make_step(
+                update.recipe.tensors, part, self._gradient(unit, index, update), update.scalars, scratch
+            )
+        record.used(*at)
+        record.note_updated()
+        self._end()
+
+    def _begin(self) -> Scratch:
+        if self._scratch is None or self._extent is None:
+            raise AssertionError("expected memory for intermediate values before an update, got none")
+        self._store.arrived(self._extent)
+        return self._scratch
+
+    def _end(self) -> None:
+        if self._extent is not None:
+            self._store.used(self._extent)
+
+    def _gradient(self, unit: Unit, index: int, update: Update) -> torch.Tensor | None:
+        """Return an update's gradient, on the device; None for zeros."""
+        if update.tensor is None and update.field is None:
+            return None
+        if update.on_device and update.tensor is not None:
+            return update.tensor
+        if update.tensor is not None:
+            update.arriving.wait()
+            return self._device.bring(update.tensor)
+        record = unit.record
+        dtype = torch.float32 if update.field == "grad32" else WEIGHTS[record.form.dtype].dtype
+        values = torch.empty(record.shard.segments[index].numel, dtype=dtype)
+        job = ReadPass(record, index, record.tile_numel, {str(update.field): values})
+        self._lane.submit(job, urgent=True)
+        self._lane.wait(job, finished=True)
+        return self._device.bring(values)
+
+    def square_sums(self, gradients: list[torch.Tensor]) -> list[float]:
+        """Return the fp64 sum of the squares of each of these gradients, which are on the device. The host
+        waits for it once.
+        """
+        scratch = self._begin()
+        sums = torch.stack([square_sum(one, scratch) for one in gradients])
+        self._end()
+        found: list[float] = self._device.to_host(sums).tolist()
+        return found
+
+
+def bring_down(unit: Unit, device: Device) -> None:
+    """Have the gradients of pending updates leave the device, for a pass of the lane to apply them."""
+    for index, update in list(unit.pending.items()):
+        if update.on_device and update.tensor is not None:
+            copy: Download = device.download(update.tensor, ours=False)
+            unit.pending[index] = replace(update, tensor=copy.tensor, arriving=copy.transfer, on_device=False)
+
+
+def _dtypes(record: Record) -> dict[str, torch.dtype]:
+    """Return the types of a record's fields."""
+    return {name: _STATE_DTYPES.get(name, WEIGHTS[record.form.dtype].dtype) for name in record.fields}

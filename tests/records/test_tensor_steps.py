@@ -1,0 +1,91 @@
+"""Steps over tensors: their bits are those of the CPU's kernels. Trusted: these kernels."""
+
+import pytest
+import torch
+
+from infinity import kernels
+from infinity.records import tensor_steps as steps
+from infinity.records.update_rules import (
+    ADAGRAD,
+    ADAM,
+    ADAMW,
+    LION,
+    MOMENTUM,
+    SGD,
+    UpdateSpan,
+)
+from infinity.records.weights import KERNEL_DTYPE
+
+NUMEL = 1000
+SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, -1e-45, 3.0e38, -3.0e38, 1.0]
+ADAMS = [
+    kernels.AdamWScalars(1e-2, 0.9, 0.999, 1e-8, 0.1, 3, 0.7),
+    kernels.AdamWScalars(1e-2, 0.3, 0.9, 1e-6, 0.0, 1),
+]
+RULES = [
+    *((rule, scalars) for rule in (ADAMW, ADAM) for scalars in ADAMS),
+    (SGD, kernels.SGDScalars(0.1, 0.0, 0.1, 2, clip=0.3)),
+    *((MOMENTUM, kernels.SGDScalars(0.1, 0.9, 0.1, step, dampening=0.2)) for step in (1, 2)),
+    (MOMENTUM, kernels.SGDScalars(0.1, 0.9, 0.0, 2, nesterov=True)),
+    (ADAGRAD, kernels.AdagradScalars(0.1, 1e-10, 0.1, 3, lr_decay=0.01)),
+    (LION, kernels.LionScalars(1e-3, 0.9, 0.99, 0.1, clip=0.5)),
+]
+
+
+def randoms(seed):
+    values = torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed))
+    values[: len(SPECIAL)] = torch.tensor(SPECIAL).roll(seed)
+    return values
+
+
+def fields(dtype, rule):
+    master, at = randoms(1), {}
+    master[master.isnan()] = torch.nan  # as stored
+    if dtype == "fp32":
+        at["hi"] = master
+    else:
+        at["hi"], at["lo"] = torch.empty(NUMEL, dtype=torch.bfloat16), torch.empty(NUMEL, dtype=torch.int16)
+        kernels.split(NUMEL, master.data_ptr(), at["hi"].data_ptr(), at["lo"].data_ptr())
+    moments = {"m": randoms(2), "v": randoms(3).abs()}
+    return at | {name: moments[name] for name in rule.state}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(("rule", "scalars"), RULES)
+def test_a_step_over_tensors_has_the_bits_of_the_kernels(rule, scalars, wide, dtype):
+    grad = randoms(4) if wide else randoms(4).bfloat16()
+    ours, theirs = fields(dtype, rule), fields(dtype, rule)
+    addresses = {name: one.data_ptr() for name, one in theirs.items()}
+    rule.kernels[dtype, "fp32"](
+        UpdateSpan(NUMEL, addresses, grad.data_ptr(), KERNEL_DTYPE[grad.dtype]), scalars
+    )
+    scratch = steps.Scratch(torch.empty(steps.Scratch.nbytes_of(192), dtype=torch.uint8))
+    steps.make_step(rule.tensors, ours, grad, scalars, scratch)
+    for name, one in theirs.items():
+        bits = torch.int16 if one.element_size() == 2 else torch.int32
+        assert torch.equal(ours[name].view(bits), one.view(bits)), name
+
+
+def test_a_step_without_a_gradient_is_one_with_zeros():
+    zeros, none = fields("bf16", ADAMW), fields("bf16", ADAMW)
+    scratch = steps.Scratch(torch.empty(4096, dtype=torch.uint8))
+    steps.make_step(ADAMW.tensors, zeros, torch.zeros(NUMEL), ADAMS[0], scratch)
+    steps.make_step(ADAMW.tensors, none, None, ADAMS[0], scratch)
+    assert all(torch.equal(zeros[name].view(torch.int16), none[name].view(torch.int16)) for name in zeros)
+
+
+def test_a_square_sum_is_the_kernels_up_to_the_last_places_of_fp64():
+    grad = torch.randn(NUMEL).bfloat16()
+    scratch = steps.Scratch(torch.empty(4096, dtype=torch.uint8))
+    expected, finite = kernels.sum_squares(NUMEL, grad.data_ptr(), "bf16")
+    found = steps.square_sum(grad, scratch)
+    assert finite
+    assert (found.dtype, found.item()) == (torch.float64, pytest.approx(expected, rel=1e-14))
+    grad[7] = torch.inf
+    assert not steps.square_sum(grad, scratch).isfinite()
+
+
+def test_memory_for_less_than_a_few_elements_is_refused():
+    with pytest.raises(ValueError, match="expected 1344 at least"):
+        steps.Scratch(torch.empty(1343, dtype=torch.uint8))

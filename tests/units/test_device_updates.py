@@ -1,0 +1,354 @@
+"""Records that live on the device and are updated there, on a device whose copies are as late as their events
+allow, and whose memory is the host's. Trusted: the reference recipe, and training where the CPU computes. On
+the simulated device such records are trained in tests/device/test_device_tier.py.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+import fragile
+import infinity
+import models
+from covers import matrix
+from infinity import SGD, Adagrad, Adam, AdamW, Init, Lion, gathered, stats
+from infinity.device.device import AcceleratorDevice
+from infinity.engine import engine as engine_module
+from infinity.engine.engine import engine_of_model
+from streams import LateStreams
+
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
+
+SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
+WIDTH = 64
+RECORD = 12 * WIDTH * WIDTH
+
+
+@pytest.fixture
+def late(monkeypatch):
+    streams = LateStreams()
+    device = AcceleratorDevice(torch.device("cpu"), streams)
+    monkeypatch.setattr(engine_module, "open_device", lambda *_: device)
+    streams.free = 64 << 20
+    return streams
+
+
+def tower(layers=4):
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+
+
+def built(folder, layers=4, **config):
+    with Init(nvme=folder, **{"host_memory": "1MiB", **config}):
+        return tower(layers)
+
+
+def backward(model, number):
+    torch.manual_seed(number)
+    dtype = engine_of_model(model).weights.dtype
+    model(torch.randn(3, WIDTH).to(dtype)).float().square().mean().backward()
+
+
+def train(model, optimizer, steps, first=0, micro=1):
+    for step in range(first, first + steps):
+        for one in range(micro):
+            backward(model, 10 * step + one)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def there(model):
+    return [unit.record.on_device for unit in engine_of_model(model).units]
+
+
+def state(model, optimizer):
+    """Every weight, master and moment."""
+    engine, fields = engine_of_model(model), ["hi", "master", *optimizer.recipe.state]
+    return [engine.parameters.read(one, fields) for one in model.parameters()]
+
+
+def same(ours, theirs):
+    return all(
+        torch.equal(a, b)
+        for one, other in zip(ours, theirs, strict=True)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+# Bits
+
+
+@pytest.mark.parametrize(
+    *matrix(
+        together=1,
+        way={
+            "backward": ("backward", 1, {}),
+            "clipped": ("forward", 1, {"max_norm": 0.5}),
+            "accumulated": ("forward", 2, {}),
+        },
+        dtype=["bf16", "fp32"],
+    )
+)
+def test_losses_weights_masters_and_moments_are_the_recipes(folder, late, way, dtype):
+    update, accumulate, settings = way
+    init = {"nvme": folder, "host_memory": "64MiB", "dtype": dtype}
+    ways = {"update": update, "accumulate": accumulate, "scheduled": True}
+    model, _ = models.compare("llama", {**SETTINGS, **settings}, init, steps=5, **ways)
+    assert all(there(model))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda one: Adam(one, **SETTINGS), marks=pytest.mark.slow),
+        pytest.param(lambda one: SGD(one, lr=0.1, weight_decay=0.1), marks=pytest.mark.slow),
+        lambda one: SGD(one, lr=0.1, momentum=0.9, nesterov=True),
+        pytest.param(lambda one: Adagrad(one, lr=0.1), marks=pytest.mark.slow),
+        pytest.param(lambda one: Lion(one, lr=1e-3, weight_decay=0.1), marks=pytest.mark.slow),
+    ],
+    ids=["Adam", "SGD", "momentum", "Adagrad", "Lion"],
+)
+def test_every_optimizer_makes_the_same_steps_there(tmp_path, folder, monkeypatch, make):
+    plain = built(tmp_path)
+    expected = make(plain.parameters())
+    train(plain, expected, 4)
+    streams = LateStreams()
+    device = AcceleratorDevice(torch.device("cpu"), streams)
+    monkeypatch.setattr(engine_module, "open_device", lambda *_: device)
+    model = built(folder)
+    optimizer = make(model.parameters())
+    train(model, optimizer, 4)
+    assert all(there(model))
+    assert same(state(model, optimizer), state(plain, expected))
+
+
+@pytest.mark.filterwarnings("ignore:.*no loss scaling")
+@pytest.mark.parametrize("settings", [{"state_dtype": "int8"}, {"state_dtype": "bf16"}, {"dtype": "fp16"}])
+def test_records_in_other_formats_stay_where_the_kernels_are(folder, late, settings):
+    model = built(folder, **settings)
+    train(model, AdamW(model.parameters()), 3)
+    assert not any(there(model))
+
+
+# What users do between steps
+
+
+def test_state_is_read_and_set_where_it_lies(folder, late):
+    model = built(folder)
+    optimizer = AdamW(model.parameters(), **SETTINGS)
+    train(model, optimizer, 3)
+    assert all(there(model))
+    weight, saved = model[1].weight, {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    expected = state(model, optimizer)
+    optimizer.state[weight]["exp_avg"] = torch.ones(WIDTH, WIDTH)
+    assert optimizer.state[weight]["exp_avg"].eq(1).all()
+    with gathered(model, write=True), torch.no_grad():
+        weight.fill_(2)
+    assert model.state_dict()["1.weight"].eq(2).all()
+    train(model, optimizer, 1, first=3)
+    assert all(there(model))
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    found = state(model, optimizer)
+    assert same([one[2:] for one in found], [one[2:] for one in expected])
+    assert same([one[:1] for one in found], [one[:1] for one in expected])
+
+
+def test_a_checkpoint_of_the_device_goes_on_where_the_cpu_computes_and_back(folder, tmp_path, monkeypatch):
+    places = [tmp_path / name for name in ("plain", "again")]
+    for place in places:
+        place.mkdir()
+    plain = built(places[0])
+    expected = AdamW(plain.parameters(), **SETTINGS)
+    train(plain, expected, 6)
+    device = AcceleratorDevice(torch.device("cpu"), LateStreams())
+    with monkeypatch.context() as context:
+        context.setattr(engine_module, "open_device", lambda *_: device)
+        model = built(folder)
+    optimizer = AdamW(model.parameters(), **SETTINGS)
+    train(model, optimizer, 3)
+    assert all(there(model))
+    infinity.save(model, optimizer, tmp_path / "checkpoint")
+    again = built(places[1])
+    after = AdamW(again.parameters(), **SETTINGS)
+    infinity.load(again, after, tmp_path / "checkpoint")
+    train(again, after, 3, first=3)
+    assert same(state(again, after), state(plain, expected))
+    infinity.load(model, optimizer, tmp_path / "checkpoint")
+    train(model, optimizer, 3, first=3)
+    assert same(state(model, optimizer), state(plain, expected))
+
+
+@pytest.mark.parametrize("update", ["forward", "backward"])
+def test_a_durable_run_goes_on_from_its_last_commit(folder, tmp_path, monkeypatch, update):
+    plain = fragile.Run(tmp_path, update=update, durable=False)
+    losses, expected = plain.train(), plain.state()
+    device = AcceleratorDevice(torch.device("cpu"), LateStreams())
+    monkeypatch.setattr(engine_module, "open_device", lambda *_: device)
+    first = fragile.Run(folder, update=update)
+    before = first.train(4)
+    assert sum(there(first.model)) > 3
+    first.kill()
+    monkeypatch.setattr(
+        engine_module, "open_device", lambda *_: AcceleratorDevice(torch.device("cpu"), LateStreams())
+    )
+    again = fragile.Run(folder, seed=99, update=update)
+    assert again.first == 3
+    assert {**before, **again.train()} == losses
+    assert fragile.same(again.state(), expected)
+
+
+def test_a_view_that_outlives_an_update_keeps_its_values(folder, late):
+    model = built(folder)
+    optimizer = AdamW(model.parameters(), **SETTINGS)
+    train(model, optimizer, 2)
+    with gathered(model[0]):
+        values = model[0].weight.detach().clone()
+    seen = []
+    model[0].register_forward_hook(lambda module, *_: seen.append(module.weight.detach().t()))
+    backward(model, 20)
+    optimizer.step()
+    optimizer.zero_grad()
+    train(model, optimizer, 1, first=3)
+    assert torch.equal(seen[0], values.t())
+    assert not torch.equal(seen[1], values.t())
+
+
+def test_another_optimizer_with_more_state_takes_the_records_over(folder, late):
+    model = built(folder)
+    earlier = SGD(model.parameters(), lr=0.1)
+    train(model, earlier, 3)
+    assert all(there(model))
+    with pytest.warns(UserWarning, match="supersedes"):
+        optimizer = AdamW(model.parameters(), **SETTINGS)
+    train(model, optimizer, 3, first=3)
+    assert len(state(model, optimizer)[0]) == 4
+
+
+# Where the room ends
+
+
+def plainly(folder, steps):
+    """Return what a training in which no record moves ends with."""
+    model = built(folder)
+    optimizer = AdamW(model.parameters(), **SETTINGS)
+    train(model, optimizer, steps, micro=2)
+    return state(model, optimizer)
+
+
+@pytest.fixture
+def expected(tmp_path):
+    return plainly(tmp_path, 5)
+
+
+def test_records_leave_in_the_middle_of_a_step_for_what_is_in_use(folder, expected, late):
+    model = built(folder)
+    optimizer = AdamW(model.parameters(), **SETTINGS)
+    train(model, optimizer, 3, micro=2)
+    assert all(there(model))
+    backward(model, 30)
+    room = engine_of_model(model).device.room
+    taken = room.take(room.ledger.free_nbytes - 4096, "of others")
+    room.give_back(taken + room.take(3 * RECORD, "of others"))
+    assert 0 < sum(there(model)) < 4
+    backward(model, 31)
+    optimizer.step()
+    optimizer.zero_grad()
+    train(model, optimizer, 1, first=4, micro=2)
+    assert same(state(model, optimizer), expected)
+
+
+@pytest.mark.parametrize("nvme", [True, False])
+def test_after_the_device_ran_out_of_memory_nothing_lives_there_and_the_warning_has_the_numbers(
+    folder, expected, late, caplog, nvme
+):
+    model = built(folder if nvme else None)
+    optimizer = AdamW(model.parameters(), **SETTINGS)
+    train(model, optimizer, 3, micro=2)
+    assert all(there(model))
+    backward(model, 30)
+    late.failed += 1  # in the user's code, which caught the error
+    backward(model, 31)
+    assert not any(there(model))
+    assert "192.0 KiB of device_memory=32.0 MiB" in caplog.text
+    optimizer.step()
+    optimizer.zero_grad()
+    train(model, optimizer, 1, first=4, micro=2)
+    assert not any(there(model))
+    assert stats(model).device_nbytes == 0
+    assert same(state(model, optimizer), expected)
+
+
+def test_an_allocation_of_ours_that_fails_is_tried_again_when_what_lives_there_has_left(
+    folder, expected, late, monkeypatch
+):
+    model = built(folder)
+    optimizer = AdamW(model.parameters(), **SETTINGS)
+    train(model, optimizer, 5, micro=2)
+    assert all(there(model))
+    empty, fails = torch.empty, [True]
+
+    def once(*args, **more):
+        if fails and "device" in more:
+            fails.clear()
+            raise torch.OutOfMemoryError("no memory")
+        return empty(*args, **more)
+
+    monkeypatch.setattr(torch, "empty", once)
+    with gathered(model[0]):
+        assert sum(there(model)) == 1
+        assert torch.equal(model[0].weight, expected[0][0])
+
+
+def test_more_is_gathered_than_records_leave_room_for_since_they_leave(folder, late):
+    late.free = 2 * (4 * RECORD + 9 * 8192 + 4 * 512 + (16 << 10))
+    model = built(folder)
+    optimizer = AdamW(model.parameters(), update="backward", **SETTINGS)
+    train(model, optimizer, 3)
+    assert all(there(model))
+    values = model.state_dict()
+    room = engine_of_model(model).device.room
+    taken = room.take(room.ledger.free_nbytes, "of others")
+    with gathered(model[:2]):
+        assert torch.equal(model[1].weight, values["1.weight"])
+    assert 0 < sum(there(model)) < 4
+    room.give_back(taken)
+
+
+# Gradients
+
+
+def test_gradients_are_read_scaled_and_summed_up_where_they_are(folder, late):
+    model = built(folder)
+    optimizer = AdamW(model.parameters(), **SETTINGS)
+    train(model, optimizer, 2)
+    backward(model, 5)
+    before = stats(model).downloaded_nbytes
+    gradients = [one.grad.float() for one in model.parameters()]
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    assert norm.item() == pytest.approx(torch.cat([one.flatten() for one in gradients]).norm().item(), 1e-5)
+    assert stats(model).downloaded_nbytes - before <= 8 * 4, "a sum of squares for each"
+    assert model[0].weight.grad.float().norm() < 1e-3
+
+
+def test_a_scaler_skips_the_step_whose_gradients_overflow(folder, tmp_path, monkeypatch):
+    def scaled(model):
+        optimizer = AdamW(model.parameters(), **SETTINGS)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for step in range(5):
+            torch.manual_seed(step)
+            loss = model(torch.randn(3, WIDTH)).square().mean()
+            scaler.scale(loss * (torch.inf if step == 3 else 1)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return state(model, optimizer), scaler.get_scale()
+
+    plain, scale = scaled(built(tmp_path, dtype="fp32"))
+    device = AcceleratorDevice(torch.device("cpu"), LateStreams())
+    monkeypatch.setattr(engine_module, "open_device", lambda *_: device)
+    model = built(folder, dtype="fp32")
+    found, after = scaled(model)
+    assert all(there(model))
+    assert after == scale == 2.0**9
+    assert same(found, plain)
