@@ -14,7 +14,7 @@ from infinity.tiling.logits import Formula, InForward, LogitSums, OfTile, togeth
 from infinity.tiling.products import wide
 from infinity.tiling.tile import GradientChannel, LinearTile, channel_of
 
-_LARGEST_FACTOR = 4096.0
+_LARGEST_FACTOR = 256.0
 Head = torch.Tensor | TiledLinear | Sequence[torch.Tensor]
 
 

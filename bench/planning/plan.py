@@ -233,13 +233,13 @@ def _add_machine(add: Callable[..., object]) -> None:
         type=_rate,
         metavar="TFLOPS",
         help="of each rank, as reached in training (measured here, where it can be; of a --gpu, "
-        f"{REACHED_COMPUTE:.0%} of its peak)",
+        f"{REACHED_COMPUTE:.0%}% of its peak)",
     )
     add(
         "--gpu-link",
         type=_rate,
         metavar="GB/s",
-        help=f"between host memory and each GPU, each way (of a --gpu, {REACHED_LINK:.0%} of its PCIe; else "
+        help=f"between host memory and each GPU, each way (of a --gpu, {REACHED_LINK:.0%}% of its PCIe; else "
         "what copies in this machine's memory reach)",
     )
 

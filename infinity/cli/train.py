@@ -344,8 +344,8 @@ class MicroBatches:
 
     def __init__(self, batches: Iterator[tuple[Tensor, Tensor]], steps: int, device: str) -> None:
         """Draw `steps` of `batches`, ids and labels, for each step of the optimizer."""
-        self._batches, self._steps, self._device = batches, steps, device
-        self._left = 0
+        self._batches, self.steps, self._device = batches, steps, device
+        self._left, self._shared = 0, False
 
     def share_a_fetch(self, model: nn.Module, optimizer: Any) -> None:
         """Let one fetch of the weights serve all micro-batches of a step, where the model allows it."""
@@ -354,23 +354,34 @@ class MicroBatches:
         try:
             accumulate_by_block(model, optimizer, lambda: self._left == 0)
         except UnsupportedError as error:
-            logger.warning("--accumulate %d: %s", self._steps, error)
+            if getattr(optimizer, "update", None) == "backward":
+                raise ConfigError(f"--accumulate {self.steps} with --update backward: {error}") from None
+            logger.warning("--accumulate %d: %s", self.steps, error)
+        else:
+            self._shared = True
 
-    def of_step(self) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """Yield a step's micro-batches, each with the number of learned tokens of all of them."""
-        drawn = [next(self._batches) for _ in range(self._steps)]
+    def losses(self, model: nn.Module) -> Iterator[Tensor]:
+        """Yield the losses of a step's micro-batches, whose sum is the step's: the mean over all tokens where
+        they share a fetch, else the mean of their means.
+        """
+        drawn = [next(self._batches) for _ in range(self.steps)]
         learned = sum(int((labels[:, 1:] != IGNORED).sum()) for _, labels in drawn)
         for number, (ids, labels) in enumerate(drawn):
-            self._left = self._steps - 1 - number
-            yield ids.to(self._device), labels.to(self._device), learned
+            self._left = self.steps - 1 - number
+            batch = {"input_ids": ids.to(self._device), "labels": labels.to(self._device)}
+            if self._shared:
+                yield model(**batch, num_items_in_batch=learned).loss
+            else:
+                yield model(**batch).loss / self.steps
 
 
 def _accumulate(model: nn.Module, micro: MicroBatches, recording: Recording, scaling: LossScaling) -> Tensor:
-    """Run forward and backward for the micro-batches of one step; return their mean loss per token."""
+    """Run forward and backward for the micro-batches of one step; return its loss."""
     losses = []
-    for ids, labels, learned in micro.of_step():
+    forwards = micro.losses(model)
+    for _ in range(micro.steps):
         with recording.phase("forward"):
-            loss = model(input_ids=ids, labels=labels, num_items_in_batch=learned).loss
+            loss = next(forwards)
         with recording.phase("backward"):
             scaling.scaled(loss).backward()
         losses.append(loss.detach())

@@ -291,7 +291,7 @@ class Engine:
             lodges = self.tier if self._lodges else None
             self.pins = Pins(self.units, frequencies, self.lane, self.kept, stores, lodges)
             if self.durable is None:
-                self.executor.admit_by(self.pins.admit)
+                self.executor.before_routed_fetch.append(self.pins.admit)
         if self.pins is not None and self._lodges:
             shortage = Shortage(self.device, self.pins.empty_device)
             self.hooks.forward_began.append(shortage.look)

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutput
 
 from infinity import tiling
+from infinity.engine.engine import engine_of
 from infinity.errors import UnsupportedError
 
 logger = logging.getLogger("infinity")
@@ -42,12 +43,13 @@ def accumulate_by_block(
     """Let the micro-batches of a step share one fetch of the weights, in place; `undo` of what this returns
     undoes it. See [Note: held micro-batches].
 
-    model: a causal language model of transformers, or PEFT's over one. Its forward is called with `labels`,
-    and only the sum of a step's losses has a meaning: those of all micro-batches but the last are 0. Each
+    model: a causal language model of transformers, or PEFT's over one, on one rank. Its forward is called
+    with `labels`, and only the sum of a step's losses has a meaning: those of all micro-batches but the last
+    are 0, without logits. A loop that weights losses one by one, or looks at logits, cannot use this. Each
     block is recomputed in the backward; gradient checkpointing, which does the same, is switched off.
     is_last: says in a forward whether it is the step's last; None asks Accelerate. For
     infinity.deepspeed's engines: `accumulate_by_block(engine.module, engine.optimizer,
-    engine.is_gradient_accumulation_boundary)`. The Trainer's callback calls this by itself.
+    engine.is_gradient_accumulation_boundary)`. For the Trainer: TrainerCallback(by_block=True).
 
     Raises: UnsupportedError for a model whose blocks or whose loss are not known, or one that returns what
     each layer records.
@@ -62,18 +64,23 @@ class HeldBatches:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, is_last: Callable[[], bool]
     ) -> None:
         """Cut the model's blocks and its loss; see accumulate_by_block."""
+        before = model.__dict__.get("forward")
+        if isinstance(before, HeldBatches):  # a training that an error ended
+            before.undo()
         self._model, self._forward, self._is_last = model, model.forward, is_last
         self._inner = _base_of(model)
         _check(self._inner)
+        self.__signature__ = inspect.signature(model.forward)  # generate() and the Trainer look at it
         self._names = list(inspect.signature(type(self._inner).forward).parameters)[1:]
         self._held: list[Batch] = []
         self._said = False
         self._cache = getattr(self._inner.config, "use_cache", None)
-        self._checkpointed = any(getattr(one, "gradient_checkpointing", False) for one in model.modules())
-        if self._checkpointed:
-            _checkpoint(self._inner, "disable")
+        self._checkpointed = [one for one in model.modules() if getattr(one, "gradient_checkpointing", False)]
+        for module in self._checkpointed:
+            module.gradient_checkpointing = False  # type: ignore[assignment]
         self._micro_batch = 0
         inner: Any = getattr(optimizer, "optimizer", optimizer)  # inside the wrapper of Accelerate
+        self._optimizer = inner
         self._hook = inner.register_step_pre_hook(self._before_step)
         try:
             self._cut_into(1)
@@ -91,15 +98,17 @@ class HeldBatches:
         tiling.untile_(tiling.untile_loss_(self._inner))
         if self._cache is not None:
             self._inner.config.use_cache = self._cache
-        if self._checkpointed:
-            _checkpoint(self._inner, "enable")
+        for module in self._checkpointed:
+            module.gradient_checkpointing = True  # type: ignore[assignment]
+        self._held.clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the step's loss for its last micro-batch, and 0 for the others."""
         batch = dict(zip(self._names, args, strict=False)) | kwargs
         if not (self._model.training and torch.is_grad_enabled()) or batch.get("labels") is None:
             return self._forward(*args, **kwargs)
-        self._held.append(batch)
+        # Copies: a loop may fill one buffer again and again.
+        self._held.append({name: _copy(value) for name, value in batch.items()})
         if not self._is_last():
             nothing = torch.zeros((), device=batch["labels"].device, requires_grad=True)
             return CausalLMOutput(loss=nothing.clone())  # loops scale it in place
@@ -111,6 +120,8 @@ class HeldBatches:
                 return self._forward(**merged)
             except tiling.LogitsUsedError as error:
                 self.undo()
+                if getattr(self._optimizer, "update", None) == "backward":
+                    raise
                 self._say(len(held), str(error))
         else:
             self._say(
@@ -141,7 +152,19 @@ class HeldBatches:
 
 
 def _check(model: Any) -> None:
-    config = model.config
+    config, ranks = model.config, _ranks_of(model)
+    if ranks > 1:
+        raise UnsupportedError(
+            f"{ranks} ranks: micro-batches share a fetch on one rank alone, since each rank would decide by its "
+            "own batches whether they can. Let each micro-batch fetch the weights"
+        )
+    text = getattr(config, "get_text_config", lambda: config)()
+    source = inspect.getsource(inspect.unwrap(type(model).forward))
+    if config.is_encoder_decoder or text is not config or "self.loss_function(" not in source:
+        raise UnsupportedError(
+            f"{type(model).__name__} is no plain causal language model, whose loss is transformers' "
+            "loss_function: its micro-batches cannot share one fetch"
+        )
     for name in ("output_router_logits", "output_attentions", "output_hidden_states"):
         if getattr(config, name, False):
             raise UnsupportedError(
@@ -150,15 +173,19 @@ def _check(model: Any) -> None:
             )
 
 
+def _ranks_of(model: nn.Module) -> int:
+    """Return the number of ranks that a model is on; 1 for one outside of Init."""
+    engines = {engine for one in model.parameters() if (engine := engine_of(one)) is not None}
+    return max((engine.ranks.size for engine in engines), default=1)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) and not value.requires_grad else value
+
+
 def _base_of(model: Any) -> Any:
     """Return the model of transformers inside PEFT's."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _checkpoint(model: Any, what: str) -> None:
-    """Enable or disable gradient checkpointing, which transformers 5.24 calls by another name."""
-    new = getattr(model, f"activation_checkpointing_{what}", None)
-    (new or getattr(model, f"gradient_checkpointing_{what}"))()
 
 
 def _accelerate_steps() -> bool:

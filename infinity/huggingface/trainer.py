@@ -48,9 +48,9 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
             callbacks=[infinity.huggingface.TrainerCallback()],
         )
 
-    Where TrainingArguments ask for gradient_checkpointing, the micro-batches of gradient_accumulation_steps
-    share one fetch of the weights: see infinity.huggingface.accumulate_by_block. by_block: True for that
-    without gradient_checkpointing, too, at the price of its recomputation; False for one fetch each.
+    by_block: the micro-batches of gradient_accumulation_steps share one fetch of the weights; see
+    infinity.huggingface.accumulate_by_block. Not for a Trainer whose compute_loss looks at the logits, or
+    weights the losses of micro-batches one by one, as TRL's SFTTrainer does.
 
     Adds to the logs infinity_nvme_read_gb, infinity_nvme_written_gb, infinity_stall_s and infinity_misses
     since the previous log, and the current infinity_host_gb.
@@ -60,7 +60,7 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
     raises.
     """
 
-    def __init__(self, by_block: bool | None = None) -> None:  # noqa: FBT001 - saved with the callback's state
+    def __init__(self, *, by_block: bool = False) -> None:
         """Start without a checkpoint."""
         self.by_block = by_block
         self._together: HeldBatches | None = None
@@ -111,8 +111,8 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
         save_streamed(model)  # model_init may have just built it
         check_output(model, args, state.global_step)
         self._seen = stats(model)
-        self._accumulate(model, kwargs["optimizer"], args)
         if not _trains_ours(model):
+            self._accumulate(model, kwargs["optimizer"], args)
             return
         optimizer = _optimizer(kwargs["optimizer"])
         unscaled = getattr(kwargs["optimizer"], "scaler", None) is None
@@ -133,6 +133,7 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
             )
         if state.global_step > 0:
             self._resume(model, optimizer, args, state)
+        self._accumulate(model, kwargs["optimizer"], args)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore the optimizer's full state_dict."""
@@ -181,22 +182,21 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
     def _accumulate(self, model: nn.Module, optimizer: Any, args: Any) -> None:
         """Let the micro-batches of a step share one fetch of the weights, or say what they cost."""
         steps, engine = args.gradient_accumulation_steps, engine_of_model(model)
-        if steps == 1 or self.by_block is False or engine.config.sequence_parallel > 1:
+        if steps == 1:
             return
-        if self.by_block or args.gradient_checkpointing:
-            try:
-                self._together = accumulate_by_block(model, optimizer)
-            except UnsupportedError as error:
-                if self.by_block:
-                    raise
-                logger.warning("gradient_accumulation_steps=%d: %s", steps, error)
-            else:
-                return
+        if self.by_block:
+            if args.label_smoothing_factor:
+                raise UnsupportedError(
+                    "TrainerCallback(by_block=True) with label_smoothing_factor: the Trainer makes that loss "
+                    "of each micro-batch's logits; leave one out"
+                )
+            self._together = accumulate_by_block(model, optimizer)
+            return
         again = 2 * (steps - 1) * sum(one.nbytes for unit in engine.units for one in unit.parameters)
-        logger.warning(
+        logger.info(
             "gradient_accumulation_steps=%d: each micro-batch fetches the weights anew, in forward and "
             "backward; what does not stay in host memory of these %s more is read from NVMe in every step. "
-            "gradient_checkpointing=True, or TrainerCallback(by_block=True), lets them share one fetch",
+            "TrainerCallback(by_block=True) lets them share one fetch",
             steps,
             format_size(again),
         )

@@ -79,7 +79,8 @@ class Executor(Residency[Unit, UpdatePass]):
         self._assembler = assembler
         self._uses_of: dict[Phase, list[Use]] = {}
         self._meeting: MeetingOfRanks | None = None
-        self._admit: Callable[[Unit], None] | None = None
+        self.before_routed_fetch: list[Callable[[Unit], None]] = []
+        """Called with each routed unit that a forward is about to fetch."""
         self._layers: deque[list[Unit]] = deque(maxlen=_LAYERS)
         """Routed units as they were announced in forwards that a backward may follow."""
         self._routed_uses = 0
@@ -108,10 +109,6 @@ class Executor(Residency[Unit, UpdatePass]):
     def meet_by(self, meeting: MeetingOfRanks) -> None:
         """Have the ranks meet before each use: see [Note: ranks that choose] in meeting."""
         self._meeting = meeting
-
-    def admit_by(self, call: Callable[[Unit], None]) -> None:
-        """Have `call` hear of each routed unit that a forward is about to fetch."""
-        self._admit = call
 
     def meet(self) -> None:
         """Return when every rank is about to do what all do; at once, where ranks do not meet."""
@@ -367,9 +364,9 @@ class Executor(Residency[Unit, UpdatePass]):
         """
         if again and phase is Phase.FORWARD:
             self._layers.append(units)
-        if self._admit is not None and phase is Phase.FORWARD:
+        for call in self.before_routed_fetch if phase is Phase.FORWARD else ():
             for unit in units:
-                self._admit(unit)
+                call(unit)
         self.announce(units)
 
     def _foresee(self, unit: Unit) -> None:

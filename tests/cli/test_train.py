@@ -323,7 +323,7 @@ def test_the_bound_stands_in_the_progress_line_and_in_the_table(folder, capsys, 
     monkeypatch.setenv("COLUMNS", "200")
     train(TrainSettings(**SCHEDULED, out=str(folder / "run"), host_memory="512KiB"), Console())
     printed = capsys.readouterr()
-    assert "the disk's mixed limit, memory" in printed.err
+    assert "the disk's mixed limit, process" in printed.err
     assert "of the disk's mixed limit" in printed.out
     assert "floor of a step" in printed.out
 

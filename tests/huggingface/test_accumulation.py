@@ -2,6 +2,7 @@
 the engine counts them, and transformers' own loss of each micro-batch.
 """
 
+import inspect
 import logging
 
 import pytest
@@ -86,28 +87,41 @@ def trained(folder, callback, rows=ROWS, **options):
 
 
 def test_the_trainers_micro_batches_share_one_fetch_and_give_the_gradients_of_accumulation(folder):
-    apart, many_nbytes, _ = trained(folder / "apart", TrainerCallback(by_block=False))
-    by_block, nbytes, _ = trained(folder / "by_block", TrainerCallback())
+    apart, many_nbytes, _ = trained(folder / "apart", TrainerCallback())
+    by_block, nbytes, _ = trained(folder / "by_block", TrainerCallback(by_block=True))
     _, least_nbytes, _ = trained(folder / "one", TrainerCallback(), gradient_accumulation_steps=1)
     assert torch.tensor(by_block) == pytest.approx(torch.tensor(apart), rel=2e-3)
     assert nbytes < 1.1 * least_nbytes < 0.5 * many_nbytes
 
 
-def test_evaluation_between_steps_and_the_model_behind_the_training_are_as_before(folder):
-    callback = TrainerCallback()
-    logged, _, weights = trained(folder / "one", callback)
-    also, _, same = trained(folder / "two", TrainerCallback(), eval_strategy="steps", eval_steps=1)
-    assert logged == also
-    assert all(torch.equal(weights[name], same[name]) for name in weights)
+def test_a_training_that_an_error_ended_leaves_nothing_to_the_next(folder):
+    model = build(folder)
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    model.gradient_checkpointing_enable()
+    forward, checkpointed = model.forward, [one for one in model.modules() if is_checkpointed(one)]
+    signature = inspect.signature(model.forward)
+    held = accumulate_by_block(model.train(), optimizer, lambda: False)
+    assert inspect.signature(model.forward) == signature
+    model(**rows_of(7)[0])
+    again = accumulate_by_block(model, optimizer, lambda: True)
+    loss = model(**rows_of(7)[0]).loss
+    assert (held is not again, loss.item() > 0) == (True, True)
+    again.undo()
+    assert (model.forward, model.config.use_cache) == (forward, True)
+    assert [one for one in model.modules() if is_checkpointed(one)] == checkpointed != []
 
 
-def test_without_recomputation_the_callback_says_what_accumulation_costs(folder, caplog):
-    with caplog.at_level(logging.WARNING, "infinity"):
-        trained(folder, TrainerCallback(), gradient_checkpointing=False)
+def is_checkpointed(module):
+    return getattr(module, "gradient_checkpointing", False)
+
+
+def test_the_callback_says_what_accumulation_costs(folder, caplog):
+    with caplog.at_level(logging.INFO, "infinity"):
+        trained(folder, TrainerCallback())
     said = [one.getMessage() for one in caplog.records if "gradient_accumulation_steps=4" in one.getMessage()]
     assert len(said) == 1
     assert "each micro-batch fetches the weights anew" in said[0]
-    assert "gradient_checkpointing=True" in said[0]
+    assert "TrainerCallback(by_block=True)" in said[0]
 
 
 # Loops
@@ -246,7 +260,23 @@ def test_models_whose_layers_record_what_they_return_are_refused(folder):
     optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
     with pytest.raises(UnsupportedError, match="output_router_logits=True"):
         accumulate_by_block(model, optimizer)
-    with pytest.raises(UnsupportedError, match="no blocks of a known class"):
-        plain = torch.nn.Linear(2, 2)
-        plain.config = plain.loss_function = None
-        accumulate_by_block(plain, torch.optim.SGD(plain.parameters()))
+    model = build(folder)
+    model.config.is_encoder_decoder = True
+    with pytest.raises(UnsupportedError, match="is no plain causal language model"):
+        accumulate_by_block(model, infinity.AdamW(model.parameters(), lr=1e-2))
+
+
+def test_a_buffer_that_a_loop_fills_again_is_held_as_it_was(folder):
+    model = build(folder, dtype="fp32")
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    last, losses = [], []
+    accumulate_by_block(model.train(), optimizer, lambda: bool(last))
+    first, second = (one["input_ids"] for one in rows_of(7, 7))
+    for ids, other in ((first.clone(), second), (first, second.clone())):
+        last.clear()
+        model(input_ids=ids, labels=ids, num_items_in_batch=24)
+        if ids is not first:
+            ids.copy_(other)
+        last.append(True)
+        losses.append(model(input_ids=other, labels=other, num_items_in_batch=24).loss.item())
+    assert losses[0] == losses[1]
