@@ -155,8 +155,8 @@ def _check(model: Any) -> None:
     config, ranks = model.config, _ranks_of(model)
     if ranks > 1:
         raise UnsupportedError(
-            f"{ranks} ranks: micro-batches share a fetch on one rank alone, since each rank would decide by its "
-            "own batches whether they can. Let each micro-batch fetch the weights"
+            f"{ranks} ranks: micro-batches share a fetch on one rank alone, since each rank would decide by "
+            "its own batches whether they can. Let each micro-batch fetch the weights"
         )
     text = getattr(config, "get_text_config", lambda: config)()
     source = inspect.getsource(inspect.unwrap(type(model).forward))
