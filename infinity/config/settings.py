@@ -68,7 +68,8 @@ class Config:
     experts: "slices": stacked experts that transformers dispatches (Mixtral, Qwen3-MoE, DeepSeek, gpt-oss and
         others) are built expert by expert, and a step reads, updates and writes those alone that tokens are
         routed to, with the same results. So it is with blocks of the rows of large embeddings that no other
-        layer uses, with `nvme`. "whole": each stack, or embedding, is one parameter.
+        layer uses, with `nvme`, where host memory does not hold the whole model. "whole": each stack, or
+        embedding, is one parameter.
     frozen_dtype: weights of linear layers and of experts that Init(frozen=True) loads in 16 bits are
         quantised once, to a file on NVMe, and read packed from there: "int8" (1.0 B a parameter; a scale
         for each row) or "nf4" (0.52 B; QLoRA's, double quantisation). They compute as approximations:

@@ -437,6 +437,11 @@ class Construction:
         config = self._engine.config
         if config.experts == "whole" or config.state_dtype != "fp32" or self._engine.nvme_store is None:
             return False
+        numel = sum(
+            one.numel() for _, module in named for one in module._parameters.values() if one is not None
+        )
+        if numel * self._engine.form.slot_nbytes <= self._engine.budget.kept_nbytes:
+            return False  # all stays in host memory, where blocks would only be more calls
         found = [] if self._taken_in or self._overflow else list(in_blocks(named, self._engine.form.width))
         for name, embedding, grid in found:
             tiles = self._blocks(embedding._parameters["weight"], grid)

@@ -27,7 +27,9 @@ a model's parameters and waits for the disk while others compute. Measured, 65,5
 
 There are at most MOST_BLOCKS: eight rows anywhere are then in a thirtieth of the blocks, and 26 bytes per
 parameter come to less than one. An embedding of fewer than LEAST_BLOCKS blocks stays whole: a sentence would
-use most of them, and all of it is moved in a few milliseconds.
+use most of them, and all of it is moved in a few milliseconds. So it does where host memory holds all of the
+model: nothing is moved then, and 128 blocks of a 32,000 x 768 made a step of 125 million parameters and 16
+tokens a seventh longer (measured).
 """
 
 from __future__ import annotations

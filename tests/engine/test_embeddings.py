@@ -145,15 +145,20 @@ def test_embeddings_whose_weight_is_used_otherwise_stay_whole(folder, kind):
     assert blocks_of(model) == []
 
 
-@pytest.mark.parametrize("settings", [{"experts": "whole"}, {"state_dtype": "int8"}, {"nvme": None}])
+LARGE = {"host_memory": "64MiB"}
+"""What holds all of the model."""
+STAYS_WHOLE = [{"experts": "whole"}, {"state_dtype": "int8"}, LARGE, {"nvme": None, **LARGE}]
+
+
+@pytest.mark.parametrize("settings", STAYS_WHOLE)
 def test_embeddings_stay_whole_where_that_is_asked_for_or_saves_nothing(folder, settings):
-    with Init(**{"nvme": folder, "host_memory": "64MiB", **settings}):
+    with Init(**{"nvme": folder, "host_memory": "2MiB", **settings}):
         model = Lookup()
     assert blocks_of(model) == []
 
 
 def test_a_small_embedding_stays_whole(folder):
-    with Init(nvme=folder, host_memory="4MiB"):
+    with Init(nvme=folder, host_memory="512KiB"):
         model = nn.Sequential(nn.Embedding(15 * 32, WIDTH), nn.Embedding(16 * 32, WIDTH))
     assert blocks_of(model) == [16]
 
