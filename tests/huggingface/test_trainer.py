@@ -285,7 +285,9 @@ def test_saving_the_model_alone_saves_nothing_beside_it(folder):
 def test_checkpoints_and_models_are_streamed_to_files_and_are_those_of_transformers(
     folder, monkeypatch, given
 ):
-    """Three chunks are in memory, of a layer at most: read, waiting, written."""
+    """Four chunks are in memory, of a layer at most: read, waiting, written, and one that the lane's thread,
+    which may be held up by others, has not let go of yet.
+    """
     torch.manual_seed(0)
     with infinity.Init(nvme=str(folder), host_memory="1MiB"):
         model = transformers.LlamaForCausalLM(
@@ -310,7 +312,7 @@ def test_checkpoints_and_models_are_streamed_to_files_and_are_those_of_transform
     trainer.save_model(str(folder / "final"))
     layer = max(unit.shard.numel for unit in engine_of_model(model).units) * 2
     assert len(most) == 3, "the checkpoint, the model in it, and the model alone"
-    assert all(layer < one <= 3 * layer for one in most), (most, layer)
+    assert all(layer < one <= 4 * layer for one in most), (most, layer)
     assert sum(one.numel() for one in model.parameters()) * 2 > 30 * layer
     type(model).save_pretrained(model, folder / "theirs")
     theirs = {path.name: path.read_bytes() for path in (folder / "theirs").iterdir()}
