@@ -1,4 +1,4 @@
-"""What a step moves and holds, counted by the kernel: a Llama of over 250M parameters on the real disk."""
+"""What a step moves and holds, counted by the kernel: a Llama of over 125M parameters on the real disk."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.disk, pytest.mark.timeout(600)]
 
-LAYERS = 21
+LAYERS = 10
 BLOCK = 4 * 1024 * 1024 + 3 * 1024 * 2816 + 2 * 1024
 """Decoder layers, and the parameters of one."""
 
@@ -17,7 +17,7 @@ TRAIN = """
 import json, sys
 import psutil, torch, transformers
 import infinity
-nvme, memory, update, micro_batches = sys.argv[1:]
+nvme, memory, layers, update, micro_batches = sys.argv[1:]
 
 def moved():
     lines = dict(line.split(": ") for line in open("/proc/self/io").read().splitlines())
@@ -28,7 +28,7 @@ open("/proc/self/clear_refs", "w").write("5")  # the peak so far is that of the 
 with infinity.Init(nvme=nvme, host_memory=memory):
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
         vocab_size=256, hidden_size=1024, intermediate_size=2816,
-        num_hidden_layers=21, num_attention_heads=16))
+        num_hidden_layers=int(layers), num_attention_heads=16))
 optimizer = infinity.AdamW(model.parameters(), lr=1e-4, update=update)
 if micro_batches == "none":
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -38,7 +38,7 @@ else:
     infinity.tiling.tile_loss_(model)
     ids = torch.randint(0, 256, (int(micro_batches), 64 // int(micro_batches)))
 steps = []
-for _ in range(4):
+for _ in range(3):
     start = moved()
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
@@ -66,6 +66,7 @@ def test_a_step_moves_no_more_than_it_must_and_stays_in_its_budget(folder, updat
         TRAIN,
         str(folder),
         "16MiB",
+        str(LAYERS),
         update,
         micro_batches,
     ]  # nothing worth the name can be pinned
@@ -74,8 +75,8 @@ def test_a_step_moves_no_more_than_it_must_and_stays_in_its_budget(folder, updat
     )
     assert done.returncode == 0, done.stderr
     parameters, steps, peak = json.loads(done.stdout.splitlines()[-1])
-    assert parameters > 250_000_000
-    assert sum(steps[2:]) / 2 / parameters <= limit
+    assert parameters > 125_000_000
+    assert steps[-1] / parameters <= limit
     activations = 100 << 20  # of a plain run at these tokens, without parameters and gradients
     expected = (16 << 20) + 3 * 4 * BLOCK + activations + (200 << 20)
     if micro_batches == "8":
