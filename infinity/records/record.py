@@ -76,8 +76,8 @@ class Record:
         unit_layout: FlatLayout | None = None,
         name: str = "?",
     ) -> None:
-        """Make a record of `shard`, this rank's part of the unit that lies as `unit_layout` says, without fields.
-        verify: "always", "sample" or "off"; see Config.
+        """Make a record of `shard`, this rank's part of the unit that lies as `unit_layout` says, without
+        fields. verify: "always", "sample" or "off"; see Config.
         """
         self.name = name
         self.shard = shard

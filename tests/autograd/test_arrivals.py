@@ -480,7 +480,7 @@ def test_after_a_backward_that_failed_only_what_still_has_a_gradient_is_updated(
     both = optimizers(plain, ours)
     both[1].update = "backward"
     assert differences(loop(plain, both[0]), loop(ours, both[1])) == []
-    assert engine_in(ours).outgoing.ledger.held_nbytes == 0
+    assert engine_in(ours).outgoing_share.ledger.held_nbytes == 0
 
 
 def test_the_optimizer_of_now_applies_gradients_in_the_backward_and_not_the_one_before_it(nvme):

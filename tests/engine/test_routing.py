@@ -120,7 +120,7 @@ def test_a_step_moves_the_bytes_of_the_dense_part_and_of_the_experts_it_routes_t
     steps()
     used.clear()
     per_parameter = moved(model, steps)
-    share = sum(one.shard.numel for one in used) / sum(one.shard.numel for one in units)
+    share = sum(one.layout.numel for one in used) / sum(one.layout.numel for one in units)
     assert share < 0.06
     assert per_parameter <= 1.05 * 26 * share <= 3
 

@@ -229,7 +229,7 @@ def test_two_optimizers_of_one_unit_both_update_it_in_a_backward_inside_gathered
     for one in both:
         one.step()
         one.zero_grad()
-    assert engine_of_model(ours).outgoing.ledger.held_nbytes == 0
+    assert engine_of_model(ours).outgoing_share.ledger.held_nbytes == 0
     assert differences(state(plain), state(ours)) == []
 
 
