@@ -270,7 +270,7 @@ class Construction:
         return True
 
     def _schema(self, asked: torch.dtype | None) -> RecordSchema:
-        return self._engine.form_of(asked or self._engine.weights.dtype)
+        return self._engine.schema_of(asked or self._engine.weights.dtype)
 
     # Eviction and its reverse
 

@@ -177,7 +177,7 @@ class Engine:
         """How weights are kept; its `dtype` is the type that computes."""
         return WEIGHTS[self.schema.dtype]
 
-    def form_of(self, dtype: torch.dtype) -> RecordSchema:
+    def schema_of(self, dtype: torch.dtype) -> RecordSchema:
         """Return the schema of records that compute in `dtype`."""
         name = next(name for name, one in WEIGHTS.items() if one.dtype == dtype)
         return self.schema if name == self.schema.dtype else schema_beside(name)
