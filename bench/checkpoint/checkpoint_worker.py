@@ -103,7 +103,7 @@ def main(spec: dict[str, Any]) -> None:
         "peak_nbytes": resident("VmHWM") - base,
         "unit_nbytes": max((unit.resident_nbytes for unit in units), default=0),
         "read_nbytes": read_nbytes() - read - of_records,
-        "parameters": sum(one.numel for unit in units for one in unit.shard.segments),
+        "parameters": sum(one.numel for unit in units for one in unit.layout.segments),
         "seconds": time.perf_counter() - began_s,
     }
     path = Path(spec["folder"], f"taken-{os.environ.get('RANK', '0')}.json")

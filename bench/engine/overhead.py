@@ -69,7 +69,7 @@ class Asking:
     def _walk(self) -> None:
         unit = self._engine.units[0]
         unit.pending[0] = Update(_SCALARS, self._gradient, None)
-        self._engine.executor.flush(unit)
+        self._engine.residency.flush(unit)
         self._engine.lane.drain()
         self._walks += 1
 

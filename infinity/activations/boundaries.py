@@ -37,7 +37,7 @@ from infinity.device.device import Device
 from infinity.errors import HostMemoryError
 from infinity.lane.base import Pass
 from infinity.lane.lane import StreamLane
-from infinity.lane.outgoing import Lease, Outgoing
+from infinity.lane.outgoing import Lease, OutgoingShare
 from infinity.planning.layout import lay_out
 from infinity.records.record import Record, Traffic
 from infinity.sizes import BLOCK, format_size
@@ -156,7 +156,7 @@ class Boundary:
         if ahead:
             if room is not None and not room.fits(self._nbytes):
                 return
-            self._lease = every.outgoing.try_lease(self._nbytes)
+            self._lease = every.outgoing_share.try_lease(self._nbytes)
             if self._lease is None:
                 return
         try:
@@ -246,7 +246,7 @@ class Boundaries:
         mode: str,
         lane: StreamLane,
         device: Device,
-        outgoing: Outgoing,
+        outgoing_share: OutgoingShare,
         kept: Ledger,
         nvme: Store | None,
         traffic: Traffic,
@@ -254,7 +254,7 @@ class Boundaries:
         verify: str,
     ) -> None:
         """Keep boundaries in `kept` (with mode "host") and in `nvme`."""
-        self.mode, self.lane, self.device, self.outgoing = mode, lane, device, outgoing
+        self.mode, self.lane, self.device, self.outgoing_share = mode, lane, device, outgoing_share
         self.kept, self.nvme = kept, nvme
         self.tile_numel = 0
         """Elements of a slot's tile, from `open` on."""
@@ -299,10 +299,10 @@ class Boundaries:
 
     def write(self, boundary: Boundary, record: Record, tensor: torch.Tensor) -> None:
         """Begin to write a boundary."""
-        most = 1 + self.outgoing.ledger.limit_nbytes // max(tensor.nbytes, 1)
-        self.outgoing.await_buffer(tensor.nbytes, most)
+        most = 1 + self.outgoing_share.ledger.limit_nbytes // max(tensor.nbytes, 1)
+        self.outgoing_share.await_buffer(tensor.nbytes, most)
         download = self.device.download(tensor, ours=False)
-        lease = self.outgoing.lease(tensor.nbytes)
+        lease = self.outgoing_share.lease(tensor.nbytes)
         job = SavePass(record, download.tensor, download.transfer, self.tile_numel, lease.end)
         boundary.sent(job)
         try:
@@ -310,13 +310,13 @@ class Boundaries:
         except BaseException:
             lease.end()
             raise
-        self.outgoing.sent(job)
+        self.outgoing_share.sent(job)
         self.leaving.append((weakref.ref(boundary), job))
 
     def room_for(self, numel: int) -> torch.Tensor:
         """Return memory for 16-bit elements where the device computes."""
         if self.device.is_host:
-            return self.outgoing.buffers.lend(numel, torch.bfloat16)
+            return self.outgoing_share.buffers.take(numel, torch.bfloat16)
         with torch.inference_mode(mode=False), torch.no_grad():
             flat = torch.empty(numel, dtype=torch.bfloat16, device=self.device.torch_device)
         self.device.allocated(flat)

@@ -42,7 +42,7 @@ class SavePass(Pass):
         """As much as a slot holds at once."""
         return tiles(self.record.shard.numel, self._wide)
 
-    def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
+    def reads_and_writes(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
         """Writes alone."""
         return (), (FIELD,)
 
@@ -78,7 +78,7 @@ class LoadPass(Pass):
         """As much as a slot holds at once."""
         return tiles(self.record.shard.numel, self._wide)
 
-    def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
+    def reads_and_writes(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
         """Reads alone."""
         return (FIELD,), ()
 

@@ -31,7 +31,7 @@ from infinity.gradients.grad_tensor import OffloadedGradient, plain
 from infinity.gradients.gradient import Form, Gradient, applied_message
 from infinity.gradients.store import GradientStore
 from infinity.lane.lane import StreamLane
-from infinity.lane.outgoing import Outgoing
+from infinity.lane.outgoing import OutgoingShare
 from infinity.records.updates import Update
 from infinity.units.meeting import MeetingOfRanks
 from infinity.units.unit import Unit
@@ -55,7 +55,7 @@ class Updater(Protocol):
 
 def _check_dense(grad: torch.Tensor, unit: Unit, index: int) -> None:
     if grad.layout != torch.strided:
-        name = unit.shard.segments[index].name
+        name = unit.layout.segments[index].name
         raise UnsupportedError(f"{name}: sparse gradients are not supported; use sparse=False")
 
 
@@ -68,7 +68,7 @@ class Arrivals:
         unit_of: Callable[[nn.Parameter], tuple[Unit, int]],
         hooks: Hooks,
         gradients: GradientStore,
-        outgoing: Outgoing,
+        outgoing_share: OutgoingShare,
         lane: StreamLane,
         durable: Durable | None,
     ) -> None:
@@ -84,7 +84,7 @@ class Arrivals:
         self._unit_of = unit_of
         self._hooks = hooks
         self._gradients = gradients
-        self._outgoing = outgoing
+        self._outgoing_share = outgoing_share
         self._lane = lane
         self._durable = durable
         hooks.backward_ended.append(self._backward_ended)
@@ -141,7 +141,7 @@ class Arrivals:
             if updater is not None and self._may_wait(unit):
                 # Many updates at once take less time: after each operation of torch its threads look for
                 # work for a while, on the cores that the update needs.
-                self._outgoing.defer(partial(self._use_gradients, unit, updater))
+                self._outgoing_share.defer(partial(self._use_gradients, unit, updater))
             else:
                 self._use_gradients(unit, updater)
         self._hooks.end_unit(unit)
@@ -248,7 +248,7 @@ class Arrivals:
         if self._meeting is not None:
             self._meeting.before(None)
         self._gradients.end_backward(self._units)
-        self._outgoing.use_deferred()
+        self._outgoing_share.use_deferred()
         for unit in self._units:
             if self._gradients.outgoing_of(unit):
                 self._gradients.settle(unit)

@@ -42,7 +42,7 @@ from infinity.activations.partitioned import BoundaryPart, PartitionedBoundaries
 from infinity.autograd.module_calls import differentiates, refuse, refuse_transform, runs_in_itself
 from infinity.planning.trace import Phase
 from infinity.tiling import Tile, runs_in_slices
-from infinity.units.residency import Executor
+from infinity.units.residency import UnitResidency
 from infinity.units.unit import Unit
 
 logger = logging.getLogger("infinity")
@@ -92,9 +92,11 @@ class Hooks:
     a time.
     """
 
-    def __init__(self, executor: Executor, boundaries: Boundaries | PartitionedBoundaries | None) -> None:
+    def __init__(
+        self, residency: UnitResidency, boundaries: Boundaries | PartitionedBoundaries | None
+    ) -> None:
         """Follow nothing yet. boundaries: what keeps the inputs of checkpoints; None where they stay."""
-        self._executor = executor
+        self._residency = residency
         self._frames: list[Frame] = []
         self.by_storage: dict[int, Unit] = {}
         """Units by the key of the storage they are resident in: it tells which weight autograd saves."""
@@ -191,7 +193,7 @@ class Hooks:
         for call in self.forward_began if self._counting else self.round_began if task == -1 else ():
             call(module)
         alone = task == -1 and not self._counting
-        self._at_once = alone and bool(below) and self._executor.are_here(below)
+        self._at_once = alone and bool(below) and self._residency.are_here(below)
 
     def _is_covered(self, module: nn.Module) -> bool:
         """Whether the outermost forward holds the units of `module`, which begins within it: see
@@ -203,11 +205,11 @@ class Hooks:
 
     def _hold_all(self, units: Iterable[Unit], frame: Frame) -> None:
         for unit in units:
-            self._executor.hold_here(unit)
+            self._residency.hold_here(unit)
             frame.units.append(unit)
 
     def _hold(self, unit: Unit, frame: Frame) -> None:
-        self._executor.hold(unit, Phase.FORWARD if frame.task == -1 else Phase.BACKWARD)
+        self._residency.hold(unit, Phase.FORWARD if frame.task == -1 else Phase.BACKWARD)
         frame.units.append(unit)
         if frame.counts:
             self._forward_uses[unit] += 1
@@ -239,15 +241,15 @@ class Hooks:
             if ours:
                 break
         if not self._frames and graph_task() == -1:
-            self._executor.meet()
-        self._executor.raise_refused()
+            self._residency.meet()
+        self._residency.raise_refused()
 
     def _abandon_frames(self) -> None:
         """End the frames of a forward that was interrupted (KeyboardInterrupt runs no hooks)."""
         while self._frames:
             frame = self._frames[-1]
             while frame.units:
-                self._executor.drop(frame.units.pop())
+                self._residency.drop(frame.units.pop())
             self._end_frame(frame, None)
 
     def _end_frame(self, frame: Frame, output: Any) -> None:
@@ -268,7 +270,7 @@ class Hooks:
         elif len(self._frames) > 1 and self._aliased(unit, output):
             self._frames[-2].units.append(unit)
         else:
-            self._executor.drop(unit)
+            self._residency.drop(unit)
 
     def _aliased(self, unit: Unit, output: Any) -> bool:
         """Whether a module returned (a view of) its own weights, which its parent then uses."""
@@ -319,9 +321,9 @@ class Hooks:
             )
         if graph_task() == -1 or torch.is_grad_enabled():
             # Read outside a backward, or for create_graph=True, whose graph outlives this node.
-            self._executor.hold_aside(unit)
+            self._residency.hold_aside(unit)
             copy = unit.flat.as_strided(packed.shape, packed.stride, packed.offset).clone()
-            self._executor.drop(unit)
+            self._residency.drop(unit)
             return copy
         self._lend(unit)
         return unit.flat.as_strided(packed.shape, packed.stride, packed.offset)
@@ -339,23 +341,23 @@ class Hooks:
             lease.node = node
             for one in ended:
                 if one is not unit:
-                    self._executor.drop(one)
+                    self._residency.drop(one)
         if unit not in lease.units:
-            self._executor.hold(unit, Phase.BACKWARD)
+            self._residency.hold(unit, Phase.BACKWARD)
             lease.units.append(unit)
 
     def _end_leases(self, since: int) -> None:
         """End the leases of graph tasks from `since` on."""
         while self._leases and self._leases[-1].task >= since:
             for unit in self._leases.pop().units:
-                self._executor.drop(unit)
+                self._residency.drop(unit)
 
     def _hold_for_backward(self, unit: Unit, task: int, output: Any) -> None:
         """Keep the frame's hold until the backward has used what the recomputation saved."""
         if not unit.trainable:
             leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
             if leaves and not any(leaf.requires_grad for leaf in leaves):
-                self._executor.drop(unit)  # no gradient goes back through it
+                self._residency.drop(unit)  # no gradient goes back through it
                 return
         self._holds[unit].append(task)
         self._held.add(unit)
@@ -375,7 +377,7 @@ class Hooks:
                 holds = self._holds[unit]
                 if holds and holds[-1] >= self._outer_task:
                     holds.pop()
-                    self._executor.drop(unit)
+                    self._residency.drop(unit)
 
         for one in inputs:
             one.register_hook(arrived)
@@ -399,7 +401,7 @@ class Hooks:
         self._end_holds(unit, parent)
         if self._leases and self._leases[-1].task >= parent and unit in self._leases[-1].units:
             self._leases[-1].units.remove(unit)
-            self._executor.drop(unit)
+            self._residency.drop(unit)
 
     @property
     def _outer_task(self) -> int:
@@ -414,7 +416,7 @@ class Hooks:
         if not holds:
             self._held.discard(unit)
         for _ in range(before - len(holds)):
-            self._executor.drop(unit)
+            self._residency.drop(unit)
 
     def _note_backward(self, task: int) -> None:
         """Keep the stack of running graph tasks; on a backward's first event, have torch tell its end."""
@@ -436,7 +438,7 @@ class Hooks:
         self._arrived.clear()
         for call in self.backward_ended:
             call()
-        self._executor.raise_refused()
+        self._residency.raise_refused()
 
 
 def _differentiable(inputs: Any) -> list[torch.Tensor]:

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import CheckpointFunction
 from infinity.planning.frequency import Frequencies
 
 
-class RoundExecutor(Protocol):
-    """What plans rounds: units.residency.Executor."""
+class RoundResidency(Protocol):
+    """What plans rounds: units.residency.UnitResidency."""
 
     @property
     def in_round(self) -> bool:
@@ -45,9 +45,9 @@ class Rounds:
     of an encoder and a decoder. A forward that a backward may follow, and a backward, go on with the step.
     """
 
-    def __init__(self, executor: RoundExecutor, pins: RoundPins | None) -> None:
+    def __init__(self, residency: RoundResidency, pins: RoundPins | None) -> None:
         """pins: None where fields of records stay where they are."""
-        self._executor = executor
+        self._residency = residency
         self._pins = pins
         self._begun: set[int] = set()
 
@@ -55,16 +55,16 @@ class Rounds:
         """A module begins, outside any other, and no backward will follow."""
         if _inside_reentrant_checkpoint():
             return
-        if not self._executor.in_round or id(module) in self._begun:
+        if not self._residency.in_round or id(module) in self._begun:
             self._begun.clear()
-            if self._executor.close_round() and self._pins is not None:
-                self._pins.close_round(self._executor.round_frequencies)
-            self._executor.begin_round()
+            if self._residency.close_round() and self._pins is not None:
+                self._pins.close_round(self._residency.round_frequencies)
+            self._residency.begin_round()
         self._begun.add(id(module))
 
     def step_goes_on(self, _module: object) -> None:
         """A module begins whose backward may follow."""
-        self._executor.end_rounds()
+        self._residency.end_rounds()
 
 
 def _inside_reentrant_checkpoint() -> bool:

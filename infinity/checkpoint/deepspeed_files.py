@@ -28,7 +28,7 @@ from torch import nn
 from infinity.checkpoint.inventory import Inventory
 from infinity.engine.engine import engine_of
 from infinity.optim.base import OffloadedOptimizer
-from infinity.storage.manifest import MASTER, CheckpointError, Form, compare
+from infinity.storage.manifest import MASTER, CheckpointError, TensorSpec, compare
 from infinity.tensors import name_of_dtype
 
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_(model|optim)_states\.pt$")
@@ -86,8 +86,8 @@ def load_deepspeed(
 def _check_fits(saved: _TagFiles, inventory: Inventory) -> tuple[Iterable[str], _Moments | None]:
     """Check that checkpoint and model fit; return the names of buffers, and the moments."""
     shared = saved.shared
-    plains = {name: form for name, form in inventory.plains().items() if name not in shared}
-    found = compare(saved.forms(), inventory.stacks_of_weights.forms(inventory.masters()), "parameters")
+    plains = {name: spec for name, spec in inventory.plains().items() if name not in shared}
+    found = compare(saved.specs(), inventory.stacks_of_weights.specs(inventory.masters()), "parameters")
     found += compare(saved.buffers(), plains, "buffers")
     optimizer = inventory.optimizer
     moments = saved.moments() if optimizer is not None else None
@@ -169,11 +169,11 @@ class _TagFiles:
         """Return the number of a parameter's elements that each rank has."""
         return math.ceil(shape.numel() / len(self._states))
 
-    def forms(self) -> dict[str, Form]:
+    def specs(self) -> dict[str, TensorSpec]:
         """Return dtype and shape of all parameters' masters."""
         return {name: ("F32", tuple(shape)) for name, shape in {**self.trained, **self.frozen}.items()}
 
-    def buffers(self) -> dict[str, Form]:
+    def buffers(self) -> dict[str, TensorSpec]:
         """Return dtype and shape of all buffers."""
         kept = {name: self.module[name] for name in self._models[0]["buffer_names"]}
         return {name: (name_of_dtype(one, name), tuple(one.shape)) for name, one in kept.items()}

@@ -34,10 +34,10 @@ from infinity.checkpoint.save_load import open_files, read_manifest
 from infinity.checkpoint.sharedfolder import shared_folder
 from infinity.engine.engine import Engine, engine_of, engine_of_model
 from infinity.errors import UnsupportedError
-from infinity.planning.layout import Format
+from infinity.planning.layout import RecordSchema
 from infinity.records.weights import WEIGHTS
 from infinity.sizes import parse_size
-from infinity.storage.manifest import MASTER, PLAIN, WIDTHS, CheckpointError, Form, Manifest, Tensor
+from infinity.storage.manifest import MASTER, PLAIN, WIDTHS, CheckpointError, Manifest, Tensor, TensorSpec
 from infinity.storage.safetensors_file import TensorReader
 from infinity.tensors import as_bytes, empty
 from infinity.units.unit import Unit
@@ -52,7 +52,7 @@ class _SavedType(NamedTuple):
     """A dtype in which weights can be written."""
 
     name: str
-    form: str  # safetensors' name
+    dtype: str  # safetensors' name
     weights: str  # the format of records that compute in it
 
     def check(self, engine: Engine) -> None:
@@ -60,22 +60,22 @@ class _SavedType(NamedTuple):
 
         Raises: ValueError naming those in which they can.
         """
-        if engine.form.dtype != self.weights and self.form != "F32":
+        if engine.schema.dtype != self.weights and self.dtype != "F32":
             raise ValueError(
                 f"dtype=torch.{self.name}: the model computes in {engine.weights.dtype}; its weights can be "
                 "written as that, or their masters as torch.float32"
             )
 
-    def field(self, form: Format) -> str:
+    def field(self, schema: RecordSchema) -> str:
         """Return the field to read from records of this format."""
-        return "hi" if form.dtype == self.weights else "master"
+        return "hi" if schema.dtype == self.weights else "master"
 
     def rounded(self, field: str, values: memoryview) -> memoryview:
         """Return a field's values, as bytes, in this dtype."""
-        if field == "hi" or self.form == "F32" or not values:
+        if field == "hi" or self.dtype == "F32" or not values:
             return values
         masters = torch.frombuffer(values, dtype=torch.float32)
-        found = torch.empty(len(masters) * WIDTHS[self.form], dtype=torch.uint8)
+        found = torch.empty(len(masters) * WIDTHS[self.dtype], dtype=torch.uint8)
         WEIGHTS[self.weights].rounded(len(masters), masters.data_ptr(), found.data_ptr())
         return as_bytes(found)
 
@@ -116,7 +116,7 @@ def save_pretrained(
         engine = engine_of_model(model)
         written = _saved(dtype or engine.weights.dtype)
         written.check(engine)
-        save_adapters(model, Path(folder), written.field(engine.form), overwrite=overwrite)
+        save_adapters(model, Path(folder), written.field(engine.schema), overwrite=overwrite)
         return
     check_names(model)
     inventory = Inventory(model, None)
@@ -124,11 +124,11 @@ def save_pretrained(
     whole.check(inventory.engine)
     saved = {unit: whole if dtype else _saved(unit.flat.dtype) for _, unit in inventory.units()}
     ranks = inventory.engine.ranks
-    forms, names = _forms_of_model(model, inventory, saved)
+    specs, names = _specs_of_model(model, inventory, saved)
     with (
         shared_folder(ranks, Path(folder), _older(overwrite=overwrite, rescues=True)) as filling,
         contextlib.closing(
-            HubWriter(filling, model, forms, parse_size(max_shard_size, "max_shard_size"))
+            HubWriter(filling, model, specs, parse_size(max_shard_size, "max_shard_size"))
         ) as files,
     ):
         with ranks.together(f"making files of {folder}"):
@@ -141,7 +141,7 @@ def save_pretrained(
         _write_converted(files, model, inventory, names, saved)
         with ranks.together(f"writing the rest of {folder}"):
             if ranks.rank == 0:
-                _write_plain(files, inventory, forms)
+                _write_plain(files, inventory, specs)
             written_nbytes = files.finish()
         total = int(sum(ranks.totals([written_nbytes], "count what was written")))
         if ranks.rank == 0:
@@ -155,7 +155,7 @@ def _write_parts(
     """Write this rank's parts of the weights that have the same form in files."""
     direct = {name: of_file for name, of_file in names.items() if of_file not in files.converted}
     wanted = (
-        (engine, unit, (saved[unit].field(unit.record.form),))
+        (engine, unit, (saved[unit].field(unit.record.schema),))
         for engine, unit in inventory.units()
         if any(name in direct for name in inventory.names_in(unit))
     )
@@ -166,7 +166,7 @@ def _write_parts(
             if of_file is not None:
                 values = written.rounded(part.field, part.values)
                 first = part.first + inventory.stacks_of_weights.first(of_unit[part.index] or "")
-                files.write(of_file, first * WIDTHS[written.form], values)
+                files.write(of_file, first * WIDTHS[written.dtype], values)
 
 
 def _write_converted(
@@ -190,27 +190,27 @@ def _write_converted(
             if engine is None:
                 continue
             unit = engine.parameters.unit_of(parameters[name])[0]
-            written, field = saved[unit], saved[unit].field(unit.record.form)
+            written, field = saved[unit], saved[unit].field(unit.record.schema)
             with ranks.together(f"writing {name}"):
                 (values,) = engine.parameters.read(parameters[name], [field])
                 if ranks.rank == 0:
-                    form = written.form, tuple(values.shape)
+                    spec = written.dtype, tuple(values.shape)
                     if filled is None:
-                        filled = empty(*inventory.stacks_of_weights.form(name, form))
+                        filled = empty(*inventory.stacks_of_weights.spec(name, spec))
                     rounded = written.rounded(field, as_bytes(values))
-                    at = inventory.stacks_of_weights.first(name) * WIDTHS[written.form]
+                    at = inventory.stacks_of_weights.first(name) * WIDTHS[written.dtype]
                     as_bytes(filled)[at : at + len(rounded)] = rounded
         with ranks.together(f"converting {of_file}"):
             if filled is not None:
                 files.convert(of_file, filled)
 
 
-def _write_plain(files: HubWriter, inventory: Inventory, forms: Mapping[str, Form]) -> None:
+def _write_plain(files: HubWriter, inventory: Inventory, specs: Mapping[str, TensorSpec]) -> None:
     """Write buffers and ordinary parameters."""
     for name, tensor in inventory.plain.items():
         if name in files.converted:
             files.convert(name, tensor.detach().cpu())
-        elif name in forms:
+        elif name in specs:
             files.write(name, 0, as_bytes(tensor))
 
 
@@ -226,9 +226,9 @@ def _older(*, overwrite: bool, rescues: bool = False, how: str = "overwrite=True
     return Older(EXPORT, exported_files, overwrite, how, rescues)
 
 
-def _forms_of_model(
+def _specs_of_model(
     model: nn.Module, inventory: Inventory, saved: Mapping[Unit, _SavedType]
-) -> tuple[dict[str, Form], dict[str, str]]:
+) -> tuple[dict[str, TensorSpec], dict[str, str]]:
     """Return dtype and shape of all tensors to write, and the offloaded parameters' names among them."""
     parameters = dict(model.named_parameters())
     stacks = inventory.stacks_of_weights
@@ -239,12 +239,12 @@ def _forms_of_model(
     kept = set(kept_names(model, [*names.values(), *inventory.plain]))
     names = {name: of_file for name, of_file in names.items() if of_file in kept}
     written = {name: one for unit, one in saved.items() for name in inventory.names_in(unit) if name}
-    forms: dict[str, Form] = {
-        of_file: stacks.form(name, (written[name].form, tuple(parameters[name].shape)))
+    specs: dict[str, TensorSpec] = {
+        of_file: stacks.spec(name, (written[name].dtype, tuple(parameters[name].shape)))
         for name, of_file in names.items()
     }
-    forms.update({name: form for name, form in inventory.plains().items() if name in kept})
-    return forms, names
+    specs.update({name: spec for name, spec in inventory.plains().items() if name in kept})
+    return specs, names
 
 
 def export_checkpoint(
@@ -275,19 +275,19 @@ def export_checkpoint(
     names = {
         file_name(model, parameters[name], name) if name in parameters else name: name for name in tensors
     }
-    forms = {
-        of_file: (saved.form if tensors[name].kind == MASTER else tensors[name].dtype, tensors[name].shape)
+    specs = {
+        of_file: (saved.dtype if tensors[name].kind == MASTER else tensors[name].dtype, tensors[name].shape)
         for of_file, name in names.items()
         if of_file in kept_names(model, list(names))
     }
     with new_folder(Path(folder), older) as filling, contextlib.ExitStack() as stack:
         readers = open_files(manifest, Path(checkpoint), stack)
         files = stack.enter_context(
-            contextlib.closing(HubWriter(filling, model, forms, parse_size(max_shard_size, "max_shard_size")))
+            contextlib.closing(HubWriter(filling, model, specs, parse_size(max_shard_size, "max_shard_size")))
         )
         files.create()
-        for of_file, form in forms.items():
-            whole = empty(*form) if of_file in files.converted else None
+        for of_file, spec in specs.items():
+            whole = empty(*spec) if of_file in files.converted else None
             at = 0
             for values in _values(tensors[names[of_file]], readers, saved):
                 if whole is None:

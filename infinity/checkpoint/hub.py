@@ -22,7 +22,7 @@ from torch import nn
 
 from infinity.engine import state_dict
 from infinity.errors import UnsupportedError
-from infinity.storage.manifest import Form
+from infinity.storage.manifest import TensorSpec
 from infinity.storage.safetensors_file import (
     TensorEntry,
     TensorFileError,
@@ -69,17 +69,17 @@ def is_hub_model(model: nn.Module) -> bool:
     return hasattr(getattr(model, "config", None), "save_pretrained")
 
 
-def stored_names(model: nn.Module, forms: Mapping[str, Form]) -> dict[str, dict[str, Form]]:
-    """Return the form of each tensor of a model in files, {name: {name in files: dtype and shape}}.
+def stored_names(model: nn.Module, specs: Mapping[str, TensorSpec]) -> dict[str, dict[str, TensorSpec]]:
+    """Return the spec of each tensor of a model in files, {name: {name in files: dtype and shape}}.
 
     See [Note: names in files].
     """
-    own = {name: {name: form} for name, form in forms.items()}
+    own = {name: {name: spec} for name, spec in specs.items()}
     if not is_hub_model(model):
         return own
-    alone = {name: _forms(_reverted(model, _hollow({name: form}))) for name, form in forms.items()}
-    together = _forms(_reverted(model, _hollow(forms)))
-    joined = [(name, form) for of_one in alone.values() for name, form in of_one.items()]
+    alone = {name: _specs(_reverted(model, _hollow({name: spec}))) for name, spec in specs.items()}
+    together = _specs(_reverted(model, _hollow(specs)))
+    joined = [(name, spec) for of_one in alone.values() for name, spec in of_one.items()]
     if len(joined) == len(together) and dict(joined) == together:
         return alone
     logger.warning(
@@ -90,13 +90,13 @@ def stored_names(model: nn.Module, forms: Mapping[str, Form]) -> dict[str, dict[
     return own
 
 
-def _hollow(forms: Mapping[str, Form]) -> dict[str, torch.Tensor]:
+def _hollow(specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
     return {
-        name: torch.empty(shape, dtype=DTYPES[dtype], device="meta") for name, (dtype, shape) in forms.items()
+        name: torch.empty(shape, dtype=DTYPES[dtype], device="meta") for name, (dtype, shape) in specs.items()
     }
 
 
-def _forms(tensors: Mapping[str, torch.Tensor]) -> dict[str, Form]:
+def _specs(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
     return {name: (name_of_dtype(one, name), tuple(one.shape)) for name, one in tensors.items()}
 
 
@@ -131,13 +131,13 @@ class HubWriter:
     """The files of a model that one process or several are writing."""
 
     def __init__(
-        self, folder: Path, model: nn.Module, forms: Mapping[str, Form], max_shard_nbytes: int
+        self, folder: Path, model: nn.Module, specs: Mapping[str, TensorSpec], max_shard_nbytes: int
     ) -> None:
-        """Lay out the shards. forms: dtype and shape of the model's tensors, by name."""
+        """Lay out the shards. specs: dtype and shape of the model's tensors, by name."""
         self._folder = folder
         self._model = model
-        self._stored = stored_names(model, forms)
-        self.converted = {name for name, form in forms.items() if list(self._stored[name].values()) != [form]}
+        self._stored = stored_names(model, specs)
+        self.converted = {name for name, spec in specs.items() if list(self._stored[name].values()) != [spec]}
         """Names of tensors that have another form in files."""
         self._entries = [
             TensorEntry(name, dtype, shape)

@@ -13,8 +13,8 @@ from infinity.engine.engine import Engine, engine_of, engine_of_model
 from infinity.errors import UnsupportedError
 from infinity.optim.base import OffloadedOptimizer
 from infinity.optim.ownership import check_current
-from infinity.planning.layout import STATE_BLOCK, Format, Segment
-from infinity.storage.manifest import MASTER, Form
+from infinity.planning.layout import STATE_BLOCK, RecordSchema, Segment
+from infinity.storage.manifest import MASTER, TensorSpec
 from infinity.tensors import name_of_dtype
 from infinity.units.unit import Unit
 
@@ -48,7 +48,7 @@ class Inventory:
             )
         self.optimizer = optimizer
         self.engine = engine_of_model(model)
-        self.stacks = Stacks(model, blocks=self.engine.form.state_dtype == "int8")
+        self.stacks = Stacks(model, blocks=self.engine.schema.state_dtype == "int8")
         """Which parameters are slices, and of what, in checkpoints: with moments in blocks, slices have to be
         whole blocks.
         """
@@ -87,7 +87,7 @@ class Inventory:
 
     def _check_units(self) -> None:
         for unit in self._engines:
-            for segment, parameter in zip(unit.shard.segments, unit.parameters, strict=True):
+            for segment, parameter in zip(unit.layout.segments, unit.parameters, strict=True):
                 if id(parameter) not in self.names and segment.name != REPLACED:
                     raise UnsupportedError(
                         f"{unit.name} has a parameter, {segment.name}, that is not in this model: save "
@@ -141,8 +141,8 @@ class Inventory:
 
     # Dtypes and shapes
 
-    def masters(self) -> dict[str, Form]:
-        """Return the forms of all offloaded parameters' masters, by name."""
+    def masters(self) -> dict[str, TensorSpec]:
+        """Return the specs of all offloaded parameters' masters, by name."""
         return {
             name: ("F32", tuple(parameter.shape))
             for _, unit in self.units()
@@ -150,21 +150,21 @@ class Inventory:
             if name is not None
         }
 
-    def plains(self) -> dict[str, Form]:
-        """Return the forms of all other tensors, by name."""
+    def plains(self) -> dict[str, TensorSpec]:
+        """Return the specs of all other tensors, by name."""
         return {name: (name_of_dtype(one, name), tuple(one.shape)) for name, one in self.plain.items()}
 
-    def fields(self, form: Format) -> tuple[str, ...]:
+    def fields(self, schema: RecordSchema) -> tuple[str, ...]:
         """Return the fields of the optimizer's state in a record of this format."""
-        return () if self.optimizer is None else self.optimizer.recipe.fields(form)
+        return () if self.optimizer is None else self.optimizer.recipe.fields(schema)
 
     def _types(self, unit: Unit) -> dict[str, str]:
-        form = unit.record.form
-        return {field: _TYPES[form.state_dtype][field] for field in self.fields(form)}
+        schema = unit.record.schema
+        return {field: _TYPES[schema.state_dtype][field] for field in self.fields(schema)}
 
-    def moments(self, names: set[str]) -> dict[tuple[str, str], Form]:
-        """Return the forms of these parameters' moments, by kind and name; they are there after a step."""
-        found: dict[tuple[str, str], Form] = {}
+    def moments(self, names: set[str]) -> dict[tuple[str, str], TensorSpec]:
+        """Return the specs of these parameters' moments, by kind and name; they are there after a step."""
+        found: dict[tuple[str, str], TensorSpec] = {}
         for _, unit in self.units():
             types = self._types(unit)
             for parameter, name in zip(unit.parameters, self.names_in(unit), strict=True):

@@ -67,7 +67,7 @@ def copied_out(
     """Copy fields of units out, with updates applied, range by range; the next is read ahead."""
     ahead: tuple[Engine, Unit, CopyOutPass] | None = None
     for engine, unit, fields in wanted:
-        engine.executor.flush(unit)
+        engine.residency.flush(unit)
         for start, stop in chunks(unit.record):
             values = buffers(unit.record, fields, stop - start)
             job = CopyOutPass(unit.record, unit.record.tile_numel, start, stop, values)

@@ -109,7 +109,7 @@ def _check_fits(commit: Commit, training: Training, durable: Durable) -> None:
         units = f"{len(commit.records)} units in the commit, {len(engine.units)} in the model"
         found.append(units + _whole(commit, engine))
     for unit, at in zip(engine.units, commit.records, strict=False):
-        ours = tuple((one.name, one.shape) for one in unit.shard.segments)
+        ours = tuple((one.name, one.shape) for one in unit.layout.segments)
         if (at.name, at.segments) != (unit.name, ours):
             theirs = ", ".join(f"{name} {list(shape)}" for name, shape in at.segments)
             found.append(
@@ -188,7 +188,7 @@ def _restore_records(engine: Engine, durable: Durable, commit: Commit, training:
     with readable(_named(commit, durable)):
         _check_fits(commit, training, durable)
         for unit, at in zip(engine.units, commit.records, strict=True):
-            engine.executor.changed(unit)
+            engine.residency.changed(unit)
             _restore(engine, durable, unit, at)
     durable.store.complete(f"resuming from {durable.folders[0].path}")
     training.optimizer.begin(one for unit in engine.units for one in unit.parameters)
@@ -199,7 +199,7 @@ def _restore(engine: Engine, durable: Durable, unit: Unit, at: RecordAt) -> None
     record = unit.record
     there = {one.name for one in at.fields}
     for one in at.fields:
-        span = record.span_of(one.name, one.nbytes) if one.name in record.form.fields else None
+        span = record.span_of(one.name, one.nbytes) if one.name in record.schema.fields else None
         if span is None:
             raise CheckpointError(f"{unit.name}.{one.name}: {one.nbytes} B in the commit, which do not fit")
         hashes = hashes_of(one.hashes, -(-record.shard.numel // span), f"{unit.name}.{one.name}")
@@ -207,7 +207,7 @@ def _restore(engine: Engine, durable: Durable, unit: Unit, at: RecordAt) -> None
             record.trust(hashes)
             continue
         record.restore(one.name, durable.extent_of(one), hashes, span)
-    for name in record.form.moments:
+    for name in record.schema.moments:
         if name in record and name not in there:
             record.drop(name)
             record.add(name, engine.store)

@@ -143,7 +143,7 @@ def optimizer_out(inventory: Inventory, keep: Any) -> dict[str, Any] | None:
     ]
     return {
         "kind": inventory.optimizer.recipe.name,
-        "state_dtype": inventory.engine.form.state_dtype,
+        "state_dtype": inventory.engine.schema.state_dtype,
         "seed": inventory.optimizer.seed,
         "steps": {inventory.stacks.name(name): step for name, step in inventory.steps.items()},
         "groups": groups,
@@ -250,7 +250,7 @@ def _check_fits(manifest: Manifest, inventory: Inventory, scheduler: Stateful | 
     Raises: CheckpointError naming all that does not.
     """
     tensors = manifest.tensors
-    found = compare(names_of(tensors, MASTER), inventory.stacks.forms(inventory.masters()), "parameters")
+    found = compare(names_of(tensors, MASTER), inventory.stacks.specs(inventory.masters()), "parameters")
     found += compare(names_of(tensors, PLAIN), inventory.plains(), "buffers and ordinary parameters")
     if inventory.optimizer is not None:
         found += _optimizer_complaints(manifest, inventory)
@@ -274,7 +274,7 @@ def _optimizer_complaints(manifest: Manifest, inventory: Inventory) -> list[str]
     kind, ours = saved.get("kind", "AdamW"), type(inventory.optimizer).__name__
     if inventory.optimizer is not None and kind != inventory.optimizer.recipe.name:
         return [f"it has the state of infinity.{kind}, but the optimizer is {ours}; make that, or give None"]
-    state_dtype = inventory.engine.form.state_dtype
+    state_dtype = inventory.engine.schema.state_dtype
     if saved["state_dtype"] != state_dtype:
         cure = f"build the model with Config(state_dtype={saved['state_dtype']!r})"
         return [f"its moments are {saved['state_dtype']}, those of this model {state_dtype}; {cure}"]
@@ -286,8 +286,8 @@ def _optimizer_complaints(manifest: Manifest, inventory: Inventory) -> list[str]
     stepped = {name for name in inventory.names.values() if inventory.stacks.name(name) in saved["steps"]}
     moments = inventory.moments(stepped)
     for field, kind in KINDS.items():
-        forms = {name: form for (of, name), form in moments.items() if of == kind}
-        expected = inventory.stacks.forms(forms, scales=field == "scale")
+        specs = {name: spec for (of, name), spec in moments.items() if of == kind}
+        expected = inventory.stacks.specs(specs, scales=field == "scale")
         found += compare(names_of(manifest.tensors, kind), expected, kind)
     return found
 
@@ -341,8 +341,8 @@ def _fill_units(manifest: Manifest, inventory: Inventory, files: Mapping[str, Te
     before: tuple[Engine, CopyInPass] | None = None
     for engine, unit in inventory.units():
         engine.parameters.before_change()
-        engine.executor.flush(unit)
-        engine.executor.changed(unit)
+        engine.residency.flush(unit)
+        engine.residency.changed(unit)
         names = inventory.names_in(unit)
         fields = ("master", *_moments_to_fill(unit, names, manifest, inventory))
         if fields == ("master",) and _are_in_files(engine, unit, names, tensors, files):
@@ -406,7 +406,7 @@ def _moments_to_fill(
     unit: Unit, names: Sequence[str | None], manifest: Manifest, inventory: Inventory
 ) -> Sequence[str]:
     """Return the moments to set: all, if the checkpoint or the record has any of the unit's."""
-    fields = inventory.fields(unit.record.form)
+    fields = inventory.fields(unit.record.schema)
     saved = manifest.optimizer
     if inventory.optimizer is None or saved is None:
         return ()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from infinity.planning.layout import STATE_BLOCK
-from infinity.storage.manifest import Form, Manifest, Tensor, TensorPiece
+from infinity.storage.manifest import Manifest, Tensor, TensorPiece, TensorSpec
 from infinity.tiling import Routed
 
 
@@ -56,35 +56,35 @@ class Stacks:
         first = 0 if place is None else place.first
         return 2 * (first // STATE_BLOCK) if scales else first
 
-    def form(self, name: str, form: Form, *, scales: bool = False) -> Form:
-        """Return the form of the tensor in files that a parameter's, of this form, is part of."""
+    def spec(self, name: str, spec: TensorSpec, *, scales: bool = False) -> TensorSpec:
+        """Return the spec of the tensor in files that a parameter's, of this spec, is part of."""
         place = self.places.get(name)
         if place is None:
-            return form
-        return form[0], (-(-math.prod(place.shape) // STATE_BLOCK), 2) if scales else place.shape
+            return spec
+        return spec[0], (-(-math.prod(place.shape) // STATE_BLOCK), 2) if scales else place.shape
 
     def joined(self, manifest: Manifest) -> Manifest:
         """Return a manifest with stacks in the place of their slices."""
         pieces: defaultdict[tuple[str, str], list[TensorPiece]] = defaultdict(list)
-        forms: dict[tuple[str, str], Form] = {}
+        specs: dict[tuple[str, str], TensorSpec] = {}
         for one in manifest.tensors:
             scales = one.kind.endswith("_scale")
             key = one.kind, self.name(one.name)
-            forms.setdefault(key, self.form(one.name, (one.dtype, one.shape), scales=scales))
+            specs.setdefault(key, self.spec(one.name, (one.dtype, one.shape), scales=scales))
             first = self.first(one.name, scales=scales)
             pieces[key] += [
                 dataclasses.replace(piece, start=first + piece.start, stop=first + piece.stop)
                 for piece in one.pieces
             ]
         tensors = tuple(
-            Tensor(name, kind, *form, tuple(sorted(pieces[kind, name], key=_place)))
-            for (kind, name), form in forms.items()
+            Tensor(name, kind, *spec, tuple(sorted(pieces[kind, name], key=_place)))
+            for (kind, name), spec in specs.items()
         )
         return dataclasses.replace(manifest, tensors=tensors)
 
-    def forms(self, forms: Mapping[str, Form], *, scales: bool = False) -> dict[str, Form]:
-        """Return the forms of tensors in files, from those of a model's."""
-        return {self.name(name): self.form(name, form, scales=scales) for name, form in forms.items()}
+    def specs(self, specs: Mapping[str, TensorSpec], *, scales: bool = False) -> dict[str, TensorSpec]:
+        """Return the specs of tensors in files, from those of a model's."""
+        return {self.name(name): self.spec(name, spec, scales=scales) for name, spec in specs.items()}
 
 
 def _place(piece: TensorPiece) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from infinity.checkpoint.hashed_stream import Sink
 from infinity.checkpoint.inventory import KINDS, Inventory
 from infinity.checkpoint.ranges import copied_out, parts
 from infinity.engine.engine import Engine
-from infinity.storage.manifest import MASTER, PLAIN, Form, TensorPiece
+from infinity.storage.manifest import MASTER, PLAIN, TensorPiece, TensorSpec
 from infinity.storage.safetensors_file import TensorEntry, TensorWriter, split_by_size, storage_full
 from infinity.tensors import as_bytes, name_of_dtype
 from infinity.units.unit import Unit
@@ -34,9 +34,9 @@ class CheckpointWriter:
         kept: tensors of this rank alone. Buffers and ordinary parameters, which all ranks have, are rank 0's.
         """
         self._rank, self._ranks = inventory.engine.ranks.rank, inventory.engine.ranks.size
-        self._forms: dict[tuple[str, str], Form] = {
-            **{(MASTER, name): form for name, form in inventory.masters().items()},
-            **{(PLAIN, name): form for name, form in inventory.plains().items()},
+        self._specs: dict[tuple[str, str], TensorSpec] = {
+            **{(MASTER, name): spec for name, spec in inventory.masters().items()},
+            **{(PLAIN, name): spec for name, spec in inventory.plains().items()},
             **inventory.moments(set(inventory.steps)),
             **{("extra", key): (name_of_dtype(one, key), tuple(one.shape)) for key, one in kept.items()},
         }
@@ -44,7 +44,7 @@ class CheckpointWriter:
         self._sinks: dict[tuple[str, str], Sink] = {}
         self._writers: list[TensorWriter] = []
         groups: dict[str, dict[TensorEntry, tuple[str, str]]] = {}
-        for kind, name in self._forms:
+        for kind, name in self._specs:
             start, stop = self._range(kind, name)
             if start < stop or (self._rank == 0 and not self._numel(kind, name)):
                 group = groups.setdefault(_PREFIXES.get(kind, "moments"), {})
@@ -67,7 +67,7 @@ class CheckpointWriter:
             raise
 
     def _numel(self, kind: str, name: str) -> int:
-        return math.prod(self._forms[kind, name][1])
+        return math.prod(self._specs[kind, name][1])
 
     def _range(self, kind: str, name: str) -> tuple[int, int]:
         """Return the elements [start, stop) of a tensor that this rank writes."""
@@ -76,7 +76,7 @@ class CheckpointWriter:
 
     def _entry(self, kind: str, name: str) -> TensorEntry:
         """Return the file's entry of this rank's piece of a tensor; a whole tensor keeps its name."""
-        dtype, shape = self._forms[kind, name]
+        dtype, shape = self._specs[kind, name]
         start, stop = self._range(kind, name)
         key = name if kind in _PREFIXES else f"{kind}.{name}"
         if stop - start == self._numel(kind, name):
@@ -100,13 +100,13 @@ class CheckpointWriter:
                 if (kind, name) in self._sinks:
                     self._sinks[kind, name].write(as_bytes(tensor))
 
-    def pieces(self) -> dict[tuple[str, str], tuple[Form, TensorPiece | None]]:
-        """Return every tensor's form, and this rank's piece of it; everything has to be written."""
+    def pieces(self) -> dict[tuple[str, str], tuple[TensorSpec, TensorPiece | None]]:
+        """Return every tensor's spec, and this rank's piece of it; everything has to be written."""
         for writer in self._writers:
             writer.check_whole()
         return {
-            key: (form, self._sinks[key].finish(*self._range(*key)) if key in self._sinks else None)
-            for key, form in self._forms.items()
+            key: (spec, self._sinks[key].finish(*self._range(*key)) if key in self._sinks else None)
+            for key, spec in self._specs.items()
         }
 
     def files(self) -> dict[str, int]:
@@ -124,4 +124,4 @@ def _ranges(inventory: Inventory) -> Iterator[tuple[Engine, Unit, Sequence[str]]
     steps = inventory.steps
     for engine, unit in inventory.units():
         stepped = any(name in steps for name in inventory.names_in(unit) if name is not None)
-        yield engine, unit, ("master", *(inventory.fields(unit.record.form) if stepped else ()))
+        yield engine, unit, ("master", *(inventory.fields(unit.record.schema) if stepped else ()))

@@ -198,7 +198,7 @@ def _generate(
     engine = engine_of_model(model)
     weights = sum(unit.record.field_nbytes("hi") for unit in engine.units)
     largest = max(unit.resident_nbytes for unit in engine.units)
-    figures = Figures(fits_nbytes=least_total(weights, largest, engine.form))
+    figures = Figures(fits_nbytes=least_total(weights, largest, engine.schema))
     torch.manual_seed(options.seed)
     before, began = stats(model), time.perf_counter()
     with _Progress(len(prompts), options.max_new_tokens, figures, began) as progress:

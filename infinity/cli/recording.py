@@ -92,8 +92,8 @@ def memory_of(engine: Engine) -> dict[str, dict[str, int]]:
     pinned = engine.host_store.held_nbytes
     host = {
         "slots": engine.budget.slots * engine.budget.slot_nbytes,
-        "ahead": engine.executor.ahead_nbytes if engine.device.is_host else 0,
-        "outgoing": engine.outgoing.ledger.held_nbytes,
+        "ahead": engine.residency.ahead_nbytes if engine.device.is_host else 0,
+        "outgoing": engine.outgoing_share.ledger.held_nbytes,
         "gradients": max(0, engine.kept.held_nbytes - pinned),  # the lane may pin between the two
         "pinned": pinned,
     }

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from infinity.engine.engine import Engine
 from infinity.engine.stats import Stats, predicted_step_s
 from infinity.planning.bottleneck import UNMEASURED, Bound, Load, Speed, bound
-from infinity.planning.layout import Format
+from infinity.planning.layout import RecordSchema
 from infinity.sizes import format_size
 
 SMOOTHED = 10
@@ -37,12 +37,12 @@ _STALLS = {
 _LANE = {"read_wait": "reads awaited", "write_wait": "writes awaited", "inline": "in other threads"}
 
 
-def state_nbytes(form: Format, fields: Sequence[str] | None = None) -> int:
+def state_nbytes(schema: RecordSchema, fields: Sequence[str] | None = None) -> int:
     """Return the bytes of state per parameter: of all the record's fields, or some, without the blocks'
     scales.
     """
-    counted = [field for field in form.fields if field != "scale" and (fields is None or field in fields)]
-    return sum(form.nbytes(field, 1) for field in counted)
+    counted = [field for field in schema.fields if field != "scale" and (fields is None or field in fields)]
+    return sum(schema.nbytes(field, 1) for field in counted)
 
 
 @dataclass(frozen=True, slots=True)

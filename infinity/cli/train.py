@@ -44,7 +44,7 @@ from infinity.engine.stats import stats
 from infinity.errors import ConfigError, InfinityError, UnsupportedError
 from infinity.optim.base import OffloadedOptimizer
 from infinity.optim.optimizers import AdamW
-from infinity.planning.layout import Format
+from infinity.planning.layout import RecordSchema
 from infinity.ranks.group import ALONE, Ranks
 from infinity.records.weights import WEIGHTS
 from infinity.sizes import format_size
@@ -142,13 +142,13 @@ def _train(
     counts = dict.fromkeys((True, False), 0)
     for parameter in model.parameters():
         counts[parameter.requires_grad] += parameter.numel()
-    form = Format(settings.state_dtype, settings.dtype)
+    schema = RecordSchema(settings.state_dtype, settings.dtype)
     run = Run(
         task.name,
         counts[True],
-        state_nbytes(form),
+        state_nbytes(schema),
         frozen=counts[False],
-        frozen_nbytes=state_nbytes(form, ("hi", "lo")),
+        frozen_nbytes=state_nbytes(schema, ("hi", "lo")),
         baseline_nbytes=meter.baseline_nbytes,
         counts_io=meter.counts_io,
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 from infinity.deprecation import warn_deprecated
 from infinity.errors import ConfigError, meant
-from infinity.planning.layout import Format
+from infinity.planning.layout import RecordSchema
 from infinity.sizes import format_size, parse_size
 
 _DTYPES = {
@@ -144,9 +144,15 @@ class Config:
         self._check_device()
 
     @property
-    def form(self) -> Format:
+    def schema(self) -> RecordSchema:
         """The fields of a record."""
-        return Format(self.state_dtype, str(self.dtype))
+        return RecordSchema(self.state_dtype, str(self.dtype))
+
+    @property
+    def form(self) -> RecordSchema:
+        """The old name of `schema`."""
+        warn_deprecated("Config.form", "use Config.schema")
+        return self.schema
 
     def _check_choices(self) -> None:
         if _DTYPES.get(str(self.dtype)) is None:

@@ -189,7 +189,7 @@ def _set(parameter: nn.Parameter, key: str | None, value: torch.Tensor, *, local
             "`with infinity.gathered(...)`: set it between steps"
         )
     values = {name: _part(engine, parameter, value, local=local)}
-    if unit.record.form.state_dtype == "int8" and key is not None:  # both moments have one scale's blocks
+    if unit.record.schema.state_dtype == "int8" and key is not None:  # both moments have one scale's blocks
         for other in {"m", "v"} - {name}:
             values[other] = engine.parameters.read_part(parameter, other)
     engine.parameters.write_part(parameter, values)
@@ -205,7 +205,7 @@ def _part(engine: Engine, parameter: nn.Parameter, value: torch.Tensor, *, local
             f"{'this rank has a part of' if local else 'it has'} {expected}"
         )
     whole = value.detach().to("cpu", torch.float32).contiguous().reshape(-1)
-    part = whole if local else unit.record.part(index, whole)
+    part = whole if local else unit.record.rank_part(index, whole)
     return part.clone() if is_part(part) or part.data_ptr() == value.data_ptr() else part
 
 
@@ -223,7 +223,7 @@ def _gradient(parameter: nn.Parameter, *, local: bool = False) -> torch.Tensor |
     if not local:
         return whole
     unit: Any = grad.gradient.unit
-    return unit.record.part(grad.gradient.index, whole).clone()  # type: ignore[no-any-return]
+    return unit.record.rank_part(grad.gradient.index, whole).clone()  # type: ignore[no-any-return]
 
 
 def _set_gradient(parameter: nn.Parameter, value: torch.Tensor, *, local: bool = False) -> None:

@@ -30,7 +30,7 @@ class HostBlocks:
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Borrow a buffer."""
-        return self.buffers.lend(numel, dtype)
+        return self.buffers.take(numel, dtype)
 
     def leaving(self, flat: torch.Tensor) -> None:
         """Do nothing: a buffer returns when its last tensor is gone."""

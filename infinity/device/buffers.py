@@ -57,7 +57,7 @@ class Buffers:
         """Bytes of free buffers."""
         return sum(arena.nbytes for arena in list(self._free))
 
-    def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised 1-D tensor in a buffer of its own."""
         nbytes = numel * dtype.itemsize
         with torch.inference_mode(mode=False), torch.no_grad():

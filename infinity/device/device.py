@@ -138,7 +138,7 @@ class Device:
     def room_for_downloads(self, *shares: Ledger) -> None:
         """Keep the memory of finished downloads for the next ones, within the free bytes of `shares`."""
 
-    def lend_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def take_host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialised host memory, 1-D, from which and to which copies are fast. From any thread."""
         raise NotImplementedError
 
@@ -181,7 +181,7 @@ class CpuDevice(Device):
         """Return `tensor`, made contiguous if it is not."""
         return Download(tensor.contiguous(), DONE)
 
-    def lend_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def take_host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return ordinary memory."""
         return torch.empty(numel, dtype=dtype)
 
@@ -337,7 +337,7 @@ class AcceleratorDevice(Device):
 
     def _begin_download(self, tensor: torch.Tensor) -> Download:
         source = tensor.detach().contiguous()
-        host = self.memory.lend(source.numel(), source.dtype).view(source.shape)
+        host = self.memory.take(source.numel(), source.dtype).view(source.shape)
         self._streams.wait(self._down, self._streams.record(self._streams.current()))
         self._streams.copy(self._down, host, source)
         self._streams.keep(self._down, source)
@@ -348,9 +348,9 @@ class AcceleratorDevice(Device):
         """See Device."""
         self.memory.share(*shares)
 
-    def lend_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def take_host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See Device: page-locked."""
-        return self.memory.lend(numel, dtype)
+        return self.memory.take(numel, dtype)
 
     def prepare(self, nbytes: int, count: int) -> bool:
         """See Device."""

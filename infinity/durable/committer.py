@@ -366,7 +366,7 @@ class Durable:
                 sides, runs = self.store.describe(extent)
                 fields.append(FieldAt(name, nbytes, tuple(sides), runs, hashes.tobytes()))
                 named.append(extent)
-            segments = tuple((one.name, one.shape) for one in unit.shard.segments)
+            segments = tuple((one.name, one.shape) for one in unit.layout.segments)
             records.append(RecordAt(record.name, segments, tuple(fields)))
         self.store.begin_commit(named)
         self._sequence += 1

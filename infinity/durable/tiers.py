@@ -27,7 +27,7 @@ def open_tier(
     durable = Durable(folders, config.aio, config.durable_steps, wipe=config.wipe, ranks=ranks)
     try:
         for commit in durable.found[:1]:
-            check_cut(commit, durable.folders[0].path, tile_numel, config.form)
+            check_cut(commit, durable.folders[0].path, tile_numel, config.schema)
     except BaseException:
         durable.close()
         raise

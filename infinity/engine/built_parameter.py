@@ -10,7 +10,7 @@ from torch import nn
 from infinity.engine.asked import KEPT
 from infinity.engine.refused import wrong_dtype
 from infinity.errors import UnsupportedError
-from infinity.planning.layout import Format
+from infinity.planning.layout import RecordSchema
 from infinity.records.record import Record
 from infinity.storage.packed import FileRange, Packed
 
@@ -50,16 +50,16 @@ class BuiltParameter:
         """Note where in a checkpoint's files its values are."""
         self.lies = where
 
-    def take(self, parameter: nn.Parameter, asked: torch.dtype | None, form: Format) -> None:
-        """Follow `p.data = ...`: note the dtype, and forget a record of another shape or format.
+    def take(self, parameter: nn.Parameter, asked: torch.dtype | None, schema: RecordSchema) -> None:
+        """Follow `p.data = ...`: note the dtype, and forget a record of another shape or schema.
 
-        asked: the type that it is to compute in now, in a record of this format.
+        asked: the type that it is to compute in now, in a record of this schema.
         """
         if parameter.dtype not in KEPT:
             raise UnsupportedError(wrong_dtype(self.module(), self.name, parameter))
         self.dtype = parameter.dtype
         if self.record is not None and (
-            self.record.form is not form
+            self.record.schema is not schema
             or self.record.shard.segments[self.index].shape != tuple(parameter.shape)
         ):
             self.record = None

@@ -36,7 +36,7 @@ from infinity.engine.refused import check_kept, refuse_packed
 from infinity.engine.scripting import refuse_script
 from infinity.engine.stand_ins import StandIns
 from infinity.errors import UnsupportedError
-from infinity.planning.layout import Format
+from infinity.planning.layout import RecordSchema
 from infinity.planning.tile_size import LEAST_SLICE_NBYTES, tile_choice
 from infinity.records.record import Record
 from infinity.records.weights import WEIGHTS
@@ -166,7 +166,7 @@ class Construction:
         """
         if self._engine.config.experts == "whole" or isinstance(parameter, UninitializedParameter):
             return None
-        least_nbytes = LEAST_SLICE_NBYTES * parameter.element_size() // self._engine.form.width
+        least_nbytes = LEAST_SLICE_NBYTES * parameter.element_size() // self._engine.schema.width
         whole = stand_in_for_stack(module, name, parameter, least_nbytes)
         if whole is None:
             return None
@@ -184,7 +184,7 @@ class Construction:
         above, reason = config.tile_nbytes, ""
         if config.tile_above == "auto":
             choice = tile_choice(self._engine.budget.total_nbytes, config.device_nbytes)
-            above = choice.of_built(parameter.element_size(), self._engine.form.width)
+            above = choice.of_built(parameter.element_size(), self._engine.schema.width)
             reason = f" by {choice.reason}"
         if above is None:
             return None
@@ -269,8 +269,8 @@ class Construction:
         set_owner(parameter, self._engine)
         return True
 
-    def _form(self, asked: torch.dtype | None) -> Format:
-        return self._engine.form_of(asked or self._engine.weights.dtype)
+    def _schema(self, asked: torch.dtype | None) -> RecordSchema:
+        return self._engine.schema_of(asked or self._engine.weights.dtype)
 
     # Eviction and its reverse
 
@@ -303,7 +303,7 @@ class Construction:
         alive = [(entry, parameter) for entry in entries if (parameter := entry.parameter()) is not None]
         for entry, parameter in alive:
             asked = self._asked_of(parameter)
-            entry.take(parameter, asked, self._form(asked))
+            entry.take(parameter, asked, self._schema(asked))
         fresh = [(entry, parameter) for entry, parameter in alive if entry.record is None]
         self._give_records(fresh)
         lain = {id(entry) for entry, _ in fresh if entry.record is not None and entry.record.in_files}
@@ -323,7 +323,7 @@ class Construction:
                 tensor = parameter.detach()
                 as_it_is = tensor.dtype in (torch.float32, _computes_in(entry.record))
                 tensor = tensor.cpu() if as_it_is else tensor.cpu().float()
-                part = entry.record.part(entry.index, tensor.contiguous())
+                part = entry.record.rank_part(entry.index, tensor.contiguous())
                 values.setdefault(entry.record, {})[entry.index] = {"master": part}
         for record, fields in () if self._overflow else values.items():
             self._engine.parameters.write_record(record, fields)
@@ -332,12 +332,12 @@ class Construction:
         """Make a record for parameters of one module, or one for each type that they compute in; it lies in
         the checkpoint's files, if all of them do.
         """
-        by_form: dict[Format, list[tuple[BuiltParameter, nn.Parameter]]] = {}
+        by_schema: dict[RecordSchema, list[tuple[BuiltParameter, nn.Parameter]]] = {}
         for entry, parameter in fresh:
-            by_form.setdefault(self._form(entry.asked), []).append((entry, parameter))
-        for form, together in by_form.items():
+            by_schema.setdefault(self._schema(entry.asked), []).append((entry, parameter))
+        for schema, together in by_schema.items():
             name = f"{type(together[0][0].module()).__name__} no. {len(self._entries)}"
-            record = self._engine.new_record([parameter for _, parameter in together], name, form)
+            record = self._engine.new_record([parameter for _, parameter in together], name, schema)
             self._records.append(record)
             ranges = self._ranges([parameter for _, parameter in together], record)
             if ranges is not None:
@@ -440,9 +440,9 @@ class Construction:
         numel = sum(
             one.numel() for _, module in named for one in module._parameters.values() if one is not None
         )
-        if numel * self._engine.form.slot_nbytes <= self._engine.budget.kept_nbytes:
+        if numel * self._engine.schema.slot_nbytes <= self._engine.budget.kept_nbytes:
             return False  # all stays in host memory, where blocks would only be more calls
-        found = [] if self._taken_in or self._overflow else list(in_blocks(named, self._engine.form.width))
+        found = [] if self._taken_in or self._overflow else list(in_blocks(named, self._engine.schema.width))
         for name, embedding, grid in found:
             tiles = self._blocks(embedding._parameters["weight"], grid)
             if tiles:
@@ -477,7 +477,7 @@ class Construction:
         piece = nn.Parameter(placeholder(shape, of.dtype, weight.device), weight.requires_grad)
         tile = EmbeddingTile(piece)
         entry = self._entries[id(piece)] = BuiltParameter(piece, tile, "weight", of.asked)
-        record = self._engine.new_record([piece], f"rows no. {len(self._entries)}", self._form(of.asked))
+        record = self._engine.new_record([piece], f"rows no. {len(self._entries)}", self._schema(of.asked))
         self._records.append(record)
         there = FileRange(path, offset + rows.start * of_row, shape[0] * of_row)
         self._engine.lay_in_files(record, [there])
@@ -492,7 +492,7 @@ class Construction:
         self._overflow.refuse(self._records, units)
         for record in self._records:
             if record not in units:  # of parameters that are in no model
-                for field in record.form.weights:
+                for field in record.schema.weights:
                     record.drop(field)
         kind = self._engine.config.frozen_dtype
         if kind is not None:
@@ -530,7 +530,7 @@ class Construction:
                     continue
                 record = entry.record
                 if record not in units:
-                    other = "" if record.form is self._engine.form else f" ({record.form.dtype})"
+                    other = "" if record.schema is self._engine.schema else f" ({record.schema.dtype})"
                     record.name_unit(f"{prefix or type(module).__name__}{other}")
                     units[record] = _holes(record)
                 units[record][entry.index] = parameter
@@ -583,7 +583,7 @@ def _named_modules(roots: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
 def _computes_in(record: Record) -> torch.dtype:
     """Return the type of what computes."""
-    return WEIGHTS[record.form.dtype].dtype
+    return WEIGHTS[record.schema.dtype].dtype
 
 
 def _shares(tensor: torch.Tensor) -> int:

@@ -36,9 +36,9 @@ from infinity.engine.state_dict import Exchange
 from infinity.errors import UnsupportedError
 from infinity.gradients.store import GradientStore
 from infinity.lane.lane import StreamLane
-from infinity.lane.outgoing import Outgoing
+from infinity.lane.outgoing import OutgoingShare
 from infinity.planning.budget import Budget, divide, divide_device, least_total
-from infinity.planning.layout import Format, format_beside, lay_out, share
+from infinity.planning.layout import RecordSchema, lay_out, schema_beside, shard_of
 from infinity.ranks.group import open_ranks
 from infinity.ranks.machine_memory import share_of
 from infinity.records.record import Record, Traffic
@@ -57,7 +57,7 @@ from infinity.units.device_updates import DeviceUpdates
 from infinity.units.meeting import MeetingOfRanks
 from infinity.units.pinning import Pins
 from infinity.units.released import CONVERSIONS, not_converted, not_resident, owner_of, set_owner
-from infinity.units.residency import Executor
+from infinity.units.residency import UnitResidency
 from infinity.units.unit import Unit
 
 logger = logging.getLogger("infinity")
@@ -79,11 +79,11 @@ class Engine:
         self.config = config
         self.ranks = open_ranks(process_group, choose_device(config), config.timeout_s)
         check_sequences(config.sequence_parallel, self.ranks.size)
-        self.form = config.form
+        self.schema = config.schema
         self.device = open_device(self.ranks.device)
         self._on_device = not self.device.is_host
         total_nbytes = share_of(config.host_nbytes, self.ranks)
-        self.budget: Budget = divide(total_nbytes, form=self.form, on_device=self._on_device)
+        self.budget: Budget = divide(total_nbytes, schema=self.schema, on_device=self._on_device)
         self.timeline, self.traffic = Timeline(), Traffic()
         self.units: list[Unit] = []
         self._building: Touch | None = None
@@ -108,19 +108,19 @@ class Engine:
         """What several ranks do together; None where there is one."""
         if self.ranks.size > 1:
             self.partition = Partition(self.ranks, self.lane, self.device, self.timeline, self.units)
-        self.executor = Executor(self.lane, self.device, self.timeline, self.partition)
-        self.parameters = Parameters(self.lane, self.executor, self.partition, self.durable, self.store)
+        self.residency = UnitResidency(self.lane, self.device, self.timeline, self.partition)
+        self.parameters = Parameters(self.lane, self.residency, self.partition, self.durable, self.store)
         self.checkpoint_store: CheckpointStore | None = None
         """The files that weights are read from where they lie; None where there are none."""
         self.exchange = Exchange(self.parameters)
-        self.outgoing = Outgoing(self.device, self.timeline)
+        self.outgoing_share = OutgoingShare(self.device, self.timeline)
         self.gradients = GradientStore(
             self.lane,
             self.device,
             self.kept,
             spill_store,
-            self.outgoing,
-            self.executor,
+            self.outgoing_share,
+            self.residency,
             self.least_total,
             self.ranks,
             self.partition,
@@ -133,7 +133,7 @@ class Engine:
         if copies is not None:
             place = self.device.torch_device
             self.parts = open_parts(copies, self.ranks.device, config.timeout_s, place, self.boundaries)
-        self.hooks = Hooks(self.executor, self.parts or self.boundaries)
+        self.hooks = Hooks(self.residency, self.parts or self.boundaries)
         if self.boundaries is not None:
             self.hooks.backward_ended.append(self.boundaries.backward_ended)
         self.arrivals = Arrivals(
@@ -141,7 +141,7 @@ class Engine:
             self.parameters.unit_of,
             self.hooks,
             self.gradients,
-            self.outgoing,
+            self.outgoing_share,
             self.lane,
             self.durable,
         )
@@ -165,7 +165,7 @@ class Engine:
             self.config.offload_activations,
             self.lane,
             self.device,
-            self.outgoing,
+            self.outgoing_share,
             self.kept,
             self.nvme_store,
             self.traffic,
@@ -175,12 +175,12 @@ class Engine:
     @property
     def weights(self) -> Weights:
         """How weights are kept; its `dtype` is the type that computes."""
-        return WEIGHTS[self.form.dtype]
+        return WEIGHTS[self.schema.dtype]
 
-    def form_of(self, dtype: torch.dtype) -> Format:
-        """Return the format of records that compute in `dtype`."""
+    def schema_of(self, dtype: torch.dtype) -> RecordSchema:
+        """Return the schema of records that compute in `dtype`."""
         name = next(name for name, one in WEIGHTS.items() if one.dtype == dtype)
-        return self.form if name == self.form.dtype else format_beside(name)
+        return self.schema if name == self.schema.dtype else schema_beside(name)
 
     # Building
 
@@ -199,20 +199,20 @@ class Engine:
             reuse_large_blocks(self.budget.outgoing_nbytes)
         self._building = touch
 
-    def new_record(self, parameters: Sequence[nn.Parameter], name: str, form: Format) -> Record:
-        """Make a record of this format for the weights of `parameters`, which have no room yet.
+    def new_record(self, parameters: Sequence[nn.Parameter], name: str, schema: RecordSchema) -> Record:
+        """Make a record of this schema for the weights of `parameters`, which have no room yet.
 
         Raises: HostMemoryError where its blocks do not fit the slots.
         """
         shapes = [(str(index), parameter.shape) for index, parameter in enumerate(parameters)]
-        whole = lay_out(shapes, form.align_numel, self.ranks.size)
+        whole = lay_out(shapes, schema.align_numel, self.ranks.size)
         return Record(
-            share(whole, self.ranks.rank, self.ranks.size),
-            self.budget.tile_of(form),
+            shard_of(whole, self.ranks.rank, self.ranks.size),
+            self.budget.tile_of(schema),
             self.traffic,
             verify=str(self.config.verify),
-            form=form,
-            whole=whole,
+            schema=schema,
+            unit_layout=whole,
             name=name,
         )
 
@@ -244,14 +244,14 @@ class Engine:
             unit = Unit(len(self.units), parameters, record, base)
             in_place = self.device.is_host and self.ranks.size == 1
             place = self.device.torch_device
-            unit.open(self.executor.blocks, place, self.hooks.by_storage, in_place=in_place)
+            unit.open(self.residency.blocks, place, self.hooks.by_storage, in_place=in_place)
             self.units.append(unit)
             self.parameters.add(unit)
             for parameter in parameters:
                 set_owner(parameter, self)
                 self.arrivals.catch(parameter)
         largest = max((unit.resident_nbytes for unit in self.units), default=0)
-        self.budget = divide(self.budget.total_nbytes, largest, self.form, on_device=self._on_device)
+        self.budget = divide(self.budget.total_nbytes, largest, self.schema, on_device=self._on_device)
         self.kept.resize(self.budget.kept_nbytes)
         self.tier = self._open_tier(largest)
         ahead = self.tier.budget.window_nbytes if self.tier is not None else self.budget.ahead_nbytes
@@ -260,14 +260,14 @@ class Engine:
         of_record = {unit.record: unit for unit in self.units}
         met = self._meet_for([of_record[one] for one in chosen])
         of_data = [*(of_record[one] for one in routed), *met]
-        self.executor.open(self.units, ahead, whole=whole, routed=of_data)
-        self.outgoing.open(self.budget.outgoing_nbytes)
+        self.residency.open(self.units, ahead, keep_resident=whole, routed=of_data)
+        self.outgoing_share.open(self.budget.outgoing_nbytes)
         self.gradients.open(self.budget, self.units)
         if self.boundaries is not None:
             self.boundaries.open(self.budget.tile_numel)
         self._open_pins()
         # A durable run moves fields between its steps alone, which it commits.
-        rounds = Rounds(self.executor, self.pins if self.durable is None else None)
+        rounds = Rounds(self.residency, self.pins if self.durable is None else None)
         self.hooks.round_began.append(rounds.forward_began)
         self.hooks.forward_began.append(rounds.step_goes_on)
         if self.partition is not None:
@@ -278,8 +278,8 @@ class Engine:
             self.hooks.forward_began.append(steps.forward_began)
         else:
             self.hooks.forward_began.append(self.durable.forward_began)
-            cut = self.budget.tile_numel, self.form.name
-            self.durable.open(self.units, self.lane, self.executor.flush, cut)
+            cut = self.budget.tile_numel, self.schema.name
+            self.durable.open(self.units, self.lane, self.residency.flush, cut)
         logger.info("%d units, %s; %s", len(self.units), self.config, self.budget)
         return of_record
 
@@ -287,11 +287,11 @@ class Engine:
         """Let a placement decide where fields lie, if there is more than one place for them."""
         if self.nvme_store is not None or self.checkpoint_store is not None or self.tier is not None:
             stores = (self.host_store, self.store)
-            frequencies = self.executor.frequencies
+            frequencies = self.residency.frequencies
             lodges = self.tier if self._lodges else None
             self.pins = Pins(self.units, frequencies, self.lane, self.kept, stores, lodges)
             if self.durable is None:
-                self.executor.before_routed_fetch.append(self.pins.admit)
+                self.residency.before_routed_fetch.append(self.pins.admit)
         if self.pins is not None and self._lodges:
             shortage = Shortage(self.device, self.pins.empty_device)
             self.hooks.forward_began.append(shortage.look)
@@ -303,8 +303,8 @@ class Engine:
         """
         if self.ranks.size == 1 or not chosen:
             return []
-        meeting = MeetingOfRanks(self.ranks, self.units, chosen, self.executor.join_in)
-        self.executor.meet_by(meeting)
+        meeting = MeetingOfRanks(self.ranks, self.units, chosen, self.residency.join_in)
+        self.residency.meet_by(meeting)
         self.arrivals.meet_by(meeting)
         return chosen
 
@@ -313,7 +313,7 @@ class Engine:
 
         units_of: the units of each tile, by its id().
         """
-        module.follow(Routing(self.executor, self.ranks, name, units_of))
+        module.follow(Routing(self.residency, self.ranks, name, units_of))
         for whole in module.wholes().values():
             self.arrivals.have_slices(whole.pieces())
 
@@ -341,7 +341,7 @@ class Engine:
         room.open(budget.total_nbytes, self._one_gives_way)
         room.over.append(partial(_note_download, self.timeline))
         room.take(room.nbytes(1) * sum(len(unit.parameters) for unit in self.units), "placeholders")
-        return DeviceTier(self.executor, room, budget, self.lane, self._open_records())
+        return DeviceTier(self.residency, room, budget, self.lane, self._open_records())
 
     @property
     def _lodges(self) -> bool:
@@ -354,8 +354,8 @@ class Engine:
         if store is None:
             return None
         updates = DeviceUpdates(store, self.device, self.lane, self.timeline)
-        self.executor.update_there_by(updates)
-        self.gradients.update_there_by(updates)
+        self.residency.update_on_device_by(updates)
+        self.gradients.update_on_device_by(updates)
         return Records(
             store, updates, self.gradients.staying_nbytes, self.gradients.leave_device, self._steps_on_device
         )
@@ -366,7 +366,7 @@ class Engine:
 
     def _one_gives_way(self) -> bool:
         """Make room on the device; False where nothing can leave."""
-        return self.executor.one_gives_way() or (self.pins is not None and self.pins.one_record_leaves())
+        return self.residency.one_gives_way() or (self.pins is not None and self.pins.one_record_leaves())
 
     def hook(self, module: nn.Module, units: list[Unit], below: list[Unit]) -> None:
         """Follow a module's forward, which uses `units`, its state_dict and load_state_dict; `below` are the
@@ -412,13 +412,13 @@ class Engine:
     def close_step(self) -> None:
         """The optimizer has decided a step."""
         pending = any(optimizer.update == "forward" for optimizer in self.optimizers)
-        if self.executor.close_step(updates_at_fetch=pending):
+        if self.residency.close_step(updates_at_fetch=pending):
             self.hooks.begin_step()
             if self.pins is not None:
                 self.pins.close_step()
             if self.durable is not None:
                 self.durable.step_closed()
-        self.executor.begin_step()
+        self.residency.begin_step()
 
     def least_total(self, field: str | None = None, more_nbytes: int = 0) -> int:
         """Return the host_memory, in bytes, that holds what is held now, `more_nbytes`, and every gradient,
@@ -426,7 +426,7 @@ class Engine:
         """
         held_nbytes = self.kept.held_nbytes + more_nbytes + self.gradients_nbytes(field)
         largest = max(unit.resident_nbytes for unit in self.units)
-        least = least_total(held_nbytes, largest, self.form, on_device=self._on_device)
+        least = least_total(held_nbytes, largest, self.schema, on_device=self._on_device)
         return least * self.ranks.local_size
 
     def gradients_nbytes(self, field: str | None = None) -> int:
@@ -434,15 +434,15 @@ class Engine:
         in `field` of their records.
         """
         records = [unit.record for unit in self.units if unit.trainable]
-        least = [one.field_nbytes(one.form.gradient) for one in records]
+        least = [one.field_nbytes(one.schema.gradient) for one in records]
         wanted = [one.field_nbytes(field) for one in records] if field else least
         return sum(map(max, least, wanted))
 
     def held_nbytes(self) -> int:
         """Bytes of host_memory in use now."""
         slots = self.budget.slots * self.budget.slot_nbytes
-        ahead = self.executor.ahead_nbytes if self.device.is_host else 0
-        return slots + self.kept.held_nbytes + ahead + self.outgoing.ledger.held_nbytes
+        ahead = self.residency.ahead_nbytes if self.device.is_host else 0
+        return slots + self.kept.held_nbytes + ahead + self.outgoing_share.ledger.held_nbytes
 
     def close(self) -> None:
         """Stop the lane and give memory and files back. The parameters' values are gone."""

@@ -102,7 +102,7 @@ class FrozenFile:
 
     def _places(self, record: Record, marks: Sequence[bool]) -> Iterator[_Place]:
         for segment, packed in zip(record.shard.segments, marks, strict=True):
-            sizes = self._sizes(segment, packed=packed, width=record.form.width)
+            sizes = self._sizes(segment, packed=packed, width=record.schema.width)
             self._nbytes = round_up(self._nbytes, BLOCK)
             parts = []
             for nbytes in sizes:
@@ -130,9 +130,9 @@ class FrozenFile:
         for record, own in places.items():
             made[record] = [self._write_one(record, place) for place in own]
         os.fsync(self._fd)
-        before = sum(one.field_nbytes(name) for one in made for name in one.form.weights)
+        before = sum(one.field_nbytes(name) for one in made for name in one.schema.weights)
         for record, ranges in made.items():
-            for name in record.form.weights:
+            for name in record.schema.weights:
                 record.drop(name)
             self._engine.lay_in_files(record, ranges)
         self._engine.traffic.written["nvme", "packed"] += self._nbytes

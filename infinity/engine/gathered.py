@@ -72,7 +72,7 @@ def gathered(
         for unit in held:
             if not write:
                 unit.changes.begin_edit()  # a change in here has been reported by now
-            units[unit].executor.drop(unit)
+            units[unit].residency.drop(unit)
             unit.changes.end_edit()
 
 
@@ -107,7 +107,7 @@ def _hold(engine: Engine, unit: Unit, *, write: bool) -> None:
             f"{unit.name}: gathered(..., write=True) inside a forward that uses it, or its backward. "
             "Change parameters between steps, or open it around the call of the model."
         )
-    engine.executor.hold_aside(unit)
+    engine.residency.hold_aside(unit)
     if write:
         unit.changes.begin_edit()
     if write and engine.ranks.size == 1:  # several ranks raise together, at the end
@@ -142,7 +142,7 @@ def _warn_of_graphs(units: dict[Unit, Engine]) -> None:
                 "%s: a graph made inside `with infinity.gathered(...)` outlives it. Its backward has to run "
                 'inside, too; after it torch says that "one of the variables [...] has been modified". '
                 "Where no backward follows, make no graph: torch.no_grad().",
-                unit.shard.segments[held[0]].name,
+                unit.layout.segments[held[0]].name,
             )
 
 
@@ -181,8 +181,8 @@ def _write_back(engine: Engine, unit: Unit) -> None:
     whole = [parameter.detach().to("cpu").contiguous() for parameter in unit.parameters]
     if engine.ranks.size > 1:
         _check_same(engine, unit, whole)
-    values = {index: {"master": unit.record.part(index, one)} for index, one in enumerate(whole)}
+    values = {index: {"master": unit.record.rank_part(index, one)} for index, one in enumerate(whole)}
     engine.parameters.before_change()
-    engine.executor.flush(unit)
+    engine.residency.flush(unit)
     unit.values_changed()
     engine.parameters.write_record(unit.record, values, rewrite=True)

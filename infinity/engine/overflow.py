@@ -18,7 +18,7 @@ from infinity.aio import StorageFullError
 from infinity.engine.engine import Engine
 from infinity.errors import HostMemoryError
 from infinity.planning.budget import Budget, divide, least_that
-from infinity.planning.layout import Format
+from infinity.planning.layout import RecordSchema
 from infinity.records.record import Record
 from infinity.sizes import format_size
 from infinity.storage.full_disk import of_whole
@@ -45,7 +45,7 @@ class Overflow:
         if self._first is not None:
             return
         try:
-            for field in record.form.weights:
+            for field in record.schema.weights:
                 record.add(field, self._engine.store)
         except HostMemoryError:
             self._first, self._held_nbytes = record, self._engine.kept.held_nbytes
@@ -117,7 +117,7 @@ class Overflow:
     def _where(self, first: Record) -> str:
         names = [one.name for one in first.shard.segments]
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-        nbytes = sum(map(first.field_nbytes, first.form.weights))
+        nbytes = sum(map(first.field_nbytes, first.schema.weights))
         return (
             f"{first.name}: {', '.join(names[:2])}{more}, {format_size(nbytes)}, do not fit host memory: "
             "without an NVMe tier all state stays there, and "
@@ -128,41 +128,41 @@ class Overflow:
 
     def _least(self, built: Sequence[Record], model: Sequence[tuple[Record, bool]]) -> str:
         engine = self._engine
-        least = _least_total(built, model, engine.form, on_device=not engine.device.is_host)
+        least = _least_total(built, model, engine.schema, on_device=not engine.device.is_host)
         return format_size(least * engine.ranks.local_size)
 
 
 def _least_total(
-    built: Sequence[Record], model: Sequence[tuple[Record, bool]], form: Format, *, on_device: bool
+    built: Sequence[Record], model: Sequence[tuple[Record, bool]], schema: RecordSchema, *, on_device: bool
 ) -> int:
     """Return the host_memory, in bytes, that holds the weights of `built` at once, and then a model's weights
     with moments (AdamW's) and gradients of its trainable records.
 
-    model: records, and whether they are trained; form: Config's.
+    model: records, and whether they are trained; schema: Config's.
     """
 
     def needed(records: Sequence[Record], budget: Budget, *, trained: bool = False) -> int:
         return sum(_stored_nbytes(record, budget, trained=trained) for record in records)
 
     def holds(total_nbytes: int) -> bool:
-        building, training = (divide(total_nbytes, one, form, on_device=on_device) for one in (0, largest))
+        building, training = (divide(total_nbytes, one, schema, on_device=on_device) for one in (0, largest))
         learn = needed([record for record, trained in model if trained], building, trained=True)
         rest = needed([record for record, trained in model if not trained], building)
         return needed(built, building) <= building.kept_nbytes and learn + rest <= training.kept_nbytes
 
-    largest = max((record.form.width * record.whole.numel for record, _ in model), default=0)
-    return least_that(holds, form)
+    largest = max((record.schema.width * record.unit_layout.numel for record, _ in model), default=0)
+    return least_that(holds, schema)
 
 
 def _stored_nbytes(record: Record, budget: Budget, *, trained: bool) -> int:
-    form, numel, tile_numel = record.form, record.shard.numel, budget.tile_of(record.form)
-    names = (*form.fields, form.gradient) if trained else form.weights
+    schema, numel, tile_numel = record.schema, record.shard.numel, budget.tile_of(record.schema)
+    names = (*schema.fields, schema.gradient) if trained else schema.weights
     if record.in_files is not None and not trained:
         names = ()
-    return sum(form.stored_nbytes(name, numel, form.span(name, tile_numel)) for name in names)
+    return sum(schema.stored_nbytes(name, numel, schema.span(name, tile_numel)) for name in names)
 
 
 def _stored_on_nvme(record: Record, budget: Budget, *, trained: bool) -> int:
-    form, numel, tile_numel = record.form, record.shard.numel, budget.tile_of(record.form)
-    names = form.fields if trained else form.weights if record.in_files is None else ()
-    return sum(form.stored_nbytes(name, numel, form.span(name, tile_numel)) for name in names)
+    schema, numel, tile_numel = record.schema, record.shard.numel, budget.tile_of(record.schema)
+    names = schema.fields if trained else schema.weights if record.in_files is None else ()
+    return sum(schema.stored_nbytes(name, numel, schema.span(name, tile_numel)) for name in names)

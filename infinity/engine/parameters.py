@@ -21,7 +21,7 @@ from infinity.records.weights import WEIGHTS
 from infinity.sizes import format_size
 from infinity.storage.store import Store
 from infinity.tensors import as_bytes
-from infinity.units.residency import Executor
+from infinity.units.residency import UnitResidency
 from infinity.units.unit import Unit
 
 logger = logging.getLogger("infinity")
@@ -33,7 +33,7 @@ class Parameters:
     def __init__(
         self,
         lane: StreamLane,
-        executor: Executor,
+        residency: UnitResidency,
         partition: Partition | None,
         durable: Durable | None,
         store: Store,
@@ -43,7 +43,7 @@ class Parameters:
         """
         self._store = store
         self._lane = lane
-        self._executor = executor
+        self._residency = residency
         self._partition = partition
         self._durable = durable
         self._places: dict[int, tuple[Unit, int]] = {}
@@ -72,7 +72,7 @@ class Parameters:
     def name_of(self, parameter: nn.Parameter) -> str:
         """Return a parameter's name in the model."""
         unit, index = self.unit_of(parameter)
-        return unit.shard.segments[index].name
+        return unit.layout.segments[index].name
 
     def part_numel(self, parameter: nn.Parameter) -> int:
         """Return how many of a parameter's elements this rank holds."""
@@ -86,7 +86,7 @@ class Parameters:
         updates applied. With several ranks every rank calls it.
         """
         unit, index = self.unit_of(parameter)
-        self._executor.flush(unit)
+        self._residency.flush(unit)
         dtypes = {field: unit.flat.dtype if field == "hi" else torch.float32 for field in fields}
         values = self.read_record(unit.record, index, dtypes)
         return [values[field].view(parameter.shape) for field in fields]
@@ -96,25 +96,27 @@ class Parameters:
         applied, as a new one-dimensional fp32 tensor on the CPU.
         """
         unit, index = self.unit_of(parameter)
-        self._executor.flush(unit)
+        self._residency.flush(unit)
         return self._read(unit.record, index, {field: torch.float32})[field]
 
     def write(self, parameter: nn.Parameter, values: dict[str, torch.Tensor]) -> None:
         """Set fields ("master", "m", "v") of a parameter, after the updates that are pending."""
         unit, index = self.unit_of(parameter)
-        self.write_part(parameter, {field: unit.record.part(index, one) for field, one in values.items()})
+        self.write_part(
+            parameter, {field: unit.record.rank_part(index, one) for field, one in values.items()}
+        )
 
     def write_part(self, parameter: nn.Parameter, values: dict[str, torch.Tensor]) -> None:
         """Set fields of this rank's part of a parameter; see `write`."""
         self.before_change()
         unit, index = self.unit_of(parameter)
-        self._executor.flush(unit)
+        self._residency.flush(unit)
         host = {}
         for field, tensor in values.items():
             own = (field, tensor.dtype) == ("master", unit.flat.dtype)
             host[field] = tensor.detach().to("cpu", None if own else torch.float32).contiguous()
         if "master" in values:
-            self._executor.changed(unit)
+            self._residency.changed(unit)
         self.write_record(unit.record, {index: host})
 
     def before_change(self) -> None:
@@ -165,7 +167,7 @@ class Parameters:
         """Whether a record whose weights lie in files has these values, with masters equal to them."""
         if any(set(fields) != {"master"} for fields in values.values()):
             return False
-        dtype = WEIGHTS[record.form.dtype].dtype
+        dtype = WEIGHTS[record.schema.dtype].dtype
         for index, fields in values.items():
             (here,) = self._read(record, index, {"hi": dtype}).values()
             new = fields["master"].reshape(-1)
@@ -184,14 +186,14 @@ class Parameters:
         self.before_change()
         self._lane.drain()
         for record in records:
-            dtype = WEIGHTS[record.form.dtype].dtype
+            dtype = WEIGHTS[record.schema.dtype].dtype
             values = {
                 index: {"master": self._read(record, index, {"hi": dtype})["hi"]}
                 for index in range(len(record.shard.segments))
             }
             record.make_own(self._store)
             self._run(WritePass(record, record.tile_numel, values))
-        nbytes = sum(one.field_nbytes(name) for one in records for name in one.form.weights)
+        nbytes = sum(one.field_nbytes(name) for one in records for name in one.schema.weights)
         more = f" and {len(records) - 1} more" if records[1:] else ""
         logger.info(
             "%s%s were copied from the checkpoint's files to records of their own, %s, since %s",

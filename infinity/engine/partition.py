@@ -10,7 +10,7 @@ import xxhash
 from infinity.device.device import Device
 from infinity.gradients.collectives import Collecting, CollectiveLane, Gathering
 from infinity.lane.lane import StreamLane
-from infinity.planning.layout import share
+from infinity.planning.layout import shard_of
 from infinity.planning.plan import Plan
 from infinity.planning.queue import Job
 from infinity.ranks.group import Ranks
@@ -45,10 +45,10 @@ class Partition:
     def collect(self, record: Record, index: int, part: torch.Tensor) -> torch.Tensor:
         """Return a parameter's values from the ranks' parts of them. Every rank calls it."""
         numels = [
-            share(record.whole, rank, self.ranks.size).segments[index].numel
+            shard_of(record.unit_layout, rank, self.ranks.size).segments[index].numel
             for rank in range(self.ranks.size)
         ]
-        name = f"{record.name}.{record.whole.segments[index].name}"
+        name = f"{record.name}.{record.unit_layout.segments[index].name}"
         job = Collecting(name, part, numels, self._lane)
         self.gathers.submit(job)
         self._lane.wait(job)

@@ -16,24 +16,26 @@ from torch import nn
 from infinity.autograd.hooks import graph_task
 from infinity.planning.trace import Phase
 from infinity.ranks.group import Ranks
-from infinity.units.residency import Executor
+from infinity.units.residency import UnitResidency
 from infinity.units.unit import Unit
 
 
 class Routing:
     """Follows one `Routed` module: fetches the units of the tiles that it announces."""
 
-    def __init__(self, executor: Executor, ranks: Ranks, name: str, units_of: dict[int, list[Unit]]) -> None:
+    def __init__(
+        self, residency: UnitResidency, ranks: Ranks, name: str, units_of: dict[int, list[Unit]]
+    ) -> None:
         """name: of the module. units_of: the units of each tile, by its id()."""
-        self._executor, self._ranks, self._name, self._units_of = executor, ranks, name, units_of
+        self._residency, self._ranks, self._name, self._units_of = residency, ranks, name, units_of
 
     def agreed(self, needed: list[int], count: int) -> list[int]:
         """See tiling.RoutingFollower."""
-        self._executor.meet()
+        self._residency.meet()
         return self._ranks.union(needed, count, f"route {self._name}")
 
     def announced(self, tiles: list[nn.Module]) -> None:
         """See tiling.RoutingFollower."""
         units = dict.fromkeys(unit for tile in tiles for unit in self._units_of[id(tile)])
         phase = Phase.FORWARD if graph_task() == -1 else Phase.BACKWARD
-        self._executor.expect(list(units), phase, again=torch.is_grad_enabled())
+        self._residency.expect(list(units), phase, again=torch.is_grad_enabled())

@@ -18,7 +18,7 @@ from infinity.planning.residence import Counts
 from infinity.planning.simulator import Rates
 from infinity.planning.trace import Phase
 from infinity.sizes import format_size
-from infinity.units.device_tier import lives_there
+from infinity.units.device_tier import lives_on_device
 from infinity.units.unit import Unit
 
 _WIDTH = 100
@@ -261,17 +261,17 @@ def _since(later: Any, earlier: Any) -> Any:
 
 
 def _unit_stats(engine: Engine) -> Iterator[UnitStats]:
-    frequencies = engine.executor.frequencies
+    frequencies = engine.residency.frequencies
     for unit in engine.units:
         yield UnitStats(
             unit.name,
-            unit.shard.numel,
+            unit.layout.numel,
             _tiers(unit),
             unit.residence.uses,
             frequencies.fetches(unit.index),
             frequencies.updates(unit.index),
             frequencies.steps_used(unit.index),
-            unit in engine.executor.routed,
+            unit in engine.residency.routed,
             _step_nbytes(unit),
         )
 
@@ -285,7 +285,7 @@ def _step_nbytes(unit: Unit) -> int:
 
 def _tiers(unit: Unit) -> tuple[tuple[str, str], ...]:
     """Return (field, tier), the highest in which a field is."""
-    device = lives_there(unit)
+    device = lives_on_device(unit)
     return tuple((name, "device" if device and name == "hi" else tier) for name, tier in unit.record.tiers())
 
 
@@ -295,12 +295,12 @@ def predicted_step_s(engine: Engine, load: Load, done: Stats, speed: Speed) -> f
     load: of such a step, for the seconds that it computes. done: what `since` tells of several of them, for
     the rate of the updates. speed: of the disk. None without a plan.
     """
-    plan, steps = engine.executor.cursor.plan, max(1, done.steps)
+    plan, steps = engine.residency.cursor.plan, max(1, done.steps)
     if plan is None or not plan.steps:
         return None
     # a backward computes two gradients where a forward computes one output
     shares = [
-        engine.units[one.use.unit].shard.numel * (2 if one.use.phase is Phase.BACKWARD else 1)
+        engine.units[one.use.unit].layout.numel * (2 if one.use.phase is Phase.BACKWARD else 1)
         for one in plan.steps
     ]
     seconds = [load.compute_s * share / sum(shares) for share in shares]
@@ -311,10 +311,10 @@ def predicted_step_s(engine: Engine, load: Load, done: Stats, speed: Speed) -> f
     limits = EngineLimits(
         budget.tile_numel,
         budget.slots,
-        engine.executor.window_nbytes,
+        engine.residency.window_nbytes,
         budget.outgoing_nbytes,
         on_host=host,
-        update="forward" if engine.executor.updates_at_fetch else "backward",
+        update="forward" if engine.residency.updates_at_fetch else "backward",
     )
     return predict_step(plan, seconds, [_moves(unit) for unit in engine.units], limits, rates).seconds
 
@@ -333,8 +333,8 @@ def _moves(unit: Unit) -> Moves:
         unit.window_nbytes,
         in_place=unit.in_place,
         trainable=unit.trainable and not unit.record.on_device,
-        width=unit.record.form.width,
-        derived=bool(unit.record.form.derived),
+        width=unit.record.schema.width,
+        derived=bool(unit.record.schema.derived),
         state_fields=len(stored),
     )
 
@@ -345,17 +345,17 @@ def stats(model: nn.Module) -> Stats:
     Raises: ValueError for a model that was not built in Init.
     """
     engine = engine_of_model(model)
-    counts: Counts = engine.executor.counts
+    counts: Counts = engine.residency.counts
     tier, (uploaded_nbytes, downloaded_nbytes) = engine.tier, engine.device.moved_nbytes
     ledger = engine.device.room.ledger if engine.device.room is not None and tier is not None else None
     return Stats(
-        parameters=sum(segment.numel for unit in engine.units for segment in unit.shard.segments),
+        parameters=sum(segment.numel for unit in engine.units for segment in unit.layout.segments),
         nvme_nbytes=sum(unit.record.nbytes("nvme") for unit in engine.units),
         host_nbytes=sum(unit.record.nbytes("host") for unit in engine.units),
         budget_nbytes=engine.budget.total_nbytes,
         budget_held_nbytes=engine.held_nbytes(),
         io_engine=engine.nvme_store.kind if engine.nvme_store else "none",
-        plan=str(engine.executor.cursor.plan or ""),
+        plan=str(engine.residency.cursor.plan or ""),
         units=tuple(_unit_stats(engine)),
         read_nbytes=dict(engine.traffic.read),
         written_nbytes=dict(engine.traffic.written),
@@ -366,7 +366,7 @@ def stats(model: nn.Module) -> Stats:
         hits=counts.hits,
         misses=counts.misses,
         divergences=counts.divergences,
-        stalls_s={**counts.stalls_s, "gradients": engine.outgoing.stall_s},
+        stalls_s={**counts.stalls_s, "gradients": engine.outgoing_share.stall_s},
         lane_s={name.removesuffix("_s"): spent for name, spent in asdict(engine.lane.times).items()},
         passes=dict(engine.lane.passes),
         rank=engine.ranks.rank,

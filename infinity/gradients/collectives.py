@@ -215,18 +215,18 @@ class Reducing(Collective):
         what: str,
         sent: torch.Tensor,
         mean: torch.Tensor,
-        lend: Callable[[int, torch.dtype], torch.Tensor],
+        allocate: Callable[[int, torch.dtype], torch.Tensor],
         lease: Lease,
         lane: StreamLane,
         device: Device,
     ) -> None:
         """sent: this rank's gradients of the whole unit, 16-bit or fp32; mean: for this rank's share of the
-        mean, of the same type, in host memory; lend: gives memory beside `sent`, for what comes; lease: of
-        the memory that it works in. A gradient keeps this, and so what this keeps; see gradient's note.
+        mean, of the same type, in host memory; allocate: gives memory beside `sent`, for what comes; lease:
+        of the memory that it works in. A gradient keeps this, and so what this keeps; see gradient's note.
         """
         super().__init__(f"reduce {what}", lane)
         self._sent: torch.Tensor | None = sent
-        self._mean, self._lend = mean, lend
+        self._mean, self._allocate = mean, allocate
         self._device = device
         self._lease = lease
         self.nbytes = sent.nbytes
@@ -235,7 +235,7 @@ class Reducing(Collective):
         """All-to-all, and the sum."""
         if self._sent is not None and self._sent.numel():
             self._device.arrived(self._sent)
-            received = self._lend(self._sent.numel(), self._sent.dtype)
+            received = self._allocate(self._sent.numel(), self._sent.dtype)
             channel.exchange(received, self._sent, self.what)
             self._device.leaving(self._sent)
             self._sent = None

@@ -301,7 +301,7 @@ def _store_changed(grad: OffloadedGradient, values: torch.Tensor, operation: str
     """
     store, old = grad.store, grad.gradient
     unit, index = old.unit, old.index
-    name = unit.shard.segments[index].name
+    name = unit.layout.segments[index].name
     own = unit.flat.dtype
     if values.shape != grad.shape or values.dtype not in (own, grad.dtype):
         raise UnsupportedError(
@@ -315,7 +315,7 @@ def _store_changed(grad: OffloadedGradient, values: torch.Tensor, operation: str
             "values on them; nothing is changed. Let every rank do the same (torch.distributed.broadcast "
             "what one of them draws), or assign p.grad, of which the ranks' mean is taken."
         )
-    part = unit.record.part(index, host)
+    part = unit.record.rank_part(index, host)
     grad.replace(part.clone() if is_part(part) else part)
 
 

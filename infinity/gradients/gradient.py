@@ -212,7 +212,7 @@ class Gradient:
         self.end_lease()
         self._lease = lease
 
-    def wait_there(self, tensor: torch.Tensor, lease: Lease) -> None:
+    def wait_on_device(self, tensor: torch.Tensor, lease: Lease) -> None:
         """Wait on the device, as `tensor`, for the other gradients of the unit."""
         self.send(tensor, lease)
         self.on_device = True
@@ -221,7 +221,7 @@ class Gradient:
         """Note that the tensor has other values than those that were measured."""
         self.parts = None
 
-    def stay_there(self) -> None:
+    def stay_on_device(self) -> None:
         """Wait no more: stay on the device."""
         self._become(Form.HOST)
 

@@ -24,7 +24,7 @@ from infinity.errors import HostMemoryError
 from infinity.gradients.collectives import CollectiveLane, Reducing
 from infinity.gradients.gradient import Form, Gradient, total_of
 from infinity.lane.lane import StreamLane
-from infinity.lane.outgoing import Lease, Outgoing
+from infinity.lane.outgoing import Lease, OutgoingShare
 from infinity.records.weights import WIDEN
 from infinity.sizes import format_size
 from infinity.storage.memory import Ledger
@@ -62,23 +62,23 @@ class Reduction:
         lane: StreamLane,
         device: Device,
         kept: Ledger,
-        outgoing: Outgoing,
+        outgoing_share: OutgoingShare,
         *,
         deferred: bool,
     ) -> None:
-        """Reduce by `collectives`, with leases of `outgoing` for what is on its way. deferred: gradients stay
-        local until the step, charged to `kept`.
+        """Reduce by `collectives`, with leases of `outgoing_share` for what is on its way. deferred:
+        gradients stay local until the step, charged to `kept`.
         """
         self._deferred = deferred
         self._collectives = collectives
         self._lane = lane
         self._device = device
         self._kept = kept
-        self._outgoing = outgoing
-        self._buffers = Buffers(outgoing.ledger)
+        self._outgoing_share = outgoing_share
+        self._buffers = Buffers(outgoing_share.ledger)
         self._local: defaultdict[Unit, dict[int, _Local]] = defaultdict(dict)
         self._under_way: deque[tuple[Reducing, int]] = deque()
-        self._sums: deque[tuple[Gradient, torch.Tensor, Reducing]] = deque()
+        self._further_means: deque[tuple[Gradient, torch.Tensor, Reducing]] = deque()
 
     def device_nbytes(self, unit: Unit) -> int:
         """Return the bytes that a unit's reduction takes on an accelerator: its gradients, what is sent and
@@ -87,7 +87,7 @@ class Reduction:
         room = self._device.room
         if room is None:
             return 0
-        whole, share = unit.shard.numel * unit.flat.itemsize, 4 * unit.record.shard.numel
+        whole, share = unit.layout.numel * unit.flat.itemsize, 4 * unit.record.shard.numel
         return 3 * room.nbytes(whole) + 3 * room.nbytes(share)
 
     @property
@@ -157,19 +157,19 @@ class Reduction:
         self._give_back(local.values())
         local.clear()
         taken.clear()
-        self._sum_up(into)
+        self._add_means(into)
 
     def _deliver(self, one: _Local, mean: torch.Tensor, job: Reducing, into: MeanSink) -> None:
         if one.gradient.form is Form.LOCAL:
             one.gradient.charge(0)
             into.reduced(one.gradient, mean, job, keep=one.keep)
         else:
-            self._sums.append((one.gradient, mean, job))
+            self._further_means.append((one.gradient, mean, job))
 
     def _begin(self, unit: Unit, grads: dict[int, torch.Tensor]) -> tuple[Reducing, torch.Tensor]:
         wide = any(grad.dtype == torch.float32 for grad in grads.values())
         dtype = torch.float32 if wide else unit.flat.dtype
-        whole, share = unit.shard.numel * dtype.itemsize, unit.record.shard.numel
+        whole, share = unit.layout.numel * dtype.itemsize, unit.record.shard.numel
         room = self._device.room
         nbytes = 2 * whole if room is None else share * dtype.itemsize
         lease = self._lease(nbytes)
@@ -177,20 +177,22 @@ class Reduction:
         parts = (whole, whole, *[4 * share] * 3) if room is not None else ()
         taken = room.take_all(parts, f"{unit.name}: a reduction") if room is not None else 0
         if self._device.is_host:
-            sent = self._buffers.lend(unit.shard.numel, dtype)
+            sent = self._buffers.take(unit.layout.numel, dtype)
             _pack(unit, grads, sent)
         else:
-            sent = torch.zeros(unit.shard.numel, dtype=dtype, device=self._device.torch_device)
+            sent = torch.zeros(unit.layout.numel, dtype=dtype, device=self._device.torch_device)
             self._device.allocated(sent)
             for index, grad in grads.items():
-                segment = unit.shard.segments[index]
+                segment = unit.layout.segments[index]
                 sent[segment.start : segment.stop].copy_(grad.view(-1))
             self._device.assembled(sent)
-        lend_mean = self._buffers.lend if self._device.is_host else self._device.lend_host
-        mean = lend_mean(share, dtype)
+        take_mean = self._buffers.take if self._device.is_host else self._device.take_host_buffer
+        mean = take_mean(share, dtype)
         what = f"{unit.name} ({', '.join(map(str, grads))} of {len(unit.parameters)}, {str(dtype)[6:]})"
-        lend = self._buffers.lend if self._device.is_host else partial(_on_device, self._device.torch_device)
-        job = Reducing(what, sent, mean, lend, lease, self._lane, self._device)
+        allocate = (
+            self._buffers.take if self._device.is_host else partial(_on_device, self._device.torch_device)
+        )
+        job = Reducing(what, sent, mean, allocate, lease, self._lane, self._device)
         self._collectives.submit(job)
         if room is not None:
             room.leaves(taken, job)
@@ -201,17 +203,17 @@ class Reduction:
         """Return a lease when half of the outgoing share has room for it, or no reduction is under way."""
         while self._under_way and self._under_way[0][0].done:
             self._under_way.popleft()
-        limit = self._outgoing.ledger.limit_nbytes // 2
+        limit = self._outgoing_share.ledger.limit_nbytes // 2
         while self._under_way and sum(size for _, size in self._under_way) + nbytes > limit:
             job, _ = self._under_way.popleft()
-            self._outgoing.stall(job)
-        return self._outgoing.lease_anyway(nbytes)
+            self._outgoing_share.stall(job)
+        return self._outgoing_share.lease_anyway(nbytes)
 
-    def _sum_up(self, into: MeanSink, *, wait: bool = False) -> None:
+    def _add_means(self, into: MeanSink, *, wait: bool = False) -> None:
         """Add the means of further backwards to the stored ones, in order, as far as they have come."""
-        while self._sums and (wait or self._sums[0][2].done):
-            gradient, mean, job = self._sums.popleft()
-            self._outgoing.stall(job)
+        while self._further_means and (wait or self._further_means[0][2].done):
+            gradient, mean, job = self._further_means.popleft()
+            self._outgoing_share.stall(job)
             into.add_mean(gradient, mean)
 
     def settle(self, units: Iterable[Unit], into: MeanSink) -> None:
@@ -219,7 +221,7 @@ class Reduction:
         for unit in units:
             if self._local.get(unit):
                 self.reduce(unit, into)
-        self._sum_up(into, wait=True)
+        self._add_means(into, wait=True)
 
 
 def _on_device(device: torch.device, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -229,7 +231,7 @@ def _on_device(device: torch.device, numel: int, dtype: torch.dtype) -> torch.Te
 def _pack(unit: Unit, grads: dict[int, torch.Tensor], sent: torch.Tensor) -> None:
     """Lay gradients out as the unit is, zeros where there is none."""
     end = 0
-    for index, segment in enumerate(unit.shard.segments):
+    for index, segment in enumerate(unit.layout.segments):
         grad = grads.get(index)
         if grad is None:
             continue

@@ -22,7 +22,7 @@ from infinity.gradients.gradient import Form, Gradient, applied_message, total_o
 from infinity.gradients.reduction import Reduction
 from infinity.gradients.spilling import Outbound, plan_spill
 from infinity.lane.lane import StreamLane
-from infinity.lane.outgoing import Lease, Outgoing, end_all
+from infinity.lane.outgoing import Lease, OutgoingShare, end_all
 from infinity.lane.passes import ReadPass, SpillPart, SpillPass
 from infinity.planning.budget import Budget
 from infinity.ranks.group import Ranks
@@ -34,7 +34,7 @@ from infinity.storage.memory import Ledger
 from infinity.storage.store import DONE, Future, HostStore, Store
 from infinity.tensors import is_part
 from infinity.units.device_updates import DeviceUpdates
-from infinity.units.residency import Executor
+from infinity.units.residency import UnitResidency
 from infinity.units.unit import Unit
 
 _OWN_NBYTES = 1 << 18
@@ -60,15 +60,15 @@ class GradientStore:
         device: Device,
         kept: Ledger,
         spill_store: Store,
-        outgoing: Outgoing,
-        executor: Executor,
+        outgoing_share: OutgoingShare,
+        residency: UnitResidency,
         least_total: Callable[[str], int],
         ranks: Ranks,
         peers: Peers | None,
         *,
         deferred: bool,
     ) -> None:
-        """Keep gradients in `kept`; what does not fit goes to `spill_store`, by `outgoing` and `lane`.
+        """Keep gradients in `kept`; what does not fit goes to `spill_store`, by `outgoing_share` and `lane`.
 
         least_total: says which host_memory, in bytes, holds all gradients in a field as well. peers: None for
         one rank. deferred: ranks sum gradients only when a step is decided.
@@ -77,21 +77,21 @@ class GradientStore:
         self._device = device
         self._spill_store = spill_store
         self._kept = kept
-        self._share = outgoing
-        self._executor = executor
+        self._outgoing_share = outgoing_share
+        self._residency = residency
         self._least_total = least_total
         self.ranks = ranks
         self._peers = peers
         self._reduction: Reduction | None = None
         if peers is not None:
-            self._reduction = Reduction(peers.reduces, lane, device, kept, outgoing, deferred=deferred)
+            self._reduction = Reduction(peers.reduces, lane, device, kept, outgoing_share, deferred=deferred)
         self._at_once: dict[int, int] = {}
         self._in_record: defaultdict[Unit, WeakValueDictionary[int, Gradient]]
         self._in_record = defaultdict(WeakValueDictionary)  # spilled ones that somebody refers to
         self._outgoing: defaultdict[Unit, dict[int, Gradient]] = defaultdict(dict)
         self._on_device: defaultdict[Unit, WeakValueDictionary[int, Gradient]]
         self._on_device = defaultdict(WeakValueDictionary)
-        self._there: DeviceUpdates | None = None
+        self._device_updates: DeviceUpdates | None = None
         self._adds = False
         """Whether a further backward has added to a gradient."""
         self._received: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -128,7 +128,7 @@ class GradientStore:
             return 0
         if self._reduction is not None:
             return self._reduction.device_nbytes(unit)
-        return sum(room.nbytes(one.numel * unit.flat.itemsize) for one in unit.shard.segments)
+        return sum(room.nbytes(one.numel * unit.flat.itemsize) for one in unit.layout.segments)
 
     @property
     def shared(self) -> bool:
@@ -181,7 +181,7 @@ class GradientStore:
         if self._reduction is not None:
             return self._reduction.arrive(unit, index, grad, keep=keep)
         gradient = Gradient(unit, index, self._kept)
-        if unit.record.on_device and self._stays_there(gradient, grad, keep=keep):
+        if unit.record.on_device and self._stays_on_device(gradient, grad, keep=keep):
             return gradient
         if not self._device.is_host:
             self._await_buffer(grad.nbytes)
@@ -197,21 +197,21 @@ class GradientStore:
 
     # Of units whose records live on the device
 
-    def update_there_by(self, updates: DeviceUpdates) -> None:
+    def update_on_device_by(self, updates: DeviceUpdates) -> None:
         """Have gradients of units that live on the device be measured there."""
-        self._there = updates
+        self._device_updates = updates
 
     def staying_nbytes(self, unit: Unit) -> int:
         """Return the bytes of a unit's gradients that stay on the device until they are applied: none where
         that is in the backward, twice as many where further backwards add to them.
         """
         room = self._device.room
-        if room is None or not self._executor.updates_at_fetch:
+        if room is None or not self._residency.updates_at_fetch:
             return 0
         width = 4 if self._adds else unit.flat.itemsize
-        return sum(room.nbytes(one.numel * width) for one in unit.shard.segments)
+        return sum(room.nbytes(one.numel * width) for one in unit.layout.segments)
 
-    def _stays_there(self, gradient: Gradient, grad: torch.Tensor, *, keep: bool) -> bool:
+    def _stays_on_device(self, gradient: Gradient, grad: torch.Tensor, *, keep: bool) -> bool:
         """Let a gradient stay on the device, where its unit's record lives, if there is room."""
         room = self._device.room
         if room is None or not room.fits(grad.nbytes):
@@ -222,22 +222,22 @@ class GradientStore:
         if keep:
             gradient.stay(grad, lease)
         else:
-            gradient.wait_there(grad, lease)
+            gradient.wait_on_device(grad, lease)
             self._outgoing[gradient.unit][gradient.index] = gradient
         self._on_device[gradient.unit][gradient.index] = gradient
         return True
 
-    def _add_there(self, gradient: Gradient, grad: torch.Tensor) -> bool:
+    def _add_on_device(self, gradient: Gradient, grad: torch.Tensor) -> bool:
         """Add a further backward's gradient on the device; False where the sum has no room there."""
         room, unit, stored = self._device.room, gradient.unit, gradient.in_memory
         if room is None or not unit.record.on_device:
             return False
         if gradient.index in unit.pending:
-            self._executor.flush(unit)
+            self._residency.flush(unit)
         widens = stored.dtype != torch.float32
         if widens and not room.fits(4 * stored.numel()):
             return False
-        self._keep_there(unit)
+        self._keep_on_device(unit)
         total = total_of(stored, grad.detach().contiguous())
         taken = room.take(total.nbytes, f"{unit.name}: a sum of gradients that stays") if widens else 0
         if widens:
@@ -246,18 +246,18 @@ class GradientStore:
             gradient.was_changed()
         return True
 
-    def _keep_there(self, unit: Unit) -> None:
+    def _keep_on_device(self, unit: Unit) -> None:
         """Have a unit's gradients that wait on the device stay there."""
-        if self._there is None:
+        if self._device_updates is None:
             return
         for index, gradient in self.outgoing_of(unit).items():
             if gradient.on_device:
                 del self._outgoing[unit][index]
-                gradient.stay_there()
+                gradient.stay_on_device()
 
     def leave_device(self, unit: Unit) -> None:
         """Take a unit's gradients off the device, where its record stays no longer."""
-        self._keep_there(unit)
+        self._keep_on_device(unit)
         for gradient in dict(self._on_device.pop(unit, {})).values():
             if gradient.on_device:
                 self._bring_down(gradient)
@@ -269,15 +269,15 @@ class GradientStore:
         copy.wait()
         self._place(gradient, copy.tensor, keep=True)
 
-    def _measure_there(self, gradients: Iterable[Gradient]) -> None:
+    def _measure_on_device(self, gradients: Iterable[Gradient]) -> None:
         """Measure those of these gradients that are on the device, and all others there with them: the host
         waits for that once, though torch may ask for one norm at a time.
         """
-        if self._there is None or not any(one.on_device and one.parts is None for one in gradients):
+        if self._device_updates is None or not any(one.on_device and one.parts is None for one in gradients):
             return
         there = [one for unit in list(self._on_device.values()) for one in list(unit.values())]
         wanted = [one for one in there if one.on_device and one.parts is None]
-        sums = self._there.square_sums([one.in_memory for one in wanted])
+        sums = self._device_updates.square_sums([one.in_memory for one in wanted])
         for gradient, square_sum in zip(wanted, sums, strict=True):
             gradient.was_measured(square_sum)
 
@@ -285,8 +285,8 @@ class GradientStore:
         """Wait for memory for a download. What is made ahead beyond the outgoing share is charged to the kept
         share.
         """
-        self._share.await_buffer(nbytes, self._at_once.get(nbytes, 1))
-        beyond = self._device.made_ahead_nbytes - self._share.ledger.limit_nbytes
+        self._outgoing_share.await_buffer(nbytes, self._at_once.get(nbytes, 1))
+        beyond = self._device.made_ahead_nbytes - self._outgoing_share.ledger.limit_nbytes
         if beyond > self._charged_nbytes:
             self._kept.reserve_anyway(beyond - self._charged_nbytes)
             self._charged_nbytes = beyond
@@ -299,7 +299,7 @@ class GradientStore:
             return tensor
         if tensor.nbytes < _OWN_NBYTES:
             return tensor.clone() if is_part(tensor) else tensor
-        own = self._share.buffers.lend(tensor.numel(), tensor.dtype).view(tensor.shape)
+        own = self._outgoing_share.buffers.take(tensor.numel(), tensor.dtype).view(tensor.shape)
         kernels.copy(tensor.nbytes, own.data_ptr(), tensor.data_ptr())
         return own
 
@@ -309,11 +309,11 @@ class GradientStore:
         self._adds = True
         if self._reduction is not None:
             self._reduction.add(gradient, grad)
-        elif not gradient.on_device or not self._add_there(gradient, grad):
+        elif not gradient.on_device or not self._add_on_device(gradient, grad):
             if gradient.on_device:
-                self._keep_there(gradient.unit)
+                self._keep_on_device(gradient.unit)
                 self._bring_down(gradient)
-            self._share.await_buffer(grad.nbytes, 1)
+            self._outgoing_share.await_buffer(grad.nbytes, 1)
             self.add_mean(gradient, self._device.to_host(grad))
 
     def add_mean(self, gradient: Gradient, tensor: torch.Tensor) -> None:
@@ -322,7 +322,7 @@ class GradientStore:
         gradient.arriving.wait()
         gradient.comes(DONE)
         if gradient.index in unit.pending:
-            self._executor.flush(unit)
+            self._residency.flush(unit)
         if gradient.form is Form.OUTGOING:
             self.spill(unit)
         if gradient.form is Form.SPILLED:
@@ -348,12 +348,12 @@ class GradientStore:
         4 bytes per parameter; a pass that applies it in time, and another one for the next use, 24 more. So
         that is so where a use in the next step is less likely than five to one.
         """
-        seldom = 6 * self._executor.share_of_steps(unit) < 5
+        seldom = 6 * self._residency.share_of_steps(unit) < 5
         return seldom and not isinstance(self._spill_store, HostStore) and not unit.record.all_in_host
 
     def _send(self, gradient: Gradient, tensor: torch.Tensor) -> None:
         """Let a gradient wait for the others of its unit; a spilled one is added to what is stored."""
-        gradient.send(tensor, self._share.lease(tensor.nbytes))
+        gradient.send(tensor, self._outgoing_share.lease(tensor.nbytes))
         self._outgoing[gradient.unit][gradient.index] = gradient
 
     def outgoing_of(self, unit: Unit) -> dict[int, Gradient]:
@@ -366,7 +366,7 @@ class GradientStore:
         """Keep a complete unit's outgoing gradients: in host memory as far as they fit now, the others in
         the record.
         """
-        self._keep_there(unit)
+        self._keep_on_device(unit)
         for index, gradient in self.outgoing_of(unit).items():
             if gradient.form is Form.OUTGOING and gradient.parts is None and gradient.arriving.done:
                 gradient.measure(gradient.in_memory)
@@ -394,10 +394,10 @@ class GradientStore:
             leases.append(gradient.apply())
         unit.values_changed()
         if unit.record.on_device:
-            self._executor.apply_there(unit, partial(end_all, leases))
+            self._residency.apply_on_device(unit, partial(end_all, leases))
             return
         values = self._values_on_device(unit, leases)
-        self._share.sent(self._executor.apply(unit, partial(end_all, leases), values))
+        self._outgoing_share.sent(self._residency.apply(unit, partial(end_all, leases), values))
 
     def _values_on_device(self, unit: Unit, leases: list[Lease | None]) -> Download | None:
         """Begin to bring a unit's values from an accelerator, so that its update need not read them from NVMe
@@ -405,25 +405,25 @@ class GradientStore:
         room for the copy beside the gradients.
         """
         room, record = self._device.room, unit.record
-        if room is None or record.in_host("hi") or record.form.derived:
+        if room is None or record.in_host("hi") or record.schema.derived:
             return None
         part = unit.part_of_rank
-        if 2 * part.nbytes > self._share.ledger.limit_nbytes or not room.fits(part.nbytes):
+        if 2 * part.nbytes > self._outgoing_share.ledger.limit_nbytes or not room.fits(part.nbytes):
             return None
         if not unit.residence.processed or unit.residence.outdated:
             return None
-        leases.append(self._share.lease(part.nbytes))
+        leases.append(self._outgoing_share.lease(part.nbytes))
         self._await_buffer(part.nbytes)
         self._device.arrived(unit.flat)  # it may have been fetched for a later use, and not been used yet
         return self._device.download(part)
 
     def spill(self, unit: Unit) -> None:
         """Write a unit's outgoing gradients to its record."""
-        self._keep_there(unit)
+        self._keep_on_device(unit)
         if not self.outgoing_of(unit):
             return
         if any(update.field for update in unit.pending.values()):
-            self._executor.flush(unit)  # pending updates read the gradients that are stored now
+            self._residency.flush(unit)  # pending updates read the gradients that are stored now
         outgoing = self._outgoing.pop(unit)
         stored = {index: one for index, one in self._in_record[unit].items() if one.form is Form.SPILLED}
         plan = plan_spill(
@@ -461,7 +461,7 @@ class GradientStore:
         except BaseException as error:  # interrupted: nothing else refers to these gradients
             self._lane.fail(error)
             raise
-        self._share.sent(job)
+        self._outgoing_share.sent(job)
 
     def _make_space(self, unit: Unit, field: str) -> None:
         """Give the record of `unit` a field for its gradients.
@@ -478,13 +478,13 @@ class GradientStore:
 
     def square_sums(self, gradients: Sequence[Gradient]) -> list[float]:
         """Return the fp64 sum of each stored gradient's squares, over all ranks; see `square_sum`."""
-        self._measure_there(gradients)
+        self._measure_on_device(gradients)
         return self.ranks.totals([self.square_sum(gradient) for gradient in gradients], "norms")
 
     def square_sum_of_all(self, gradients: Iterable[Gradient]) -> float:
         """Return the fp64 sum of the squares of all these, over all ranks."""
         gradients = list(gradients)
-        self._measure_there(gradients)
+        self._measure_on_device(gradients)
         return self.ranks.totals([sum(map(self.square_sum, gradients), 0.0)], "norm")[0]
 
     def square_sum(self, gradient: Gradient) -> float:
@@ -497,7 +497,7 @@ class GradientStore:
             return 0.0
         if gradient.form is Form.SPILLED and gradient.index in self.outgoing_of(gradient.unit):
             self.spill(gradient.unit)
-        self._measure_there([gradient])
+        self._measure_on_device([gradient])
         parts = gradient.parts or gradient.measure(gradient.await_tensor())
         job = gradient.job
         if job is not None:
@@ -526,7 +526,7 @@ class GradientStore:
     def _read(self, gradient: Gradient) -> torch.Tensor:
         """Return what this rank has of a spilled gradient."""
         record = gradient.unit.record
-        dtype = torch.float32 if gradient.field == "grad32" else WEIGHTS[record.form.dtype].dtype
+        dtype = torch.float32 if gradient.field == "grad32" else WEIGHTS[record.schema.dtype].dtype
         values = torch.empty(record.shard.segments[gradient.index].numel, dtype=dtype)
         job = ReadPass(record, gradient.index, record.tile_numel, {gradient.field: values})
         self._lane.submit(job, urgent=True)
@@ -549,7 +549,7 @@ def _at_once(units: Sequence[Unit], outgoing_nbytes: int) -> dict[int, int]:
     for unit in units:
         width = unit.flat.dtype.itemsize
         whole = width * unit.record.shard.numel  # the values that an update in the backward starts from
-        sizes.append(Counter([whole, *(segment.numel * width for segment in unit.shard.segments)]))
+        sizes.append(Counter([whole, *(segment.numel * width for segment in unit.layout.segments)]))
     largest = max((sum(size * count for size, count in one.items()) for one in sizes), default=0)
     rounds = 1 + outgoing_nbytes // max(largest, 1)
     total = sum(sizes, Counter[int]())

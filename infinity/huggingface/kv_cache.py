@@ -116,7 +116,7 @@ class _Segments:
             "host",
             engine.lane,
             engine.device,
-            engine.outgoing,
+            engine.outgoing_share,
             share,
             engine.nvme_store,
             engine.traffic,

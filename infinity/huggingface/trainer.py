@@ -83,18 +83,18 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse unsupported settings."""
-        form = engine_of_model(kwargs["model"]).form
+        schema = engine_of_model(kwargs["model"]).schema
         for name, wanted, cure in (
             ("n_gpu", args.n_gpu > 1, "nn.DataParallel copies parameters: start with torchrun"),
             ("torch_compile", args.torch_compile, "it cannot follow fetching and releasing; leave it out"),
             (
                 "fp16",
-                args.fp16 and form.dtype == "bf16",
+                args.fp16 and schema.dtype == "bf16",
                 'the weights are bf16, which need no scaled loss; set bf16=True, or Init(dtype="fp16")',
             ),
             (
                 "fp16",
-                not args.fp16 and form.dtype == "fp16",
+                not args.fp16 and schema.dtype == "fp16",
                 'fp16 weights need a scaled loss: set fp16=True, or Init(dtype="bf16")',
             ),
             ("fp16_full_eval", args.fp16_full_eval, "the weights have one type; leave it out"),
@@ -116,7 +116,7 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
             return
         optimizer = _optimizer(kwargs["optimizer"])
         unscaled = getattr(kwargs["optimizer"], "scaler", None) is None
-        if engine_of_model(model).form.dtype == "fp16" and unscaled:
+        if engine_of_model(model).schema.dtype == "fp16" and unscaled:
             raise UnsupportedError(
                 "TrainingArguments(fp16=True): Accelerate makes no GradScaler on a CPU, but the loss of "
                 'fp16 weights has to be scaled; train on a GPU, or with Init(dtype="bf16")'

@@ -30,7 +30,7 @@ class Pass(QueuedPass[Record], ABC):
         self._packed = PackedSpans(record)
 
     @abstractmethod
-    def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
+    def reads_and_writes(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
         """Return the fields to read and to write of the tile at elements [start, stop). Called when it is
         admitted.
         """
@@ -74,7 +74,7 @@ class Pass(QueuedPass[Record], ABC):
         """Do the whole pass now, where all that it touches lies in host memory."""
         transfers: list[Transfer] = []
         for start, stop in self.tiles():
-            reads, writes = self.fields(start, stop)
+            reads, writes = self.reads_and_writes(start, stop)
             at = {name: self.record.host_address(name, start) for name in dict.fromkeys((*reads, *writes))}
             transfers += self.process(start, stop, at) or ()
             for name in writes:
@@ -92,7 +92,7 @@ class Pass(QueuedPass[Record], ABC):
         packed = self.record.packed
         if packed:  # these are summed up when their span comes and goes
             reads, writes = ([name for name in names if name not in packed] for names in (reads, writes))
-        sums, on_the_way = self.record.sums(start, stop, at, reads, writes), self.sums_up(start, stop)
+        sums, on_the_way = self.record.checksums(start, stop, at, reads, writes), self.sums_up(start, stop)
         if not on_the_way:
             sums.compare()
         self.sums = sums.fields if on_the_way else None

@@ -97,14 +97,14 @@ class FetchPass(_UnitPass):
         self.adopts = frozenset({"hi"} & self.record.targets.keys())
         if self._hi_lies_in_place():
             return iter(())
-        form, at_once = self.record.form, self.record.tiles_read_at_once()
+        schema, at_once = self.record.schema, self.record.tiles_read_at_once()
         if at_once is not None and self._place_of_hi(0) is not None:
             return tiles(self._filled(), self._tile_numel * at_once)
         # What lies in files takes its window, too, twice as much for small parameters: see checkpoint_store.
-        width = form.width if self.record.in_files is None else 3 * form.width
-        return tiles(self._filled(), self._tile_numel * max(1, form.slot_nbytes // width))
+        width = schema.width if self.record.in_files is None else 3 * schema.width
+        return tiles(self._filled(), self._tile_numel * max(1, schema.slot_nbytes // width))
 
-    def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
+    def reads_and_writes(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
         """`hi`, which is left in its target if it has one."""
         return (("hi",) if self.record.written("hi", start) else ()), tuple(self.adopts)
 
@@ -119,79 +119,79 @@ class _UpdatingPass(_UnitPass):
     def __init__(self, unit: FetchTarget, device: Device, tile_numel: int, flat: torch.Tensor | None) -> None:
         """Begin with what is pending for `unit`, which is this pass's own as soon as it is taken over."""
         super().__init__(unit, device, tile_numel, flat)
-        self.pending: dict[int, Update] = unit.pending
-        self._waiting, self._taken = unit.pending, False
-        self._updates_everywhere = False
-        computes = WEIGHTS[unit.record.form.dtype].dtype
+        self.updates: dict[int, Update] = unit.pending
+        self._pending, self._taken = unit.pending, False
+        self._updates_all = False
+        computes = WEIGHTS[unit.record.schema.dtype].dtype
         self._dtypes = {"grad16": KERNEL_DTYPE[computes], "grad32": KERNEL_DTYPE[torch.float32]}
 
     @property
     def ready(self) -> bool:
         """Whether the gradients have come."""
-        return all(update.arriving.done for update in self.pending.values())
+        return all(update.arriving.done for update in self.updates.values())
 
     def take_over(self) -> None:
         """From now on the updates are this pass's."""
         if not self._taken:
-            self.pending, self._taken = self._waiting.take(), True
+            self.updates, self._taken = self._pending.take(), True
 
     def hand_back(self) -> None:
         """Leave the updates to another pass."""
         if self._taken:
-            self._waiting.put_back(self.pending)
-            self.pending, self._taken = self._waiting, False
+            self._pending.put_back(self.updates)
+            self.updates, self._taken = self._pending, False
 
     @property
     def in_memory(self) -> bool:
         """See Pass."""
         record = self.record
-        spilled = [one.field for one in self.pending.values() if one.field]
+        spilled = [one.field for one in self.updates.values() if one.field]
         return record.all_in_host and all(record.in_host(field) for field in spilled)
 
     def touched(self) -> Iterable[str]:
         """Gradients only where they are spilled."""
-        return [*self.record.fields, *(one.field for one in self.pending.values() if one.field)]
+        return [*self.record.fields, *(one.field for one in self.updates.values() if one.field)]
 
     def tiles(self) -> Iterator[tuple[int, int]]:
         """Return the record's tiles, or all of it as one where it is updated in host memory."""
-        self.adopts = frozenset(self.record.targets if self.pending else ())
-        self._updates_everywhere = len(self.pending) == len(self.record.shard.segments)
+        self.adopts = frozenset(self.record.targets if self.updates else ())
+        self._updates_all = len(self.updates) == len(self.record.shard.segments)
         filled = self._filled()
         return tiles(filled, max(filled, self._tile_numel) if self._is_one_tile() else self._tile_numel)
 
     def _is_one_tile(self) -> bool:
         """Whether all parameters are updated in host memory, without slots or gaps that limit a tile."""
         return (
-            len(self.pending) == len(self.record.whole.segments)
+            len(self.updates) == len(self.record.unit_layout.segments)
             and self.in_memory
             and self.record.in_one_piece(tuple(self.touched()))
         )
 
-    def _updates(self, start: int, stop: int) -> bool:
-        if self._updates_everywhere or not self.pending:
-            return self._updates_everywhere
-        return any(piece.index in self.pending for piece in pieces(self.record.shard, start, stop))
+    def _changes(self, start: int, stop: int) -> bool:
+        if self._updates_all or not self.updates:
+            return self._updates_all
+        return any(piece.index in self.updates for piece in pieces(self.record.shard, start, stop))
 
-    def _updates_all(self, start: int, stop: int) -> bool:
-        return self._updates_everywhere or all(
-            piece.index in self.pending for piece in pieces(self.record.shard, start, stop)
+    def _changes_all(self, start: int, stop: int) -> bool:
+        return self._updates_all or all(
+            piece.index in self.updates for piece in pieces(self.record.shard, start, stop)
         )
 
     def _hi_is_given(self) -> bool:
         """Whether `hi` need not be read: it is in the unit's memory."""
         return False
 
-    def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
+    def reads_and_writes(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
         """All fields, and the spilled gradients; without an update in the tile, `_wanted_anyway`."""
         record = self.record
         given = {"hi"} if self._hi_is_given() else set()
-        if not self._updates(start, stop):
+        if not self._changes(start, stop):
             names = [name for name in self._wanted_anyway() if name not in given]
             return [name for name in names if record.written(name, start)], tuple(self.adopts)
-        if record.form.derived and self._updates_all(start, stop):
-            given.update(record.form.derived)
+        if record.schema.derived and self._changes_all(start, stop):
+            given.update(record.schema.derived)
         reads = [name for name in record.fields if name not in given and record.written(name, start)]
-        spilled = {index: update.field for index, update in self.pending.items() if update.field}
+        spilled = {index: update.field for index, update in self.updates.items() if update.field}
         if spilled:
             here = {piece.index for piece in pieces(self.record.shard, start, stop)}
             reads += sorted({field for index, field in spilled.items() if index in here})
@@ -204,22 +204,22 @@ class _UpdatingPass(_UnitPass):
     def sums_up(self, start: int, stop: int) -> bool:
         """Where one step of one parameter is all that is done, by a kernel that takes checksums."""
         parts = list(pieces(self.record.shard, start, stop))
-        update = self.pending.get(parts[0].index) if len(parts) == 1 and parts[0].start == start else None
+        update = self.updates.get(parts[0].index) if len(parts) == 1 and parts[0].start == start else None
         if update is None or update.missed or update.after or not update.has_gradient:
             return False
-        return (self.record.form.dtype, self.record.form.state_dtype) in update.recipe.summing
+        return (self.record.schema.dtype, self.record.schema.state_dtype) in update.recipe.summing
 
-    def _update(self, start: int, stop: int, at: dict[str, int]) -> None:
-        if not self._updates(start, stop):
+    def _apply_updates(self, start: int, stop: int, at: dict[str, int]) -> None:
+        if not self._changes(start, stop):
             return
-        for name in self.record.form.moments:
+        for name in self.record.schema.moments:
             if name in at and not self.record.written(name, start):
                 clear(self.record, at, name, stop - start)
         self._apply(start, stop, at)
 
     def _apply(self, start: int, stop: int, at: dict[str, int]) -> None:
         for piece in pieces(self.record.shard, start, stop):
-            update = self.pending.get(piece.index)
+            update = self.updates.get(piece.index)
             if update is not None:
                 self._step(update, piece, start, at)
 
@@ -227,10 +227,10 @@ class _UpdatingPass(_UnitPass):
         """Make the steps of one parameter's piece of a tile, those that were missed first."""
         state = {
             name: piece_address(self.record, at[name], piece.start, start, name)
-            for name in self.record.form.fields
+            for name in self.record.schema.fields
             if name in at
         }
-        step = update.recipe.kernels[self.record.form.dtype, self.record.form.state_dtype]
+        step = update.recipe.kernels[self.record.schema.dtype, self.record.schema.state_dtype]
         misses = update.missed or update.after or not update.has_gradient
         zeros = torch.zeros(piece.numel if misses else 0, dtype=torch.bfloat16)
 
@@ -257,7 +257,7 @@ class _UpdatingPass(_UnitPass):
 
     def done_processing(self) -> None:
         """Drop the gradients."""
-        self.pending = {}
+        self.updates = {}
         super().done_processing()
 
 
@@ -274,7 +274,7 @@ class FetchAndUpdatePass(_UpdatingPass):
 
     def process(self, start: int, stop: int, at: dict[str, int]) -> Sequence[Transfer] | None:
         """Apply the updates, then upload."""
-        self._update(start, stop, at)
+        self._apply_updates(start, stop, at)
         return self._upload(start, stop, at)
 
 
@@ -309,13 +309,13 @@ class UpdatePass(_UpdatingPass):
 
     def tiles(self) -> Iterator[tuple[int, int]]:
         """Tiles that change, or of which a field goes to its target."""
-        return (one for one in super().tiles() if self.adopts or self._updates(*one))
+        return (one for one in super().tiles() if self.adopts or self._changes(*one))
 
     def run_in_memory(self) -> None:
         """Update fields that are contiguous in host memory in one call, others tile by tile."""
         record = self.record
-        whole = None if self._hi_is_given() or record.targets else record.whole_in_host()
-        if whole is None or any(update.field for update in self.pending.values()):
+        whole = None if self._hi_is_given() or record.targets else record.addresses_in_host()
+        if whole is None or any(update.field for update in self.updates.values()):
             super().run_in_memory()
             return
         self._apply(0, record.shard.numel, whole)
@@ -325,7 +325,7 @@ class UpdatePass(_UpdatingPass):
         """Apply the updates, to the values in the unit's memory if `hi` is given."""
         if self._hi_is_given() and "hi" in at:
             self._bring_hi(start, stop, at["hi"])
-        self._update(start, stop, at)
+        self._apply_updates(start, stop, at)
 
     def _bring_hi(self, start: int, stop: int, address: int) -> None:
         """Copy the unit's values to where they are updated, unless they are updated where they are."""
@@ -336,7 +336,7 @@ class UpdatePass(_UpdatingPass):
         if flat is None:
             raise AssertionError(f"{self.record.name}: expected values that the CPU computes with, got none")
         if address != flat:
-            kernels.copy(self.record.form.width * (stop - start), address, flat)
+            kernels.copy(self.record.schema.width * (stop - start), address, flat)
 
     def done_processing(self) -> None:
         """Drop the copy as well."""

@@ -287,7 +287,7 @@ class StreamLane:
     def _begin(self, job: Pass, start: int, stop: int) -> _Tile:
         """Find memory for the fields of a tile, and begin to read those on NVMe."""
         record = job.record
-        reads, writes = job.fields(start, stop)
+        reads, writes = job.reads_and_writes(start, stop)
         at: dict[str, int] = {}
         slotted: list[str] = []
         for name in dict.fromkeys((*reads, *writes)):
@@ -367,7 +367,7 @@ class StreamLane:
         job = tile.owner
         for transfer in tile.more if self._timeline.recording else ():
             if transfer.ended_s is not None:
-                nbytes = job.record.form.width * (tile.stop - tile.start)
+                nbytes = job.record.schema.width * (tile.stop - tile.start)
                 self._timeline.span(job.moves, job.record.name, transfer.began_s, transfer.ended_s, nbytes)
 
     def _reap(self, *, block: bool) -> None:

@@ -48,7 +48,7 @@ def end_all(leases: Iterable[Lease | None]) -> None:
             lease.end()
 
 
-class Outgoing:
+class OutgoingShare:
     """Owns the share, and the work under way that will make room in it. Used by the thread that computes."""
 
     def __init__(self, device: Device, timeline: Timeline) -> None:

@@ -24,12 +24,12 @@ from infinity.storage.store import DONE, Extent, Future, Transfer
 
 def piece_address(record: Record, base: int, element: int, start: int, field: str) -> int:
     """Return the address of `element` of a field whose tile, from element `start` on, lies at `base`."""
-    return base + record.form.nbytes(field, element - start)
+    return base + record.schema.nbytes(field, element - start)
 
 
 def clear(record: Record, at: dict[str, int], name: str, numel: int) -> None:
     """Make a field of a tile of `numel` elements zero."""
-    ctypes.memset(at[name], 0, record.form.nbytes(name, numel))
+    ctypes.memset(at[name], 0, record.schema.nbytes(name, numel))
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class SpillPass(Pass):
         """Prepare to write `target`."""
         super().__init__(record)
         self._shard = record.shard
-        self._computes = WEIGHTS[record.form.dtype].dtype
+        self._computes = WEIGHTS[record.schema.dtype].dtype
         self._tile_numel = tile_numel
         self._parts = parts
         self._carried = carried
@@ -90,7 +90,7 @@ class SpillPass(Pass):
         """Every tile."""
         return tiles(self._shard.numel, self._tile_numel)
 
-    def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
+    def reads_and_writes(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
         """The stored gradients, if any count, and the new ones."""
         return ((self._source,) if self._source else ()), (self._target,)
 
@@ -140,7 +140,7 @@ class SpillPass(Pass):
 
 def field_nbytes(record: Record, field: str, numel: int) -> int:
     """Return the bytes of `numel` elements of a field as it is stored; "master" in fp32."""
-    return 4 * numel if field == "master" else record.form.nbytes(field, numel)
+    return 4 * numel if field == "master" else record.schema.nbytes(field, numel)
 
 
 class _RangePass(Pass):
@@ -154,12 +154,12 @@ class _RangePass(Pass):
         self.start, self.stop = start, stop
         self.values = dict(values)
         self._tile_numel = tile_numel
-        self._weights = WEIGHTS[record.form.dtype]
+        self._weights = WEIGHTS[record.schema.dtype]
         self._names = tuple(dict.fromkeys(name for field in values for name in self._kept_in(field)))
 
     def _kept_in(self, field: str) -> Sequence[str]:
         """Return the fields of the record to move for a field of `values`."""
-        return self.record.form.master if field == "master" else (field,)
+        return self.record.schema.master if field == "master" else (field,)
 
     def tiles(self) -> Iterator[tuple[int, int]]:
         """The range's tiles."""
@@ -194,7 +194,7 @@ class CopyOutPass(_RangePass):
         in_files = self.record.in_files is not None
         return ("hi",) if field == "master" and in_files else super()._kept_in(field)
 
-    def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
+    def reads_and_writes(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
         """Of the fields asked for, those that were ever written."""
         return tuple(name for name in self._names if self.record.written(name, start)), ()
 
@@ -219,21 +219,21 @@ class ReadPass(CopyOutPass):
         super().__init__(record, tile_numel, segment.start, segment.stop, into)
 
     def _kept_in(self, field: str) -> Sequence[str]:
-        return self.record.form.moments if field in ("m", "v") else super()._kept_in(field)
+        return self.record.schema.moments if field in ("m", "v") else super()._kept_in(field)
 
     def _nbytes(self, field: str, numel: int) -> int:
         return numel * self.values[field].element_size()
 
     def _move(self, numel: int, here: dict[str, int], values: dict[str, int]) -> None:
         super()._move(numel, here, {field: to for field, to in values.items() if field not in ("m", "v")})
-        form, asked = self.record.form.state_dtype, [name for name in ("m", "v") if name in values]
-        if form == "int8" and asked and "m" in here:
+        state_dtype, asked = self.record.schema.state_dtype, [name for name in ("m", "v") if name in values]
+        if state_dtype == "int8" and asked and "m" in here:
             unasked = torch.empty(numel, dtype=torch.float32)
             m, v = (values.get(name, unasked.data_ptr()) for name in ("m", "v"))
             kernels.dequantize(numel, here["m"], here["v"], here["scale"], m, v)
             return
         for name in asked:
-            if form == "bf16" and name in here:
+            if state_dtype == "bf16" and name in here:
                 kernels.widen(numel, here[name], values[name])
             else:
                 _copy_or_clear(4 * numel, values[name], here.get(name))
@@ -252,9 +252,9 @@ class CopyInPass(_RangePass):
 
     def _kept_in(self, field: str) -> Sequence[str]:
         """All weights follow their master."""
-        return self.record.form.weights if field == "master" else (field,)
+        return self.record.schema.weights if field == "master" else (field,)
 
-    def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
+    def reads_and_writes(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
         """Everything is replaced, padding included."""
         return (), self._names
 
@@ -295,10 +295,12 @@ class WritePass(Pass):
         self._values = values
         self._rewrite = rewrite
         names = {name for fields in values.values() for name in fields}
-        if record.form.state_dtype == "int8" and ("m" in names) != ("v" in names):
+        if record.schema.state_dtype == "int8" and ("m" in names) != ("v" in names):
             raise ValueError(f"{record.name}: 8-bit moments are set together, got {sorted(names)}")
-        wanted = [name for name in record.form.moments if name in names or (name == "scale" and "m" in names)]
-        self._names = (*wanted, *(record.form.weights if "master" in names else ()))
+        wanted = [
+            name for name in record.schema.moments if name in names or (name == "scale" and "m" in names)
+        ]
+        self._names = (*wanted, *(record.schema.weights if "master" in names else ()))
 
     def tiles(self) -> Iterator[tuple[int, int]]:
         """Tiles with a part of any of the parameters."""
@@ -306,7 +308,7 @@ class WritePass(Pass):
             if any(piece.index in self._values for piece in pieces(self.record.shard, start, stop)):
                 yield start, stop
 
-    def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
+    def reads_and_writes(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
         """Read the fields first, unless every parameter in the tile is replaced."""
         parts = list(pieces(self.record.shard, start, stop))
         if not self._rewrite and all(
@@ -316,12 +318,12 @@ class WritePass(Pass):
         return tuple(name for name in self._names if self.record.written(name, start)), self._names
 
     def _fields_set(self) -> set[str]:
-        given = {**dict.fromkeys(self.record.form.weights, "master"), "scale": "m"}
+        given = {**dict.fromkeys(self.record.schema.weights, "master"), "scale": "m"}
         return {given.get(name, name) for name in self._names}
 
     def process(self, start: int, stop: int, at: dict[str, int]) -> None:
         """Split, rewrite or copy each parameter's piece."""
-        reads, _ = self.fields(start, stop)
+        reads, _ = self.reads_and_writes(start, stop)
         for name in self._names:
             if name not in reads:
                 clear(self.record, at, name, stop - start)
@@ -337,7 +339,7 @@ class WritePass(Pass):
             self._write_moments(piece.numel, new, here)
 
     def _write_master(self, numel: int, new: int, dtype: torch.dtype, here: dict[str, int]) -> None:
-        weights = WEIGHTS[self.record.form.dtype]
+        weights = WEIGHTS[self.record.schema.dtype]
         if self._rewrite and dtype == weights.dtype:
             weights.rewrite(numel, new, here)
         elif dtype == torch.float32:
@@ -346,14 +348,14 @@ class WritePass(Pass):
             weights.take(numel, new, here)
 
     def _write_moments(self, numel: int, new: dict[str, int], here: dict[str, int]) -> None:
-        form = self.record.form.state_dtype
-        if form == "int8" and "m" in new:
+        state_dtype = self.record.schema.state_dtype
+        if state_dtype == "int8" and "m" in new:
             kernels.quantize(numel, new["m"], new["v"], here["m"], here["v"], here["scale"])
             return
         for name in ("m", "v"):
             if name not in new:
                 continue
-            if form == "bf16":
+            if state_dtype == "bf16":
                 kernels.narrow(numel, new[name], here[name])
             else:
                 kernels.copy(4 * numel, here[name], new[name])
@@ -396,7 +398,7 @@ class _WriteOutPass(Pass):
     def _written(self, start: int) -> tuple[str, ...]:
         return tuple(name for name in self._homes if self.record.written(name, start))
 
-    def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
+    def reads_and_writes(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
         """Those that were ever written, where they lie."""
         return self._written(start), ()
 
@@ -414,8 +416,8 @@ class KeepPass(_WriteOutPass):
 
     def __init__(self, record: Record, homes: Mapping[str, Home], tile_numel: int) -> None:
         """Prepare to write the fields that `homes` names, as many tiles at once as a slot would hold."""
-        tile_nbytes = sum(record.form.nbytes(name, tile_numel) for name in homes)
-        tiles_at_once = max(1, record.form.slot_nbytes * tile_numel // tile_nbytes)
+        tile_nbytes = sum(record.schema.nbytes(name, tile_numel) for name in homes)
+        tiles_at_once = max(1, record.schema.slot_nbytes * tile_numel // tile_nbytes)
         super().__init__(record, homes, tile_numel, tiles_at_once * tile_numel)
 
     @property
@@ -451,7 +453,7 @@ class CheckPass(Pass):
         """Every tile."""
         return tiles(self.record.shard.numel, self._tile_numel)
 
-    def fields(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
+    def reads_and_writes(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
         """The fields of the tile that were ever written."""
         return tuple(name for name in self.record.fields if self.record.written(name, start)), ()
 

@@ -114,7 +114,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         try:
             for parameter in group:
                 engine = engine_for(parameter)
-                check_record(self.recipe, engine.parameters.unit_of(parameter)[0].record.form, self.update)
+                check_record(self.recipe, engine.parameters.unit_of(parameter)[0].record.schema, self.update)
                 self.mine[id(parameter)] = ParameterPlace(engine, len(self.mine), len(self.param_groups) - 1)
             if self._made:
                 self.take(group)
@@ -161,7 +161,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
             self._decide(group, parameter, gradient, factor)
         self._decide_missed(beside, float(factor))
         for unit in {gradient.unit for _, _, gradient in taken if gradient.form is not Form.ZERO}:
-            self._engine(unit).executor.frequencies.updated(unit.index)
+            self._engine(unit).residency.frequencies.updated(unit.index)
         self._applied.clear()
         for engine in self._engines.values():
             engine.close_step()
@@ -195,7 +195,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
             step = state["step"] = state.get("step", 0) + 1
             if (place.group, step) not in known:
                 known[place.group, step] = self.recipe.scalars(self.param_groups[place.group], step, clip)
-            rounds = unit.record.form.state_dtype != "fp32"
+            rounds = unit.record.schema.state_dtype != "fp32"
             key = kernels.state_key(self.seed, place.position, step) if rounds else 0
             before = unit.pending.get(index)
             if before is None:
@@ -208,7 +208,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
     def _warn_of_overflow(self, gradients: list[Gradient]) -> None:
         """Warn, once, if fp16 gradients come without loss scaling, which checks them for overflows."""
         for gradient in gradients:
-            dtype = gradient.unit.record.form.dtype
+            dtype = gradient.unit.record.schema.dtype
             if WEIGHTS[dtype].overflows and not gradient.checked and not self._warned:
                 self._warned = True
                 warn_unscaled(gradient.unit.name, dtype)
@@ -245,7 +245,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
             if unit not in busy and all(one.misses < limit for one in unit.pending.values()):
                 self._decided.add(unit)
             else:
-                self._engine(unit).executor.flush(unit)
+                self._engine(unit).residency.flush(unit)
 
     def _decide(
         self, group: dict[str, Any], parameter: nn.Parameter, gradient: Gradient, factor: np.float32

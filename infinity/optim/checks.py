@@ -9,7 +9,7 @@ import torch
 
 from infinity.engine.engine import Engine
 from infinity.errors import HostMemoryError, UnsupportedError
-from infinity.planning.layout import Format
+from infinity.planning.layout import RecordSchema
 from infinity.ranks.machine_memory import check_available
 from infinity.records.update_rules import Recipe
 from infinity.records.weights import WEIGHTS
@@ -38,19 +38,19 @@ def check_fits(engine: Engine, what: str, nbytes: int) -> None:
         )
 
 
-def check_record(recipe: Recipe, form: Format, update: str) -> None:
+def check_record(recipe: Recipe, schema: RecordSchema, update: str) -> None:
     """Check that an optimizer can update records of this format.
 
     Raises: UnsupportedError naming the option to change.
     """
-    if (form.dtype, form.state_dtype) not in recipe.kernels:
+    if (schema.dtype, schema.state_dtype) not in recipe.kernels:
         raise UnsupportedError(
             f"{recipe.name} keeps its state in fp32, and the model was built with "
-            f'state_dtype={form.state_dtype!r}, which only AdamW has: use Config(state_dtype="fp32")'
+            f'state_dtype={schema.state_dtype!r}, which only AdamW has: use Config(state_dtype="fp32")'
         )
-    if WEIGHTS[form.dtype].overflows and update == "backward":
+    if WEIGHTS[schema.dtype].overflows and update == "backward":
         raise UnsupportedError(
-            f'update="backward" with dtype={form.dtype!r}: gradients would be applied before it is '
+            f'update="backward" with dtype={schema.dtype!r}: gradients would be applied before it is '
             'known whether they have overflowed. Use update="forward", or dtype="bf16".'
         )
 

@@ -141,7 +141,7 @@ class Owning:
         if self._rooms.get(id(parameter)) is record.fields:
             return
         self._make_own(engine, [parameter])
-        if any(name not in record for name in self.recipe.fields(record.form)):
+        if any(name not in record for name in self.recipe.fields(record.schema)):
             self._add_fields(parameter)
         if id(parameter) not in self._begun:
             self._begun.add(id(parameter))
@@ -156,14 +156,14 @@ class Owning:
     def _missing(self, parameter: nn.Parameter) -> list[str]:
         """Return the fields of a parameter's state that its record does not have yet."""
         record = self.mine[id(parameter)].engine.parameters.unit_of(parameter)[0].record
-        return [name for name in self.recipe.fields(record.form) if name not in record]
+        return [name for name in self.recipe.fields(record.schema) if name not in record]
 
     def _missing_nbytes(self, parameters: Sequence[nn.Parameter]) -> int:
         """Return the bytes by which records grow for the state of these parameters."""
         records = [self.mine[id(one)].engine.parameters.unit_of(one)[0].record for one in parameters]
         missing = zip(records, map(self._missing, parameters), strict=True)
         fields = {(record, name) for record, names in missing for name in names}
-        fields |= {(one, name) for one in records if one.in_files is not None for name in one.form.weights}
+        fields |= {(one, name) for one in records if one.in_files is not None for name in one.schema.weights}
         return sum(record.field_nbytes(name) for record, name in fields)
 
     def _add_fields(self, parameter: nn.Parameter) -> None:
@@ -171,7 +171,7 @@ class Owning:
         engine = self.mine[id(parameter)].engine
         unit = engine.parameters.unit_of(parameter)[0]
         if missing and (unit.pending or not engine.lane.settled(unit.record)):
-            engine.executor.flush(unit)
+            engine.residency.flush(unit)
             engine.lane.drain()
         for name in missing:
             unit.record.add(name, engine.store)
@@ -200,7 +200,7 @@ class Owning:
         segment = unit.record.shard.segments[index]
         start = segment.start
         if unit.pending:
-            engine.executor.flush(unit)  # of the earlier optimizer, by its recipe
+            engine.residency.flush(unit)  # of the earlier optimizer, by its recipe
         under_way = not engine.lane.settled(unit.record)
         if segment.numel and (
             under_way or any(unit.record.written(name, start) for name in self.recipe.state)

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from infinity.errors import DeviceMemoryError, HostMemoryError
-from infinity.planning.layout import FP32, Format
+from infinity.planning.layout import FP32, RecordSchema
 from infinity.sizes import format_size
 
 SLOT_NBYTES_PER_ELEMENT = 16
 """Bytes: hi 2, lo 2, m 4, v 4, and a gradient of 2 or 4: one tile of a whole record. Of other records, see
-`Format` in planning/layout.py.
+`RecordSchema` in planning/layout.py.
 """
 
 _SLOT_NUMEL_MOST = 1 << 19
@@ -50,20 +50,20 @@ class Budget:
         """Bytes of one slot: one tile of a whole record with its gradient."""
         return self.tile_numel * self.slot_nbytes_per_element
 
-    def tile_of(self, form: Format) -> int:
-        """Return the elements of a tile of a record in another format: as many as fit a slot.
+    def tile_of(self, schema: RecordSchema) -> int:
+        """Return the elements of a tile of a record in another schema: as many as fit a slot.
 
         Raises: HostMemoryError with a host_memory that works.
         """
         numel = self.tile_numel
-        while numel * form.slot_nbytes > self.slot_nbytes:
+        while numel * schema.slot_nbytes > self.slot_nbytes:
             numel //= 2
-        if numel < form.align_numel:
+        if numel < schema.align_numel:
             works = 4 * _SLOT_COUNT_GOOD * 2 * self.slot_nbytes
             raise HostMemoryError(
                 f"host_memory={format_size(self.total_nbytes)} makes slots of "
-                f"{format_size(self.slot_nbytes)}, and a parameter in {form.dtype} moves in blocks of "
-                f"{format_size(form.align_numel * form.slot_nbytes)}. {format_size(works)} works."
+                f"{format_size(self.slot_nbytes)}, and a parameter in {schema.dtype} moves in blocks of "
+                f"{format_size(schema.align_numel * schema.slot_nbytes)}. {format_size(works)} works."
             )
         return numel
 
@@ -83,13 +83,13 @@ class Budget:
         return ", ".join([slots, *(f"{name} {format_size(nbytes)}" for name, nbytes in shares)])
 
 
-def least_budget(form: Format = FP32) -> int:
+def least_budget(schema: RecordSchema = FP32) -> int:
     """Bytes: the smallest host_memory that moves records at all, one tile of one block at a time."""
-    return _SLOT_COUNT_LEAST * form.align_numel * form.slot_nbytes
+    return _SLOT_COUNT_LEAST * schema.align_numel * schema.slot_nbytes
 
 
 def divide(
-    total_nbytes: int, largest_unit_nbytes: int = 0, form: Format = FP32, *, on_device: bool = False
+    total_nbytes: int, largest_unit_nbytes: int = 0, schema: RecordSchema = FP32, *, on_device: bool = False
 ) -> Budget:
     """Divide a host_memory of `total_nbytes` for a model whose largest resident unit takes
     `largest_unit_nbytes`, in tiles that suit its records.
@@ -100,7 +100,7 @@ def divide(
 
     Raises: HostMemoryError with the smallest budget that works.
     """
-    least_nbytes, slot_nbytes = least_budget(form), form.slot_nbytes
+    least_nbytes, slot_nbytes = least_budget(schema), schema.slot_nbytes
     if total_nbytes < least_nbytes:
         raise HostMemoryError(
             f"host_memory={format_size(total_nbytes)} cannot work: moving records needs at least "
@@ -108,7 +108,7 @@ def divide(
             "hundred MiB is fast."
         )
     tile_numel = _SLOT_NUMEL_MOST
-    while tile_numel > form.align_numel and tile_numel * slot_nbytes * _SLOT_COUNT_GOOD > total_nbytes // 4:
+    while tile_numel > schema.align_numel and tile_numel * slot_nbytes * _SLOT_COUNT_GOOD > total_nbytes // 4:
         tile_numel //= 2
     slots = max(_SLOT_COUNT_LEAST, min(_SLOT_COUNT, total_nbytes // 4 // (tile_numel * slot_nbytes)))
     rest = total_nbytes - slots * tile_numel * slot_nbytes
@@ -183,25 +183,25 @@ def divide_device(
     return DeviceBudget(total_nbytes, working, largest_nbytes)
 
 
-def totals_in_tiles_of(tile_numel: int, form: Format = FP32) -> tuple[int, int | None]:
+def totals_in_tiles_of(tile_numel: int, schema: RecordSchema = FP32) -> tuple[int, int | None]:
     """Return the least and the largest host_memory, in bytes, that gives such tiles; None: any."""
-    least = 4 * _SLOT_COUNT_GOOD * tile_numel * form.slot_nbytes
+    least = 4 * _SLOT_COUNT_GOOD * tile_numel * schema.slot_nbytes
     return least, None if tile_numel == _SLOT_NUMEL_MOST else 2 * least - 1
 
 
 def least_total(
-    kept_nbytes: int, largest_unit_nbytes: int, form: Format = FP32, *, on_device: bool = False
+    kept_nbytes: int, largest_unit_nbytes: int, schema: RecordSchema = FP32, *, on_device: bool = False
 ) -> int:
     """Return the smallest host_memory, in bytes to the MiB, whose kept share is at least `kept_nbytes`."""
 
     def keeps(total_nbytes: int) -> bool:
-        budget = divide(total_nbytes, largest_unit_nbytes, form, on_device=on_device)
+        budget = divide(total_nbytes, largest_unit_nbytes, schema, on_device=on_device)
         return budget.kept_nbytes >= kept_nbytes
 
-    return least_that(keeps, form)
+    return least_that(keeps, schema)
 
 
-def least_that(works: Callable[[int], bool], form: Format = FP32) -> int:
+def least_that(works: Callable[[int], bool], schema: RecordSchema = FP32) -> int:
     """Return the smallest host_memory, in bytes to the MiB, that `works` is true of. Where it raises
     HostMemoryError, it is not.
 
@@ -215,10 +215,10 @@ def least_that(works: Callable[[int], bool], form: Format = FP32) -> int:
         except HostMemoryError:
             return False
 
-    tile_numel, low = form.align_numel, 1
+    tile_numel, low = schema.align_numel, 1
     while True:
-        least, most = totals_in_tiles_of(tile_numel, form)
-        low = max(low, -(-least >> 20)) if tile_numel > form.align_numel else 1
+        least, most = totals_in_tiles_of(tile_numel, schema)
+        low = max(low, -(-least >> 20)) if tile_numel > schema.align_numel else 1
         if most is None:
             high = low
             while not does(high):

@@ -18,7 +18,7 @@ from infinity.errors import ConfigError, HostMemoryError
 from infinity.planning.activations import Method, Usage, usage
 from infinity.planning.budget import Budget, divide, least_budget, least_that, scratch_nbytes
 from infinity.planning.forecast import EngineLimits, Moves
-from infinity.planning.layout import Format, lay_out
+from infinity.planning.layout import RecordSchema, lay_out
 from infinity.planning.outline import Act, Outline, Stage, trace_of
 from infinity.planning.placement import Candidate, Placement, PlacementBudget, revise
 from infinity.planning.plan import Plan, make_plan
@@ -214,7 +214,7 @@ class Demand:
 class _Sizes:
     """Bytes of a model's units on one rank."""
 
-    form: Format
+    schema: RecordSchema
     numels: tuple[int, ...]
     """Elements of this rank's share of each unit, padded."""
     resident: tuple[int, ...]
@@ -226,7 +226,7 @@ class _Sizes:
 
     def field(self, unit: int, name: str, tile_numel: int) -> int:
         """Bytes of a field in its extent."""
-        return self.form.stored_nbytes(name, self.numels[unit], self.form.span(name, tile_numel))
+        return self.schema.stored_nbytes(name, self.numels[unit], self.schema.span(name, tile_numel))
 
     def fields(self, names: Sequence[str], tile_numel: int) -> int:
         """Bytes of some fields of all units."""
@@ -234,8 +234,8 @@ class _Sizes:
 
 
 def _sizes(outline: Outline, setting: Setting) -> _Sizes:
-    form = Format(setting.state_dtype, setting.dtype)
-    align, wide = form.align_numel, 4 if setting.micro_batches > 1 else form.width
+    schema = RecordSchema(setting.state_dtype, setting.dtype)
+    align, wide = schema.align_numel, 4 if setting.micro_batches > 1 else schema.width
     moves = [part.trainable and not part.idle for part in outline.parts]
     numels = tuple(
         -(-part.numel // setting.ranks) if moving else 0
@@ -243,9 +243,9 @@ def _sizes(outline: Outline, setting: Setting) -> _Sizes:
     )
     wholes = [lay_out([("", shape) for shape in part.shapes], align).numel for part in outline.parts]
     return _Sizes(
-        form,
+        schema,
         tuple(round_up(-(-whole // setting.ranks), align) for whole in wholes),
-        tuple(form.width * whole for whole in wholes),
+        tuple(schema.width * whole for whole in wholes),
         numels,
         tuple(wide * numel for numel in numels),
     )
@@ -272,7 +272,7 @@ def demand(outline: Outline, setting: Setting) -> Demand:
             f"host_memory={format_size(setting.host_nbytes)} does not hold it. The smallest that works is "
             f"{format_size(least)}; or plan with NVMe."
         )
-    budget = divide(setting.rank_host_nbytes, max(sizes.resident), sizes.form, on_device=on_gpu)
+    budget = divide(setting.rank_host_nbytes, max(sizes.resident), sizes.schema, on_device=on_gpu)
     window = budget.ahead_nbytes if setting.device_nbytes is None else setting.device_nbytes
     script = outline.script(micro_batches=setting.micro_batches)
     trace = trace_of(script)
@@ -290,7 +290,7 @@ def demand(outline: Outline, setting: Setting) -> Demand:
     plan = make_plan(trace, fetched, window, hides=sizes.resident)
     kept_gradients = _kept_gradients(of_host, setting, spills)
     used = (
-        usage(outline.activations, setting.method, sizes.form.width, gpu=on_gpu)
+        usage(outline.activations, setting.method, sizes.schema.width, gpu=on_gpu)
         if outline.activations is not None
         else None
     )
@@ -325,24 +325,24 @@ def least_host_nbytes(outline: Outline, setting: Setting) -> int:
     moves records at all, without it (to the MiB for each rank) what holds all state and a step's gradients.
     """
     sizes = _sizes(outline, setting)
-    return setting.local_ranks * (least_budget(sizes.form) if setting.nvme else _least(sizes, setting))
+    return setting.local_ranks * (least_budget(sizes.schema) if setting.nvme else _least(sizes, setting))
 
 
 def _least(sizes: _Sizes, setting: Setting) -> int:
     on_gpu = setting.device_nbytes is not None
-    return least_that(lambda total_nbytes: _holds(sizes, total_nbytes, on_gpu=on_gpu), sizes.form)
+    return least_that(lambda total_nbytes: _holds(sizes, total_nbytes, on_gpu=on_gpu), sizes.schema)
 
 
 def _holds(sizes: _Sizes, total_nbytes: int, *, on_gpu: bool) -> bool:
     """Whether a host_memory holds a model without NVMe: its weights while it is built, and then everything,
     as checks.check_fits adds it up.
     """
-    if total_nbytes < least_budget(sizes.form):
+    if total_nbytes < least_budget(sizes.schema):
         return False
-    building = divide(total_nbytes, form=sizes.form, on_device=on_gpu)
-    weights = sizes.fields(sizes.form.weights, building.tile_numel)
-    training = divide(total_nbytes, max(sizes.resident), sizes.form, on_device=on_gpu)
-    moments = sizes.fields(sizes.form.moments, building.tile_numel)
+    building = divide(total_nbytes, schema=sizes.schema, on_device=on_gpu)
+    weights = sizes.fields(sizes.schema.weights, building.tile_numel)
+    training = divide(total_nbytes, max(sizes.resident), sizes.schema, on_device=on_gpu)
+    moments = sizes.fields(sizes.schema.moments, building.tile_numel)
     needed = weights + moments + sum(sizes.gradients)
     return weights <= building.kept_nbytes and needed <= training.kept_nbytes
 
@@ -368,12 +368,12 @@ def _place(sizes: _Sizes, setting: Setting, budget: Budget, once: Sequence[int])
     candidates = []
     for unit, count in enumerate(once):
         updates = float(sizes.gradients[unit] > 0)
-        for name in sizes.form.fields if updates else sizes.form.weights:
+        for name in sizes.schema.fields if updates else sizes.schema.weights:
             nbytes = sizes.field(unit, name, budget.tile_numel)
-            fetches = count * setting.micro_batches - (updates if name in sizes.form.derived else 0)
+            fetches = count * setting.micro_batches - (updates if name in sizes.schema.derived else 0)
             reads = fetches if name == "hi" else updates
-            whole = updates > 0 and sizes.form.is_updated_on_device
-            beside = _staying_nbytes(sizes, setting, unit) * (name == sizes.form.fields[-1])
+            whole = updates > 0 and sizes.schema.is_updated_on_device
+            beside = _staying_nbytes(sizes, setting, unit) * (name == sizes.schema.fields[-1])
             lasts = not updates
             candidates.append(
                 Candidate(unit, name, nbytes, reads, updates, lasts, whole=whole, beside_nbytes=beside)
@@ -386,14 +386,14 @@ def _place(sizes: _Sizes, setting: Setting, budget: Budget, once: Sequence[int])
     chosen = revise({}, candidates, PlacementBudget(on_device, kept, gradients, scratch)).placement
     if setting.nvme:
         return chosen
-    keys = [(unit, name) for unit in range(len(sizes.numels)) for name in sizes.form.fields]
+    keys = [(unit, name) for unit in range(len(sizes.numels)) for name in sizes.schema.fields]
     there = {key: tier for key, tier in chosen.items() if tier == "device"}
     return MappingProxyType({**dict.fromkeys(keys, "host"), **there})
 
 
 def _is_record(sizes: _Sizes, placement: Placement, unit: int) -> bool:
     """Whether a unit's whole record lives on the device."""
-    fields = sizes.form.fields
+    fields = sizes.schema.fields
     return sizes.gradients[unit] > 0 and all(placement.get((unit, name)) == "device" for name in fields)
 
 
@@ -407,7 +407,7 @@ def _lodged_nbytes(sizes: _Sizes, setting: Setting, budget: Budget, placement: P
     nbytes = records = 0
     for unit, resident_nbytes in enumerate(sizes.resident):
         if _is_record(sizes, placement, unit):
-            nbytes += sum(sizes.field(unit, name, budget.tile_numel) for name in sizes.form.fields)
+            nbytes += sum(sizes.field(unit, name, budget.tile_numel) for name in sizes.schema.fields)
             nbytes += _staying_nbytes(sizes, setting, unit)
             records += 1
         elif placement.get((unit, "hi")) == "device":
@@ -438,7 +438,7 @@ def _spills(script: Sequence[Act], sizes: _Sizes, room_nbytes: int) -> Spills:
             continue
         unit = act.unit
         came[unit] += 1
-        width = min(sizes.form.width * came[unit], 4)
+        width = min(sizes.schema.width * came[unit], 4)
         more = width * sizes.gradient_numels[unit] - held[unit]
         if unit not in found and more <= room_nbytes:
             room_nbytes -= more
@@ -452,8 +452,8 @@ def _spills(script: Sequence[Act], sizes: _Sizes, room_nbytes: int) -> Spills:
 
 
 def _fetched_sizes(sizes: _Sizes, setting: Setting, placement: Placement) -> list[int]:
-    """Return what `executor` plans with: nothing for a unit that is where it computes, and its update too."""
-    fields = sizes.form.fields
+    """Return what the residency plans with: nothing for a unit that is, and is updated, where it computes."""
+    fields = sizes.schema.fields
     backward = setting.update == "backward"
 
     def never_fetched(unit: int) -> bool:
@@ -486,8 +486,8 @@ def _moves(
     for unit, part in enumerate(outline.parts):
         away = {
             name: sizes.field(unit, name, budget.tile_numel)
-            for name in sizes.form.fields
-            if (unit, name) not in placement and (part.trainable or name in sizes.form.weights)
+            for name in sizes.schema.fields
+            if (unit, name) not in placement and (part.trainable or name in sizes.schema.weights)
         }
         of_gradient = spills.get(unit, ())
         in_place = _in_place(unit, setting, placement)
@@ -500,8 +500,8 @@ def _moves(
             gathered_nbytes=sizes.resident[unit] * (setting.ranks - 1) // setting.ranks,
             in_place=in_place,
             trainable=part.trainable and not _is_record(sizes, placement, unit),
-            width=sizes.form.width,
-            derived=bool(sizes.form.derived),
+            width=sizes.schema.width,
+            derived=bool(sizes.schema.derived),
             spills=of_gradient,
             spilled_nbytes=of_gradient[-1][1] if of_gradient else 0,
             lodged=placement.get((unit, "hi")) == "device",
@@ -527,11 +527,11 @@ def _moved(
         if outline.parts[unit].idle:
             continue
         again = setting.update == "backward" and trainable and used_last.get(unit) != "B"
-        for name in sizes.form.fields:
+        for name in sizes.schema.fields:
             if (unit, name) in placement or not (trainable or name == "hi"):
                 continue
             nbytes = sizes.field(unit, name, budget.tile_numel)
-            anew = trainable and name in sizes.form.derived
+            anew = trainable and name in sizes.schema.derived
             moved[name, "read"] += nbytes * (fetches + again - anew if name == "hi" else 1)
             moved[name, "written"] += nbytes if trainable else 0
         if of_gradient := spills.get(unit):
@@ -543,8 +543,8 @@ def _moved(
 def _stored(sizes: _Sizes, setting: Setting, budget: Budget, spills: Spills) -> int:
     if not setting.nvme:
         return 0
-    wide = 4 if setting.micro_batches > 1 else sizes.form.width
-    records = sizes.fields(sizes.form.fields, budget.tile_numel)
+    wide = 4 if setting.micro_batches > 1 else sizes.schema.width
+    records = sizes.fields(sizes.schema.fields, budget.tile_numel)
     return (2 if setting.durable else 1) * records + sum(wide * sizes.numels[unit] for unit in spills)
 
 

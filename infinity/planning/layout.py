@@ -30,7 +30,7 @@ _OTHERS = {"grad16": 2, "grad32": 4, "activation": 2}
 _SLOT_NBYTES = 16
 
 
-class Format:
+class RecordSchema:
     """The fields of a record, and what they take: fixed by the type that computes, and that of the
     optimizer's state.
 
@@ -96,19 +96,19 @@ class Format:
         return nbytes + round_up(self.nbytes(field, rest), BLOCK) if rest else nbytes
 
 
-FP32 = Format("fp32")
+FP32 = RecordSchema("fp32")
 
 
 @functools.cache
-def format_beside(dtype: str) -> Format:
-    """Return the format of parameters that compute in a type of their own, beside those of Config's; its
+def schema_beside(dtype: str) -> RecordSchema:
+    """Return the schema of parameters that compute in a type of their own, beside those of Config's; its
     state is fp32.
     """
-    return Format("fp32", dtype)
+    return RecordSchema("fp32", dtype)
 
 
 ALIGN_NUMEL = FP32.align_numel
-"""Elements; see Format."""
+"""Elements; see RecordSchema."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +128,8 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """A flat, padded range of parameters, one behind the other: a whole unit, or a rank's share of it, where
+class FlatLayout:
+    """A flat, padded range of parameters, one behind the other: a whole unit, or a rank's shard of it, where
     a parameter may have no element.
     """
 
@@ -158,22 +158,22 @@ class Shard:
 class FieldCuts:
     """How the fields of one record are cut into spans: what is moved at once. See packing."""
 
-    def __init__(self, form: Format, tile_numel: int) -> None:
-        """Cut each field as its format says."""
-        self._form, self._tile_numel = form, tile_numel
+    def __init__(self, schema: RecordSchema, tile_numel: int) -> None:
+        """Cut each field as its schema says."""
+        self._schema, self._tile_numel = schema, tile_numel
         self._of: dict[str, tuple[int, int]] = {}
 
     def _cut(self, name: str) -> tuple[int, int]:
         """Return the elements and the bytes of a span."""
-        return self._of.get(name) or self.put(name, self._form.span(name, self._tile_numel))
+        return self._of.get(name) or self.put(name, self._schema.span(name, self._tile_numel))
 
     def put(self, name: str, span: int) -> tuple[int, int]:
         """Cut a field into spans of so many elements; return these, and their bytes."""
-        self._of[name] = cut = span, self._form.stored_nbytes(name, span, span)
+        self._of[name] = cut = span, self._schema.stored_nbytes(name, span, span)
         return cut
 
     def reset(self, name: str) -> None:
-        """Cut a field as its format says."""
+        """Cut a field as its schema says."""
         self._of.pop(name, None)
 
     def span(self, name: str) -> int:
@@ -185,7 +185,7 @@ class FieldCuts:
         span, span_nbytes = self._cut(name)
         whole, rest = divmod(numel, span)
         nbytes = whole * span_nbytes
-        return nbytes + round_up(self._form.nbytes(name, rest), BLOCK) if rest else nbytes
+        return nbytes + round_up(self._schema.nbytes(name, rest), BLOCK) if rest else nbytes
 
     def offset(self, name: str, start: int) -> int:
         """Return the bytes from a field's start to element `start`."""
@@ -194,12 +194,12 @@ class FieldCuts:
         span, span_nbytes = self._cut(name)
         whole, within = divmod(start, span)
         offset = whole * span_nbytes
-        return offset + self._form.nbytes(name, within) if within else offset
+        return offset + self._schema.nbytes(name, within) if within else offset
 
 
 def lay_out(
     parameters: Sequence[tuple[str, Sequence[int]]], align_numel: int = ALIGN_NUMEL, ranks: int = 1
-) -> Shard:
+) -> FlatLayout:
     """Place `(name, shape)` one behind the other, each on a whole block of every field, and pad the whole
     until `ranks` can have equal shares of whole blocks.
     """
@@ -209,10 +209,10 @@ def lay_out(
         segment = Segment(name, tuple(shape), start, math.prod(shape))
         segments.append(segment)
         start = round_up(segment.stop, align_numel)
-    return Shard(tuple(segments), round_up(start, ranks * align_numel))
+    return FlatLayout(tuple(segments), round_up(start, ranks * align_numel))
 
 
-def share(whole: Shard, rank: int, ranks: int) -> Shard:
+def shard_of(whole: FlatLayout, rank: int, ranks: int) -> FlatLayout:
     """Return what `rank` of `ranks` holds of a unit laid out for so many: an equal, contiguous part of every
     unit, so that all ranks read it at once, each over its own link (bandwidth-centric partitioning,
     ZeRO-Infinity 6.1).
@@ -224,7 +224,7 @@ def share(whole: Shard, rank: int, ranks: int) -> Shard:
         start, stop = (min(max(at, begin), begin + numel) for at in (one.start, one.stop))
         first = start - one.start if stop > start else 0
         parts.append(replace(one, start=start - begin, numel=stop - start, first=first))
-    return Shard(tuple(parts), numel)
+    return FlatLayout(tuple(parts), numel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +244,7 @@ def tiles(numel: int, tile_numel: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + tile_numel, numel)
 
 
-def pieces(shard: Shard, start: int, stop: int) -> Iterator[TilePiece]:
+def pieces(shard: FlatLayout, start: int, stop: int) -> Iterator[TilePiece]:
     """Return the parameters' parts in elements [start, stop) of the shard, in order."""
     for index, segment in enumerate(shard.segments):
         first, last = max(start, segment.start), min(stop, segment.stop)

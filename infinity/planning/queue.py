@@ -58,7 +58,7 @@ class Job:
         self._lane.wait(self)
 
 
-THERE = Job(done=True)
+NO_FETCH = Job(done=True)
 """Stands for the fetch of a unit whose values need no fetching."""
 
 

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
-from infinity.planning.queue import THERE, Job, PassLane, QueuedPass
+from infinity.planning.queue import NO_FETCH, Job, PassLane, QueuedPass
 
 STALLS = ("read", "slot", "update")
 """Why computing waits for a unit: it is being read; its read waits for a free slot; it is being updated."""
@@ -283,7 +283,7 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
         self._announced: deque[_UnitT] = deque()
         self._idle: dict[_UnitT, None] = {}
         """Routed units that wait since a use, the one used longest ago first."""
-        self._whole = False
+        self._keeps_resident = False
 
     @abstractmethod
     def _begin_fetch(self, unit: _UnitT, *, urgent: bool) -> Job:
@@ -337,7 +337,7 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
             self.counts.count_met()
         elif self._is_there(unit):
             unit.allocate()
-            residence.come(THERE)
+            residence.come(NO_FETCH)
             self.counts.count_met()
             return
         else:
@@ -368,7 +368,7 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
             wanted[unit.index] = None
         for unit in self.units:
             needed = unit is but or unit.index in wanted or unit in self._routed
-            stays = self._whole or needed or unit.residence.lodged
+            stays = self._keeps_resident or needed or unit.residence.lodged
             if unit.residence.waits and not stays:
                 self.evict(unit)
         self._owed = deque(wanted)
@@ -383,7 +383,7 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
             for job in others:
                 self._lane.submit(job)
             return
-        stays = unit in self._staying or self._whole or unit.residence.lodged
+        stays = unit in self._staying or self._keeps_resident or unit.residence.lodged
         if stays and not unit.pending and not unit.residence.outdated and self._let_wait(unit):
             if unit in self._routed and not unit.residence.lodged:
                 self._idle[unit] = None
@@ -539,7 +539,9 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
         """Begin a round, at whose begin `opening` wait, or are on their way. What else waits leaves."""
         wanted = dict.fromkeys(opening)
         for unit in self.units:
-            stays = self._whole or unit.index in wanted or unit in self._routed or unit.residence.lodged
+            stays = (
+                self._keeps_resident or unit.index in wanted or unit in self._routed or unit.residence.lodged
+            )
             if unit.residence.waits and not stays:
                 self.evict(unit)
         self._owed = deque(wanted)
@@ -550,7 +552,7 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
         self._owed.clear()
         self._announced.clear()
         self._staying.clear()
-        self._evict_waiting(only_pending=self._whole)
+        self._evict_waiting(only_pending=self._keeps_resident)
 
 
 def _give_back(unit: PlacedUnit, before: Callable[[], None] | None) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from infinity import kernels
-from infinity.planning.layout import Format
+from infinity.planning.layout import RecordSchema
 
 
 class FieldTile(NamedTuple):
@@ -30,7 +30,7 @@ class TileChecksums:
 
     def __init__(
         self,
-        form: Format,
+        schema: RecordSchema,
         parts: Sequence[FieldTile],
         compare: Callable[[str, int, int, int], None],
         *,
@@ -40,7 +40,7 @@ class TileChecksums:
         called with the field, the tile, its bytes and the checksum of what was read.
         """
         self._parts, self._compare = parts, compare
-        of, numel = form.nbytes, kernels.STRETCH_NUMEL
+        of, numel = schema.nbytes, kernels.STRETCH_NUMEL
         fields = [
             kernels.Field(one.address, one.nbytes, of(one.name, numel), one.compared, one.hashes is not None)
             for one in (parts if taken else ())

@@ -3,9 +3,9 @@
 [Note: packed fields]
 The scales of 8-bit moments take 8 bytes per 256 elements: for a small tile far less than a block, the least
 that a transfer can move. So the tiles of such a field are stored back to back, and moved by *spans*: as many
-tiles as fill whole blocks (see Format.span). Passes still work tile by tile, in their slots. A span, usually
-one block, has memory of its own from the read of its first tile until its last tile is done and the span is
-written; a pass holds at most two spans at a time, beside its slots.
+tiles as fill whole blocks (see RecordSchema.span). Passes still work tile by tile, in their slots. A span,
+usually one block, has memory of its own from the read of its first tile until its last tile is done and the
+span is written; a pass holds at most two spans at a time, beside its slots.
 
 A pass may skip tiles, so a span that was ever written is read before a part of it is replaced. A span counts
 as written, for all of its tiles, only once its last tile is done: until then every tile of the pass sees the
@@ -46,16 +46,16 @@ class _Span:
         if self.reading is not None:
             self.reading.wait()
             self.reading = None
-            self._sums(reads=(self.name,)).compare()
-        return self._memory.address + self._record.form.nbytes(self.name, start - self.start)
+            self._checksums(reads=(self.name,)).compare()
+        return self._memory.address + self._record.schema.nbytes(self.name, start - self.start)
 
     def write(self) -> Transfer:
         """Start to write the whole span."""
-        self._sums(writes=(self.name,)).keep()
+        self._checksums(writes=(self.name,)).keep()
         return self._record.write(self.name, self.start, self.stop, self._memory.address, self._memory)
 
-    def _sums(self, *, reads: tuple[str, ...] = (), writes: tuple[str, ...] = ()) -> TileChecksums:
-        return self._record.sums(self.start, self.stop, {self.name: self._memory.address}, reads, writes)
+    def _checksums(self, *, reads: tuple[str, ...] = (), writes: tuple[str, ...] = ()) -> TileChecksums:
+        return self._record.checksums(self.start, self.stop, {self.name: self._memory.address}, reads, writes)
 
 
 class _Piece:
@@ -100,12 +100,12 @@ class PackedSpans:
     def read(self, name: str, start: int, stop: int, address: int, *, urgent: bool) -> Transfer:
         """Start to read elements [start, stop), a tile, to `address`, with the rest of their span."""
         span = self._span(name, start, urgent=urgent)
-        return _Piece(self, span, start, self._record.form.nbytes(name, stop - start), address)
+        return _Piece(self, span, start, self._record.schema.nbytes(name, stop - start), address)
 
     def write(self, name: str, start: int, stop: int, address: int) -> Transfer:
         """Copy elements [start, stop), a tile, from `address`; start to write the spans this completes."""
         span = self._span(name, start, urgent=True)
-        kernels.copy(self._record.form.nbytes(name, stop - start), span.address(start), address)
+        kernels.copy(self._record.schema.nbytes(name, stop - start), span.address(start), address)
         span.changed = True
         begun = list(self._write(name, span.stop if stop >= span.stop else span.start))
         return AllOf(begun) if begun else DONE  # else it is written with others of its span

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from infinity import kernels
 from infinity.errors import CorruptionError
-from infinity.planning.layout import FP32, FieldCuts, Format, Shard
+from infinity.planning.layout import FP32, FieldCuts, FlatLayout, RecordSchema
 from infinity.records.checksums import FieldTile, TileChecksums
 from infinity.sizes import BLOCK
 from infinity.storage.checkpoint_store import CheckpointStore
@@ -67,23 +67,23 @@ class Record:
 
     def __init__(
         self,
-        shard: Shard,
+        shard: FlatLayout,
         tile_numel: int,
         traffic: Traffic,
         *,
         verify: str = "always",
-        form: Format = FP32,
-        whole: Shard | None = None,
+        schema: RecordSchema = FP32,
+        unit_layout: FlatLayout | None = None,
         name: str = "?",
     ) -> None:
-        """Make a record of `shard`, this rank's part of the unit `whole`, without fields. verify: "always",
-        "sample" or "off"; see Config.
+        """Make a record of `shard`, this rank's part of the unit that lies as `unit_layout` says, without
+        fields. verify: "always", "sample" or "off"; see Config.
         """
         self.name = name
         self.shard = shard
-        self.whole = whole or shard
-        """The unit that `shard` is this rank's part of; the same with one rank."""
-        self.form = form
+        self.unit_layout = unit_layout or shard
+        """How the unit lies that `shard` is this rank's part of; the same with one rank."""
+        self.schema = schema
         self.targets: dict[str, Extent] = {}
         """Extents in host memory for fields that are on NVMe and to be pinned: the next pass that reads all
         of such a field puts it there, and calls `adopt`.
@@ -110,9 +110,10 @@ class Record:
         """Its fields of weights and optimizer state; no spilled gradients."""
         self.packed: frozenset[str] = frozenset()
         """Those of `fields` whose tiles share blocks; see packing."""
-        self._cuts = FieldCuts(form, tile_numel)
+        self._cuts = FieldCuts(schema, tile_numel)
         self._hashes: dict[str, array[int]] = {}
-        self._whole: dict[str, int] | None = None
+        self._addresses: dict[str, int] | None = None
+        """Those of `fields`, where `addresses_in_host` has found them."""
         self._in_files: Extent | None = None
 
     def __contains__(self, name: str) -> bool:
@@ -133,9 +134,9 @@ class Record:
 
     def rename(self, segments: Sequence[str]) -> None:
         """Give the parameters their names in the finished model."""
-        self.shard, self.whole = (_renamed(one, segments) for one in (self.shard, self.whole))
+        self.shard, self.unit_layout = (_renamed(one, segments) for one in (self.shard, self.unit_layout))
 
-    def part(self, index: int, whole: torch.Tensor) -> torch.Tensor:
+    def rank_part(self, index: int, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a parameter's values, one-dimensional, a view of `whole`."""
         segment = self.shard.segments[index]
         return whole.reshape(-1)[segment.first : segment.first + segment.numel]
@@ -209,7 +210,7 @@ class Record:
         Raises: CorruptionError, OSError naming the file.
         """
         parts = [
-            store.part(one, self.form, segment.first, segment.numel, segment.start)
+            store.part(one, self.schema, segment.first, segment.numel, segment.start)
             for segment, one in zip(self.shard.segments, ranges, strict=True)
             if segment.numel
         ]
@@ -237,7 +238,7 @@ class Record:
             return None
         if self._in_files.store.transposes(self._in_files):
             return -(-self.shard.numel // self.tile_numel)
-        return max(1, self.form.slot_nbytes * self.shard.numel // packed)
+        return max(1, self.schema.slot_nbytes * self.shard.numel // packed)
 
     def keep_packed(self, extent: Extent) -> None:
         """Keep what is packed in files in host memory as it is there: `extent`, of `packed_nbytes`."""
@@ -258,7 +259,7 @@ class Record:
         Raises: HostMemoryError, aio.StorageFullError; then the record is as before.
         """
         new: dict[str, Extent] = {}
-        names = [one for one in self.form.weights if one not in self or not self.in_host(one)]
+        names = [one for one in self.schema.weights if one not in self or not self.in_host(one)]
         try:
             for name in names:
                 new[name] = store.allocate(self.field_nbytes(name), f"{self.name}.{name}")
@@ -276,7 +277,7 @@ class Record:
         self.changed_in_host.add("hi")
         self._moved()
 
-    def leave_host(self) -> None:
+    def drop_host_copy(self) -> None:
         """Let go of the copy in host memory of what lies in files."""
         pinned = self._extents["hi"]
         if self._in_files is not None and isinstance(self._in_files.store, CheckpointStore):
@@ -289,7 +290,7 @@ class Record:
     def drop(self, name: str) -> None:
         """Remove a field and free its extent, if the record has it."""
         if name == "hi" and self._in_files is not None:
-            self.leave_host()
+            self.drop_host_copy()
             self._in_files = None
         target = self.targets.pop(name, None)
         if target is not None:
@@ -318,25 +319,25 @@ class Record:
         old.store.free(old)
 
     def _moved(self) -> None:
-        self.fields = tuple(name for name in self.form.fields if name in self._extents)
+        self.fields = tuple(name for name in self.schema.fields if name in self._extents)
         several = self.shard.numel > self.tile_numel
         self.packed = frozenset(name for name in self.fields if several and self.span(name) > self.tile_numel)
         self.all_in_host = all(self.in_host(name) for name in self.fields)
         there = sum(map(self.in_device, self.fields))
         self._has_tensors, self.on_device = there > 0, 0 < there == len(self.fields)
-        self._whole = None
+        self._addresses = None
 
     def place(self, name: str) -> tuple[Extent, array[int]]:
         """Return a field's extent and its checksums, as they are now."""
         return self._extents[name], self._hashes[name]
 
     def span_of(self, name: str, nbytes: int) -> int | None:
-        """Return the span with which a field takes `nbytes`: that of its format, or a tile, as in runs from
+        """Return the span with which a field takes `nbytes`: that of its schema, or a tile, as in runs from
         before fields were packed, which aligned every tile to a block. None if `nbytes` matches neither: they
-        are of another unit, or of another format.
+        are of another unit, or of another schema.
         """
-        for span in (self.form.span(name, self.tile_numel), self.tile_numel):
-            if self.form.stored_nbytes(name, self.shard.numel, span) == nbytes:
+        for span in (self.schema.span(name, self.tile_numel), self.tile_numel):
+            if self.schema.stored_nbytes(name, self.shard.numel, span) == nbytes:
                 return span
         return None
 
@@ -364,12 +365,12 @@ class Record:
         extent = self.targets.get(name, self._extents[name])
         return extent.store.memory(extent) if isinstance(extent.store, HostStore) else None
 
-    def leave(self, name: str) -> None:
+    def give_new_memory(self, name: str) -> None:
         """Give a field in host memory, or on the device, new memory; holders of the old keep its values."""
         extent = self._extents[name]
         if isinstance(extent.store, HostStore | TensorStore):
             self._extents[name] = extent.store.replace(extent)
-            self._whole = None
+            self._addresses = None
 
     # Fields on the device, which work there goes between `arrived` and `used`: see TensorStore
 
@@ -419,7 +420,7 @@ class Record:
         window: tuple[int, int] = (0, 0),
     ) -> Transfer:
         """Start to read elements [start, stop) of a field, whole spans, to `address`. The caller compares
-        their `sums` when the transfer has ended. urgent, more, window: see Request.
+        their `checksums` when the transfer has ended. urgent, more, window: see Request.
         """
         extent, nbytes = self._extents[name], self.tile_nbytes(name, stop - start)
         disk = self._disk(extent, name)
@@ -439,8 +440,8 @@ class Record:
     def write(
         self, name: str, start: int, stop: int, address: int, owner: object, *, more: bool = False
     ) -> Transfer:
-        """Start to write elements [start, stop) of a field, whole spans. Call `sums(...).keep()` for them
-        before. more: see Request.
+        """Start to write elements [start, stop) of a field, whole spans. Call `checksums(...).keep()` for
+        them before. more: see Request.
         """
         return self._write(self._extents[name], name, start, stop, address, owner, more=more)
 
@@ -462,7 +463,7 @@ class Record:
         if first >= last:
             return DONE
         address -= self._cuts.offset(name, start) - self._cuts.offset(name, first)
-        self._sums(first, last, {name: address}, (), {name: hashes}).keep()
+        self._checksums_kept_in(first, last, {name: address}, (), {name: hashes}).keep()
         if isinstance(extent.store, HostStore):
             nbytes = self.tile_nbytes(name, last - first)
             kernels.copy(nbytes, extent.offset + self._cuts.offset(name, first), address)
@@ -494,18 +495,18 @@ class Record:
 
     def _is_even(self, names: Sequence[str]) -> bool:
         """Whether no field has gaps between its tiles."""
-        return all(self.form.nbytes(name, self.span(name)) % BLOCK == 0 for name in names)
+        return all(self.schema.nbytes(name, self.span(name)) % BLOCK == 0 for name in names)
 
-    def whole_in_host(self) -> dict[str, int] | None:
+    def addresses_in_host(self) -> dict[str, int] | None:
         """Return the addresses of `fields` if all are in host memory, without gaps and completely written;
         else None.
         """
-        if self._whole is not None:
-            return self._whole
+        if self._addresses is not None:
+            return self._addresses
         written = all(0 not in self._hashes[name] for name in self.fields)
         if written and self.all_in_host and self._is_even(self.fields):
-            self._whole = {name: self.host_address(name, 0) for name in self.fields}
-        return self._whole
+            self._addresses = {name: self.host_address(name, 0) for name in self.fields}
+        return self._addresses
 
     def note_written(self, name: str, start: int, stop: int) -> None:
         """Mark elements [start, stop) of a field in host memory as written there.
@@ -517,15 +518,15 @@ class Record:
         for tile in range(start // span, -(-stop // span)):
             hashes[tile] = hashes[tile] or 1
 
-    def sums(
+    def checksums(
         self, start: int, stop: int, at: Mapping[str, int], reads: Sequence[str], writes: Sequence[str]
     ) -> TileChecksums:
         """Return the checksums of elements [start, stop), whole spans, at these addresses: to compare for the
         fields that were read, and to keep for those that are to be written.
         """
-        return self._sums(start, stop, at, reads, {name: self._hashes[name] for name in writes})
+        return self._checksums_kept_in(start, stop, at, reads, {name: self._hashes[name] for name in writes})
 
-    def _sums(
+    def _checksums_kept_in(
         self,
         start: int,
         stop: int,
@@ -548,7 +549,7 @@ class Record:
                     nbytes = self.tile_nbytes(name, min(span, stop - first))
                     address = base + self._cuts.offset(name, first)
                     parts.append(FieldTile(name, first // span, address, nbytes, compared, hashes))
-        return TileChecksums(self.form, parts, self.compare, taken=self._hashes_tiles)
+        return TileChecksums(self.schema, parts, self.compare, taken=self._hashes_tiles)
 
     def _is_compared(self) -> bool:
         """Whether to compare the next tile that is read."""
@@ -583,6 +584,6 @@ class Record:
         )
 
 
-def _renamed(shard: Shard, names: Sequence[str]) -> Shard:
+def _renamed(shard: FlatLayout, names: Sequence[str]) -> FlatLayout:
     segments = zip(shard.segments, names, strict=True)
-    return Shard(tuple(replace(one, name=name) for one, name in segments), shard.numel)
+    return FlatLayout(tuple(replace(one, name=name) for one, name in segments), shard.numel)

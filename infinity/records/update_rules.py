@@ -1,8 +1,8 @@
-"""Update rules: the state that each optimizer keeps in a record, its scalars, and its kernel per format.
+"""Update rules: the state that each optimizer keeps in a record, its scalars, and its kernel per schema.
 
 [Note: masters that are not split]
-AdamW has a kernel for each format of a record. The other optimizers' kernels work on split masters (hi, lo):
-in other formats a part that fits the caches is split, stepped and joined again, which loses no bit.
+AdamW has a kernel for each schema of a record. The other optimizers' kernels work on split masters (hi, lo):
+in other schemas a part that fits the caches is split, stepped and joined again, which loses no bit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from infinity import kernels
-from infinity.planning.layout import Format
+from infinity.planning.layout import RecordSchema
 from infinity.records import tensor_steps
 from infinity.records.tensor_steps import TensorStep
 
@@ -48,9 +48,9 @@ class Recipe:
     """An optimizer's update rule.
 
     state: the record's fields that it keeps, with their names in torch.optim's state; fp32, unless the
-    format's moments are narrower. scalars: returns the kernel's scalars from a param group, the step's count
-    (from 1) and the factor on the gradient; raises ValueError for options out of range. kernels: by Format's
-    dtype and state_dtype.
+    schema's moments are narrower. scalars: returns the kernel's scalars from a param group, the step's count
+    (from 1) and the factor on the gradient; raises ValueError for options out of range. kernels: by the
+    dtype and state_dtype of a schema.
     """
 
     name: str
@@ -64,9 +64,11 @@ class Recipe:
     None: such records stay where the kernels are.
     """
 
-    def fields(self, form: Format) -> tuple[str, ...]:
+    def fields(self, schema: RecordSchema) -> tuple[str, ...]:
         """Return the fields of a record that hold its state, the scales of 8-bit moments included."""
-        return tuple(name for name in form.moments if name in self.state or (name == "scale" and self.state))
+        return tuple(
+            name for name in schema.moments if name in self.state or (name == "scale" and self.state)
+        )
 
 
 def _adam_scalars(group: Mapping[str, Any], step: int, clip: float) -> kernels.AdamWScalars:
@@ -114,7 +116,7 @@ def _over(call: Any, *names: str, rounds: bool = False) -> Kernel:
 
 
 def _on_every_record(step: Kernel) -> dict[tuple[str, str], Kernel]:
-    """Return kernels for every format from one for split masters; see [Note: masters that are not split]."""
+    """Return kernels for every schema from one for split masters; see [Note: masters that are not split]."""
 
     def on_fp32(span: UpdateSpan, scalars: Any) -> None:
         _through_split(step, span, scalars, "hi")

@@ -1,4 +1,4 @@
-"""The weights of each format of a record: how the fp32 master and the compute weight are kept and converted.
+"""The weights of each schema of a record: how the fp32 master and the compute weight are kept and converted.
 
 [Note: three records]
 bf16   hi, lo       the halves of the master, which join to its exact bits; see kernels
@@ -137,4 +137,4 @@ WEIGHTS = {
         rounded=_copy_f32,
     ),
 }
-"""By the name of the compute dtype in Config and Format."""
+"""By the name of the compute dtype in Config and RecordSchema."""

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 from infinity import aio, kernels
 from infinity.errors import CorruptionError, UnsupportedError
-from infinity.planning.layout import Format
+from infinity.planning.layout import RecordSchema
 from infinity.sizes import BLOCK, format_size, round_up
 from infinity.storage.memory import Arena, view
 from infinity.storage.packed import FileRange, Packed, PackedCut
@@ -390,17 +390,19 @@ class CheckpointStore:
             self._files[real] = CheckpointFile(self._engine, real)
         return self._files[real]
 
-    def part(self, values: FileRange | Packed, form: Format, first: int, numel: int, start: int) -> Part:
+    def part(
+        self, values: FileRange | Packed, schema: RecordSchema, first: int, numel: int, start: int
+    ) -> Part:
         """Return elements [first, first + numel) of a parameter, whose values these are, as a part of a field
         `hi` in which they begin at element `start`.
 
         Raises: OSError naming a file that cannot be opened.
         """
-        at, nbytes = form.nbytes("hi", start), form.nbytes("hi", numel)
+        at, nbytes = schema.nbytes("hi", start), schema.nbytes("hi", numel)
         if isinstance(values, Packed):
             files = {one.path: self.file(one.path) for one in values.ranges}
-            return PackedPart(files, values, form.dtype, form.width, first, nbytes, at)
-        return FilePart(self.file(values.path), values.offset + form.nbytes("hi", first), nbytes, at)
+            return PackedPart(files, values, schema.dtype, schema.width, first, nbytes, at)
+        return FilePart(self.file(values.path), values.offset + schema.nbytes("hi", first), nbytes, at)
 
     def lay(self, parts: Sequence[Part], nbytes: int) -> Extent:
         """Return an extent of `nbytes` that consists of `parts`, in rising order, and of zeros between them.

@@ -38,7 +38,7 @@ MASTER, PLAIN = "master", "plain"
 WIDTHS = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 """Bytes of an element, by safetensors' names of types."""
 
-Form = tuple[str, tuple[int, ...]]
+TensorSpec = tuple[str, tuple[int, ...]]
 """A tensor's type and shape."""
 
 _SHOWN = 20
@@ -194,7 +194,7 @@ class Manifest:
 class RankManifest:
     """The part of a manifest from one of the ranks that save together."""
 
-    pieces: Mapping[tuple[str, str], tuple[Form, TensorPiece | None]]
+    pieces: Mapping[tuple[str, str], tuple[TensorSpec, TensorPiece | None]]
     """By (kind, name): type and shape of the whole tensor, and the rank's piece of it, if it has one."""
     files: Mapping[str, int]
     rng: Mapping[str, Any]
@@ -203,8 +203,8 @@ class RankManifest:
     def to_json(self) -> bytes:
         """Return its text."""
         rows = [
-            [kind, name, *form, None if piece is None else _piece_out(piece)]
-            for (kind, name), (form, piece) in self.pieces.items()
+            [kind, name, *spec, None if piece is None else _piece_out(piece)]
+            for (kind, name), (spec, piece) in self.pieces.items()
         ]
         said = {"pieces": rows, "files": dict(self.files), "rng": self.rng, "extra": self.extra}
         return json.dumps(said, separators=(",", ":"), allow_nan=False).encode()
@@ -225,23 +225,23 @@ def joined(ranks: Sequence[RankManifest], said: Mapping[str, Any]) -> Manifest:
 
     Raises: CheckpointError if the ranks have different models, or the pieces do not make whole tensors.
     """
-    forms: dict[tuple[str, str], Form] = {}
+    specs: dict[tuple[str, str], TensorSpec] = {}
     pieces: dict[tuple[str, str], list[TensorPiece]] = {}
     files: dict[str, int] = {}
     for rank, own in enumerate(ranks):
         files.update(own.files)
-        for (kind, name), (form, piece) in own.pieces.items():
-            if forms.setdefault((kind, name), form) != form:
-                before = _form(forms[kind, name])
+        for (kind, name), (spec, piece) in own.pieces.items():
+            if specs.setdefault((kind, name), spec) != spec:
+                before = _spec_text(specs[kind, name])
                 raise CheckpointError(
-                    f"{kind} of {name}: {_form(form)} on rank {rank}, but {before} on an earlier rank"
+                    f"{kind} of {name}: {_spec_text(spec)} on rank {rank}, but {before} on an earlier rank"
                 )
             pieces.setdefault((kind, name), []).extend([] if piece is None else [piece])
     tensors = tuple(
         Tensor(
-            name, kind, *form, tuple(sorted(pieces[kind, name], key=lambda piece: (piece.start, piece.stop)))
+            name, kind, *spec, tuple(sorted(pieces[kind, name], key=lambda piece: (piece.start, piece.stop)))
         )
-        for (kind, name), form in forms.items()
+        for (kind, name), spec in specs.items()
     )
     of_ranks = [{"rng": one.rng, "extra": one.extra} for one in ranks]
     return Manifest(tensors, files, **said, **of_ranks[0], further=tuple(of_ranks[1:]))
@@ -264,12 +264,12 @@ def _piece_in(piece: Sequence[Any]) -> TensorPiece:
 # Does it fit?
 
 
-def compare(saved: Mapping[str, Form], expected: Mapping[str, Form], what: str) -> list[str]:
+def compare(saved: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec], what: str) -> list[str]:
     """Return, in words, how the saved tensors differ from those expected; empty if they match."""
     missing = [name for name in expected if name not in saved]
     unexpected = [name for name in saved if name not in expected]
     differing = [
-        f"{name}: {_form(saved[name])}, expected {_form(expected[name])}"
+        f"{name}: {_spec_text(saved[name])}, expected {_spec_text(expected[name])}"
         for name in expected
         if name in saved and saved[name] != expected[name]
     ]
@@ -284,8 +284,8 @@ def compare(saved: Mapping[str, Form], expected: Mapping[str, Form], what: str) 
     ]
 
 
-def _form(form: Form) -> str:
-    return f"{form[0]} {list(form[1])}"
+def _spec_text(spec: TensorSpec) -> str:
+    return f"{spec[0]} {list(spec[1])}"
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -372,6 +372,6 @@ def _hashable(key: Any) -> Any:
     return key
 
 
-def names_of(tensors: Iterable[Tensor], kind: str) -> dict[str, Form]:
+def names_of(tensors: Iterable[Tensor], kind: str) -> dict[str, TensorSpec]:
     """Return type and shape of every tensor of a kind, by name."""
     return {one.name: (one.dtype, one.shape) for one in tensors if one.kind == kind}

@@ -68,7 +68,7 @@ class Changes:
         if index is None:
             return None
         self.mark()
-        return self._record.whole.segments[index].name
+        return self._record.unit_layout.segments[index].name
 
     def _changed(self) -> int | None:
         for index, parameter in enumerate(self._parameters):
@@ -102,7 +102,7 @@ class Changes:
         """See attached.ChangeWatcher."""
         index = self._index(parameter)
         if not self.editors:
-            raise UnsupportedError(would_be_lost(self._record.whole.segments[index].name))
+            raise UnsupportedError(would_be_lost(self._record.unit_layout.segments[index].name))
         self._check_form(index, values)
 
     def _index(self, parameter: nn.Parameter) -> int:
@@ -112,7 +112,7 @@ class Changes:
         return xxhash.xxh3_64_intdigest(as_bytes(self._views[index]))
 
     def _check_form(self, index: int, values: torch.Tensor) -> None:
-        segment, dtype = self._record.whole.segments[index], self._views[index].dtype
+        segment, dtype = self._record.unit_layout.segments[index], self._views[index].dtype
         if (values.shape, values.dtype) != (segment.shape, dtype):
             raise UnsupportedError(
                 f"{segment.name} would become {values.dtype} of shape {tuple(values.shape)}; its record, "

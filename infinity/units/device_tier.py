@@ -22,7 +22,7 @@ from infinity.planning.budget import DeviceBudget, scratch_nbytes
 from infinity.sizes import format_size
 from infinity.storage.store import Extent, TensorStore
 from infinity.units.device_updates import DeviceUpdates
-from infinity.units.residency import Executor
+from infinity.units.residency import UnitResidency
 from infinity.units.unit import Unit
 
 logger = logging.getLogger("infinity")
@@ -48,7 +48,7 @@ class DeviceTier:
 
     def __init__(
         self,
-        executor: Executor,
+        residency: UnitResidency,
         room: DeviceRoom,
         budget: DeviceBudget,
         lane: StreamLane,
@@ -56,7 +56,7 @@ class DeviceTier:
     ) -> None:
         """Begin with nobody living there. records: None where whole records do not."""
         self.budget = budget
-        self._executor, self._room, self._lane = executor, room, lane
+        self._residency, self._room, self._lane = residency, room, lane
         self._records = records
         self._lodgers: frozenset[Unit] = frozenset()
         self._closed = False
@@ -79,7 +79,7 @@ class DeviceTier:
     @property
     def held_nbytes(self) -> int:
         """Bytes of what lives there now."""
-        here = [unit for unit in self._executor.units if lives_there(unit)]
+        here = [unit for unit in self._residency.units if lives_on_device(unit)]
         return sum(unit.record.nbytes("device") or self._nbytes(unit) for unit in here)
 
     def gradients_nbytes(self, unit: Unit) -> int | None:
@@ -89,7 +89,7 @@ class DeviceTier:
         records, record = self._records, unit.record
         if records is None or not unit.trainable or record.in_files is not None:
             return None
-        if not record.form.is_updated_on_device or not records.allowed():
+        if not record.schema.is_updated_on_device or not records.allowed():
             return None
         return records.takes(unit)
 
@@ -101,11 +101,11 @@ class DeviceTier:
         left = self.budget.window_nbytes - self._room.lacked_nbytes - sum(map(self._nbytes, wanted))
         left -= self.records_nbytes(records)
         if wanted != self._lodgers or any(not unit.residence.lodged for unit in wanted):
-            self._executor.lodge(wanted)
+            self._residency.lodge(wanted)
             self._lodgers = wanted
         if moves:
             self._raise([unit for unit in records if not unit.record.on_device])
-        self._executor.give_window(max(0, left))
+        self._residency.give_window(max(0, left))
 
     def _nbytes(self, unit: Unit) -> int:
         return self._room.nbytes(unit.resident_nbytes)
@@ -129,8 +129,8 @@ class DeviceTier:
             if not self._room.fits(_fields_nbytes(unit) + more_nbytes):
                 continue
             updates.open(scratch_nbytes)
-            self._executor.flush(unit)
-            self._executor.evict(unit)
+            self._residency.flush(unit)
+            self._residency.evict(unit)
             for name in missing:
                 nbytes = unit.record.field_nbytes(name)
                 extent = self._records.store.allocate(nbytes, f"{unit.name}.{name}")
@@ -143,8 +143,8 @@ class DeviceTier:
         for unit in units:
             if self._records is None or not unit.record.nbytes("device") or unit.residence.users:
                 continue
-            self._executor.flush(unit)
-            self._executor.evict(unit)
+            self._residency.flush(unit)
+            self._residency.evict(unit)
             self._records.leave(unit)
             names = [name for name in unit.record.fields if unit.record.in_device(name)]
             jobs += [(unit, self._move(unit, name, place(unit, name))) for name in names]
@@ -184,7 +184,9 @@ class DeviceTier:
 
     def release_scratch(self) -> None:
         """Give the memory for intermediate values back, if no record is there any more."""
-        if self._records is not None and not any(one.record.nbytes("device") for one in self._executor.units):
+        if self._records is not None and not any(
+            one.record.nbytes("device") for one in self._residency.units
+        ):
             self._records.updates.close()
 
 
@@ -192,6 +194,6 @@ def _fields_nbytes(unit: Unit) -> int:
     return sum(unit.record.field_nbytes(name) for name in unit.record.fields)
 
 
-def lives_there(unit: Unit) -> bool:
+def lives_on_device(unit: Unit) -> bool:
     """Whether a unit is on the device, and stays there."""
     return unit.record.on_device or (unit.residence.lodged and unit.residence.processed)

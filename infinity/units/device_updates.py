@@ -69,7 +69,7 @@ class DeviceUpdates:
         began_s, before, self.busy = time.perf_counter(), self.busy, unit
         try:
             unit.allocate()
-            unit.part()  # others keep the values that they see
+            unit.stop_sharing()  # others keep the values that they see
             self._apply(unit)
         except BaseException as error:  # a record half changed is not to be trained on
             self._lane.fail(error)
@@ -127,7 +127,7 @@ class DeviceUpdates:
             update.arriving.wait()
             return self._device.bring(update.tensor)
         record = unit.record
-        dtype = torch.float32 if update.field == "grad32" else WEIGHTS[record.form.dtype].dtype
+        dtype = torch.float32 if update.field == "grad32" else WEIGHTS[record.schema.dtype].dtype
         values = torch.empty(record.shard.segments[index].numel, dtype=dtype)
         job = ReadPass(record, index, record.tile_numel, {str(update.field): values})
         self._lane.submit(job, urgent=True)
@@ -155,4 +155,4 @@ def bring_down(unit: Unit, device: Device) -> None:
 
 def _dtypes(record: Record) -> dict[str, torch.dtype]:
     """Return the types of a record's fields."""
-    return {name: _STATE_DTYPES.get(name, WEIGHTS[record.form.dtype].dtype) for name in record.fields}
+    return {name: _STATE_DTYPES.get(name, WEIGHTS[record.schema.dtype].dtype) for name in record.fields}

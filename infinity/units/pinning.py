@@ -319,7 +319,7 @@ class Pins:
                 moves = self._nvme is not self._host or unit.record.in_files is not None
                 if not moves and self._tier is None:
                     continue  # it lies in host memory for good
-                anew = updates if name in unit.record.form.derived else 0.0
+                anew = updates if name in unit.record.schema.derived else 0.0
                 reads = fetches - anew if name == "hi" else updates
                 nbytes = unit.record.field_nbytes(name)
                 lasts = _READS_PER_UPDATE * updates <= reads
@@ -361,12 +361,12 @@ class Pins:
             unit = self._units[move.unit]
             self._stop_coming(move)
             kept = unit.record.packed_copy is not None and move.field == "hi"
-            lives_there = move.target == "device" and self._is_whole(unit)
-            if lives_there or (not kept and not unit.record.in_host(move.field)):
+            lives_on_device = move.target == "device" and self._is_whole(unit)
+            if lives_on_device or (not kept and not unit.record.in_host(move.field)):
                 continue
             if unit.record.in_files is not None and move.field == "hi":
                 self._lane.drain()
-                unit.record.leave_host()
+                unit.record.drop_host_copy()
                 if unit.residence.fetch is None:
                     unit.unbind()
                 continue

@@ -19,7 +19,7 @@ from infinity.planning.cursor import Cursor
 from infinity.planning.cycle import make_cycle
 from infinity.planning.frequency import Frequencies
 from infinity.planning.plan import Plan, make_plan
-from infinity.planning.queue import THERE, Job
+from infinity.planning.queue import NO_FETCH, Job
 from infinity.planning.residence import Residency
 from infinity.planning.trace import Phase, Use
 from infinity.storage.memory import Ledger
@@ -46,7 +46,7 @@ class Assembler(Protocol):
         """
 
 
-class Executor(Residency[Unit, UpdatePass]):
+class UnitResidency(Residency[Unit, UpdatePass]):
     """Owns the units' residence. Called from the thread that computes; the lane calls back under its lock."""
 
     def __init__(
@@ -67,7 +67,7 @@ class Executor(Residency[Unit, UpdatePass]):
         self._windows_nbytes: dict[Course, int] = {}
         """The window that the plan of each course knows."""
         self._values: Download | None = None
-        self._there: DeviceUpdates | None = None
+        self._device_updates: DeviceUpdates | None = None
         """Updates records that live on the device."""
         self._due: dict[Unit, Callable[[], None]] = {}
         """Units that live on the device, to be updated there when their last user is gone, and the calls that
@@ -86,15 +86,21 @@ class Executor(Residency[Unit, UpdatePass]):
         self._routed_uses = 0
 
     def open(
-        self, units: list[Unit], ahead_nbytes: int, *, whole: bool = False, routed: Iterable[Unit] = ()
+        self,
+        units: list[Unit],
+        ahead_nbytes: int,
+        *,
+        keep_resident: bool = False,
+        routed: Iterable[Unit] = (),
     ) -> None:
         """Take the units of a finished model, in the order of its modules; a first plan assumes they run in
         that order.
 
         routed: those of which the data decides whether they are used; see [Note: routed units] in residence.
-        whole: what is resident stays so until it is updated (ZeRO stages 1 and 2): `ahead_nbytes` has room.
+        keep_resident: what is resident stays so until it is updated (ZeRO stages 1 and 2): `ahead_nbytes` has
+        room.
         """
-        self._whole = whole
+        self._keeps_resident = keep_resident
         self.units = units
         self._ahead.resize(ahead_nbytes)
         self._routed = set(routed)
@@ -203,11 +209,11 @@ class Executor(Residency[Unit, UpdatePass]):
 
     # On an accelerator
 
-    def update_there_by(self, updates: DeviceUpdates) -> None:
+    def update_on_device_by(self, updates: DeviceUpdates) -> None:
         """Have records that live on the device be updated there."""
-        self._there = updates
+        self._device_updates = updates
 
-    def apply_there(self, unit: Unit, on_done: Callable[[], None]) -> None:
+    def apply_on_device(self, unit: Unit, on_done: Callable[[], None]) -> None:
         """Apply a unit's pending updates, where its record is on the device: now, or in a backward that still
         uses it when its last user is gone. on_done: called then.
         """
@@ -215,19 +221,19 @@ class Executor(Residency[Unit, UpdatePass]):
         if unit.residence.users:
             self._due[unit] = on_done
             return
-        self._update_there(unit)
+        self._update_on_device(unit)
         on_done()
 
-    def _update_there(self, unit: Unit) -> Job:
-        if self._there is None:
+    def _update_on_device(self, unit: Unit) -> Job:
+        if self._device_updates is None:
             raise AssertionError(f"{unit.name} is on the device, and nothing updates it there")
-        self._there.apply(unit)
-        return THERE
+        self._device_updates.apply(unit)
+        return NO_FETCH
 
     def release(self, unit: Unit) -> None:
         """See Residency."""
         if self._due and (on_done := self._due.pop(unit, None)) is not None:
-            self._update_there(unit)
+            self._update_on_device(unit)
             on_done()
         super().release(unit)
 
@@ -280,7 +286,7 @@ class Executor(Residency[Unit, UpdatePass]):
 
     def _stays(self, unit: Unit) -> bool:
         return unit.residence.fetch is not None and (
-            unit in self._staying or self._whole or unit.residence.lodged
+            unit in self._staying or self._keeps_resident or unit.residence.lodged
         )
 
     def hold_here(self, unit: Unit) -> None:
@@ -400,8 +406,8 @@ class Executor(Residency[Unit, UpdatePass]):
 
     def _begin_fetch(self, unit: Unit, *, urgent: bool) -> Job:
         if unit.record.on_device:
-            return self._update_there(unit)
-        if self._there is not None:
+            return self._update_on_device(unit)
+        if self._device_updates is not None:
             bring_down(unit, self._device)
         make = FetchAndUpdatePass if unit.pending else FetchPass
         job = make(unit, self._device, unit.record.tile_numel)
@@ -412,7 +418,7 @@ class Executor(Residency[Unit, UpdatePass]):
         self._device.arrived(unit.flat)
 
     def _make_update(self, unit: Unit, *, resident: bool) -> UpdatePass:
-        if self._there is not None:
+        if self._device_updates is not None:
             bring_down(unit, self._device)
         job = UpdatePass(unit, self._device, unit.record.tile_numel)
         values, self._values = self._values, None
@@ -450,9 +456,9 @@ class Executor(Residency[Unit, UpdatePass]):
         if not residence.users and residence.lent is None and residence.fetch is not None:
             self.evict(unit)
         if unit.record.on_device:
-            self._update_there(unit)
+            self._update_on_device(unit)
             return
-        if self._there is not None:
+        if self._device_updates is not None:
             bring_down(unit, self._device)
         self._lane.submit(UpdatePass(unit, self._device, unit.record.tile_numel))
 

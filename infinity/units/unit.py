@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from infinity.device.blocks import Blocks, wrap
 from infinity.lane.fetch import UpdatePass
-from infinity.planning.layout import Shard
+from infinity.planning.layout import FlatLayout
 from infinity.planning.residence import Residence
 from infinity.records.record import Record
 from infinity.records.updates import PendingUpdates
@@ -53,7 +53,7 @@ class _Home(NamedTuple):
 
 
 class Unit:
-    """The state of one unit. Owned by the executor; guarded by the lane's lock where the lane reads it."""
+    """The state of one unit. Owned by the residency; guarded by the lane's lock where the lane reads it."""
 
     def __init__(self, index: int, parameters: list[nn.Parameter], record: Record, base: int = 0) -> None:
         """Describe `parameters`, which lie in `record` and are not resident.
@@ -64,7 +64,7 @@ class Unit:
         self.parameters = parameters
         self.record = record
         self.base = base
-        self.flat = torch.empty(0, dtype=WEIGHTS[record.form.dtype].dtype)
+        self.flat = torch.empty(0, dtype=WEIGHTS[record.schema.dtype].dtype)
         """`hi` in the memory that computes, while the unit is resident; else without elements."""
         self.storage_key = int(self.flat.untyped_storage()._cdata)
         """Identifies the storage: any tensor that shares it shows the same number."""
@@ -80,7 +80,7 @@ class Unit:
         """
         self.changes = Changes(parameters, record)
         self.residence: Residence[UpdatePass] = Residence()
-        """Whether the unit is on the device, and who uses it; written by the executor."""
+        """Whether the unit is on the device, and who uses it; written by the residency."""
         self.attached = self.aside = False
         """Whether the parameters are their real values, else they are released; and whether they are so for a
         use that is no part of a step.
@@ -98,9 +98,9 @@ class Unit:
         return self.record.name
 
     @property
-    def shard(self) -> Shard:
+    def layout(self) -> FlatLayout:
         """How the parameters lie in `flat`."""
-        return self.record.whole
+        return self.record.unit_layout
 
     @property
     def part_of_rank(self) -> torch.Tensor:
@@ -110,7 +110,7 @@ class Unit:
     @property
     def resident_nbytes(self) -> int:
         """Bytes on the device while resident."""
-        return self.record.form.width * self.shard.numel
+        return self.record.schema.width * self.layout.numel
 
     @property
     def trainable(self) -> bool:
@@ -132,7 +132,7 @@ class Unit:
         """
         with torch.inference_mode(mode=False), torch.no_grad():
             placeholders = [
-                placeholder(segment.shape, self.flat.dtype, device) for segment in self.shard.segments
+                placeholder(segment.shape, self.flat.dtype, device) for segment in self.layout.segments
             ]
         self._home = _Home(blocks, by_storage, placeholders, in_place)
         for parameter, stand_in in zip(self.parameters, placeholders, strict=True):
@@ -158,9 +158,9 @@ class Unit:
         """Give the unit memory: with its values, if `in_place`, else undefined."""
         memory = self._place_of_hi()
         if memory is None:
-            self._bind(self._home.blocks.take(self.shard.numel, self.flat.dtype), None)
+            self._bind(self._home.blocks.take(self.layout.numel, self.flat.dtype), None)
         elif memory is not self._memory:
-            self._bind(wrap(memory, self.shard.numel, self.flat.dtype), memory)
+            self._bind(wrap(memory, self.layout.numel, self.flat.dtype), memory)
         if self.record.on_device:
             self.record.arrived("hi")
 
@@ -173,30 +173,30 @@ class Unit:
     def make_private(self) -> None:
         """Move a resident unit to memory of its own, where changes do not change the record."""
         if self._memory is not None:
-            flat = self._home.blocks.take(self.shard.numel, self.flat.dtype)
+            flat = self._home.blocks.take(self.layout.numel, self.flat.dtype)
             flat.copy_(self.flat)
             if self._pinned and self._is_shared():
-                self.record.leave("hi")
+                self.record.give_new_memory("hi")
             self._bind(flat, None)
 
-    def part(self) -> None:
+    def stop_sharing(self) -> None:
         """Go on in a copy where others share the unit's memory, which is about to change; see
         [Note: abandoned storage].
         """
         if not self._is_shared():
             return
         if self._pinned:
-            self.record.leave("hi")
+            self.record.give_new_memory("hi")
             self.allocate()
         else:
-            flat = self._home.blocks.take(self.shard.numel, self.flat.dtype)
+            flat = self._home.blocks.take(self.layout.numel, self.flat.dtype)
             flat.copy_(self.flat)
             self._home.blocks.leaving(self.flat)
             self._bind(flat, None)
 
     def lend_to(self, job: UpdatePass) -> None:
         """Have an update start from the unit's values, in memory that the unit shares with no one."""
-        self.part()
+        self.stop_sharing()
         job.start_from(self.flat)
 
     @property
@@ -224,7 +224,7 @@ class Unit:
         self.flat, self._memory = flat, memory
         self.storage_key = int(flat.untyped_storage()._cdata)
         with torch.inference_mode(mode=False), torch.no_grad():
-            self._views = [flat[one.start : one.stop].view(one.shape) for one in self.shard.segments]
+            self._views = [flat[one.start : one.stop].view(one.shape) for one in self.layout.segments]
         self._own_shares = self.shares()
         self._home.by_storage[self.storage_key] = self
 
@@ -246,7 +246,7 @@ class Unit:
         if self._pinned and not shared:
             return
         if self._pinned:
-            self.record.leave("hi")
+            self.record.give_new_memory("hi")
         elif self._memory is None:
             self._home.blocks.leaving(self.flat)
         self.unbind()
@@ -312,7 +312,7 @@ class Unit:
         residence = self.residence
         state = "attached" if self.attached else "resident" if residence.fetch else "released"
         uses = f"{residence.users} users, {len(self.pending)} pending"
-        return f"<Unit {self.name}, {self.shard.numel} elements, {state}, {uses}>"
+        return f"<Unit {self.name}, {self.layout.numel} elements, {state}, {uses}>"
 
 
 def _accumulator_of(parameter: nn.Parameter) -> object:

@@ -71,7 +71,7 @@ def alive(model):
     engine = engine_of_model(model)
     engine.lane.drain()
     free = sum(nbytes * len(offsets) for nbytes, offsets in engine.nvme_store._free._offsets.items())
-    return engine.nvme_store._end - free, engine.outgoing.ledger.held_nbytes
+    return engine.nvme_store._end - free, engine.outgoing_share.ledger.held_nbytes
 
 
 @pytest.mark.parametrize(

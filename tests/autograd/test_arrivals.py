@@ -431,25 +431,27 @@ def trained_with_taps(call, prepare=lambda engine: None):
 
 def test_updates_of_units_in_memory_wait_for_the_end_of_the_backward():
     waited = []
-    different, engine = trained_with_taps(lambda engine: waited.append(engine.outgoing.ledger.held_nbytes))
+    different, engine = trained_with_taps(
+        lambda engine: waited.append(engine.outgoing_share.ledger.held_nbytes)
+    )
     assert different == []
     assert waited == [2 * sum(one.numel() for part in (block(), block()) for one in part.parameters())] * 3
-    assert engine.outgoing.ledger.held_nbytes == 0
+    assert engine.outgoing_share.ledger.held_nbytes == 0
 
 
 def test_updates_that_would_not_fit_their_share_of_the_budget_do_not_wait():
     limit, waited = 1500, []
 
     def prepare(engine):
-        engine.outgoing.ledger.limit_nbytes = limit
-        engine.outgoing.ledger.peak_nbytes = 0
+        engine.outgoing_share.ledger.limit_nbytes = limit
+        engine.outgoing_share.ledger.peak_nbytes = 0
 
     different, engine = trained_with_taps(
-        lambda engine: waited.append(engine.outgoing.ledger.held_nbytes), prepare
+        lambda engine: waited.append(engine.outgoing_share.ledger.held_nbytes), prepare
     )
     assert different == []
-    assert 0 < min(waited) <= engine.outgoing.ledger.peak_nbytes <= limit
-    assert engine.outgoing.ledger.held_nbytes == 0
+    assert 0 < min(waited) <= engine.outgoing_share.ledger.peak_nbytes <= limit
+    assert engine.outgoing_share.ledger.held_nbytes == 0
 
 
 def test_after_a_backward_that_failed_only_what_still_has_a_gradient_is_updated():
@@ -478,7 +480,7 @@ def test_after_a_backward_that_failed_only_what_still_has_a_gradient_is_updated(
     both = optimizers(plain, ours)
     both[1].update = "backward"
     assert differences(loop(plain, both[0]), loop(ours, both[1])) == []
-    assert engine_in(ours).outgoing.ledger.held_nbytes == 0
+    assert engine_in(ours).outgoing_share.ledger.held_nbytes == 0
 
 
 def test_the_optimizer_of_now_applies_gradients_in_the_backward_and_not_the_one_before_it(nvme):

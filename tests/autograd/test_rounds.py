@@ -104,7 +104,7 @@ def test_where_a_part_fits_rounds_read_the_rest(folder):
     engine = engine_of_model(model)
     sizes = [unit.record.field_nbytes("hi") for unit in engine.units]
     here = sum(size for unit, size in zip(engine.units, sizes, strict=True) if unit.in_place)
-    stay = {one.use.unit for one in engine.executor.round_cursor.plan.steps if one.keep}
+    stay = {one.use.unit for one in engine.residency.round_cursor.plan.steps if one.keep}
     assert here > 0
     assert stay
     assert read[-1] == read[-2] == sum(sizes) - here - sum(sizes[unit] for unit in stay)
@@ -158,18 +158,18 @@ class Reversed(nn.Sequential):
 def test_a_lone_round_between_steps_is_counted_and_followed_by_the_next(folder):
     model = offloaded(folder, "2MiB", lambda: Reversed(*layers()))
     optimizer = infinity.AdamW(model.parameters(), lr=0.01)
-    executor = engine_of_model(model).executor
+    residency = engine_of_model(model).residency
     reordered = []
     for step in range(3):
         model(X).float().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        assert executor.round_frequencies.steps == step
+        assert residency.round_frequencies.steps == step
         read_by_round(model, 1)
-        reordered.append(executor.round_cursor.reordered)
+        reordered.append(residency.round_cursor.reordered)
     model(X)
-    assert executor.round_frequencies.steps == 3
-    assert [executor.round_frequencies.uses(unit) for unit in range(8)] == [1.0] * 8
+    assert residency.round_frequencies.steps == 3
+    assert [residency.round_frequencies.uses(unit) for unit in range(8)] == [1.0] * 8
     assert reordered[0] > 0
     assert reordered[1:] == [0, 0]
 

@@ -16,7 +16,7 @@ from fragile import STEPS, Run, same
 from infinity import AdamW, CheckpointError, ConfigError, CorruptionError, UnsupportedError
 from infinity.durable import homes as keeping
 from infinity.engine.engine import engine_of_model
-from infinity.planning.layout import Format
+from infinity.planning.layout import RecordSchema
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable"), pytest.mark.timeout(120)]
 
@@ -65,7 +65,7 @@ def test_a_run_of_before_scales_shared_blocks_goes_on_in_the_same_bits(
     settings = {"host_memory": host_memory, "state_dtype": "int8"}
     losses, state = uninterrupted["forward", "int8"]
     with monkeypatch.context() as before:
-        before.setattr(Format, "span", lambda self, field, tile_numel: tile_numel)
+        before.setattr(RecordSchema, "span", lambda self, field, tile_numel: tile_numel)
         run = Run(folder, **settings)
         run.train(3)
         infinity.commit(run.model)

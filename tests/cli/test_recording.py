@@ -31,7 +31,7 @@ class FakeEngine:
     device = SimpleNamespace(is_host=True, room=None)
     kept = SimpleNamespace(held_nbytes=12)
     host_store = SimpleNamespace(held_nbytes=8)
-    executor = SimpleNamespace(ahead_nbytes=5)
+    residency = SimpleNamespace(ahead_nbytes=5)
     outgoing = SimpleNamespace(ledger=SimpleNamespace(held_nbytes=3))
 
 
@@ -108,7 +108,7 @@ def test_memory_is_sampled_within_steps_too_until_all_is_written(tmp_path):
     asked, engine = Recording(str(tmp_path / "trace.json"), None), FakeEngine()
     asked.start(engine)
     asked.mark(0.0, snapshot(0), process_nbytes=1000)
-    engine.executor = SimpleNamespace(ahead_nbytes=9)
+    engine.residency = SimpleNamespace(ahead_nbytes=9)
     engine.timeline.span("compute", "layer", 0.25, 0.5)
     held = [one.values for one in engine.timeline.samples if one.name == "host"]
     assert [values["ahead"] for values in held] == [5, 9]

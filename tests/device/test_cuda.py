@@ -124,7 +124,7 @@ def test_nothing_is_locked_in_the_place_of_buffers_that_are_not_unlocked_yet(dev
 
 
 def test_what_is_lent_beside_downloads_is_page_locked(device, streams):
-    lent = device.lend_host(5, torch.bfloat16)
+    lent = device.take_host_buffer(5, torch.bfloat16)
     assert (lent.shape, lent.dtype, streams.locked) == ((5,), torch.bfloat16, {lent.data_ptr(): 10})
 
 

@@ -18,7 +18,7 @@ from infinity.engine import engine as engine_module
 from infinity.engine.engine import engine_of_model
 from infinity.errors import DeviceMemoryError
 from infinity.planning.budget import DeviceBudget, divide_device
-from infinity.units.device_tier import lives_there
+from infinity.units.device_tier import lives_on_device
 from streams import LateStreams
 
 pytestmark = [pytest.mark.disk, pytest.mark.multi]
@@ -229,8 +229,8 @@ def test_a_round_between_steps_asks_at_once_for_units_that_live_on_the_device(fo
         optimizer.zero_grad()
     with torch.no_grad():
         expected = model(x)
-        assert all(lives_there(unit) for unit in engine.units[:3])
-        assert engine.executor.are_here(engine.units[:3])
+        assert all(lives_on_device(unit) for unit in engine.units[:3])
+        assert engine.residency.are_here(engine.units[:3])
         assert torch.equal(model(x), expected)
 
 

@@ -112,7 +112,7 @@ def test_a_unit_that_torch_has_no_memory_for_is_counted_no_more(monkeypatch):
 
 def test_a_download_that_does_not_begin_is_counted_no_more(monkeypatch):
     device = AcceleratorDevice(torch.device("cpu"), LateStreams())
-    monkeypatch.setattr(device.memory, "lend", _out_of_memory)
+    monkeypatch.setattr(device.memory, "take", _out_of_memory)
     with pytest.raises(torch.OutOfMemoryError):
         device.download(torch.ones(1024))
     assert device.room.ledger.held_nbytes == 0

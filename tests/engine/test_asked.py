@@ -377,7 +377,7 @@ def test_a_parameter_of_integers_stays_ordinary_and_an_optimizer_says_so(folder)
         model = nn.Linear(4, 4)
         model.index = nn.Parameter(torch.arange(4), requires_grad=False)
     assert type(model.index) is nn.Parameter
-    assert engine_of_model(model).units[0].shard.segments[0].name == "weight"
+    assert engine_of_model(model).units[0].layout.segments[0].name == "weight"
     with pytest.raises(ValueError, match=r"is torch.int64: it has no gradient.*is_floating_point"):
         infinity.AdamW(model.parameters())
     infinity.AdamW([p for p in model.parameters() if p.is_floating_point()])

@@ -299,7 +299,7 @@ def test_a_budget_that_holds_the_base_reads_each_byte_once_and_lets_go_of_it_wit
     assert infinity.stats(ours).written_nbytes == {}
     unit = engine_of_model(ours).units[1]
     assert unit.record.tiers() == (("hi", "host"),)
-    unit.record.leave_host()
+    unit.record.drop_host_copy()
     unit.unbind()
     assert unit.record.tiers() == (("hi", "checkpoint"),)
     assert torch.equal(logits(ours), logits(plain_of(path)))

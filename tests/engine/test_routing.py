@@ -120,7 +120,7 @@ def test_a_step_moves_the_bytes_of_the_dense_part_and_of_the_experts_it_routes_t
     steps()
     used.clear()
     per_parameter = moved(model, steps)
-    share = sum(one.shard.numel for one in used) / sum(one.shard.numel for one in units)
+    share = sum(one.layout.numel for one in used) / sum(one.layout.numel for one in units)
     assert share < 0.06
     assert per_parameter <= 1.05 * 26 * share <= 3
 
@@ -129,15 +129,15 @@ def test_no_more_than_the_routed_experts_and_the_window_is_resident(folder):
     with Init(nvme=folder, host_memory="2MiB"):
         model = models.of_experts("mixtral", num_local_experts=64, num_experts_per_tok=2)
     engine, most = engine_of_model(model), [0]
-    of_stack, hold = set(slices_of(model)), engine.executor.hold
-    window = engine.executor._ahead.limit_nbytes
+    of_stack, hold = set(slices_of(model)), engine.residency.hold
+    window = engine.residency._ahead.limit_nbytes
 
     def watched(unit, phase):
         hold(unit, phase)
         resident = [one for one in of_stack if one.residence.fetch is not None and not one.in_place]
         most[0] = max(most[0], sum(one.resident_nbytes for one in resident))
 
-    engine.executor.hold = watched
+    engine.residency.hold = watched
     train(model, AdamW(model.parameters(), **SETTINGS), 2)
     largest = max(one.resident_nbytes for one in of_stack)
     assert 0 < most[0] <= window + 3 * largest < sum(one.resident_nbytes for one in of_stack) / 4

@@ -248,7 +248,7 @@ def test_a_step_that_moves_nothing_is_predicted_to_compute(folder):
 
 def test_nothing_is_predicted_before_there_is_a_plan():
     model, _ = trained(0, host_memory="16MiB")
-    engine_of_model(model).executor.cursor.plan = None
+    engine_of_model(model).residency.cursor.plan = None
     now = stats(model)
     disk = Disk(1.0, 1.0, 1.0)
     assert predicted_step_s(engine_of_model(model), Load(1.0, 0, 0, 0), now, disk) is None

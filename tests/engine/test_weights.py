@@ -15,7 +15,7 @@ import infinity
 import models
 from infinity import UnsupportedError, reference, stats
 from infinity.engine.engine import engine_of_model
-from infinity.planning.layout import Format
+from infinity.planning.layout import RecordSchema
 from scaling import Beside
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
@@ -253,8 +253,8 @@ def test_a_record_takes_and_a_step_moves_the_bytes_that_its_fields_have(folder, 
     numel = 4 * 512 * 512
     optimizer = infinity.AdamW(model.parameters())
     assert stats(model).nvme_nbytes == state_nbytes * numel
-    form = Format("fp32", dtype)
-    assert sum(form.nbytes(name, 1) for name in form.fields) == state_nbytes
+    schema = RecordSchema("fp32", dtype)
+    assert sum(schema.nbytes(name, 1) for name in schema.fields) == state_nbytes
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     before = None
     for step in range(5):
@@ -266,7 +266,7 @@ def test_a_record_takes_and_a_step_moves_the_bytes_that_its_fields_have(folder, 
         optimizer.zero_grad()
     done = stats(model).since(before)
     fields = {name for _, name in engine_of_model(model).traffic.written if "grad" not in name}
-    assert fields == set(form.fields)
+    assert fields == set(schema.fields)
     total = sum(
         nbytes
         for traffic in (done.read_nbytes, done.written_nbytes)

@@ -310,7 +310,7 @@ def test_checkpoints_and_models_are_streamed_to_files_and_are_those_of_transform
         monkeypatch.setattr(trainer, name, watched(getattr(trainer, name)))
     trainer.train()
     trainer.save_model(str(folder / "final"))
-    layer = max(unit.shard.numel for unit in engine_of_model(model).units) * 2
+    layer = max(unit.layout.numel for unit in engine_of_model(model).units) * 2
     assert len(most) == 3, "the checkpoint, the model in it, and the model alone"
     assert all(layer < one <= 4 * layer for one in most), (most, layer)
     assert sum(one.numel() for one in model.parameters()) * 2 > 30 * layer

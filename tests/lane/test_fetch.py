@@ -14,7 +14,7 @@ from infinity.kernels import AdamWScalars, state_key
 from infinity.lane.fetch import FetchAndUpdatePass, FetchPass, UpdatePass
 from infinity.lane.lane import StreamLane
 from infinity.lane.passes import ReadPass, SpillPart, SpillPass, WritePass
-from infinity.planning.layout import Format, lay_out
+from infinity.planning.layout import RecordSchema, lay_out
 from infinity.records.record import Record, Traffic
 from infinity.records.updates import Update
 from infinity.reference import ReferenceAdamW
@@ -33,19 +33,19 @@ SETTINGS = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 class Setup:
     """One unit whose record lies on a faked disk, a lane, and the same parameters in the reference."""
 
-    def __init__(self, seed, form, slots=3):
+    def __init__(self, seed, schema, slots=3):
         self.lane, self.device = StreamLane(Pool(TILE * 16, slots)), CpuDevice()
         self.host, self.disk = HostStore(Ledger(1 << 24)), FakeDisk(seed)
-        self.form = Format(form)
+        self.schema = RecordSchema(schema)
         named = [(f"p{index}", (numel,)) for index, numel in enumerate(NUMELS)]
         shard = lay_out(named, TILE)
         self.traffic = Traffic()
-        self.record = Record(shard, TILE, self.traffic, form=self.form, name="layers.3")
-        for field in self.form.fields:
+        self.record = Record(shard, TILE, self.traffic, schema=self.schema, name="layers.3")
+        for field in self.schema.fields:
             self.record.add(field, self.disk)
         start = [torch.randn(numel).bfloat16() for numel in NUMELS]
         self.plain = [nn.Parameter(one.clone()) for one in start]
-        self.reference = ReferenceAdamW(self.plain, state_dtype=form, **SETTINGS)
+        self.reference = ReferenceAdamW(self.plain, state_dtype=schema, **SETTINGS)
         self.run(WritePass(self.record, TILE, {n: {"master": one.float()} for n, one in enumerate(start)}))
         self.unit = Unit(0, [nn.Parameter(one) for one in start], self.record)
         self.steps = [0] * len(NUMELS)
@@ -137,8 +137,8 @@ def made(seed, request):
     """Make set-ups; their lanes end with the test."""
     setups = []
 
-    def make(form="fp32", *, in_place=False, slots=3):
-        setups.append(Setup(seed, form, slots).open(in_place=in_place))
+    def make(schema="fp32", *, in_place=False, slots=3):
+        setups.append(Setup(seed, schema, slots).open(in_place=in_place))
         return setups[-1]
 
     yield make
@@ -150,9 +150,9 @@ def nbytes_of(setup, name):
     return setup.record.field_nbytes(name)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_an_update_of_what_came_back_damaged_is_refused_and_not_written(made, form):
-    setup = made(form)
+@pytest.mark.parametrize("schema", FORMS)
+def test_an_update_of_what_came_back_damaged_is_refused_and_not_written(made, schema):
+    setup = made(schema)
     setup.pend([0])
     setup.disk.data[setup.record.place("lo")[0].offset + 100] ^= 1
     before = bytes(setup.disk.data)
@@ -203,7 +203,7 @@ def test_a_finished_fetch_holds_neither_memory_nor_gradients(made):
     setup.pend([0, 1, 2])
     job = setup.fetch()
     assert job.keeps is None
-    assert job.pending == {}
+    assert job.updates == {}
     assert setup.unit.pending == {}
 
 
@@ -211,7 +211,7 @@ def test_who_waits_for_the_values_is_called_once_they_are_there(made):
     setup, found = made(), []
     setup.pend([0])
     job = setup.fetching()
-    job.on_done = lambda: found.append((job.done, job.pending))
+    job.on_done = lambda: found.append((job.done, job.updates))
     setup.run(job)
     assert found == [(False, {})]
     assert job.on_done is None
@@ -221,9 +221,9 @@ def test_who_waits_for_the_values_is_called_once_they_are_there(made):
 
 
 @pytest.mark.parametrize("slots", [1, 3])
-@pytest.mark.parametrize("form", FORMS)
-def test_pending_updates_are_applied_on_the_way_and_written_behind(made, form, slots):
-    setup = made(form, slots=slots)
+@pytest.mark.parametrize("schema", FORMS)
+def test_pending_updates_are_applied_on_the_way_and_written_behind(made, schema, slots):
+    setup = made(schema, slots=slots)
     for kind in ("bf16", "fp32", "spilled", "zero"):
         setup.pend([0, 1, 2], kind)
         setup.fetch()
@@ -231,16 +231,16 @@ def test_pending_updates_are_applied_on_the_way_and_written_behind(made, form, s
     setup.assert_same_record()
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_only_tiles_with_an_updated_parameter_are_read_whole_and_written(made, form):
-    setup = made(form)
+@pytest.mark.parametrize("schema", FORMS)
+def test_only_tiles_with_an_updated_parameter_are_read_whole_and_written(made, schema):
+    setup = made(schema)
     setup.pend([0, 1, 2])
     setup.fetch()
     setup.pend([1])  # the third tile of six
     setup.update_counts()
     setup.fetch()
     read, written = setup.update_counts()
-    tile = {("nvme", name): setup.record.tile_nbytes(name, TILE) for name in setup.form.fields}
+    tile = {("nvme", name): setup.record.tile_nbytes(name, TILE) for name in setup.schema.fields}
     assert written == tile
     assert read == {**tile, ("nvme", "hi"): nbytes_of(setup, "hi")}
     setup.assert_same_weights()
@@ -265,13 +265,13 @@ def test_moments_that_were_never_written_are_not_read_and_count_as_zero(made):
     setup.fetch()
     read, written = setup.update_counts()
     assert set(read) == {("nvme", "hi"), ("nvme", "lo")}
-    assert set(written) == {("nvme", name) for name in setup.form.fields}
+    assert set(written) == {("nvme", name) for name in setup.schema.fields}
     setup.assert_same_record()
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_steps_that_were_missed_are_made_up_for_in_order(made, form):
-    setup = made(form)
+@pytest.mark.parametrize("schema", FORMS)
+def test_steps_that_were_missed_are_made_up_for_in_order(made, schema):
+    setup = made(schema)
     setup.pend([2])
     setup.fetch()
     missed = []
@@ -323,9 +323,9 @@ def test_a_gradient_on_its_way_to_the_host_is_waited_for(made):
     setup.assert_same_weights()
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_resident_unit_is_updated_from_the_values_it_has_without_reading_them(made, form):
-    setup = made(form)
+@pytest.mark.parametrize("schema", FORMS)
+def test_a_resident_unit_is_updated_from_the_values_it_has_without_reading_them(made, schema):
+    setup = made(schema)
     setup.pend([0, 1, 2])
     setup.fetch()
     setup.update_counts()
@@ -340,8 +340,8 @@ def test_a_resident_unit_is_updated_from_the_values_it_has_without_reading_them(
 # Fields on their way into host memory
 
 
-def everything(form):
-    return Format(form).fields
+def everything(schema):
+    return RecordSchema(schema).fields
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -361,13 +361,13 @@ def test_weights_are_left_in_their_target_by_a_fetch_and_moments_are_not(made, i
     setup.assert_same_record()
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("schema", FORMS)
 @pytest.mark.parametrize("upload", [True, False])
-def test_a_pass_with_updates_leaves_every_field_in_its_target_and_writes_none_of_them(made, form, upload):
-    setup = made(form)
+def test_a_pass_with_updates_leaves_every_field_in_its_target_and_writes_none_of_them(made, schema, upload):
+    setup = made(schema)
     setup.pend([0, 1, 2])
     setup.fetch()
-    setup.give_targets(*everything(form))
+    setup.give_targets(*everything(schema))
     setup.pend([0, 1, 2])
     setup.update_counts()
     setup.fetch() if upload else setup.update()
@@ -386,14 +386,14 @@ def test_a_pass_with_updates_leaves_every_field_in_its_target_and_writes_none_of
 
 @pytest.mark.parametrize("written", [False, True])
 @pytest.mark.parametrize("updated", [[0], [1], [2], [0, 2]], ids=str)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("schema", FORMS)
 @pytest.mark.parametrize("resident", [False, True])
-def test_what_an_update_does_not_touch_is_left_in_the_target_too(made, form, updated, written, resident):
-    setup = made(form)
+def test_what_an_update_does_not_touch_is_left_in_the_target_too(made, schema, updated, written, resident):
+    setup = made(schema)
     if written:
         setup.pend([0, 1, 2])
     setup.fetch()
-    setup.give_targets(*everything(form))
+    setup.give_targets(*everything(schema))
     setup.pend(updated)
     setup.update(setup.unit.flat) if resident else setup.fetch()
     assert setup.record.all_in_host
@@ -489,10 +489,10 @@ def test_an_update_of_all_parameters_in_host_memory_is_done_at_once_and_of_some_
     assert list(pinned.updating().tiles()) == by_tiles
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_an_update_in_host_memory_of_moments_written_in_part_goes_by_tiles_and_is_the_same(made, form):
-    setup = made(form, in_place=True)
-    for name in setup.form.moments:
+@pytest.mark.parametrize("schema", FORMS)
+def test_an_update_in_host_memory_of_moments_written_in_part_goes_by_tiles_and_is_the_same(made, schema):
+    setup = made(schema, in_place=True)
+    for name in setup.schema.moments:
         setup.record.drop(name)
         setup.record.add(name, setup.host)
     setup.give_targets("hi", "lo")

@@ -76,7 +76,7 @@ class _Order(Pass):
     def tiles(self):
         return tiles(TILE, TILE)
 
-    def fields(self, start, stop):
+    def reads_and_writes(self, start, stop):
         return (), ()
 
     def process(self, start, stop, at):

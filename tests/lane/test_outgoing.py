@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from infinity.lane.outgoing import Outgoing, end_all
+from infinity.lane.outgoing import OutgoingShare, end_all
 from infinity.timeline import Timeline
 
 
@@ -41,7 +41,7 @@ class Device:
 
 @pytest.fixture
 def share():
-    outgoing = Outgoing(Device(), Timeline())
+    outgoing = OutgoingShare(Device(), Timeline())
     outgoing.open(100)
     return outgoing
 

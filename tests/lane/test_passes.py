@@ -10,7 +10,7 @@ from torch import nn
 from fakes import FakeDisk
 from infinity.lane.lane import StreamLane
 from infinity.lane.passes import LeavePass, ReadPass, SpillPart, SpillPass, WritePass
-from infinity.planning.layout import Format, lay_out
+from infinity.planning.layout import RecordSchema, lay_out
 from infinity.records.record import Record, Traffic
 from infinity.reference import rounded
 from infinity.reference.moments import M_CODES, V_CODES, decode, encode_at_random
@@ -26,13 +26,13 @@ ALL = range(len(NUMELS))
 class Setup:
     """A record on a faked disk and a lane."""
 
-    def __init__(self, seed, form):
+    def __init__(self, seed, schema):
         self.lane, self.disk = StreamLane(Pool(TILE * 16, 3)), FakeDisk(seed)
         self.host = HostStore(Ledger(1 << 24))
         self.traffic = Traffic()
         self.shard = lay_out([(f"p{index}", (numel,)) for index, numel in enumerate(NUMELS)], TILE)
-        self.record = Record(self.shard, TILE, self.traffic, form=Format(form), name="layers.3")
-        for field in self.record.form.fields:
+        self.record = Record(self.shard, TILE, self.traffic, schema=RecordSchema(schema), name="layers.3")
+        for field in self.record.schema.fields:
             self.record.add(field, self.disk)
         parameters = [nn.Parameter(torch.empty(numel, dtype=torch.bfloat16)) for numel in NUMELS]
         self.unit = Unit(0, parameters, self.record)
@@ -78,8 +78,8 @@ def made(seed):
     """Make set-ups; their lanes end with the test."""
     setups = []
 
-    def make(form="fp32"):
-        setups.append(Setup(seed, form))
+    def make(schema="fp32"):
+        setups.append(Setup(seed, schema))
         return setups[-1]
 
     yield make
@@ -116,15 +116,15 @@ def test_what_was_never_written_reads_as_zero_without_any_transfer(setup):
     assert setup.moved() == [{}, {}]
 
 
-@pytest.mark.parametrize("form", ["fp32", "bf16", "int8"])
-def test_moments_are_stored_in_the_records_format(made, form):
-    setup = made(form)
+@pytest.mark.parametrize("schema", ["fp32", "bf16", "int8"])
+def test_moments_are_stored_in_the_records_format(made, schema):
+    setup = made(schema)
     m, v = torch.randn(NUMELS[2]), torch.rand(NUMELS[2])
     setup.write({2: {"m": m, "v": v}})
     once = setup.read(2, "m", "v")
-    worst = {"fp32": 0, "bf16": 2**-8, "int8": 2**-4}[form]
-    assert ((once["m"] - m).abs() <= worst * m.abs() + (form == "int8") * 1e-3).all()
-    assert ((once["v"] - v).abs() <= worst * v.abs() + (form == "int8") * 1e-3).all()
+    worst = {"fp32": 0, "bf16": 2**-8, "int8": 2**-4}[schema]
+    assert ((once["m"] - m).abs() <= worst * m.abs() + (schema == "int8") * 1e-3).all()
+    assert ((once["v"] - v).abs() <= worst * v.abs() + (schema == "int8") * 1e-3).all()
     setup.write({2: once})
     again = setup.read(2, "m", "v")
     assert all(torch.equal(again[name], once[name]) for name in once), "what is on the grid stays"
@@ -165,7 +165,7 @@ def share_a_tile(setup):
     """Give a set-up a record of two parameters in one tile."""
     setup.shard = lay_out([("a", (100,)), ("b", (200,))])
     setup.record = Record(setup.shard, TILE, setup.traffic)
-    for field in setup.record.form.fields:
+    for field in setup.record.schema.fields:
         setup.record.add(field, setup.disk)
 
 

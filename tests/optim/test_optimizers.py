@@ -115,7 +115,7 @@ def test_training_equals_the_steps_in_plain_torch(folder, kind, dtype, memory, u
         for name in kept:
             assert torch.equal(packed[number][name], state[name]), name
     fields = {"AdamW": {"m", "v"}, "Adam": {"m", "v"}, "SGD": set(), "Adagrad": {"v"}}.get(kind, {"m"})
-    assert {name for unit in engine.units for name in unit.record.fields} == {*engine.form.weights, *fields}
+    assert {name for unit in engine.units for name in unit.record.fields} == {*engine.schema.weights, *fields}
 
 
 @pytest.mark.parametrize("kind", ["Adam", "SGD", "SGD with momentum", "Adagrad", "Lion"])

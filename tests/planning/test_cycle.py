@@ -1,4 +1,4 @@
-"""The plan of rounds: walked round after round, as the executor would. Pure."""
+"""The plan of rounds: walked round after round, as the residency would. Pure."""
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,7 @@ def forward(*units):
 
 
 def rounds(plan, sizes, window, count=4):
-    """Walk a plan as the executor does; return the bytes that each round reads. What waits never exceeds the
+    """Walk a plan as the residency does; return the bytes that each round reads. What waits never exceeds the
     window, and nothing is fetched that is there.
     """
     waiting, there, read = set(), {unit for unit, nbytes in enumerate(sizes) if not nbytes}, []

@@ -36,7 +36,7 @@ def train(model, optimizer, micro_batches):
     ids = torch.zeros(1, 4, dtype=torch.long)
     for _ in range(micro_batches):
         model(input_ids=ids, labels=ids).loss.backward()
-    trace = tuple(engine_of_model(model).executor.cursor.trace)
+    trace = tuple(engine_of_model(model).residency.cursor.trace)
     optimizer.step()
     optimizer.zero_grad()
     engine_of_model(model).lane.drain()

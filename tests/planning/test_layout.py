@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from infinity.planning.layout import (
     ALIGN_NUMEL,
     STATE_BLOCK,
-    Format,
+    FlatLayout,
+    RecordSchema,
     Segment,
-    Shard,
     lay_out,
     pieces,
-    share,
+    shard_of,
     tiles,
 )
 from infinity.sizes import BLOCK
@@ -51,14 +51,14 @@ def test_tiles_and_pieces_cover_every_element_once(shapes, blocks):
 
 def test_a_segment_off_its_block_is_refused():
     with pytest.raises(ValueError, match="starts at element 5"):
-        Shard((Segment("w", (3,), 5, 3),), ALIGN_NUMEL)
+        FlatLayout((Segment("w", (3,), 5, 3),), ALIGN_NUMEL)
 
 
 # Formats
 
 
 FORMS = [("fp32",), ("bf16",), ("int8",), ("fp32", "fp16"), ("fp32", "fp32")]
-"""Arguments of Format."""
+"""Arguments of RecordSchema."""
 
 
 @pytest.mark.parametrize(
@@ -70,16 +70,16 @@ FORMS = [("fp32",), ("bf16",), ("int8",), ("fp32", "fp16"), ("fp32", "fp32")]
     ],
 )
 def test_a_format_holds_weights_and_moments_of_its_width(state_dtype, moments, nbytes):
-    form = Format(state_dtype)
-    assert form.moments == moments
-    assert form.fields == ("hi", "lo", *moments)
-    assert [form.nbytes(field, 1024) for field in form.fields] == nbytes
-    assert (form.nbytes("grad16", 1024), form.nbytes("grad32", 1024)) == (2048, 4096)
+    schema = RecordSchema(state_dtype)
+    assert schema.moments == moments
+    assert schema.fields == ("hi", "lo", *moments)
+    assert [schema.nbytes(field, 1024) for field in schema.fields] == nbytes
+    assert (schema.nbytes("grad16", 1024), schema.nbytes("grad32", 1024)) == (2048, 4096)
 
 
 def test_8_bit_moments_have_a_pair_of_fp32_scales_for_each_block():
-    form = Format("int8")
-    assert [form.nbytes("scale", blocks * STATE_BLOCK) for blocks in (0, 1, 2, 16)] == [0, 8, 16, 128]
+    schema = RecordSchema("int8")
+    assert [schema.nbytes("scale", blocks * STATE_BLOCK) for blocks in (0, 1, 2, 16)] == [0, 8, 16, 128]
 
 
 @pytest.mark.parametrize(
@@ -91,38 +91,40 @@ def test_8_bit_moments_have_a_pair_of_fp32_scales_for_each_block():
     ],
 )
 def test_each_type_that_computes_has_its_fields(dtype, fields, master, nbytes, slot_nbytes):
-    form = Format("fp32", dtype)
-    assert (form.fields, form.master, form.slot_nbytes) == (fields, master, slot_nbytes)
-    assert sum(form.nbytes(name, 1) for name in fields) == nbytes
-    assert form.derived == (set() if "hi" in master else {"hi"})
-    assert form.nbytes(form.gradient, 1) == form.nbytes("hi", 1) == form.width
+    schema = RecordSchema("fp32", dtype)
+    assert (schema.fields, schema.master, schema.slot_nbytes) == (fields, master, slot_nbytes)
+    assert sum(schema.nbytes(name, 1) for name in fields) == nbytes
+    assert schema.derived == (set() if "hi" in master else {"hi"})
+    assert schema.nbytes(schema.gradient, 1) == schema.nbytes("hi", 1) == schema.width
 
 
 @pytest.mark.parametrize("arguments", FORMS)
 def test_parameters_begin_on_whole_blocks_of_every_field_but_scales(arguments):
-    form = Format(*arguments)
-    fields = [field for field in (*form.fields, "grad16", "grad32") if field != "scale"]
-    assert [form.nbytes(field, form.align_numel) % BLOCK for field in fields] == [0] * len(fields)
-    assert any(form.nbytes(field, form.align_numel // 2) % BLOCK for field in fields), "no more than it takes"
-    assert form.align_numel % STATE_BLOCK == form.align_numel % ALIGN_NUMEL == 0
+    schema = RecordSchema(*arguments)
+    fields = [field for field in (*schema.fields, "grad16", "grad32") if field != "scale"]
+    assert [schema.nbytes(field, schema.align_numel) % BLOCK for field in fields] == [0] * len(fields)
+    assert any(schema.nbytes(field, schema.align_numel // 2) % BLOCK for field in fields), (
+        "no more than it takes"
+    )
+    assert schema.align_numel % STATE_BLOCK == schema.align_numel % ALIGN_NUMEL == 0
 
 
 @given(st.sampled_from(FORMS), st.integers(0, 9), st.integers(0, 9 * STATE_BLOCK), st.data())
 def test_bytes_of_whole_state_blocks_and_of_what_follows_add_up(arguments, blocks, numel, data):
-    form = Format(*arguments)
-    field = data.draw(st.sampled_from(form.fields))
+    schema = RecordSchema(*arguments)
+    field = data.draw(st.sampled_from(schema.fields))
     start = blocks * STATE_BLOCK
-    assert form.nbytes(field, start + numel) == form.nbytes(field, start) + form.nbytes(field, numel)
+    assert schema.nbytes(field, start + numel) == schema.nbytes(field, start) + schema.nbytes(field, numel)
 
 
 def test_a_type_that_is_none_is_refused():
     with pytest.raises(KeyError, match="fp8"):
-        Format("fp8")
+        RecordSchema("fp8")
 
 
 @given(shapes, st.sampled_from(FORMS))
 def test_parameters_are_laid_out_as_a_format_asks(shapes, arguments):
-    align = Format(*arguments).align_numel
+    align = RecordSchema(*arguments).align_numel
     shard = lay_out([(str(index), shape) for index, shape in enumerate(shapes)], align)
     assert all(segment.start % align == 0 for segment in shard.segments)
     assert shard.numel % align == 0
@@ -134,7 +136,7 @@ def test_parameters_are_laid_out_as_a_format_asks(shapes, arguments):
 )
 def test_the_shares_of_all_ranks_are_the_unit_once(numels, ranks):
     whole = lay_out([(str(index), (numel,)) for index, numel in enumerate(numels)], ranks=ranks)
-    shares = [share(whole, rank, ranks) for rank in range(ranks)]
+    shares = [shard_of(whole, rank, ranks) for rank in range(ranks)]
     assert {one.numel for one in shares} == {whole.numel // ranks}
     assert whole.numel % (ranks * ALIGN_NUMEL) == 0
     for index, numel in enumerate(numels):
@@ -150,5 +152,5 @@ def test_the_shares_of_all_ranks_are_the_unit_once(numels, ranks):
 
 def test_a_share_ends_where_its_last_parameter_does():
     whole = lay_out([("weight", (10,))], ranks=2)
-    first, second = (share(whole, rank, 2) for rank in range(2))
+    first, second = (shard_of(whole, rank, 2) for rank in range(2))
     assert (first.end, second.end) == (10, 0)

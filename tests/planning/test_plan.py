@@ -1,4 +1,4 @@
-"""The schedule of a step. Pure: plans are compared as text, walked as the executor would, and measured
+"""The schedule of a step. Pure: plans are compared as text, walked as the residency would, and measured
 against every choice there is.
 """
 
@@ -147,7 +147,7 @@ def test_text_that_is_no_plan_is_refused(text):
 
 
 def walk(plan, trace, sizes, window):
-    """Do what the executor does. Returns what waits after each use (the opening first), and per use how its
+    """Do what the residency does. Returns what waits after each use (the opening first), and per use how its
     unit was met: "there", or "asked" for; raises where the plan is wrong.
     """
     waiting, pinned = set(), {unit for unit, nbytes in enumerate(sizes) if not nbytes}

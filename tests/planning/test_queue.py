@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.planning.queue import THERE, Queue, QueuedPass
+from infinity.planning.queue import NO_FETCH, Queue, QueuedPass
 
 
 class Walk(QueuedPass):
@@ -165,9 +165,9 @@ def test_who_waits_for_the_end_is_called_once_and_let_go():
 
 
 def test_a_fetch_that_nothing_is_needed_for_is_over():
-    assert THERE.done
-    assert THERE.finished
-    assert THERE.slot_wait_s == 0
+    assert NO_FETCH.done
+    assert NO_FETCH.finished
+    assert NO_FETCH.slot_wait_s == 0
 
 
 def test_a_job_that_was_never_submitted_cannot_be_waited_for():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from infinity.planning.queue import THERE, QueuedPass
+from infinity.planning.queue import NO_FETCH, QueuedPass
 from infinity.planning.residence import Residence, Residency
 
 
@@ -140,7 +140,7 @@ def test_a_unit_that_is_kept_waits_in_the_window_unless_an_update_is_pending_for
 def test_a_unit_in_place_is_there_without_a_fetch_unless_an_update_is_pending_for_it():
     engine = Simple(in_place=[0])
     engine.hold(0)
-    assert engine.units[0].residence.fetch is THERE
+    assert engine.units[0].residence.fetch is NO_FETCH
     assert (engine.lane.log, engine.counts.hits) == ([], 1)
     engine.drop(0)
     engine.units[0].pending = True
@@ -197,7 +197,7 @@ def test_after_a_use_that_was_not_planned_units_that_are_not_needed_next_leave()
 
 def test_after_a_use_that_was_not_planned_what_stays_until_it_is_updated_stays():
     engine = Simple(window=40)
-    engine._whole = True
+    engine._keeps_resident = True
     engine.begin([0, 1, 2])
     engine.look_again([], 40, but=None)
     assert engine.resident() == [0, 1, 2]
@@ -246,7 +246,7 @@ def test_a_lodged_unit_goes_when_an_update_is_pending_for_it_or_it_is_lodged_no_
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_unit_whose_record_was_updated_while_it_was_in_use_does_not_stay_with_its_old_values(whole):
     engine = lodging(*() if whole else (0,))
-    engine._whole = whole
+    engine._keeps_resident = whole
     engine.hold(0)
     engine.apply(engine.units[0], lambda: None)
     engine.drop(0)

@@ -8,7 +8,7 @@ from infinity.checkpoint.ranges import buffers
 from infinity.errors import CorruptionError
 from infinity.lane.lane import StreamLane
 from infinity.lane.passes import CopyInPass, CopyOutPass, LeavePass, ReadPass, WritePass
-from infinity.planning.layout import Format, lay_out
+from infinity.planning.layout import RecordSchema, lay_out
 from infinity.records.record import Record, Traffic
 from infinity.sizes import BLOCK
 from infinity.storage.memory import Ledger, Pool
@@ -27,8 +27,8 @@ class Setup:
         self.lane, self.disk = StreamLane(Pool(TILE * 16, 3)), FakeDisk(seed)
         self.host, self.traffic = HostStore(Ledger(1 << 24)), Traffic()
         shard = lay_out([(f"p{index}", (numel,)) for index, numel in enumerate(NUMELS)], TILE)
-        self.record = Record(shard, TILE, self.traffic, form=Format("int8"), name="layers.3")
-        for field in self.record.form.fields:
+        self.record = Record(shard, TILE, self.traffic, schema=RecordSchema("int8"), name="layers.3")
+        for field in self.record.schema.fields:
             self.record.add(field, self.disk)
 
     def run(self, job):
@@ -102,7 +102,7 @@ def test_ranges_are_copied_out_as_they_were_copied_in(setup):
     setup.write(*ALL)
     middle = 35 * TILE  # inside a span
     for start, stop in ((0, middle), (middle, numel)):
-        first, last = (setup.record.form.nbytes("scale", at) for at in (start, stop))
+        first, last = (setup.record.schema.nbytes("scale", at) for at in (start, stop))
         values = {name: whole[name][start:stop] for name in ("m", "v")}
         values["scale"] = whole["scale"][first:last]
         setup.run(CopyInPass(setup.record, TILE, start, stop, values))

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from fakes import FakeDisk
 from infinity.errors import CorruptionError, HostMemoryError
-from infinity.planning.layout import Format, Shard, lay_out, tiles
+from infinity.planning.layout import FlatLayout, RecordSchema, lay_out, tiles
 from infinity.records.record import Record, Traffic
 from infinity.sizes import BLOCK
 from infinity.storage.memory import Arena, Ledger, view
 from infinity.storage.store import HostStore
 
-FORMS = {name: Format(name) for name in ("fp32", "bf16", "int8")}
+FORMS = {name: RecordSchema(name) for name in ("fp32", "bf16", "int8")}
 TILE = 4096  # elements: whole blocks in any format
 
 
@@ -33,9 +33,9 @@ class CountedDisk(FakeDisk):
         self.used.remove(extent)
 
 
-def record_of(numel, *, form="fp32", tile_numel=TILE, verify="always"):
-    shard = Shard((), numel)
-    return Record(shard, tile_numel, Traffic(), verify=verify, form=FORMS[form], name="layers.3")
+def record_of(numel, *, schema="fp32", tile_numel=TILE, verify="always"):
+    shard = FlatLayout((), numel)
+    return Record(shard, tile_numel, Traffic(), verify=verify, schema=FORMS[schema], name="layers.3")
 
 
 def host(room=1 << 24):
@@ -50,29 +50,29 @@ def filled(nbytes, first=0):
 
 
 def write(record, name, start, stop, arena):
-    record.sums(start, stop, {name: arena.address}, (), (name,)).keep()
+    record.checksums(start, stop, {name: arena.address}, (), (name,)).keep()
     record.write(name, start, stop, arena.address, arena).wait()
 
 
 def compare(record, name, start, stop, address):
-    record.sums(start, stop, {name: address}, (name,), ()).compare()
+    record.checksums(start, stop, {name: address}, (name,), ()).compare()
 
 
 # Offsets and tiles
 
 
 forms = st.sampled_from(list(FORMS))
-names = {form: st.sampled_from([*FORMS[form].fields, "grad16", "grad32"]) for form in FORMS}
+names = {schema: st.sampled_from([*FORMS[schema].fields, "grad16", "grad32"]) for schema in FORMS}
 
 
 @st.composite
 def fields(draw):
     """A record in host memory with one field: (record, name, elements of a tile)."""
-    form = draw(forms)
-    name = draw(names[form])
-    align = FORMS[form].align_numel
+    schema = draw(forms)
+    name = draw(names[schema])
+    align = FORMS[schema].align_numel
     tile_numel = align * draw(st.integers(1, 4))
-    record = record_of(align * draw(st.integers(0, 12)), form=form, tile_numel=tile_numel)
+    record = record_of(align * draw(st.integers(0, 12)), schema=schema, tile_numel=tile_numel)
     record.add(name, host())
     return record, name, tile_numel
 
@@ -88,7 +88,7 @@ def test_spans_lie_one_behind_the_other_on_whole_blocks_and_fill_the_field(recor
         assert record.host_address(name, start) == end
         assert end % BLOCK == 0
         end += record.tile_nbytes(name, stop - start)
-        assert record.tile_nbytes(name, stop - start) >= record.form.nbytes(name, stop - start)
+        assert record.tile_nbytes(name, stop - start) >= record.schema.nbytes(name, stop - start)
     assert end - base == record.field_nbytes(name)
 
 
@@ -98,13 +98,13 @@ def test_elements_within_a_tile_lie_as_their_format_says(record_name_tile, data)
     for start, stop in tiles(record.shard.numel, tile_numel):
         block = data.draw(st.integers(0, (stop - start) // 256 - 1))  # what shares a scale stays together
         address = record.host_address(name, start + 256 * block)
-        assert address == record.host_address(name, start) + record.form.nbytes(name, 256 * block)
+        assert address == record.host_address(name, start) + record.schema.nbytes(name, 256 * block)
         assert address == record.address(name, start + 256 * block)
 
 
 def test_8_bit_scales_of_several_tiles_share_a_block():
-    record = record_of(33 * TILE, form="int8")
-    assert record.form.nbytes("scale", TILE) == TILE // 256 * 8 == 128
+    record = record_of(33 * TILE, schema="int8")
+    assert record.schema.nbytes("scale", TILE) == TILE // 256 * 8 == 128
     assert record.span("scale") == 32 * TILE
     record.add("scale", host())
     assert record.field_nbytes("scale") == record.nbytes("host") == 2 * BLOCK
@@ -116,14 +116,14 @@ def test_8_bit_scales_of_several_tiles_share_a_block():
 
 @pytest.mark.parametrize("tile_numel", [TILE * 32, TILE * 64])
 def test_8_bit_scales_of_a_tile_that_fills_its_blocks_are_moved_with_it(tile_numel):
-    record = record_of(2 * tile_numel, form="int8", tile_numel=tile_numel)
+    record = record_of(2 * tile_numel, schema="int8", tile_numel=tile_numel)
     record.add("scale", host())
     assert record.packed == frozenset()
     assert record.field_nbytes("scale") == 2 * tile_numel // 256 * 8
 
 
 def test_a_field_that_an_earlier_version_has_laid_out_keeps_its_gaps_until_it_is_dropped():
-    record, disk = record_of(33 * TILE, form="int8"), CountedDisk()
+    record, disk = record_of(33 * TILE, schema="int8"), CountedDisk()
     assert record.span_of("scale", 2 * BLOCK) == 32 * TILE
     assert record.span_of("scale", 33 * BLOCK) == TILE
     assert record.span_of("scale", 3 * BLOCK) is None
@@ -137,13 +137,13 @@ def test_a_field_that_an_earlier_version_has_laid_out_keeps_its_gaps_until_it_is
 
 
 @pytest.mark.parametrize(
-    ("form", "nbytes"),
+    ("schema", "nbytes"),
     [("fp32", 2 + 2 + 4 + 4), ("bf16", 2 + 2 + 2 + 2), ("int8", 2 + 2 + 1 + 1 + 1 / 2)],
 )
-def test_a_record_takes_what_its_format_says(form, nbytes):
-    record = record_of(2 * TILE, form=form)
+def test_a_record_takes_what_its_format_says(schema, nbytes):
+    record = record_of(2 * TILE, schema=schema)
     disk = CountedDisk()
-    for name in record.form.fields:
+    for name in record.schema.fields:
         record.add(name, disk)
     assert record.nbytes("nvme") == len(disk.data) == nbytes * 2 * TILE
     assert record.nbytes("host") == 0
@@ -187,9 +187,9 @@ def test_a_field_that_comes_back_has_not_been_written():
     assert not record.written("grad16", 0)
 
 
-@pytest.mark.parametrize("form", ["fp32", "int8"])
-def test_several_tiles_written_at_once_are_read_and_checked_one_by_one(seed, form):
-    record = record_of(3 * TILE - 2048 * (form == "fp32"), form=form)
+@pytest.mark.parametrize("schema", ["fp32", "int8"])
+def test_several_tiles_written_at_once_are_read_and_checked_one_by_one(seed, schema):
+    record = record_of(3 * TILE - 2048 * (schema == "fp32"), schema=schema)
     record.add("m", FakeDisk(seed))
     nbytes = record.field_nbytes("m")
     written, found = filled(nbytes), Arena(nbytes)
@@ -197,7 +197,7 @@ def test_several_tiles_written_at_once_are_read_and_checked_one_by_one(seed, for
     for start, stop in ((TILE, 2 * TILE), (2 * TILE, record.shard.numel), (0, record.shard.numel)):
         record.read("m", start, stop, found.address, found).wait()
         compare(record, "m", start, stop, found.address)
-        first, length = record.form.nbytes("m", start), record.form.nbytes("m", stop - start)
+        first, length = record.schema.nbytes("m", start), record.schema.nbytes("m", stop - start)
         assert bytes(view(found.address, length)) == bytes(view(written.address + first, length))
 
 
@@ -226,7 +226,7 @@ def test_a_tile_counts_as_written_once_its_checksum_is_kept(verify):
     record = record_of(2 * TILE, verify=verify)
     record.add("m", FakeDisk())
     memory = filled(8 * TILE)
-    sums = record.sums(TILE, 2 * TILE, {"m": memory.address}, (), ("m",))
+    sums = record.checksums(TILE, 2 * TILE, {"m": memory.address}, (), ("m",))
     assert not record.written("m", TILE), "who steps first may still ask"
     sums.keep()
     assert [record.written("m", start) for start in (0, TILE)] == [False, True]
@@ -240,7 +240,7 @@ def test_a_range_that_begins_inside_a_tile_is_refused():
 
 
 def test_traffic_is_counted_by_tier_and_field_in_the_bytes_that_move():
-    record = record_of(64 * TILE, form="int8")
+    record = record_of(64 * TILE, schema="int8")
     memory = filled(32 * TILE)
     for name in ("m", "scale"):
         record.add(name, FakeDisk())
@@ -281,7 +281,7 @@ def test_a_record_knows_the_tier_of_each_field():
 
 def test_a_spilled_gradient_on_nvme_does_not_take_a_record_out_of_host_memory():
     record, store = record_of(TILE), host()
-    for name in record.form.fields:
+    for name in record.schema.fields:
         record.add(name, store)
     record.add("grad16", FakeDisk())
     assert record.all_in_host
@@ -342,7 +342,7 @@ def test_memory_that_is_left_keeps_its_values_and_the_field_goes_on_with_the_sam
     view(record.host_address("hi", 0), 2 * TILE)[:] = bytes([7]) * 2 * TILE
     record.note_written("hi", 0, TILE)
     old, held = record.memory("hi"), store.ledger.held_nbytes
-    record.leave("hi")
+    record.give_new_memory("hi")
     assert record.memory("hi") is not old
     assert bytes(view(record.host_address("hi", 0), 2 * TILE)) == bytes([7]) * 2 * TILE
     view(record.host_address("hi", 0), 2 * TILE)[:] = bytes([8]) * 2 * TILE
@@ -353,34 +353,34 @@ def test_memory_that_is_left_keeps_its_values_and_the_field_goes_on_with_the_sam
     assert store.ledger.held_nbytes == 0
 
 
-def test_a_record_is_whole_in_host_memory_once_every_tile_of_every_field_was_written_there():
+def test_a_record_is_addresses_in_host_memory_once_every_tile_of_every_field_was_written_there():
     record, store = record_of(2 * TILE), host()
     for name in ("hi", "lo"):
         record.add(name, store)
-        assert record.whole_in_host() is None
+        assert record.addresses_in_host() is None
         record.note_written(name, 0, TILE)
-        assert record.whole_in_host() is None, "its second tile was not"
+        assert record.addresses_in_host() is None, "its second tile was not"
         record.note_written(name, TILE, 2 * TILE)
-        assert record.whole_in_host() == {one: record.host_address(one, 0) for one in record.fields}
-    record.leave("lo")
-    assert record.whole_in_host() == {one: record.host_address(one, 0) for one in ("hi", "lo")}
+        assert record.addresses_in_host() == {one: record.host_address(one, 0) for one in record.fields}
+    record.give_new_memory("lo")
+    assert record.addresses_in_host() == {one: record.host_address(one, 0) for one in ("hi", "lo")}
     record.move("lo", FakeDisk().allocate(record.field_nbytes("lo"), "lo"), array("Q", [1, 1]))
-    assert record.whole_in_host() is None, "a field lies on NVMe"
+    assert record.addresses_in_host() is None, "a field lies on NVMe"
     record.drop("lo")
-    assert record.whole_in_host() == {"hi": record.host_address("hi", 0)}
+    assert record.addresses_in_host() == {"hi": record.host_address("hi", 0)}
 
 
-def test_tiles_with_gaps_between_them_are_never_whole_in_host_memory():
+def test_tiles_with_gaps_between_them_are_never_addresses_in_host_memory():
     record = record_of(2 * TILE, tile_numel=1024)
     record.add("hi", host())
     record.note_written("hi", 0, 2 * TILE)
-    assert record.whole_in_host() is None
+    assert record.addresses_in_host() is None
 
 
 def test_a_field_on_nvme_has_no_memory_to_leave():
     record, disk = record_of(TILE), CountedDisk()
     record.add("hi", disk)
-    record.leave("hi")
+    record.give_new_memory("hi")
     assert disk.used == [record._extents["hi"]]
 
 

@@ -22,7 +22,7 @@ GREAT = {
     "GradientStore": "infinity/gradients/store.py",
     "Gradient": "infinity/gradients/gradient.py",
     "Engine": "infinity/engine/engine.py",
-    "Executor": "infinity/units/residency.py",
+    "UnitResidency": "infinity/units/residency.py",
     "Pass": "infinity/lane/base.py",
 }
 """Classes that much meets in."""

@@ -98,7 +98,7 @@ def unpinned(device: AcceleratorDevice) -> None:
 def unmapped(device: AcceleratorDevice) -> None:
     """A lent buffer is uploaded, as offloaded activations are, and its last user drops it."""
     flat = _memory(device)
-    host = device.memory.lend(NUMEL, torch.bfloat16).fill_(3)
+    host = device.memory.take(NUMEL, torch.bfloat16).fill_(3)
     device.upload(flat, 0, host.data_ptr(), NUMEL)
     del host
     gc.collect()

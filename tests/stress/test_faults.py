@@ -92,7 +92,7 @@ def test_every_bit_of_a_records_fields_is_watched(folder):
     run.engine.lane.drain()
     durable, rng = run.engine.durable, random.Random(SEED)
     unit = next(unit for unit in run.engine.units if unit.name == "embed")
-    record, numel = unit.record, unit.shard.numel
+    record, numel = unit.record, unit.layout.numel
     path = next((folder / "infinity-run" / "rank0").glob("state-*"))
     for field in ("hi", "lo", "m", "v"):
         assert not record.in_host(field)
@@ -105,10 +105,10 @@ def test_every_bit_of_a_records_fields_is_watched(folder):
             _flip(path, offset + bit // 8, 1 << bit % 8)
             record.read(field, 0, numel, arena.address, arena).wait()
             with pytest.raises(CorruptionError, match=rf"embed\.{field}"):
-                record.sums(0, numel, {field: arena.address}, (field,), ()).compare()
+                record.checksums(0, numel, {field: arena.address}, (field,), ()).compare()
             _flip(path, offset + bit // 8, 1 << bit % 8)
         record.read(field, 0, numel, arena.address, arena).wait()
-        record.sums(0, numel, {field: arena.address}, (field,), ()).compare()
+        record.checksums(0, numel, {field: arena.address}, (field,), ()).compare()
     run.kill()
 
 

@@ -35,8 +35,8 @@ def engine_in(model):
 def nothing_waits(model):
     """Leave no room for units that wait: every unit is fetched for each use and released after it."""
     engine = engine_in(model)
-    engine.executor._ahead.limit_nbytes = 0
-    engine.executor.close_step(updates_at_fetch=True)
+    engine.residency._ahead.limit_nbytes = 0
+    engine.residency.close_step(updates_at_fetch=True)
     return model
 
 

@@ -83,13 +83,13 @@ def test_a_recomputation_holds_one_tile_at_a_time(folder):
         for parameter in module._parameters.values()
         if parameter is not None
     }
-    hold = engine.executor.hold
+    hold = engine.residency.hold
 
     def watched(unit, phase):
         hold(unit, phase)
         most[0] = max(most[0], sum(one.residence.users > 0 for one in units))
 
-    engine.executor.hold = watched
+    engine.residency.hold = watched
     ids = models.batch(0)
     ours(input_ids=ids, labels=ids).loss.backward()
     assert most[0] <= 2, "one in use, and one leased by the node before"

@@ -70,7 +70,7 @@ class Model:
     def unit(self, index):
         shard = lay_out([("w", (TILE,))])
         record = Record(shard, TILE, self.traffic, name=f"layers.{index}")
-        for field in record.form.fields:
+        for field in record.schema.fields:
             record.add(field, self.disk)
         values = {"master": torch.full((TILE,), 1.0 + index), "m": torch.zeros(TILE), "v": torch.zeros(TILE)}
         self.lane.submit(WritePass(record, TILE, {0: values}))

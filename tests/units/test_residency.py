@@ -17,7 +17,7 @@ from fakes import _Transfer
 from infinity.engine.engine import engine_of_model
 from infinity.planning.placement import Move
 from infinity.reference import ReferenceAdamW, prepare
-from infinity.units.residency import Executor
+from infinity.units.residency import UnitResidency
 from infinity.units.unit import Unit
 from parity import build_both, differences, halves, optimizers, repeatable
 
@@ -101,7 +101,7 @@ def changed(layers):
 
 def demote(engine, unit, field):
     """Move a field of a unit from host memory to the disk."""
-    engine.executor.flush(unit)
+    engine.residency.flush(unit)
     engine.lane.drain()
     engine.pins._leave([Move(unit.index, field, unit.record.field_nbytes(field), "host", "nvme")])
 
@@ -204,7 +204,7 @@ def test_an_interrupt_inside_an_update_stops_the_engine(monkeypatch):
 def test_an_edit_inside_a_forward_that_uses_the_parameter_in_place_is_refused():
     model = offloaded(lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
     one_step(model, infinity.AdamW(model.parameters(), lr=1e-2))
-    engine_of_model(model).executor.flush(engine_of_model(model).units[0])
+    engine_of_model(model).residency.flush(engine_of_model(model).units[0])
     before = state(model)
 
     def edit(module, _inputs):
@@ -229,7 +229,7 @@ def test_two_optimizers_of_one_unit_both_update_it_in_a_backward_inside_gathered
     for one in both:
         one.step()
         one.zero_grad()
-    assert engine_of_model(ours).outgoing.ledger.held_nbytes == 0
+    assert engine_of_model(ours).outgoing_share.ledger.held_nbytes == 0
     assert differences(state(plain), state(ours)) == []
 
 
@@ -278,7 +278,7 @@ def test_a_pinned_record_is_worked_on_inline_again_after_a_gradient_was_spilled(
     engine.kept.limit_nbytes = limit
     assert any("grad16" in dict(unit.record.tiers()) for unit in engine.units)
     models.train(model, optimizer, 20, first=1)
-    assert all(unit.record.in_host(field) for unit in engine.units for field in unit.record.form.fields)
+    assert all(unit.record.in_host(field) for unit in engine.units for field in unit.record.schema.fields)
     before = engine.lane.times.inline_s
     models.train(model, optimizer, 1, first=21)
     assert engine.lane.times.inline_s > before
@@ -287,7 +287,7 @@ def test_a_pinned_record_is_worked_on_inline_again_after_a_gradient_was_spilled(
 
 def test_memory_that_an_update_is_giving_back_is_not_taken_for_the_next_use(folder, monkeypatch):
     giving_back, met = threading.Event(), []
-    deallocate, fetch_owed = Unit.deallocate, Executor.fetch_owed
+    deallocate, fetch_owed = Unit.deallocate, UnitResidency.fetch_owed
 
     def slowly(unit):
         if threading.current_thread() is not threading.main_thread():
@@ -295,14 +295,14 @@ def test_memory_that_an_update_is_giving_back_is_not_taken_for_the_next_use(fold
             time.sleep(0.02)  # the thread that computes goes on meanwhile
         deallocate(unit)
 
-    def just_then(executor):
-        if executor._owed and executor.units[executor._owed[0]].residence.lent is not None:
+    def just_then(residency):
+        if residency._owed and residency.units[residency._owed[0]].residence.lent is not None:
             giving_back.clear()
             met.append(giving_back.wait(0.2))
-        fetch_owed(executor)
+        fetch_owed(residency)
 
     monkeypatch.setattr(Unit, "deallocate", slowly)
-    monkeypatch.setattr(Executor, "fetch_owed", just_then)
+    monkeypatch.setattr(UnitResidency, "fetch_owed", just_then)
     fields = {"nvme": str(folder), "host_memory": "1MiB"}
     ours, plain = models.both("gpt2", {"lr": 1e-2}, fields, update="backward")
     assert models.train(*ours[:2], 4) == models.train(*plain[:2], 4)

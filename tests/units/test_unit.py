@@ -70,7 +70,7 @@ def values(tensor):
 def test_attached_parameters_are_their_part_of_the_units_memory(home):
     unit = home.unit
     unit.allocate()
-    unit.flat.copy_(torch.arange(unit.shard.numel))
+    unit.flat.copy_(torch.arange(unit.layout.numel))
     unit.attach()
     first, second = unit.parameters
     assert torch.equal(first.detach().flatten(), torch.arange(12).bfloat16())
@@ -209,7 +209,7 @@ def test_before_a_units_memory_changes_it_parts_from_those_who_have_a_view_of_it
     home = Home(in_place=in_place)
     kept = home.resident(1).t()
     home.unit.detach()
-    home.unit.part()
+    home.unit.stop_sharing()
     home.unit.flat.fill_(2)  # as an update does
     home.unit.attach()
     assert values(home.unit.parameters[0]) == [2]
@@ -223,14 +223,14 @@ def test_a_unit_that_nobody_has_a_view_of_stays_where_it_is(in_place):
     home.resident(1)
     home.unit.detach()
     flat = home.unit.flat
-    home.unit.part()
+    home.unit.stop_sharing()
     assert home.unit.flat is flat
 
 
 def test_parting_takes_the_values_along(home):
     kept = home.resident(1).t()
     home.unit.detach()
-    home.unit.part()
+    home.unit.stop_sharing()
     home.unit.attach()
     assert values(home.unit.parameters[0]) == values(kept) == [1]
 
@@ -265,7 +265,7 @@ def test_a_unit_whose_memory_was_replaced_meanwhile_moves_to_the_new_one(pinned)
     unit = pinned.unit
     pinned.resident(1)
     unit.detach()
-    unit.record.leave("hi")
+    unit.record.give_new_memory("hi")
     unit.allocate()
     assert unit.flat.data_ptr() == unit.record.host_address("hi", 0)
     unit.attach()
