@@ -240,12 +240,12 @@ class Unit:
         """Give the unit's memory back, unless `hi` lies in it; tensors that share it keep it, see
         [Note: abandoned storage].
         """
-        shared = self._is_shared()
-        if self._pinned and self.record.on_device:
+        shared, pinned = self._is_shared(), self._pinned
+        if pinned and self.record.on_device:
             self.record.used("hi")
-        if self._pinned and not shared:
+        if pinned and not shared:
             return
-        if self._pinned:
+        if pinned:
             self.record.give_new_memory("hi")
         elif self._memory is None:
             self._home.blocks.leaving(self.flat)
