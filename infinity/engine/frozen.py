@@ -239,7 +239,7 @@ def frozen_layers(
     if not found and all(record.packed_nbytes is None for record in units):
         raise ConfigError(
             f"frozen_dtype={kind!r}: no weight of a linear layer or of experts, of {_LEAST_NUMEL} elements "
-            "or more, is frozen when Init ends, and what is trained is not quantised. Init(frozen=True) freezes "
-            "what is loaded; so do requires_grad_(False) and PEFT inside Init. Or leave it out."
+            "or more, is frozen when Init ends, and what is trained is not quantised. Init(frozen=True) "
+            "freezes what is loaded; so do requires_grad_(False) and PEFT inside Init. Or leave it out."
         )
     return found
