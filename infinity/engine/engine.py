@@ -414,12 +414,12 @@ class Engine:
         held: list[Unit] = []
         try:
             for unit in dict.fromkeys(self.parameters.unit_of(one)[0] for one in parameters):
-                self.executor.hold_aside(unit)
+                self.residency.hold_aside(unit)
                 held.append(unit)
             yield
         finally:
             for unit in held:
-                self.executor.drop(unit)
+                self.residency.drop(unit)
 
     # Steps
 

@@ -171,24 +171,6 @@ def test_making_doras_adapters_leaves_no_weight_in_memory(folder):
     assert not any(unit.attached for unit in engine_of_model(ours).units)
 
 
-def test_adapters_are_merged_layer_by_layer_into_a_new_folder(folder):
-    build().save_pretrained(folder / "base", max_shard_size="60kB")
-    plain, ours = (
-        adapted(from_files(folder / "base")),
-        adapted(from_files(folder / "base", folder, frozen=True)),
-    )
-    for one in (plain, ours):
-        train(one, torch.optim.AdamW(trained(one), lr=1e-2))
-    for layer in [one for one in ours.modules() if isinstance(one, peft.tuners.tuners_utils.BaseTunerLayer)]:
-        with infinity.gathered(layer.get_base_layer(), write=True):
-            layer.merge()
-    infinity.save_pretrained(ours.unload(), folder / "merged")
-    merged = plain.merge_and_unload().state_dict()
-    assert different(merged, from_files(folder / "merged").state_dict()) == []
-    own = [unit.name for unit in engine_of_model(ours).units if unit.record.in_files is None]
-    assert len(own) == 2 * 3
-
-
 def test_adapters_train_on_a_base_in_fp8(folder):
     pytest.importorskip("transformers.core_model_loading", reason="transformers 5 alone converts fp8")
     path = quantised.fp8_llama(folder / "base")
