@@ -124,8 +124,9 @@ def save_pretrained(
 class Others(Protocol):
     """Weights that are written with other values than the model has."""
 
-    names: Collection[str]
-    """Of parameters."""
+    @property
+    def names(self) -> Collection[str]:
+        """Those of parameters."""
 
     def values(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each of them once, whole, on every rank."""

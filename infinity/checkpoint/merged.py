@@ -146,7 +146,8 @@ def _wrapped(base: nn.Module) -> Iterator[WrappedLayer]:
 def _copy_in(wrapper: Any) -> nn.Module:
     """Return the trained copy that a module of modules_to_save computes with, or the module itself."""
     active = wrapper.active_adapters
-    return wrapper.modules_to_save[active[0]] if active else wrapper.original_module
+    found: nn.Module = wrapper.modules_to_save[active[0]] if active else wrapper.original_module
+    return found
 
 
 @contextlib.contextmanager
