@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from infinity import deepspeed as deepspeed
     from infinity import huggingface as huggingface
     from infinity.checkpoint.export import save_pretrained as save_pretrained
+    from infinity.checkpoint.merged import save_merged as save_merged
     from infinity.checkpoint.resume import commit as commit
     from infinity.checkpoint.resume import resume as resume
     from infinity.checkpoint.save_load import load as load
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "infinity.checkpoint.export": ("save_pretrained",),
+    "infinity.checkpoint.merged": ("save_merged",),
     "infinity.checkpoint.resume": ("commit", "resume"),
     "infinity.storage.safetensors_file": ("TensorFileError",),
     "infinity.checkpoint.save_load": ("load", "save"),

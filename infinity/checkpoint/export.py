@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -118,15 +118,41 @@ def save_pretrained(
         written.check(engine)
         save_adapters(model, Path(folder), written.field(engine.schema), overwrite=overwrite)
         return
+    write_model(model, Path(folder), dtype, max_shard_size, overwrite=overwrite)
+
+
+class Others(Protocol):
+    """Weights that are written with other values than the model has."""
+
+    @property
+    def names(self) -> Collection[str]:
+        """Those of parameters."""
+
+    def values(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each of them once, whole, on every rank."""
+
+
+def write_model(
+    model: nn.Module,
+    folder: Path,
+    dtype: torch.dtype | None,
+    max_shard_size: int | str,
+    *,
+    overwrite: bool,
+    others: Others | None = None,
+) -> None:
+    """Write a model as `save_pretrained` does, which says what this raises; `others` with their values."""
     check_names(model)
     inventory = Inventory(model, None)
     whole = _saved(dtype or inventory.engine.weights.dtype)
     whole.check(inventory.engine)
     saved = {unit: whole if dtype else _saved(unit.flat.dtype) for _, unit in inventory.units()}
     ranks = inventory.engine.ranks
-    specs, names = _specs_of_model(model, inventory, saved)
+    specs, all_names = _specs_of_model(model, inventory, saved)
+    apart = frozenset(others.names) if others is not None else frozenset()
+    names = {name: of_file for name, of_file in all_names.items() if name not in apart}
     with (
-        shared_folder(ranks, Path(folder), _older(overwrite=overwrite, rescues=True)) as filling,
+        shared_folder(ranks, folder, _older(overwrite=overwrite, rescues=True)) as filling,
         contextlib.closing(
             HubWriter(filling, model, specs, parse_size(max_shard_size, "max_shard_size"))
         ) as files,
@@ -139,9 +165,14 @@ def save_pretrained(
                 files.join()
             _write_parts(files, inventory, names, saved)
         _write_converted(files, model, inventory, names, saved)
+        for name, values in others.values() if others is not None else ():
+            with ranks.together(f"writing {name}"):
+                if ranks.rank == 0:
+                    _write_whole(files, all_names.get(name, name), values)
         with ranks.together(f"writing the rest of {folder}"):
             if ranks.rank == 0:
-                _write_plain(files, inventory, specs)
+                rest = {name: one for name, one in specs.items() if name not in apart}
+                _write_plain(files, inventory, rest)
             written_nbytes = files.finish()
         total = int(sum(ranks.totals([written_nbytes], "count what was written")))
         if ranks.rank == 0:
@@ -208,10 +239,15 @@ def _write_converted(
 def _write_plain(files: HubWriter, inventory: Inventory, specs: Mapping[str, TensorSpec]) -> None:
     """Write buffers and ordinary parameters."""
     for name, tensor in inventory.plain.items():
-        if name in files.converted:
-            files.convert(name, tensor.detach().cpu())
-        elif name in specs:
-            files.write(name, 0, as_bytes(tensor))
+        if name in specs:
+            _write_whole(files, name, tensor)
+
+
+def _write_whole(files: HubWriter, name: str, tensor: torch.Tensor) -> None:
+    if name in files.converted:
+        files.convert(name, tensor.detach().cpu())
+    else:
+        files.write(name, 0, as_bytes(tensor))
 
 
 def _saved(dtype: torch.dtype) -> _SavedType:

@@ -14,7 +14,7 @@ from infinity.cli.data import NEEDED
 from infinity.cli.settings import TrainSettings
 from infinity.errors import ConfigError
 
-_READ_PACKED = ("fp8", "mxfp4", "bitsandbytes")
+_READ_PACKED = ("fp8", "mxfp4", "bitsandbytes", "compressed-tensors")
 """Methods of quantised checkpoints whose weights are read packed; fp8 with block scales alone."""
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")

@@ -1,4 +1,4 @@
-"""The command line: `infinity train`, `generate`, `doctor`, `export`, `bench` and `plan`.
+"""The command line: `infinity train`, `generate`, `doctor`, `export`, `merge`, `bench` and `plan`.
 
 Exit codes: 0 success; 1 an error, with one paragraph on stderr, or (`doctor`, `plan`) a negative answer; 3
 (`plan`) no answer, because something cannot be counted; 2 invalid arguments; 130 Ctrl-C; 143 SIGTERM.
@@ -35,6 +35,7 @@ _ENGINES = ("io_uring", "threads", "buffered")
 _DEFAULT = TrainSettings()
 _GENERATE = "answer prompts with a model of transformers that need not fit in memory"
 _EXPORT = "write a checkpoint as Hugging Face's files, for from_pretrained"
+_MERGE = "merge PEFT's adapters into their base, and write that as Hugging Face's files"
 _PLAN = "will a model fit, how fast will it train, what limits it: without training it"
 _MODEL = "a preset or a config.json of transformers, whose needs are compared with space and memory"
 _TRAIN = "train a model of transformers on data, or a byte-level preset on text"
@@ -66,6 +67,12 @@ def _export() -> Command:
     from infinity.checkpoint import export
 
     return export
+
+
+def _merge() -> Command:
+    from infinity.cli import merge
+
+    return merge
 
 
 def _generate() -> Command:
@@ -220,7 +227,7 @@ def _parser(
     parser.add_argument("--completion", choices=("bash", "zsh"), action=_Completion, help=_COMPLETION)
     parser.set_defaults(run=_helping(parser))
     commands = parser.add_subparsers(
-        dest="command", metavar="train | generate | doctor | export | bench | plan"
+        dest="command", metavar="train | generate | doctor | export | merge | bench | plan"
     )
     _add_train(commands.add_parser("train", help=_TRAIN))
     commands.add_parser("generate", help=_GENERATE, load=_generate)
@@ -232,6 +239,7 @@ def _parser(
     doctor.add_argument("--model", metavar="MODEL", help=_MODEL)
     doctor.set_defaults(run=lambda options: _doctor(options, outline_of))
     commands.add_parser("export", help=_EXPORT, load=_export)
+    commands.add_parser("merge", help=_MERGE, load=_merge)
     bench = commands.add_parser("bench", help="measure the disk, the kernels, whole steps, copies")
     bench.set_defaults(run=_helping(bench))
     measurements = bench.add_subparsers(dest="bench", metavar=" | ".join(benches))

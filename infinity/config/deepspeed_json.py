@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from infinity.config import curriculum
+from infinity.config import curriculum, deepspeed_frozen
 from infinity.config.deepspeed_keys import (
     ALIASES,
     SECTIONS,
@@ -106,6 +106,8 @@ class DeepSpeedSettings(Generic[C]):
     """The largest global norm; 0 for no clipping."""
     check_overflow: bool
     """Skip a step whose gradients are not finite."""
+    freezes: bool
+    """Whether what is loaded is frozen: see config.frozen_dtype."""
     precision: str
     """The compute type: "bf16", "fp16" or "fp32"."""
     scaling: Scaling | None
@@ -166,6 +168,7 @@ def translate(
         gradient_clipping=float(given.get("gradient_clipping", _CLIPPING)),
         check_overflow=precision == "fp16"
         or (precision == "bf16" and given.get("bf16.check_grad_overflow", True)),
+        freezes=deepspeed_frozen.freezes(given),
         precision=precision,
         scaling=_scaling(given) if precision == "fp16" else None,
         managed_accumulation=given.get("managed_gradient_accumulation", True),
@@ -376,6 +379,8 @@ def _settle(found: Mapping[str, Any], lines: Lines, ranks: int) -> None:
     _settle_optimizer(found, lines)
     _settle_offload(found, lines, ranks)
     _settle_curriculum(found, lines)
+    for path, says in deepspeed_frozen.misfits(found):
+        _say(lines, path, found.get(path), Verdict.UNSUPPORTED, says)
     if "gradient_clipping" not in found:
         says = "not in the file; DeepSpeed's default"
         _say(lines, "gradient_clipping", _CLIPPING, Verdict.HONOURED, says)
@@ -509,6 +514,7 @@ def _fields(
     if given.get("activation_checkpointing.cpu_checkpointing"):
         ours["offload_activations"] = "host"
     ours |= {**_below(given, "infinity"), **more}
+    ours |= deepspeed_frozen.frozen_dtype(given, ours)
     known = [one.name for one in fields(config_type) if one.init]
     for name in ours:
         if name not in known:

@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Any
 
 from infinity.config.curriculum import BESIDE, LEARNING, LEGACY, METRICS, SAMPLING, SEQLEN
+from infinity.config.deepspeed_frozen import LOADED, NONTRAINABLE
 from infinity.config.deepspeed_values import switched
 
 
@@ -56,6 +57,7 @@ _ON_USE = "parameters are fetched when they are used, experts' too"
 _LOADED = "the data loader decides"
 _CURRICULUM = "infinity.SequenceWarmup around the data loader that initialize makes"
 _MEASURED = "measured when a disk is first used"
+_FROZEN = "frozen weights in fewer bits, made once: Config(frozen_dtype=...)"
 
 
 def _all(sections: str, names: str, takes: str, says: str) -> dict[str, tuple[str, str]]:
@@ -118,6 +120,11 @@ HONOURED = {
     **_all(f"{SEQLEN} {LEGACY}", "min_difficulty max_difficulty", "count", _CURRICULUM),
     **_all(f"{SEQLEN} {LEGACY}", "schedule_type", "text", _CURRICULUM),
     **_all(f"{SEQLEN} {LEGACY}", "schedule_config.*", "anything", _CURRICULUM),
+    NONTRAINABLE: ("switch", 'frozen_dtype="int8", of what is frozen when Init ends'),
+    LOADED + "num_bits": ("count", '8: frozen_dtype="int8", 4: "nf4"; what is loaded is frozen'),
+    LOADED + "group_size": ("size", _FROZEN),
+    LOADED + "group_dim": ("size", _FROZEN),
+    LOADED + "symmetric": ("switch", _FROZEN),
     "infinity.*": ("anything", "fields of infinity.Config that DeepSpeed has no key for"),
 }
 
@@ -237,7 +244,11 @@ UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...], str]] = {
     "data_types.gradient_dtype": ("text", (), "gradients have the type of the weights"),
     **{
         f"{_ZERO}zero_quantized_{name}": ("switch", (False,), _IN_16_BITS)
-        for name in ("weights", "nontrainable_weights", "gradients")
+        for name in ("weights", "gradients")
+    },
+    **{
+        f"weight_quantization.{name}": ("anything", (), f"{LOADED}num_bits quantises frozen weights")
+        for name in ("post_init_quant", "post_init_quantization", "enabled", "num_bits", "q_type", "q_groups")
     },
     _ZERO + "compute_grad_norm": ("switch", (True,), "gradient_clipping: 0 leaves the norm out"),
     _ZERO + "zero_hpz_partition_size": ("size", (0, 1), "all ranks partition alike; leave it out"),
@@ -276,7 +287,6 @@ REFUSED = {
     "pipeline": "a model larger than the device needs no pipeline here",
     "tensor_parallel": "for a layer larger than the device: Config(tile_above=...)",
     "expert_parallel": "experts that are not used are not fetched",
-    "weight_quantization": "frozen weights: Init(frozen=True), Config(frozen_dtype=...)",
     "compile": "torch.compile cannot follow fetching and releasing; leave it out",
     "data_efficiency.data_routing": "no layer leaves tokens out",
     SAMPLING + "dynamic_batching": "choose batches in the data loader",

@@ -70,11 +70,11 @@ class Config:
         routed to, with the same results. So it is with blocks of the rows of large embeddings that no other
         layer uses, with `nvme`, where host memory does not hold the whole model. "whole": each stack, or
         embedding, is one parameter.
-    frozen_dtype: weights of linear layers and of experts that Init(frozen=True) loads in 16 bits are
-        quantised once, to a file on NVMe, and read packed from there: "int8" (1.0 B a parameter; a scale
-        for each row) or "nf4" (0.52 B; QLoRA's, double quantisation). They compute as approximations:
-        engine/frozen.py has the figures. The output head, embeddings, and what is packed already stay as
-        they are. None: nothing is quantised.
+    frozen_dtype: weights of linear layers and of experts that are frozen when Init ends, as by
+        Init(frozen=True), are quantised once, to a file on NVMe, and read packed from there: "int8" (1.0 B a
+        parameter; a scale for each row) or "nf4" (0.52 B; QLoRA's, double quantisation). They compute as
+        approximations: engine/frozen.py has the figures. The output head, embeddings, and what is packed
+        already stay as they are. Init refuses it where nothing is frozen. None: nothing is quantised.
     stage: what the ranks of a run partition, in ZeRO's numbers: 1 the masters and the optimizer's state, 2
         gradients as well, 3 parameters as well. With 1 and 2 the 16-bit parameters, with 1 also their
         gradients, stay whole on the device of every rank.

@@ -119,7 +119,7 @@ def _take_in(model: nn.Module, settings: Settings) -> None:
             "infinity.deepspeed.zero.Init(...)` it is never held as a whole",
             type(model).__name__,
         )
-        take_in(model, settings.config)
+        take_in(model, settings.config, frozen=settings.freezes)
         return
     if engine.is_building:
         raise UnsupportedError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -29,8 +30,9 @@ class ZeroInit:
     config_dict_or_path: DeepSpeed's JSON, or its content; None for host memory alone. module: a model that
     was built before, to be offloaded now, without a `with`. enabled: False: do nothing. remote_device:
     "nvme" needs an nvme_path in the configuration. dtype: the configuration's. strict: refuse unsupported
-    keys of the configuration; False warns of them and leaves them out. Groups and quantized weights are
-    refused; the other arguments have no effect.
+    keys of the configuration; False warns of them and leaves them out. zero_quantized_nontrainable_weights:
+    as the configuration's key of that name, Config(frozen_dtype="int8"). Groups and zero_quantized_weights
+    are refused; the other arguments have no effect.
 
     Raises: ConfigError, UnsupportedError; on entering, what infinity.Init raises.
     """
@@ -60,7 +62,6 @@ class ZeroInit:
             "mpu": mpu,
             "zero_param_parallel_group": zero_param_parallel_group,
             "zero_quantized_weights": zero_quantized_weights,
-            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
             "sequence_data_parallel_group": sequence_data_parallel_group,
         }
         for name, value in refused.items():
@@ -70,16 +71,18 @@ class ZeroInit:
         if not enabled:
             return
         source = config_dict_or_path if config_dict_or_path is not None else config
-        settings = (
-            Config(dtype=dtype or "bf16") if source is None else settings_of(source, strict=strict).config
-        )
+        said = settings_of(source, strict=strict) if source is not None else None
+        settings = said.config if said is not None else Config(dtype=dtype or "bf16")
+        freezes = said is not None and said.freezes
+        if zero_quantized_nontrainable_weights and settings.frozen_dtype is None:
+            settings = dataclasses.replace(settings, frozen_dtype="int8")
         if dtype is not None and settings.dtype != Config(dtype=dtype).dtype:
             raise ConfigError(f"zero.Init(dtype={dtype}), but the configuration says {settings.dtype}")
         if remote_device == "nvme" and not settings.nvme_folders:
             raise ConfigError('zero.Init(remote_device="nvme") needs an nvme_path in the configuration')
-        self._init = plain.Init(settings)
+        self._init = plain.Init(settings, frozen=freezes)
         if module is not None:
-            take_in(module, settings)
+            take_in(module, settings, frozen=freezes)
 
     def __enter__(self) -> None:
         """See infinity.Init."""
@@ -100,10 +103,11 @@ Init = ZeroInit
 """The name that scripts use: zero.Init."""
 
 
-def take_in(model: nn.Module, config: Config) -> None:
+def take_in(model: nn.Module, config: Config, *, frozen: bool = False) -> None:
     """Offload a model that was built in memory, as if it had been built inside Init.
 
-    Its Parameter objects stay the same; their values move to the tiers of `config`, module by module.
+    Its Parameter objects stay the same; their values move to the tiers of `config`, module by module. frozen:
+    they get requires_grad=False.
 
     Raises: what Init raises; UnsupportedError on several ranks; ValueError for a model that was built in Init
     in part.
@@ -117,6 +121,8 @@ def take_in(model: nn.Module, config: Config) -> None:
             f"{type(model).__name__} was built in memory, by each of {ranks()} ranks: build it inside "
             "`with infinity.deepspeed.zero.Init(...):`, where all draw the same values"
         )
+    if frozen:
+        model.requires_grad_(False)
     with plain.Init(config) as building:
         if building.engine is not None:
             expect_optimizers_of_torch(building.engine)

@@ -496,7 +496,7 @@ class Construction:
                     record.drop(field)
         kind = self._engine.config.frozen_dtype
         if kind is not None:
-            FrozenFile(self._engine, kind).take(frozen_layers(named, units))
+            FrozenFile(self._engine, kind).take(frozen_layers(named, units, kind))
         self._engine.build_with(None)
         opened = self._engine.open(units, _routed(named, units_of), _chosen(named, units_of))
         for _, module in named:

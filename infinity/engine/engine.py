@@ -7,8 +7,9 @@ thread, its memory and its files.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -54,6 +55,7 @@ from infinity.timeline import Timeline
 from infinity.units import advice
 from infinity.units.device_tier import DeviceTier, Records
 from infinity.units.device_updates import DeviceUpdates
+from infinity.units.lent import Lent
 from infinity.units.meeting import MeetingOfRanks
 from infinity.units.pinning import Pins
 from infinity.units.released import CONVERSIONS, not_converted, not_resident, owner_of, set_owner
@@ -396,6 +398,8 @@ class Engine:
         answer = self.exchange.answer(parameters[0], operation, args)
         if answer is not None:
             return answer
+        if advice.makes_adapter():
+            return Lent(partial(self._aside, parameters))
         name = self.parameters.name_of(parameters[0])
         if operation in CONVERSIONS:
             where = f"{self.ranks.device!r} in {self.weights.dtype}"
@@ -403,6 +407,19 @@ class Engine:
         if advice.shards():
             raise UnsupportedError(f"{name}: {advice.PARTITIONED}")
         raise not_resident(parameters[0], operation, name)
+
+    @contextlib.contextmanager
+    def _aside(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Keep the values of parameters present for an operation that is no part of a step."""
+        held: list[Unit] = []
+        try:
+            for unit in dict.fromkeys(self.parameters.unit_of(one)[0] for one in parameters):
+                self.residency.hold_aside(unit)
+                held.append(unit)
+            yield
+        finally:
+            for unit in held:
+                self.residency.drop(unit)
 
     # Steps
 

@@ -1,4 +1,4 @@
-"""Frozen weights in fewer bits, made once, when their model is built: Config(frozen_dtype="int8" or "nf4").
+"""Frozen weights in fewer bits, made once, when Init ends: Config(frozen_dtype="int8" or "nf4").
 
 [Note: made once]
 The weights of linear layers and of experts are read, stretch by stretch, from wherever they lie, quantised,
@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from infinity.engine.engine import Engine
-from infinity.errors import UnsupportedError
+from infinity.errors import ConfigError, UnsupportedError
 from infinity.planning.layout import Segment
 from infinity.records.record import Record
 from infinity.sizes import BLOCK, format_size, round_up
@@ -206,11 +206,13 @@ class FrozenFile:
 
 
 def frozen_layers(
-    named: Sequence[tuple[str, nn.Module]], units: Mapping[Record, Sequence[nn.Parameter]]
+    named: Sequence[tuple[str, nn.Module]], units: Mapping[Record, Sequence[nn.Parameter]], kind: str
 ) -> dict[Record, list[bool]]:
-    """Return which parameters of which records are quantised: weights of linear layers and of experts,
-    frozen, in no other module, and not a model's output head. Records with a parameter that is trained, and
-    those that are packed already, are left alone.
+    """Return which parameters of which records are quantised to `kind`: weights of linear layers and of
+    experts, frozen, in no other module, and not a model's output head. Records with a parameter that is
+    trained, and those that are packed already, are left alone.
+
+    Raises: ConfigError where there is none, and none is packed.
     """
     users: dict[int, list[nn.Module]] = {}
     for _, module in named:
@@ -234,4 +236,10 @@ def frozen_layers(
         frozen = not any(one.requires_grad for one in parameters)
         if frozen and any(marks) and record.packed_nbytes is None:
             found[record] = marks
+    if not found and all(record.packed_nbytes is None for record in units):
+        raise ConfigError(
+            f"frozen_dtype={kind!r}: no weight of a linear layer or of experts, of {_LEAST_NUMEL} elements "
+            "or more, is frozen when Init ends, and what is trained is not quantised. Init(frozen=True) "
+            "freezes what is loaded; so do requires_grad_(False) and PEFT inside Init. Or leave it out."
+        )
     return found

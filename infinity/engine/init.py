@@ -104,11 +104,6 @@ class Init:
             raise ConfigError("Init takes a Config or its fields, not both")
         check_fields(fields, ("config", "process_group", "partition_activations", "frozen"))
         self.config = config if config is not None else Config(**fields)
-        if self.config.frozen_dtype is not None and not frozen:
-            raise ConfigError(
-                f"frozen_dtype={self.config.frozen_dtype!r} without Init(frozen=True): only what is loaded "
-                "frozen is quantised, and never in silence. Give both, or neither"
-            )
         self._process_group = process_group
         self._copies = partition_activations
         self._frozen = frozen

@@ -1,12 +1,14 @@
 """The layouts of packed weights that transformers loads: from the tensors of a file to what reads them there.
 
 Sources: transformers' integrations finegrained_fp8.py and mxfp4.py; bitsandbytes' QuantState, whose keys are
-those of its `as_dict(packed=True)`, and its Linear8bitLt.
+those of its `as_dict(packed=True)`, and its Linear8bitLt; compressed-tensors' naive_quantized and
+pack_quantized compressors.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -31,25 +33,79 @@ Find = Callable[[torch.Tensor], "FileRange | None"]
 """Returns the range of a file that a tensor is, None for one that is in memory."""
 
 _CODES_4BIT, _SCALES_8BIT = 16, 256
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_INT4, _IN_INT32 = array("f", range(-8, 8)), 8
 
 
 def fp8(tensors: Mapping[str, torch.Tensor], find: Find) -> Block8 | None:
-    """Return a matrix of e4m3 codes, "weight", with the fp32 scales of its blocks, "weight_scale_inv", or one
-    for all of it; None if either is not in a file, or the blocks are not equal.
+    """Return a matrix of e4m3 codes, "weight", with the scales of its blocks, "weight_scale_inv", or one for
+    all of it; None if either is not in a file, or the blocks are not equal.
     """
     codes, scales = tensors["weight"], tensors["weight_scale_inv"]
+    blocks = _blocks(codes, scales, None)
+    return _block8(codes, scales, blocks, find) if blocks is not None else None
+
+
+def _blocks(codes: torch.Tensor, scales: torch.Tensor, block: Sequence[int] | None) -> ScaleBlocks | None:
+    """Return the blocks of a matrix that have a scale each: equal ones, or of the shape `block` as far as the
+    matrix goes; None if neither is so.
+    """
     grid = (1, 1) if scales.numel() == 1 else tuple(scales.shape)
-    if codes.dtype != torch.float8_e4m3fn or scales.dtype != torch.float32:
-        return None
     if codes.dim() != 2 or len(grid) != 2 or 0 in grid:
         return None
     (rows, cols), (grid_rows, grid_cols) = codes.shape, grid
+    if block is not None and grid == (-(-rows // block[0]), -(-cols // block[1])):
+        return ScaleBlocks(cols, *block)
     if rows % grid_rows or cols % grid_cols:
         return None
+    return ScaleBlocks(cols, rows // grid_rows, cols // grid_cols)
+
+
+def _block8(codes: torch.Tensor, scales: torch.Tensor, blocks: ScaleBlocks, find: Find) -> Block8 | None:
+    if codes.dtype != torch.float8_e4m3fn or scales.dtype not in _NAMES:
+        return None
     found = _all(find, codes, scales)
-    return (
-        Block8(found[0], found[1], ScaleBlocks(cols, rows // grid_rows, cols // grid_cols)) if found else None
-    )
+    return Block8(found[0], found[1], blocks, _NAMES[scales.dtype]) if found else None
+
+
+def compressed(
+    tensors: Mapping[str, torch.Tensor], find: Find, dtype: torch.dtype, block: Sequence[int] | None = None
+) -> Packed | None:
+    """Return a matrix of compressed-tensors: e4m3 or int8, "weight", or int4, "weight_packed" with its
+    "weight_shape"; and "weight_scale", one for all of it, each row, each part of a row, or each `block`.
+
+    None if any is not in a file; where codes are relative to a zero point ("weight_zero_point"); and where
+    the library would round twice: it multiplies in the type of the scales, and converts to `dtype`.
+    """
+    scales = tensors["weight_scale"]
+    known = scales.dtype in _NAMES and scales.dtype in (torch.float32, dtype)
+    if not known or tensors.keys() & {"weight_zero_point", "weight_global_scale"}:
+        return None
+    codes = tensors.get("weight")
+    if codes is None:
+        return _int4(tensors["weight_packed"], tensors["weight_shape"].tolist(), scales, find)
+    if codes.dtype == torch.int8:
+        run, found = _run(codes.shape, scales), _all(find, codes, scales)
+        return Rows8(found[0], found[1], run, _NAMES[scales.dtype], 1.0) if found and run else None
+    blocks = _blocks(codes, scales, block)
+    return _block8(codes, scales, blocks, find) if blocks is not None else None
+
+
+def _run(shape: Sequence[int], scales: torch.Tensor) -> int:
+    """Return how many consecutive elements of a matrix have a scale together; 0 for other scales."""
+    numel = math.prod(shape)
+    runs = scales.numel() == 1 or (scales.dim() == 2 and len(shape) == 2 and len(scales) == shape[0])
+    return numel // scales.numel() if runs and scales.numel() and numel % scales.numel() == 0 else 0
+
+
+def _int4(codes: torch.Tensor, shape: Sequence[int], scales: torch.Tensor, find: Find) -> Blocks4 | None:
+    """Return a matrix whose codes are 8 to an int32, the first in the lowest bits, each plus 8."""
+    run, numel = _run(shape, scales), math.prod(shape)
+    whole = len(shape) == 2 and tuple(codes.shape) == (shape[0], shape[1] / _IN_INT32)
+    found = _all(find, codes, scales)
+    if codes.dtype != torch.int32 or not whole or not run or run % 2 or not found:
+        return None
+    return Blocks4(numel, found[0], found[1], run, _INT4, _NAMES[scales.dtype], high_first=False)
 
 
 def mxfp4(tensors: Mapping[str, torch.Tensor], find: Find) -> Stack4 | None:

@@ -10,6 +10,8 @@ the model.
 - bitsandbytes: transformers puts layers of its own in the model, which widen their weights when they compute.
   Here the layers stay as they are, and bitsandbytes need not be there. What is not taken is widened by our
   kernels, to the same bits.
+- compressed-tensors: transformers puts compressed layers in the model, which its package decompresses when
+  they compute first. Here they are converted while they are loaded, as `dequantize=True` asks for.
 A transformers that is imported within Init is seen to when its model is built, without values yet, which is
 before it asks for conversions.
 """
@@ -90,8 +92,9 @@ def _others(method: str, quantizer: Any, offer: Offer) -> dict[str, Any]:
         return {}
     if method in _BITSANDBYTES:
         return _bitsandbytes(_loading(offer, eight=method == "bitsandbytes_8bit"))
-    try:
-        operation = _fp8(offer) if method == "fp8" else _mxfp4(offer) if method == "mxfp4" else None
+    makers = {"fp8": _fp8, "mxfp4": _mxfp4, "compressed-tensors": _compressed}
+    try:  # an older transformers may lack one
+        operation = makers[method](offer) if method in makers else None
     except ImportError:
         return {}
     if operation is None:
@@ -101,7 +104,8 @@ def _others(method: str, quantizer: Any, offer: Offer) -> dict[str, Any]:
         operations: dict[str, Any] = before(self)
         return {**operations, "dequantize": operation} if "dequantize" in operations else operations
 
-    return {_OPERATIONS: get_load_operations}
+    others = {_OPERATIONS: get_load_operations}
+    return {**others, **_dequantizing(quantizer)} if method == "compressed-tensors" else others
 
 
 def _fp8(offer: Offer) -> Any:
@@ -153,6 +157,47 @@ def _mxfp4(offer: Offer) -> Any:
             return super().convert(input_dict, **kwargs)
 
     return OfferingMxfp4
+
+
+def _compressed(offer: Offer) -> Any:
+    """Return transformers' conversion of compressed-tensors, but for a weight that is taken."""
+    from transformers.integrations import compressed_tensors
+
+    integration: Any = compressed_tensors
+    dequantize: Any = integration.CompressedTensorsDequantize
+    scheme_of = getattr(integration, "get_dense_scheme", lambda _: None)
+
+    class OfferingCompressed(dequantize):
+        """Offers the weight of a layer before it is decompressed."""
+
+        def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> Any:
+            """Answer as ever, with what the offer gave."""
+            tensors, name = _singles(input_dict), kwargs.get("full_layer_name")
+            dtype = _target(kwargs.get("model"), name)
+            codes = tensors.get("weight", tensors.get("weight_shape"))
+            if "weight_scale" in tensors and codes is not None and name is not None and dtype is not None:
+                scheme = self.scheme or scheme_of(self.hf_quantizer.compressor.quantization_config)
+                block = getattr(getattr(scheme, "weights", None), "block_structure", None)
+                packed = "weight" not in tensors
+                shape = torch.Size(int(one) for one in codes) if packed else codes.shape
+                found = offer(lambda find: layouts.compressed(tensors, find, dtype, block), shape, dtype)
+                if found is not None:
+                    return {name: found}
+            return super().convert(input_dict, **kwargs)
+
+    return OfferingCompressed
+
+
+def _dequantizing(quantizer: Any) -> dict[str, Any]:
+    """Return what makes a quantizer of compressed-tensors convert weights while they are loaded."""
+    before = quantizer.validate_environment
+
+    def validate_environment(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.quantization_config.dequantize = True
+        self.quantization_config.use_optimized_inference = False
+        before(self, *args, **kwargs)
+
+    return {"validate_environment": validate_environment}
 
 
 def _loading(offer: Offer, *, eight: bool) -> Any:

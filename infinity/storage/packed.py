@@ -3,15 +3,19 @@
 [Note: packed weights]
 The bytes that are read are those of the file. They are widened when they arrive, or where they are kept, to
 the type that computes, with the bits that transformers' own conversion of the same file gives:
-- Block8, e4m3 with block scales (DeepSeek's "fp8"): the value of the code times the fp32 scale of its block,
-  rounded to fp32, then to the type that computes, ties to even.
+- Block8, e4m3 with block scales (DeepSeek's "fp8", compressed-tensors'): the value of the code times the
+  scale of its block, rounded to fp32, then to the type that computes, ties to even.
 - Rows8, int8 with row scales (bitsandbytes' LLM.int8): code times scale times 1/127, each product rounded to
-  fp32, then to the type that computes.
-- Blocks4, nf4 and fp4 (bitsandbytes): the value of the code in the table of the file times the fp32 scale of
-  its block, rounded as those of Block8. The scales may be in 8 bits ("double quantisation").
+  fp32, then to the type that computes. compressed-tensors' int8 has no factor, and may have a scale for each
+  part of a row.
+- Blocks4, nf4 and fp4 (bitsandbytes): the value of the code in the table of the file times the scale of its
+  block, rounded as those of Block8. The scales may be in 8 bits ("double quantisation"). int4 of
+  compressed-tensors is that with a table of -8 to 7.
 - Stack4, MXFP4 (gpt-oss): values of e2m1 times a power of two for each 32 of them. The file has every matrix
   of a stack of experts transposed: all of it is read for any row of the parameter, in stretches of rows of
   the file, each of which becomes columns.
+Scales in bf16 or fp16 are widened to fp32 first, where the product with a code is exact: it is rounded once,
+to the type that computes, also where the file's own library computes in the type of the scales.
 """
 
 from __future__ import annotations
@@ -43,6 +47,9 @@ _NARROW: Mapping[str, Callable[[int, int, int], None]] = {
 """From fp32 to each type that computes: (n, source, target)."""
 
 _WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+_WIDEN: Mapping[str, Callable[[int, int, int], None]] = {"bf16": kernels.widen, "fp16": kernels.widen_f16}
+"""From the types that scales may have, beside fp32, to fp32: (n, source, target)."""
 
 MX_BLOCK = 32
 """Elements of MXFP4 with the same scale."""
@@ -83,6 +90,20 @@ def _room_nbytes(sources: Sequence[FileRange]) -> int:
 
 def _address(table: array[float]) -> int:
     return table.buffer_info()[0]
+
+
+def _other(value: Any, usual: Any) -> list[Any]:
+    """Return what is to be said of a value: nothing where it is the usual one."""
+    return [] if value == usual else [value]
+
+
+def _scales_f32(n: int, dtype: str, at: int) -> tuple[int, array[float] | None]:
+    """Return the address of n scales in fp32, from those of a type at `at`, and what keeps them alive."""
+    if dtype == "fp32":
+        return at, None
+    widened = array("f", bytes(4 * n))
+    _WIDEN[dtype](n, at, _address(widened))
+    return _address(widened), widened
 
 
 class Packed(ABC):
@@ -158,11 +179,12 @@ class Packed(ABC):
 
 @dataclass(frozen=True)
 class Block8(Packed):
-    """A matrix of e4m3 codes with an fp32 scale for each block of it."""
+    """A matrix of e4m3 codes with a scale for each block of it, or for what its edges leave of one."""
 
     codes: FileRange
     scales: FileRange
     blocks: kernels.ScaleBlocks
+    scale_dtype: str = "fp32"
 
     @property
     def numel(self) -> int:  # type: ignore[override]
@@ -176,28 +198,39 @@ class Block8(Packed):
 
     def sources(self, first: int, numel: int) -> tuple[FileRange, ...]:
         """See Packed: whole rows of scales."""
+        begin, stop = self._scales_of(first, numel)
+        width = _WIDTHS[self.scale_dtype]
+        return self.codes.part(first, numel), self.scales.part(width * begin, width * (stop - begin))
+
+    def _scales_of(self, first: int, numel: int) -> tuple[int, int]:
+        """Return the first scale of elements, and the first after them."""
         cut = self.blocks
-        row_nbytes = 4 * -(-cut.cols // cut.block_cols)
+        in_row = -(-cut.cols // cut.block_cols)
         begin, last = (element // cut.cols // cut.block_rows for element in (first, first + numel - 1))
-        scales = self.scales.part(begin * row_nbytes, (last + 1 - begin) * row_nbytes)
-        return self.codes.part(first, numel), scales
+        return begin * in_row, (last + 1) * in_row
 
     def to_f32(self, first: int, numel: int, at: Sequence[int], f32: int) -> None:
         """See Packed."""
-        kernels.widen_e4m3(first, numel, self.blocks, at[0], at[1], f32)
+        begin, stop = self._scales_of(first, numel)
+        scales, _alive = _scales_f32(stop - begin, self.scale_dtype, at[1])
+        kernels.widen_e4m3(first, numel, self.blocks, at[0], scales, f32)
 
     def describe(self) -> list[Any]:
         """See Packed."""
-        return [self.codes.offset, self.scales.offset, *self.blocks]
+        return [self.codes.offset, self.scales.offset, *self.blocks, *_other(self.scale_dtype, "fp32")]
 
 
 @dataclass(frozen=True)
 class Rows8(Packed):
-    """A matrix of int8 codes with an fp32 scale for each row: its largest magnitude."""
+    """A matrix of int8 codes with a scale for each `cols` of them, a row or a part of one; a value is its
+    code times its scale times `factor`. By default the scale is the largest magnitude.
+    """
 
     codes: FileRange
     scales: FileRange
     cols: int
+    scale_dtype: str = "fp32"
+    factor: float = _INT8_STEP
 
     @property
     def numel(self) -> int:  # type: ignore[override]
@@ -212,15 +245,19 @@ class Rows8(Packed):
     def sources(self, first: int, numel: int) -> tuple[FileRange, ...]:
         """See Packed."""
         begin, last = first // self.cols, (first + numel - 1) // self.cols
-        return self.codes.part(first, numel), self.scales.part(4 * begin, 4 * (last + 1 - begin))
+        width = _WIDTHS[self.scale_dtype]
+        return self.codes.part(first, numel), self.scales.part(width * begin, width * (last + 1 - begin))
 
     def to_f32(self, first: int, numel: int, at: Sequence[int], f32: int) -> None:
         """See Packed."""
-        kernels.widen_i8(first, numel, self.cols, _INT8_STEP, at[0], at[1], f32)
+        n = (first + numel - 1) // self.cols + 1 - first // self.cols
+        scales, _alive = _scales_f32(n, self.scale_dtype, at[1])
+        kernels.widen_i8(first, numel, self.cols, self.factor, at[0], scales, f32)
 
     def describe(self) -> list[Any]:
         """See Packed."""
-        return [self.codes.offset, self.scales.offset, self.cols]
+        others = [*_other(self.scale_dtype, "fp32"), *_other(self.factor, _INT8_STEP)]
+        return [self.codes.offset, self.scales.offset, self.cols, *others]
 
 
 class NestedScales(NamedTuple):
@@ -235,8 +272,8 @@ class NestedScales(NamedTuple):
 
 @dataclass(frozen=True)
 class Blocks4(Packed):
-    """4-bit codes of a table, two in a byte, that of the even element in the high half; each `block` of them
-    has a scale, in fp32 or nested.
+    """4-bit codes of a table, two in a byte, that of the even element in the high half or in the low one;
+    each `block` of them has a scale, of a type of its own or nested.
     """
 
     numel: int
@@ -244,6 +281,8 @@ class Blocks4(Packed):
     scales: FileRange | NestedScales
     block: int
     table: array[float]
+    scale_dtype: str = "fp32"
+    high_first: bool = True
 
     @property
     def ranges(self) -> tuple[FileRange, ...]:
@@ -258,27 +297,30 @@ class Blocks4(Packed):
         codes = self.codes.part(first // 2, (stop + 1) // 2 - first // 2)
         begin, end = first // self.block, -(-stop // self.block)
         if not isinstance(self.scales, NestedScales):
-            return codes, self.scales.part(4 * begin, 4 * (end - begin))
+            width = _WIDTHS[self.scale_dtype]
+            return codes, self.scales.part(width * begin, width * (end - begin))
         outer = begin // self.scales.block, -(-end // self.scales.block)
         scales = self.scales.scales.part(4 * outer[0], 4 * (outer[1] - outer[0]))
         return codes, self.scales.codes.part(begin, end - begin), scales
 
     def to_f32(self, first: int, numel: int, at: Sequence[int], f32: int) -> None:
         """See Packed."""
-        scales, begin = at[1], first // self.block
-        widened = array("f")
-        if isinstance(self.scales, NestedScales):
-            n, nested = -(-(first + numel) // self.block) - begin, self.scales
-            widened.frombytes(bytes(4 * n))
-            scales, table = _address(widened), _address(nested.table)
+        begin, nested = first // self.block, self.scales
+        n = -(-(first + numel) // self.block) - begin
+        if isinstance(nested, NestedScales):
+            alive = array("f", bytes(4 * n))
+            scales, table = _address(alive), _address(nested.table)
             kernels.widen_scales(begin, n, nested.block, table, at[1], at[2], scales, offset=nested.offset)
+        else:
+            scales, _alive = _scales_f32(n, self.scale_dtype, at[1])
         table = _address(self.table)
-        kernels.widen_4bit(first, numel, self.block, table, at[0], scales, f32, high_first=True)
+        kernels.widen_4bit(first, numel, self.block, table, at[0], scales, f32, high_first=self.high_first)
 
     def describe(self) -> list[Any]:
         """See Packed."""
         nested = [self.scales.offset] if isinstance(self.scales, NestedScales) else []
-        return [*(one.offset for one in self.ranges), self.block, *self.table, *nested]
+        others = [*nested, *_other(self.scale_dtype, "fp32"), *_other(self.high_first, True)]
+        return [*(one.offset for one in self.ranges), self.block, *self.table, *others]
 
 
 @dataclass(frozen=True)

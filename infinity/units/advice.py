@@ -26,6 +26,7 @@ _AVERAGE = re.compile(r"EMA|Ema(?![a-z])|Averag")
 _NEAR = 20
 """Frames of the stack in which a class whose name speaks of an average is taken for what wants the values."""
 _EXPORTERS = ("torch.jit.", "torch.export.", "torch._export.", "torch.onnx.")
+_DORA = "peft.tuners.lora.dora"
 _SURGERY = ("torch.nn.utils.prune", "torch.nn.utils.parametri", "torch.nn.utils.weight_norm")
 
 ADDING = inspect.unwrap(Optimizer.add_param_group).__code__
@@ -70,6 +71,14 @@ def shards() -> bool:
     """Whether FSDP is on the stack."""
     return any(
         str(one.f_globals.get("__name__", "")).startswith("torch.distributed.fsdp.") for one in _stack()
+    )
+
+
+def makes_adapter() -> bool:
+    """Whether what wants values is PEFT's DoRA, which reads the weight of a layer to begin with its norms."""
+    return any(
+        frame.f_code.co_name == "update_layer" and frame.f_globals.get("__name__") == _DORA
+        for _, frame in zip(range(_NEAR), _stack(), strict=False)
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from infinity.errors import NotResidentError, UnsupportedError
 from infinity.units import advice
 from infinity.units.attached import DATA, call
+from infinity.units.lent import Lent
 
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 """Attributes of a tensor that hand out its values; every other attribute is metadata."""
@@ -79,7 +81,8 @@ class Owner(Protocol):
     def touch(self, parameters: Sequence[nn.Parameter], operation: str, args: Sequence[Any]) -> object:
         """Make the values of `parameters` present for `operation(*args)`, or raise NotResidentError.
 
-        Returns a value to answer the operation with, or None to let it run on the parameters, now present.
+        Returns a value to answer the operation with; None to let it run on the parameters, now present; or
+        what lends it their values alone.
         """
 
 
@@ -141,7 +144,9 @@ class Released(nn.Parameter):
                 f"a parameter of shape {shape} is used by {operation}(), but its engine is gone"
             )
         answer = owner.touch(parameters, operation, (*args, *kwargs.values()))
-        if answer is None:
+        if isinstance(answer, Lent):
+            answer = answer.answer(parameters, partial(func, *args, **kwargs))
+        elif answer is None:
             answer = call(func, operation, args, kwargs)
             if operation == "detach" and _caller().f_code is nn.Parameter.__new__.__code__:
                 answer.__class__ = type(
@@ -303,4 +308,6 @@ def _convert(
     if owner is None:
         raise not_resident(parameter, operation)
     answer = owner.touch([parameter], operation, args)
+    if isinstance(answer, Lent):
+        return answer.answer([parameter], partial(func, *args, **kwargs))
     return answer if answer is not None else func(*args, **kwargs)

@@ -124,6 +124,7 @@ def test_every_switch_may_be_a_number_as_in_deepspeed():
         for value in (true, false):
             for path in [path for path, key in KEYS.items() if key.takes == "switch"]:
                 content = {"train_batch_size": 1, "optimizer": {"type": "SGD"}, "bf16": {"enabled": true}}
+                content["infinity"] = {"nvme": "/nvme"}  # quantised weights lie there
                 *above, last = path.split(".")
                 section = content
                 for one in above:

@@ -260,3 +260,57 @@ def test_what_latest_names_is_loaded_and_a_folder_without_it_is_told(tmp_path):
 def test_parameters_of_two_stages_of_precision_are_refused_by_name():
     with pytest.raises(ConfigError, match=r"zero\.Init"):
         deepspeed.zero.Init(config_dict_or_path=CONFIG, dtype=torch.float16)
+
+
+class Half(nn.Module):
+    """A large layer beside a small one, which is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.large, self.small = nn.Linear(64, 64), nn.Linear(64, 2)
+
+    def forward(self, inputs):
+        return self.small(self.large(inputs))
+
+
+@pytest.mark.disk
+@pytest.mark.parametrize("place", ["in Init", "an argument of Init", "in memory", "in memory, loaded"])
+def test_frozen_weights_are_quantised_where_the_configuration_says_so(folder, place):
+    """DeepSpeed's zero_quantized_nontrainable_weights, or its quantized_initialization, which freezes all."""
+    offload = {"device": "nvme", "nvme_path": str(folder)}
+    config = {
+        **CONFIG,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "offload_param": offload},
+    }
+    if place not in {"an argument of Init", "in memory, loaded"}:
+        config["zero_optimization"]["zero_quantized_nontrainable_weights"] = True
+    if place == "in memory, loaded":
+        config["weight_quantization"] = {"quantized_initialization": {"num_bits": 4, "group_size": 64}}
+    torch.manual_seed(0)
+    given = {"zero_quantized_nontrainable_weights": True} if place == "an argument of Init" else {}
+    if "memory" in place:
+        model = Half()
+    else:
+        with deepspeed.zero.Init(config_dict_or_path=config, **given):
+            model = Half()
+            model.large.requires_grad_(False)
+    if place == "in memory":
+        model.large.requires_grad_(False)
+    if "memory" in place:
+        deepspeed.zero.Init(module=model, config_dict_or_path=config)
+    found = {unit.name: unit.record.packed_nbytes for unit in engine_of(model.large.weight).units}
+    assert 0 < found["large"] < 1.2 * 64 * 64
+    assert found["small"] is None
+    assert model.small.weight.requires_grad == (place != "in memory, loaded")
+    with pytest.raises(ConfigError, match=r"what is trained is not quantised"):
+        deepspeed.zero.Init(module=nn.Linear(64, 64), config_dict_or_path=quantising(config))
+
+
+def quantising(config):
+    """Return a configuration that quantises what is frozen, and freezes nothing."""
+    zero = {**config["zero_optimization"], "zero_quantized_nontrainable_weights": True}
+    return {
+        **{name: one for name, one in config.items() if name != "weight_quantization"},
+        "zero_optimization": zero,
+    }

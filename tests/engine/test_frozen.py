@@ -124,5 +124,20 @@ def test_what_cannot_be_quantised_is_refused_by_name(folder):
         Config(frozen_dtype="nf4")
     with pytest.raises(ConfigError, match=r"frozen_dtype='nf3': expected one of None, 'int8', 'nf4'"):
         Config(frozen_dtype="nf3", nvme=str(folder))
-    with pytest.raises(ConfigError, match=r"frozen_dtype='nf4' without Init\(frozen=True\)"):
-        Init(frozen_dtype="nf4", nvme=str(folder))
+    with (
+        pytest.raises(ConfigError, match=r"frozen_dtype='nf4': no weight of a linear layer .* is frozen"),
+        Init(frozen_dtype="nf4", nvme=str(folder), host_memory="2MiB"),
+    ):
+        torch.nn.Linear(64, 64)
+
+
+def test_what_is_frozen_while_the_model_is_built_is_quantised_as_what_is_loaded_frozen(folder):
+    saved(folder / "model")
+    expected = loaded(folder / "model", folder, "nf4").state_dict()
+    with Init(nvme=str(folder), host_memory="2MiB", frozen_dtype="nf4"):
+        ours = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+        ours.model.layers[0].requires_grad_(False)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+    for name, found in ours.state_dict().items():
+        frozen = name.startswith("model.layers.0.")
+        assert torch.equal(found, expected[name] if frozen else plain[name]), name

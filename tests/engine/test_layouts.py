@@ -81,7 +81,7 @@ def test_what_is_not_whole_or_unknown_is_refused_by_name():
 def test_layouts_that_are_read_no_other_way_are_left_to_transformers():
     ones, codes = torch.ones(2, 2), torch.zeros(64, 64).to(torch.float8_e4m3fn)
     nowhere, names = (lambda _: None), ("weight", "weight_scale_inv")
-    for weight, scales in ((codes, ones.half()), (ones, ones), (codes, torch.ones(3, 2)), (codes[0], ones)):
+    for weight, scales in ((codes, ones.double()), (ones, ones), (codes, torch.ones(3, 2)), (codes[0], ones)):
         parts = [weight, scales]
         given = dict(zip(names, parts, strict=True))
         assert layouts.fp8(given, layouts.in_memory(parts)) is None
@@ -90,3 +90,55 @@ def test_layouts_that_are_read_no_other_way_are_left_to_transformers():
     assert layouts.mxfp4({"blocks": blocks, "scales": scales}, nowhere) is None
     parts = [blocks[..., :8], scales]
     assert layouts.mxfp4({"blocks": parts[0], "scales": scales}, layouts.in_memory(parts)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", sorted(quantised.COMPRESSED))
+def test_compressed_tensors_have_the_bits_of_their_formula_and_of_their_library(kind, dtype):
+    torch.manual_seed(2)
+    for shape in ((96, 256), (130, 320)):
+        tensors, expected = quantised.to_compressed(torch.randn(shape).to(dtype), kind)
+        parts = list(tensors.values())
+        block = quantised.COMPRESSED[kind].get("block_structure")
+        weight = layouts.compressed(tensors, layouts.in_memory(parts), dtype, block)
+        found = layouts.widened(weight, parts, torch.Size(shape), dtype)
+        assert torch.equal(found, expected)
+        whole = torch.empty(shape, dtype=dtype)
+        for row in range(0, shape[0], 7):  # from the middle of groups and blocks
+            n = min(7, shape[0] - row) * shape[1]
+            for cut in weight.cuts(row * shape[1], n, 1 << 62):
+                at = [parts[int(one.path)].data_ptr() + one.offset for one in cut.sources]
+                weight.widen(layouts._NAMES[dtype], cut, at, row * shape[1], n, whole[row].data_ptr())
+        assert torch.equal(whole, expected)
+
+
+@pytest.mark.parametrize("kind", sorted(quantised.COMPRESSED))
+def test_the_formula_of_compressed_tensors_is_its_librarys(kind):
+    compressors = pytest.importorskip(
+        "compressed_tensors.compressors", reason="compressed-tensors is not installed"
+    )
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    torch.manual_seed(3)
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**quantised.COMPRESSED[kind]))
+    name = "pack-quantized" if "int4" in kind else "naive-quantized"
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        tensors, expected = quantised.to_compressed(torch.randn(96, 320).to(dtype), kind)
+        library = compressors.BaseCompressor.get_value_from_registry(name).decompress(tensors, scheme)
+        assert torch.equal(library["weight"], expected)
+
+
+def test_compressed_tensors_that_would_be_rounded_twice_or_have_zero_points_are_left_to_their_library():
+    tensors, _ = quantised.to_compressed(torch.randn(64, 64).bfloat16(), "int8 channel")
+    four, _ = quantised.to_compressed(torch.randn(64, 64).bfloat16(), "int4 group")
+    odd = {"weight_shape": torch.tensor([64, 60])}
+    for given, dtype in (
+        (tensors, torch.float32),
+        ({**tensors, "weight_zero_point": torch.zeros(64, 1)}, torch.bfloat16),
+        ({**tensors, "weight_scale": tensors["weight_scale"].double()}, torch.bfloat16),
+        ({**tensors, "weight_scale": tensors["weight_scale"][:5]}, torch.bfloat16),
+        ({**four, **odd}, torch.bfloat16),
+        ({**four, "weight_packed": four["weight_packed"].long()}, torch.bfloat16),
+    ):
+        assert layouts.compressed(given, layouts.in_memory(list(given.values())), dtype) is None
+    assert layouts.compressed(tensors, lambda _: None, torch.bfloat16) is None

@@ -106,17 +106,39 @@ def test_one_scale_for_a_whole_weight_is_a_block_of_all_of_it(folder, path):
     assert torch.equal(logits(ours), logits(plain_of(path)))
 
 
-def test_scales_of_blocks_in_another_type_are_converted_as_ever(folder, path, caplog):
+@pytest.mark.parametrize("other", [torch.bfloat16, torch.float16, torch.float64])
+def test_scales_of_blocks_in_16_bits_are_read_in_place_and_others_converted_as_ever(
+    folder, path, other, caplog
+):
     for shard in path.glob("*.safetensors"):
         tensors = load_file(shard)
-        halves = {
-            name: one.bfloat16() if name.endswith("scale_inv") else one for name, one in tensors.items()
-        }
-        save_file(halves, shard, {"format": "pt"})
+        those = {name: one.to(other) if name.endswith("scale_inv") else one for name, one in tensors.items()}
+        save_file(those, shard, {"format": "pt"})
     with caplog.at_level(logging.INFO, "infinity"):
         ours = loaded(path, folder, "16MiB")
-    assert "have records of their own" in caplog.text
+    assert ("have records of their own" in caplog.text) == (other == torch.float64)
     assert torch.equal(logits(ours), logits(plain_of(path)))
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
+@pytest.mark.parametrize("kind", sorted(quantised.COMPRESSED))
+def test_compressed_tensors_are_read_packed_and_have_the_bits_of_transformers(folder, kind):
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    path = quantised.compressed_llama(folder / "packed", kind, folder / "plain")
+    plain, ours = plain_of(folder / "plain"), loaded(path, folder)
+    method = transformers.CompressedTensorsConfig(dequantize=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, quantization_config=method)
+    assert differences(plain.state_dict(), theirs.state_dict()) == []
+    assert len(in_files(ours)) == len(engine_of_model(ours).units)
+    assert differences(plain.state_dict(), ours.state_dict()) == []
+    for number in range(2):
+        assert torch.equal(logits(ours, number), logits(plain, number))
+    assert infinity.stats(ours).written_nbytes == {}
+    numel = [unit.record.shard.end for unit in in_files(ours) if unit.record.packed_nbytes]
+    packed = sum(unit.record.packed_nbytes or 0 for unit in in_files(ours))
+    assert len(numel) == 2 * 7
+    assert packed / sum(numel) < (0.58 if "int4" in kind else 1.05)
+    assert type(ours.model.layers[0].mlp.up_proj) is torch.nn.Linear
 
 
 def test_packed_weights_can_be_used_and_changed_while_the_model_is_built(folder, path):

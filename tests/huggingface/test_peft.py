@@ -122,22 +122,53 @@ def test_adapters_built_in_the_init_of_a_frozen_base_train_and_the_base_stays_in
     assert all("lora_" in name for name in own)
 
 
-def test_adapters_are_merged_layer_by_layer_into_a_new_folder(folder):
-    build().save_pretrained(folder / "base", max_shard_size="60kB")
-    plain, ours = (
-        adapted(from_files(folder / "base")),
-        adapted(from_files(folder / "base", folder, frozen=True)),
-    )
-    for one in (plain, ours):
-        train(one, torch.optim.AdamW(trained(one), lr=1e-2))
-    for layer in [one for one in ours.modules() if isinstance(one, peft.tuners.tuners_utils.BaseTunerLayer)]:
-        with infinity.gathered(layer.get_base_layer(), write=True):
-            layer.merge()
-    infinity.save_pretrained(ours.unload(), folder / "merged")
-    merged = plain.merge_and_unload().state_dict()
-    assert different(merged, from_files(folder / "merged").state_dict()) == []
-    own = [unit.name for unit in engine_of_model(ours).units if unit.record.in_files is None]
-    assert len(own) == 2 * 3
+def base_of(folder, kind):
+    """Save a base, in 16 bits or packed; return its folder, and that of what its weights are."""
+    if kind == "bf16":
+        build().save_pretrained(folder / "base", max_shard_size="60kB")
+        return folder / "base", folder / "base"
+    pytest.importorskip("transformers.core_model_loading", reason="transformers 5 alone is seen to")
+    quantised.bitsandbytes_llama(folder / "base", kind, folder / "plain")
+    return folder / "base", folder / "plain"
+
+
+@pytest.mark.parametrize("kind", ["bf16", "nf4 nested"])
+@pytest.mark.parametrize("place", ["memory", "the tiers"])
+def test_dora_trains_on_a_frozen_base_in_its_files(folder, kind, place):
+    """Its magnitudes begin as the norms of the base's weights, and each forward takes norms of them anew."""
+    packed, values = base_of(folder, kind)
+    dora = {"use_dora": True, "modules_to_save": ["lm_head"] if place == "the tiers" else None}
+    plain = adapted(from_files(values), **dora)
+    with infinity.Init(nvme=str(folder), host_memory="1MiB", frozen=True):
+        ours = transformers.AutoModelForCausalLM.from_pretrained(packed)
+        ours = adapted(ours, **dora) if place == "the tiers" else ours
+    ours = adapted(ours, **dora) if place == "memory" else ours
+    if place == "the tiers":
+        optimizers = ReferenceAdamW(trained(prepare(plain)), lr=1e-2), infinity.AdamW(trained(ours), lr=1e-2)
+    else:
+        optimizers = [torch.optim.AdamW(trained(one), lr=1e-2) for one in (plain, ours)]
+    assert train(ours, optimizers[1]) == train(plain, optimizers[0])
+    found = peft.get_peft_model_state_dict(ours)
+    assert different(peft.get_peft_model_state_dict(plain), found) == []
+    assert any("magnitude" in name for name in found)
+    adapters = {"lora_", "modules_to_save"}
+    own = {unit.name for unit in engine_of_model(ours).units if unit.record.in_files is None}
+    assert all(any(one in name for one in adapters) for name in own)
+    assert bool(own) == (place == "the tiers")
+    if place == "memory":
+        assert infinity.stats(ours).written_nbytes == {}
+
+
+def test_making_doras_adapters_leaves_no_weight_in_memory(folder):
+    packed, _ = base_of(folder, "bf16")
+    ours = from_files(packed, folder, frozen=True)
+    before = infinity.stats(ours)
+    adapted(ours, use_dora=True)
+    assert infinity.stats(ours).since(before).checkpoint_read_nbytes > 0
+    weight = ours.model.layers[0].self_attn.q_proj.base_layer.weight
+    with pytest.raises(infinity.NotResidentError, match="gathered"):
+        weight.norm()
+    assert not any(unit.attached for unit in engine_of_model(ours).units)
 
 
 def test_adapters_train_on_a_base_in_fp8(folder):

@@ -229,7 +229,7 @@ TRIED = {
         lambda lab: lab.build(partial(without_values, torch.float8_e4m3fn)),
     ],
     "`BitsAndBytesConfig` for a checkpoint in 16 bits, inside `Init`": [quantising],
-    "`frozen_dtype` without `Init(frozen=True)`, or without a folder on NVMe": [
+    "`frozen_dtype` where nothing is frozen when `Init` ends, or without a folder on NVMe": [
         lambda lab: lab.model(frozen_dtype="nf4", nvme="."),
         lambda lab: lab.model(frozen_dtype="int8", nvme=None),
     ],

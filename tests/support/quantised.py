@@ -175,3 +175,85 @@ def bitsandbytes_llama(path, kind, plain, **options):
         said["bnb_4bit_use_double_quant"] = True
     add_method(path, quant_method="bitsandbytes", **said)
     return path
+
+
+COMPRESSED = {
+    "fp8 channel": {"num_bits": 8, "type": "float", "strategy": "channel"},
+    "fp8 tensor": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+    "fp8 block": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [96, 80]},
+    "int8 channel": {"num_bits": 8, "type": "int", "strategy": "channel"},
+    "int8 group": {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 64},
+    "int4 group": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
+    "int4 channel": {"num_bits": 4, "type": "int", "strategy": "channel"},
+}
+"""What compressed-tensors says of the weights of each kind; blocks of "fp8 block" end beyond the matrices."""
+
+
+def _each_scale(weight, args):
+    """Return a matrix's scales, and the same spread over its elements."""
+    rows, cols = weight.shape
+    block = args.get("block_structure") or [
+        rows if args["strategy"] == "tensor" else 1,
+        args.get("group_size", cols),
+    ]
+    grid = -(-rows // block[0]), -(-cols // block[1])
+    padded = torch.zeros(grid[0] * block[0], grid[1] * block[1])
+    padded[:rows, :cols] = weight.float().abs()
+    largest = padded.view(grid[0], block[0], grid[1], block[1]).amax((1, 3))
+    highest = 448 if args["type"] == "float" else 2 ** (args["num_bits"] - 1) - 1
+    scales = (largest.clamp(min=1e-6) / highest).to(weight.dtype)
+    spread = scales.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :cols]
+    return scales.view(1) if args["strategy"] == "tensor" else scales, spread
+
+
+def to_compressed(weight, kind):
+    """Return a matrix's tensors in a layout of compressed-tensors, by their names behind that of the layer,
+    with scales of the weight's own type, and the values that its formula gives: code times scale, in that.
+    """
+    args = COMPRESSED[kind]
+    scales, spread = _each_scale(weight, args)
+    tensors = {"weight_scale": scales}
+    if args["type"] == "float":
+        codes = (weight.float() / spread.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
+        return {"weight": codes, **tensors}, codes.to(weight.dtype) * spread
+    highest = 2 ** (args["num_bits"] - 1) - 1
+    codes = (weight.float() / spread.float()).round().clamp(-highest - 1, highest).to(torch.int8)
+    values = codes.to(weight.dtype) * spread
+    if args["num_bits"] == 8:
+        return {"weight": codes, **tensors}, values
+    nibbles = (codes.int() + 8).view(len(codes), -1, 8)
+    packed = sum(nibbles[..., at].long() << 4 * at for at in range(8))
+    packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+    return {"weight_packed": packed, "weight_shape": torch.tensor(codes.shape), **tensors}, values
+
+
+def compressed_llama(path, kind, plain, **options):
+    """Save a Llama as compressed-tensors does to `path`, and what its weights are by its formula to `plain`,
+    in 16 bits.
+    """
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(**{**SIZES, **options})
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    for folder in (path, plain):
+        model.save_pretrained(folder)
+    tensors, values = {}, {}
+    for name, one in load_file(path / "model.safetensors").items():
+        if name.endswith("proj.weight"):
+            layer = name.removesuffix("weight")
+            packed, values[name] = to_compressed(one, kind)
+            tensors |= {f"{layer}{end}": part.contiguous() for end, part in packed.items()}
+        else:
+            tensors[name] = values[name] = one
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    save_file(values, plain / "model.safetensors", {"format": "pt"})
+    form = {"float": "float-quantized", "int": "int-quantized"}[COMPRESSED[kind]["type"]]
+    group = {"targets": ["Linear"], "weights": {"symmetric": True, "dynamic": False, **COMPRESSED[kind]}}
+    add_method(
+        path,
+        quant_method="compressed-tensors",
+        format="pack-quantized" if "int4" in kind else form,
+        quantization_status="compressed",
+        ignore=["lm_head"],
+        config_groups={"group_0": group},
+    )
+    return path

@@ -1,0 +1,64 @@
+"""`infinity merge`: a base and PEFT's adapters in, a model with the adapters merged out, streamed."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infinity.checkpoint.merged import save_merged
+from infinity.config.settings import Config
+from infinity.engine.init import Init
+from infinity.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+HELP = (
+    "a model with PEFT's adapters merged into its base, for from_pretrained; a layer is in memory at a time"
+)
+_TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `infinity merge`."""
+    parser.add_argument("base", type=Path, help="a folder of a causal language model of transformers")
+    parser.add_argument("adapter", type=Path, help="a folder that PEFT, or infinity.save_pretrained, wrote")
+    parser.add_argument("folder", type=Path, help="a new folder for the files")
+    memory = "for what is read ahead (default: 1GiB)"
+    parser.add_argument("--host-memory", default="1GiB", metavar="SIZE", help=memory)
+    widen = "write a packed base (fp8, nf4, ...) in the 16 bits that it computes in"
+    parser.add_argument("--widen", action="store_true", help=widen)
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: 5GB)")
+    overwrite = "replace an older export in FOLDER; files beside it stay"
+    parser.add_argument("--overwrite", action="store_true", help=overwrite)
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Run `infinity merge`; return the exit code."""
+    for folder, what in ((options.base, "config.json"), (options.adapter, "adapter_config.json")):
+        if not (folder / what).is_file():
+            raise ConfigError(f"{folder}: there is no {what}. Name a folder of a model, and one of adapters.")
+    try:
+        import peft
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise ConfigError(
+            "infinity merge needs transformers and peft: pip install transformers peft"
+        ) from error
+    loads: Any = AutoModelForCausalLM
+    said: Any = AutoConfig.from_pretrained(options.base, local_files_only=True, trust_remote_code=False)
+    name = str(getattr(said, "dtype", None) or "bfloat16").removeprefix("torch.")
+    config = Config(host_memory=options.host_memory, device="cpu", dtype=_TYPES.get(name, "bf16"))
+    with console.status(f"Writing {options.folder}"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "fan_in_fan_out")  # of GPT-2's Conv1D: PEFT sets it right
+        with Init(config, frozen=True):
+            base = loads.from_pretrained(options.base, local_files_only=True, trust_remote_code=False)
+        computes = base.dtype
+        model: Any = peft.PeftModel.from_pretrained(base, str(options.adapter))
+        dtype = computes if options.widen else None
+        size, overwrite = options.max_shard_size, options.overwrite
+        save_merged(model, options.folder, dtype, size, overwrite=overwrite)
+    console.print(f"{options.folder}: weights in {computes}, with the adapters merged, for from_pretrained")
+    return 0
